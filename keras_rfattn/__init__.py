@@ -1,0 +1,28 @@
+"""Linear attention for Keras 3, in place of a checkpoint's softmax attention."""
+
+from keras_rfattn import feature_maps
+from keras_rfattn import layers
+from keras_rfattn import ops
+from keras_rfattn import projections
+from keras_rfattn.models import AttentionReport
+from keras_rfattn.models import describe_attention
+from keras_rfattn.models import replace_attention
+from keras_rfattn.models import restore_attention
+from keras_rfattn.models.registration import register
+from keras_rfattn.models.registration import watch as _watch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionReport",
+    "describe_attention",
+    "feature_maps",
+    "layers",
+    "ops",
+    "projections",
+    "register",
+    "replace_attention",
+    "restore_attention",
+]
+
+_watch()

@@ -1,0 +1,136 @@
+"""Feature maps, and the registry that knows them by the literature's names."""
+
+import difflib
+
+import keras
+
+from keras_rfattn.feature_maps.activation import Activation
+from keras_rfattn.feature_maps.activation import Elu
+from keras_rfattn.feature_maps.activation import Relu
+from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.generalized_exponential import FavorPP
+from keras_rfattn.feature_maps.positive import FavorPlus
+from keras_rfattn.feature_maps.trigonometric import Favor
+
+FEATURE_MAPS = {
+    "favor": Favor,
+    "favorplus": FavorPlus,
+    "favorpp": FavorPP,
+    "elu": Elu,
+    "relu": Relu,
+}
+
+__all__ = [
+    "Activation",
+    "Elu",
+    "FEATURE_MAPS",
+    "Favor",
+    "FavorPP",
+    "FavorPlus",
+    "FeatureMap",
+    "Relu",
+    "deserialize",
+    "get",
+    "list",
+    "register",
+    "serialize",
+]
+
+
+def get(identifier, **arguments):
+    """Resolves a feature map.
+
+    Args:
+        identifier: A registered name, a `FeatureMap` or its serialized config.
+        **arguments: Constructor arguments for a map given by name; those that are
+            `None` are left at the map's default.
+
+    Returns:
+        A `FeatureMap`. One given as an object is returned as it is.
+
+    Raises:
+        ValueError: If the name is unknown, or `arguments` are given for a map that
+            already has its own.
+        TypeError: If `identifier` is of another type.
+    """
+    arguments = {k: v for k, v in arguments.items() if v is not None}
+    if isinstance(identifier, str):
+        if identifier not in FEATURE_MAPS:
+            close = difflib.get_close_matches(identifier, FEATURE_MAPS, n=1, cutoff=0)
+            raise ValueError(
+                f"`feature_map` must be one of {list()}. "
+                f"Received: feature_map={identifier!r}. "
+                f"Did you mean {close[0]!r}?"
+            )
+        return FEATURE_MAPS[identifier](**arguments)
+    if isinstance(identifier, dict):
+        identifier = deserialize(identifier)
+    if not isinstance(identifier, FeatureMap):
+        raise TypeError(
+            f"`feature_map` must be a name ({', '.join(list())}), a `FeatureMap` or "
+            f"its config. Received: feature_map={identifier!r} of type "
+            f"{type(identifier).__name__}."
+        )
+    if arguments:
+        raise ValueError(
+            f"{sorted(arguments)} must be set on the feature map itself. Received: "
+            f"feature_map={identifier!r} and {arguments}."
+        )
+    return identifier
+
+
+def register(name, cls=None):
+    """Adds a feature map to the registry, as a call or as a class decorator.
+
+    Args:
+        name: The name users will give.
+        cls: A subclass of `FeatureMap`, or `None` to get a decorator. It must be
+            registered with `keras.saving.register_keras_serializable`, or it is
+            registered here under `keras_rfattn>ClassName`.
+
+    Returns:
+        The class, or the decorator.
+
+    Raises:
+        ValueError: If the name is taken by another class.
+        TypeError: If `cls` is not a subclass of `FeatureMap`.
+    """
+    if cls is None:
+        return lambda cls: register(name, cls)
+    if not isinstance(cls, type) or not issubclass(cls, FeatureMap):
+        raise TypeError(
+            f"`cls` must be a subclass of `FeatureMap`. Received: cls={cls!r}."
+        )
+    if FEATURE_MAPS.get(name, cls) is not cls:
+        raise ValueError(
+            f"The name {name!r} is taken by {FEATURE_MAPS[name].__name__}. "
+            "Choose another."
+        )
+    registered = keras.saving.get_registered_name(cls)
+    if keras.saving.get_registered_object(registered) is not cls:
+        keras.saving.register_keras_serializable("keras_rfattn")(cls)
+    FEATURE_MAPS[name] = cls
+    return cls
+
+
+def list():
+    """The registered names, sorted."""
+    return sorted(FEATURE_MAPS)
+
+
+def name_of(feature_map):
+    """The registered name of a map's class, or the class name."""
+    names = {cls: name for name, cls in FEATURE_MAPS.items()}
+    return names.get(type(feature_map), type(feature_map).__name__)
+
+
+def serialize(feature_map):
+    """A `FeatureMap` as a config dict; the layer that owns the map builds it."""
+    config = keras.saving.serialize_keras_object(feature_map)
+    config.pop("build_config", None)
+    return config
+
+
+def deserialize(config):
+    """A `FeatureMap` from its config dict."""
+    return keras.saving.deserialize_keras_object(config)

@@ -1,0 +1,263 @@
+"""The hook shared by all layers: projected q, k, v become an output.
+
+Some 25 attention classes of Keras and KerasHub leave this step to one method,
+`_compute_attention(query, key, value, attention_mask, ...)`. `LinearAttention`
+overrides it and nothing else of the computation; projections, rotary embeddings
+and gates stay with the class it is mixed into.
+"""
+
+import math
+import zlib
+
+import keras
+from keras import ops
+
+from keras_rfattn import feature_maps
+from keras_rfattn.ops.bidirectional import bidirectional
+from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.causal import check_block_size
+from keras_rfattn.ops.masks import AttentionMask
+from keras_rfattn.ops.masks import interpret_mask
+
+
+def attend(
+    query,
+    key,
+    value,
+    feature_map,
+    mask=None,
+    scale=None,
+    block_size=None,
+    training=False,
+):
+    """Linear attention of projected queries, keys and values.
+
+    Args:
+        query: `(B, T, N, H)`.
+        key: `(B, S, K, H)`.
+        value: `(B, S, K, V)`.
+        feature_map: A `FeatureMap` built for K heads of dim H.
+        mask: `None`, an `AttentionMask` or what `interpret_mask` takes.
+        scale: Factor on `q · k`; the map's default if `None`.
+        block_size: Of the causal algorithm.
+        training: Whether stored statistics are updated.
+
+    Returns:
+        `(B, T, N, V)`. A row that sees no key is 0.
+
+    Raises:
+        ValueError: If the mask cannot be kept (`interpret_mask`), or the map's
+            statistics would leak the future.
+    """
+    mask = interpret_mask(mask, query.shape[1], key.shape[1])
+    if mask.causal and mask.offset is not None:
+        query, key, value, mask = _apply_offset(query, key, value, mask)
+    key_mask, query_mask = mask.key_mask, mask.query_mask
+    if key_mask is not None:
+        visible = key_mask[:, :, None, None]
+        key, value = ops.where(visible, key, 0), ops.where(visible, value, 0)
+        if query_mask is None and mask.self_attention:
+            query_mask = key_mask
+    if scale is None:
+        scale = feature_map.default_scale(query.shape[-1])
+    side = math.sqrt(scale)
+    wide = "float64" if query.dtype == "float64" else "float32"
+    query, key = ops.cast(query, wide) * side, ops.cast(key, wide) * side
+
+    partial = mask.causal or not mask.self_attention
+    stats = feature_map.statistics(
+        query, key, query_mask, key_mask, causal=partial, training=training
+    )
+    query_features = feature_map.query_features(query, stats)
+    key_features = feature_map.key_features(key, stats)
+    if mask.causal:
+        output = causal(query_features, key_features, value, key_mask, block_size)
+    else:
+        output = bidirectional(query_features, key_features, value, key_mask)
+    if mask.query_mask is not None:
+        output = ops.where(mask.query_mask[:, :, None, None], output, 0)
+    return output
+
+
+def _apply_offset(query, key, value, mask):
+    """Cached decoding: query i, at position `offset + i`, sees keys up to itself."""
+    length = ops.shape(query)[1]
+    plain = mask.replace(offset=None)
+    if isinstance(mask.offset, int) and mask.offset == 0:
+        if mask.key_mask is not None:
+            plain = plain.replace(key_mask=mask.key_mask[:, :length])
+        return query, key[:, :length], value[:, :length], plain
+    positions = ops.arange(ops.shape(key)[1])
+    if query.shape[1] == 1:
+        past = ops.cast(positions, "int32") <= ops.cast(mask.offset, "int32")
+        past = ops.broadcast_to(past[None], (ops.shape(key)[0], ops.shape(key)[1]))
+        if mask.key_mask is not None:
+            past = past & mask.key_mask
+        # Still attention over a part of the tokens: `self_attention` stays False,
+        # and no statistic of them is taken.
+        plain = AttentionMask(key_mask=past, query_mask=mask.query_mask)
+        return query, key, value, plain
+    raise ValueError(
+        "Cached decoding takes one token at a time after the prompt. Received: "
+        f"{length} queries at cache index {mask.offset}. Use a sampler that feeds "
+        "one token per step."
+    )
+
+
+class LinearAttention:
+    """Mixin that makes a Keras attention layer linear in sequence length.
+
+    Comes before a class that has `_compute_attention` in the bases. The layer then
+    owns a feature map (sublayer `feature_map`) and a small integer weight that
+    names it, so that no checkpoint of another mechanism loads in silence.
+    """
+
+    def _set_mechanism(self, feature_map, block_size=None):
+        check_block_size(block_size)
+        self.feature_map = feature_map
+        self.block_size = block_size
+
+    def _kv_shape(self):
+        """`(K, H)`: number of key/value heads and head dim."""
+        return self._num_heads, self._key_dim
+
+    def _build_mechanism(self):
+        if not self.feature_map.built:
+            self.feature_map.build((None, None, *self._kv_shape()))
+        self.fingerprint = self.add_weight(
+            name="fingerprint",
+            shape=(),
+            initializer=keras.initializers.Constant(fingerprint(self.feature_map)),
+            dtype="int32",
+            trainable=False,
+            autocast=False,
+        )
+
+    def build(self, *args, **kwargs):
+        super().build(*args, **kwargs)
+        refuse_unsupported(self)
+        self._build_mechanism()
+
+    def _compute_attention(
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        training=None,
+        return_attention_scores=False,
+        **unused,
+    ):
+        if return_attention_scores or getattr(self, "_return_attention_scores", False):
+            raise ValueError(
+                "Linear attention never forms attention scores. Received: "
+                "return_attention_scores=True. Keep this layer softmax (`exclude=`)."
+            )
+        num_kv_heads, _ = self._kv_shape()
+        groups = key.shape[2] // num_kv_heads
+        if groups > 1:
+            # Keras repeats keys over the query heads that share them.
+            key, value = key[:, :, ::groups], value[:, :, ::groups]
+        output = attend(
+            query,
+            key,
+            value,
+            self.feature_map,
+            mask=attention_mask,
+            block_size=self.block_size,
+            training=bool(training),
+        )
+        return output, None
+
+    def _compute_attention_mask(
+        self,
+        query,
+        value,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        use_causal_mask=False,
+    ):
+        """An `AttentionMask`, which goes straight to `_compute_attention`."""
+        masks = [m for m in (value_mask, key_mask) if m is not None]
+        mask = interpret_mask(attention_mask, query.shape[1], value.shape[1])
+        for extra in masks:
+            extra = ops.cast(extra, "bool")
+            known = mask.key_mask
+            extra = extra if known is None else known & extra
+            mask = mask.replace(key_mask=extra)
+        if query_mask is not None:
+            query_mask = ops.cast(query_mask, "bool")
+        return mask.replace(
+            query_mask=query_mask,
+            causal=mask.causal or use_causal_mask,
+            self_attention=query is value,
+        )
+
+    def _compute_vllm_attention(self, *args, **kwargs):
+        raise ValueError(
+            f"{type(self).__name__} is linear attention; KerasHub's vLLM route would "
+            "run softmax attention in its place. Serve the model without vLLM, or "
+            "call `restore_attention` first."
+        )
+
+    def load_own_variables(self, store):
+        """Loads saved weights; a softmax checkpoint has none here.
+
+        Raises:
+            ValueError: If the weights belong to another mechanism.
+        """
+        if not len(store.keys()):
+            return
+        super().load_own_variables(store)
+        expected = fingerprint(self.feature_map)
+        found = int(ops.convert_to_numpy(self.fingerprint))
+        if found != expected:
+            self.fingerprint.assign(expected)
+            raise ValueError(
+                f"Layer '{self.name}' has the mechanism "
+                f"{feature_maps.name_of(self.feature_map)!r}, and the weights were "
+                "saved from another one (or another version of its arguments). "
+                "Replace attention as it was when the weights were saved."
+            )
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "feature_map": feature_maps.serialize(self.feature_map),
+            "block_size": self.block_size,
+        }
+
+
+def fingerprint(feature_map):
+    """A 31-bit checksum of what a map computes, whatever its seed and name."""
+    config = feature_map.get_config()
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key not in ("name", "trainable", "dtype", "seed", "projection")
+    }
+    text = repr((type(feature_map).__name__, sorted(kept.items())))
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+
+def refusal(layer):
+    """Why a layer's own arguments rule linear attention out, or `None`."""
+    window = getattr(layer, "_sliding_window", getattr(layer, "sliding_window", None))
+    if window is not None:
+        return f"sliding window of {window} tokens"
+    axes = getattr(layer, "_attention_axes", None)
+    if axes is not None and tuple(axes) != (1,):
+        return f"attention over axes {tuple(axes)}; only sequences (axis 1) are linear"
+    return None
+
+
+def refuse_unsupported(layer):
+    """Raises `ValueError` for arguments that linear attention cannot keep."""
+    reason = refusal(layer)
+    if reason:
+        raise ValueError(
+            f"Layer '{layer.name}' cannot be linear attention: {reason}. Use the "
+            "softmax layer instead."
+        )

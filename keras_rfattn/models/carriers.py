@@ -1,0 +1,186 @@
+"""Classes whose config carries the attention of the layers inside.
+
+A KerasHub model, or any layer that builds its attention from hyper-parameters,
+would save its config and load as softmax. Surgery therefore changes the class of
+every such container to a subclass of the same name whose `get_config` adds an
+entry "attention", and whose `from_config` puts the mechanism back.
+"""
+
+import functools
+
+import keras
+
+from keras_rfattn import feature_maps
+from keras_rfattn.models import keras_layers
+from keras_rfattn.models import sites as s
+
+FORMAT = 1
+PACKAGE = "keras_rfattn"
+# Registered name of containers that are found through their original's name.
+GENERIC = "Carrier"
+
+_carriers = {}
+
+
+class Carrier:
+    """Mixin of containers with linear attention inside."""
+
+    original_class = None
+
+    def get_config(self):
+        return {**super().get_config(), "attention": attention_config(self)}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        entry = config.pop("attention", None)
+        if entry is None:
+            raise ValueError(
+                f"The config of {cls.__name__} has no entry 'attention', so that its "
+                "attention cannot be rebuilt. Save the model again with keras_rfattn."
+            )
+        if entry.get("format") != FORMAT:
+            raise ValueError(
+                f"The config of {cls.__name__} has attention format "
+                f"{entry.get('format')}; this version of keras_rfattn reads {FORMAT}. "
+                "Use the version that saved it."
+            )
+        base = cls.original_class or _registered_original(entry)
+        instance = base.from_config(config)
+        if instance.built:
+            apply_config(instance, entry)
+        else:
+            _apply_when_built(instance, entry)
+        return instance
+
+
+def _registered_original(entry):
+    """The class a generic carrier was made from, through Keras' own lookup."""
+    described = {**entry["class"], "config": {}}
+    from keras.src.saving import serialization_lib
+
+    return serialization_lib._retrieve_class_or_fn(
+        described["class_name"],
+        described["registered_name"],
+        described["module"],
+        obj_type="class",
+        full_config=described,
+        custom_objects={},
+    )
+
+
+keras.saving.register_keras_serializable(PACKAGE, GENERIC)(
+    type(GENERIC, (Carrier, keras.layers.Layer), {"__module__": __name__})
+)
+
+
+def carrier_class(base, name=None, members=None):
+    """The carrier of a container class, made once and registered.
+
+    Args:
+        base: The container's class.
+        name: Name to register under, for classes that other code looks up by class
+            (KerasHub's backbones and tasks); generic if `None`.
+        members: Further class attributes.
+
+    Returns:
+        A subclass of `base` with the same name.
+    """
+    if base in _carriers:
+        return _carriers[base]
+    mixin = s.block_mixin(base)
+    bases = (Carrier, base) if mixin is None else (Carrier, mixin, base)
+    body = {
+        "__module__": __name__,
+        "__doc__": base.__doc__,
+        "original_class": base,
+        **(members or {}),
+    }
+    cls = type(base.__name__, bases, body)
+    if name is None:
+        generic = keras.saving.get_registered_object(f"{PACKAGE}>{GENERIC}")
+        keras.saving.register_keras_serializable(PACKAGE, GENERIC)(cls)
+        # The name leads back to the generic class; only the class keeps the name.
+        keras.saving.register_keras_serializable(PACKAGE, GENERIC)(generic)
+    else:
+        keras.saving.register_keras_serializable(PACKAGE, name)(cls)
+    _carriers[base] = cls
+    return cls
+
+
+def needs_carrier(container):
+    """Whether a container's config leaves out the layers inside it."""
+    cls = type(container)
+    if isinstance(container, Carrier):
+        return False
+    plain = (keras.Model, keras.Sequential, type(_functional()))
+    return cls not in plain
+
+
+@functools.cache
+def _functional():
+    inputs = keras.Input((1,))
+    return keras.Model(inputs, inputs)
+
+
+def carry(container):
+    """Gives a container its carrier class, if its config needs one."""
+    if needs_carrier(container):
+        container.__class__ = carrier_class(type(container))
+
+
+def attention_config(container):
+    """The config entry of a container: the mechanism of every linear layer below."""
+    base = keras_layers.original_class(container)
+    return {
+        "format": FORMAT,
+        "class": {
+            "module": base.__module__,
+            "class_name": base.__name__,
+            "registered_name": keras.saving.get_registered_name(base),
+        },
+        "layers": [
+            {
+                "index": site.index,
+                "path": site.path,
+                "feature_map": feature_maps.serialize(site.layer.feature_map),
+                "block_size": site.layer.block_size,
+            }
+            for site in s.survey(container).sites
+            if site.is_linear
+        ],
+    }
+
+
+def apply_config(container, entry):
+    """Replaces attention in a freshly built container as its config says."""
+    from keras_rfattn.models import replace
+
+    found = s.survey(container)
+    changes = []
+    for layer in entry["layers"]:
+        if layer["index"] >= len(found.sites):
+            raise ValueError(
+                f"{type(container).__name__} was saved with linear attention at "
+                f"'{layer['path']}', and has no such layer now. Its class has "
+                "changed since; load it with the version that saved it."
+            )
+        site = found.sites[layer["index"]]
+        if not site.is_linear:
+            feature_map = feature_maps.deserialize(layer["feature_map"])
+            changes.append((site, feature_map, layer["block_size"]))
+    replace.commit(container, found, changes)
+
+
+def _apply_when_built(instance, entry):
+    """Puts `apply_config` behind the `build` of a container not built yet."""
+    instance.__class__ = carrier_class(type(instance))
+    build = instance.build
+
+    @functools.wraps(build)
+    def build_and_apply(*args, **kwargs):
+        build(*args, **kwargs)
+        instance.build = build
+        apply_config(instance, entry)
+
+    instance.build = build_and_apply

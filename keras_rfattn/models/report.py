@@ -1,0 +1,199 @@
+"""What attention a model has: the report that `describe_attention` returns."""
+
+import math
+from dataclasses import dataclass
+from dataclasses import field
+
+from keras_rfattn import feature_maps
+from keras_rfattn.models import keras_layers
+from keras_rfattn.models import sites as s
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention layer.
+
+    Attributes:
+        path: Names of the layers from the model to this one.
+        original_class: Name of the softmax class.
+        mechanism: Registered name of the feature map, or "softmax".
+        width: Feature width M, `None` for softmax.
+        causal: True, False, or `None` where each call decides.
+        parameters_added: Number of weights the mechanism owns.
+        crossover: Length in tokens at which linear attention takes fewer
+            operations than softmax, `None` for softmax.
+        note: Why it was kept, or what to know about it.
+    """
+
+    path: str
+    original_class: str
+    mechanism: str
+    width: int | None
+    causal: bool | None
+    parameters_added: int
+    crossover: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """Every attention layer of a model; prints as a table."""
+
+    model: str
+    rows: tuple
+    max_length: int | None = None
+    others: tuple = field(default=())
+
+    @property
+    def replaced(self):
+        """Rows with linear attention."""
+        return tuple(row for row in self.rows if row.mechanism != "softmax")
+
+    @property
+    def kept(self):
+        """Rows with softmax attention."""
+        return tuple(row for row in self.rows if row.mechanism == "softmax")
+
+    @property
+    def parameters_added(self):
+        """Weights that all mechanisms own together (none trainable by default)."""
+        return sum(row.parameters_added for row in self.rows)
+
+    def __str__(self):
+        head = ("layer", "class", "mechanism", "width", "causal", "added", "note")
+        causal = {True: "yes", False: "no", None: "per call"}
+        body = [
+            (
+                row.path,
+                row.original_class,
+                row.mechanism,
+                "" if row.width is None else str(row.width),
+                causal[row.causal],
+                f"{row.parameters_added:,}",
+                row.note,
+            )
+            for row in self.rows
+        ]
+        table = [head, *body]
+        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+
+        def render(line):
+            pairs = zip(line, widths, strict=True)
+            return "  ".join(cell.ljust(width) for cell, width in pairs).rstrip()
+
+        rule = "  ".join("-" * width for width in widths)
+        lines = [f"Attention of {self.model}", render(head), rule]
+        lines += [render(line) for line in body]
+        lines += self._footer()
+        return "\n".join(lines)
+
+    def _footer(self):
+        replaced, total = len(self.replaced), len(self.rows)
+        lines = [
+            f"{replaced} of {total} layers linear, "
+            f"{self.parameters_added:,} parameters added"
+        ]
+        if self.replaced:
+            crossover = max(row.crossover for row in self.replaced)
+            text = f"fewer operations than softmax above {crossover} tokens"
+            if self.max_length is not None and self.max_length <= crossover:
+                text += (
+                    f"; slower than softmax here, as the model takes "
+                    f"{self.max_length} tokens (see `extend_positions`)"
+                )
+            lines.append(text)
+        lines += [f"also changed, as it shares layers: {x}" for x in self.others]
+        return lines
+
+    __repr__ = __str__
+
+
+def describe_attention(model):
+    """Reports the attention of a model: original, replaced or reloaded.
+
+    Args:
+        model: A Keras model or layer.
+
+    Returns:
+        An `AttentionReport`, which prints as a table.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer.
+        ValueError: If it is not built.
+    """
+    from keras_rfattn.models.replace import check_model
+
+    check_model(model)
+    rows = tuple(_row(site) for site in s.survey(model).sites)
+    return AttentionReport(
+        f"{type(model).__name__} '{model.name}'",
+        rows,
+        max_length=_max_length(model),
+        others=tuple(getattr(model, "_rfattn_shared_with", ())),
+    )
+
+
+def _max_length(model):
+    backbone = getattr(model, "backbone", None) or model
+    length = getattr(backbone, "max_sequence_length", None)
+    return length if isinstance(length, int) else None
+
+
+def line(site):
+    """One attention layer in a line, for error messages."""
+    text = f"{site.path} ({keras_layers.original_class(site.layer).__name__})"
+    return f"{text}: {site.reason}" if site.reason else text
+
+
+def _row(site):
+    layer, name = site.layer, keras_layers.original_class(site.layer).__name__
+    if not site.is_linear:
+        note = "kept: "
+        if s.is_pooling(site):
+            note += "one query, softmax is linear already"
+        else:
+            note += site.reason or "not selected"
+        return Row(site.path, name, "softmax", None, site.causal, 0, None, note)
+    feature_map = layer.feature_map
+    weights = [layer.fingerprint, *feature_map.weights]
+    return Row(
+        site.path,
+        name,
+        feature_maps.name_of(feature_map),
+        feature_map.output_dim,
+        site.causal,
+        sum(math.prod(w.shape) for w in weights),
+        crossover(feature_map, layer),
+        _note(site),
+    )
+
+
+def crossover(feature_map, layer):
+    """Tokens S at which `4 S H` operations per token exceed linear attention's.
+
+    Softmax multiplies and adds `S (H + V)` times per query; linear attention
+    `2 H m` for the projections of a query and a key, and `2 M V` for their sums.
+    """
+    _, head_dim = layer._kv_shape()
+    value_dim = getattr(layer, "_value_dim", head_dim)
+    projected = feature_map.num_features or 0
+    width = feature_map.output_dim
+    operations = 2 * head_dim * projected + 2 * width * value_dim
+    return math.ceil(operations / (head_dim + value_dim))
+
+
+def _note(site):
+    notes = []
+    feature_map = site.layer.feature_map
+    policy = getattr(feature_map, "policy", None)
+    if policy is not None:
+        if feature_map.is_calibrated:
+            notes.append("calibrated")
+        elif policy == "batch" or (policy == "auto" and site.causal is False):
+            notes.append("statistics per sequence")
+        else:
+            notes.append("uncalibrated")
+    rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)
+    if isinstance(rate, (int, float)) and rate:
+        notes.append(f"attention dropout {rate:g} inactive")
+    return ", ".join(notes)

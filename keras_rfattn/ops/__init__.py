@@ -1,0 +1,37 @@
+"""Attention algorithms over features: functions of arrays, without state or layers.
+
+Shape letters used here and everywhere else:
+
+- B batch, T queries, S keys
+- N query heads, K key/value heads (N is a multiple of K; query head n reads
+  key/value head ``n // (N // K)``), G = N // K
+- H head dim, V value dim, M feature width, C block
+
+Public layout is ``(B, T, N, H)``. Every algorithm takes
+``(query_features, key_features, value, key_mask=None)`` and agrees with
+`quadratic`, forward and gradient.
+"""
+
+from keras_rfattn.ops.bidirectional import bidirectional
+from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.masks import AttentionMask
+from keras_rfattn.ops.masks import interpret_mask
+from keras_rfattn.ops.quadratic import quadratic
+from keras_rfattn.ops.recurrent import State
+from keras_rfattn.ops.recurrent import extend_state
+from keras_rfattn.ops.recurrent import init_state
+from keras_rfattn.ops.recurrent import read_state
+
+__all__ = [
+    "AttentionMask",
+    "Features",
+    "State",
+    "bidirectional",
+    "causal",
+    "extend_state",
+    "init_state",
+    "interpret_mask",
+    "quadratic",
+    "read_state",
+]

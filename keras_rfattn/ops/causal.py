@@ -1,0 +1,354 @@
+"""Causal linear attention in blocks: O(T · (M · V + C · M)), any length.
+
+Keys before a query's block are read from prefix sums (`features.read`), exact
+whatever their size, because each feature keeps its own running maximum. Keys in
+the query's own block are weighed one by one, on a C × C matrix. Their exponents
+are taken relative to a reference that every query of the block may know: the
+running maximum up to and including the block's first visible key. Queries share the shift
+of the prefix, keys exceed the reference by an *excess* that is known per query
+(the largest over keys it sees). Two cases follow, row by row:
+
+- excess <= `SPAN`: the factored product is exact; whatever underflows is at most
+  `C · M · exp(2 · SPAN - 87)` of the row's sum, 1e-7.
+- above it (logits in the hundreds, or the first tokens of a sequence meeting
+  very different ones), the row is taken from `_dyadic`, which never multiplies a
+  query's exponents by those of keys it does not see and so needs no bound. It
+  costs log2(C) times as much and runs only if some row asks for it.
+
+Which case a row takes depends on keys the row sees, never on the future, on other
+heads or on other sequences.
+"""
+
+import keras
+from keras import ops
+
+from keras_rfattn.ops import features as f
+from keras_rfattn.ops.backend import accumulated_matmul
+from keras_rfattn.ops.backend import exclusive_scan
+from keras_rfattn.ops.recurrent import count_visible
+from keras_rfattn.ops.recurrent import to_state
+from keras_rfattn.ops.recurrent import to_sums
+
+SPAN = 30.0
+DEFAULT_BLOCK_SIZE = 128
+
+
+def causal(
+    query_features,
+    key_features,
+    value,
+    key_mask=None,
+    block_size=None,
+    state=None,
+    return_state=False,
+):
+    """Linear attention in which query i sees keys `j <= i`.
+
+    Args:
+        query_features: `Features` of shape `(B, T, N, M)`.
+        key_features: `Features` of shape `(B, T, K, M)`.
+        value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
+        key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden
+            keys and values may hold anything, NaN included.
+        block_size: Length of a block, 128 by default. Any positive integer, and
+            no effect on the result.
+        state: Optional `State` of earlier tokens, which every query sees.
+        return_state: Whether to return the state after the last token too.
+
+    Returns:
+        Array of shape `(B, T, N, V)` in the dtype of `value`, and the `State` if
+        `return_state`. A row that sees no key is 0.
+
+    Raises:
+        ValueError: If `block_size` is not a positive integer.
+    """
+    block_size = check_block_size(block_size)
+    num_kv_heads, num_heads = value.shape[2], query_features.log_scale.shape[2]
+    groups = num_heads // num_kv_heads
+    length = ops.shape(value)[1]
+    if isinstance(length, int):
+        block_size = min(block_size, max(length, 1))
+    dtype, value = value.dtype, f.representable(value)
+
+    query = f.heads_first(query_features, num_kv_heads)
+    query = _map(lambda x: _blocks(x, block_size * groups), query)
+    key = f.heads_first(key_features, num_kv_heads)
+    mask = ops.ones((1, 1, length), dtype="bool")
+    if key_mask is not None:
+        mask = f.heads_mask(key_mask)
+    mask = _blocks(mask[..., None], block_size)[..., 0]
+    key = _map(lambda x: _blocks(x, block_size), key)
+    heads = _blocks(f.split_heads(value, num_kv_heads), block_size)
+    # Hidden rows leave before any product.
+    key = f.Features(
+        None if key.values is None else f.hide(key.values, mask),
+        f.masked_log_scale(key, mask),
+    )
+    heads = f.hide(heads, mask)
+
+    prefix, last = _prefix_sums(f.summarize(key, heads, mask), state)
+    reading = _read_block(prefix, query, key, heads, mask, groups)
+    output = f.normalize(reading, signed=query.values is not None)
+    shape = ops.shape(output)
+    output = ops.reshape(output, (*shape[:2], -1, shape[-1]))
+    output = f.merge_heads(output[:, :, : length * groups], num_heads, length)
+    output = ops.cast(output, dtype)
+    if not return_state:
+        return output
+    position = count_visible(value, key_mask)
+    if state is not None:
+        position = position + state.position
+    return output, to_state(last, position)
+
+
+def check_block_size(block_size):
+    """Returns the block length to use, or raises `ValueError`."""
+    if block_size is None:
+        return DEFAULT_BLOCK_SIZE
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        block_size_is_valid = False
+    else:
+        block_size_is_valid = block_size > 0
+    if not block_size_is_valid:
+        raise ValueError(
+            "`block_size` must be a positive integer or `None`. "
+            f"Received: block_size={block_size}."
+        )
+    return block_size
+
+
+def _map(function, features):
+    values, log_scale = features
+    return f.Features(None if values is None else function(values), function(log_scale))
+
+
+def _blocks(x, size):
+    """`(B, K, T, ·)` as `(B, K, T / size, size, ·)`, zeros after the end."""
+    shape = ops.shape(x)
+    padding = (-shape[2]) % size
+    if not isinstance(padding, int) or padding:
+        zeros = ops.zeros((*shape[:2], padding, shape[3]), dtype=x.dtype)
+        x = ops.concatenate([x, zeros], axis=2)
+    return ops.reshape(x, (shape[0], x.shape[1], -1, size, x.shape[3]))
+
+
+def _prefix_sums(blocks, state):
+    """Sums over all blocks before each, and over all: a scan over small states."""
+    moved = f.Sums(*(ops.moveaxis(x, 2, 0) for x in blocks))
+    if state is None:
+        start = f.Sums(*(ops.zeros_like(x[0]) for x in moved))
+        start = start._replace(maximum=start.maximum + f.LOWEST)
+    else:
+        start = to_sums(state)
+        start = f.Sums(
+            *(ops.cast(x, y.dtype) for x, y in zip(start, moved, strict=True))
+        )
+
+    def add(before, block):
+        return tuple(f.merge_sums(f.Sums(*before), f.Sums(*block)))
+
+    last, prefix = exclusive_scan(add, tuple(start), tuple(moved))
+    prefix = f.Sums(*(ops.moveaxis(x, 0, 2) for x in prefix))
+    return prefix, f.Sums(*last)
+
+
+def _read_block(prefix, query, key, value, mask, groups):
+    """What the queries of each block see of the prefix and of their own block."""
+    dtype = value.dtype
+    reference = ops.maximum(prefix.maximum, _first_visible(key.log_scale, mask))
+    excess = key.log_scale - ops.expand_dims(reference, -2)
+    visible = _visible(excess.shape[-2], groups)
+
+    # (..., R): the largest excess among the keys a row sees.
+    largest = ops.stop_gradient(ops.max(excess, axis=-1))
+    largest = ops.where(visible, ops.expand_dims(largest, -2), 0)
+    largest = ops.maximum(ops.max(largest, axis=-1), 0)
+    shared_scale = key.log_scale.shape[-1] == 1
+    if not shared_scale:
+        beyond = largest > SPAN
+        largest = ops.minimum(largest, SPAN)
+        excess = ops.minimum(excess, SPAN)
+    shift = f.query_shift(query, reference) + largest
+
+    log_scale = query.log_scale + ops.expand_dims(reference, -2)
+    rows = f.Features(query.values, log_scale)
+    if shared_scale:
+        # One scale a token: it can leave the product for the C × C matrix.
+        weights = _scaled_weights(rows, key, excess, shift, visible, dtype)
+    else:
+        keys = f.Features(key.values, excess)
+        weights = _weights(rows, keys, shift, dtype)
+    weights = tuple(ops.where(visible, w, 0) for w in weights)
+    own = _weigh(weights, mask, value, shift)
+    if not shared_scale:
+        own = _replace_rows(own, beyond, query, key, value, mask, groups)
+    before = f.read(f.rebase(prefix, reference), query, shift, dtype)
+    return f.combine(before, own)
+
+
+def _first_visible(log_scale, mask):
+    """The exponents of each block's first visible key, `LOWEST` if it has none."""
+    count = ops.cumsum(ops.cast(mask, "int32"), axis=-1)
+    first = ops.cast(mask & (count == 1), log_scale.dtype)
+    row = ops.matmul(first[..., None, :], ops.stop_gradient(log_scale))[..., 0, :]
+    return ops.where(ops.any(mask, axis=-1)[..., None], row, f.LOWEST)
+
+
+def _visible(block_size, groups):
+    """`(C · G, C)`: whether row r, of token `r // G`, sees key j."""
+    token = ops.repeat(ops.arange(block_size), groups)
+    return token[:, None] >= ops.arange(block_size)[None, :]
+
+
+def _weights(query, key, shift, dtype):
+    """`(weights, magnitudes)`, each `(..., R, S)`, of every query for every key."""
+
+    def product(query, key):
+        rows = f.expand(query, shift[..., None], dtype)
+        columns = ops.swapaxes(f.expand(key, 0.0, dtype), -1, -2)
+        return accumulated_matmul(rows, columns)
+
+    weights = product(query, key)
+    if query.values is None:
+        return (weights,)
+    scales = f.Features(None, query.log_scale), f.Features(None, key.log_scale)
+    return weights, product(*scales)
+
+
+def _scaled_weights(query, key, excess, shift, visible, dtype):
+    """`_weights` where a token's features share one scale; `excess` is any size."""
+    scale = query.log_scale - shift[..., None] + ops.swapaxes(excess, -1, -2)
+    scale = ops.exp(ops.where(visible, scale, f.LOWEST))
+    rows = ops.cast(query.values, dtype)
+    columns = ops.swapaxes(ops.cast(key.values, dtype), -1, -2)
+    weights = accumulated_matmul(rows, columns) * scale
+    return weights, scale * query.values.shape[-1]
+
+
+def _weigh(weights, mask, value, shift):
+    """The reading that weights `(..., R, S)` make of values `(..., S, V)`."""
+    weights = tuple(ops.where(mask[..., None, :], w, 0) for w in weights)
+    # Numerator and denominator from the same rounded weights.
+    rounded = ops.cast(weights[0], value.dtype)
+    numerator = accumulated_matmul(rounded, value)
+    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
+    bound = ops.sum(weights[1], axis=-1) if len(weights) > 1 else denominator
+    return f.Reading(shift, numerator, denominator, bound)
+
+
+def _replace_rows(own, beyond, query, key, value, mask, groups):
+    """Takes the rows of `own` that are `beyond` the span from `_dyadic` instead."""
+
+    def exact(*operands):
+        query, key, value = _unflatten(operands, signed)
+        return tuple(_dyadic(query, key, value, mask, groups))
+
+    def chosen(*operands):
+        return ops.cond(
+            ops.any(beyond),
+            lambda: remat(exact)(*operands),
+            lambda: tuple(ops.zeros_like(x) for x in own),
+        )
+
+    signed = query.values is not None
+    # Else JAX would keep the residuals of the branch not taken.
+    remat = keras.remat if keras.backend.backend() == "jax" else (lambda x: x)
+    operands = [x for x in (*query, *key, value) if x is not None]
+    replacement = f.Reading(*remat(chosen)(*operands))
+
+    def select(a, b):
+        rows = beyond[..., None] if len(a.shape) > len(beyond.shape) else beyond
+        return ops.where(rows, a, b)
+
+    return f.Reading(*(select(a, b) for a, b in zip(replacement, own, strict=True)))
+
+
+def _unflatten(operands, signed):
+    if signed:
+        query_values, query_scale, key_values, key_scale, value = operands
+    else:
+        (query_scale, key_scale, value), query_values, key_values = operands, None, None
+    query = f.Features(query_values, query_scale)
+    return query, f.Features(key_values, key_scale), value
+
+
+def _dyadic(query, key, value, mask, groups):
+    """Causal attention inside blocks as log2(C) attentions without causality.
+
+    A segment of length 2s is cut in halves; every query of the second sees every
+    key of the first, so that each feature can be taken relative to its maximum
+    over that half and no row's sum underflows. The halves are then cut in turn,
+    down to a token and itself.
+    """
+    size = value.shape[-2]
+    target = 1
+    while target < size:
+        target *= 2
+    query = _map(lambda x: _pad_rows(x, (target - size) * groups), query)
+    key = _map(lambda x: _pad_rows(x, target - size), key)
+    value = _pad_rows(value, target - size)
+    mask = _pad_rows(mask[..., None], target - size)[..., 0]
+
+    def cut(x, parts, *inner):
+        return ops.reshape(x, (*ops.shape(x)[:3], parts, *inner, x.shape[-1]))
+
+    def attend(query, key, value, mask):
+        log_scale = f.masked_log_scale(key, mask)
+        maximum = ops.stop_gradient(ops.max(log_scale, axis=-2))
+        shift = f.query_shift(query, maximum)
+        maximum = ops.expand_dims(maximum, -2)
+        query = f.Features(query.values, query.log_scale + maximum)
+        key = f.Features(key.values, log_scale - maximum)
+        weights = _weights(query, key, shift, value.dtype)
+        return _weigh(weights, mask, value, shift)
+
+    def flat(x, inner):
+        shape = ops.shape(x)
+        lead, tail = shape[:3], shape[len(shape) - inner :]
+        return ops.reshape(x, (*lead, target * groups, *tail))
+
+    half = 1
+    reading = attend(
+        _map(lambda x: cut(x, target, groups), query),
+        _map(lambda x: cut(x, target, 1), key),
+        cut(value, target, 1),
+        cut(mask[..., None], target, 1)[..., 0],
+    )
+    reading = f.Reading(*(flat(x, 1 if i == 1 else 0) for i, x in enumerate(reading)))
+    while half < target:
+        parts = target // (2 * half)
+        late = _map(
+            lambda x: cut(x, parts, 2, half * groups)[..., 1, :, :],  # noqa: B023
+            query,
+        )
+        early = _map(
+            lambda x: cut(x, parts, 2, half)[..., 0, :, :],  # noqa: B023
+            key,
+        )
+        part = attend(
+            late,
+            early,
+            cut(value, parts, 2, half)[..., 0, :, :],
+            cut(mask[..., None], parts, 2, half)[..., 0, :, 0],
+        )
+        nothing = f.Reading(
+            ops.full_like(part.shift, f.LOWEST),
+            *(ops.zeros_like(x) for x in part[1:]),
+        )
+        both = f.Reading(
+            *(
+                flat(ops.stack([a, b], axis=4), 1 if i == 1 else 0)
+                for i, (a, b) in enumerate(zip(nothing, part, strict=True))
+            )
+        )
+        reading = f.combine(reading, both)
+        half *= 2
+    return f.Reading(*(x[:, :, :, : size * groups] for x in reading))
+
+
+def _pad_rows(x, count):
+    """Adds `count` zero (or false) rows at the end of axis -2."""
+    if count == 0:
+        return x
+    zeros = ops.zeros((*ops.shape(x)[:-2], count, x.shape[-1]), dtype=x.dtype)
+    return ops.concatenate([x, zeros], axis=-2)

@@ -1,0 +1,253 @@
+"""`Features`, the one type that feature maps hand to algorithms, and sums over it.
+
+A feature is `values · exp(log_scale)` with `|values| <= 1`. The exponent is
+carried, never applied, so that an algorithm can choose shifts that cancel between
+numerator and denominator; nothing overflows, and no epsilon is needed.
+
+The three functions below are all an algorithm is made of. `summarize` folds keys
+and values into sums whose size does not depend on how many there were, each
+feature relative to its own maximum. `read` looks queries up in such sums, with the
+maxima absorbed into the query's exponent: the largest exponent becomes 0 and
+meets a sum that holds a 1, so a denominator of a positive map is at least 1.
+`combine` adds two readings of disjoint sets of keys.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+import keras
+from keras import ops
+
+from keras_rfattn.ops.backend import accumulated_matmul
+
+# Stands for -inf in exponents. Finite, so that a difference of two is 0, not NaN.
+LOWEST = -1e30
+
+# Below this fraction of the sum of magnitudes a signed denominator is rounding
+# noise in float32, whose resolution is 6e-8 per term.
+GUARD = 1e-6
+
+
+class Features(NamedTuple):
+    """Random features of queries or of keys: `values * exp(log_scale)`.
+
+    Attributes:
+        values: Array of shape `(..., M)` with magnitudes at most 1, or `None`
+            where every value is 1 (positive maps, which carry all in the exponent).
+        log_scale: Array of shape `(..., M)`, or `(..., 1)` where all features of
+            a token share it; float32 or float64.
+    """
+
+    values: Any
+    log_scale: Any
+
+
+class Sums(NamedTuple):
+    """Keys and values summed per feature, relative to `maximum` (see `summarize`)."""
+
+    maximum: Any  # (..., M or 1)
+    numerator: Any  # (..., M, V)
+    normalizer: Any  # (..., M)
+    magnitude: Any  # (..., M or 1): the normalizer with every |value| taken as 1
+
+
+class Reading(NamedTuple):
+    """What queries see of some keys, times `exp(-shift)`; `bound >= |denominator|`."""
+
+    shift: Any  # (..., R)
+    numerator: Any  # (..., R, V)
+    denominator: Any  # (..., R)
+    bound: Any  # (..., R)
+
+
+def finite(features):
+    """Clips exponents to finite numbers, so that keys of 1e30 give 0, not NaN."""
+    log_scale = ops.clip(features.log_scale, LOWEST, -LOWEST)
+    return Features(features.values, log_scale)
+
+
+def expand(features, shift, dtype):
+    """`values * exp(log_scale - shift)`, computed wide and rounded once to `dtype`."""
+    scale = ops.exp(features.log_scale - shift)
+    if features.values is not None:
+        scale = scale * ops.cast(features.values, scale.dtype)
+    return ops.cast(scale, dtype)
+
+
+def masked_log_scale(key, mask):
+    """Key exponents with hidden keys at `LOWEST`, so that no maximum sees them."""
+    if mask is None:
+        return key.log_scale
+    return ops.where(mask[..., None], key.log_scale, LOWEST)
+
+
+def hide(array, mask):
+    """Zeroes the hidden rows of `(..., S, ·)`; they may hold NaN."""
+    return array if mask is None else ops.where(mask[..., None], array, 0)
+
+
+def summarize(key, value, mask=None):
+    """Sums keys and values over S.
+
+    Args:
+        key: `Features` of shape `(..., S, M)`.
+        value: Array of shape `(..., S, V)`; its dtype is the compute dtype.
+        mask: Boolean array of shape `(..., S)`, true for visible keys.
+
+    Returns:
+        `Sums`, in float32 (float64 for float64 features).
+    """
+    log_scale = masked_log_scale(key, mask)
+    maximum = ops.stop_gradient(ops.max(log_scale, axis=-2))
+    scale = Features(None, log_scale)
+    shift = ops.expand_dims(maximum, -2)
+    rows = expand(Features(key.values, log_scale), shift, value.dtype)
+    rows, value = hide(rows, mask), hide(value, mask)
+    numerator = accumulated_matmul(ops.swapaxes(rows, -1, -2), value)
+    dtype = numerator.dtype
+    normalizer = ops.sum(ops.cast(rows, dtype), axis=-2)
+    if key.values is None:
+        magnitude = normalizer
+    else:
+        magnitude = ops.sum(hide(expand(scale, shift, dtype), mask), axis=-2)
+    return Sums(maximum, numerator, normalizer, magnitude)
+
+
+def merge_sums(a, b):
+    """The sums over two disjoint sets of keys together."""
+    maximum = ops.maximum(a.maximum, b.maximum)
+    left, right = ops.exp(a.maximum - maximum), ops.exp(b.maximum - maximum)
+    return Sums(
+        maximum,
+        a.numerator * left[..., None] + b.numerator * right[..., None],
+        a.normalizer * left + b.normalizer * right,
+        a.magnitude * left + b.magnitude * right,
+    )
+
+
+def rebase(sums, maximum):
+    """The same sums relative to another `maximum`, at least their own."""
+    factor = ops.exp(sums.maximum - maximum)
+    return Sums(
+        maximum,
+        sums.numerator * factor[..., None],
+        sums.normalizer * factor,
+        sums.magnitude * factor,
+    )
+
+
+def query_shift(query, maximum):
+    """The largest exponent each query meets: `(..., R)` from `(..., R, M)`."""
+    exponent = query.log_scale + ops.expand_dims(maximum, -2)
+    return ops.stop_gradient(ops.max(exponent, axis=-1))
+
+
+def read(sums, query, shift, dtype):
+    """Looks queries up in `sums`.
+
+    Args:
+        sums: `Sums` with leading dimensions `(...)`.
+        query: `Features` of shape `(..., R, M)`.
+        shift: Array of shape `(..., R)`, at least `query_shift(query, maximum)`.
+        dtype: Compute dtype of the products.
+
+    Returns:
+        A `Reading` relative to `shift`.
+    """
+    log_scale = query.log_scale + ops.expand_dims(sums.maximum, -2)
+    shifted = Features(query.values, log_scale)
+    rows = expand(shifted, shift[..., None], dtype)
+    numerator = accumulated_matmul(rows, ops.cast(sums.numerator, dtype))
+    wide = numerator.dtype
+    column = ops.expand_dims(sums.normalizer, -1)
+    denominator = ops.matmul(ops.cast(rows, wide), column)[..., 0]
+    if query.values is None:
+        bound = denominator
+    else:
+        scale = expand(Features(None, log_scale), shift[..., None], wide)
+        bound = ops.matmul(scale, ops.expand_dims(sums.magnitude, -1))[..., 0]
+        if sums.magnitude.shape[-1] == 1:
+            bound = bound * query.values.shape[-1]
+    return Reading(shift, numerator, denominator, bound)
+
+
+def combine(a, b):
+    """Adds the readings of two disjoint sets of keys by the same queries."""
+    shift = ops.maximum(a.shift, b.shift)
+    left, right = ops.exp(a.shift - shift), ops.exp(b.shift - shift)
+    return Reading(
+        shift,
+        a.numerator * left[..., None] + b.numerator * right[..., None],
+        a.denominator * left + b.denominator * right,
+        a.bound * left + b.bound * right,
+    )
+
+
+def normalize(reading, signed):
+    """Numerator over denominator; 0 for a row that sees no key.
+
+    A positive map's denominator is used as it is. A signed map's denominator D can
+    come near 0 by cancellation; with `bound = Σ_j Σ_m exp(log_scale_i + log_scale_j)`
+    (every |value| taken as 1) it is replaced by
+
+        sign(D) · max(|D|, GUARD · bound),  sign(0) = 1
+
+    which needs sums alone, so that all algorithms agree.
+    """
+    denominator = reading.denominator
+    if signed:
+        floor = GUARD * ops.stop_gradient(reading.bound)
+        sign = ops.where(denominator < 0, -1.0, 1.0)
+        sign = ops.cast(sign, denominator.dtype)
+        denominator = sign * ops.maximum(ops.abs(denominator), floor)
+    seen = reading.bound > 0
+    denominator = ops.where(seen, denominator, 1)
+    return ops.where(seen[..., None], reading.numerator / denominator[..., None], 0)
+
+
+def heads_first(features, num_kv_heads):
+    """`(B, T, N, M)` features as `(B, K, T · G, M)`, groups beside their token."""
+
+    def move(x):
+        return split_heads(x, num_kv_heads)
+
+    values, log_scale = finite(features)
+    return Features(None if values is None else move(values), move(log_scale))
+
+
+def split_heads(x, num_kv_heads):
+    """`(B, T, N, ·)` as `(B, K, T · G, ·)`."""
+    batch, length = ops.shape(x)[0], ops.shape(x)[1]
+    num_heads, width = x.shape[2], x.shape[3]
+    groups = num_heads // num_kv_heads
+    if groups == 1:
+        return ops.transpose(x, (0, 2, 1, 3))
+    x = ops.reshape(x, (batch, length, num_kv_heads, groups, width))
+    x = ops.transpose(x, (0, 2, 1, 3, 4))
+    return ops.reshape(x, (batch, num_kv_heads, length * groups, width))
+
+
+def merge_heads(x, num_heads, length):
+    """`(B, K, T · G, V)` back as `(B, T, N, V)`."""
+    batch, num_kv_heads, width = ops.shape(x)[0], x.shape[1], x.shape[3]
+    groups = num_heads // num_kv_heads
+    if groups == 1:
+        return ops.transpose(x, (0, 2, 1, 3))
+    x = ops.reshape(x, (batch, num_kv_heads, length, groups, width))
+    x = ops.transpose(x, (0, 2, 1, 3, 4))
+    return ops.reshape(x, (batch, length, num_heads, width))
+
+
+def heads_mask(key_mask):
+    """`(B, S)` padding mask as booleans that broadcast over `(B, K, S)`."""
+    return None if key_mask is None else ops.cast(key_mask, "bool")[:, None]
+
+
+def representable(value):
+    """`value` in a dtype that can hold features beside it: float16 as float32.
+
+    float16's smallest number is exp(-17), and features span far more.
+    """
+    if keras.backend.standardize_dtype(value.dtype) == "float16":
+        return ops.cast(value, "float32")
+    return value

@@ -1,0 +1,105 @@
+"""What a Keras attention mask means: key padding, causality, both, or refused."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMask:
+    """A mask whose meaning is known, in place of a dense `(B, T, S)` array.
+
+    Not a pytree: Keras would otherwise refuse it as an argument that mixes tensors
+    with plain values.
+
+    Attributes:
+        key_mask: `(B, S)` booleans, true for visible keys, or `None` for all.
+        query_mask: `(B, T)` booleans, false for queries whose row is 0, or `None`.
+        causal: Whether query i sees keys `j <= i` only.
+        self_attention: Whether queries and keys come from the same tokens, so that
+            a statistic of the queries tells nothing of a future token.
+        offset: Position of query 0 among the keys, when causal: query i then sees
+            keys `j <= offset + i` (cached decoding).
+    """
+
+    key_mask: Any = None
+    query_mask: Any = None
+    causal: bool = False
+    self_attention: bool = False
+    offset: Any = None
+
+    def replace(self, **changes):
+        """A copy with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
+
+REMEDY = (
+    "Linear attention takes key padding (`(B, S)` or `(B, 1, S)`) and causality "
+    "(`use_causal_mask=True`); it cannot apply any other mask. Keep this layer "
+    "softmax (`exclude=`), or pass those two instead."
+)
+
+
+def interpret_mask(mask, query_length, key_length, causal=False):
+    """Turns a Keras attention mask into an `AttentionMask`.
+
+    Args:
+        mask: `None`, an `AttentionMask`, or an array (true or nonzero: visible) of
+            shape `(B, S)`, `(B, 1, S)`, `(B, 1, 1, S)`, or, if its values are at
+            hand, `(B, T, S)` or `(B, 1, T, S)` that is padding, causal or both.
+        query_length: T.
+        key_length: S.
+        causal: Whether attention is causal besides.
+
+    Returns:
+        An `AttentionMask`.
+
+    Raises:
+        ValueError: If the mask has another shape, is neither padding nor causal,
+            or depends on the query and is being traced, so that its values cannot
+            be looked at.
+    """
+    if isinstance(mask, AttentionMask):
+        return mask.replace(causal=mask.causal or causal)
+    if mask is None:
+        return AttentionMask(causal=causal)
+    shape = tuple(mask.shape)
+    if len(shape) == 4 and shape[1] == 1:
+        mask = ops.squeeze(mask, axis=1)
+    elif len(shape) == 2:
+        mask = mask[:, None, :]
+    elif len(shape) != 3:
+        raise ValueError(
+            "`attention_mask` must have shape (B, S), (B, 1, S) or (B, T, S). "
+            f"Received: attention_mask.shape={shape}. {REMEDY}"
+        )
+    if mask.shape[1] == 1:
+        return AttentionMask(ops.cast(mask[:, 0], "bool"), causal=causal)
+    return _decode_dense(mask, causal)
+
+
+def _decode_dense(mask, causal):
+    try:
+        values = ops.convert_to_numpy(mask).astype(bool)
+    except Exception:
+        values = None
+    if values is None or not isinstance(values, np.ndarray):
+        raise ValueError(
+            "`attention_mask` of shape (B, T, S) depends on the query, and its "
+            "values cannot be examined inside a compiled function. "
+            f"Received: attention_mask.shape={tuple(mask.shape)}. {REMEDY}"
+        )
+    lower = np.tril(np.ones(values.shape[1:], dtype=bool))
+    visible = values.any(axis=1, keepdims=True)
+    if np.array_equal(values, np.broadcast_to(visible, values.shape)):
+        pass
+    elif values.shape[1] == values.shape[2] and np.array_equal(values, visible & lower):
+        causal = True
+    else:
+        raise ValueError(
+            "`attention_mask` is neither key padding nor causal, nor both. "
+            f"Received: attention_mask.shape={tuple(mask.shape)}. {REMEDY}"
+        )
+    return AttentionMask(ops.convert_to_tensor(visible[:, 0]), causal=causal)

@@ -1,0 +1,65 @@
+"""The definition, slow and plain: what every other algorithm is tested against."""
+
+from keras import ops
+
+from keras_rfattn.ops import features as f
+from keras_rfattn.ops.backend import wide_dtype
+
+
+def quadratic(query_features, key_features, value, key_mask=None, causal=False):
+    """Attention with weights `w_ij = φ_q(q_i) · φ_k(k_j)`, one by one.
+
+        out_i = Σ_j w_ij v_j / D_i,   D_i = Σ_j w_ij   over the visible j
+
+    All exponents of a row are shifted by the largest among them, which cancels.
+    Holds `B · N · T · S · M` numbers.
+
+    Args:
+        query_features: `Features` of shape `(B, T, N, M)`.
+        key_features: `Features` of shape `(B, S, K, M)`.
+        value: Array of shape `(B, S, K, V)`.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys.
+        causal: Whether query i sees keys `j <= i` only.
+
+    Returns:
+        Array of shape `(B, T, N, V)` in the dtype of `value`.
+    """
+    num_heads, num_kv_heads = query_features.log_scale.shape[2], value.shape[2]
+    dtype = wide_dtype(query_features.log_scale, value)
+
+    def per_query_head(x):
+        return ops.repeat(x, num_heads // num_kv_heads, axis=2)
+
+    def aligned(x, axis):
+        return ops.expand_dims(ops.transpose(x, (0, 2, 1, 3)), axis)
+
+    query, key = f.finite(query_features), f.finite(key_features)
+    length, key_length = query.log_scale.shape[1], value.shape[1]
+    visible = ops.ones((length, key_length), dtype="bool")
+    if causal:
+        visible = ops.tril(visible)
+    visible = visible[None, None]
+    if key_mask is not None:
+        visible = visible & ops.cast(key_mask, "bool")[:, None, None, :]
+        value = ops.where(ops.cast(key_mask, "bool")[:, :, None, None], value, 0)
+
+    # (B, N, T, S, M)
+    exponent = aligned(query.log_scale, 3) + aligned(per_query_head(key.log_scale), 2)
+    exponent = ops.where(visible[..., None], exponent, f.LOWEST)
+    shift = ops.max(exponent, axis=(-2, -1), keepdims=True)
+    magnitude = ops.exp(exponent - ops.stop_gradient(shift))
+    weights = magnitude
+    if query.values is not None:
+        signs = aligned(query.values, 3) * aligned(per_query_head(key.values), 2)
+        magnitude = magnitude + ops.zeros_like(signs)
+        weights = magnitude * ops.cast(signs, magnitude.dtype)
+    weights = ops.where(visible, ops.sum(weights, axis=-1), 0)
+    bound = ops.where(visible, ops.sum(magnitude, axis=-1), 0)
+
+    heads = ops.transpose(per_query_head(value), (0, 2, 1, 3))
+    numerator = ops.matmul(weights, ops.cast(heads, dtype))
+    reading = f.Reading(
+        None, numerator, ops.sum(weights, axis=-1), ops.sum(bound, axis=-1)
+    )
+    output = f.normalize(reading, signed=query.values is not None)
+    return ops.cast(ops.transpose(output, (0, 2, 1, 3)), value.dtype)

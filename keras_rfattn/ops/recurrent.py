@@ -1,0 +1,124 @@
+"""Attention with a state of fixed size: prefill a context, then add token by token.
+
+The state holds no token, only sums, so that it is as large after a million tokens
+as after one. `causal(..., state=...)` continues from it in parallel; a single
+token is `extend_state` followed by `read_state`.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+from keras import ops
+
+from keras_rfattn.ops import features as f
+
+
+class State(NamedTuple):
+    """What past tokens left behind; a pytree with the batch on axis 0.
+
+    Attributes:
+        maximum: `(B, K, M)`, or `(B, K, 1)` for features with a shared scale:
+            the largest exponent each feature has met, float32.
+        numerator: `(B, K, M, V)`: Σ φ(k) vᵀ relative to `maximum`, float32.
+        normalizer: `(B, K, M)`: Σ φ(k) relative to `maximum`, float32.
+        magnitude: like `maximum`: Σ exp(log_scale), for the guard of signed maps.
+        position: `(B,)`: how many tokens were visible, int32.
+    """
+
+    maximum: Any
+    numerator: Any
+    normalizer: Any
+    magnitude: Any
+    position: Any
+
+
+def init_state(batch_size, num_kv_heads, feature_dim, value_dim, scale_dim=None):
+    """The state before any token.
+
+    Args:
+        batch_size: Number of sequences.
+        num_kv_heads: Number of key/value heads K.
+        feature_dim: Feature width M.
+        value_dim: Value dim V.
+        scale_dim: Last dimension of the features' `log_scale`: M (default), or 1
+            for maps whose features share one scale.
+
+    Returns:
+        A `State`.
+    """
+    lead = (batch_size, num_kv_heads)
+    scale_dim = feature_dim if scale_dim is None else scale_dim
+    return State(
+        ops.full((*lead, scale_dim), f.LOWEST, dtype="float32"),
+        ops.zeros((*lead, feature_dim, value_dim), dtype="float32"),
+        ops.zeros((*lead, feature_dim), dtype="float32"),
+        ops.zeros((*lead, scale_dim), dtype="float32"),
+        ops.zeros((batch_size,), dtype="int32"),
+    )
+
+
+def extend_state(state, key_features, value, key_mask=None):
+    """Adds keys and values to a state.
+
+    Args:
+        state: A `State`.
+        key_features: `Features` of shape `(B, S, K, M)`, any S.
+        value: Array of shape `(B, S, K, V)`.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys.
+
+    Returns:
+        The extended `State`.
+    """
+    num_kv_heads = value.shape[2]
+    value = f.representable(value)
+    new = f.summarize(
+        f.heads_first(key_features, num_kv_heads),
+        f.split_heads(value, num_kv_heads),
+        f.heads_mask(key_mask),
+    )
+    return to_state(
+        f.merge_sums(to_sums(state), new),
+        state.position + count_visible(value, key_mask),
+    )
+
+
+def read_state(state, query_features, dtype=None):
+    """What queries see of all tokens in a state.
+
+    Args:
+        state: A `State`.
+        query_features: `Features` of shape `(B, T, N, M)`; every query sees the
+            whole state.
+        dtype: Compute dtype, float32 by default.
+
+    Returns:
+        Array of shape `(B, T, N, V)`.
+    """
+    num_kv_heads = state.numerator.shape[1]
+    query = f.heads_first(query_features, num_kv_heads)
+    sums = to_sums(state)
+    dtype = dtype or "float32"
+    products = "float32" if dtype == "float16" else dtype
+    shift = f.query_shift(query, sums.maximum)
+    reading = f.read(sums, query, shift, products)
+    output = f.normalize(reading, signed=query.values is not None)
+    _, length, num_heads, _ = query_features.log_scale.shape
+    return ops.cast(f.merge_heads(output, num_heads, length), dtype)
+
+
+def to_sums(state):
+    """The sums inside a state."""
+    return f.Sums(*state[:4])
+
+
+def to_state(sums, position):
+    """Sums as a state, kept in float32 whatever the compute dtype."""
+    return State(*(ops.cast(x, "float32") for x in sums), position)
+
+
+def count_visible(value, key_mask):
+    """How many of `(B, S, K, V)` values are visible, `(B,)` int32."""
+    batch, length = ops.shape(value)[0], ops.shape(value)[1]
+    if key_mask is None:
+        return ops.broadcast_to(ops.cast(length, "int32"), (batch,))
+    return ops.sum(ops.cast(key_mask, "int32"), axis=1)

@@ -1,0 +1,37 @@
+"""Random projections: seeded Keras initializers (`base.py` states their laws)."""
+
+import keras
+
+from keras_rfattn.projections.base import Projection
+from keras_rfattn.projections.gaussian import Gaussian
+from keras_rfattn.projections.orthogonal import Orthogonal
+
+PROJECTIONS = {"gaussian": Gaussian, "orthogonal": Orthogonal}
+
+__all__ = ["PROJECTIONS", "Gaussian", "Orthogonal", "Projection", "get"]
+
+
+def get(identifier, seed=0):
+    """Resolves a projection.
+
+    Args:
+        identifier: A name (`"gaussian"`, `"orthogonal"`), a `Projection`, its
+            serialized config, or `None`, which is returned as it is.
+        seed: Seed of a projection given by name.
+
+    Returns:
+        A `Projection`, or `None`.
+
+    Raises:
+        ValueError: If the name is unknown or the object is of another kind.
+    """
+    if isinstance(identifier, str) and identifier in PROJECTIONS:
+        return PROJECTIONS[identifier](seed=seed)
+    if isinstance(identifier, dict):
+        identifier = keras.saving.deserialize_keras_object(identifier)
+    if identifier is None or isinstance(identifier, Projection):
+        return identifier
+    raise ValueError(
+        f"`projection` must be one of {sorted(PROJECTIONS)}, a `Projection`, its "
+        f"config, or `None`. Received: projection={identifier!r}."
+    )

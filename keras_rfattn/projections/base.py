@@ -1,0 +1,42 @@
+"""Where random vectors come from.
+
+A projection is a seeded Keras initializer for a weight of shape
+`(heads, head_dim, num_features)`: one set of vectors, the columns, for each head.
+Laws, tested for every row of the table:
+
+1. Every vector is marginally `N(0, I)` (unless its docstring says otherwise), so
+   that an estimator built on it is unbiased.
+2. Heads are independent.
+3. The numbers come from NumPy's Philox generator: the same seed gives the same
+   float32 numbers on every backend.
+"""
+
+import keras
+import numpy as np
+
+
+class Projection(keras.initializers.Initializer):
+    """Base class of random projections.
+
+    Args:
+        seed: Non-negative integer. The same seed gives the same numbers.
+    """
+
+    def __init__(self, seed=0):
+        self.seed = seed
+
+    def __call__(self, shape, dtype=None):
+        *heads, dim, count = shape
+        generator = np.random.Generator(np.random.Philox(self.seed))
+        draws = [self.sample(generator, dim, count) for _ in range(int(np.prod(heads)))]
+        vectors = np.stack(draws).swapaxes(-1, -2).reshape(shape)
+        return keras.ops.convert_to_tensor(vectors.astype("float32"), dtype=dtype)
+
+    def sample(self, generator, dim, count):
+        """Draws `count` vectors, a NumPy array of shape `(count, dim)`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement `sample(generator, dim, count)`."
+        )
+
+    def get_config(self):
+        return {"seed": self.seed}

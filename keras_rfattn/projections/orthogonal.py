@@ -1,0 +1,49 @@
+"""Gaussian vectors that are orthogonal in blocks of the dimension."""
+
+import keras
+import numpy as np
+
+from keras_rfattn.projections.base import Projection
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Orthogonal(Projection):
+    """Blocks of `dim` orthogonal vectors, independent between blocks.
+
+    The directions of a block are a Haar-distributed orthogonal matrix: the Q of a
+    Gaussian matrix's QR decomposition with every column multiplied by the sign of
+    R's diagonal. Without that sign Q is not Haar (its diagonal keeps one sign),
+    and every kernel estimate is biased by 7 to 40 percent.
+
+    Args:
+        norms: `"chi"` (default): each vector has the length of an independent
+            Gaussian vector, so that it is marginally `N(0, I)` and estimators stay
+            unbiased. `"sqrt_dim"`: every length is `sqrt(dim)`, of lower variance
+            but slightly biased.
+        seed: Non-negative integer.
+
+    Reference:
+        Choromanski et al., "Rethinking Attention with Performers" (2021), section
+        2.4; Likhosherstov et al., "Chefs' Random Tables" (2022), theorem 4.1.
+    """
+
+    def __init__(self, norms="chi", seed=0):
+        if norms not in ("chi", "sqrt_dim"):
+            raise ValueError(
+                f"`norms` must be 'chi' or 'sqrt_dim'. Received: norms={norms!r}."
+            )
+        super().__init__(seed=seed)
+        self.norms = norms
+
+    def sample(self, generator, dim, count):
+        blocks = -(-count // dim)
+        q, r = np.linalg.qr(generator.standard_normal((blocks, dim, dim)))
+        q = q * np.sign(np.einsum("bii->bi", r))[:, None, :]
+        rows = q.swapaxes(-1, -2).reshape(blocks * dim, dim)[:count]
+        if self.norms == "sqrt_dim":
+            return rows * np.sqrt(dim)
+        lengths = np.linalg.norm(generator.standard_normal((count, dim)), axis=-1)
+        return rows * lengths[:, None]
+
+    def get_config(self):
+        return {**super().get_config(), "norms": self.norms}
