@@ -6,8 +6,8 @@ import keras
 from keras import ops
 
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.features import Features
 
 
 class Activation(FeatureMap):

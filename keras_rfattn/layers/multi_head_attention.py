@@ -27,7 +27,6 @@ class MultiHeadAttention(LinearAttention, keras.layers.MultiHeadAttention):
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
 
     Example:
-
     ```python
     layer = keras_rfattn.layers.MultiHeadAttention(8, 64, feature_map="favorplus")
     y = layer(x, x, use_causal_mask=True)

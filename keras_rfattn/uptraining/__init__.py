@@ -1,0 +1,1 @@
+"""Bringing a replaced model back to the quality of its softmax original."""
