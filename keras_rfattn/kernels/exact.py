@@ -18,7 +18,7 @@ def gaussian(x, y):
 
 
 def relu(x, y):
-    """The first-order arc-cosine kernel `E[relu(w · x) relu(w · y)]`, w ~ N(0, I).
+    """The first-order arc-cosine kernel: the mean of `relu(w · x) relu(w · y)`.
 
     Equals `‖x‖ ‖y‖ (sin θ + (π - θ) cos θ) / 2π` for the angle θ between x and y
     (Cho and Saul, "Kernel Methods for Deep Learning", 2009, equation 3, halved

@@ -4,9 +4,9 @@ Keys before a query's block are read from prefix sums (`features.read`), exact
 whatever their size, because each feature keeps its own running maximum. Keys in
 the query's own block are weighed one by one, on a C × C matrix. Their exponents
 are taken relative to a reference that every query of the block may know: the
-running maximum up to and including the block's first visible key. Queries share the shift
-of the prefix, keys exceed the reference by an *excess* that is known per query
-(the largest over keys it sees). Two cases follow, row by row:
+running maximum up to and including the block's first visible key. Queries share
+the shift of the prefix, keys exceed the reference by an *excess* that is known per
+query (the largest over keys it sees). Two cases follow, row by row:
 
 - excess <= `SPAN`: the factored product is exact; whatever underflows is at most
   `C · M · exp(2 · SPAN - 87)` of the row's sum, 1e-7.
