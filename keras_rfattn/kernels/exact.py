@@ -18,9 +18,10 @@ def gaussian(x, y):
 
 
 def relu(x, y):
-    """The first-order arc-cosine kernel: the mean of `relu(w · x) relu(w · y)`.
+    """The first-order arc-cosine kernel, of rectified random projections.
 
-    Equals `‖x‖ ‖y‖ (sin θ + (π - θ) cos θ) / 2π` for the angle θ between x and y
+    It is the mean of `relu(w · x) relu(w · y)` over `w ~ N(0, I)`, and
+    equals `‖x‖ ‖y‖ (sin θ + (π - θ) cos θ) / 2π` for the angle θ between x and y
     (Cho and Saul, "Kernel Methods for Deep Learning", 2009, equation 3, halved
     because they carry a factor 2).
     """

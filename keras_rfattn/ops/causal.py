@@ -11,7 +11,7 @@ query (the largest over keys it sees). Two cases follow, row by row:
 - excess <= `SPAN`: the factored product is exact; whatever underflows is at most
   `C · M · exp(2 · SPAN - 87)` of the row's sum, 1e-7.
 - above it (logits in the hundreds, or the first tokens of a sequence meeting
-  very different ones), the row is taken from `_dyadic`, which never multiplies a
+  very different ones), the row is taken from `dyadic`, which never multiplies a
   query's exponents by those of keys it does not see and so needs no bound. It
   costs log2(C) times as much and runs only if some row asks for it.
 
@@ -25,6 +25,10 @@ from keras import ops
 from keras_rfattn.ops import features as f
 from keras_rfattn.ops.backend import accumulated_matmul
 from keras_rfattn.ops.backend import exclusive_scan
+from keras_rfattn.ops.dyadic import dyadic
+from keras_rfattn.ops.dyadic import weigh_keys
+from keras_rfattn.ops.dyadic import weigh_values
+from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.recurrent import count_visible
 from keras_rfattn.ops.recurrent import to_state
 from keras_rfattn.ops.recurrent import to_sums
@@ -71,13 +75,13 @@ def causal(
     dtype, value = value.dtype, f.representable(value)
 
     query = f.heads_first(query_features, num_kv_heads)
-    query = _map(lambda x: _blocks(x, block_size * groups), query)
+    query = map_features(lambda x: _blocks(x, block_size * groups), query)
     key = f.heads_first(key_features, num_kv_heads)
     mask = ops.ones((1, 1, length), dtype="bool")
     if key_mask is not None:
         mask = f.heads_mask(key_mask)
     mask = _blocks(mask[..., None], block_size)[..., 0]
-    key = _map(lambda x: _blocks(x, block_size), key)
+    key = map_features(lambda x: _blocks(x, block_size), key)
     heads = _blocks(f.split_heads(value, num_kv_heads), block_size)
     # Hidden rows leave before any product.
     key = f.Features(
@@ -115,11 +119,6 @@ def check_block_size(block_size):
             f"Received: block_size={block_size}."
         )
     return block_size
-
-
-def _map(function, features):
-    values, log_scale = features
-    return f.Features(None if values is None else function(values), function(log_scale))
 
 
 def _blocks(x, size):
@@ -177,9 +176,9 @@ def _read_block(prefix, query, key, value, mask, groups):
         weights = _scaled_weights(rows, key, excess, shift, visible, dtype)
     else:
         keys = f.Features(key.values, excess)
-        weights = _weights(rows, keys, shift, dtype)
+        weights = weigh_keys(rows, keys, shift, dtype)
     weights = tuple(ops.where(visible, w, 0) for w in weights)
-    own = _weigh(weights, mask, value, shift)
+    own = weigh_values(weights, mask, value, shift)
     if not shared_scale:
         own = _replace_rows(own, beyond, query, key, value, mask, groups)
     before = f.read(f.rebase(prefix, reference), query, shift, dtype)
@@ -200,23 +199,8 @@ def _visible(block_size, groups):
     return token[:, None] >= ops.arange(block_size)[None, :]
 
 
-def _weights(query, key, shift, dtype):
-    """`(weights, magnitudes)`, each `(..., R, S)`, of every query for every key."""
-
-    def product(query, key):
-        rows = f.expand(query, shift[..., None], dtype)
-        columns = ops.swapaxes(f.expand(key, 0.0, dtype), -1, -2)
-        return accumulated_matmul(rows, columns)
-
-    weights = product(query, key)
-    if query.values is None:
-        return (weights,)
-    scales = f.Features(None, query.log_scale), f.Features(None, key.log_scale)
-    return weights, product(*scales)
-
-
 def _scaled_weights(query, key, excess, shift, visible, dtype):
-    """`_weights` where a token's features share one scale; `excess` is any size."""
+    """`weigh_keys` where a token's features share one scale; `excess` is any size."""
     scale = query.log_scale - shift[..., None] + ops.swapaxes(excess, -1, -2)
     scale = ops.exp(ops.where(visible, scale, f.LOWEST))
     rows = ops.cast(query.values, dtype)
@@ -225,23 +209,12 @@ def _scaled_weights(query, key, excess, shift, visible, dtype):
     return weights, scale * query.values.shape[-1]
 
 
-def _weigh(weights, mask, value, shift):
-    """The reading that weights `(..., R, S)` make of values `(..., S, V)`."""
-    weights = tuple(ops.where(mask[..., None, :], w, 0) for w in weights)
-    # Numerator and denominator from the same rounded weights.
-    rounded = ops.cast(weights[0], value.dtype)
-    numerator = accumulated_matmul(rounded, value)
-    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
-    bound = ops.sum(weights[1], axis=-1) if len(weights) > 1 else denominator
-    return f.Reading(shift, numerator, denominator, bound)
-
-
 def _replace_rows(own, beyond, query, key, value, mask, groups):
-    """Takes the rows of `own` that are `beyond` the span from `_dyadic` instead."""
+    """Takes the rows of `own` that are `beyond` the span from `dyadic` instead."""
 
     def exact(*operands):
         query, key, value = _unflatten(operands, signed)
-        return tuple(_dyadic(query, key, value, mask, groups))
+        return tuple(dyadic(query, key, value, mask, groups))
 
     def chosen(*operands):
         return ops.cond(
@@ -270,85 +243,3 @@ def _unflatten(operands, signed):
         (query_scale, key_scale, value), query_values, key_values = operands, None, None
     query = f.Features(query_values, query_scale)
     return query, f.Features(key_values, key_scale), value
-
-
-def _dyadic(query, key, value, mask, groups):
-    """Causal attention inside blocks as log2(C) attentions without causality.
-
-    A segment of length 2s is cut in halves; every query of the second sees every
-    key of the first, so that each feature can be taken relative to its maximum
-    over that half and no row's sum underflows. The halves are then cut in turn,
-    down to a token and itself.
-    """
-    size = value.shape[-2]
-    target = 1
-    while target < size:
-        target *= 2
-    query = _map(lambda x: _pad_rows(x, (target - size) * groups), query)
-    key = _map(lambda x: _pad_rows(x, target - size), key)
-    value = _pad_rows(value, target - size)
-    mask = _pad_rows(mask[..., None], target - size)[..., 0]
-
-    def cut(x, parts, *inner):
-        return ops.reshape(x, (*ops.shape(x)[:3], parts, *inner, x.shape[-1]))
-
-    def attend(query, key, value, mask):
-        log_scale = f.masked_log_scale(key, mask)
-        maximum = ops.stop_gradient(ops.max(log_scale, axis=-2))
-        shift = f.query_shift(query, maximum)
-        maximum = ops.expand_dims(maximum, -2)
-        query = f.Features(query.values, query.log_scale + maximum)
-        key = f.Features(key.values, log_scale - maximum)
-        weights = _weights(query, key, shift, value.dtype)
-        return _weigh(weights, mask, value, shift)
-
-    def flat(x, inner):
-        shape = ops.shape(x)
-        lead, tail = shape[:3], shape[len(shape) - inner :]
-        return ops.reshape(x, (*lead, target * groups, *tail))
-
-    half = 1
-    reading = attend(
-        _map(lambda x: cut(x, target, groups), query),
-        _map(lambda x: cut(x, target, 1), key),
-        cut(value, target, 1),
-        cut(mask[..., None], target, 1)[..., 0],
-    )
-    reading = f.Reading(*(flat(x, 1 if i == 1 else 0) for i, x in enumerate(reading)))
-    while half < target:
-        parts = target // (2 * half)
-        late = _map(
-            lambda x: cut(x, parts, 2, half * groups)[..., 1, :, :],  # noqa: B023
-            query,
-        )
-        early = _map(
-            lambda x: cut(x, parts, 2, half)[..., 0, :, :],  # noqa: B023
-            key,
-        )
-        part = attend(
-            late,
-            early,
-            cut(value, parts, 2, half)[..., 0, :, :],
-            cut(mask[..., None], parts, 2, half)[..., 0, :, 0],
-        )
-        nothing = f.Reading(
-            ops.full_like(part.shift, f.LOWEST),
-            *(ops.zeros_like(x) for x in part[1:]),
-        )
-        both = f.Reading(
-            *(
-                flat(ops.stack([a, b], axis=4), 1 if i == 1 else 0)
-                for i, (a, b) in enumerate(zip(nothing, part, strict=True))
-            )
-        )
-        reading = f.combine(reading, both)
-        half *= 2
-    return f.Reading(*(x[:, :, :, : size * groups] for x in reading))
-
-
-def _pad_rows(x, count):
-    """Adds `count` zero (or false) rows at the end of axis -2."""
-    if count == 0:
-        return x
-    zeros = ops.zeros((*ops.shape(x)[:-2], count, x.shape[-1]), dtype=x.dtype)
-    return ops.concatenate([x, zeros], axis=-2)

@@ -66,6 +66,12 @@ def finite(features):
     return Features(features.values, log_scale)
 
 
+def map_features(function, features):
+    """Applies a function of one array to both parts of `Features`."""
+    values, log_scale = features
+    return Features(None if values is None else function(values), function(log_scale))
+
+
 def expand(features, shift, dtype):
     """`values * exp(log_scale - shift)`, computed wide and rounded once to `dtype`."""
     scale = ops.exp(features.log_scale - shift)
