@@ -5,7 +5,10 @@ from keras_rfattn import layers
 from keras_rfattn import ops
 from keras_rfattn import projections
 from keras_rfattn.models import AttentionReport
+from keras_rfattn.models import convert_vit
 from keras_rfattn.models import describe_attention
+from keras_rfattn.models import extend_positions
+from keras_rfattn.models import from_preset
 from keras_rfattn.models import replace_attention
 from keras_rfattn.models import restore_attention
 from keras_rfattn.models.registration import register
@@ -15,8 +18,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionReport",
+    "convert_vit",
     "describe_attention",
+    "extend_positions",
     "feature_maps",
+    "from_preset",
     "layers",
     "ops",
     "projections",

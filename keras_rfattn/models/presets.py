@@ -1,0 +1,67 @@
+"""Loading a softmax preset and replacing its attention in one call."""
+
+from keras_rfattn.models.replace import replace_attention
+
+
+def from_preset(
+    preset,
+    feature_map="favorpp",
+    *,
+    task=None,
+    num_features=None,
+    include=None,
+    exclude=None,
+    seed=None,
+    block_size=None,
+    **kwargs,
+):
+    """Loads a KerasHub preset and makes its attention linear.
+
+    A preset that was saved after `replace_attention` needs no call of its own:
+    import both packages and use KerasHub's `from_preset`.
+
+    Args:
+        preset: What KerasHub's `from_preset` takes: a built-in name
+            (`"bert_base_en"`), a folder (KerasHub's or Hugging Face's), or a
+            `"kaggle://"`, `"hf://"` or `"modelscope://"` handle.
+        feature_map: The mechanism; see `replace_attention`.
+        task: A KerasHub task class or its name (`"TextClassifier"`, `"CausalLM"`);
+            the backbone alone if `None`.
+        num_features: See `replace_attention`.
+        include: See `replace_attention`.
+        exclude: See `replace_attention`.
+        seed: See `replace_attention`.
+        block_size: See `replace_attention`.
+        **kwargs: Passed to KerasHub's `from_preset`, such as `num_classes`.
+
+    Returns:
+        A KerasHub backbone or task.
+
+    Raises:
+        ImportError: If KerasHub is not installed.
+        ValueError: If `task` is unknown, or as `replace_attention`.
+    """
+    try:
+        import keras_hub
+    except ImportError as error:
+        raise ImportError(
+            "Presets need KerasHub. Install it with `pip install 'keras-rfattn[hub]'`."
+        ) from error
+    loader = keras_hub.models.Backbone if task is None else task
+    if isinstance(task, str):
+        loader = getattr(keras_hub.models, task, None)
+    if not hasattr(loader, "from_preset"):
+        raise ValueError(
+            "`task` must be a KerasHub task class or its name, such as "
+            f"'TextClassifier' or 'CausalLM'. Received: task={task!r}."
+        )
+    model = loader.from_preset(preset, **kwargs)
+    return replace_attention(
+        model,
+        feature_map,
+        num_features=num_features,
+        include=include,
+        exclude=exclude,
+        seed=seed,
+        block_size=block_size,
+    )

@@ -1,0 +1,160 @@
+"""Every KerasHub family: replace, train, save, reload in a fresh process, restore."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+import keras_rfattn
+from tests.models import families
+
+SAVED = {}
+
+
+def originals(model):
+    return [
+        (w.path, id(w))
+        for w in model.weights
+        if not w.path.endswith("/fingerprint") and "/feature_map/" not in w.path
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_family(name, folder):
+    model, inputs = families.build(name)
+    softmax = families.outputs(model, inputs)
+    weights, classes = originals(model), [type(x) for x in model._flatten_layers()]
+
+    keras_rfattn.replace_attention(model, "favorpp", num_features=64, seed=0)
+    report = keras_rfattn.describe_attention(model)
+    assert report.replaced
+    assert all("one query" in row.note for row in report.kept)
+    assert originals(model) == weights
+    linear = families.outputs(model, inputs)
+    moved = max(
+        np.abs(a - b).max() / np.abs(a).max()
+        for a, b in zip(softmax, linear, strict=True)
+    )
+    assert moved > 1e-4
+
+    keras_rfattn.restore_attention(model)
+    assert [type(x) for x in model._flatten_layers()] == classes
+    assert originals(model) == weights and len(model.weights) == len(weights)
+    for a, b in zip(families.outputs(model, inputs), softmax, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+    keras_rfattn.replace_attention(model, "favorpp", num_features=64, seed=0)
+    for a, b in zip(families.outputs(model, inputs), linear, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+    fit_one_step(model, inputs)
+    trained = families.outputs(model, inputs)
+    assert any(np.any(a != b) for a, b in zip(trained, linear, strict=True))
+    assert all(np.isfinite(x).all() for x in trained)
+    save(name, model, trained, folder)
+
+
+def fit_one_step(model, inputs):
+    before = [keras.ops.convert_to_numpy(w) for w in model.trainable_weights]
+    if isinstance(model, keras_hub.models.Task):
+        labels = np.zeros(model(inputs).shape[:-1], "int32")
+        model.compile(optimizer=keras.optimizers.SGD(0.1))
+        model.fit(inputs, labels, batch_size=2, epochs=1, verbose=0)
+    else:
+        flat = keras.tree.flatten(model(model.input))
+        means = [keras.ops.mean(x**2, axis=tuple(range(1, x.ndim))) for x in flat]
+        trainer = keras.Model(model.input, sum(means))
+        trainer.compile(optimizer=keras.optimizers.SGD(0.1), loss="mae")
+        trainer.fit(inputs, np.zeros(2), batch_size=2, epochs=1, verbose=0)
+    queries = [
+        np.any(keras.ops.convert_to_numpy(w) != old)
+        for w, old in zip(model.trainable_weights, before, strict=True)
+        if w.path.endswith("query/kernel")
+    ]
+    assert queries and any(queries)
+
+
+def save(name, model, trained, folder):
+    target = folder / name
+    model.save(f"{target}.keras")
+    model.save_to_preset(str(target))
+    model.save_weights(f"{target}.weights.h5")
+    np.savez(f"{target}.npz", *trained)
+    SAVED[name] = type(model).original_class.__name__
+
+
+RELOAD = """
+import json, sys
+import numpy as np
+exec(sys.argv[3])
+from tests.models import families
+folder, names = sys.argv[1], json.loads(sys.argv[2])
+for name, cls in names.items():
+    model, inputs = families.FAMILIES[name]()
+    expected = list(np.load(f"{folder}/{name}.npz").values())
+    base = keras_hub.models.Backbone
+    for parent in getattr(keras_hub.models, cls).__mro__:
+        if parent.__module__.startswith("keras_hub") and parent.__name__ in (
+            "CausalLM", "Seq2SeqLM", "TextClassifier", "ImageClassifier"
+        ):
+            base = parent
+    loaded = [
+        keras.saving.load_model(f"{folder}/{name}.keras", safe_mode=True),
+        getattr(keras_hub.models, cls).from_preset(f"{folder}/{name}"),
+        base.from_preset(f"{folder}/{name}"),
+    ]
+    fresh = keras_rfattn.replace_attention(model, "favorpp", num_features=64, seed=9)
+    fresh.load_weights(f"{folder}/{name}.weights.h5")
+    for model in [*loaded, fresh]:
+        assert isinstance(model, getattr(keras_hub.models, cls)), type(model)
+        assert keras_rfattn.describe_attention(model).replaced
+        for a, b in zip(families.outputs(model, inputs), expected, strict=True):
+            error = np.abs(a - b).max() / np.abs(b).max()
+            assert error <= float(sys.argv[4]), (name, error)
+    print("reloaded", name)
+"""
+ORDERS = (
+    "import keras, keras_hub, keras_rfattn",
+    "import keras_rfattn, keras, keras_hub",
+)
+
+
+def reload(folder, names, order, backend=None, tolerance="0"):
+    root = pathlib.Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    if backend:
+        env["KERAS_BACKEND"] = backend
+    command = [sys.executable, "-c", RELOAD, str(folder), json.dumps(names), order]
+    done = subprocess.run(
+        [*command, tolerance], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout.count("reloaded")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_reload_in_a_fresh_process(order, folder):
+    names = SAVED if order == ORDERS[0] else dict(list(SAVED.items())[-2:])
+    assert names, "run together with test_family"
+    assert reload(folder, names, order, tolerance="1e-6") == len(names)
+
+
+@pytest.mark.parametrize("other", ["jax", "tensorflow", "torch"])
+def test_reload_on_another_backend(other, folder):
+    if other == keras.backend.backend():
+        pytest.skip("the same backend; see test_reload_in_a_fresh_process")
+    pytest.importorskip(other)
+    names = {k: v for k, v in SAVED.items() if k in ("gpt2", "bert", "clip")}
+    assert names, "run together with test_family"
+    assert reload(folder, names, ORDERS[0], other, "1e-4") == len(names)
