@@ -133,10 +133,20 @@ class LinearAttention:
             autocast=False,
         )
 
-    def build(self, *args, **kwargs):
-        super().build(*args, **kwargs)
+    def build(self, query_shape, value_shape, key_shape=None):
+        """Builds the projections, then the feature map."""
+        super().build(query_shape, value_shape, key_shape)
         refuse_unsupported(self)
         self._build_mechanism()
+
+    def __call__(self, *args, **kwargs):
+        # Here the arguments are still the caller's objects; casts make copies.
+        inputs = dict(zip(("query", "value", "key"), args, strict=False))
+        query, value, key = (
+            (inputs | kwargs).get(x) for x in ("query", "value", "key")
+        )
+        self._is_self_attention = query is value and (key is None or key is value)
+        return super().__call__(*args, **kwargs)
 
     def _compute_attention(
         self,
@@ -192,7 +202,7 @@ class LinearAttention:
         return mask.replace(
             query_mask=query_mask,
             causal=mask.causal or use_causal_mask,
-            self_attention=query is value,
+            self_attention=self._is_self_attention,
         )
 
     def _compute_vllm_attention(self, *args, **kwargs):

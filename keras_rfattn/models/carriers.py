@@ -50,7 +50,8 @@ class Carrier:
         if instance.built:
             apply_config(instance, entry)
         else:
-            _apply_when_built(instance, entry)
+            instance.__class__ = carrier_class(type(instance))
+            _when_built(instance, lambda: apply_config(instance, entry))
         return instance
 
 
@@ -166,21 +167,26 @@ def apply_config(container, entry):
                 "changed since; load it with the version that saved it."
             )
         site = found.sites[layer["index"]]
-        if not site.is_linear:
-            feature_map = feature_maps.deserialize(layer["feature_map"])
-            changes.append((site, feature_map, layer["block_size"]))
+        if site.is_linear:
+            continue
+        feature_map = feature_maps.deserialize(layer["feature_map"])
+        change = (site, feature_map, layer["block_size"])
+        if site.layer.built:
+            changes.append(change)
+        else:
+            later = functools.partial(replace.commit, container, found, [change])
+            _when_built(site.layer, later)
     replace.commit(container, found, changes)
 
 
-def _apply_when_built(instance, entry):
-    """Puts `apply_config` behind the `build` of a container not built yet."""
-    instance.__class__ = carrier_class(type(instance))
-    build = instance.build
+def _when_built(layer, action):
+    """Runs `action` once, right after the layer has been built."""
+    build = layer.build
 
     @functools.wraps(build)
-    def build_and_apply(*args, **kwargs):
+    def build_and_act(*args, **kwargs):
+        layer.build = build
         build(*args, **kwargs)
-        instance.build = build
-        apply_config(instance, entry)
+        action()
 
-    instance.build = build_and_apply
+    layer.build = build_and_act

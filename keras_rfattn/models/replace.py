@@ -244,8 +244,9 @@ def _make_linear(layer, feature_map, block_size):
 
 def _make_softmax(layer):
     layer._tracker.untrack(layer.feature_map)
-    for name in ("feature_map", "fingerprint", "block_size"):
-        delattr(layer, name)
+    for name in ("feature_map", "fingerprint", "block_size", "_is_self_attention"):
+        if hasattr(layer, name):
+            delattr(layer, name)
     layer.__class__ = type(layer).original_class
 
 
