@@ -118,7 +118,8 @@ def _copy_weights(source, target, old, new, method):
         )
     for a, b in pairs:
         if tuple(a.shape) == tuple(b.shape):
-            b.assign(a)
+            # A copy: on JAX both models would own one buffer, which `fit` donates.
+            b.assign(ops.convert_to_numpy(a))
         elif "float" in keras.backend.standardize_dtype(a.dtype):
             table = np.asarray(ops.convert_to_numpy(a), dtype="float32")
             image = isinstance(new, (tuple, list))
