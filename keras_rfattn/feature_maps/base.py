@@ -51,7 +51,9 @@ class FeatureMap(keras.layers.Layer):
     def __init__(self, num_features=None, projection="orthogonal", seed=None, **kwargs):
         super().__init__(**kwargs)
         if seed is None:
-            seed = keras.random.SeedGenerator().initial_seed
+            # The first word of a fresh generator follows `keras.utils.set_random_seed`.
+            state = keras.random.SeedGenerator().state
+            seed = ops.convert_to_numpy(state)[0]
         self.seed = int(seed)
         self.projection = projections.get(projection, self.seed)
         if num_features is None and self.projection is not None:

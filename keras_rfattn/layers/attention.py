@@ -7,12 +7,11 @@ and gates stay with the class it is mixed into.
 """
 
 import math
-import zlib
 
-import keras
 from keras import ops
 
 from keras_rfattn import feature_maps
+from keras_rfattn.layers.fingerprint import mark
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.causal import check_block_size
@@ -108,8 +107,8 @@ class LinearAttention:
     """Mixin that makes a Keras attention layer linear in sequence length.
 
     Comes before a class that has `_compute_attention` in the bases. The layer then
-    owns a feature map (sublayer `feature_map`) and a small integer weight that
-    names it, so that no checkpoint of another mechanism loads in silence.
+    owns a feature map (sublayer `feature_map`), and its saved weights carry a mark
+    that names it, so that no checkpoint of another mechanism loads in silence.
     """
 
     def _set_mechanism(self, feature_map, block_size=None):
@@ -124,19 +123,15 @@ class LinearAttention:
     def _build_mechanism(self):
         if not self.feature_map.built:
             self.feature_map.build((None, None, *self._kv_shape()))
-        self.fingerprint = self.add_weight(
-            name="fingerprint",
-            shape=(),
-            initializer=keras.initializers.Constant(fingerprint(self.feature_map)),
-            dtype="int32",
-            trainable=False,
-            autocast=False,
-        )
+        mark(self)
 
     def build(self, query_shape, value_shape, key_shape=None):
         """Builds the projections, then the feature map."""
         super().build(query_shape, value_shape, key_shape)
         refuse_unsupported(self)
+        # Weights in the order of a layer that was replaced in place: the map last.
+        self._tracker.untrack(self.feature_map)
+        self._tracker.track(self.feature_map)
         self._build_mechanism()
 
     def __call__(self, *args, **kwargs):
@@ -212,44 +207,12 @@ class LinearAttention:
             "call `restore_attention` first."
         )
 
-    def load_own_variables(self, store):
-        """Loads saved weights; a softmax checkpoint has none here.
-
-        Raises:
-            ValueError: If the weights belong to another mechanism.
-        """
-        if not len(store.keys()):
-            return
-        super().load_own_variables(store)
-        expected = fingerprint(self.feature_map)
-        found = int(ops.convert_to_numpy(self.fingerprint))
-        if found != expected:
-            self.fingerprint.assign(expected)
-            raise ValueError(
-                f"Layer '{self.name}' has the mechanism "
-                f"{feature_maps.name_of(self.feature_map)!r}, and the weights were "
-                "saved from another one (or another version of its arguments). "
-                "Replace attention as it was when the weights were saved."
-            )
-
     def get_config(self):
         return {
             **super().get_config(),
             "feature_map": feature_maps.serialize(self.feature_map),
             "block_size": self.block_size,
         }
-
-
-def fingerprint(feature_map):
-    """A 31-bit checksum of what a map computes, whatever its seed and name."""
-    config = feature_map.get_config()
-    kept = {
-        key: value
-        for key, value in config.items()
-        if key not in ("name", "trainable", "dtype", "seed", "projection")
-    }
-    text = repr((type(feature_map).__name__, sorted(kept.items())))
-    return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
 def refusal(layer):

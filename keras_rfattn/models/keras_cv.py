@@ -43,7 +43,7 @@ def convert_vit(source):
             "`source` must be a ViT of keras_cv.models.legacy. Received: "
             f"source={source!r} of type {type(source).__name__}."
         )
-    if any(w.path.endswith("/fingerprint") for w in source.weights):
+    if any("/feature_map/" in w.path for w in source.weights):
         raise ValueError(
             "`source` has linear attention. Call `restore_attention` first, convert, "
             "and replace attention in the result."

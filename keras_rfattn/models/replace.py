@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.attention import LinearAttention
+from keras_rfattn.layers.fingerprint import unmark
 from keras_rfattn.models import carriers
 from keras_rfattn.models import keras_layers
 from keras_rfattn.models import report
@@ -243,8 +244,9 @@ def _make_linear(layer, feature_map, block_size):
 
 
 def _make_softmax(layer):
+    unmark(layer)
     layer._tracker.untrack(layer.feature_map)
-    for name in ("feature_map", "fingerprint", "block_size", "_is_self_attention"):
+    for name in ("feature_map", "block_size", "_is_self_attention"):
         if hasattr(layer, name):
             delattr(layer, name)
     layer.__class__ = type(layer).original_class

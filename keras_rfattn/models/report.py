@@ -155,14 +155,13 @@ def _row(site):
             note += site.reason or "not selected"
         return Row(site.path, name, "softmax", None, site.causal, 0, None, note)
     feature_map = layer.feature_map
-    weights = [layer.fingerprint, *feature_map.weights]
     return Row(
         site.path,
         name,
         feature_maps.name_of(feature_map),
         feature_map.output_dim,
         site.causal,
-        sum(math.prod(w.shape) for w in weights),
+        sum(math.prod(w.shape) for w in feature_map.weights),
         crossover(feature_map, layer),
         _note(site),
     )
