@@ -1,0 +1,297 @@
+"""What tests share: small problems, comparisons that refuse zeros, gradients."""
+
+import contextlib
+import functools
+import math
+from typing import NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn import feature_maps
+from keras_rfattn.ops import Features
+
+NAMES = feature_maps.list()
+# Of a dtype that NumPy lacks, `to_numpy` makes float32.
+NARROW = {"bfloat16": 1e-2, "float16": 2e-3}
+BATCH, LENGTH, HEADS, KV_HEADS, VALUE_DIM = 2, 37, 4, 2, 5
+# One width for all maps without a pair of features per vector, so that JAX
+# compiles an algorithm once for all of them.
+HEAD_DIM = NUM_FEATURES = 24
+
+
+class Problem(NamedTuple):
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+
+
+def problem(
+    seed=0,
+    length=LENGTH,
+    key_length=None,
+    heads=HEADS,
+    kv_heads=KV_HEADS,
+    size=1.0,
+    dtype="float32",
+):
+    generator = np.random.default_rng(seed)
+    key_length = length if key_length is None else key_length
+    return Problem(
+        size * generator.normal(size=(BATCH, length, heads, HEAD_DIM)).astype(dtype),
+        size
+        * generator.normal(size=(BATCH, key_length, kv_heads, HEAD_DIM)).astype(dtype),
+        generator.normal(size=(BATCH, key_length, kv_heads, VALUE_DIM)).astype(dtype),
+    )
+
+
+def padding_masks(length=LENGTH):
+    """Key masks by name; the rows of a batch differ, and each sees some key."""
+    masks = {
+        name: np.ones((BATCH, length), dtype=bool)
+        for name in ("full", "left", "right", "middle", "scattered")
+    }
+    masks["left"][0, :5], masks["left"][1, :20] = False, False
+    masks["right"][0, -7:], masks["right"][1, 4:] = False, False
+    masks["middle"][0, 3:18], masks["middle"][1, 15:33] = False, False
+    masks["scattered"][:] = np.random.default_rng(3).random((BATCH, length)) < 0.4
+    return masks
+
+
+@functools.cache
+def build(name, kv_heads=KV_HEADS, head_dim=HEAD_DIM, seed=7, **arguments):
+    """A built map; one that learns a statistic has met data."""
+    if "num_features" not in arguments and name != "elu":
+        arguments["num_features"] = NUM_FEATURES
+    feature_map = feature_maps.get(name, seed=seed, **arguments)
+    feature_map.build((None, None, kv_heads, head_dim))
+    generator = np.random.default_rng(1)
+    data = ops.convert_to_tensor(
+        generator.normal(size=(1, 20, kv_heads, head_dim)).astype("float32")
+    )
+    feature_map.statistics(data, data, training=True)
+    return feature_map
+
+
+def featurize(feature_map, query, key, causal=True):
+    """`(query_features, key_features)` of unscaled queries and keys."""
+    query, key = ops.convert_to_tensor(query), ops.convert_to_tensor(key)
+    side = math.sqrt(feature_map.default_scale(query.shape[-1]))
+    query, key = query * side, key * side
+    stats = feature_map.statistics(query, key, causal=causal)
+    return feature_map.query_features(query, stats), feature_map.key_features(
+        key, stats
+    )
+
+
+@functools.cache
+def compiled(algorithm, **options):
+    """`algorithm` with some arguments fixed; jitted on JAX, slow otherwise."""
+    function = functools.partial(algorithm, **options)
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(function)
+    return function
+
+
+def attention(feature_map, algorithm, **options):
+    """`(query, key, value, key_mask=None) -> output` with the map inside."""
+    call = compiled(algorithm, **options)
+
+    def attend(query, key, value, key_mask=None):
+        features = featurize(feature_map, query, key)
+        value = ops.convert_to_tensor(value)
+        if key_mask is not None:
+            key_mask = ops.convert_to_tensor(key_mask)
+        return call(*features, value, key_mask)
+
+    return attend
+
+
+def to_numpy(x):
+    """A NumPy array, float32 at least."""
+    if isinstance(x, (np.ndarray, np.generic, float, int)):
+        return np.asarray(x)
+    if keras.backend.standardize_dtype(x.dtype) in NARROW:
+        x = ops.cast(x, "float32")
+    return np.asarray(ops.convert_to_numpy(x))
+
+
+def gradients(function, *arrays):
+    """Gradients, for every array, of `function(*arrays)` summed with fixed weights.
+
+    The weights vary, as a plain sum over an average of values is too kind: its
+    gradient for queries and keys is nearly nothing.
+    """
+
+    def scalar(*tensors):
+        output = function(*tensors)
+        wide = keras.backend.standardize_dtype(output.dtype)
+        wide = "float64" if wide == "float64" else "float32"
+        weights = np.cos(np.arange(math.prod(output.shape))).reshape(output.shape)
+        weights = ops.convert_to_tensor(weights.astype(wide))
+        return ops.sum(ops.cast(output, wide) * weights)
+
+    tensors = [ops.convert_to_tensor(x) for x in arrays]
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        result = jax.grad(scalar, argnums=tuple(range(len(tensors))))(*tensors)
+    elif backend == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            output = scalar(*tensors)
+        result = tape.gradient(output, tensors)
+    else:
+        import torch
+
+        tensors = [x.detach().clone().requires_grad_() for x in tensors]
+        result = torch.autograd.grad(scalar(*tensors), tensors)
+    return [to_numpy(x.detach() if backend == "torch" else x) for x in result]
+
+
+def assert_close(actual, expected, rtol=1e-5):
+    """Largest difference over largest magnitude; zeros and NaN never pass."""
+    actual, expected = _finite_pair(actual, expected)
+    largest = np.max(np.abs(expected))
+    assert largest > 0, "nothing to compare with: expected is zero"
+    assert rtol < 0.5, f"zeros would nearly pass a tolerance of {rtol}"
+    error = np.max(np.abs(actual - expected)) / largest
+    assert error <= rtol, f"relative error {error:.2e} > {rtol:.2e}"
+
+
+def assert_rows_close(actual, expected, conditioning, size, rtol=1e-5):
+    """Row by row, within `rtol · size · conditioning`; zeros never pass.
+
+    Args:
+        actual: `(..., V)`.
+        expected: `(..., V)`.
+        conditioning: `(...)`: `Σ|w| / |Σ w|` of each row, see `Reference`.
+        size: Largest magnitude of the values.
+        rtol: What a row of nonnegative weights is held to.
+    """
+    actual, expected = _finite_pair(actual, expected)
+    tolerance = rtol * size * conditioning
+    rows = np.max(np.abs(expected), axis=-1)
+    seen = rows > 0
+    assert np.any(seen), "nothing to compare with: expected is zero"
+    refused = np.mean(rows[seen] > 2 * tolerance[seen])
+    assert refused > 0.9, f"zeros would pass in {1 - refused:.0%} of the rows"
+    error = np.max(np.abs(actual - expected), axis=-1)
+    worst = np.max(np.where(seen, error / tolerance, error > 0))
+    assert worst <= 1, f"a row is off by {worst:.2f} times its tolerance"
+
+
+def assert_same(actual, expected):
+    """Equality bit by bit, of something that is not zero everywhere."""
+    actual, expected = to_numpy(actual), to_numpy(expected)
+    assert np.any(expected != 0), "nothing to compare with: expected is zero"
+    np.testing.assert_array_equal(actual, expected)
+
+
+def _finite_pair(actual, expected):
+    actual = to_numpy(actual).astype("float64")
+    expected = to_numpy(expected).astype("float64")
+    assert actual.shape == expected.shape, f"{actual.shape} != {expected.shape}"
+    assert np.all(np.isfinite(expected)), "expected is not finite"
+    assert np.all(np.isfinite(actual)), "actual is not finite"
+    return actual, expected
+
+
+class Reference(NamedTuple):
+    """Attention by its definition, in float64 NumPy, from the features alone."""
+
+    output: np.ndarray  # (B, T, N, V)
+    # (B, T, N): Σ|w| / |Σ w| over keys and features, both of which may cancel.
+    conditioning: np.ndarray
+    size: float  # of the largest value
+
+
+def reference(query_features, key_features, value, key_mask=None, causal=True):
+    query = _wide(query_features)
+    key = _wide(key_features)
+    value = to_numpy(value).astype("float64")
+    groups = query.log_scale.shape[2] // value.shape[2]
+    mask = np.ones(value.shape[:2], bool) if key_mask is None else to_numpy(key_mask)
+    mask = mask.astype(bool)
+    value = np.where(mask[:, :, None, None], value, 0)
+
+    def heads(x):
+        return np.repeat(x, groups, axis=2).transpose(0, 2, 1, 3)
+
+    # (B, N, T, S, M)
+    exponent = query.log_scale.transpose(0, 2, 1, 3)[:, :, :, None]
+    exponent = exponent + heads(key.log_scale)[:, :, None]
+    visible = np.broadcast_to(mask[:, None, None, :], exponent.shape[:-1])
+    if causal:
+        visible = visible & np.tri(*visible.shape[-2:], dtype=bool)
+    exponent = np.where(visible[..., None], exponent, -np.inf)
+    largest = np.max(exponent, axis=(-2, -1), keepdims=True)
+    exponent = exponent - np.where(np.isfinite(largest), largest, 0)
+    terms = np.exp(exponent)
+    if query.values is not None:
+        terms = terms * np.where(
+            visible[..., None],
+            query.values.transpose(0, 2, 1, 3)[:, :, :, None]
+            * heads(key.values)[:, :, None],
+            0,
+        )
+    weights = np.sum(terms, axis=-1)
+    total = np.sum(weights, axis=-1)
+    blind = ~np.any(visible, axis=-1)
+    denominator = np.where(blind, 1, total)
+    output = (weights @ heads(value)) / denominator[..., None]
+    conditioning = np.sum(np.abs(terms), axis=(-2, -1)) / np.abs(denominator)
+    return Reference(
+        output.transpose(0, 2, 1, 3),
+        np.maximum(conditioning, 1).transpose(0, 2, 1),
+        np.max(np.abs(value)),
+    )
+
+
+def _wide(features):
+    parts = [None if x is None else to_numpy(x).astype("float64") for x in features]
+    return Features(*parts)
+
+
+def assert_matches(feature_map, actual, expected, rtol=1e-5):
+    """`actual` against a `Reference`, as strictly as the map's signs allow."""
+    if feature_map.is_positive:
+        assert_close(actual, expected.output, rtol)
+    else:
+        assert_rows_close(
+            actual, expected.output, expected.conditioning, expected.size, rtol
+        )
+
+
+def gradient_rtol(feature_map):
+    """Of a gradient of `problem()`; a signed map's rows are ill-conditioned twice."""
+    return 1e-5 if feature_map.is_positive else 2e-4
+
+
+def distance_to_prefix_mean(output, value):
+    """How far causal attention is from the mean of the values so far."""
+    groups = output.shape[2] // value.shape[2]
+    value = np.repeat(value, groups, axis=2)
+    count = np.arange(1, value.shape[1] + 1)[:, None, None]
+    mean = np.cumsum(value, axis=1) / count
+    late = slice(8, None)
+    difference = output[:, late] - mean[:, late]
+    return np.sqrt(np.mean(difference**2) / np.mean(output[:, late] ** 2))
+
+
+@contextlib.contextmanager
+def double_precision():
+    """Lets JAX hold float64 for a while; the other backends always can."""
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    import jax
+
+    with jax.enable_x64(True):
+        yield

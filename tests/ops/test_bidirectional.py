@@ -1,0 +1,89 @@
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn.ops import bidirectional
+from keras_rfattn.ops import quadratic
+from keras_rfattn.ops.features import map_features
+from tests import helpers as h
+
+
+@pytest.mark.parametrize("lengths", [(37, 37), (11, 37), (37, 1), (1, 11)])
+@pytest.mark.parametrize("name", h.NAMES)
+def test_matches_the_definition(name, lengths):
+    feature_map = h.build(name)
+    x = h.problem(length=lengths[0], key_length=lengths[1])
+    features = h.featurize(feature_map, x.query, x.key, causal=False)
+    actual = h.attention(feature_map, bidirectional)(*x)
+    h.assert_matches(feature_map, actual, h.reference(*features, x.value, causal=False))
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_gradients_match_the_definition(name):
+    feature_map, x = h.build(name), h.problem(length=11, key_length=37)
+    mask = h.padding_masks()["left"]
+    actual, expected = (
+        h.gradients(
+            lambda *a: h.attention(feature_map, f)(*a, mask),  # noqa: B023
+            *x,
+        )
+        for f in (bidirectional, quadratic)
+    )
+    for a, e in zip(actual, expected, strict=True):
+        h.assert_close(a, e, h.gradient_rtol(feature_map))
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("content", [np.nan, 1e30])
+def test_hidden_keys_may_hold_anything(name, content):
+    feature_map, x = h.build(name), h.problem()
+    call = h.attention(feature_map, bidirectional)
+    mask = h.padding_masks()["middle"]
+    expected = call(*x, mask)
+    hidden = ~mask[:, :, None, None]
+    key, value = np.where(hidden, content, x.key), np.where(hidden, content, x.value)
+    actual = call(x.query, key.astype("float32"), value.astype("float32"), mask)
+    h.assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_hidden_keys_might_as_well_not_be_there(name):
+    feature_map, x = h.build(name), h.problem()
+    mask = np.ones((h.BATCH, h.LENGTH), bool)
+    mask[:, 3:14] = False
+    actual = h.attention(feature_map, bidirectional)(*x, mask)
+    short = h.problem(length=h.LENGTH)
+    features = h.featurize(feature_map, short.query, short.key[:, mask[0]])
+    expected = h.reference(*features, short.value[:, mask[0]], causal=False)
+    h.assert_matches(feature_map, actual, expected)
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_one_visible_key_and_none(name):
+    feature_map, x = h.build(name), h.problem()
+    mask = np.zeros((h.BATCH, h.LENGTH), bool)
+    mask[0, 9] = True
+    output = h.to_numpy(h.attention(feature_map, bidirectional)(*x, mask))
+    expected = np.repeat(x.value[0, 9], h.HEADS // h.KV_HEADS, axis=0)
+    features = h.featurize(feature_map, x.query, x.key)
+    conditioning = h.reference(*features, x.value, mask, causal=False).conditioning
+    h.assert_rows_close(
+        output[0],
+        np.broadcast_to(expected, output[0].shape),
+        conditioning[0],
+        np.max(np.abs(expected)),
+    )
+    np.testing.assert_array_equal(output[1], 0)
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_query_heads_share_the_head_of_their_group(name):
+    x = h.problem()
+    groups = h.HEADS // h.KV_HEADS
+    features = h.featurize(h.build(name), x.query, x.key)
+    value = ops.convert_to_tensor(x.value)
+    actual = bidirectional(*features, value)
+    query, key = features
+    every = map_features(lambda x: ops.repeat(x, groups, axis=2), key)
+    expected = bidirectional(query, every, ops.repeat(value, groups, axis=2))
+    h.assert_close(actual, expected)

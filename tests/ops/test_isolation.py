@@ -1,0 +1,112 @@
+"""What must not reach an output: the future, other sequences, other heads."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn.ops import bidirectional
+from keras_rfattn.ops import causal
+from tests import helpers as h
+
+CONTENTS = (100.0, 1e30, -1e30)
+SAFE = [name for name in h.NAMES if h.build(name).is_causal_safe]
+
+
+def disturb(array, where, content):
+    """`array` times 100, or one huge number, at an index."""
+    array = array.copy()
+    array[where] = array[where] * content if content == 100 else np.float32(content)
+    return array
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("now", [1, 15, 21])
+@pytest.mark.parametrize("name", SAFE)
+def test_the_future_changes_nothing(name, now, content):
+    x = h.problem()
+    call = h.attention(h.build(name), causal, block_size=16)
+    expected = h.to_numpy(call(*x))
+    later = (slice(None), slice(now, None))
+    changed = [disturb(a, later, content) for a in x]
+    actual = h.to_numpy(call(*changed))
+    h.assert_same(actual[:, :now], expected[:, :now])
+    # Else the algorithm might never look at what was changed.
+    assert not np.array_equal(actual[:, now:], expected[:, now:])
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("name", SAFE)
+def test_the_future_changes_nothing_in_a_long_sequence(name, content):
+    x = h.problem(length=150)
+    call = h.attention(h.build(name), causal)
+    expected = h.to_numpy(call(*x))
+    for now in (100, 140):
+        later = (slice(None), slice(now, None))
+        actual = h.to_numpy(call(*(disturb(a, later, content) for a in x)))
+        h.assert_same(actual[:, :now], expected[:, :now])
+
+
+@pytest.mark.parametrize("name", SAFE)
+def test_the_future_changes_no_gradient(name):
+    x, now = h.problem(), 21
+    call = h.attention(h.build(name), causal, block_size=16)
+
+    def past(*arrays):
+        return call(*arrays)[:, :now]
+
+    later = (slice(None), slice(now, None))
+    expected = h.gradients(past, *x)
+    actual = h.gradients(past, *(disturb(a, later, 100.0) for a in x))
+    for a, e in zip(actual, expected, strict=True):
+        h.assert_same(a[:, :now], e[:, :now])
+        np.testing.assert_array_equal(a[:, now:], 0)
+
+
+def run(name, algorithm, x):
+    """Statistics included, as a layer takes them."""
+    feature_map = h.build(name)
+    is_causal = algorithm is causal
+    features = h.featurize(feature_map, x[0], x[1], causal=is_causal)
+    options = {"block_size": 16} if is_causal else {}
+    call = h.compiled(algorithm, **options)
+    return h.to_numpy(call(*features, ops.convert_to_tensor(x[2])))
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("algorithm", [bidirectional, causal])
+@pytest.mark.parametrize("name", h.NAMES)
+def test_sequences_of_a_batch_are_strangers(name, algorithm, content):
+    x = h.problem()
+    expected = run(name, algorithm, x)
+    for row in range(h.BATCH):
+        actual = run(name, algorithm, [disturb(a, (row,), content) for a in x])
+        other = np.arange(h.BATCH) != row
+        h.assert_same(actual[other], expected[other])
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("algorithm", [bidirectional, causal])
+@pytest.mark.parametrize("name", h.NAMES)
+def test_heads_are_strangers(name, algorithm, content):
+    x = h.problem()
+    groups = h.HEADS // h.KV_HEADS
+    expected = run(name, algorithm, x)
+    for head in range(h.KV_HEADS):
+        mine = slice(head * groups, (head + 1) * groups)
+        query = disturb(x.query, (slice(None), slice(None), mine), content)
+        at = (slice(None), slice(None), head)
+        key, value = disturb(x.key, at, content), disturb(x.value, at, content)
+        actual = run(name, algorithm, (query, key, value))
+        other = np.arange(h.HEADS) // groups != head
+        h.assert_same(actual[:, :, other], expected[:, :, other])
+
+
+@pytest.mark.parametrize("algorithm", [bidirectional, causal])
+@pytest.mark.parametrize("name", h.NAMES)
+def test_another_query_of_the_group_changes_nothing(name, algorithm):
+    x = h.problem()
+    expected = run(name, algorithm, x)
+    query = disturb(x.query, (slice(None), slice(None), 1), 100.0)
+    actual = run(name, algorithm, (query, x.key, x.value))
+    other = np.arange(h.HEADS) != 1
+    h.assert_same(actual[:, :, other], expected[:, :, other])

@@ -1,0 +1,44 @@
+"""Narrow inputs and values against float32."""
+
+import keras
+import pytest
+from keras import ops
+
+from keras_rfattn.ops import bidirectional
+from keras_rfattn.ops import causal
+from tests import helpers as h
+
+ALGORITHMS = {
+    "causal": (causal, {"block_size": 16}),
+    "bidirectional": (bidirectional, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", h.NARROW)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", h.NAMES)
+def test_narrow_values(name, algorithm, dtype):
+    # Queries near keys, or a signed map's rows could not tell its output from 0.
+    feature_map, x = h.build(name), h.problem(size=0.2)
+    function, options = ALGORITHMS[algorithm]
+    features = h.featurize(feature_map, x.query, x.key)
+    mask = h.padding_masks()["left"]
+    output = h.compiled(function, **options)(
+        *features, ops.cast(x.value, dtype), ops.convert_to_tensor(mask)
+    )
+    assert keras.backend.standardize_dtype(output.dtype) == dtype
+    expected = h.reference(*features, x.value, mask, causal=function is causal)
+    h.assert_matches(feature_map, output, expected, h.NARROW[dtype])
+
+
+@pytest.mark.parametrize("dtype", h.NARROW)
+@pytest.mark.parametrize("name", [n for n in h.NAMES if h.build(n).is_positive])
+def test_gradients_of_narrow_inputs(name, dtype):
+    feature_map, x = h.build(name), h.problem()
+    call = h.attention(feature_map, causal, block_size=16)
+    narrow = [ops.cast(a, dtype) for a in x]
+    actual = h.gradients(lambda *a: call(*a), *narrow)
+    # From the same rounded numbers: what is measured is the arithmetic.
+    expected = h.gradients(lambda *a: call(*a), *(h.to_numpy(a) for a in narrow))
+    for a, e in zip(actual, expected, strict=True):
+        h.assert_close(a, e, 3 * h.NARROW[dtype])

@@ -1,0 +1,109 @@
+import ast
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import keras_rfattn
+
+ROOT = pathlib.Path(keras_rfattn.__file__).parent
+# Floor by floor; a folder may import the folders named, and files of its own.
+MAY_IMPORT = {
+    "kernels": set(),
+    "projections": set(),
+    "ops": set(),
+    "feature_maps": {"projections", "ops"},
+    "layers": {"feature_maps", "ops"},
+    "models": {"layers", "feature_maps", "projections", "ops"},
+    "uptraining": {"models", "layers", "feature_maps", "projections", "ops"},
+    "diagnostics": {
+        "models", "layers", "feature_maps", "projections", "ops", "kernels",
+    },
+}  # fmt: skip
+# Adapters of a library, imported only once that library is.
+FOREIGN = {"models/keras_hub.py": {"keras_hub"}, "models/keras_cv.py": {"keras_cv"}}
+FILES = sorted(ROOT.rglob("*.py"))
+IDS = [str(file.relative_to(ROOT)) for file in FILES]
+HEAVY = ("keras_hub", "keras_nlp", "keras_cv", "matplotlib", "scipy", "sklearn")
+
+
+def imports(file, top_level_only=False):
+    """Dotted names of what a file imports."""
+    tree = ast.parse(file.read_text())
+    nodes = outside_functions(tree) if top_level_only else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in {file.name}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def outside_functions(node):
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from outside_functions(child)
+
+
+def folders(file):
+    """Folders of the package that a file imports, other than its own."""
+    own = file.relative_to(ROOT).parts[0]
+    names = (name.split(".") for name in imports(file))
+    return {x[1] for x in names if x[0] == "keras_rfattn"} - {own}
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_imports_go_down(file):
+    parts = file.relative_to(ROOT).parts
+    if len(parts) == 1:
+        assert folders(file) <= set(MAY_IMPORT)
+        return
+    assert parts[0] in MAY_IMPORT, f"on which floor is {parts[0]}?"
+    assert folders(file) <= MAY_IMPORT[parts[0]]
+
+
+def test_the_walk_sees_imports():
+    # Else all of the above would hold of an empty set.
+    assert folders(ROOT / "feature_maps" / "base.py") == {"projections", "ops"}
+    assert folders(ROOT / "layers" / "attention.py") == {"feature_maps", "ops"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_the_oracle_is_only_for_diagnostics(file):
+    if file.relative_to(ROOT).parts[0] != "diagnostics":
+        assert not any("kernels.variance" in name for name in imports(file))
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_only_keras_and_numpy_come_first(file):
+    name = str(file.relative_to(ROOT))
+    allowed = {"keras", "numpy", "keras_rfattn", *sys.stdlib_module_names}
+    found = {x.split(".")[0] for x in imports(file, top_level_only=True)}
+    assert found <= allowed | FOREIGN.get(name, set())
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_a_file_fits_in_a_head(file):
+    assert len(file.read_text().splitlines()) <= 300
+
+
+def test_importing_loads_nothing_heavy():
+    code = (
+        "import sys, keras; before = set(sys.modules); import keras_rfattn; "
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT.parent)},
+    )
+    loaded = result.stdout.split()
+    assert "keras_rfattn" in loaded
+    assert not set(loaded) & set(HEAVY)
+    third_party = set(loaded) - set(sys.stdlib_module_names)
+    assert third_party == {"keras_rfattn"}
