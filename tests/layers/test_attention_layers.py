@@ -1,0 +1,188 @@
+"""The layers against the Keras layers they stand for."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_rfattn
+from keras_rfattn import feature_maps
+from keras_rfattn.layers import GroupedQueryAttention
+from keras_rfattn.layers import MultiHeadAttention
+
+WIDTH = 8
+KINDS = {
+    "multi_head": (
+        lambda **k: keras.layers.MultiHeadAttention(2, 4, **k),
+        lambda **k: MultiHeadAttention(2, 4, **k),
+    ),
+    "grouped_query": (
+        lambda **k: keras.layers.GroupQueryAttention(4, 4, 2, **k),
+        lambda **k: GroupedQueryAttention(4, 4, 2, **k),
+    ),
+}
+
+
+def data(*shape, scale=0.5):
+    values = np.random.default_rng(len(shape)).normal(size=shape) * scale
+    return values.astype("float32")
+
+
+def pair(kind, **arguments):
+    """A softmax layer and a linear one with the same projections."""
+    softmax, linear = KINDS[kind]
+    softmax, linear = softmax(), linear(seed=0, **arguments)
+    for layer in (softmax, linear):
+        layer.build((2, 6, WIDTH), (2, 6, WIDTH))
+    shared = [w for w in linear.weights if "feature_map" not in w.path]
+    for a, b in zip(shared, softmax.weights, strict=True):
+        assert a.path.split("/")[-2:] == b.path.split("/")[-2:]
+        a.assign(b)
+    return softmax, linear
+
+
+def numpy(x):
+    return ops.convert_to_numpy(ops.cast(x, "float32"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_wide_features_approach_softmax(kind, causal):
+    softmax, narrow = pair(kind, feature_map="favorplus", num_features=64)
+    _, wide = pair(kind, feature_map="favorplus", num_features=16384)
+    for a, b in zip(wide.weights[:8], narrow.weights[:8], strict=True):
+        a.assign(b)
+    for a, b in zip(softmax.weights, narrow.weights, strict=False):
+        a.assign(b)
+    x = data(2, 6, WIDTH)
+    expected = numpy(softmax(x, x, use_causal_mask=causal))
+    # Uniform attention must not pass.
+    spread = np.abs(expected - expected.mean(1, keepdims=True)).max()
+    error = np.abs(numpy(wide(x, x, use_causal_mask=causal)) - expected).max()
+    assert error < 0.1 * spread
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_interchangeable(kind, tmp_path):
+    softmax, linear = pair(kind, feature_map="favorplus", num_features=16)
+    assert [w.name for w in linear.weights[: len(softmax.weights)]] == [
+        w.name for w in softmax.weights
+    ]
+    assert len(linear.trainable_weights) == len(softmax.trainable_weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
+def test_keras_masks_and_padding_content(kind, name):
+    _, layer = pair(kind, feature_map=name)
+    x = data(2, 6, WIDTH)
+    mask = np.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]], bool)
+    cross = numpy(layer(x, x.copy(), attention_mask=mask[:, None]))
+    itself = numpy(layer(x, x, attention_mask=mask[:, None]))
+    for content in (100.0, 1e30, np.nan):
+        other = np.where(mask[..., None], x, content).astype("float32")
+        changed = numpy(layer(x, other, attention_mask=mask[:, None]))
+        np.testing.assert_array_equal(changed, cross)
+        # Padding among the queries too: it must not reach a statistic either.
+        changed = numpy(layer(other, other, attention_mask=mask[:, None]))
+        np.testing.assert_array_equal(changed[mask], itself[mask])
+    assert np.abs(itself - numpy(layer(x, x))).max() > 1e-4
+    bias = [w for w in layer.weights if w.path.endswith("attention_output/bias")]
+    nothing = numpy(layer(x, x, attention_mask=np.zeros((2, 1, 6), bool)))
+    expected = numpy(bias[0]) if bias else 0
+    np.testing.assert_array_equal(nothing, np.broadcast_to(expected, nothing.shape))
+
+
+def test_masks_travel_with_keras_tensors():
+    inputs = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(9, WIDTH, mask_zero=True)(inputs)
+    layer = MultiHeadAttention(2, 4, feature_map="favorplus", seed=0)
+    model = keras.Model(inputs, layer(x, x))
+    tokens = np.array([[3, 4, 5, 0, 0, 0]])
+    short = np.array([[3, 4, 5]])
+    embedded = model.layers[1](short)
+    np.testing.assert_allclose(
+        model.predict(tokens, verbose=0)[:, :3],
+        numpy(layer(embedded, embedded)),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_config_round_trip(kind):
+    _, layer = pair(kind, feature_map="favorpp", num_features=12, block_size=4)
+    copy = type(layer).from_config(layer.get_config())
+    copy.build((2, 6, WIDTH), (2, 6, WIDTH))
+    assert copy.feature_map.num_features == 12 and copy.block_size == 4
+    np.testing.assert_array_equal(
+        numpy(copy.feature_map.vectors), numpy(layer.feature_map.vectors)
+    )
+
+
+def test_grouped_queries_equal_repeated_keys():
+    _, layer = pair("grouped_query", feature_map="favorplus", num_features=16)
+    x = ops.convert_to_tensor(data(2, 6, WIDTH))
+    query, key, value = (
+        getattr(layer, f"_{n}_dense")(x) for n in ("query", "key", "value")
+    )
+    grouped = keras_rfattn.layers.attend(query, key, value, layer.feature_map)
+    repeated = feature_maps.get("favorplus", num_features=16, seed=0)
+    repeated.build((None, None, 4, 4))
+    repeated.vectors.assign(ops.repeat(layer.feature_map.vectors, 2, axis=0))
+    expected = keras_rfattn.layers.attend(
+        query, ops.repeat(key, 2, axis=2), ops.repeat(value, 2, axis=2), repeated
+    )
+    np.testing.assert_allclose(numpy(grouped), numpy(expected), rtol=1e-5, atol=1e-6)
+    assert np.abs(numpy(grouped)).max() > 1e-2
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+@pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
+def test_low_precision(policy, name):
+    _, layer = pair("multi_head", feature_map=name)
+    low = MultiHeadAttention(2, 4, feature_map=name, seed=0, dtype=policy)
+    low.build((2, 6, WIDTH), (2, 6, WIDTH))
+    for a, b in zip(low.weights, layer.weights, strict=True):
+        a.assign(ops.cast(ops.convert_to_tensor(b), a.dtype))
+    x = data(2, 6, WIDTH)
+    a = numpy(layer(x, x, use_causal_mask=True))
+    output = low(x, x, use_causal_mask=True)
+    assert keras.backend.standardize_dtype(output.dtype) == low.compute_dtype
+    # A signed map divides by sums that nearly cancel.
+    tolerance = 0.5 if name == "favor" else 0.08
+    assert np.abs(numpy(output) - a).max() < tolerance * np.abs(a).max()
+    assert np.isfinite(numpy(low(0 * x, 0 * x))).all()
+
+
+def test_arguments_that_linear_attention_cannot_keep():
+    x = data(2, 6, WIDTH)
+    for arguments in (
+        dict(sliding_window=3),
+        dict(attention_axes=(1, 2)),
+    ):
+        layer = MultiHeadAttention(2, 4, **arguments)
+        shape = (2, 3, 6, WIDTH) if "attention_axes" in arguments else x.shape
+        with pytest.raises(ValueError, match="cannot be linear"):
+            layer.build(shape, shape)
+    layer = GroupedQueryAttention(4, 4, 2)
+    with pytest.raises(ValueError, match="return_attention_scores"):
+        layer(x, x, return_attention_scores=True)
+    with pytest.raises(ValueError, match="favorplus"):
+        MultiHeadAttention(2, 4, feature_map="favorpluss")
+    batch = feature_maps.FavorPP(8, statistics="batch")
+    layer = MultiHeadAttention(2, 4, feature_map=batch)
+    layer(x, x)
+    with pytest.raises(ValueError, match="leak"):
+        layer(x, x, use_causal_mask=True)
+
+
+def test_cross_attention_takes_no_statistics_of_its_queries():
+    layer = MultiHeadAttention(2, 4, feature_map="favorpp", seed=0)
+    x, memory = data(2, 6, WIDTH), data(2, 5, WIDTH)
+    output = numpy(layer(x, memory))
+    other = x.copy()
+    other[:, 4:] *= 10
+    np.testing.assert_array_equal(numpy(layer(other, memory))[:, :4], output[:, :4])
+    itself = numpy(layer(x, x))
+    assert np.any(numpy(layer(other, other))[:, :4] != itself[:, :4])
