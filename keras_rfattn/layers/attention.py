@@ -111,6 +111,9 @@ class LinearAttention:
     that names it, so that no checkpoint of another mechanism loads in silence.
     """
 
+    # A layer that becomes linear in the middle of its first call has no answer yet.
+    _is_self_attention = False
+
     def _set_mechanism(self, feature_map, block_size=None):
         check_block_size(block_size)
         self.feature_map = feature_map

@@ -247,7 +247,7 @@ def _make_softmax(layer):
     unmark(layer)
     layer._tracker.untrack(layer.feature_map)
     for name in ("feature_map", "block_size", "_is_self_attention"):
-        if hasattr(layer, name):
+        if name == "feature_map" or name in vars(layer):
             delattr(layer, name)
     layer.__class__ = type(layer).original_class
 

@@ -350,8 +350,8 @@ def test_keras_cv_vit(tmp_path):
     softmax = families.outputs(source, images)[0]
     converted = keras_rfattn.convert_vit(source)
     other = families.outputs(converted, images / 127.5 - 1)[0]
-    np.testing.assert_allclose(other, softmax, atol=2e-3)
-    assert np.abs(softmax - softmax.mean(0)).max() > 2e-2
+    spread = np.abs(softmax - softmax.mean(0)).max()
+    assert np.abs(other - softmax).max() < 0.05 * spread
 
     keras_rfattn.replace_attention(source, "favorpp", num_features=32, seed=0)
     linear = families.outputs(source, images)[0]
