@@ -13,11 +13,13 @@ from keras_rfattn.models import replace_attention
 from keras_rfattn.models import restore_attention
 from keras_rfattn.models.registration import register
 from keras_rfattn.models.registration import watch as _watch
+from keras_rfattn.uptraining import calibrate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionReport",
+    "calibrate",
     "convert_vit",
     "describe_attention",
     "extend_positions",

@@ -54,14 +54,20 @@ class FavorPP(FeatureMap):
             )
         self.policy = statistics
         self.momentum = momentum
+        self.calibrating = False
 
     @property
     def is_causal_safe(self):
         return self.policy != "batch"
 
+    @property
+    def stores_statistics(self):
+        """Whether z can be stored at all."""
+        return self.policy != "batch"
+
     def build(self, input_shape):
         super().build(input_shape)
-        if self.policy == "batch":
+        if not self.stores_statistics:
             return
         self.mean_square = self.add_weight(
             name="mean_square", shape=(self.num_heads,), initializer="zeros",
@@ -75,7 +81,7 @@ class FavorPP(FeatureMap):
     @property
     def is_calibrated(self):
         """Whether z has been stored."""
-        if not self.built or self.policy == "batch":
+        if not self.built or not self.stores_statistics:
             return False
         return int(ops.convert_to_numpy(self.updates)) > 0
 
@@ -96,16 +102,17 @@ class FavorPP(FeatureMap):
                 f"statistics={self.policy!r} in causal attention. Use "
                 "statistics='stored' (or 'auto') instead."
             )
-        training = training and self.trainable and self.policy != "batch"
+        updating = self.calibrating or (training and self.trainable)
+        updating = updating and self.stores_statistics
         measured = None
-        if training or (self.policy != "stored" and not causal):
+        if updating or (self.policy != "stored" and not causal):
             measured = self.measure(query, key, query_mask, key_mask)
         if self.policy == "batch":
             return self.optimal_a(measured)
         stored = ops.convert_to_tensor(self.mean_square)
         if self.policy == "auto" and not causal:
             stored = ops.where(ops.greater(self.updates, 0), stored, measured)
-        if training:
+        if updating:
             self.update(ops.mean(measured, axis=0))
         return self.optimal_a(stored)
 
@@ -121,9 +128,14 @@ class FavorPP(FeatureMap):
         return ops.stop_gradient(q_square + k_square + 2 * cross)
 
     def update(self, measured):
-        """Moves the stored statistic towards `measured`, of shape `(K,)`."""
-        keep = ops.where(ops.greater(self.updates, 0), self.momentum, 0.0)
-        keep = ops.cast(keep, "float32")
+        """Moves the stored statistic towards `measured`, of shape `(K,)`.
+
+        In training by a moving average, in calibration to the mean over batches.
+        """
+        count = ops.cast(self.updates, "float32")
+        keep = count / (count + 1)
+        if not self.calibrating:
+            keep = ops.minimum(keep, self.momentum)
         new = keep * self.mean_square + (1 - keep) * ops.cast(measured, "float32")
         self.mean_square.assign(new)
         self.updates.assign(self.updates + 1)

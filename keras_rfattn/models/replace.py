@@ -12,6 +12,8 @@ import numpy as np
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.attention import LinearAttention
+from keras_rfattn.layers.attention import check_model
+from keras_rfattn.layers.attention import title
 from keras_rfattn.layers.fingerprint import unmark
 from keras_rfattn.models import carriers
 from keras_rfattn.models import keras_layers
@@ -91,7 +93,7 @@ def restore_attention(model):
     if not linear:
         raise ValueError(
             "`model` has no linear attention to restore. Received: "
-            f"model={_title(model)}. It holds:\n{_listing(found.sites)}"
+            f"model={title(model)}. It holds:\n{_listing(found.sites)}"
         )
     for site in linear:
         _make_softmax(site.layer)
@@ -103,30 +105,16 @@ def restore_attention(model):
     return model
 
 
-def check_model(model):
-    """Raises `TypeError` unless `model` is a Keras layer, `ValueError` unless built."""
-    if not isinstance(model, keras.layers.Layer):
-        raise TypeError(
-            "`model` must be a Keras model or layer. Received: "
-            f"model={model!r} of type {type(model).__name__}."
-        )
-    if not model.built:
-        raise ValueError(
-            f"`model` must be built. Received: {_title(model)}, which is not. Call "
-            "it once on data, or `model.build(...)`, first."
-        )
-
-
 def _replaceable(model, found, include, exclude):
     if isinstance(model, LinearAttention) or keras_layers.linear_class(type(model)):
         raise ValueError(
             "`model` must be a model that holds attention, not the attention layer "
-            f"itself. Received: {_title(model)}. Use `keras_rfattn.layers` instead."
+            f"itself. Received: {title(model)}. Use `keras_rfattn.layers` instead."
         )
     if not found.sites:
         inner = sorted({type(x).__name__ for x in model._flatten_layers()})
         raise ValueError(
-            f"`model` has no attention. Received: {_title(model)}, which holds "
+            f"`model` has no attention. Received: {title(model)}, which holds "
             f"{', '.join(inner)}. Pass a model with MultiHeadAttention inside."
         )
     selected = s.select(found.sites, include, exclude)
@@ -141,13 +129,13 @@ def _replaceable(model, found, include, exclude):
     refused = [site for site in selected if site.reason]
     if refused:
         raise ValueError(
-            f"{_title(model)} has attention that cannot be made linear:\n"
+            f"{title(model)} has attention that cannot be made linear:\n"
             f"{_listing(refused)}\nLeave these softmax with `exclude` (paths or "
             "patterns), or use another model."
         )
     if not selected:
         raise ValueError(
-            f"No attention of {_title(model)} is left to replace. Received: "
+            f"No attention of {title(model)} is left to replace. Received: "
             f"include={include!r}, exclude={exclude!r}. It holds:\n"
             f"{_listing(found.sites)}"
         )
@@ -288,10 +276,6 @@ def refresh_layer(layer):
             setattr(layer, f"{name}_function", None)
     if keras.backend.backend() == "torch" and layer.built:
         layer._track_variables()
-
-
-def _title(model):
-    return f"{type(model).__name__} '{model.name}'"
 
 
 def _listing(sites):

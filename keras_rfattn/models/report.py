@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from dataclasses import field
 
 from keras_rfattn import feature_maps
+from keras_rfattn.layers.attention import check_model
+from keras_rfattn.layers.attention import title
 from keras_rfattn.models import keras_layers
 from keras_rfattn.models import sites as s
 
@@ -121,12 +123,10 @@ def describe_attention(model):
         TypeError: If `model` is not a Keras layer.
         ValueError: If it is not built.
     """
-    from keras_rfattn.models.replace import check_model
-
     check_model(model)
     rows = tuple(_row(site) for site in s.survey(model).sites)
     return AttentionReport(
-        f"{type(model).__name__} '{model.name}'",
+        title(model),
         rows,
         max_length=_max_length(model),
         others=tuple(getattr(model, "_rfattn_shared_with", ())),

@@ -1,0 +1,59 @@
+"""The same weights give the same numbers on every backend."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from keras_rfattn import feature_maps
+
+SCRIPT = """
+import sys
+import keras, numpy as np
+import keras_rfattn
+rng = np.random.default_rng(0)
+x = rng.normal(size=(2, 21, 8)).astype("float32")
+mask = np.ones((2, 1, 21), bool)
+mask[1, :, 15:] = False
+results = {}
+for name in keras_rfattn.feature_maps.list():
+    layer = keras_rfattn.layers.MultiHeadAttention(2, 4, feature_map=name, seed=3)
+    layer.build(x.shape, x.shape)
+    for weight in layer.trainable_weights:
+        weight.assign(rng.normal(size=weight.shape) * 0.3)
+    for causal in (False, True):
+        y = layer(x, x, attention_mask=mask, use_causal_mask=causal)
+        results[f"{name} {causal}"] = keras.ops.convert_to_numpy(y)
+    for weight in layer.feature_map.weights:
+        results[f"{name} {weight.name}"] = keras.ops.convert_to_numpy(weight)
+np.savez(sys.argv[1], **results)
+"""
+
+
+def results(backend, path):
+    root = pathlib.Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root), "KERAS_BACKEND": backend}
+    subprocess.run([sys.executable, "-c", SCRIPT, str(path)], env=env, check=True)
+    return dict(np.load(path))
+
+
+@pytest.mark.parametrize("other", ["jax", "tensorflow", "torch"])
+def test_layers_agree(other, tmp_path):
+    if other == keras.backend.backend():
+        pytest.skip("the same backend")
+    pytest.importorskip(other)
+    here = results(keras.backend.backend(), tmp_path / "here.npz")
+    there = results(other, tmp_path / "there.npz")
+    assert len(here) == len(there) >= 2 * len(feature_maps.FEATURE_MAPS)
+    for name, expected in here.items():
+        if name.endswith(("vectors", "draws")):
+            np.testing.assert_array_equal(there[name], expected)
+            continue
+        # Signed maps divide by sums that nearly cancel.
+        tolerance = 1e-3 if name.startswith("favor ") else 1e-5
+        error = np.abs(there[name] - expected).max()
+        assert error <= tolerance * max(np.abs(expected).max(), 1e-30), name

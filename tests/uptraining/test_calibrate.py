@@ -1,0 +1,58 @@
+import keras
+import numpy as np
+import pytest
+
+import keras_rfattn
+from keras_rfattn import feature_maps
+
+
+def model(feature_map):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6, 8))
+    layer = keras.layers.MultiHeadAttention(2, 4, name="attention")
+    result = keras.Model(inputs, layer(inputs, inputs, use_causal_mask=True))
+    return keras_rfattn.replace_attention(result, feature_map, seed=0)
+
+
+def batches(count, scale=2.0):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(3, 6, 8)).astype("float32") * scale for _ in range(count)]
+
+
+def test_stores_the_mean_over_batches():
+    linear, data = model("favorpp"), batches(3)
+    feature_map = linear.get_layer("attention").feature_map
+    uncalibrated = linear.predict(data[0], verbose=0)
+    assert "uncalibrated" in str(keras_rfattn.describe_attention(linear))
+    assert keras_rfattn.calibrate(linear, data) is linear
+    stored = keras.ops.convert_to_numpy(feature_map.mean_square)
+
+    layer = linear.get_layer("attention")
+    expected = []
+    for x in data:
+        query, key = (
+            keras.ops.convert_to_numpy(dense(keras.ops.convert_to_tensor(x)))
+            for dense in (layer._query_dense, layer._key_dense)
+        )
+        # (B, T, S, N, H), each side scaled by head_dim^-1/4.
+        pairs = (query[:, :, None] + key[:, None]) * 4**-0.25
+        expected.append((pairs**2).sum(-1).mean((0, 1, 2)))
+    np.testing.assert_allclose(stored, np.mean(expected, axis=0), rtol=1e-5)
+    assert not linear.get_layer("attention").feature_map.calibrating
+    linear.predict_function = None
+    assert np.any(linear.predict(data[0], verbose=0) != uncalibrated)
+    row = keras_rfattn.describe_attention(linear).rows[0]
+    assert row.note == "calibrated"
+    # A second calibration forgets the first.
+    keras_rfattn.calibrate(linear, batches(1, scale=0.1))
+    again = keras.ops.convert_to_numpy(feature_map.mean_square)
+    assert (again < stored / 10).all()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="stores statistics"):
+        keras_rfattn.calibrate(model("favorplus"), batches(1))
+    with pytest.raises(ValueError, match="at least one batch"):
+        keras_rfattn.calibrate(model("favorpp"), [])
+    with pytest.raises(TypeError, match="Keras model"):
+        keras_rfattn.calibrate(feature_maps, batches(1))
