@@ -110,7 +110,8 @@ def test_error_falls_like_the_square_root_of_the_width(minilm):
 
 def test_error_falls_like_the_square_root_of_the_width_causally():
     model, inputs = families.build("gpt2")
-    scale_queries_and_keys(model, 0.5)
+    # Moderate norms, for the same reason as above.
+    scale_queries_and_keys(model, 0.15)
 
     def output():
         return model.predict(inputs, verbose=0)
