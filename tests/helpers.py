@@ -19,6 +19,8 @@ BATCH, LENGTH, HEADS, KV_HEADS, VALUE_DIM = 2, 37, 4, 2, 5
 # One width for all maps without a pair of features per vector, so that JAX
 # compiles an algorithm once for all of them.
 HEAD_DIM = NUM_FEATURES = 24
+# Small for the same reason: what JAX compiles grows with its logarithm.
+BLOCK = 4
 
 
 class Problem(NamedTuple):
@@ -97,15 +99,18 @@ def compiled(algorithm, **options):
 
 
 def attention(feature_map, algorithm, **options):
-    """`(query, key, value, key_mask=None) -> output` with the map inside."""
+    """`(query, key, value, key_mask=None) -> output` with the map inside.
+
+    Without a mask it passes one that hides nothing, which JAX need not compile anew.
+    """
     call = compiled(algorithm, **options)
 
     def attend(query, key, value, key_mask=None):
         features = featurize(feature_map, query, key)
         value = ops.convert_to_tensor(value)
-        if key_mask is not None:
-            key_mask = ops.convert_to_tensor(key_mask)
-        return call(*features, value, key_mask)
+        if key_mask is None:
+            key_mask = np.ones(value.shape[:2], bool)
+        return call(*features, value, ops.convert_to_tensor(key_mask))
 
     return attend
 

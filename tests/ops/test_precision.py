@@ -9,7 +9,7 @@ from keras_rfattn.ops import causal
 from tests import helpers as h
 
 ALGORITHMS = {
-    "causal": (causal, {"block_size": 16}),
+    "causal": (causal, {"block_size": h.BLOCK}),
     "bidirectional": (bidirectional, {}),
 }
 
@@ -35,7 +35,7 @@ def test_narrow_values(name, algorithm, dtype):
 @pytest.mark.parametrize("name", [n for n in h.NAMES if h.build(n).is_positive])
 def test_gradients_of_narrow_inputs(name, dtype):
     feature_map, x = h.build(name), h.problem()
-    call = h.attention(feature_map, causal, block_size=16)
+    call = h.attention(feature_map, causal, block_size=h.BLOCK)
     narrow = [ops.cast(a, dtype) for a in x]
     actual = h.gradients(lambda *a: call(*a), *narrow)
     # From the same rounded numbers: what is measured is the arithmetic.

@@ -1,0 +1,195 @@
+"""Means and variances of the estimators against their closed forms.
+
+With m vectors, m times the product of one feature of x and of y is one draw of the
+estimator: a map of many features is a sample. Seeds are fixed; the bands are those
+that a correct map would leave once in a million runs.
+"""
+
+import statistics
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn import feature_maps
+from keras_rfattn.kernels import exact
+from keras_rfattn.kernels import variance
+from tests import helpers as h
+
+DIM, DRAWS = 4, 400_000
+
+
+def pairs():
+    """`(x, y)` of every angle, near and far."""
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(2, 6, DIM))
+    x *= 0.5 / np.linalg.norm(x, axis=-1, keepdims=True)
+    y *= np.linspace(0.2, 0.6, 6)[:, None] / np.linalg.norm(y, axis=-1, keepdims=True)
+    y[0], y[1] = x[0], -x[1]
+    return x, y
+
+
+X, Y = pairs()
+KERNEL = np.sum(X * Y, -1)
+KERNEL = np.exp(KERNEL)
+# name, constructor arguments, A, one-draw variance of independent vectors.
+ESTIMATORS = {
+    "favor": ("favor", {}, None, variance.generalized_exponential(X, Y, 0, -1)),
+    "favorplus": ("favorplus", {}, None, variance.generalized_exponential(X, Y)),
+    "pair": ("favorplus", {"pair": True}, None, variance.positive_pair(X, Y)),
+    "favorpp at 0": ("favorpp", {}, 0.0, variance.generalized_exponential(X, Y)),
+    "favorpp": ("favorpp", {}, -0.1, variance.generalized_exponential(X, Y, -0.1)),
+}
+LIMIT = statistics.NormalDist().inv_cdf(1 - 1e-6 / (2 * len(ESTIMATORS) * len(X)))
+
+
+def sample(label, projection):
+    """Draws of the estimator, `(pairs, DRAWS)` in float64."""
+    name, arguments, a, _ = ESTIMATORS[label]
+    feature_map = feature_maps.get(
+        name, num_features=DRAWS, projection=projection, seed=3, **arguments
+    )
+    feature_map.build((None, None, 1, DIM))
+    stats = None if a is None else ops.convert_to_tensor(np.float32([a]))
+
+    def dense(method, x):
+        x = ops.convert_to_tensor(x[None, :, None].astype("float32"))
+        values, log_scale = (
+            None if f is None else h.to_numpy(f)[0, :, 0].astype("float64")
+            for f in method(x, stats)
+        )
+        return np.exp(log_scale) * (1 if values is None else values)
+
+    query, key = dense(feature_map.query_features, X), dense(
+        feature_map.key_features, Y
+    )  # fmt: skip
+    products = DRAWS * query * key
+    # Two features a vector, side by side: their sum is the draw.
+    return products.reshape(len(X), -1, DRAWS).sum(axis=1)
+
+
+def test_every_estimator_of_the_registry_is_here():
+    named = {name for name, *_ in ESTIMATORS.values()}
+    expected = {
+        n for n in h.NAMES if h.build(n).is_unbiased and h.build(n).kernel == "softmax"
+    }
+    assert named == expected
+
+
+@pytest.mark.parametrize("label", ESTIMATORS)
+def test_independent_vectors(label):
+    draws, expected = sample(label, "gaussian"), ESTIMATORS[label][3]
+    error = np.sqrt(expected / DRAWS)
+    assert np.max(LIMIT * error / KERNEL) < 0.02
+    # Float32 features of a variance that is zero (x = -y) still round.
+    assert np.all(np.abs(draws.mean(1) - KERNEL) < LIMIT * error + 1e-6)
+
+    squares = (draws - KERNEL[:, None]) ** 2
+    error = squares.std(axis=1) / np.sqrt(DRAWS)
+    some = expected > 1e-6
+    assert np.sum(some) >= 5
+    assert np.max(LIMIT * error[some] / expected[some]) < 0.1
+    assert np.all(np.abs(squares.mean(1) - expected) < LIMIT * error + 1e-9)
+
+
+@pytest.mark.parametrize("label", ESTIMATORS)
+def test_orthogonal_vectors(label):
+    draws, independent = sample(label, "orthogonal"), ESTIMATORS[label][3]
+    # Vectors of a block depend on each other; blocks do not.
+    blocks = draws.reshape(len(X), -1, DIM).mean(axis=-1)
+    count = blocks.shape[1]
+    error = np.sqrt(independent / DRAWS)
+    assert np.max(LIMIT * error / KERNEL) < 0.02
+    assert np.all(np.abs(blocks.mean(1) - KERNEL) < LIMIT * error + 1e-6)
+
+    squares = DIM * (blocks - KERNEL[:, None]) ** 2
+    error = squares.std(axis=1) / np.sqrt(count)
+    assert np.all(squares.mean(1) < independent + LIMIT * error + 1e-9)
+    if label in ("favor", "pair"):
+        # Even functions of the projection: here orthogonality shows at once.
+        some = independent > 1e-6
+        gain = independent - squares.mean(1)
+        assert np.all(gain[some] > LIMIT * error[some])
+
+
+def test_negative_control_a_wrong_factor_is_found_out():
+    # Queries scaled twice: another temperature.
+    draws, expected = sample("favorplus", "gaussian"), ESTIMATORS["favorplus"][3]
+    error = np.sqrt(expected / DRAWS)
+    wrong = np.exp(2 * np.log(KERNEL))
+    assert np.any(np.abs(draws.mean(1) - wrong) > 10 * LIMIT * error)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 8])
+@pytest.mark.parametrize("z", [0.01, 0.5, 3.0, 20.0])
+def test_optimal_a_is_the_minimum_of_the_closed_form(z, dim):
+    from scipy import optimize
+
+    # Of a pair the variance depends on A through ‖x + y‖² alone.
+    x = np.zeros(dim)
+    x[0] = np.sqrt(z) / 2
+
+    def cost(a):
+        return np.log(
+            variance.generalized_exponential(x, x, a) + np.exp(2 * np.sum(x * x))
+        )
+
+    found = optimize.minimize_scalar(
+        cost, bounds=(-20, 0), method="bounded", options={"xatol": 1e-10}
+    )
+    feature_map = feature_maps.get("favorpp", num_features=2)
+    feature_map.build((None, None, 1, dim))
+    a = float(h.to_numpy(feature_map.optimal_a(ops.convert_to_tensor(np.float32(z)))))
+    assert a < 0
+    np.testing.assert_allclose(a, found.x, rtol=1e-3, atol=1e-6)
+    assert cost(a) <= found.fun + 1e-6
+
+
+def test_optimal_a_is_finite_and_vanishes_with_z():
+    feature_map = feature_maps.get("favorpp", num_features=2)
+    feature_map.build((None, None, 1, 16))
+    z = np.float32([0, 1e-30, 1e-8, 1e-3, 1.0, 1e3, 1e6])
+    a = h.to_numpy(feature_map.optimal_a(ops.convert_to_tensor(z)))
+    assert np.all(np.isfinite(a)) and np.all(a <= 0)
+    np.testing.assert_allclose(a[:3], 0, atol=1e-6)
+    assert np.all(np.diff(a[3:]) < 0)
+
+
+def test_elu_is_its_kernel():
+    x = h.problem(size=2.0)
+    feature_map = h.build("elu")
+    query, key = h.featurize(feature_map, x.query[:, :, ::2], x.key)
+    products = np.einsum(
+        "btkm,bskm->bkts",
+        np.exp(h.to_numpy(query.log_scale).astype("float64")),
+        np.exp(h.to_numpy(key.log_scale).astype("float64")),
+    )
+    expected = exact.elu(
+        x.query[:, :, ::2].transpose(0, 2, 1, 3), x.key.transpose(0, 2, 1, 3)
+    )
+    h.assert_close(products, expected, 1e-6)
+
+
+@pytest.mark.parametrize("projection", ["gaussian", "orthogonal"])
+@pytest.mark.parametrize("epsilon", [1e-3, 0.5])
+def test_relu_is_the_arc_cosine_kernel_and_epsilon(projection, epsilon):
+    feature_map = feature_maps.get(
+        "relu", num_features=DRAWS, projection=projection, seed=3, epsilon=epsilon
+    )
+    feature_map.build((None, None, 1, DIM))
+
+    def dense(x):
+        x = ops.convert_to_tensor(x[None, :, None].astype("float32"))
+        scale = feature_map.key_features(x).log_scale
+        return np.exp(h.to_numpy(scale)[0, :, 0].astype("float64"))
+
+    blocks = DRAWS * dense(X) * dense(Y)
+    blocks = blocks.reshape(len(X), -1, DIM).mean(axis=-1)
+    error = blocks.std(axis=1) / np.sqrt(blocks.shape[1])
+    kernel = np.diagonal(exact.relu(X, Y))
+    # E relu(w · x) = ‖x‖ / √(2π), which epsilon is multiplied by.
+    lengths = np.linalg.norm(X, axis=-1) + np.linalg.norm(Y, axis=-1)
+    expected = kernel + epsilon * lengths / np.sqrt(2 * np.pi) + epsilon**2
+    usual = kernel > 1e-3
+    assert np.max(LIMIT * error[usual] / expected[usual]) < 0.06
+    assert np.all(np.abs(blocks.mean(1) - expected) < LIMIT * error + 1e-9)

@@ -1,0 +1,209 @@
+"""The laws of `feature_maps/base.py`, over the registry."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn import feature_maps
+from keras_rfattn import layers
+from tests import helpers as h
+
+PROJECTED = [name for name in h.NAMES if h.build(name).projection is not None]
+
+
+def features(name, x, side="key_features", **arguments):
+    feature_map = h.build(name, **arguments)
+    x = ops.convert_to_tensor(x)
+    stats = feature_map.statistics(x, x, causal=True)
+    return getattr(feature_map, side)(x, stats)
+
+
+def fresh(name, seed=7, **arguments):
+    if name != "elu":
+        arguments.setdefault("num_features", 6)
+    feature_map = feature_maps.get(name, seed=seed, **arguments)
+    feature_map.build((None, None, h.KV_HEADS, h.HEAD_DIM))
+    return feature_map
+
+
+@pytest.mark.parametrize("side", ["query_features", "key_features"])
+@pytest.mark.parametrize("name", h.NAMES)
+def test_shapes_and_ranges(name, side):
+    feature_map = h.build(name)
+    for size in (0.0, 1.0, 50.0):
+        values, log_scale = features(name, size * h.problem().key, side)
+        lead = (h.BATCH, h.LENGTH, h.KV_HEADS)
+        assert tuple(log_scale.shape) == (*lead, feature_map.features_per_scale)
+        assert np.all(np.isfinite(h.to_numpy(log_scale)))
+        assert (values is None) == feature_map.is_positive
+        if values is not None:
+            assert tuple(values.shape) == (*lead, feature_map.output_dim)
+            assert np.max(np.abs(h.to_numpy(values))) <= 1 + 1e-6
+        else:
+            assert feature_map.features_per_scale == feature_map.output_dim
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_products_are_positive_if_it_says_so(name):
+    # By the declaration alone a map could be either.
+    feature_map, x = h.build(name), h.problem(size=3.0)
+    query, key = h.featurize(feature_map, x.query[:, :, ::2], x.key)
+
+    def dense(f):
+        f = h._wide(f)
+        return np.ones_like(f.log_scale) if f.values is None else f.values
+
+    products = np.einsum("btnm,bsnm->bnts", dense(query), dense(key))
+    assert np.all(products > 0) == feature_map.is_positive
+
+
+@pytest.mark.parametrize("side", ["query_features", "key_features"])
+@pytest.mark.parametrize("name", h.NAMES)
+def test_tokens_do_not_see_each_other(name, side):
+    x = h.problem().key
+    order = np.random.default_rng(0).permutation(h.LENGTH)
+    for whole, moved, single in zip(
+        features(name, x, side),
+        features(name, x[:, order], side),
+        features(name, x[:, 5:6], side),
+        strict=True,
+    ):
+        if whole is not None:
+            whole = h.to_numpy(whole)
+            h.assert_close(moved, whole[:, order], 1e-5)
+            h.assert_close(single, whole[:, 5:6], 1e-5)
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_grouped_queries_use_the_vectors_of_their_head(name):
+    feature_map, x = h.build(name), h.problem()
+    query, key = (ops.convert_to_tensor(a) for a in (x.query, x.key))
+    stats = feature_map.statistics(query, key, causal=True)
+    grouped = feature_map.query_features(query, stats)
+    for head in range(h.HEADS):
+        # The query in the place of the key head it belongs to.
+        own = head * h.KV_HEADS // h.HEADS
+        alone = np.zeros_like(x.key)
+        alone[:, :, own] = x.query[:, :, head]
+        expected = feature_map.query_features(ops.convert_to_tensor(alone), stats)
+        for a, e in zip(grouped, expected, strict=True):
+            if a is not None:
+                h.assert_close(
+                    h.to_numpy(a)[:, :, head], h.to_numpy(e)[:, :, own], 1e-5
+                )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", h.NAMES)
+def test_exponents_of_narrow_inputs_are_float32(name, dtype):
+    x = ops.cast(h.problem(size=3.0).key, dtype)
+    expected = features(name, h.to_numpy(x).astype("float32"))
+    for a, e in zip(features(name, x), expected, strict=True):
+        if a is not None:
+            assert keras.backend.standardize_dtype(a.dtype) == "float32"
+            h.assert_close(a, e, 1e-6)
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_vectors_stay_float32_under_any_policy(name):
+    feature_map = fresh(name, dtype="mixed_bfloat16")
+    assert keras.backend.standardize_dtype(feature_map.vectors.dtype) == "float32"
+    h.assert_same(feature_map.vectors, fresh(name).vectors)
+    assert not feature_map.trainable_weights
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_the_seed_decides_the_vectors(name):
+    h.assert_same(fresh(name).vectors, fresh(name).vectors)
+    other = h.to_numpy(fresh(name, seed=8).vectors)
+    assert not np.any(other == h.to_numpy(fresh(name).vectors))
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_maps_without_a_seed_differ(name):
+    one, other = fresh(name, seed=None), fresh(name, seed=None)
+    assert not np.any(h.to_numpy(one.vectors) == h.to_numpy(other.vectors))
+    # And each can be made again from its config.
+    again = feature_maps.get(feature_maps.serialize(one))
+    again.build((None, None, h.KV_HEADS, h.HEAD_DIM))
+    h.assert_same(again.vectors, one.vectors)
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_nothing_random_happens_in_a_call(name):
+    x = h.problem().key
+    for a, b in zip(features(name, x), features(name, x), strict=True):
+        if a is not None:
+            h.assert_same(a, b)
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_redraw(name):
+    one, same = fresh(name), fresh(name)
+    draws = [h.to_numpy(one.vectors).copy()]
+    for count in (1, 2, 3):
+        one.redraw()
+        same.redraw()
+        assert int(h.to_numpy(one.draws)) == count
+        h.assert_same(one.vectors, same.vectors)
+        draws.append(h.to_numpy(one.vectors).copy())
+    for i, a in enumerate(draws):
+        for b in draws[:i]:
+            assert not np.any(a == b)
+
+
+def test_redraw_needs_vectors():
+    with pytest.raises(ValueError, match="no random vectors to redraw"):
+        feature_maps.get("favor").redraw()
+    with pytest.raises(ValueError, match="no random vectors to redraw"):
+        fresh("elu").redraw()
+
+
+def model(name, seed):
+    feature_map = feature_maps.get(name, seed=seed)
+    x = keras.Input((5, 8))
+    layer = layers.MultiHeadAttention(2, 4, feature_map=feature_map, name="attention")
+    return keras.Model(x, layer(x, x)), feature_map
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_weights_bring_the_vectors_along(name, tmp_path):
+    one, feature_map = model(name, seed=1)
+    x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
+    before = h.to_numpy(one(x))
+    if feature_map.projection is not None:
+        feature_map.redraw()
+        assert not np.allclose(h.to_numpy(one(x)), before, atol=1e-4)
+    path = str(tmp_path / "a.weights.h5")
+    one.save_weights(path)
+    other, loaded = model(name, seed=2)
+    other.load_weights(path)
+    h.assert_same(other(x), one(x))
+    if feature_map.projection is not None:
+        assert int(h.to_numpy(loaded.draws)) == 1
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_gradients_of_features(name):
+    feature_map, x = h.build(name), h.problem(length=2).key
+
+    def total(x):
+        values, log_scale = feature_map.key_features(x)
+        return log_scale if values is None else values
+
+    (actual,) = h.gradients(total, x)
+    step, direction = 1e-2, np.random.default_rng(4).normal(size=x.shape)
+    direction = direction.astype("float32")
+    weights = np.cos(np.arange(np.prod(total(ops.convert_to_tensor(x)).shape)))
+
+    def along(t):
+        moved = total(ops.convert_to_tensor(x + np.float32(t) * direction))
+        return np.sum(h.to_numpy(moved).astype("float64").ravel() * weights)
+
+    slope = (along(step) - along(-step)) / (2 * step)
+    if name == "relu":
+        # Steep near 0, where the logarithm of epsilon begins.
+        assert np.all(np.isfinite(actual)) and np.any(actual != 0)
+    else:
+        h.assert_close(np.sum(actual * direction), slope, 5e-2)

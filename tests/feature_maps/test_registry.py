@@ -1,0 +1,190 @@
+import keras
+import numpy as np
+import pytest
+
+from keras_rfattn import feature_maps
+from tests import helpers as h
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """The table, put back afterwards."""
+    table = dict(feature_maps.FEATURE_MAPS)
+    monkeypatch.setattr(feature_maps, "FEATURE_MAPS", table)
+    return table
+
+
+def test_list_is_sorted():
+    assert feature_maps.list() == sorted(feature_maps.FEATURE_MAPS)
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_get_by_name(name):
+    feature_map = feature_maps.get(name)
+    assert type(feature_map) is feature_maps.FEATURE_MAPS[name]
+    assert feature_maps.name_of(feature_map) == name
+    has_projection = feature_map.projection is not None
+    assert feature_map.num_features == (256 if has_projection else None)
+
+
+def test_get_passes_arguments_but_those_that_are_none():
+    feature_map = feature_maps.get("favor", num_features=8, seed=None)
+    assert feature_map.num_features == 8
+    assert feature_maps.get("favor", num_features=None).num_features == 256
+    with pytest.raises(ValueError, match="unknown"):
+        feature_maps.get("favor", unknown=1)
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_get_by_object_and_config(name):
+    feature_map = feature_maps.get(name, seed=3)
+    assert feature_maps.get(feature_map) is feature_map
+    again = feature_maps.get(feature_maps.serialize(feature_map))
+    assert again is not feature_map
+    assert again.get_config() == feature_map.get_config()
+
+
+def test_arguments_of_an_object_are_its_own():
+    feature_map = feature_maps.get("favor", num_features=8)
+    for identifier in (feature_map, feature_maps.serialize(feature_map)):
+        with pytest.raises(ValueError, match=r"\['num_features'\] must be set on"):
+            feature_maps.get(identifier, num_features=16)
+
+
+@pytest.mark.parametrize(
+    "wrong, nearest",
+    [("favor_plus", "favorplus"), ("FAVOR", None), ("favor++", None), ("eluu", "elu")],
+)
+def test_unknown_name(wrong, nearest):
+    with pytest.raises(ValueError) as error:
+        feature_maps.get(wrong)
+    message = str(error.value)
+    assert str(feature_maps.list()) in message and repr(wrong) in message
+    assert "Did you mean" in message
+    if nearest:
+        assert f"Did you mean {nearest!r}?" in message
+
+
+@pytest.mark.parametrize("wrong", [3, None, 1.5, feature_maps.Favor, ["favor"]])
+def test_wrong_type(wrong):
+    with pytest.raises(TypeError, match="`feature_map` must be a name"):
+        feature_maps.get(wrong)
+
+
+def test_config_of_something_else():
+    config = keras.saving.serialize_keras_object(keras.layers.Dense(2))
+    with pytest.raises(TypeError, match="`feature_map` must be a name"):
+        feature_maps.get(config)
+
+
+def test_register_as_a_call(registry):
+    class Called(feature_maps.Elu):
+        pass
+
+    assert feature_maps.register("called", Called) is Called
+    assert "called" in feature_maps.list()
+    assert type(feature_maps.get("called")) is Called
+    again = feature_maps.get(feature_maps.serialize(feature_maps.get("called")))
+    assert type(again) is Called
+    # Once more, as when a module is run twice, does no harm.
+    feature_maps.register("called", Called)
+
+
+def test_register_as_a_decorator(registry):
+    @feature_maps.register("decorated")
+    class Decorated(feature_maps.FavorPlus):
+        pass
+
+    assert type(feature_maps.get("decorated", num_features=4)) is Decorated
+    assert feature_maps.name_of(feature_maps.get("decorated")) == "decorated"
+
+
+def test_register_keeps_a_registration_of_ones_own(registry):
+    @keras.saving.register_keras_serializable("mine")
+    class Registered(feature_maps.Elu):
+        pass
+
+    feature_maps.register("registered", Registered)
+    assert keras.saving.get_registered_name(Registered) == "mine>Registered"
+
+
+def test_register_refuses(registry):
+    class Other(feature_maps.Elu):
+        pass
+
+    with pytest.raises(ValueError, match="'favor' is taken by Favor"):
+        feature_maps.register("favor", Other)
+    for wrong in (keras.layers.Dense, feature_maps.get("elu"), "elu"):
+        with pytest.raises(TypeError, match="`cls` must be a subclass"):
+            feature_maps.register("wrong", wrong)
+    assert feature_maps.FEATURE_MAPS["favor"] is feature_maps.Favor
+    assert "wrong" not in feature_maps.list()
+
+
+def test_name_of_a_stranger():
+    class Stranger(feature_maps.Elu):
+        pass
+
+    assert feature_maps.name_of(Stranger()) == "Stranger"
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_config_round_trip_keeps_the_numbers(name):
+    # Nothing at its default.
+    arguments = {"num_features": 10, "projection": "gaussian", "seed": 11}
+    arguments |= {
+        "relu": {"epsilon": 0.5},
+        "favorplus": {"pair": True},
+        "favorpp": {"statistics": "stored", "momentum": 0.5},
+    }.get(name, {})
+    feature_map = feature_maps.get(name, **arguments)
+    again = feature_maps.deserialize(feature_maps.serialize(feature_map))
+    config = feature_map.get_config()
+    assert again.get_config() == config
+    init = feature_map.get_config()
+    for argument, value in arguments.items():
+        if argument != "projection":
+            assert init[argument] == value
+    x = h.problem(length=3).key
+    for one in (feature_map, again):
+        one.build((None, None, *x.shape[2:]))
+    features = (one.key_features(keras.ops.convert_to_tensor(x))
+                for one in (feature_map, again))  # fmt: skip
+    (_, expected), (_, actual) = features
+    h.assert_same(actual, expected)
+
+
+def test_a_layer_may_be_frozen_or_named_by_config():
+    feature_map = feature_maps.get("favorpp", name="m", trainable=False)
+    again = feature_maps.get(feature_maps.serialize(feature_map))
+    assert again.name == "m" and again.trainable is False
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, False, 2.0, "8", np.float32(3)])
+def test_num_features_must_be_a_positive_integer(wrong):
+    for name in h.NAMES:
+        with pytest.raises(ValueError, match="`num_features` must be"):
+            feature_maps.get(name, num_features=wrong)
+    with pytest.raises(ValueError, match="`num_features` must be a positive integer"):
+        feature_maps.Elu(num_features=wrong, projection="orthogonal")
+
+
+def test_num_features_needs_a_projection():
+    with pytest.raises(ValueError, match="must be `None` without a projection"):
+        feature_maps.Elu(num_features=8)
+    with pytest.raises(ValueError, match="must be `None` without a projection"):
+        feature_maps.Relu(num_features=8, projection=None)
+    assert feature_maps.Elu(num_features=8, projection="gaussian").num_features == 8
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="`projection` must be one of"):
+        feature_maps.get("favor", projection="orthogonl")
+    for epsilon in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="`epsilon` must be positive"):
+            feature_maps.get("relu", epsilon=epsilon)
+    with pytest.raises(ValueError, match="`statistics` must be one of"):
+        feature_maps.get("favorpp", statistics="running")
+    for momentum in (-0.1, 1, 1.5):
+        with pytest.raises(ValueError, match=r"`momentum` must be in \[0, 1\)"):
+            feature_maps.get("favorpp", momentum=momentum)
