@@ -5,6 +5,8 @@ both decide whether linear attention is right: an exponent rounded to bfloat16 i
 off by a factor, and a running sum kept in bfloat16 stops growing at 256.
 """
 
+import functools
+
 import keras
 from keras import ops
 
@@ -15,22 +17,40 @@ def wide_dtype(*arrays):
     return "float64" if "float64" in names else "float32"
 
 
-def accumulated_matmul(a, b):
+def accumulated_matmul(a, b, transpose_a=False, transpose_b=False):
     """`a @ b` with operands as they are and sums in float32.
 
     Args:
-        a: Array of shape `(..., i, j)`.
-        b: Array of shape `(..., j, k)`, of the same dtype as `a`.
+        a: Array of shape `(..., i, j)`, or `(..., j, i)` if `transpose_a`.
+        b: Array of shape `(..., j, k)`, or `(..., k, j)` if `transpose_b`, with the
+            dtype of `a`.
+        transpose_a: Whether `a` is given transposed.
+        transpose_b: Whether `b` is given transposed.
 
     Returns:
         Array of shape `(..., i, k)`, float32 (float64 for float64 operands).
     """
     dtype = wide_dtype(a, b)
     if keras.backend.backend() == "jax":
-        import jax.numpy as jnp
+        import jax
 
-        return jnp.matmul(a, b, preferred_element_type=dtype)
-    return ops.matmul(ops.cast(a, dtype), ops.cast(b, dtype))
+        # One contraction: a transpose before it would be undone in the gradient.
+        rank = len(a.shape)
+        lead = tuple(range(rank - 2))
+        axes = (
+            (rank - 2 if transpose_a else rank - 1,),
+            (rank - 1 if transpose_b else rank - 2,),
+        )
+        return jax.lax.dot_general(
+            a, b, (axes, (lead, lead)), preferred_element_type=dtype
+        )
+    a, b = ops.cast(a, dtype), ops.cast(b, dtype)
+    a = ops.swapaxes(a, -1, -2) if transpose_a else a
+    b = ops.swapaxes(b, -1, -2) if transpose_b else b
+    if keras.backend.backend() == "torch":
+        # Keras would make float32 of float64.
+        return a @ b
+    return ops.matmul(a, b)
 
 
 def precise_einsum(equation, a, b):
@@ -46,7 +66,11 @@ def precise_einsum(equation, a, b):
         import jax
         import jax.numpy as jnp
 
-        return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST)
+        # The operand with the free axes of the result's end comes first: XLA on a
+        # CPU then writes the result in order instead of transposing it afterwards.
+        inputs, output = equation.split("->")
+        equation = ",".join(reversed(inputs.split(","))) + "->" + output
+        return jnp.einsum(equation, b, a, precision=jax.lax.Precision.HIGHEST)
     return ops.einsum(equation, a, b)
 
 
@@ -74,3 +98,46 @@ def exclusive_scan(combine, start, elements):
         return tuple(b[-1] for b in after), before
 
     return ops.scan(lambda carry, x: (combine(carry, x), carry), start, elements)
+
+
+def fold(step, carry, blocks, **options):
+    """Runs `step` over blocks, one at a time where that saves memory and time.
+
+    On JAX a loop, which computes a block again in the backward pass: all that a
+    block needs fits in a cache, and none of it is kept for the gradient.
+    TensorFlow and PyTorch would pay for a loop operation by operation, and take
+    all blocks in one step.
+
+    Args:
+        step: `(carry, *blocks, **options) -> (carry, output)` of any number of
+            blocks; a function of a module, as it is compiled once for all calls.
+        carry: Tuple of arrays.
+        blocks: Pytrees of arrays of shape `(B, K, n, ...)`.
+        **options: Hashable arguments of `step`.
+
+    Returns:
+        `(carry, output)`, the output of shape `(B, K, n, ...)`.
+    """
+    if keras.backend.backend() != "jax":
+        return step(carry, *blocks, **options)
+    return _compiled_fold()(step, tuple(options.items()), carry, blocks)
+
+
+@functools.cache
+def _compiled_fold():
+    import jax
+    import jax.numpy as jnp
+
+    def loop(step, options, carry, blocks):
+        @jax.checkpoint
+        def one(carry, blocks):
+            blocks = jax.tree.map(lambda x: x[:, :, None], blocks)
+            carry, output = step(carry, *blocks, **dict(options))
+            return carry, output[:, :, 0]
+
+        first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), blocks)
+        carry, output = jax.lax.scan(one, carry, first)
+        return carry, jnp.moveaxis(output, 0, 2)
+
+    # Without it JAX would compile the loop again in every call outside of a jit.
+    return jax.jit(loop, static_argnums=(0, 1))

@@ -4,7 +4,8 @@ Keys before a query's block are read from prefix sums (`features.read`), exact
 whatever their size, because each feature keeps its own running maximum. Keys in
 the query's own block are weighed one by one, on a C × C matrix. Their exponents
 are taken relative to a reference that every query of the block may know: the
-running maximum up to and including the block's first visible key. Queries share
+running maximum up to and including the block's first visible key (`_reference`; not
+if a query with a prefix does not see it). Queries share
 the shift of the prefix, keys exceed the reference by an *excess* that is known per
 query (the largest over keys it sees). Two cases follow, row by row:
 
@@ -16,7 +17,8 @@ query (the largest over keys it sees). Two cases follow, row by row:
   costs log2(C) times as much and runs only if some row asks for it.
 
 Which case a row takes depends on keys the row sees, never on the future, on other
-heads or on other sequences.
+heads or on other sequences. (On JAX each block decides alone whether `dyadic` runs
+at all, since blocks are visited one after the other; see `fold`.)
 """
 
 import keras
@@ -25,6 +27,8 @@ from keras import ops
 from keras_rfattn.ops import features as f
 from keras_rfattn.ops.backend import accumulated_matmul
 from keras_rfattn.ops.backend import exclusive_scan
+from keras_rfattn.ops.backend import fold
+from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.dyadic import dyadic
 from keras_rfattn.ops.dyadic import weigh_keys
 from keras_rfattn.ops.dyadic import weigh_values
@@ -77,22 +81,15 @@ def causal(
     query = f.heads_first(query_features, num_kv_heads)
     query = map_features(lambda x: _blocks(x, block_size * groups), query)
     key = f.heads_first(key_features, num_kv_heads)
-    mask = ops.ones((1, 1, length), dtype="bool")
-    if key_mask is not None:
-        mask = f.heads_mask(key_mask)
-    mask = _blocks(mask[..., None], block_size)[..., 0]
     key = map_features(lambda x: _blocks(x, block_size), key)
     heads = _blocks(f.split_heads(value, num_kv_heads), block_size)
-    # Hidden rows leave before any product.
-    key = f.Features(
-        None if key.values is None else f.hide(key.values, mask),
-        f.masked_log_scale(key, mask),
-    )
-    heads = f.hide(heads, mask)
+    mask = _block_mask(key_mask, length, block_size)
 
-    prefix, last = _prefix_sums(f.summarize(key, heads, mask), state)
-    reading = _read_block(prefix, query, key, heads, mask, groups)
-    output = f.normalize(reading, signed=query.values is not None)
+    start = _first_sums(key, heads, state)
+    last, output = fold(
+        _attend, tuple(start), (query, key, heads, mask),
+        groups=groups, span=SPAN, exact=dyadic,
+    )  # fmt: skip
     shape = ops.shape(output)
     output = ops.reshape(output, (*shape[:2], -1, shape[-1]))
     output = f.merge_heads(output[:, :, : length * groups], num_heads, length)
@@ -102,7 +99,7 @@ def causal(
     position = count_visible(value, key_mask)
     if state is not None:
         position = position + state.position
-    return output, to_state(last, position)
+    return output, to_state(f.Sums(*last), position)
 
 
 def check_block_size(block_size):
@@ -131,30 +128,68 @@ def _blocks(x, size):
     return ops.reshape(x, (shape[0], x.shape[1], -1, size, x.shape[3]))
 
 
-def _prefix_sums(blocks, state):
-    """Sums over all blocks before each, and over all: a scan over small states."""
-    moved = f.Sums(*(ops.moveaxis(x, 2, 0) for x in blocks))
-    if state is None:
-        start = f.Sums(*(ops.zeros_like(x[0]) for x in moved))
-        start = start._replace(maximum=start.maximum + f.LOWEST)
+def _block_mask(key_mask, length, size):
+    """Which keys of each block exist, `(B or 1, 1, T / C, C)`; `None` if all do."""
+    if key_mask is not None:
+        mask = f.heads_mask(key_mask)
+    elif isinstance(length, int) and length % size == 0:
+        return None
     else:
-        start = to_sums(state)
-        start = f.Sums(
-            *(ops.cast(x, y.dtype) for x, y in zip(start, moved, strict=True))
+        mask = ops.ones((1, 1, length), dtype="bool")
+    return _blocks(mask[..., None], size)[..., 0]
+
+
+def _first_sums(key, value, state):
+    """The sums before the first block: those of `state`, or of no key at all."""
+    lead, dtype = ops.shape(value)[:2], wide_dtype(value)
+    scale = key.log_scale
+    width = (scale if key.values is None else key.values).shape[-1]
+    if state is not None:
+        sums = to_sums(state)
+    else:
+        sums = f.Sums(
+            ops.full((*lead, scale.shape[-1]), f.LOWEST, dtype=scale.dtype),
+            ops.zeros((*lead, width, value.shape[-1]), dtype=dtype),
+            ops.zeros((*lead, width), dtype=dtype),
+            ops.zeros((*lead, scale.shape[-1]), dtype=dtype),
         )
+    dtypes = (scale.dtype, dtype, dtype, dtype)
+    return f.Sums(*(ops.cast(x, d) for x, d in zip(sums, dtypes, strict=True)))
+
+
+def _attend(sums, query, key, value, mask, groups, span, exact):
+    """What some blocks see of `sums` and of themselves, and the sums after them."""
+    if mask is None:
+        mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
+    # Hidden rows leave before any product.
+    key = f.Features(
+        None if key.values is None else f.hide(key.values, mask),
+        f.masked_log_scale(key, mask),
+    )
+    value = f.hide(value, mask)
+    prefix, last = _prefix_sums(f.summarize(key, value, mask), f.Sums(*sums))
+    reading = _read_block(prefix, query, key, value, mask, groups, span, exact)
+    output = f.normalize(reading, signed=query.values is not None)
+    return tuple(last), ops.cast(output, value.dtype)
+
+
+def _prefix_sums(blocks, start):
+    """Sums over all blocks before each, and over all: a scan over small states."""
+    moved = tuple(ops.moveaxis(x, 2, 0) for x in blocks)
 
     def add(before, block):
-        return tuple(f.merge_sums(f.Sums(*before), f.Sums(*block)))
+        sums = f.merge_sums(f.Sums(*before), f.Sums(*block))
+        return tuple(ops.cast(x, y.dtype) for x, y in zip(sums, start, strict=True))
 
-    last, prefix = exclusive_scan(add, tuple(start), tuple(moved))
+    last, prefix = exclusive_scan(add, tuple(start), moved)
     prefix = f.Sums(*(ops.moveaxis(x, 0, 2) for x in prefix))
     return prefix, f.Sums(*last)
 
 
-def _read_block(prefix, query, key, value, mask, groups):
+def _read_block(prefix, query, key, value, mask, groups, span, exact):
     """What the queries of each block see of the prefix and of their own block."""
     dtype = value.dtype
-    reference = ops.maximum(prefix.maximum, _first_visible(key.log_scale, mask))
+    reference = _reference(prefix, key.log_scale, mask)
     excess = key.log_scale - ops.expand_dims(reference, -2)
     visible = _visible(excess.shape[-2], groups)
 
@@ -164,9 +199,9 @@ def _read_block(prefix, query, key, value, mask, groups):
     largest = ops.maximum(ops.max(largest, axis=-1), 0)
     shared_scale = key.log_scale.shape[-1] == 1
     if not shared_scale:
-        beyond = largest > SPAN
-        largest = ops.minimum(largest, SPAN)
-        excess = ops.minimum(excess, SPAN)
+        beyond = largest > span
+        largest = ops.minimum(largest, span)
+        excess = ops.minimum(excess, span)
     shift = f.query_shift(query, reference) + largest
 
     log_scale = query.log_scale + ops.expand_dims(reference, -2)
@@ -180,17 +215,24 @@ def _read_block(prefix, query, key, value, mask, groups):
     weights = tuple(ops.where(visible, w, 0) for w in weights)
     own = weigh_values(weights, mask, value, shift)
     if not shared_scale:
-        own = _replace_rows(own, beyond, query, key, value, mask, groups)
+        own = _replace_rows(own, beyond, query, key, value, mask, groups, exact)
     before = f.read(f.rebase(prefix, reference), query, shift, dtype)
     return f.combine(before, own)
 
 
-def _first_visible(log_scale, mask):
-    """The exponents of each block's first visible key, `LOWEST` if it has none."""
+def _reference(prefix, log_scale, mask):
+    """The running maximum that each query of a block that sees any key may know.
+
+    It includes the block's first visible key. Where that is not the first token,
+    queries ahead of it see at most the prefix, so that if there is one its maximum
+    must do.
+    """
     count = ops.cumsum(ops.cast(mask, "int32"), axis=-1)
     first = ops.cast(mask & (count == 1), log_scale.dtype)
     row = ops.matmul(first[..., None, :], ops.stop_gradient(log_scale))[..., 0, :]
-    return ops.where(ops.any(mask, axis=-1)[..., None], row, f.LOWEST)
+    has_prefix = ops.any(prefix.magnitude > 0, axis=-1, keepdims=True)
+    known = ops.where(has_prefix, mask[..., :1], ops.any(mask, axis=-1)[..., None])
+    return ops.where(known, ops.maximum(prefix.maximum, row), prefix.maximum)
 
 
 def _visible(block_size, groups):
@@ -204,22 +246,22 @@ def _scaled_weights(query, key, excess, shift, visible, dtype):
     scale = query.log_scale - shift[..., None] + ops.swapaxes(excess, -1, -2)
     scale = ops.exp(ops.where(visible, scale, f.LOWEST))
     rows = ops.cast(query.values, dtype)
-    columns = ops.swapaxes(ops.cast(key.values, dtype), -1, -2)
-    weights = accumulated_matmul(rows, columns) * scale
+    columns = ops.cast(key.values, dtype)
+    weights = accumulated_matmul(rows, columns, transpose_b=True) * scale
     return weights, scale * query.values.shape[-1]
 
 
-def _replace_rows(own, beyond, query, key, value, mask, groups):
-    """Takes the rows of `own` that are `beyond` the span from `dyadic` instead."""
+def _replace_rows(own, beyond, query, key, value, mask, groups, exact):
+    """Takes the rows of `own` that are `beyond` the span from `exact`, `dyadic`."""
 
-    def exact(*operands):
+    def replace(*operands):
         query, key, value = _unflatten(operands, signed)
-        return tuple(dyadic(query, key, value, mask, groups))
+        return tuple(exact(query, key, value, mask, groups))
 
     def chosen(*operands):
         return ops.cond(
             ops.any(beyond),
-            lambda: remat(exact)(*operands),
+            lambda: remat(replace)(*operands),
             lambda: tuple(ops.zeros_like(x) for x in own),
         )
 

@@ -89,8 +89,8 @@ def weigh_keys(query, key, shift, dtype):
 
     def product(query, key):
         rows = f.expand(query, shift[..., None], dtype)
-        columns = ops.swapaxes(f.expand(key, 0.0, dtype), -1, -2)
-        return accumulated_matmul(rows, columns)
+        columns = f.expand(key, 0.0, dtype)
+        return accumulated_matmul(rows, columns, transpose_b=True)
 
     weights = product(query, key)
     if query.values is None:

@@ -109,7 +109,7 @@ def summarize(key, value, mask=None):
     shift = ops.expand_dims(maximum, -2)
     rows = expand(Features(key.values, log_scale), shift, value.dtype)
     rows, value = hide(rows, mask), hide(value, mask)
-    numerator = accumulated_matmul(ops.swapaxes(rows, -1, -2), value)
+    numerator = accumulated_matmul(rows, value, transpose_a=True)
     dtype = numerator.dtype
     normalizer = ops.sum(ops.cast(rows, dtype), axis=-2)
     if key.values is None:
@@ -165,13 +165,14 @@ def read(sums, query, shift, dtype):
     rows = expand(shifted, shift[..., None], dtype)
     numerator = accumulated_matmul(rows, ops.cast(sums.numerator, dtype))
     wide = numerator.dtype
-    column = ops.expand_dims(sums.normalizer, -1)
-    denominator = ops.matmul(ops.cast(rows, wide), column)[..., 0]
+    column = ops.cast(ops.expand_dims(sums.normalizer, -1), wide)
+    denominator = accumulated_matmul(ops.cast(rows, wide), column)[..., 0]
     if query.values is None:
         bound = denominator
     else:
         scale = expand(Features(None, log_scale), shift[..., None], wide)
-        bound = ops.matmul(scale, ops.expand_dims(sums.magnitude, -1))[..., 0]
+        column = ops.cast(ops.expand_dims(sums.magnitude, -1), wide)
+        bound = accumulated_matmul(scale, column)[..., 0]
         if sums.magnitude.shape[-1] == 1:
             bound = bound * query.values.shape[-1]
     return Reading(shift, numerator, denominator, bound)
