@@ -1,6 +1,6 @@
 """Linear attention against softmax attention, side by side in one run (JAX).
 
-    python benchmarks/attention.py --causal --check    # exit status 1 if one fails
+    python benchmarks/attention.py --causal --check
 
 Every contender gets the same projected queries, keys and values `(B, T, N, H)`:
 
@@ -33,7 +33,7 @@ from keras_rfattn.layers.attention import attend
 from keras_rfattn.ops.causal import DEFAULT_BLOCK_SIZE
 
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-MEMORY_SHARE = 0.4  # what a softmax may plan for
+BUDGET = 0.4 * MEMORY  # of a softmax
 FORMULA = """peak: share of it that these FLOPs per token and head make: features of
 q and k 4 H M, sums 2 M H, look-up 2 M H, the block itself, if causal, 2 C (M + H);
 backward twice that. What is computed again in the backward pass does not count."""
@@ -118,7 +118,6 @@ class Problem:
         return program, program.memory_analysis().temp_size_in_bytes
 
     def flops(self):
-        """Of a token; `FORMULA` in code."""
         h, m, c = self.shape[-1], self.map.output_dim, DEFAULT_BLOCK_SIZE
         each = 8 * h * m + (2 * c * (m + h) if self.causal else 0)
         return each * self.shape[2] * (3 if self.gradient else 1)
@@ -144,7 +143,7 @@ def disagreement(args, causal):
 
 
 def score_matrices(args, contender, causal=True, gradient=True):
-    """How many XLA plans for at two lengths; the same if memory is quadratic."""
+    """How many XLA plans for, at two lengths: the same if memory is quadratic."""
     problems = [Problem(args, n, None, causal, gradient) for n in (512, 1024)]
     return [p.compile(contender)[1] / p.scores() for p in problems]
 
@@ -178,8 +177,7 @@ def race(problem, contenders, rounds):
 
 
 def print_table(args, causal, gradient, peak):
-    kind = "causal" if causal else "bidirectional"
-    print(f"\n{kind}, {'forward + backward' if gradient else 'forward'}")
+    print(f"\ncausal: {causal}, {'forward + backward' if gradient else 'forward'}")
     copies = {}
     for name in ("keras", "jax"):
         small, large = score_matrices(args, name, causal, gradient)
@@ -190,7 +188,7 @@ def print_table(args, causal, gradient, peak):
     for length in args.lengths:
         problem = Problem(args, length, None, causal, gradient)
         predicted = {n: c * problem.scores() for n, c in copies.items()}
-        fits = [n for n in copies if predicted[n] < MEMORY_SHARE * MEMORY]
+        fits = [n for n in copies if predicted[n] < BUDGET]
         programs, times = race(problem, ["linear", *fits], args.rounds)
         least = {n: min(t) / args.batch / length * 1e6 for n, t in times.items()}
         mib = {n: p[1] / 2**20 for n, p in programs.items()}
@@ -202,27 +200,26 @@ def print_table(args, causal, gradient, peak):
                 line += f" | {least[name]:9.1f} {mib[name]:7.0f} {gains[name]:5.1f}x"
             else:
                 line += f" | {'too large':>9} {predicted[name] / 2**20:7.0f} {'':6}"
-        slower = any(gain < 1 for gain in gains.values())
-        print(line + (" slower than softmax here" if slower else ""), flush=True)
+        slower = " slower than softmax here" * any(x < 1 for x in gains.values())
+        print(line + slower, flush=True)
 
 
 def check(args):
     """Prints the promised numbers; returns whether all of them hold."""
     print("\nchecks: causal, forward + backward")
-    passed = []
-    for length, heads, other, least in ((8192, 6, "keras", 10), (2048, 12, "jax", 2.5)):
+    passed, goals = [], [(8192, 6, "keras", 10), (2048, 12, "jax", 2.5)]
+    for length, heads, other, least in goals:
         problem, gain = Problem(args, length, heads), 0  # where softmax does not fit
         need = max(score_matrices(args, other)) * problem.scores()
-        if need < MEMORY_SHARE * MEMORY:
+        if need < BUDGET:
             times = race(problem, ["linear", other], args.rounds)[1]
             gain = ratio(times[other], times["linear"])
         passed.append(gain >= least)
         text = f"{length} tokens, {heads} heads, {other} / linear: {gain:.1f} > {least}"
         print("  pass" if passed[-1] else "  FAIL", text, flush=True)
-
     problems = [Problem(args, length, 12) for length in (2048, 16384)]
-    programs = [(p.compile("linear")[0], p.arrays()) for p in problems]
-    short, long = take_turns(programs, args.rounds)
+    runs = [(p.compile("linear")[0], p.arrays()) for p in problems]
+    short, long = take_turns(runs, args.rounds)
     growth = ratio(long, short) / 8
     passed.append(growth <= 1.3)
     text = f"12 heads, time per token, 16384 / 2048: {growth:.2f} < 1.3"

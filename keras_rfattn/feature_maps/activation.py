@@ -56,7 +56,7 @@ class Elu(Activation):
         super().__init__(num_features, projection, **kwargs)
 
     def log_activation(self, z):
-        return ops.where(z > 0, ops.log1p(ops.maximum(z, 0)), ops.minimum(z, 0))
+        return ops.where(z > 0, ops.log1p(ops.relu(z)), -ops.relu(-z))
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

@@ -112,9 +112,11 @@ class FavorPP(FeatureMap):
         stored = ops.convert_to_tensor(self.mean_square)
         if self.policy == "auto" and not causal:
             stored = ops.where(ops.greater(self.updates, 0), stored, measured)
+        # Before the update: a step must not see what it is about to store.
+        parameter = self.optimal_a(stored)
         if updating:
-            self.update(ops.mean(measured, axis=0))
-        return self.optimal_a(stored)
+            self.update(*mean_over_rows(measured, query_mask, key_mask))
+        return parameter
 
     def measure(self, query, key, query_mask=None, key_mask=None):
         """The mean of `‖q_i + k_j‖²` over real tokens, per row and head: `(B, K)`."""
@@ -127,18 +129,20 @@ class FavorPP(FeatureMap):
         cross = ops.sum(q_mean * k_mean, axis=-1)
         return ops.stop_gradient(q_square + k_square + 2 * cross)
 
-    def update(self, measured):
+    def update(self, measured, real=True):
         """Moves the stored statistic towards `measured`, of shape `(K,)`.
 
         In training by a moving average, in calibration to the mean over batches.
+        Nothing moves unless `real`: a batch may hold padding alone.
         """
         count = ops.cast(self.updates, "float32")
         keep = count / (count + 1)
         if not self.calibrating:
             keep = ops.minimum(keep, self.momentum)
+        keep = ops.where(real, keep, 1.0)
         new = keep * self.mean_square + (1 - keep) * ops.cast(measured, "float32")
         self.mean_square.assign(new)
-        self.updates.assign(self.updates + 1)
+        self.updates.assign(self.updates + ops.cast(real, "int32"))
 
     def optimal_a(self, z):
         """The A of least variance for a mean square z (equation 7)."""
@@ -180,3 +184,14 @@ def masked_moments(x, mask):
     count = ops.maximum(ops.sum(ops.cast(mask, "float32"), axis=1), 1)
     square = ops.sum(ops.sum(ops.square(x), -1), 1) / count[:, None]
     return square, ops.sum(x, axis=1) / count[:, None, None]
+
+
+def mean_over_rows(measured, query_mask, key_mask):
+    """The mean of `(B, K)` over rows that hold a real token, and whether any does."""
+    real = ops.ones_like(measured[:, 0])
+    for mask in (query_mask, key_mask):
+        if mask is not None:
+            real = real * ops.cast(ops.any(ops.cast(mask, "bool"), 1), real.dtype)
+    total = ops.sum(real)
+    mean = ops.sum(measured * real[:, None], axis=0) / ops.maximum(total, 1)
+    return mean, total > 0

@@ -53,6 +53,20 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False):
     return ops.matmul(a, b)
 
 
+def elementwise_max(a, b):
+    """`max(a, b)` in the dtype of `a`: Keras on PyTorch turns float64 into float32."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+    return ops.maximum(a, b)
+
+
+def elementwise_min(a, b):
+    """`min(a, b)` in the dtype of `a`."""
+    return -elementwise_max(-a, -b)
+
+
 def precise_einsum(equation, a, b):
     """`einsum` at full float32 precision, also where a TPU or GPU would round.
 

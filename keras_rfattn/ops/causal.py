@@ -26,6 +26,8 @@ from keras import ops
 
 from keras_rfattn.ops import features as f
 from keras_rfattn.ops.backend import accumulated_matmul
+from keras_rfattn.ops.backend import elementwise_max
+from keras_rfattn.ops.backend import elementwise_min
 from keras_rfattn.ops.backend import exclusive_scan
 from keras_rfattn.ops.backend import fold
 from keras_rfattn.ops.backend import wide_dtype
@@ -196,12 +198,12 @@ def _read_block(prefix, query, key, value, mask, groups, span, exact):
     # (..., R): the largest excess among the keys a row sees.
     largest = ops.stop_gradient(ops.max(excess, axis=-1))
     largest = ops.where(visible, ops.expand_dims(largest, -2), 0)
-    largest = ops.maximum(ops.max(largest, axis=-1), 0)
+    largest = elementwise_max(ops.max(largest, axis=-1), 0)
     shared_scale = key.log_scale.shape[-1] == 1
     if not shared_scale:
         beyond = largest > span
-        largest = ops.minimum(largest, span)
-        excess = ops.minimum(excess, span)
+        largest = elementwise_min(largest, span)
+        excess = elementwise_min(excess, span)
     shift = f.query_shift(query, reference) + largest
 
     log_scale = query.log_scale + ops.expand_dims(reference, -2)
@@ -229,10 +231,11 @@ def _reference(prefix, log_scale, mask):
     """
     count = ops.cumsum(ops.cast(mask, "int32"), axis=-1)
     first = ops.cast(mask & (count == 1), log_scale.dtype)
-    row = ops.matmul(first[..., None, :], ops.stop_gradient(log_scale))[..., 0, :]
+    row = accumulated_matmul(first[..., None, :], ops.stop_gradient(log_scale))
+    row = row[..., 0, :]
     has_prefix = ops.any(prefix.magnitude > 0, axis=-1, keepdims=True)
     known = ops.where(has_prefix, mask[..., :1], ops.any(mask, axis=-1)[..., None])
-    return ops.where(known, ops.maximum(prefix.maximum, row), prefix.maximum)
+    return ops.where(known, elementwise_max(prefix.maximum, row), prefix.maximum)
 
 
 def _visible(block_size, groups):

@@ -19,6 +19,7 @@ import keras
 from keras import ops
 
 from keras_rfattn.ops.backend import accumulated_matmul
+from keras_rfattn.ops.backend import elementwise_max
 
 # Stands for -inf in exponents. Finite, so that a difference of two is 0, not NaN.
 LOWEST = -1e30
@@ -121,7 +122,7 @@ def summarize(key, value, mask=None):
 
 def merge_sums(a, b):
     """The sums over two disjoint sets of keys together."""
-    maximum = ops.maximum(a.maximum, b.maximum)
+    maximum = elementwise_max(a.maximum, b.maximum)
     left, right = ops.exp(a.maximum - maximum), ops.exp(b.maximum - maximum)
     return Sums(
         maximum,
@@ -180,7 +181,7 @@ def read(sums, query, shift, dtype):
 
 def combine(a, b):
     """Adds the readings of two disjoint sets of keys by the same queries."""
-    shift = ops.maximum(a.shift, b.shift)
+    shift = elementwise_max(a.shift, b.shift)
     left, right = ops.exp(a.shift - shift), ops.exp(b.shift - shift)
     return Reading(
         shift,
@@ -206,7 +207,7 @@ def normalize(reading, signed):
         floor = GUARD * ops.stop_gradient(reading.bound)
         sign = ops.where(denominator < 0, -1.0, 1.0)
         sign = ops.cast(sign, denominator.dtype)
-        denominator = sign * ops.maximum(ops.abs(denominator), floor)
+        denominator = sign * elementwise_max(ops.abs(denominator), floor)
     seen = reading.bound > 0
     denominator = ops.where(seen, denominator, 1)
     return ops.where(seen[..., None], reading.numerator / denominator[..., None], 0)

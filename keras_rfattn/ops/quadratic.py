@@ -3,6 +3,7 @@
 from keras import ops
 
 from keras_rfattn.ops import features as f
+from keras_rfattn.ops.backend import accumulated_matmul
 from keras_rfattn.ops.backend import wide_dtype
 
 
@@ -57,7 +58,7 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     bound = ops.where(visible, ops.sum(magnitude, axis=-1), 0)
 
     heads = ops.transpose(per_query_head(value), (0, 2, 1, 3))
-    numerator = ops.matmul(weights, ops.cast(heads, dtype))
+    numerator = accumulated_matmul(weights, ops.cast(heads, dtype))
     reading = f.Reading(
         None, numerator, ops.sum(weights, axis=-1), ops.sum(bound, axis=-1)
     )
