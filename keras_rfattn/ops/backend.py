@@ -33,7 +33,11 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False):
     dtype = wide_dtype(a, b)
     if keras.backend.backend() == "jax":
         import jax
+        import jax.numpy as jnp
 
+        shape = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a = jnp.broadcast_to(a, (*shape, *a.shape[-2:]))
+        b = jnp.broadcast_to(b, (*shape, *b.shape[-2:]))
         # One contraction: a transpose before it would be undone in the gradient.
         rank = len(a.shape)
         lead = tuple(range(rank - 2))
