@@ -91,11 +91,8 @@ class Problem:
         def attention(q, k, v):
             q, k = q * side, k * side
             stats = self.map.statistics(q, k, self.mask, self.mask, self.causal)
-            features = (
-                self.map.query_features(q, stats),
-                self.map.key_features(k, stats),
-            )
-            return ops.quadratic(*features, v, self.mask, causal=self.causal)
+            q, k = self.map.query_features(q, stats), self.map.key_features(k, stats)
+            return ops.quadratic(q, k, v, self.mask, causal=self.causal)
 
         return attention
 
@@ -200,8 +197,8 @@ def print_table(args, causal, gradient, peak):
                 line += f" | {least[name]:9.1f} {mib[name]:7.0f} {gains[name]:5.1f}x"
             else:
                 line += f" | {'too large':>9} {predicted[name] / 2**20:7.0f} {'':6}"
-        slower = " slower than softmax here" * any(x < 1 for x in gains.values())
-        print(line + slower, flush=True)
+        slower = any(x < 1 for x in gains.values())
+        print(line + " slower than softmax here" * slower, flush=True)
 
 
 def check(args):
