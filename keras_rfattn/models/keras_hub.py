@@ -14,7 +14,6 @@ from keras_rfattn.layers.attention import LinearAttention
 from keras_rfattn.models import carriers
 from keras_rfattn.models import keras_layers
 from keras_rfattn.models import replace
-from keras_rfattn.ops import AttentionMask
 from keras_rfattn.ops import interpret_mask
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
@@ -170,6 +169,3 @@ def install():
     keras_layers.BLOCK_MIXINS[TransformerDecoder] = DecoderMasks
     replace.COMPANION_HOOKS.append(adjust_companions)
     register_all()
-
-
-__all__ = ["AttentionMask", "DecoderMasks", "install", "register_all"]

@@ -26,7 +26,6 @@ BLOCK_MIXINS = {}
 REFUSED = {
     "AdditiveAttention": "additive scores, not a dot product",
     "Attention": "a single head without projections; use MultiHeadAttention",
-    "AttentionMaskLayer": None,
     "BloomAttention": "ALiBi position bias",
     "CachedGemma3Attention": "sliding windows and query-key soft cap",
     "CachedGemmaAttention": "own cache layout, and soft cap in Gemma 2",
@@ -97,7 +96,7 @@ def is_attention(layer):
     if isinstance(layer, LinearAttention) or linear_class(type(layer)):
         return True
     name = type(layer).__name__
-    if REFUSED.get(name):
+    if name in REFUSED:
         return True
     if not LOOKS_LIKE_ATTENTION.search(name):
         return False

@@ -63,7 +63,7 @@ def test_wide_features_approach_softmax(kind, causal):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_interchangeable(kind, tmp_path):
+def test_weights_are_interchangeable(kind):
     softmax, linear = pair(kind, feature_map="favorplus", num_features=16)
     assert [w.name for w in linear.weights[: len(softmax.weights)]] == [
         w.name for w in softmax.weights
