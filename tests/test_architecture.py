@@ -14,7 +14,8 @@ MAY_IMPORT = {
     "kernels": set(),
     "projections": set(),
     "ops": set(),
-    "feature_maps": {"projections", "ops"},
+    # The maps whose parameters minimise a closed form ask `kernels` for it.
+    "feature_maps": {"projections", "ops", "kernels"},
     "layers": {"feature_maps", "ops"},
     "models": {"layers", "feature_maps", "projections", "ops"},
     "uptraining": {"models", "layers", "feature_maps", "projections", "ops"},

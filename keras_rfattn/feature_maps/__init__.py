@@ -7,8 +7,26 @@ import keras
 from keras_rfattn.feature_maps.activation import Activation
 from keras_rfattn.feature_maps.activation import Elu
 from keras_rfattn.feature_maps.activation import Relu
+from keras_rfattn.feature_maps.base import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.clustered import HybridClustered
+from keras_rfattn.feature_maps.clustered import HybridGaussianMixture
+from keras_rfattn.feature_maps.clustered import PairCoefficient
+from keras_rfattn.feature_maps.coefficients import Angular
+from keras_rfattn.feature_maps.coefficients import Coefficient
+from keras_rfattn.feature_maps.coefficients import Gaussian
+from keras_rfattn.feature_maps.complex_exponential import ComplexExponential
+from keras_rfattn.feature_maps.conditioned import Conditioned
+from keras_rfattn.feature_maps.conditioned import FavorPPDense
+from keras_rfattn.feature_maps.discrete import Geometric
+from keras_rfattn.feature_maps.discrete import GeometricPositive
+from keras_rfattn.feature_maps.discrete import Poisson
+from keras_rfattn.feature_maps.discrete import PoissonPositive
 from keras_rfattn.feature_maps.generalized_exponential import FavorPP
+from keras_rfattn.feature_maps.gerf import Gerf
+from keras_rfattn.feature_maps.hybrid import Hybrid
+from keras_rfattn.feature_maps.hybrid import HybridAngular
+from keras_rfattn.feature_maps.hybrid import HybridGaussian
 from keras_rfattn.feature_maps.positive import FavorPlus
 from keras_rfattn.feature_maps.trigonometric import Favor
 
@@ -16,18 +34,47 @@ FEATURE_MAPS = {
     "favor": Favor,
     "favorplus": FavorPlus,
     "favorpp": FavorPP,
+    "favorpp_dense": FavorPPDense,
+    "gerf": Gerf,
+    "poisson": Poisson,
+    "poisson_positive": PoissonPositive,
+    "geometric": Geometric,
+    "geometric_positive": GeometricPositive,
+    "complex_exponential": ComplexExponential,
+    "hybrid_angular": HybridAngular,
+    "hybrid_gaussian": HybridGaussian,
+    "hybrid_clustered": HybridClustered,
+    "hybrid_gaussian_mixture": HybridGaussianMixture,
     "elu": Elu,
     "relu": Relu,
 }
 
 __all__ = [
     "Activation",
+    "Adaptive",
+    "Angular",
+    "Coefficient",
+    "ComplexExponential",
+    "Conditioned",
     "Elu",
     "FEATURE_MAPS",
     "Favor",
     "FavorPP",
+    "FavorPPDense",
     "FavorPlus",
     "FeatureMap",
+    "Gaussian",
+    "Geometric",
+    "GeometricPositive",
+    "Gerf",
+    "Hybrid",
+    "HybridAngular",
+    "HybridClustered",
+    "HybridGaussian",
+    "HybridGaussianMixture",
+    "PairCoefficient",
+    "Poisson",
+    "PoissonPositive",
     "Relu",
     "deserialize",
     "get",

@@ -16,6 +16,7 @@ which algorithm will sum them. Every row of the registry is tested for these law
 4. Random vectors are a float32 weight that is saved with the model and the same
    on every backend for the same seed. Nothing random happens in a call.
 5. Projection and exponent are computed in float32.
+6. What a map learns of data is a weight, set by `adapt`; see `Adaptive`.
 """
 
 import math
@@ -47,6 +48,8 @@ class FeatureMap(keras.layers.Layer):
     kernel = "softmax"
     is_unbiased = True
     is_positive = True
+    # Whether equal queries and keys have equal features.
+    is_symmetric = True
 
     def __init__(self, num_features=None, projection="orthogonal", seed=None, **kwargs):
         super().__init__(**kwargs)
@@ -65,6 +68,11 @@ class FeatureMap(keras.layers.Layer):
     def is_causal_safe(self):
         """Whether features of a token never depend on other tokens of its row."""
         return True
+
+    @property
+    def is_adaptive(self):
+        """Whether the map has parameters that `adapt` measures on data."""
+        return False
 
     @property
     def output_dim(self):
@@ -108,9 +116,18 @@ class FeatureMap(keras.layers.Layer):
         if draw == 0:
             return self.projection
         config = self.projection.get_config()
-        entropy = np.random.SeedSequence((config["seed"], draw))
-        config["seed"] = int(entropy.generate_state(1)[0])
+        config["seed"] = derive_seed(config["seed"], draw)
         return type(self.projection).from_config(config)
+
+    def reseeded(self, seed):
+        """The same map with another seed, not built."""
+        config = self.get_config()
+        config["seed"] = int(seed)
+        if config.get("projection") is not None:
+            projection = dict(config["projection"])
+            projection["config"] = {**projection["config"], "seed": int(seed)}
+            config["projection"] = projection
+        return type(self).from_config(config)
 
     def redraw(self):
         """Replaces the random vectors by the next draw of the same seed.
@@ -177,6 +194,11 @@ class FeatureMap(keras.layers.Layer):
         x = precise_einsum("...kgh,khm->...kgm", x, self.vectors)
         return ops.reshape(x, (*shape[:-1], self.num_features))
 
+    def per_head(self, parameter, x):
+        """A parameter `(K, ...)` beside the heads of `x`, `(..., N, H)`: `(N, ...)`."""
+        groups = x.shape[-2] // self.num_heads
+        return parameter if groups == 1 else ops.repeat(parameter, groups, axis=0)
+
     def load_own_variables(self, store):
         """Loads saved weights; a softmax checkpoint has none and changes nothing."""
         if len(store.keys()):
@@ -192,6 +214,62 @@ class FeatureMap(keras.layers.Layer):
             "projection": projection,
             "seed": self.seed,
         }
+
+
+class Adaptive(FeatureMap):
+    """A map with parameters per head that are measured on data, and saved.
+
+    Subclasses give `fit(samples)`. `keras_rfattn.calibrate` collects the samples of a
+    whole model.
+    """
+
+    @property
+    def is_adaptive(self):
+        return True
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        if self.is_adaptive:
+            self.updates = self.add_weight(
+                name="updates", shape=(), initializer="zeros", dtype="int32",
+                trainable=False, autocast=False,
+            )  # fmt: skip
+
+    @property
+    def is_calibrated(self):
+        """Whether the parameters have met data."""
+        if not self.built or not self.is_adaptive:
+            return False
+        return int(ops.convert_to_numpy(self.updates)) > 0
+
+    def adapt(self, samples):
+        """Sets the parameters from data, whatever they were before.
+
+        Args:
+            samples: List of `(queries, keys)`, one for each sequence: NumPy arrays
+                of shape `(K, n, H)`, scaled, real tokens only. Queries and keys
+                that meet in attention are in one pair.
+
+        Raises:
+            ValueError: If there is no sample, or the map is not built or learns
+                nothing.
+        """
+        if not self.built or not self.is_adaptive or not samples:
+            raise ValueError(
+                f"{type(self).__name__} cannot adapt. Received: {len(samples)} "
+                f"samples, built={self.built}, is_adaptive={self.is_adaptive}."
+            )
+        self.fit(samples)
+        self.updates.assign(len(samples))
+
+    def fit(self, samples):
+        """Assigns the parameters; see `adapt`."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `fit`.")
+
+
+def derive_seed(*entropy):
+    """A seed that follows from other integers, unlike those of other integers."""
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def half_square(x):

@@ -3,17 +3,21 @@
 import math
 
 import keras
+import numpy as np
 from keras import ops
 
-from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.base import Adaptive
 from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.moments import mean_of
+from keras_rfattn.ops.backend import precise_einsum
+from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.features import Features
 
 POLICIES = ("auto", "batch", "stored")
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class FavorPP(FeatureMap):
+class FavorPP(Adaptive):
     """FAVOR++: `D exp(A‖w‖² + B w·x - ‖x‖²/2) / √m` with the best real A <= 0.
 
     `B = √(1 - 4A)` and `D = (1 - 4A)^(d/4)` keep the products' average at the
@@ -34,6 +38,8 @@ class FavorPP(FeatureMap):
             `"auto"` (default): stored; where nothing is stored yet and the
             attention is bidirectional self-attention, from the sequence.
         momentum: Of the moving average. Defaults to 0.99.
+        per_direction: Whether every coordinate has an A of its own, the optimum with
+            d = 1 for its own mean of `(x_l + y_l)²`.
         projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
         seed: Non-negative integer, or `None`.
 
@@ -41,7 +47,14 @@ class FavorPP(FeatureMap):
         Likhosherstov et al., "Chefs' Random Tables" (2022), equations 4 to 8.
     """
 
-    def __init__(self, num_features=None, statistics="auto", momentum=0.99, **kwargs):
+    def __init__(
+        self,
+        num_features=None,
+        statistics="auto",
+        momentum=0.99,
+        per_direction=False,
+        **kwargs,
+    ):
         super().__init__(num_features, **kwargs)
         if statistics not in POLICIES:
             raise ValueError(
@@ -54,36 +67,32 @@ class FavorPP(FeatureMap):
             )
         self.policy = statistics
         self.momentum = momentum
-        self.calibrating = False
+        self.per_direction = per_direction
 
     @property
     def is_causal_safe(self):
         return self.policy != "batch"
 
     @property
-    def stores_statistics(self):
-        """Whether z can be stored at all."""
+    def is_adaptive(self):
         return self.policy != "batch"
 
     def build(self, input_shape):
         super().build(input_shape)
-        if not self.stores_statistics:
-            return
-        self.mean_square = self.add_weight(
-            name="mean_square", shape=(self.num_heads,), initializer="zeros",
-            dtype="float32", trainable=False, autocast=False,
-        )  # fmt: skip
-        self.updates = self.add_weight(
-            name="updates", shape=(), initializer="zeros", dtype="int32",
-            trainable=False, autocast=False,
-        )  # fmt: skip
+        directions = (self.head_dim,) if self.per_direction else ()
+        if self.is_adaptive:
+            self.mean_square = self.add_weight(
+                name="mean_square", shape=(self.num_heads, *directions),
+                initializer="zeros", dtype="float32", trainable=False, autocast=False,
+            )  # fmt: skip
 
-    @property
-    def is_calibrated(self):
-        """Whether z has been stored."""
-        if not self.built or not self.stores_statistics:
-            return False
-        return int(ops.convert_to_numpy(self.updates)) > 0
+    def fit(self, samples):
+        def mean_square(q, k):
+            squares = np.mean(q * q, 1) + np.mean(k * k, 1)
+            squares = squares + 2 * np.mean(q, 1) * np.mean(k, 1)
+            return squares if self.per_direction else squares.sum(-1)
+
+        self.mean_square.assign(mean_of(mean_square, samples))
 
     def statistics(
         self,
@@ -94,7 +103,7 @@ class FavorPP(FeatureMap):
         causal=False,
         training=False,
     ):
-        """The parameter A, of shape `(K,)` or `(B, K)`; see the base class."""
+        """The parameter A, `(K,)` or `(B, K)`, with an H per direction."""
         if causal and not self.is_causal_safe:
             raise ValueError(
                 "`statistics='batch'` measures the whole sequence and would leak "
@@ -102,8 +111,7 @@ class FavorPP(FeatureMap):
                 f"statistics={self.policy!r} in causal attention. Use "
                 "statistics='stored' (or 'auto') instead."
             )
-        updating = self.calibrating or (training and self.trainable)
-        updating = updating and self.stores_statistics
+        updating = self.is_adaptive and training and self.trainable
         measured = None
         if updating or (self.policy != "stored" and not causal):
             measured = self.measure(query, key, query_mask, key_mask)
@@ -119,26 +127,26 @@ class FavorPP(FeatureMap):
         return parameter
 
     def measure(self, query, key, query_mask=None, key_mask=None):
-        """The mean of `‖q_i + k_j‖²` over real tokens, per row and head: `(B, K)`."""
+        """The mean of `‖q_i + k_j‖²` over real tokens, per row and head: `(B, K)`.
+
+        Per direction the mean of each `(q_il + k_jl)²`, `(B, K, H)`.
+        """
         groups = query.shape[2] // self.num_heads
         q_square, q_mean = masked_moments(query, query_mask)
         k_square, k_mean = masked_moments(key, key_mask)
-        shape = (-1, self.num_heads, groups)
+        shape = (-1, self.num_heads, groups, query.shape[-1])
         q_square = ops.mean(ops.reshape(q_square, shape), axis=2)
-        q_mean = ops.mean(ops.reshape(q_mean, (*shape, query.shape[-1])), axis=2)
-        cross = ops.sum(q_mean * k_mean, axis=-1)
-        return ops.stop_gradient(q_square + k_square + 2 * cross)
+        q_mean = ops.mean(ops.reshape(q_mean, shape), axis=2)
+        total = q_square + k_square + 2 * q_mean * k_mean
+        return ops.stop_gradient(total if self.per_direction else ops.sum(total, -1))
 
     def update(self, measured, real=True):
-        """Moves the stored statistic towards `measured`, of shape `(K,)`.
+        """Moves the stored statistic towards `measured`, by a moving average.
 
-        In training by a moving average, in calibration to the mean over batches.
         Nothing moves unless `real`: a batch may hold padding alone.
         """
         count = ops.cast(self.updates, "float32")
-        keep = count / (count + 1)
-        if not self.calibrating:
-            keep = ops.minimum(keep, self.momentum)
+        keep = ops.minimum(count / (count + 1), self.momentum)
         keep = ops.where(real, keep, 1.0)
         new = keep * self.mean_square + (1 - keep) * ops.cast(measured, "float32")
         self.mean_square.assign(new)
@@ -146,24 +154,32 @@ class FavorPP(FeatureMap):
 
     def optimal_a(self, z):
         """The A of least variance for a mean square z (equation 7)."""
-        d = self.head_dim
+        d = 1 if self.per_direction else self.head_dim
         root = ops.sqrt(ops.square(2 * z + d) + 8 * d * z)
         rho = 2 * d / (root + 2 * z + d)
         return (1 - 1 / rho) / 8
 
     def key_features(self, x, stats=None):
-        """Features of `(B, S, K, H)`; `stats` is A, of shape `(K,)` or `(B, K)`."""
-        projected = self.project(x)
+        """Features of `(..., S, K, H)`; `stats` is what `statistics` returns."""
+        x = ops.cast(x, wide_dtype(x))
         if stats is None:
-            stats = ops.zeros((self.num_heads,), dtype=projected.dtype)
-        groups = x.shape[-2] // self.num_heads
-        a = ops.repeat(ops.cast(stats, projected.dtype), groups, axis=-1)
-        a = a[:, None, :, None] if len(stats.shape) == 2 else a[:, None]
-        squares = ops.sum(ops.square(ops.cast(self.vectors, a.dtype)), axis=1)
-        squares = ops.repeat(squares, groups, axis=0)
-        constant = self.head_dim / 4 * ops.log(1 - 4 * a)
-        exponent = a * squares + ops.sqrt(1 - 4 * a) * projected + constant
-        exponent = exponent - half_square(ops.cast(x, a.dtype))
+            stats = ops.zeros((self.num_heads, 1), dtype=x.dtype)
+        elif not self.per_direction:
+            stats = stats[..., None]
+        # (B or 1, K, 1 or H)
+        a = ops.reshape(ops.cast(stats, x.dtype), (-1, *stats.shape[-2:]))
+        squares = ops.cast(ops.square(self.vectors), x.dtype)
+        if a.shape[-1] == 1:
+            squares = ops.sum(squares, axis=1, keepdims=True)
+        constant = ops.log(1 - 4 * a) * (self.head_dim / a.shape[-1] / 4)
+        constant = ops.sum(constant, axis=-1, keepdims=True)
+        constant = constant + precise_einsum("bkh,khm->bkm", a, squares)
+        root = ops.sqrt(1 - 4 * a)
+        root, constant = (
+            ops.repeat(p, x.shape[-2] // self.num_heads, axis=1)[:, None]
+            for p in (root, constant)
+        )
+        exponent = self.project(x * root) + constant - half_square(x)
         return Features(None, exponent - math.log(self.num_features) / 2)
 
     def get_config(self):
@@ -171,27 +187,28 @@ class FavorPP(FeatureMap):
             **super().get_config(),
             "statistics": self.policy,
             "momentum": self.momentum,
+            "per_direction": self.per_direction,
         }
 
 
 def masked_moments(x, mask):
-    """Mean square norm `(B, N)` and mean `(B, N, H)` over the real tokens of x."""
+    """Means of squares and of entries over the real tokens of x: `(B, N, H)` each."""
     x = ops.cast(x, "float32")
     if mask is None:
-        return ops.mean(ops.sum(ops.square(x), -1), 1), ops.mean(x, 1)
+        return ops.mean(ops.square(x), 1), ops.mean(x, 1)
     mask = ops.cast(mask, "bool")
     x = ops.where(mask[:, :, None, None], x, 0)
-    count = ops.maximum(ops.sum(ops.cast(mask, "float32"), axis=1), 1)
-    square = ops.sum(ops.sum(ops.square(x), -1), 1) / count[:, None]
-    return square, ops.sum(x, axis=1) / count[:, None, None]
+    count = ops.maximum(ops.sum(ops.cast(mask, "float32"), axis=1), 1)[:, None, None]
+    return ops.sum(ops.square(x), axis=1) / count, ops.sum(x, axis=1) / count
 
 
 def mean_over_rows(measured, query_mask, key_mask):
-    """The mean of `(B, K)` over rows that hold a real token, and whether any does."""
-    real = ops.ones_like(measured[:, 0])
+    """The mean of `(B, ...)` over rows that hold a real token, and whether any does."""
+    real = ops.ones_like(ops.reshape(measured, (ops.shape(measured)[0], -1))[:, 0])
     for mask in (query_mask, key_mask):
         if mask is not None:
             real = real * ops.cast(ops.any(ops.cast(mask, "bool"), 1), real.dtype)
     total = ops.sum(real)
-    mean = ops.sum(measured * real[:, None], axis=0) / ops.maximum(total, 1)
+    rows = ops.reshape(real, (-1, *[1] * (len(measured.shape) - 1)))
+    mean = ops.sum(measured * rows, axis=0) / ops.maximum(total, 1)
     return mean, total > 0

@@ -1,22 +1,67 @@
 """Closed-form variance of estimators of the softmax kernel: the oracle of tests.
 
-All are for one pair `x`, `y` of shape `(..., d)` and independent vectors
-`w ~ N(0, I_d)`; the variance of a mean over m of them is the value over m.
-Orthogonal vectors do no worse (theorem 4.1 of "Chefs' Random Tables" for OPRF).
+All are for pairs `x`, `y` of shape `(..., d)` and independent vectors; the variance
+of a mean over m of them is the value over m. (Orthogonal vectors do no worse:
+theorem 4.1 of "Chefs' Random Tables" for OPRF.)
+
+The functions `log_moment_*` give the logarithm of the second moment `E[Z²]` of one
+draw Z, finite where the moment itself would overflow. `variance` and `log_variance`
+take the square of the mean off. The Gaussian kernel's estimators are the same
+times `exp(-(‖x‖² + ‖y‖²) / 2)`.
+
+Sources: "CRT" is Likhosherstov et al., "Chefs' Random Tables" (2022); "HRF" is
+Choromanski et al., "Hybrid Random Features" (2022).
 """
 
 import numpy as np
 
 
-def generalized_exponential(x, y, a=0.0, s=1):
-    """One-draw variance of `Re f1(w, x) f2(w, y)` as an estimate of `exp(x · y)`.
+def variance(log_moment, x, y):
+    """`E[Z²] - SM²`, the variance of one unbiased draw Z."""
+    kernel = np.sum(x * y, -1)
+    return np.exp(2 * kernel) * np.expm1(np.maximum(log_moment - 2 * kernel, 0))
 
-    Theorem (Likhosherstov et al., "Chefs' Random Tables", 2022, equation 6): for
-    `f(w, x) = D exp(A ‖w‖² + B w · x + C ‖x‖²)` with `B = √(s (1 - 4A))`,
-    `C = -(s + 1) / 2`, `D = (1 - 4A)^(d/4)` and `Re(1 - 8A) > 0`, the variance for
-    the Gaussian kernel K is, with `z = ‖x + s y‖²`,
 
-        ½ exp(-(s+1)(‖x‖²+‖y‖²)) (Re(α1 exp(α2 z)) + α3 exp(α4 z)) - K²
+def log_variance(log_moment, x, y):
+    """The logarithm of `variance`, without overflow; -inf where it is 0."""
+    excess = np.maximum(log_moment - 2 * np.sum(x * y, -1), 0)
+    with np.errstate(divide="ignore"):
+        return log_moment + np.log(-np.expm1(-excess))
+
+
+def log_moment_of_z(z, dim, a, s=1):
+    """`log E[Z²] + s (‖x‖² + ‖y‖²)` of generalized exponential features.
+
+    What CRT minimises to choose A: of the data it needs `z = ‖x + s y‖²` alone.
+
+    Args:
+        z: Array of shape `(...)`.
+        dim: The dimension d.
+        a: A, real or complex, with `Re(1 - 8A) > 0`.
+        s: 1 or -1.
+
+    Returns:
+        Array of shape `(...)`.
+    """
+    a = np.asarray(a, dtype=complex)
+    real = 1 - 8 * a.real
+    log_a1 = dim / 2 * np.log(1 + 16 * a**2 / (1 - 8 * a))
+    a2 = s + s / (1 - 8 * a)
+    log_a3 = dim / 2 * np.log(1 + 16 * np.abs(a) ** 2 / real)
+    a4 = s / 2 + (s + 2 * np.abs(1 - 4 * a)) / (2 * real)
+    first, second = log_a1 + a2 * z, log_a3 + a4 * z
+    # |exp(first)| <= exp(second).
+    return second + np.log((1 + np.exp(first - second).real) / 2)
+
+
+def log_moment_generalized_exponential(x, y, a=0.0, s=1):
+    """Second moment of `Re f1(w, x) f2(w, y)` (CRT, theorem 3.2, equation 6).
+
+    For `f(w, x) = D exp(A ‖w‖² + B w · x + C ‖x‖²)` with `B = √(s (1 - 4A))`,
+    `C = -(s + 1) / 2`, `D = (1 - 4A)^(d/4)` and `Re(1 - 8A) > 0`, the Gaussian
+    kernel's is, with `z = ‖x + s y‖²`,
+
+        ½ exp(-(s+1)(‖x‖²+‖y‖²)) (Re(α1 exp(α2 z)) + α3 exp(α4 z))
         α1 = √(1 + 16A²/(1-8A))^d,        α2 = s + s / (1 - 8A)
         α3 = (1 + 16|A|²/(1-8 Re A))^(d/2), α4 = s/2 + (s + 2|1-4A|)/(2(1-8 Re A))
 
@@ -32,27 +77,160 @@ def generalized_exponential(x, y, a=0.0, s=1):
     Returns:
         Array of shape `(...)`.
     """
-    d = x.shape[-1]
-    a = np.asarray(a, dtype=complex)
-    xx, yy = np.sum(x * x, -1), np.sum(y * y, -1)
     z = np.sum((x + s * y) ** 2, -1)
-    real = 1 - 8 * a.real
-    log_a1 = d / 2 * np.log(1 + 16 * a**2 / (1 - 8 * a))
-    a2 = s + s / (1 - 8 * a)
-    log_a3 = d / 2 * np.log(1 + 16 * np.abs(a) ** 2 / real)
-    a4 = s / 2 + (s + 2 * np.abs(1 - 4 * a)) / (2 * real)
-    base = -s * (xx + yy)
-    first = np.exp(log_a1 + a2 * z + base).real
-    second = np.exp(log_a3 + a4 * z + base)
-    return (first + second) / 2 - np.exp(2 * np.sum(x * y, -1))
+    squares = np.sum(x * x, -1) + np.sum(y * y, -1)
+    return log_moment_of_z(z, x.shape[-1], a, s) - s * squares
+
+
+def generalized_exponential(x, y, a=0.0, s=1):
+    """One-draw variance of `log_moment_generalized_exponential`'s estimator."""
+    return variance(log_moment_generalized_exponential(x, y, a, s), x, y)
 
 
 def positive_pair(x, y):
     """One-pair variance of `½ Σ_± exp(±w · (x + y)) exp(-(‖x‖² + ‖y‖²)/2)`.
 
-    Lemma 2.2 of Choromanski et al., "Hybrid Random Features" (2022):
-    `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, of features of width 2.
+    HRF, lemma 2.2: `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, of features of
+    width 2.
     """
     z = np.sum((x + y) ** 2, -1)
     softmax = np.exp(np.sum(x * y, -1))
     return np.exp(z) * softmax**2 * (1 - np.exp(-z)) ** 2 / 2
+
+
+def log_moment_poisson(products, rate):
+    """Second moment of Poisson features (CRT, theorem 3.4, equation 11).
+
+    `exp(λd + Σ_l x_l² y_l² / λ)` for the softmax kernel.
+
+    Args:
+        products: `x_l y_l`, array of shape `(..., d)`.
+        rate: λ > 0.
+    """
+    return rate * products.shape[-1] + np.sum(products**2, -1) / rate
+
+
+def log_moment_geometric(products, p):
+    """Second moment of geometric features (CRT, theorem 3.5, equation 13).
+
+    `p^-d Π_l I0(2 |x_l y_l| / √(1 - p))` for the softmax kernel.
+
+    Args:
+        products: `x_l y_l`, array of shape `(..., d)`.
+        p: Success probability, in (0, 1).
+    """
+    from scipy import special
+
+    z = 2 * np.abs(products) / np.sqrt(1 - p)
+    bessel = np.sum(np.log(special.i0e(z)) + z, -1)
+    return bessel - products.shape[-1] * np.log(p)
+
+
+def log_moment_shifted(log_moment, x, y, shift):
+    """Second moment of a softmax estimator used on `x - c`, `y - c`.
+
+    `x · y = (x-c)·(y-c) + c·x + c·y - ‖c‖²`: the factor is put back (CRT, 3.2.3).
+
+    Args:
+        log_moment: Of the pair `x - c`, `y - c`.
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        shift: c, of shape `(d,)`.
+    """
+    return log_moment + 2 * ((x + y) @ shift - shift @ shift)
+
+
+def log_moment_complex_exponential(x, y, a):
+    """Second moment of `Re exp(w · z) exp(-(Ax)²/2 - (A⁻ᵀy)²/2)`, z = Ax + A⁻ᵀy.
+
+    From HRF's lemma 2.4, `E exp(w · v) = exp(v · v / 2)` without conjugation, and
+    `(Re Z)² = (|Z|² + Re Z²) / 2`. It is the mean's square where Re z and Im z
+    vanish (equation 18).
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        a: Complex or real matrix A, `(d, d)`, or its diagonal, `(d,)`.
+    """
+    a = np.asarray(a)
+    u = x * a if a.ndim == 1 else x @ a.T
+    v = y / a if a.ndim == 1 else y @ np.linalg.inv(a)
+    z = u + v
+    constant = -np.sum(u * u, -1) - np.sum(v * v, -1)
+    first = 2 * np.sum(np.real(z) ** 2, -1) + np.real(constant)
+    second = 2 * np.sum(z * z, -1) + constant
+    return first + np.log((1 + np.exp(second - first).real) / 2)
+
+
+def angle(x, y):
+    """The angle between x and y, in radians, from 0 to π."""
+    lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
+    return np.arccos(np.clip(np.sum(x * y, -1) / lengths, -1, 1))
+
+
+def angular_moments(x, y, n):
+    """`E λ̂²`, `E (1 - λ̂)²`, `E λ̂ (1 - λ̂)` of HRF's angular coefficient.
+
+    Lemma 3.2 and theorem D.1, for `λ̂ = ½ - (1/2n) Σ sgn(τ·x) sgn(τ·y)`, whose mean
+    is `θ / π`. (The print of equation 47 has another second moment.)
+    """
+    t = angle(x, y) / np.pi
+    return (
+        t * (t - t / n + 1 / n),
+        (1 - t) * (1 - t + t / n),
+        t * (1 - 1 / n - t + t / n),
+    )
+
+
+def gaussian_moments(x, y, n, sigma, rho):
+    """`E λ̂²`, `E (1 - λ̂)²`, `E λ̂ (1 - λ̂)` of the normalized Gaussian coefficient.
+
+    HRF, theorem F.1, equations 72 and 73 (F.2 is the same on a sphere), for
+    `λ̂ = (1 - (1/n) Σ cos(σ τ · (x - y))) / ρ`.
+    """
+    square = np.sum((x - y) ** 2, -1) * sigma**2
+    mean, spread = np.exp(-square / 2), (1 - np.exp(-square)) ** 2 / (2 * n)
+    second = ((1 - mean) ** 2 + spread) / rho**2
+    rest = ((1 - rho - mean) ** 2 + spread) / rho**2
+    return second, rest, (1 - mean) / rho - second
+
+
+def bipolar_hybrid(x, y, m, moments, shared=False):
+    """Variance of `λ̂ SM++ + (1 - λ̂) SMtrig` (HRF, theorem 3.1; D.1, F.1, F.2).
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        m: Number of vectors of each base estimator.
+        moments: Of the coefficient, as `angular_moments` gives them.
+        shared: Whether the base estimators use the same vectors.
+
+    Returns:
+        Array of shape `(...)`.
+    """
+    of_positive, of_trigonometric, of_both = moments
+    result = of_positive * positive_pair(x, y) / m
+    result = result + of_trigonometric * generalized_exponential(x, y, 0, -1) / m
+    if shared:
+        norms = np.sum(x * x, -1) - np.sum(y * y, -1)
+        kernel = np.exp(2 * np.sum(x * y, -1))
+        result = result - 2 / m * kernel * (1 - np.cos(norms)) * of_both
+    return result
+
+
+def max_relative_error(radius, m):
+    """The largest `√MSE / SM` on a sphere (HRF, lemma 3.4), of ++ and trig alike."""
+    return np.sqrt(1 / (2 * m)) * np.exp(2 * radius**2) * -np.expm1(-4 * radius**2)
+
+
+def relative_error(theta, radius, m, positive):
+    """`√MSE / SM` at angle θ on a sphere (HRF, lemma 3.4) of SM++ or SMtrig."""
+    theta = np.pi - theta if positive else theta
+    square = 2 * radius**2 * np.sin(theta / 2) ** 2
+    return np.sqrt(1 / (2 * m)) * np.exp(square) * -np.expm1(-2 * square)
+
+
+def angular_relative_error_bound(radius, m, n):
+    """Bound on the angular hybrid's (HRF, theorem 3.5), for a radius of at least 1."""
+    factor = np.sqrt(1 / np.pi - 1 / (n * np.pi) + 1 / (n * np.sqrt(np.pi)))
+    return max_relative_error(radius, m) * factor / radius

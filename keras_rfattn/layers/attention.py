@@ -29,6 +29,7 @@ def attend(
     scale=None,
     block_size=None,
     training=False,
+    recorder=None,
 ):
     """Linear attention of projected queries, keys and values.
 
@@ -41,6 +42,7 @@ def attend(
         scale: Factor on `q · k`; the map's default if `None`.
         block_size: Of the causal algorithm.
         training: Whether stored statistics are updated.
+        recorder: Called with the scaled queries and keys and their padding masks.
 
     Returns:
         `(B, T, N, V)`. A row that sees no key is 0.
@@ -63,6 +65,8 @@ def attend(
     side = math.sqrt(scale)
     wide = "float64" if query.dtype == "float64" else "float32"
     query, key = ops.cast(query, wide) * side, ops.cast(key, wide) * side
+    if recorder is not None:
+        recorder(query, key, query_mask, key_mask)
 
     partial = mask.causal or not mask.self_attention
     stats = feature_map.statistics(
@@ -114,6 +118,8 @@ class LinearAttention:
 
     # A layer that becomes linear in the middle of its first call has no answer yet.
     _is_self_attention = False
+    # Set while `keras_rfattn.calibrate` runs the model.
+    recorder = None
 
     def _set_mechanism(self, feature_map, block_size=None):
         check_block_size(block_size)
@@ -175,6 +181,7 @@ class LinearAttention:
             mask=attention_mask,
             block_size=self.block_size,
             training=bool(training),
+            recorder=self.recorder,
         )
         return output, None
 

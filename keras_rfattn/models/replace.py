@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.base import derive_seed
 from keras_rfattn.layers.attention import LinearAttention
 from keras_rfattn.layers.attention import check_model
 from keras_rfattn.layers.attention import title
@@ -158,7 +159,7 @@ def _template(feature_map, num_features, seed):
     by_name = isinstance(feature_map, str)
     arguments = {"seed": seed} if by_name else {}
     template = feature_maps.get(feature_map, num_features=num_features, **arguments)
-    return template if by_name or seed is None else _reseeded(template, seed)
+    return template if by_name or seed is None else template.reseeded(seed)
 
 
 def _check_statistics(template, selected):
@@ -171,20 +172,9 @@ def _check_statistics(template, selected):
         )
 
 
-def _reseeded(feature_map, seed):
-    config = feature_map.get_config()
-    config["seed"] = int(seed)
-    if config.get("projection") is not None:
-        projection = config["projection"]
-        projection = {**projection, "config": {**projection["config"], "seed": seed}}
-        config["projection"] = projection
-    return type(feature_map).from_config(config)
-
-
 def _copy(template, index):
     """A map of its own for the layer at `index`, with a seed of its own."""
-    entropy = np.random.SeedSequence((template.seed, index))
-    copy = _reseeded(template, int(entropy.generate_state(1)[0]))
+    copy = template.reseeded(derive_seed(template.seed, index))
     copy.name = "feature_map"
     return copy
 

@@ -185,13 +185,12 @@ def _note(site):
     notes = []
     feature_map = site.layer.feature_map
     policy = getattr(feature_map, "policy", None)
-    if policy is not None:
-        if feature_map.is_calibrated:
-            notes.append("calibrated")
-        elif policy == "batch" or (policy == "auto" and site.causal is False):
-            notes.append("statistics per sequence")
-        else:
-            notes.append("uncalibrated")
+    if feature_map.is_adaptive and feature_map.is_calibrated:
+        notes.append("calibrated")
+    elif policy == "batch" or (policy == "auto" and site.causal is False):
+        notes.append("statistics per sequence")
+    elif feature_map.is_adaptive:
+        notes.append("uncalibrated")
     rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")

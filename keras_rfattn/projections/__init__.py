@@ -3,19 +3,43 @@
 import keras
 
 from keras_rfattn.projections.base import Projection
+from keras_rfattn.projections.discrete import Counts
+from keras_rfattn.projections.discrete import GeometricCounts
+from keras_rfattn.projections.discrete import PoissonCounts
 from keras_rfattn.projections.gaussian import Gaussian
+from keras_rfattn.projections.hadamard import Hadamard
+from keras_rfattn.projections.halton import Halton
 from keras_rfattn.projections.orthogonal import Orthogonal
+from keras_rfattn.projections.simplex import Simplex
 
-PROJECTIONS = {"gaussian": Gaussian, "orthogonal": Orthogonal}
+PROJECTIONS = {
+    "gaussian": Gaussian,
+    "orthogonal": Orthogonal,
+    "hadamard": Hadamard,
+    "halton": Halton,
+    "simplex": Simplex,
+}
 
-__all__ = ["PROJECTIONS", "Gaussian", "Orthogonal", "Projection", "get"]
+__all__ = [
+    "Counts",
+    "Gaussian",
+    "GeometricCounts",
+    "Hadamard",
+    "Halton",
+    "Orthogonal",
+    "PROJECTIONS",
+    "PoissonCounts",
+    "Projection",
+    "Simplex",
+    "get",
+]
 
 
 def get(identifier, seed=0):
     """Resolves a projection.
 
     Args:
-        identifier: A name (`"gaussian"`, `"orthogonal"`), a `Projection`, its
+        identifier: A name of `PROJECTIONS`, a `Projection`, its
             serialized config, or `None`, which is returned as it is.
         seed: Seed of a projection given by name.
 

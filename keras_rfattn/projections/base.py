@@ -4,8 +4,8 @@ A projection is a seeded Keras initializer for a weight of shape
 `(heads, head_dim, num_features)`: one set of vectors, the columns, for each head.
 Laws, tested for every row of the table:
 
-1. Every vector is marginally `N(0, I)` (unless its docstring says otherwise), so
-   that an estimator built on it is unbiased.
+1. Every vector is marginally `N(0, I)`, so that an estimator built on it is
+   unbiased; or `is_gaussian` is false and the docstring says what it is.
 2. Heads are independent.
 3. The numbers come from NumPy's Philox generator: the same seed gives the same
    float32 numbers on every backend.
@@ -21,6 +21,8 @@ class Projection(keras.initializers.Initializer):
     Args:
         seed: Non-negative integer. The same seed gives the same numbers.
     """
+
+    is_gaussian = True
 
     def __init__(self, seed=0):
         self.seed = seed

@@ -37,9 +37,7 @@ class Orthogonal(Projection):
 
     def sample(self, generator, dim, count):
         blocks = -(-count // dim)
-        q, r = np.linalg.qr(generator.standard_normal((blocks, dim, dim)))
-        q = q * np.sign(np.einsum("bii->bi", r))[:, None, :]
-        rows = q.swapaxes(-1, -2).reshape(blocks * dim, dim)[:count]
+        rows = haar(generator, blocks, dim).reshape(blocks * dim, dim)[:count]
         if self.norms == "sqrt_dim":
             return rows * np.sqrt(dim)
         lengths = np.linalg.norm(generator.standard_normal((count, dim)), axis=-1)
@@ -47,3 +45,10 @@ class Orthogonal(Projection):
 
     def get_config(self):
         return {**super().get_config(), "norms": self.norms}
+
+
+def haar(generator, blocks, dim):
+    """Random orthogonal matrices, uniformly distributed: `(blocks, dim, dim)`."""
+    q, r = np.linalg.qr(generator.standard_normal((blocks, dim, dim)))
+    q = q * np.sign(np.einsum("bii->bi", r))[:, None, :]
+    return q.swapaxes(-1, -2)

@@ -38,7 +38,7 @@ def test_stores_the_mean_over_batches():
         pairs = (query[:, :, None] + key[:, None]) * 4**-0.25
         expected.append((pairs**2).sum(-1).mean((0, 1, 2)))
     np.testing.assert_allclose(stored, np.mean(expected, axis=0), rtol=1e-5)
-    assert not linear.get_layer("attention").feature_map.calibrating
+    assert linear.get_layer("attention").recorder is None
     linear.predict_function = None
     assert np.any(linear.predict(data[0], verbose=0) != uncalibrated)
     row = keras_rfattn.describe_attention(linear).rows[0]
@@ -50,7 +50,7 @@ def test_stores_the_mean_over_batches():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="stores statistics"):
+    with pytest.raises(ValueError, match="learns from data"):
         keras_rfattn.calibrate(model("favorplus"), batches(1))
     with pytest.raises(ValueError, match="at least one batch"):
         keras_rfattn.calibrate(model("favorpp"), [])

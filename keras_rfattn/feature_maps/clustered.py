@@ -1,0 +1,324 @@
+"""Hybrids adapted to clusters of queries and of keys ("hybrid_clustered")."""
+
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn.feature_maps.algebra import exponential
+from keras_rfattn.feature_maps.base import Adaptive
+from keras_rfattn.feature_maps.base import derive_seed
+from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.coefficients import Coefficient
+from keras_rfattn.feature_maps.complex_exponential import ComplexExponential
+from keras_rfattn.feature_maps.complex_exponential import diagonal
+from keras_rfattn.feature_maps.complex_exponential import diagonal_parts
+from keras_rfattn.feature_maps.hybrid import Hybrid
+from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.features import Features
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class HybridClustered(Adaptive):
+    """Complex exponential features, one diagonal A for each pair of clusters.
+
+    Queries and keys belong to the cluster with the nearest center; the coefficient
+    of a pair of clusters is 1 if x and y belong to them, else 0, so that exactly one
+    estimator is active and all may use the same vectors. With a real A features are
+    positive. `adapt` finds the centers by k-means; before it A is I everywhere, which
+    is favorplus.
+
+    Args:
+        num_features: Number m of random vectors, 32 by default.
+        num_clusters: Numbers of clusters of queries and of keys, (2, 2) by default.
+        num_pairs: How many pairs of clusters, the most massive ones, have an A of
+            their own; the others share favorplus. All by default.
+        form: `"real"` (default, equation 88), or `"complex"` (equations 86, 87),
+            exact at the centers; signed and of twice the width.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Raises:
+        ValueError: If a number of clusters or pairs is not positive, or there are
+            fewer pairs than `num_pairs`.
+        ImportError: In `adapt`, if scikit-learn is missing.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), definition H.2.
+    """
+
+    is_symmetric = False
+
+    def __init__(
+        self, num_features=None, num_clusters=(2, 2), num_pairs=None, form="real",
+        **kwargs,
+    ):  # fmt: skip
+        num_features = 32 if num_features is None else num_features
+        super().__init__(num_features, **kwargs)
+        self.num_clusters = check_clusters(num_clusters)
+        every = math.prod(self.num_clusters)
+        self.num_pairs = every if num_pairs is None else num_pairs
+        if form not in ("real", "complex") or not 0 < self.num_pairs <= every:
+            raise ValueError(
+                "`form` must be 'real' or 'complex', and `num_pairs` from 1 to "
+                f"{every}. Received: form={form!r}, num_pairs={num_pairs}."
+            )
+        self.form = form
+
+    @property
+    def is_positive(self):
+        return self.form == "real"
+
+    @property
+    def num_slots(self):
+        """Estimators: one a pair, and the default's, one a cluster of queries."""
+        every = math.prod(self.num_clusters)
+        return self.num_pairs + (self.num_clusters[0] if self.num_pairs < every else 0)
+
+    @property
+    def output_dim(self):
+        return self.num_slots * self.num_features * (1 if self.is_positive else 2)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        heads, dim, slots = self.num_heads, self.head_dim, self.num_slots
+        (n_q, n_k), weights = self.num_clusters, {}
+        shapes = {
+            "query_centers": (heads, n_q, dim),
+            "key_centers": (heads, n_k, dim),
+            "query_active": (heads, n_q, slots),
+            "key_active": (heads, n_k, slots),
+            "matrix": (heads, slots, 2, dim),
+        }
+        for name, shape in shapes.items():
+            weights[name] = self.add_weight(
+                name=name, shape=shape, initializer="zeros", dtype="float32",
+                trainable=False, autocast=False,
+            )  # fmt: skip
+            setattr(self, name, weights[name])
+        centers = [np.zeros((heads, n, dim)) for n in self.num_clusters]
+        self._set(centers, np.ones((heads, n_q, n_k)), identity=True)
+
+    def fit(self, samples):
+        clusters = [find_clusters(samples, self.num_clusters, h, self.seed)
+                    for h in range(self.num_heads)]  # fmt: skip
+        centers = [np.stack([c[side] for c in clusters]) for side in (0, 1)]
+        self._set(centers, np.stack([c[2] for c in clusters]))
+
+    def _set(self, centers, mass, identity=False):
+        """Assigns the weights from centers and the mass of each pair, per head."""
+        heads, (n_q, n_k) = self.num_heads, self.num_clusters
+        query_active = np.zeros((heads, n_q, self.num_slots))
+        key_active = np.zeros((heads, n_k, self.num_slots))
+        matrix = np.ones((heads, self.num_slots, self.head_dim), complex)
+        for head in range(heads):
+            order = np.argsort(-mass[head].ravel(), kind="stable")
+            pairs = [divmod(pair, n_k) for pair in order]
+            for slot, (i, j) in enumerate(pairs[: self.num_pairs]):
+                query_active[head, i, slot] = key_active[head, j, slot] = 1
+                if not identity:
+                    matrix[head, slot] = diagonal(
+                        centers[0][head, i], centers[1][head, j], self.is_positive
+                    )
+            for i, j in pairs[self.num_pairs :]:
+                slot = self.num_pairs + i
+                query_active[head, i, slot] = key_active[head, j, slot] = 1
+        self.query_centers.assign(centers[0].astype("float32"))
+        self.key_centers.assign(centers[1].astype("float32"))
+        self.query_active.assign(query_active.astype("float32"))
+        self.key_active.assign(key_active.astype("float32"))
+        self.matrix.assign(np.stack([matrix.real, matrix.imag], 2).astype("float32"))
+
+    def query_features(self, x, stats=None):
+        return self._features(x, self.query_centers, self.query_active, is_key=False)
+
+    def key_features(self, x, stats=None):
+        return self._features(x, self.key_centers, self.key_active, is_key=True)
+
+    def _features(self, x, centers, active, is_key):
+        x = ops.cast(x, wide_dtype(x))
+        centers, active, a = (
+            ops.cast(self.per_head(p, x), x.dtype)
+            for p in (centers, active, self.matrix)
+        )
+        distance = ops.sum(ops.square(x[..., None, :] - centers), axis=-1)
+        cluster = ops.one_hot(ops.argmin(distance, axis=-1), centers.shape[-2])
+        cluster = ops.cast(cluster, x.dtype)
+        active = ops.sum(cluster[..., None] * active, axis=-2) > 0
+
+        # (..., N, slots, H), then one slot after the other along the width.
+        parts = diagonal_parts(x[..., None, :], a[..., 0, :], a[..., 1, :], is_key)
+        real, imaginary = (ops.moveaxis(part, -2, 0) for part in parts)
+        exponent = self.project(real) - half_square(real) + half_square(imaginary)
+        phase = None
+        if not self.is_positive:
+            phase = self.project(imaginary)
+            phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
+        values, log_scale = exponential(exponent, phase, is_key)
+        active = ops.moveaxis(active, -1, 0)[..., None]
+        log_scale = ops.where(active, log_scale, LOWEST)
+        shape = (*ops.shape(x)[:-1], self.output_dim)
+
+        def flat(part):
+            return ops.reshape(ops.moveaxis(part, 0, -2), shape)
+
+        if values is None:
+            return Features(None, flat(log_scale))
+        return Features(flat(ops.where(active, values, 0)), flat(log_scale))
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_clusters": list(self.num_clusters),
+            "num_pairs": self.num_pairs,
+            "form": self.form,
+        }
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class PairCoefficient(ComplexExponential, Coefficient):
+    """`λ = exp(-‖Ax + A⁻¹y‖² / 2τ²)`, 1 where x and y are the centers A is made for.
+
+    A is a real diagonal: of a complex one λ would leave [0, 1].
+
+    Args:
+        num_features: Number n of random vectors.
+        tau: Width τ > 0 of the coefficient.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), equations 93 to 96.
+    """
+
+    kernel = "coefficient"
+    is_adaptive = False
+
+    def __init__(self, num_features=None, tau=1.0, **kwargs):
+        super().__init__(num_features, form="real", **kwargs)
+        if not tau > 0:
+            raise ValueError(f"`tau` must be positive. Received: tau={tau}.")
+        self.tau = tau
+
+    def _features(self, x, is_key):
+        x = ops.cast(x, wide_dtype(x)) / self.tau
+        a = ops.cast(self.per_head(self.matrix, x), x.dtype)
+        u, _ = diagonal_parts(x, a[..., 0, :], a[..., 1, :], is_key)
+        u = -u if is_key else u
+        return exponential(self.project(u) - 2 * half_square(u), None, is_key)
+
+    def get_config(self):
+        config = super().get_config()
+        del config["form"]
+        return {**config, "tau": self.tau}
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class HybridGaussianMixture(Hybrid):
+    """One real A for each pair of clusters, weighed by Gaussian coefficients.
+
+    Nearby pairs of centers share a token smoothly; what they leave of 1 goes to a
+    default estimator, favorplus. See `HybridClustered` for centers.
+
+    Args:
+        num_features: Number m of vectors of each estimator, 16 by default.
+        num_coefficients: Number n of vectors of each coefficient, 4 by default.
+        num_clusters: Numbers of clusters of queries and of keys, (2, 2) by default.
+        tau: Width τ > 0 of the coefficients.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), definition H.1.
+    """
+
+    is_adaptive = True
+
+    def __init__(
+        self, num_features=None, num_coefficients=None, num_clusters=(2, 2), tau=1.0,
+        projection="orthogonal", seed=None, **kwargs,
+    ):  # fmt: skip
+        num_features = 16 if num_features is None else num_features
+        n = 4 if num_coefficients is None else num_coefficients
+        self.num_clusters = check_clusters(num_clusters)
+        pairs = math.prod(self.num_clusters)
+        options = {"projection": projection, "seed": 0}
+        estimators = [
+            ComplexExponential(num_features, form="real", **options)
+            for _ in range(pairs + 1)
+        ]
+        coefficients = [PairCoefficient(n, tau=tau, **options) for _ in range(pairs)]
+        super().__init__(estimators, coefficients, seed=seed, **kwargs)
+        self.num_features, self.num_coefficients = num_features, n
+        self.tau = tau
+
+    def fit(self, samples):
+        clusters = [find_clusters(samples, self.num_clusters, h, self.seed)
+                    for h in range(self.num_heads)]  # fmt: skip
+        n_q, n_k = self.num_clusters
+        for pair, (e, c) in enumerate(
+            zip(self.estimators[:-1], self.coefficients, strict=True)
+        ):
+            i, j = divmod(pair, n_k)
+            a = [diagonal(q[i], k[j], is_real=True) for q, k, _ in clusters]
+            e.set_matrix(np.stack(a))
+            c.set_matrix(np.stack(a))
+
+    def get_config(self):
+        return {
+            **keras.layers.Layer.get_config(self),
+            "num_features": self.num_features,
+            "num_coefficients": self.num_coefficients,
+            "num_clusters": list(self.num_clusters),
+            "tau": self.tau,
+            "projection": self.estimators[0].get_config()["projection"],
+            "seed": self.seed,
+        }
+
+
+def check_clusters(num_clusters):
+    """Two positive integers as a tuple, or `ValueError`."""
+    sizes = tuple(num_clusters)
+    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ValueError(
+            "`num_clusters` must be two positive integers, for queries and for keys. "
+            f"Received: num_clusters={num_clusters}."
+        )
+    return sizes
+
+
+def find_clusters(samples, num_clusters, head, seed):
+    """Clusters of one head's queries and keys, by k-means.
+
+    Args:
+        samples: As in `Adaptive.adapt`.
+        num_clusters: Of queries and of keys.
+        head: Which key/value head.
+        seed: Of k-means' first centers.
+
+    Returns:
+        Centers of queries `(n_q, H)` and of keys `(n_k, H)`, and the share of pairs
+        of tokens in each pair of clusters, `(n_q, n_k)`.
+    """
+    try:
+        from sklearn.cluster import KMeans
+    except ImportError as error:
+        raise ImportError(
+            "Clusters are found by scikit-learn: pip install scikit-learn."
+        ) from error
+
+    centers, shares = [], []
+    for side, count in enumerate(num_clusters):
+        tokens = np.concatenate([sample[side][head] for sample in samples])
+        if len(tokens) < count:
+            raise ValueError(
+                f"{count} clusters need as many tokens at least. Received: "
+                f"{len(tokens)} tokens. Give `calibrate` more data."
+            )
+        seed_of_side = derive_seed(seed, head, side)
+        found = KMeans(count, n_init=4, random_state=seed_of_side).fit(tokens)
+        centers.append(found.cluster_centers_)
+        shares.append(np.bincount(found.labels_, minlength=count) / len(tokens))
+    return centers[0], centers[1], np.outer(*shares)

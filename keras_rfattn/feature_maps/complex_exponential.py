@@ -1,0 +1,148 @@
+"""Complex exponential features: queries and keys through A and its inverse."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn.feature_maps.algebra import exponential
+from keras_rfattn.feature_maps.base import Adaptive
+from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.moments import balance
+from keras_rfattn.feature_maps.moments import mean_of
+from keras_rfattn.feature_maps.moments import second_moments
+from keras_rfattn.ops.backend import precise_einsum
+from keras_rfattn.ops.backend import wide_dtype
+
+FORMS = ("complex", "real", "full")
+# Of a diagonal entry, where a center is 0 on one side only and no A would do.
+LARGEST = 1e3
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class ComplexExponential(Adaptive):
+    """Features `exp(w·Ax - (Ax)²/2) / √m` of queries, with `A⁻ᵀ` for A of keys.
+
+    `(v)² = Σ v_l²` without conjugation. The products average to the softmax kernel
+    for every invertible A, and exactly where `Ax + A⁻ᵀy = 0` (equation 17): `A = I` is
+    favorplus, `A = iI` favor. `adapt` solves that for the mean query and the mean key;
+    before it A is I.
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        form: `"complex"` (default): diagonal, each entry real or imaginary
+            (equations 86 and 87), exact at the means; width `2 m`, signed.
+            `"real"`: diagonal (equation 88), positive. `"full"`: a real matrix that
+            makes the covariances of Ax and A⁻ᵀy equal, positive.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), section 2.3 and H.2.
+    """
+
+    is_symmetric = False
+
+    def __init__(self, num_features=None, form="complex", **kwargs):
+        super().__init__(num_features, **kwargs)
+        if form not in FORMS:
+            raise ValueError(f"`form` must be one of {FORMS}. Received: form={form!r}.")
+        self.form = form
+
+    @property
+    def is_positive(self):
+        return self.form != "complex"
+
+    @property
+    def output_dim(self):
+        return (1 if self.is_positive else 2) * self.num_features
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        heads, dim = self.num_heads, self.head_dim
+        shape = (heads, dim, dim) if self.form == "full" else (heads, 2, dim)
+        start = np.eye(dim) if self.form == "full" else np.eye(2)[0][:, None]
+        start = np.broadcast_to(start, shape).astype("float32")
+        self.matrix = self.add_weight(
+            name="matrix", shape=shape, dtype="float32", trainable=False,
+            initializer=lambda shape, dtype=None: ops.convert_to_tensor(start),
+            autocast=False,
+        )  # fmt: skip
+        if self.form == "full":
+            self.inverse = self.add_weight(
+                name="inverse", shape=shape, dtype="float32", trainable=False,
+                initializer=lambda shape, dtype=None: ops.convert_to_tensor(start),
+                autocast=False,
+            )  # fmt: skip
+
+    def set_matrix(self, a):
+        """Sets A: complex `(K, H)` diagonals, or real `(K, H, H)` if `"full"`."""
+        a = np.asarray(a)
+        if self.form == "full":
+            self.matrix.assign(a.astype("float32"))
+            inverse = np.linalg.inv(a).swapaxes(-1, -2)
+            self.inverse.assign(inverse.astype("float32"))
+        else:
+            parts = np.stack([a.real, a.imag], axis=1)
+            self.matrix.assign(parts.astype("float32"))
+
+    def fit(self, samples):
+        if self.form == "full":
+            self.set_matrix(balance(*second_moments(samples)))
+        else:
+            centers = mean_of(lambda q, k: np.stack([q.mean(1), k.mean(1)]), samples)
+            self.set_matrix(diagonal(*centers, is_real=self.form == "real"))
+
+    def query_features(self, x, stats=None):
+        return self._features(x, is_key=False)
+
+    def key_features(self, x, stats=None):
+        return self._features(x, is_key=True)
+
+    def _features(self, x, is_key):
+        x = ops.cast(x, wide_dtype(x))
+        if self.form == "full":
+            matrix = self.per_head(self.inverse if is_key else self.matrix, x)
+            real = precise_einsum("...nh,nih->...ni", x, matrix)
+            return exponential(self.project(real) - half_square(real), None, is_key)
+        a = ops.cast(self.per_head(self.matrix, x), x.dtype)
+        real, imaginary = diagonal_parts(x, a[..., 0, :], a[..., 1, :], is_key)
+        exponent = self.project(real) - half_square(real) + half_square(imaginary)
+        if self.is_positive:
+            return exponential(exponent, None, is_key)
+        phase = self.project(imaginary)
+        phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
+        return exponential(exponent, phase, is_key)
+
+    def get_config(self):
+        return {**super().get_config(), "form": self.form}
+
+
+def diagonal_parts(x, real, imaginary, is_key):
+    """Real and imaginary part of `A x`, or of `A⁻¹ x` for keys, for a diagonal A."""
+    if is_key:
+        square = ops.square(real) + ops.square(imaginary)
+        real, imaginary = real / square, -imaginary / square
+    return x * real, x * imaginary
+
+
+def diagonal(query_center, key_center, is_real):
+    """The diagonal of A for a pair of centers (HRF, equations 86 to 88).
+
+    Args:
+        query_center: Array of shape `(..., d)`.
+        key_center: Array of shape `(..., d)`.
+        is_real: Whether A must be real; else `A x + A⁻¹ y = 0` at the centers.
+
+    Returns:
+        Complex array of shape `(..., d)`, each entry real or imaginary.
+    """
+    x, y = np.abs(query_center), np.abs(key_center)
+    both_zero = (x == 0) & (y == 0)
+    size = np.sqrt(
+        np.where(both_zero, 1, y) / np.where(both_zero, 1, np.maximum(x, 1e-30))
+    )
+    size = np.clip(size, 1 / LARGEST, LARGEST)
+    if is_real:
+        return size.astype(complex)
+    same_sign = query_center * key_center > 0
+    return np.where(same_sign, 1j * size, size)

@@ -1,0 +1,250 @@
+"""Discretely induced random features: random monomials ("poisson", "geometric")."""
+
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn import projections
+from keras_rfattn.feature_maps.base import Adaptive
+from keras_rfattn.feature_maps.base import derive_seed
+from keras_rfattn.feature_maps.moments import mean_of
+from keras_rfattn.kernels.variance import log_moment_geometric
+from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.features import Features
+
+# Entries below this in magnitude count as this. 0⁰ = 1 stays exact.
+TINY = 1e-30
+# How far the shifted entries of the positive variants stay above 0, as in the paper.
+EPSILON = 1e-8
+
+
+class Discrete(Adaptive):
+    """Features `Π_l x_l^ω_l / √(m Π_l ω_l! P(ω_l))` of the softmax kernel.
+
+    By the Taylor series of `exp(x · y)`, one term drawn for each coordinate (CRT,
+    equations 9 and 10, times `exp(‖x‖²/2)` for softmax instead of Gaussian). Signed
+    unless all entries are positive.
+
+    Subclasses name a distribution of counts and know its best parameter for given
+    magnitudes `|x_l y_l|`; on data these are `(E |x_l|ᵖ E |y_l|ᵖ)^(1/p)` with their
+    `power` p.
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        parameter: Of the distribution; `None` for the optimum of entries of unit
+            variance before scaling. Replaced by `adapt`.
+        seed: Non-negative integer, or `None`.
+    """
+
+    is_positive = False
+    distribution = None
+    power = None
+    # |x_l y_l| √d before any data: standard normal entries, scaled.
+    typical_product = 1.0
+
+    def __init__(self, num_features=None, parameter=None, seed=None, **kwargs):
+        super().__init__(num_features, projection="gaussian", seed=seed, **kwargs)
+        if parameter is not None:
+            self._check(parameter)
+        self.initial = parameter
+        self.projection = self.distribution(parameter, self.seed)
+
+    def build(self, input_shape):
+        heads, dim = self.num_heads, self.head_dim = input_shape[-2:]
+        self.parameter = self.add_weight(
+            name="parameter", shape=(heads,), dtype="float32",
+            initializer=keras.initializers.Constant(self._initial_parameter(dim)),
+            trainable=False, autocast=False,
+        )  # fmt: skip
+        super().build(input_shape)
+        self.offsets = self.add_weight(
+            name="offsets", shape=(heads, self.num_features), dtype="float32",
+            initializer="zeros", trainable=False, autocast=False,
+        )  # fmt: skip
+        self._set_offsets()
+
+    def _initial_parameter(self, dim):
+        if self.initial is not None:
+            return self.initial
+        return self.optimum(np.full(dim, self.typical_product * dim**-0.5))
+
+    def _initializer(self, draw):
+        seed = self.seed if draw == 0 else derive_seed(self.seed, draw)
+        return self.distribution(ops.convert_to_numpy(self.parameter), seed)
+
+    def redraw(self):
+        super().redraw()
+        self._set_offsets()
+
+    def _set_offsets(self):
+        counts = ops.convert_to_numpy(self.vectors).astype("float64")
+        parameter = ops.convert_to_numpy(self.parameter).astype("float64")
+        terms = -self.log_weight(counts, parameter[:, None, None]) / 2
+        self.offsets.assign(terms.sum(axis=1).astype("float32"))
+
+    def fit(self, samples):
+        def powers(q, k):
+            means = (np.mean(np.abs(x) ** self.power, axis=1) for x in (q, k))
+            return next(means) * next(means)
+
+        products = mean_of(powers, samples) ** (1 / self.power)
+        best = [self.optimum(row) for row in products]
+        self.parameter.assign(np.asarray(best, "float32"))
+        draw = int(ops.convert_to_numpy(self.draws))
+        self.vectors.assign(self._initializer(draw)(self.vectors.shape))
+        self._set_offsets()
+
+    def key_features(self, x, stats=None):
+        x = ops.cast(x, wide_dtype(x))
+        log_scale = self._log_monomials(ops.maximum(ops.abs(x), TINY))
+        odd = ops.mod(self.project(ops.cast(x < 0, x.dtype)), 2)
+        return Features(1 - 2 * odd, log_scale)
+
+    def _log_monomials(self, x):
+        offsets = ops.cast(self.per_head(self.offsets, x), x.dtype)
+        return self.project(ops.log(x)) + offsets - math.log(self.num_features) / 2
+
+    def get_config(self):
+        config = super().get_config()
+        del config["projection"]
+        return {**config, "parameter": self.initial}
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Poisson(Discrete):
+    """Poisson random features: `exp(λd/2) Π_l x_l^ω_l λ^(-ω_l/2) / √m`.
+
+    The counts ω are Poisson with mean λ; the variance is least at
+    `λ = √(Σ_l x_l² y_l² / d)`, on data with the average of the sum (equation 12).
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        parameter: λ > 0, or `None`; see `Discrete`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.1.
+    """
+
+    distribution = projections.PoissonCounts
+    power = 2
+
+    def _check(self, rate):
+        if not rate > 0:
+            raise ValueError(
+                f"`parameter` (the rate) must be positive. Received: parameter={rate}."
+            )
+
+    @staticmethod
+    def log_weight(counts, rate):
+        """`log(k! P(k))`."""
+        return counts * np.log(rate) - rate
+
+    @staticmethod
+    def optimum(products):
+        """The best λ for magnitudes `|x_l y_l|`, of shape `(d,)`."""
+        return max(float(np.sqrt(np.mean(products**2))), EPSILON)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Geometric(Discrete):
+    """Geometric random features: `p^(-d/2) Π_l x_l^ω_l (1-p)^(-ω_l/2) ω_l!^(-½) / √m`.
+
+    The counts have `P(k) = p (1 - p)ᵏ`; p minimises the variance (equation 13) for
+    the averages of `|x_l y_l|` (equation 14), by a bounded Brent search.
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        parameter: p in (0, 1), or `None`; see `Discrete`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.2.
+    """
+
+    distribution = projections.GeometricCounts
+    power = 1
+
+    def _check(self, p):
+        if not 0 < p < 1:
+            raise ValueError(
+                "`parameter` (the success probability) must be between 0 and 1. "
+                f"Received: parameter={p}."
+            )
+
+    @staticmethod
+    def log_weight(counts, p):
+        """`log(k! P(k))`."""
+        table = np.arange(counts.max() + 1)
+        log_factorial = np.cumsum(np.log(np.maximum(table, 1)))[counts.astype(int)]
+        return np.log(p) + counts * np.log1p(-p) + log_factorial
+
+    @staticmethod
+    def optimum(products):
+        """The best p for magnitudes `|x_l y_l|`, of shape `(d,)`."""
+        from scipy import optimize
+
+        found = optimize.minimize_scalar(
+            lambda p: log_moment_geometric(products, p),
+            bounds=(1e-6, 1 - 1e-6),
+            method="bounded",
+            options={"maxiter": 100},
+        )
+        return float(found.x)
+
+
+class Shifted:
+    """Mixin that makes discrete features positive by a shift of queries and keys.
+
+    With c below every entry, `x - c` and `y - c` are positive and
+    `x · y = (x-c)·(y-c) + c·x + c·y - ‖c‖²`, whose last terms go back into the
+    exponent. c is the data's minimum less 1e-8 (`adapt`), before that four standard
+    deviations below 0 for standard normal entries; entries of new data below it are
+    taken as 1e-8 above it, and only there is the estimate biased.
+    """
+
+    is_positive = True
+    typical_product = 16.0
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        heads, dim = self.num_heads, self.head_dim
+        self.shift = self.add_weight(
+            name="shift", shape=(heads, dim), dtype="float32",
+            initializer=keras.initializers.Constant(-4 * dim**-0.25),
+            trainable=False, autocast=False,
+        )  # fmt: skip
+
+    def fit(self, samples):
+        lowest = [np.minimum(q.min(1), k.min(1)) for q, k in samples]
+        shift = np.min(lowest, axis=0) - EPSILON
+        self.shift.assign(shift.astype("float32"))
+        shift = shift[:, None]
+        super().fit([(q - shift, k - shift) for q, k in samples])
+
+    def key_features(self, x, stats=None):
+        x = ops.cast(x, wide_dtype(x))
+        shift = ops.cast(self.per_head(self.shift, x), x.dtype)
+        log_scale = self._log_monomials(ops.maximum(x - shift, EPSILON))
+        factor = ops.sum(shift * (x - shift / 2), axis=-1, keepdims=True)
+        return Features(None, log_scale + factor)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class PoissonPositive(Shifted, Poisson):
+    """PoisRF+: Poisson features of shifted, positive entries; see `Shifted`.
+
+    Reference:
+        Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
+    """
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class GeometricPositive(Shifted, Geometric):
+    """GeomRF+: geometric features of shifted, positive entries; see `Shifted`.
+
+    Reference:
+        Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
+    """

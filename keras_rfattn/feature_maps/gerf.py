@@ -1,0 +1,124 @@
+"""Generalized exponential random features with complex parameters ("gerf")."""
+
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn.feature_maps.algebra import exponential
+from keras_rfattn.feature_maps.base import Adaptive
+from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.moments import mean_of
+from keras_rfattn.kernels.variance import log_moment_of_z
+from keras_rfattn.ops.backend import wide_dtype
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Gerf(Adaptive):
+    """GERF: `D exp(A‖w‖² + B w·x - s‖x‖²/2) / √m`, any complex A, s = ±1.
+
+    `B = √(s (1 - 4A))`, `D = (1 - 4A)^(d/4)`; keys have `s B` for B. The real part of
+    the products averages to the softmax kernel; it is taken in real arithmetic, as
+    `[Re, Im]` of queries times `[Re, -Im]` of keys, of width `2 m`. `A = 0` gives
+    favorplus (s = 1, the start) and favor (s = -1); signed in general.
+
+    `adapt` chooses A and s per head: the least second moment (equation 6) for the
+    data's average `‖x + s y‖²` (equation 8), by one L-BFGS-B run for each s.
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.1. The estimate
+        is the plain product; equation 1's conjugate is a misprint.
+    """
+
+    is_positive = False
+    is_symmetric = False
+
+    @property
+    def output_dim(self):
+        return 2 * self.num_features
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        # Re A, Im A and s.
+        start = np.tile(np.float32([0, 0, 1]), (self.num_heads, 1))
+        self.parameters = self.add_weight(
+            name="parameters", shape=start.shape, dtype="float32",
+            initializer=lambda shape, dtype=None: ops.convert_to_tensor(start),
+            trainable=False, autocast=False,
+        )  # fmt: skip
+
+    def fit(self, samples):
+        def moments(q, k):
+            square = np.sum(q * q, -1).mean(1) + np.sum(k * k, -1).mean(1)
+            return np.stack([square, 2 * np.sum(q.mean(1) * k.mean(1), -1)])
+
+        squares, crosses = mean_of(moments, samples)
+        best = [
+            optimal_parameters(square, cross, self.head_dim)
+            for square, cross in zip(squares, crosses, strict=True)
+        ]
+        self.parameters.assign(np.asarray(best, "float32"))
+
+    def query_features(self, x, stats=None):
+        return self._features(x, is_key=False)
+
+    def key_features(self, x, stats=None):
+        return self._features(x, is_key=True)
+
+    def _features(self, x, is_key):
+        x = ops.cast(x, wide_dtype(x))
+        real, imaginary, s = (
+            ops.cast(self.per_head(self.parameters[:, i : i + 1], x), x.dtype)
+            for i in range(3)
+        )
+        # 1 - 4A and B, in polar form; the root of s = -1 is i.
+        size = ops.sqrt(ops.square(1 - 4 * real) + ops.square(4 * imaginary))
+        angle = ops.arctan2(-4 * imaginary, 1 - 4 * real)
+        turn = angle / 2 + (1 - s) * (math.pi / 4)
+        sign = s if is_key else 1
+        b_real = sign * ops.sqrt(size) * ops.cos(turn)
+        b_imaginary = sign * ops.sqrt(size) * ops.sin(turn)
+
+        projected = self.project(x)
+        squares = ops.sum(ops.square(ops.cast(self.vectors, x.dtype)), axis=1)
+        squares = self.per_head(squares, x)
+        exponent = real * squares + b_real * projected - s * half_square(x)
+        exponent = exponent + self.head_dim / 4 * ops.log(size)
+        phase = imaginary * squares + b_imaginary * projected
+        phase = phase + self.head_dim / 4 * angle
+        return exponential(exponent, phase, is_key)
+
+
+def optimal_parameters(square, cross, dim):
+    """A and s of the least second moment.
+
+    Args:
+        square: The mean of `‖x‖² + ‖y‖²`.
+        cross: The mean of `2 x · y`.
+        dim: The dimension d.
+
+    Returns:
+        `(Re A, Im A, s)`.
+    """
+    from scipy import optimize
+
+    results = []
+    for s in (1, -1):
+        z = max(square + s * cross, 0.0)
+
+        def moment(a, z=z, s=s):
+            value = log_moment_of_z(z, dim, complex(a[0], a[1]), s)
+            return float(value) - s * square
+
+        found = optimize.minimize(
+            moment, (-0.01, 0.01), method="L-BFGS-B",
+            bounds=((None, 0.12), (None, None)), options={"maxiter": 50},
+        )  # fmt: skip
+        results.append((found.fun, (found.x[0], found.x[1], s)))
+    return min(results)[1]

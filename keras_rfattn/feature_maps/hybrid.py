@@ -1,0 +1,254 @@
+"""Hybrid random features: base estimators weighed by random coefficients."""
+
+import keras
+from keras import ops
+
+from keras_rfattn.feature_maps import algebra
+from keras_rfattn.feature_maps.base import Adaptive
+from keras_rfattn.feature_maps.base import derive_seed
+from keras_rfattn.feature_maps.coefficients import Angular
+from keras_rfattn.feature_maps.coefficients import Gaussian
+from keras_rfattn.feature_maps.positive import FavorPlus
+from keras_rfattn.feature_maps.trigonometric import Favor
+from keras_rfattn.ops.backend import wide_dtype
+
+# Of hybrids given by name, whose width is a product: 8 · (2 + 2) · 16 = 512.
+NUM_FEATURES, NUM_COEFFICIENTS = 16, 7
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Hybrid(Adaptive):
+    """`Σ_k λ_k SM_k + (1 - Σ_k λ_k) SM_{p+1}` of p + 1 softmax estimators.
+
+    Unbiased, as coefficients and estimators are independent; signed, so that
+    attention denominators can come near 0 (`keras_rfattn.ops.features.normalize`
+    states the guard; queries and keys of bounded norm are its best use). Every part
+    projects its input once and products are of features, so that building them costs
+    `O(nd + md + mn)`.
+
+    Args:
+        estimators: p + 1 maps of kernel softmax (names, maps or configs); one may
+            be a hybrid itself.
+        coefficients: p `Coefficient`s, in the order of the first p estimators.
+        shared: Whether the estimators use the same vectors, which needs equal
+            projections and numbers of features. Reduces the variance (theorem 3.1).
+        seed: Non-negative integer, or `None`; every part derives its own from it.
+
+    Raises:
+        ValueError: If there is not one estimator more than coefficients, or one
+            estimates another kernel.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), equation 8, lemma 2.3.
+    """
+
+    is_positive = False
+    is_symmetric = False
+
+    def __init__(self, estimators, coefficients, shared=False, seed=None, **kwargs):
+        from keras_rfattn import feature_maps
+
+        super().__init__(None, projection=None, seed=seed, **kwargs)
+        estimators = [feature_maps.get(e) for e in estimators]
+        coefficients = [feature_maps.get(c) for c in coefficients]
+        kernels = [e.kernel for e in estimators]
+        if len(estimators) != len(coefficients) + 1 or set(kernels) != {"softmax"}:
+            raise ValueError(
+                "`estimators` must be softmax estimators, one more than "
+                f"`coefficients`. Received: estimators of kernels {kernels} and "
+                f"{len(coefficients)} coefficients."
+            )
+        self.shared = shared
+        self.estimators = [
+            e.reseeded(derive_seed(self.seed, 0, 0 if shared else i))
+            for i, e in enumerate(estimators)
+        ]
+        self.coefficients = [
+            c.reseeded(derive_seed(self.seed, 1, i)) for i, c in enumerate(coefficients)
+        ]
+
+    @property
+    def is_adaptive(self):
+        return any(part.is_adaptive for part in self._parts())
+
+    @property
+    def is_causal_safe(self):
+        return all(part.is_causal_safe for part in self._parts())
+
+    @property
+    def is_unbiased(self):
+        return all(part.is_unbiased for part in self._parts())
+
+    @property
+    def output_dim(self):
+        *first, last = (e.output_dim for e in self.estimators)
+        width = last * (self._rest_constant() != 0)
+        for c, size in zip(self.coefficients, first, strict=True):
+            width += (c.output_dim + (c.constant != 0)) * size + c.output_dim * last
+        return width
+
+    def _parts(self):
+        return [*self.estimators, *self.coefficients]
+
+    def _rest_constant(self):
+        return 1 - sum(c.constant for c in self.coefficients)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        for part in self._parts():
+            part.build(input_shape)
+
+    def redraw(self):
+        for part in self._parts():
+            part.redraw()
+
+    def fit(self, samples):
+        for part in self._parts():
+            if part.is_adaptive:
+                part.adapt(samples)
+
+    def statistics(self, *args, **kwargs):
+        return tuple(part.statistics(*args, **kwargs) for part in self._parts())
+
+    def query_features(self, x, stats=None):
+        return self._features(x, stats, is_key=False)
+
+    def key_features(self, x, stats=None):
+        return self._features(x, stats, is_key=True)
+
+    def _features(self, x, stats, is_key):
+        x = ops.cast(x, wide_dtype(x))
+        stats = [None] * len(self._parts()) if stats is None else stats
+        parts = [
+            (part.key_features if is_key else part.query_features)(x, s)
+            for part, s in zip(self._parts(), stats, strict=True)
+        ]
+        *first, last = parts[: len(self.estimators)]
+        coefficients = parts[len(self.estimators) :]
+        terms, rest = [], []
+        for c, features, estimator in zip(
+            self.coefficients, coefficients, first, strict=True
+        ):
+            terms.append(
+                algebra.multiply(with_constant(c.constant, features, is_key), estimator)
+            )
+            rest.append(features if is_key else algebra.scale(features, -1))
+        rest = algebra.add(*rest)
+        rest = with_constant(self._rest_constant(), rest, is_key)
+        return algebra.add(*terms, algebra.multiply(rest, last))
+
+    def get_config(self):
+        from keras_rfattn import feature_maps
+
+        config = super().get_config()
+        del config["num_features"], config["projection"]
+        return {
+            **config,
+            "estimators": [feature_maps.serialize(e) for e in self.estimators],
+            "coefficients": [feature_maps.serialize(c) for c in self.coefficients],
+            "shared": self.shared,
+        }
+
+
+def with_constant(constant, features, is_key):
+    """Features of `constant + kernel`."""
+    if constant == 0:
+        return features
+    one = algebra.constant(features.log_scale, 1.0 if is_key else constant)
+    return algebra.add(one, features)
+
+
+class Bipolar(Hybrid):
+    """`λ SM++ + (1 - λ) SMtrig`: precise for opposite and for equal inputs alike.
+
+    SM++ is the ± pair of positive features, SMtrig trigonometric features, both of
+    `num_features` vectors; λ is estimated by `num_coefficients` more.
+    """
+
+    def __init__(
+        self,
+        coefficient,
+        num_features=None,
+        num_coefficients=None,
+        shared=True,
+        projection="orthogonal",
+        seed=None,
+        **kwargs,
+    ):
+        num_features = NUM_FEATURES if num_features is None else num_features
+        if num_coefficients is None:
+            num_coefficients = NUM_COEFFICIENTS
+        estimators = [
+            FavorPlus(num_features, pair=True, projection=projection, seed=0),
+            Favor(num_features, projection=projection, seed=0),
+        ]
+        coefficient = coefficient(num_coefficients, projection=projection, seed=0)
+        super().__init__(estimators, [coefficient], shared, seed, **kwargs)
+        self.num_features = num_features
+        self.num_coefficients = num_coefficients
+
+    def get_config(self):
+        part = self.estimators[0].get_config()
+        return {
+            **keras.layers.Layer.get_config(self),
+            "num_features": self.num_features,
+            "num_coefficients": self.num_coefficients,
+            "shared": self.shared,
+            "projection": part["projection"],
+            "seed": self.seed,
+        }
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class HybridAngular(Bipolar):
+    """The angular hybrid: `λ = θ / π`, by signs of projections.
+
+    For inputs of equal length the variance is 0 at θ = 0 and at θ = π. Width
+    `4 m (n + 1)`.
+
+    Args:
+        num_features: Number m of vectors of both base estimators, 16 by default.
+        num_coefficients: Number n of vectors of the coefficient, 7 by default.
+        shared: Whether the base estimators use the same vectors, as by default.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), sections 2.4 and 3.
+    """
+
+    def __init__(self, num_features=None, num_coefficients=None, **kwargs):
+        super().__init__(Angular, num_features, num_coefficients, **kwargs)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class HybridGaussian(Bipolar):
+    """The normalized bipolar Gaussian hybrid: `λ = (1 - exp(-σ²‖x-y‖²/2)) / ρ`.
+
+    The variance is 0 at θ = 0 for inputs of length `radius`. Width `4 m (2 n + 1)`.
+
+    Args:
+        num_features: Number m of vectors of both base estimators, 16 by default.
+        num_coefficients: Number n of vectors of the coefficient, 7 by default.
+        sigma: Smoothness σ of the coefficient.
+        radius: Length of the inputs, which makes λ 1 for opposite ones; `None` for
+            ρ = 1.
+        shared: Whether the base estimators use the same vectors, as by default.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), section F.
+    """
+
+    def __init__(
+        self, num_features=None, num_coefficients=None, sigma=1.0, radius=None, **kwargs
+    ):
+        def coefficient(*args, **kwargs):
+            return Gaussian(*args, sigma=sigma, radius=radius, **kwargs)
+
+        super().__init__(coefficient, num_features, num_coefficients, **kwargs)
+        self.sigma, self.radius = sigma, radius
+
+    def get_config(self):
+        return {**super().get_config(), "sigma": self.sigma, "radius": self.radius}

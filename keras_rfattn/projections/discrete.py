@@ -1,0 +1,54 @@
+"""Random counts, for features that are monomials of their input."""
+
+import keras
+import numpy as np
+
+from keras_rfattn.projections.base import Projection
+
+
+class Counts(Projection):
+    """Base class: every entry an independent count, 0, 1, 2, …
+
+    Not Gaussian and not in the table of projections: the parameter belongs to the
+    feature map, whose constants depend on it.
+
+    Args:
+        parameter: Of the distribution, a number or one for each head.
+        seed: Non-negative integer.
+    """
+
+    is_gaussian = False
+
+    def __init__(self, parameter, seed=0):
+        super().__init__(seed=seed)
+        self.parameter = parameter
+
+    def __call__(self, shape, dtype=None):
+        heads, dim, count = shape
+        generator = np.random.Generator(np.random.Philox(self.seed))
+        counts = [
+            self.draw(generator, parameter, (dim, count))
+            for parameter in np.broadcast_to(self.parameter, (heads,))
+        ]
+        counts = np.stack(counts).astype("float32")
+        return keras.ops.convert_to_tensor(counts, dtype=dtype)
+
+    def get_config(self):
+        parameter = np.asarray(self.parameter).tolist()
+        return {**super().get_config(), "parameter": parameter}
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class PoissonCounts(Counts):
+    """Counts k with probability `exp(-λ) λᵏ / k!`; the parameter is λ."""
+
+    def draw(self, generator, parameter, size):
+        return generator.poisson(parameter, size)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class GeometricCounts(Counts):
+    """Counts k with probability `p (1 - p)ᵏ`; the parameter is p."""
+
+    def draw(self, generator, parameter, size):
+        return generator.geometric(parameter, size) - 1
