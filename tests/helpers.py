@@ -61,25 +61,64 @@ def padding_masks(length=LENGTH):
     return masks
 
 
+# Shifted by the least of few samples, steep at that; they start well below.
+SHIFTED = ("geometric_positive", "poisson_positive")
+# What queries and keys are multiplied by for maps whose variance is so large that
+# rows of few features would be sums of noise.
+SIZES = {
+    "geometric": 0.4,
+    "poisson": 0.4,
+    "complex_exponential": 0.5,
+    "gerf": 0.5,
+    "hybrid_angular": 0.25,
+    "hybrid_gaussian": 0.25,
+    "hybrid_gaussian_mixture": 0.25,
+}
+# Widths that JAX has compiled for: 24 of positive maps, 48 of signed ones.
+SMALL = {
+    "geometric": {"num_features": 48},
+    "poisson": {"num_features": 48},
+    "hybrid_angular": {"num_features": 4, "num_coefficients": 2},
+    "hybrid_gaussian": {"num_features": 4, "num_coefficients": 1, "radius": 1.5},
+    "hybrid_clustered": {"num_features": 6},
+    "hybrid_gaussian_mixture": {
+        "num_features": 16, "num_coefficients": 1, "num_clusters": (1, 1),
+    },
+}  # fmt: skip
+
+
 @functools.cache
 def build(name, kv_heads=KV_HEADS, head_dim=HEAD_DIM, seed=7, **arguments):
     """A built map; one that learns a statistic has met data."""
-    if "num_features" not in arguments and name != "elu":
-        arguments["num_features"] = NUM_FEATURES
+    arguments = {**small(name), **arguments}
     feature_map = feature_maps.get(name, seed=seed, **arguments)
     feature_map.build((None, None, kv_heads, head_dim))
-    generator = np.random.default_rng(1)
-    data = ops.convert_to_tensor(
-        generator.normal(size=(1, 20, kv_heads, head_dim)).astype("float32")
-    )
-    feature_map.statistics(data, data, training=True)
+    if feature_map.is_adaptive and name not in SHIFTED:
+        feature_map.adapt([sample(kv_heads, head_dim, SIZES.get(name, 1))])
     return feature_map
+
+
+def sample(kv_heads=KV_HEADS, head_dim=HEAD_DIM, size=1.0, length=60):
+    """Queries and keys to adapt to; every other coordinate's means differ in sign."""
+    generator = np.random.default_rng(1)
+    means = np.stack([np.ones(head_dim), np.cos(np.pi * np.arange(head_dim))])
+    noise = generator.normal(size=(2, kv_heads, length, head_dim))
+    queries, keys = size * (0.4 * noise + 0.2 * means[:, None, None])
+    return queries, keys
+
+
+def small(name):
+    """Constructor arguments of a map of little width."""
+    if name == "elu":
+        return {}
+    return SMALL.get(name, {"num_features": NUM_FEATURES})
 
 
 def featurize(feature_map, query, key, causal=True):
     """`(query_features, key_features)` of unscaled queries and keys."""
     query, key = ops.convert_to_tensor(query), ops.convert_to_tensor(key)
     side = math.sqrt(feature_map.default_scale(query.shape[-1]))
+    side = side * SIZES.get(feature_maps.name_of(feature_map), 1)
     query, key = query * side, key * side
     stats = feature_map.statistics(query, key, causal=causal)
     return feature_map.query_features(query, stats), feature_map.key_features(

@@ -12,9 +12,9 @@ from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.clustered import HybridClustered
 from keras_rfattn.feature_maps.clustered import HybridGaussianMixture
 from keras_rfattn.feature_maps.clustered import PairCoefficient
-from keras_rfattn.feature_maps.coefficients import Angular
+from keras_rfattn.feature_maps.coefficients import AngularCoefficient
 from keras_rfattn.feature_maps.coefficients import Coefficient
-from keras_rfattn.feature_maps.coefficients import Gaussian
+from keras_rfattn.feature_maps.coefficients import GaussianCoefficient
 from keras_rfattn.feature_maps.complex_exponential import ComplexExponential
 from keras_rfattn.feature_maps.conditioned import Conditioned
 from keras_rfattn.feature_maps.conditioned import FavorPPDense
@@ -52,7 +52,7 @@ FEATURE_MAPS = {
 __all__ = [
     "Activation",
     "Adaptive",
-    "Angular",
+    "AngularCoefficient",
     "Coefficient",
     "ComplexExponential",
     "Conditioned",
@@ -63,7 +63,7 @@ __all__ = [
     "FavorPPDense",
     "FavorPlus",
     "FeatureMap",
-    "Gaussian",
+    "GaussianCoefficient",
     "Geometric",
     "GeometricPositive",
     "Gerf",

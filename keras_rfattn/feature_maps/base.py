@@ -272,6 +272,11 @@ def derive_seed(*entropy):
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
+def bounded(x):
+    """Clips entries to ±1e15, whose squares are finite: a phase of `inf` is NaN."""
+    return ops.clip(x, -1e15, 1e15)
+
+
 def half_square(x):
     """`‖x‖² / 2` over the last axis, kept: `(..., H) -> (..., 1)`."""
     return ops.sum(ops.square(x), axis=-1, keepdims=True) / 2

@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.base import Adaptive
+from keras_rfattn.feature_maps.base import bounded
 from keras_rfattn.feature_maps.base import derive_seed
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.coefficients import Coefficient
@@ -138,7 +139,7 @@ class HybridClustered(Adaptive):
         return self._features(x, self.key_centers, self.key_active, is_key=True)
 
     def _features(self, x, centers, active, is_key):
-        x = ops.cast(x, wide_dtype(x))
+        x = bounded(ops.cast(x, wide_dtype(x)))
         centers, active, a = (
             ops.cast(self.per_head(p, x), x.dtype)
             for p in (centers, active, self.matrix)

@@ -24,7 +24,7 @@ class Coefficient(FeatureMap):
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Angular(Coefficient):
+class AngularCoefficient(Coefficient):
     """`λ = θ / π`: the angle between x and y, by signs of projections.
 
     `λ̂ = ½ - (1/2n) Σ sgn(τ·x) sgn(τ·y)`.
@@ -52,7 +52,7 @@ class Angular(Coefficient):
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Gaussian(Coefficient):
+class GaussianCoefficient(Coefficient):
     """`λ = (1 - exp(-σ² ‖x - y‖² / 2)) / ρ`, by trigonometric features.
 
     With `ρ = 1 - exp(-2 σ² r²)` it is 1 for opposite x and y of length r, and 0 for

@@ -11,6 +11,7 @@ from keras_rfattn.feature_maps.base import Adaptive
 from keras_rfattn.feature_maps.base import derive_seed
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.kernels.variance import log_moment_geometric
+from keras_rfattn.ops.backend import elementwise_max
 from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.features import Features
 
@@ -98,7 +99,7 @@ class Discrete(Adaptive):
 
     def key_features(self, x, stats=None):
         x = ops.cast(x, wide_dtype(x))
-        log_scale = self._log_monomials(ops.maximum(ops.abs(x), TINY))
+        log_scale = self._log_monomials(elementwise_max(ops.abs(x), TINY))
         odd = ops.mod(self.project(ops.cast(x < 0, x.dtype)), 2)
         return Features(1 - 2 * odd, log_scale)
 
@@ -227,7 +228,7 @@ class Shifted:
     def key_features(self, x, stats=None):
         x = ops.cast(x, wide_dtype(x))
         shift = ops.cast(self.per_head(self.shift, x), x.dtype)
-        log_scale = self._log_monomials(ops.maximum(x - shift, EPSILON))
+        log_scale = self._log_monomials(elementwise_max(x - shift, EPSILON))
         factor = ops.sum(shift * (x - shift / 2), axis=-1, keepdims=True)
         return Features(None, log_scale + factor)
 

@@ -6,11 +6,12 @@ from keras import ops
 from keras_rfattn.feature_maps import algebra
 from keras_rfattn.feature_maps.base import Adaptive
 from keras_rfattn.feature_maps.base import derive_seed
-from keras_rfattn.feature_maps.coefficients import Angular
-from keras_rfattn.feature_maps.coefficients import Gaussian
+from keras_rfattn.feature_maps.coefficients import AngularCoefficient
+from keras_rfattn.feature_maps.coefficients import GaussianCoefficient
 from keras_rfattn.feature_maps.positive import FavorPlus
 from keras_rfattn.feature_maps.trigonometric import Favor
 from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.features import Features
 
 # Of hybrids given by name, whose width is a product: 8 · (2 + 2) · 16 = 512.
 NUM_FEATURES, NUM_COEFFICIENTS = 16, 7
@@ -135,7 +136,9 @@ class Hybrid(Adaptive):
             rest.append(features if is_key else algebra.scale(features, -1))
         rest = algebra.add(*rest)
         rest = with_constant(self._rest_constant(), rest, is_key)
-        return algebra.add(*terms, algebra.multiply(rest, last))
+        result = algebra.add(*terms, algebra.multiply(rest, last))
+        # Signs stand on one side, but algorithms expect values on both.
+        return Features(algebra.values_of(result), result.log_scale)
 
     def get_config(self):
         from keras_rfattn import feature_maps
@@ -218,7 +221,7 @@ class HybridAngular(Bipolar):
     """
 
     def __init__(self, num_features=None, num_coefficients=None, **kwargs):
-        super().__init__(Angular, num_features, num_coefficients, **kwargs)
+        super().__init__(AngularCoefficient, num_features, num_coefficients, **kwargs)
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -245,7 +248,7 @@ class HybridGaussian(Bipolar):
         self, num_features=None, num_coefficients=None, sigma=1.0, radius=None, **kwargs
     ):
         def coefficient(*args, **kwargs):
-            return Gaussian(*args, sigma=sigma, radius=radius, **kwargs)
+            return GaussianCoefficient(*args, sigma=sigma, radius=radius, **kwargs)
 
         super().__init__(coefficient, num_features, num_coefficients, **kwargs)
         self.sigma, self.radius = sigma, radius

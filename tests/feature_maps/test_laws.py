@@ -20,9 +20,9 @@ def features(name, x, side="key_features", **arguments):
 
 
 def fresh(name, seed=7, **arguments):
-    if name != "elu":
+    if name in PROJECTED:
         arguments.setdefault("num_features", 6)
-    feature_map = feature_maps.get(name, seed=seed, **arguments)
+    feature_map = feature_maps.get(name, seed=seed, **{**h.small(name), **arguments})
     feature_map.build((None, None, h.KV_HEADS, h.HEAD_DIM))
     return feature_map
 
@@ -44,6 +44,10 @@ def test_shapes_and_ranges(name, side):
             assert feature_map.features_per_scale == feature_map.output_dim
 
 
+# Of values alone; what others adapt to here may leave them positive.
+SIGNED = ("favor", "complex_exponential", "hybrid_angular", "hybrid_gaussian")
+
+
 @pytest.mark.parametrize("name", h.NAMES)
 def test_products_are_positive_if_it_says_so(name):
     # By the declaration alone a map could be either.
@@ -55,7 +59,10 @@ def test_products_are_positive_if_it_says_so(name):
         return np.ones_like(f.log_scale) if f.values is None else f.values
 
     products = np.einsum("btnm,bsnm->bnts", dense(query), dense(key))
-    assert np.all(products > 0) == feature_map.is_positive
+    if feature_map.is_positive:
+        assert np.all(products > 0)
+    elif name in SIGNED:
+        assert np.any(products < 0)
 
 
 @pytest.mark.parametrize("side", ["query_features", "key_features"])
@@ -113,17 +120,23 @@ def test_vectors_stay_float32_under_any_policy(name):
     assert not feature_map.trainable_weights
 
 
+def assert_different(a, b):
+    """Not one number in common, or not most if they are counts."""
+    a, b = h.to_numpy(a), h.to_numpy(b)
+    are_counts = np.all(a == np.round(a))
+    assert np.mean(a == b) <= (0.9 if are_counts else 0)
+
+
 @pytest.mark.parametrize("name", PROJECTED)
 def test_the_seed_decides_the_vectors(name):
     h.assert_same(fresh(name).vectors, fresh(name).vectors)
-    other = h.to_numpy(fresh(name, seed=8).vectors)
-    assert not np.any(other == h.to_numpy(fresh(name).vectors))
+    assert_different(fresh(name, seed=8).vectors, fresh(name).vectors)
 
 
 @pytest.mark.parametrize("name", PROJECTED)
 def test_maps_without_a_seed_differ(name):
     one, other = fresh(name, seed=None), fresh(name, seed=None)
-    assert not np.any(h.to_numpy(one.vectors) == h.to_numpy(other.vectors))
+    assert_different(one.vectors, other.vectors)
     # And each can be made again from its config.
     again = feature_maps.get(feature_maps.serialize(one))
     again.build((None, None, h.KV_HEADS, h.HEAD_DIM))
@@ -150,7 +163,7 @@ def test_redraw(name):
         draws.append(h.to_numpy(one.vectors).copy())
     for i, a in enumerate(draws):
         for b in draws[:i]:
-            assert not np.any(a == b)
+            assert_different(a, b)
 
 
 def test_redraw_needs_vectors():
@@ -184,13 +197,17 @@ def test_weights_bring_the_vectors_along(name, tmp_path):
         assert int(h.to_numpy(loaded.draws)) == 1
 
 
+# With a logarithm that is steep near 0, or steps, which a difference steps over.
+STEEP = ("relu", "poisson", "geometric", "hybrid_clustered", "hybrid_angular")
+
+
 @pytest.mark.parametrize("name", h.NAMES)
 def test_gradients_of_features(name):
     feature_map, x = h.build(name), h.problem(length=2).key
 
     def total(x):
         values, log_scale = feature_map.key_features(x)
-        return log_scale if values is None else values
+        return log_scale if values is None else values + log_scale
 
     (actual,) = h.gradients(total, x)
     step, direction = 1e-2, np.random.default_rng(4).normal(size=x.shape)
@@ -202,8 +219,7 @@ def test_gradients_of_features(name):
         return np.sum(h.to_numpy(moved).astype("float64").ravel() * weights)
 
     slope = (along(step) - along(-step)) / (2 * step)
-    if name == "relu":
-        # Steep near 0, where the logarithm of epsilon begins.
+    if name in STEEP:
         assert np.all(np.isfinite(actual)) and np.any(actual != 0)
     else:
         h.assert_close(np.sum(actual * direction), slope, 5e-2)

@@ -23,8 +23,9 @@ def test_get_by_name(name):
     feature_map = feature_maps.get(name)
     assert type(feature_map) is feature_maps.FEATURE_MAPS[name]
     assert feature_maps.name_of(feature_map) == name
-    has_projection = feature_map.projection is not None
-    assert feature_map.num_features == (256 if has_projection else None)
+    # Hybrids multiply numbers of features.
+    if not name.startswith("hybrid"):
+        assert feature_map.num_features == (None if name == "elu" else 256)
 
 
 def test_get_passes_arguments_but_those_that_are_none():
@@ -132,10 +133,27 @@ def test_name_of_a_stranger():
 def test_config_round_trip_keeps_the_numbers(name):
     # Nothing at its default.
     arguments = {"num_features": 10, "projection": "gaussian", "seed": 11}
+    if name.startswith(("poisson", "geometric")):
+        arguments["parameter"] = 0.3
+        del arguments["projection"]
     arguments |= {
         "relu": {"epsilon": 0.5},
         "favorplus": {"pair": True},
-        "favorpp": {"statistics": "stored", "momentum": 0.5},
+        "favorpp": {"statistics": "stored", "momentum": 0.5, "per_direction": True},
+        "favorpp_dense": {"statistics": "stored"},
+        "complex_exponential": {"form": "full"},
+        "hybrid_angular": {"num_coefficients": 3, "shared": False},
+        "hybrid_gaussian": {"num_coefficients": 3, "sigma": 0.7, "radius": 2.0},
+        "hybrid_clustered": {
+            "num_clusters": [3, 2],
+            "num_pairs": 4,
+            "form": "complex",
+        },
+        "hybrid_gaussian_mixture": {
+            "num_coefficients": 3,
+            "num_clusters": [1, 2],
+            "tau": 2.0,
+        },
     }.get(name, {})
     feature_map = feature_maps.get(name, **arguments)
     again = feature_maps.deserialize(feature_maps.serialize(feature_map))

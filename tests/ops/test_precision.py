@@ -38,7 +38,9 @@ def test_gradients_of_narrow_inputs(name, dtype):
     call = h.attention(feature_map, causal, block_size=h.BLOCK)
     narrow = [ops.cast(a, dtype) for a in x]
     actual = h.gradients(lambda *a: call(*a), *narrow)
+    # A sum rounded to the other side of a cluster's border is a jump.
+    factor = 10 if name == "hybrid_clustered" else 3
     # From the same rounded numbers: what is measured is the arithmetic.
     expected = h.gradients(lambda *a: call(*a), *(h.to_numpy(a) for a in narrow))
     for a, e in zip(actual, expected, strict=True):
-        h.assert_close(a, e, 3 * h.NARROW[dtype])
+        h.assert_close(a, e, factor * h.NARROW[dtype])
