@@ -3,11 +3,15 @@
 from keras_rfattn.layers.attention import LinearAttention
 from keras_rfattn.layers.attention import attend
 from keras_rfattn.layers.grouped_query_attention import GroupedQueryAttention
+from keras_rfattn.layers.kernel_features import KernelFeatures
 from keras_rfattn.layers.multi_head_attention import MultiHeadAttention
+from keras_rfattn.layers.recording import record
 
 __all__ = [
     "GroupedQueryAttention",
+    "KernelFeatures",
     "LinearAttention",
     "MultiHeadAttention",
     "attend",
+    "record",
 ]

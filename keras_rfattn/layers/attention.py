@@ -42,7 +42,8 @@ def attend(
         scale: Factor on `q · k`; the map's default if `None`.
         block_size: Of the causal algorithm.
         training: Whether stored statistics are updated.
-        recorder: Called with the scaled queries and keys and their padding masks.
+        recorder: Called with `(query, key, value, query_mask, key_mask, causal)`,
+            queries and keys scaled; may return an output to go on with.
 
     Returns:
         `(B, T, N, V)`. A row that sees no key is 0.
@@ -66,7 +67,9 @@ def attend(
     wide = "float64" if query.dtype == "float64" else "float32"
     query, key = ops.cast(query, wide) * side, ops.cast(key, wide) * side
     if recorder is not None:
-        recorder(query, key, query_mask, key_mask)
+        output = recorder(query, key, value, query_mask, key_mask, mask.causal)
+        if output is not None:
+            return output
 
     partial = mask.causal or not mask.self_attention
     stats = feature_map.statistics(
@@ -118,7 +121,7 @@ class LinearAttention:
 
     # A layer that becomes linear in the middle of its first call has no answer yet.
     _is_self_attention = False
-    # Set while `keras_rfattn.calibrate` runs the model.
+    # Set while `keras_rfattn.layers.record` runs the model.
     recorder = None
 
     def _set_mechanism(self, feature_map, block_size=None):

@@ -14,6 +14,7 @@ Public layout is ``(B, T, N, H)``. Every algorithm takes
 
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.exact import softmax_attention
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
@@ -34,4 +35,5 @@ __all__ = [
     "interpret_mask",
     "quadratic",
     "read_state",
+    "softmax_attention",
 ]

@@ -168,8 +168,10 @@ def test_empty_state_reads_zero():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", h.NAMES)
 def test_narrow_values(name, dtype):
-    # Queries near keys, or a signed map's rows could not tell its output from 0.
+    # Queries near keys, values off 0: else a signed map's rows could not tell its
+    # output from 0.
     feature_map, features, value, _ = setup(name, size=0.2)
+    value = value + 2
     state = extend_state(empty(feature_map), features[1], ops.cast(value, dtype))
     for a in state[:4]:
         assert keras.backend.standardize_dtype(a.dtype) == "float32"

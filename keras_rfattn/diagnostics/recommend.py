@@ -1,0 +1,133 @@
+"""Which map, how wide, for a wanted error."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from keras_rfattn import feature_maps
+from keras_rfattn.diagnostics.errors import estimate
+from keras_rfattn.diagnostics.errors import head_errors
+from keras_rfattn.layers import LinearAttention
+from keras_rfattn.layers import record
+from keras_rfattn.layers.attention import check_model
+from keras_rfattn.layers.attention import title
+from keras_rfattn.models import replace_attention
+from keras_rfattn.models import restore_attention
+
+CANDIDATES = ("favor", "favorplus", "favorpp", "favorpp_dense")
+WIDTHS = (64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The narrowest map that reaches an error; prints as a table with the verdict.
+
+    Attributes:
+        mechanism: Name of the map, or `None` if none reaches the error.
+        num_features: Its `num_features`, or `None`.
+        wanted: The error asked for.
+        control: The error of uniform attention.
+        tried: `(mechanism, num_features, width, error)` of everything measured.
+    """
+
+    mechanism: str | None
+    num_features: int | None
+    wanted: float
+    control: float
+    tried: tuple
+
+    def __str__(self):
+        lines = [f"{'mechanism':<15}{'num_features':>13}{'width':>7}{'output error':>14}"]
+        lines += [
+            f"{name:<15}{count:>13}{width:>7}{error:>14.3f}"
+            for name, count, width, error in self.tried
+        ]
+        lines.append(f"{'no attention':<35}{self.control:>14.3f}")
+        if self.mechanism is None:
+            lines.append(
+                f"None reaches {self.wanted} without training. Uptrain the model, or "
+                "keep its hardest layers softmax (`exclude=`)."
+            )
+        else:
+            lines.append(
+                f"{self.mechanism!r} with num_features={self.num_features} reaches "
+                f"{self.wanted} without training."
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def recommend(
+    model, data, error, candidates=CANDIDATES, widths=WIDTHS, max_tokens=512, seed=0
+):
+    """Names the map and width that reach a wanted error without training.
+
+    Measures the relative error of attention outputs, mean over layers and heads, on
+    the softmax model's activations; maps that learn from data learn from the same.
+
+    Args:
+        model: A model with softmax or linear attention, unchanged afterwards.
+        data: An iterable of batches, each what `model(batch)` takes.
+        error: The wanted relative error, between 0 and 1.
+        candidates: Names of maps of kernel softmax.
+        widths: Feature widths M to try, in increasing order.
+        max_tokens: How many queries and keys of a sequence are used at most.
+        seed: Of the random vectors.
+
+    Returns:
+        A `Recommendation`.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer.
+        ValueError: If `error` is not between 0 and 1, or there is no attention.
+    """
+    check_model(model)
+    if not 0 < error < 1:
+        raise ValueError(f"`error` must be between 0 and 1. Received: error={error}.")
+    is_softmax = not any(
+        isinstance(layer, LinearAttention) for layer in model._flatten_layers()
+    )
+    if is_softmax:
+        replace_attention(model, "favorplus", num_features=1, seed=0)
+    try:
+        found = record(model, data, exact=True, max_tokens=max_tokens)
+    finally:
+        if is_softmax:
+            restore_attention(model)
+    if not found:
+        raise ValueError(f"`data` must hold a real token. Received: {title(model)}.")
+    tried, best, control = [], None, np.nan
+    for width in sorted(widths):
+        for name in candidates:
+            maps = [_adapted(name, width, seed + i, x) for i, x in enumerate(found)]
+            errors = [
+                head_errors(feature_map, sequences, head, estimates)
+                for feature_map, (_, _, sequences) in zip(maps, found, strict=True)
+                for estimates in [[estimate(feature_map, s) for s in sequences]]
+                for head in range(feature_map.num_heads)
+            ]
+            measured = float(np.mean([e.output for e in errors]))
+            control = float(np.mean([e.mean_of_values for e in errors]))
+            count = maps[0].num_features
+            tried.append((name, count, maps[0].output_dim, measured))
+            if measured <= error and (best is None or measured < best[2]):
+                best = (name, count, measured)
+        if best is not None:
+            break
+    name, count, _ = best or (None, None, None)
+    return Recommendation(name, count, error, control, tuple(tried))
+
+
+def _adapted(name, width, seed, found):
+    """A map of a given width for one layer, adapted to what the layer meets."""
+    _, _, sequences = found
+    per_vector = feature_maps.get(name, num_features=1, seed=0).output_dim
+    feature_map = feature_maps.get(
+        name, num_features=max(1, width // per_vector), seed=seed
+    )
+    heads, _, dim = sequences[0].key.shape
+    feature_map.build((None, None, heads, dim))
+    if feature_map.is_adaptive:
+        feature_map.adapt([(s.query, s.key) for s in sequences])
+    return feature_map

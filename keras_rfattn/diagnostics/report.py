@@ -1,0 +1,166 @@
+"""The approximation report: every layer and head, against softmax."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from keras_rfattn import feature_maps
+from keras_rfattn.diagnostics.errors import HeadErrors
+from keras_rfattn.diagnostics.errors import estimate
+from keras_rfattn.diagnostics.errors import head_errors
+from keras_rfattn.diagnostics.predict import predicted_variance
+from keras_rfattn.layers import record
+from keras_rfattn.layers.attention import check_model
+from keras_rfattn.layers.attention import title
+
+COLUMNS = {
+    "kernel": "kernel",
+    "predicted": "predicted",
+    "attention": "attention",
+    "output": "output",
+    "mean_of_values": "mean of V",
+    "negative": "negative",
+    "kolmogorov_smirnov": "KS",
+    "wasserstein": "Wasserstein",
+}
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """Errors of one head.
+
+    Attributes:
+        path: Path of the layer.
+        head: Key/value head.
+        mechanism: Registered name of the feature map.
+        width: Feature width M.
+        errors: `HeadErrors`.
+    """
+
+    path: str
+    head: int
+    mechanism: str
+    width: int
+    errors: HeadErrors
+
+
+@dataclass(frozen=True)
+class ApproximationReport:
+    """`HeadReport`s of a model; prints as a table, and plots."""
+
+    model: str
+    heads: tuple
+
+    @property
+    def mean(self):
+        """`HeadErrors`, the mean over layers and heads."""
+        return HeadErrors(*np.mean([h.errors for h in self.heads], axis=0))
+
+    def layers(self):
+        """`(path, mechanism, width, HeadErrors)` for each layer, means over heads."""
+        groups = {}
+        for h in self.heads:
+            groups.setdefault((h.path, h.mechanism, h.width), []).append(h.errors)
+        return [
+            (*key, HeadErrors(*np.mean(errors, axis=0)))
+            for key, errors in groups.items()
+        ]
+
+    def __str__(self):
+        head = ("layer", "mechanism", "width", *COLUMNS.values())
+        body = [
+            (path, mechanism, str(width), *(f"{e:.3g}" for e in errors))
+            for path, mechanism, width, errors in self.layers()
+        ]
+        body.append(("mean", "", "", *(f"{e:.3g}" for e in self.mean)))
+        table = [head, *body]
+        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+            for row in table
+        ]
+        return "\n".join(
+            [
+                f"Approximation of softmax attention in {self.model}",
+                *(line.rstrip() for line in lines),
+                "errors are relative, 0 is exact; no attention at all (mean of V) and "
+                "zero (1) are the controls",
+            ]
+        )
+
+    __repr__ = __str__
+
+    def plot(self, path=None):
+        """Output error per head beside its control.
+
+        Args:
+            path: File to save to, or `None`.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ImportError: If matplotlib is missing.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 4), layout="constrained")
+        axes = figure.subplots()
+        numbers = np.arange(len(self.heads))
+        for name in ("output", "mean_of_values", "attention"):
+            heights = [getattr(h.errors, name) for h in self.heads]
+            axes.plot(numbers, heights, ".", label=COLUMNS[name])
+        axes.axhline(1, color="gray", linewidth=0.8, label="zero")
+        axes.set(xlabel="head, layer by layer", ylabel="relative error", ylim=(0, None))
+        axes.set_title(self.model)
+        axes.legend()
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+
+def approximation_report(model, data, max_tokens=512):
+    """Measures how well linear attention approximates softmax, layer by layer.
+
+    Every layer is measured on the activations of the softmax model, so that errors of
+    earlier layers do not enter.
+
+    Args:
+        model: A model with linear attention.
+        data: An iterable of batches, each what `model(batch)` takes.
+        max_tokens: How many queries and keys of a sequence are used at most.
+
+    Returns:
+        An `ApproximationReport`.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer.
+        ValueError: If it has no linear attention, or `data` no token.
+    """
+    check_model(model)
+    found = record(model, data, exact=True, max_tokens=max_tokens)
+    if not found:
+        raise ValueError(
+            "`model` must have linear attention and `data` a batch with a real token. "
+            f"Received: {title(model)}. Call `replace_attention` first."
+        )
+    heads = []
+    for path, layer, sequences in found:
+        heads += report_layer(path, layer.feature_map, sequences)
+    return ApproximationReport(title(model), tuple(heads))
+
+
+def report_layer(path, feature_map, sequences):
+    """`HeadReport`s of one feature map on recorded sequences."""
+    estimates = [estimate(feature_map, s) for s in sequences]
+    name = feature_maps.name_of(feature_map)
+    return [
+        HeadReport(
+            path, head, name, feature_map.output_dim,
+            head_errors(
+                feature_map, sequences, head, estimates,
+                predicted_variance(feature_map, head),
+            ),
+        )
+        for head in range(feature_map.num_heads)
+    ]  # fmt: skip

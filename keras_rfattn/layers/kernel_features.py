@@ -1,0 +1,105 @@
+"""Random features outside attention: vectors in, features of a kernel out."""
+
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.algebra import values_of
+from keras_rfattn.feature_maps.base import half_square
+
+KERNELS = ("gaussian", "softmax")
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class KernelFeatures(keras.layers.Layer):
+    """Random features φ with `φ(x) · φ(y) ≈ k(x, y)`, for kernel machines.
+
+    Any feature map of kernel softmax serves; a linear model on its output is a
+    kernel machine whose cost is linear in the number of examples.
+
+    Args:
+        feature_map: Name, `FeatureMap` or config; `"favor"` (random Fourier
+            features) by default.
+        kernel: `"gaussian"`: `exp(-gamma ‖x - y‖²)`, or `"softmax"`:
+            `exp(2 gamma x · y)`, the same times `exp(gamma (‖x‖² + ‖y‖²))`.
+        gamma: Positive number, 0.5 by default.
+        num_features: Number of random vectors of a map given by name.
+        seed: Likewise.
+
+    Call arguments:
+        inputs: Array of shape `(..., H)`.
+        side: `"query"` or `"key"`: maps that are not symmetric (`is_symmetric`) have
+            different features for x and for y.
+
+    Returns:
+        Array of shape `(..., M)`. Softmax features may overflow where the kernel
+        does.
+
+    Raises:
+        ValueError: If the map estimates another kernel, or `gamma` is not positive.
+
+    Reference:
+        Rahimi and Recht, "Random Features for Large-Scale Kernel Machines" (2007).
+    """
+
+    def __init__(
+        self, feature_map="favor", kernel="gaussian", gamma=0.5, num_features=None,
+        seed=None, **kwargs,
+    ):  # fmt: skip
+        super().__init__(**kwargs)
+        arguments = {"num_features": num_features, "seed": seed}
+        feature_map = feature_maps.get(feature_map, **arguments)
+        if kernel not in KERNELS or not gamma > 0 or feature_map.kernel != "softmax":
+            raise ValueError(
+                f"`kernel` must be one of {KERNELS}, `gamma` positive and "
+                "`feature_map` an estimator of the softmax kernel. Received: "
+                f"kernel={kernel!r}, gamma={gamma}, feature_map={feature_map!r} of "
+                f"kernel {feature_map.kernel!r}."
+            )
+        self.feature_map, self.kernel, self.gamma = feature_map, kernel, gamma
+
+    def build(self, input_shape):
+        """Draws the random vectors for inputs of shape `(..., H)`."""
+        if not self.feature_map.built:
+            self.feature_map.build((None, None, 1, input_shape[-1]))
+
+    def adapt(self, x, y=None):
+        """Measures what the map learns from data; nothing for maps that learn nothing.
+
+        Args:
+            x: Array of shape `(n, H)`, inputs of the query side.
+            y: Likewise for the key side, `x` by default.
+        """
+        x = np.asarray(x, "float64") * math.sqrt(2 * self.gamma)
+        y = x if y is None else np.asarray(y, "float64") * math.sqrt(2 * self.gamma)
+        self.build(x.shape)
+        if self.feature_map.is_adaptive:
+            self.feature_map.adapt([(x[None], y[None])])
+
+    def call(self, inputs, side="query"):
+        if side not in ("query", "key"):
+            raise ValueError(f"`side` must be 'query' or 'key'. Received: side={side}.")
+        shape = ops.shape(inputs)
+        x = ops.reshape(inputs, (1, -1, 1, shape[-1])) * math.sqrt(2 * self.gamma)
+        stats = self.feature_map.statistics(x, x, causal=True)
+        method = "query_features" if side == "query" else "key_features"
+        features = getattr(self.feature_map, method)(x, stats)
+        log_scale = features.log_scale
+        if self.kernel == "gaussian":
+            log_scale = log_scale - half_square(ops.cast(x, log_scale.dtype))
+        values = values_of(features) * ops.exp(log_scale)
+        return ops.reshape(values, (*shape[:-1], self.feature_map.output_dim))
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape[:-1], self.feature_map.output_dim)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "feature_map": feature_maps.serialize(self.feature_map),
+            "kernel": self.kernel,
+            "gamma": self.gamma,
+        }

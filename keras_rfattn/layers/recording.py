@@ -1,0 +1,93 @@
+"""Watching a model's queries, keys and values at work."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from keras_rfattn.layers.attention import LinearAttention
+from keras_rfattn.ops import softmax_attention
+
+
+class Sequence(NamedTuple):
+    """The real tokens of one sequence in one attention layer, float64 NumPy arrays.
+
+    Attributes:
+        query: Scaled queries, `(K, T · G, H)`, groups beside their token.
+        key: Scaled keys, `(K, S, H)`.
+        value: `(K, S, V)`.
+        causal: Whether query i sees keys `j <= i` only.
+    """
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    causal: bool
+
+
+class Recorder:
+    """Collects `Sequence`s; the layer goes on with softmax if `exact`."""
+
+    def __init__(self, num_heads, exact, max_tokens):
+        self.num_heads, self.exact, self.max_tokens = num_heads, exact, max_tokens
+        self.sequences = []
+
+    def __call__(self, query, key, value, query_mask, key_mask, causal):
+        """Adds a batch; see `attend`."""
+        parts = (
+            self._tokens(query, query_mask),
+            self._tokens(key, key_mask),
+            self._tokens(value, key_mask),
+        )
+        for q, k, v in zip(*parts, strict=True):
+            if q.shape[1] and k.shape[1]:
+                self.sequences.append(Sequence(q, k, v, causal))
+        if self.exact:
+            return softmax_attention(query, key, value, key_mask, causal)
+        return None
+
+    def _tokens(self, x, mask):
+        """The real tokens of each row, evenly thinned, as `(K, n · G, ·)`."""
+        x = keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
+        real = np.ones(x.shape[:2], bool)
+        if mask is not None:
+            real = keras.ops.convert_to_numpy(mask).astype(bool)
+        for row, kept in zip(x, real, strict=True):
+            row = row[kept]
+            row = row[:: max(1, -(-len(row) // self.max_tokens))]
+            row = row.reshape(len(row), self.num_heads, -1, row.shape[-1])
+            row = row.transpose(1, 0, 2, 3).reshape(self.num_heads, -1, row.shape[-1])
+            yield row.astype("float64")
+
+
+def record(model, data, exact=True, max_tokens=1024):
+    """Runs a model on data and keeps what its linear attention layers meet.
+
+    Args:
+        model: A model with linear attention, run outside of any compiled function.
+        data: An iterable of batches, each what `model(batch)` takes.
+        exact: Whether layers compute softmax attention meanwhile, so that deeper ones
+            meet what they meet in the softmax model. Takes memory quadratic in the
+            length of a batch.
+        max_tokens: How many queries and keys of a sequence are kept at most, evenly
+            spread.
+
+    Returns:
+        List of `(path, layer, sequences)`, one for each linear attention layer that
+        met a real token.
+    """
+    layers = [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
+    recorders = [Recorder(x._kv_shape()[0], exact, max_tokens) for x in layers]
+    for layer, recorder in zip(layers, recorders, strict=True):
+        layer.recorder = recorder
+    try:
+        for batch in data:
+            model(batch, training=False)
+    finally:
+        for layer in layers:
+            del layer.recorder
+    return [
+        (layer.path, layer, recorder.sequences)
+        for layer, recorder in zip(layers, recorders, strict=True)
+        if recorder.sequences
+    ]

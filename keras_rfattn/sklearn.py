@@ -1,0 +1,115 @@
+"""Random features as a scikit-learn transformer, beside `RBFSampler`.
+
+Needs scikit-learn, which `import keras_rfattn` alone does not load.
+"""
+
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.base import ClassNamePrefixFeaturesOutMixin
+from sklearn.base import TransformerMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import validate_data
+
+from keras_rfattn import feature_maps
+from keras_rfattn import layers
+
+
+class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    """Approximates a kernel's feature space by random features.
+
+    Args:
+        feature_map: Name, `keras_rfattn.feature_maps.FeatureMap` or config of a
+            symmetric estimator of the softmax kernel. Parameters learnt from data are
+            measured by `fit`.
+        kernel: `"gaussian"`: `exp(-gamma ‖x - y‖²)`, or `"softmax"`:
+            `exp(2 gamma x · y)`.
+        gamma: Positive number.
+        num_features: Number of random vectors of a map given by name.
+        random_state: Seed of the random vectors of a map given by name: an integer,
+            `RandomState` or `None`.
+
+    Attributes:
+        layer_: The fitted `keras_rfattn.layers.KernelFeatures`.
+        n_features_in_: Number of columns seen by `fit`.
+    """
+
+    def __init__(
+        self, feature_map="favor", kernel="gaussian", gamma=0.5, num_features=100,
+        random_state=None,
+    ):  # fmt: skip
+        self.feature_map = feature_map
+        self.kernel = kernel
+        self.gamma = gamma
+        self.num_features = num_features
+        self.random_state = random_state
+
+    def fit(self, X, y=None):
+        """Draws the random vectors, and measures what the map learns from X.
+
+        Args:
+            X: Array of shape `(n, H)`.
+            y: Ignored.
+
+        Returns:
+            The transformer.
+
+        Raises:
+            ValueError: If the map has other features for queries than for keys.
+        """
+        X = validate_data(self, X, dtype=("float64", "float32"))
+        feature_map = self.feature_map
+        if isinstance(feature_map, str):
+            seed = check_random_state(self.random_state).randint(2**31 - 1)
+            feature_map = feature_maps.get(
+                feature_map, num_features=self.num_features, seed=int(seed)
+            )
+        else:
+            # A copy: the caller's map stays as it is.
+            feature_map = feature_maps.get(feature_map)
+            feature_map = feature_map.reseeded(feature_map.seed)
+        if not feature_map.is_symmetric:
+            raise ValueError(
+                "A transformer gives one set of features; this map has different ones "
+                f"for both sides. Received: feature_map={self.feature_map!r}. Use "
+                "`keras_rfattn.layers.KernelFeatures` with `side=`."
+            )
+        self.layer_ = layers.KernelFeatures(feature_map, self.kernel, self.gamma)
+        self.layer_.adapt(X)
+        self._n_features_out = feature_map.output_dim
+        return self
+
+    def transform(self, X):
+        """Random features of X.
+
+        Args:
+            X: Array of shape `(n, H)`.
+
+        Returns:
+            Array of shape `(n, M)` with the dtype of X.
+        """
+        from keras import ops
+
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=("float64", "float32"), reset=False)
+        features = self.layer_(X.astype("float32"))
+        return np.asarray(ops.convert_to_numpy(features)).astype(X.dtype)
+
+    def __getstate__(self):
+        state = dict(super().__getstate__())
+        layer = state.pop("layer_", None)
+        if layer is not None:
+            state["_layer_config"] = layer.get_config()
+            weights = [np.asarray(w) for w in layer.get_weights()]
+            state["_layer_weights"] = weights
+        return state
+
+    def __setstate__(self, state):
+        state = dict(state)
+        config = state.pop("_layer_config", None)
+        weights = state.pop("_layer_weights", None)
+        super().__setstate__(state)
+        if config is not None:
+            self.layer_ = layers.KernelFeatures.from_config(config)
+            self.layer_.build((None, self.n_features_in_))
+            self.layer_.set_weights(weights)
