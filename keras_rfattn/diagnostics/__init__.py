@@ -1,5 +1,6 @@
 """How well random features approximate softmax attention, on real activations."""
 
+from keras_rfattn.diagnostics.predict import log_moment
 from keras_rfattn.diagnostics.predict import predicted_variance
 from keras_rfattn.diagnostics.recommend import recommend
 from keras_rfattn.diagnostics.report import ApproximationReport
@@ -8,6 +9,7 @@ from keras_rfattn.diagnostics.report import approximation_report
 __all__ = [
     "ApproximationReport",
     "approximation_report",
+    "log_moment",
     "predicted_variance",
     "recommend",
 ]

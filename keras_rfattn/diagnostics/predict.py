@@ -21,7 +21,7 @@ def predicted_variance(feature_map, head=0, stats=None):
         A function `(query, key) -> variance / kernel²`, `(T, H)` and `(S, H)` to
         `(T, S)`, or `None` if no closed form is known.
     """
-    moment = _log_moment(feature_map, head, stats)
+    moment = log_moment(feature_map, head, stats)
     if moment is None:
         return None
 
@@ -41,8 +41,18 @@ def _number(weight, head):
     return ops.convert_to_numpy(weight)[head].astype("float64")
 
 
-def _log_moment(feature_map, head, stats):
-    """`(x, y) -> log E Z²` of one draw, or `None`."""
+def log_moment(feature_map, head=0, stats=None):
+    """The second moment of a map's estimates of softmax, from its closed form.
+
+    Args:
+        feature_map: A built `FeatureMap`.
+        head: Which key/value head.
+        stats: FAVOR++'s parameter A, where it is not stored.
+
+    Returns:
+        A function `(x, y) -> log E[Z²]` of one draw Z for pairs `(..., H)`, or `None`
+        if no closed form is known; see `keras_rfattn.kernels.variance`.
+    """
     general = variance.log_moment_generalized_exponential
     if type(feature_map) is maps.Favor:
         return lambda x, y: general(x, y, 0, -1)

@@ -122,4 +122,6 @@ def optimal_parameters(square, cross, dim):
             bounds=((None, 0.12), (None, None)), options={"maxiter": 50},
         )  # fmt: skip
         results.append((found.fun, (found.x[0], found.x[1], s)))
+        # Where a search from elsewhere would end above its neighbour.
+        results.append((moment((0.0, 0.0)), (0.0, 0.0, s)))
     return min(results)[1]
