@@ -1,5 +1,6 @@
 """Linear attention for Keras 3, in place of a checkpoint's softmax attention."""
 
+from keras_rfattn import diagnostics
 from keras_rfattn import feature_maps
 from keras_rfattn import layers
 from keras_rfattn import ops
@@ -22,6 +23,7 @@ __all__ = [
     "calibrate",
     "convert_vit",
     "describe_attention",
+    "diagnostics",
     "extend_positions",
     "feature_maps",
     "from_preset",

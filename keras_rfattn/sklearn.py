@@ -4,6 +4,7 @@ Needs scikit-learn, which `import keras_rfattn` alone does not load.
 """
 
 import numpy as np
+from keras import ops
 from sklearn.base import BaseEstimator
 from sklearn.base import ClassNamePrefixFeaturesOutMixin
 from sklearn.base import TransformerMixin
@@ -13,6 +14,8 @@ from sklearn.utils.validation import validate_data
 
 from keras_rfattn import feature_maps
 from keras_rfattn import layers
+
+BLOCK = 1024
 
 
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -88,12 +91,16 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         Returns:
             Array of shape `(n, M)` with the dtype of X.
         """
-        from keras import ops
-
         check_is_fitted(self)
         X = validate_data(self, X, dtype=("float64", "float32"), reset=False)
-        features = self.layer_(X.astype("float32"))
-        return np.asarray(ops.convert_to_numpy(features)).astype(X.dtype)
+        # Blocks of one length: a row's features do not depend on how many came along.
+        padded = np.zeros((-(-len(X) // BLOCK) * BLOCK, X.shape[1]), "float32")
+        padded[: len(X)] = X
+        blocks = [
+            ops.convert_to_numpy(self.layer_(padded[i : i + BLOCK]))
+            for i in range(0, len(padded), BLOCK)
+        ]
+        return np.concatenate(blocks)[: len(X)].astype(X.dtype)
 
     def __getstate__(self):
         state = dict(super().__getstate__())

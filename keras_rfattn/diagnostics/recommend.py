@@ -37,7 +37,9 @@ class Recommendation:
     tried: tuple
 
     def __str__(self):
-        lines = [f"{'mechanism':<15}{'num_features':>13}{'width':>7}{'output error':>14}"]
+        lines = [
+            f"{'mechanism':<15}{'num_features':>13}{'width':>7}{'output error':>14}"
+        ]
         lines += [
             f"{name:<15}{count:>13}{width:>7}{error:>14.3f}"
             for name, count, width, error in self.tried

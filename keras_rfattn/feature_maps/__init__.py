@@ -10,8 +10,6 @@ from keras_rfattn.feature_maps.activation import Relu
 from keras_rfattn.feature_maps.base import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.clustered import HybridClustered
-from keras_rfattn.feature_maps.clustered import HybridGaussianMixture
-from keras_rfattn.feature_maps.clustered import PairCoefficient
 from keras_rfattn.feature_maps.coefficients import AngularCoefficient
 from keras_rfattn.feature_maps.coefficients import Coefficient
 from keras_rfattn.feature_maps.coefficients import GaussianCoefficient
@@ -22,6 +20,8 @@ from keras_rfattn.feature_maps.discrete import Geometric
 from keras_rfattn.feature_maps.discrete import GeometricPositive
 from keras_rfattn.feature_maps.discrete import Poisson
 from keras_rfattn.feature_maps.discrete import PoissonPositive
+from keras_rfattn.feature_maps.gaussian_mixture import HybridGaussianMixture
+from keras_rfattn.feature_maps.gaussian_mixture import PairCoefficient
 from keras_rfattn.feature_maps.generalized_exponential import FavorPP
 from keras_rfattn.feature_maps.gerf import Gerf
 from keras_rfattn.feature_maps.hybrid import Hybrid

@@ -11,11 +11,8 @@ from keras_rfattn.feature_maps.base import Adaptive
 from keras_rfattn.feature_maps.base import bounded
 from keras_rfattn.feature_maps.base import derive_seed
 from keras_rfattn.feature_maps.base import half_square
-from keras_rfattn.feature_maps.coefficients import Coefficient
-from keras_rfattn.feature_maps.complex_exponential import ComplexExponential
 from keras_rfattn.feature_maps.complex_exponential import diagonal
 from keras_rfattn.feature_maps.complex_exponential import diagonal_parts
-from keras_rfattn.feature_maps.hybrid import Hybrid
 from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Features
@@ -175,107 +172,6 @@ class HybridClustered(Adaptive):
             "num_clusters": list(self.num_clusters),
             "num_pairs": self.num_pairs,
             "form": self.form,
-        }
-
-
-@keras.saving.register_keras_serializable("keras_rfattn")
-class PairCoefficient(ComplexExponential, Coefficient):
-    """`λ = exp(-‖Ax + A⁻¹y‖² / 2τ²)`, 1 where x and y are the centers A is made for.
-
-    A is a real diagonal: of a complex one λ would leave [0, 1].
-
-    Args:
-        num_features: Number n of random vectors.
-        tau: Width τ > 0 of the coefficient.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
-
-    Reference:
-        Choromanski et al., "Hybrid Random Features" (2022), equations 93 to 96.
-    """
-
-    kernel = "coefficient"
-    is_adaptive = False
-
-    def __init__(self, num_features=None, tau=1.0, **kwargs):
-        super().__init__(num_features, form="real", **kwargs)
-        if not tau > 0:
-            raise ValueError(f"`tau` must be positive. Received: tau={tau}.")
-        self.tau = tau
-
-    def _features(self, x, is_key):
-        x = ops.cast(x, wide_dtype(x)) / self.tau
-        a = ops.cast(self.per_head(self.matrix, x), x.dtype)
-        u, _ = diagonal_parts(x, a[..., 0, :], a[..., 1, :], is_key)
-        u = -u if is_key else u
-        return exponential(self.project(u) - 2 * half_square(u), None, is_key)
-
-    def get_config(self):
-        config = super().get_config()
-        del config["form"]
-        return {**config, "tau": self.tau}
-
-
-@keras.saving.register_keras_serializable("keras_rfattn")
-class HybridGaussianMixture(Hybrid):
-    """One real A for each pair of clusters, weighed by Gaussian coefficients.
-
-    Nearby pairs of centers share a token smoothly; what they leave of 1 goes to a
-    default estimator, favorplus. See `HybridClustered` for centers.
-
-    Args:
-        num_features: Number m of vectors of each estimator, 16 by default.
-        num_coefficients: Number n of vectors of each coefficient, 4 by default.
-        num_clusters: Numbers of clusters of queries and of keys, (2, 2) by default.
-        tau: Width τ > 0 of the coefficients.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
-
-    Reference:
-        Choromanski et al., "Hybrid Random Features" (2022), definition H.1.
-    """
-
-    is_adaptive = True
-
-    def __init__(
-        self, num_features=None, num_coefficients=None, num_clusters=(2, 2), tau=1.0,
-        projection="orthogonal", seed=None, **kwargs,
-    ):  # fmt: skip
-        num_features = 16 if num_features is None else num_features
-        n = 4 if num_coefficients is None else num_coefficients
-        self.num_clusters = check_clusters(num_clusters)
-        pairs = math.prod(self.num_clusters)
-        options = {"projection": projection, "seed": 0}
-        estimators = [
-            ComplexExponential(num_features, form="real", **options)
-            for _ in range(pairs + 1)
-        ]
-        coefficients = [PairCoefficient(n, tau=tau, **options) for _ in range(pairs)]
-        super().__init__(estimators, coefficients, seed=seed, **kwargs)
-        self.num_features, self.num_coefficients = num_features, n
-        self.tau = tau
-
-    def fit(self, samples):
-        clusters = [find_clusters(samples, self.num_clusters, h, self.seed)
-                    for h in range(self.num_heads)]  # fmt: skip
-        n_q, n_k = self.num_clusters
-        for pair, (e, c) in enumerate(
-            zip(self.estimators[:-1], self.coefficients, strict=True)
-        ):
-            i, j = divmod(pair, n_k)
-            a = [diagonal(q[i], k[j], is_real=True) for q, k, _ in clusters]
-            e.set_matrix(np.stack(a))
-            c.set_matrix(np.stack(a))
-
-    def get_config(self):
-        return {
-            **keras.layers.Layer.get_config(self),
-            "num_features": self.num_features,
-            "num_coefficients": self.num_coefficients,
-            "num_clusters": list(self.num_clusters),
-            "tau": self.tau,
-            "projection": self.estimators[0].get_config()["projection"],
-            "seed": self.seed,
         }
 
 

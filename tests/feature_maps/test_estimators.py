@@ -6,6 +6,7 @@ that a correct map would leave once in a million runs.
 """
 
 import statistics
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,46 +31,131 @@ def pairs():
 
 
 X, Y = pairs()
-KERNEL = np.sum(X * Y, -1)
-KERNEL = np.exp(KERNEL)
-# name, constructor arguments, A, one-draw variance of independent vectors.
+KERNEL = np.exp(np.sum(X * Y, -1))
+# Real, imaginary and full A of complex exponential features.
+SIZES_OF_A = np.array([0.8, 1.1, 0.9, 1.2])
+COMPLEX_A = SIZES_OF_A * np.array([1, 1j, 1, 1j])
+FULL_A = np.eye(DIM) + 0.2 * np.sin(np.arange(DIM * DIM).reshape(DIM, DIM))
+SHIFT = np.full(DIM, -0.7)
+
+
+def moment(name, *arguments):
+    """One-draw variance from a second moment."""
+    log_moment = getattr(variance, f"log_moment_{name}")(*arguments)
+    return variance.variance(log_moment, X, Y)
+
+
+def shifted(name, parameter):
+    log_moment = getattr(variance, f"log_moment_{name}")
+    log_moment = log_moment((X - SHIFT) * (Y - SHIFT), parameter)
+    return moment("shifted", log_moment, X, Y, SHIFT)
+
+
+def hybrid(moments, m=8, shared=True):
+    return m * variance.bipolar_hybrid(X, Y, m, moments, shared)
+
+
+class Estimator(NamedTuple):
+    """A map, its constructor arguments, and the one-draw variance it should have."""
+
+    name: str
+    arguments: dict
+    variance: np.ndarray
+    stats: float | None = None
+    # Assigned after building: weight name -> value of one head.
+    weights: dict = {}
+
+
+def stacked(a):
+    return np.stack([np.real(a), np.imag(a)])
+
+
 ESTIMATORS = {
-    "favor": ("favor", {}, None, variance.generalized_exponential(X, Y, 0, -1)),
-    "favorplus": ("favorplus", {}, None, variance.generalized_exponential(X, Y)),
-    "pair": ("favorplus", {"pair": True}, None, variance.positive_pair(X, Y)),
-    "favorpp at 0": ("favorpp", {}, 0.0, variance.generalized_exponential(X, Y)),
-    "favorpp": ("favorpp", {}, -0.1, variance.generalized_exponential(X, Y, -0.1)),
-}
+    "favor": Estimator("favor", {}, variance.generalized_exponential(X, Y, 0, -1)),
+    "favorplus": Estimator("favorplus", {}, variance.generalized_exponential(X, Y)),
+    "pair": Estimator("favorplus", {"pair": True}, variance.positive_pair(X, Y)),
+    "favorpp at 0": Estimator(
+        "favorpp", {}, variance.generalized_exponential(X, Y), stats=0.0
+    ),
+    "favorpp": Estimator(
+        "favorpp", {}, variance.generalized_exponential(X, Y, -0.1), stats=-0.1
+    ),
+    "gerf": Estimator(
+        "gerf", {}, variance.generalized_exponential(X, Y, -0.05 + 0.08j, -1),
+        weights={"parameters": [-0.05, 0.08, -1]},
+    ),
+    "gerf +": Estimator(
+        "gerf", {}, variance.generalized_exponential(X, Y, -0.05 + 0.08j, 1),
+        weights={"parameters": [-0.05, 0.08, 1]},
+    ),
+    "poisson": Estimator(
+        "poisson", {"parameter": 0.15}, moment("poisson", X * Y, 0.15)
+    ),
+    "geometric": Estimator(
+        "geometric", {"parameter": 0.85}, moment("geometric", X * Y, 0.85)
+    ),
+    "poisson_positive": Estimator(
+        "poisson_positive", {"parameter": 1.0}, shifted("poisson", 1.0),
+        weights={"shift": SHIFT},
+    ),
+    "geometric_positive": Estimator(
+        "geometric_positive", {"parameter": 0.6}, shifted("geometric", 0.6),
+        weights={"shift": SHIFT},
+    ),
+    "complex": Estimator(
+        "complex_exponential", {},
+        moment("complex_exponential", X, Y, COMPLEX_A),
+        weights={"matrix": stacked(COMPLEX_A)},
+    ),
+    "real": Estimator(
+        "complex_exponential", {"form": "real"},
+        moment("complex_exponential", X, Y, SIZES_OF_A),
+        weights={"matrix": stacked(SIZES_OF_A)},
+    ),
+    "full": Estimator(
+        "complex_exponential", {"form": "full"},
+        moment("complex_exponential", X, Y, FULL_A),
+        weights={"matrix": FULL_A, "inverse": np.linalg.inv(FULL_A).T},
+    ),
+}  # fmt: skip
 LIMIT = statistics.NormalDist().inv_cdf(1 - 1e-6 / (2 * len(ESTIMATORS) * len(X)))
+
+
+def dense(features):
+    """`(pairs, M)` of float64 from `(1, pairs, 1, M)`."""
+    values, log_scale = (
+        None if part is None else h.to_numpy(part)[0, :, 0].astype("float64")
+        for part in features
+    )
+    return np.exp(log_scale) * (1 if values is None else values)
 
 
 def sample(label, projection):
     """Draws of the estimator, `(pairs, DRAWS)` in float64."""
-    name, arguments, a, _ = ESTIMATORS[label]
+    estimator = ESTIMATORS[label]
+    arguments = {"projection": projection, **estimator.arguments}
+    if "parameter" in arguments:
+        del arguments["projection"]
     feature_map = feature_maps.get(
-        name, num_features=DRAWS, projection=projection, seed=3, **arguments
+        estimator.name, num_features=DRAWS, seed=3, **arguments
     )
     feature_map.build((None, None, 1, DIM))
-    stats = None if a is None else ops.convert_to_tensor(np.float32([a]))
-
-    def dense(method, x):
-        x = ops.convert_to_tensor(x[None, :, None].astype("float32"))
-        values, log_scale = (
-            None if f is None else h.to_numpy(f)[0, :, 0].astype("float64")
-            for f in method(x, stats)
-        )
-        return np.exp(log_scale) * (1 if values is None else values)
-
-    query, key = dense(feature_map.query_features, X), dense(
-        feature_map.key_features, Y
-    )  # fmt: skip
-    products = DRAWS * query * key
+    for name, value in estimator.weights.items():
+        getattr(feature_map, name).assign(np.float32([value]))
+    stats = None
+    if estimator.stats is not None:
+        stats = ops.convert_to_tensor(np.float32([estimator.stats]))
+    x, y = (ops.convert_to_tensor(a[None, :, None].astype("float32")) for a in (X, Y))
+    query = dense(feature_map.query_features(x, stats))
+    products = DRAWS * query * dense(feature_map.key_features(y, stats))
     # Two features a vector, side by side: their sum is the draw.
     return products.reshape(len(X), -1, DRAWS).sum(axis=1)
 
 
 def test_every_estimator_of_the_registry_is_here():
-    named = {name for name, *_ in ESTIMATORS.values()}
+    named = {estimator.name for estimator in ESTIMATORS.values()}
+    # Those of many draws each are in test_hybrid.py and test_conditioned.py.
+    named |= {n for n in h.NAMES if n.startswith("hybrid")} | {"favorpp_dense"}
     expected = {
         n for n in h.NAMES if h.build(n).is_unbiased and h.build(n).kernel == "softmax"
     }
@@ -78,7 +164,7 @@ def test_every_estimator_of_the_registry_is_here():
 
 @pytest.mark.parametrize("label", ESTIMATORS)
 def test_independent_vectors(label):
-    draws, expected = sample(label, "gaussian"), ESTIMATORS[label][3]
+    draws, expected = sample(label, "gaussian"), ESTIMATORS[label].variance
     error = np.sqrt(expected / DRAWS)
     assert np.max(LIMIT * error / KERNEL) < 0.02
     # Float32 features of a variance that is zero (x = -y) still round.
@@ -92,9 +178,12 @@ def test_independent_vectors(label):
     assert np.all(np.abs(squares.mean(1) - expected) < LIMIT * error + 1e-9)
 
 
-@pytest.mark.parametrize("label", ESTIMATORS)
+CONTINUOUS = [k for k, e in ESTIMATORS.items() if "parameter" not in e.arguments]
+
+
+@pytest.mark.parametrize("label", CONTINUOUS)
 def test_orthogonal_vectors(label):
-    draws, independent = sample(label, "orthogonal"), ESTIMATORS[label][3]
+    draws, independent = sample(label, "orthogonal"), ESTIMATORS[label].variance
     # Vectors of a block depend on each other; blocks do not.
     blocks = draws.reshape(len(X), -1, DIM).mean(axis=-1)
     count = blocks.shape[1]
@@ -114,7 +203,7 @@ def test_orthogonal_vectors(label):
 
 def test_negative_control_a_wrong_factor_is_found_out():
     # Queries scaled twice: another temperature.
-    draws, expected = sample("favorplus", "gaussian"), ESTIMATORS["favorplus"][3]
+    draws, expected = sample("favorplus", "gaussian"), ESTIMATORS["favorplus"].variance
     error = np.sqrt(expected / DRAWS)
     wrong = np.exp(2 * np.log(KERNEL))
     assert np.any(np.abs(draws.mean(1) - wrong) > 10 * LIMIT * error)

@@ -69,3 +69,52 @@ def test_many_pairs_at_once():
         np.testing.assert_allclose(
             together, [function(a, b) for a, b in zip(x, y, strict=True)]
         )
+
+
+@pytest.mark.parametrize("size, cosine", PAIRS)
+@pytest.mark.parametrize(
+    "diagonal", [np.ones(DIM), np.array([0.9, 1.1j, 1.2, 0.8j]), 1j * np.ones(DIM)]
+)
+def test_complex_exponential(w, size, cosine, diagonal):
+    x, y = pair(size, cosine)
+    u, v = diagonal * x, y / diagonal
+    products = np.exp(w @ (u + v) - u @ u / 2 - v @ v / 2).real
+    moment = variance.log_moment_complex_exponential(x, y, diagonal)
+    check(products, x, y, float(variance.variance(moment, x, y)))
+    matrix = variance.log_moment_complex_exponential(x, y, np.diag(diagonal))
+    np.testing.assert_allclose(moment, matrix)
+
+
+@pytest.mark.parametrize("size, cosine", PAIRS)
+def test_discrete(size, cosine):
+    x, y = pair(size, cosine)
+    x, y = x + 0.1, y + 0.1
+    generator = np.random.default_rng(0)
+    counts = generator.poisson(0.3, size=(DRAWS, DIM))
+    products = np.prod((x * y) ** counts * np.exp(0.3) / 0.3**counts, -1)
+    moment = variance.log_moment_poisson(x * y, 0.3)
+    check(products, x, y, float(variance.variance(moment, x, y)))
+
+    from scipy import special
+
+    counts = generator.geometric(0.7, size=(DRAWS, DIM)) - 1
+    weights = special.factorial(counts) * 0.7 * 0.3**counts
+    products = np.prod((x * y) ** counts / weights, -1)
+    moment = variance.log_moment_geometric(x * y, 0.7)
+    check(products, x, y, float(variance.variance(moment, x, y)))
+
+
+def test_log_variance_where_variance_overflows():
+    x = np.full(64, 2.0)
+    moment = variance.log_moment_generalized_exponential(x, x)
+    with np.errstate(over="ignore"):
+        assert np.isinf(variance.variance(moment, x, x))
+    assert np.isfinite(variance.log_variance(moment, x, x))
+    small = 0.1 * x
+    moment = variance.log_moment_generalized_exponential(small, small)
+    np.testing.assert_allclose(
+        np.exp(variance.log_variance(moment, small, small)),
+        variance.generalized_exponential(small, small),
+    )
+    moment = variance.log_moment_generalized_exponential(x, x, 0, -1)
+    assert variance.log_variance(moment, x, x) == -np.inf

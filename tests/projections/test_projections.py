@@ -11,6 +11,7 @@ from keras_rfattn import projections
 from tests import helpers as h
 
 NAMES = sorted(projections.PROJECTIONS)
+GAUSSIAN = [n for n in NAMES if projections.PROJECTIONS[n].is_gaussian]
 DIM, COUNT, HEADS, SEEDS = 4, 10, 100, 80
 DRAWS = HEADS * SEEDS
 
@@ -25,6 +26,11 @@ def draws(projection=projections.Orthogonal, **arguments):
 
 @pytest.fixture(scope="module", params=NAMES)
 def vectors(request):
+    return draws(projections.PROJECTIONS[request.param])
+
+
+@pytest.fixture(scope="module", params=GAUSSIAN)
+def gaussian_vectors(request):
     return draws(projections.PROJECTIONS[request.param])
 
 
@@ -54,11 +60,11 @@ class Unsigned(projections.Orthogonal):
         return rows * np.sqrt(dim)
 
 
-def test_every_entry_is_positive_half_the_time(vectors):
+def test_every_entry_is_positive_half_the_time(gaussian_vectors):
     limit = bound(DIM * COUNT)
     # The draws tell 1/2 from 0.54.
     assert limit * 0.5 / np.sqrt(DRAWS) < 0.04
-    assert np.max(sign_errors(vectors)) < limit
+    assert np.max(sign_errors(gaussian_vectors)) < limit
 
 
 def test_negative_control_unsigned_directions_are_found_out():
@@ -76,16 +82,16 @@ def test_every_vector_has_identity_covariance(vectors):
     assert np.max(means) < bound(means.size)
 
 
-def test_every_entry_is_normal(vectors):
+def test_every_entry_is_normal(gaussian_vectors):
     # Beyond two moments, and for every vector, not their mixture.
     for m in range(COUNT):
-        p = stats.kstest(vectors[:, 0, m], "norm").pvalue
+        p = stats.kstest(gaussian_vectors[:, 0, m], "norm").pvalue
         assert p > 1e-6 / COUNT
 
 
 def test_heads_are_independent(vectors):
     heads = vectors.reshape(SEEDS, HEADS, DIM * COUNT)
-    assert len(np.unique(heads[0, :, 0])) == HEADS
+    assert len(np.unique(heads[0], axis=0)) == HEADS
     products = heads[:, 0::2] * heads[:, 1::2]
     error = np.abs(products.mean((0, 1))) * np.sqrt(SEEDS * HEADS / 2)
     assert np.max(error) < bound(error.size)
@@ -112,6 +118,65 @@ def test_lengths_are_those_of_gaussian_vectors(orthogonal):
     assert np.max(np.abs(correlation)) * np.sqrt(DRAWS) < bound(COUNT**2)
 
 
+def test_hadamard_blocks_are_orthogonal_and_nearly_normal():
+    # Of a power of two no entry is cut off.
+    vectors = h.to_numpy(projections.Hadamard(seed=1)((50, 64, 64)))
+    gram = np.einsum("ndi,ndj->nij", vectors, vectors)
+    lengths = np.sqrt(np.einsum("nii->ni", gram))
+    cosine = gram / (lengths[:, :, None] * lengths[:, None, :]) - np.eye(64)
+    assert np.max(np.abs(cosine)) < 1e-5
+    entries = vectors[:, 5, 7]
+    assert stats.kstest(entries, "norm").pvalue > 1e-3
+    assert abs(np.mean(vectors**4) - 3) < 0.1
+    # Against a transform by its definition, and of a length that is padded.
+    from scipy.linalg import hadamard
+
+    x = np.random.default_rng(0).normal(size=(3, 16))
+    transform = projections.hadamard.hadamard_transform(x)
+    h.assert_close(transform, x @ hadamard(16) / 4, 1e-12)
+    assert h.to_numpy(projections.Hadamard(seed=1)((1, 5, 11))).shape == (1, 5, 11)
+
+
+def test_simplex_directions_repel_each_other():
+    vectors = draws(projections.Simplex)[:1000]
+    gram = np.einsum("ndi,ndj->nij", vectors, vectors)
+    lengths = np.sqrt(np.einsum("nii->ni", gram))
+    cosine = gram / (lengths[:, :, None] * lengths[:, None, :])
+    block = np.arange(COUNT) // DIM
+    same = (block[:, None] == block) & ~np.eye(COUNT, dtype=bool)
+    np.testing.assert_allclose(cosine[:, same], -1 / (DIM - 1), atol=1e-5)
+    assert h.to_numpy(projections.Simplex(seed=1)((1, 1, 3))).shape == (1, 1, 3)
+
+
+def test_halton_fills_space_more_evenly():
+    # The mean of |w| over 256 vectors scatters less than that of independent ones.
+    def spread(projection):
+        vectors = [h.to_numpy(projection(seed=s)((1, 2, 256))) for s in range(40)]
+        return np.std([np.mean(np.abs(v)) for v in vectors])
+
+    assert spread(projections.Halton) < 0.3 * spread(projections.Gaussian)
+
+
+@pytest.mark.parametrize(
+    "distribution, parameters, probability",
+    [
+        (projections.PoissonCounts, (0.4, 2.5), lambda k, r: stats.poisson.pmf(k, r)),
+        (projections.GeometricCounts, (0.8, 0.3), lambda k, p: p * (1 - p) ** k),
+    ],
+)
+def test_counts_follow_their_distribution(distribution, parameters, probability):
+    counts = h.to_numpy(distribution(parameters, seed=3)((2, 100, 400)))
+    for head, parameter in enumerate(parameters):
+        for k in range(4):
+            p = probability(k, parameter)
+            error = np.sqrt(p * (1 - p) / counts[head].size)
+            assert bound(8) * error < 0.02
+            assert abs(np.mean(counts[head] == k) - p) < bound(8) * error
+    assert np.all(counts == np.round(counts)) and counts.min() == 0
+    again = distribution.from_config(distribution(parameters, seed=3).get_config())
+    h.assert_same(again((2, 100, 400)), counts)
+
+
 def test_lengths_may_all_be_the_root_of_the_dimension():
     vectors = h.to_numpy(projections.Orthogonal("sqrt_dim", seed=1)((3, 7, 20)))
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 7**0.5, rtol=1e-5)
@@ -135,6 +200,9 @@ def test_numbers_are_those_of_philox():
 # Written down once: on no backend, nor in any later version, may they change.
 FIRST = {
     "gaussian": [2.2078643, 1.5576872, -0.4778307],
+    "hadamard": [0.9666148, 0.9666148, 0.9666148],
+    "halton": [0.7052066, -0.7909239, 1.8569297],
+    "simplex": [1.2508385, 1.0661817, 0.0045969],
     "orthogonal": [1.3146539, 0.5227884, 0.836504],
 }
 
@@ -151,7 +219,9 @@ def test_the_seed_decides(name):
     shape = (2, 3, 5)
     one, same, other = (projections.get(name, seed=s)(shape) for s in (1, 1, 2))
     h.assert_same(one, same)
-    assert not np.any(h.to_numpy(one) == h.to_numpy(other))
+    # A Hadamard matrix of few dimensions has few numbers.
+    equal = h.to_numpy(one) == h.to_numpy(other)
+    assert np.mean(equal) < (0.5 if name == "hadamard" else 1e-9)
     # Nor does a call change what the next one gives.
     projection = projections.get(name, seed=1)
     projection(shape)

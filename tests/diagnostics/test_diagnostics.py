@@ -1,0 +1,177 @@
+import keras
+import numpy as np
+import pytest
+
+import keras_rfattn
+from keras_rfattn import diagnostics
+from keras_rfattn import feature_maps
+from keras_rfattn.diagnostics import errors
+from keras_rfattn.layers import record
+from keras_rfattn.layers.recording import Sequence
+from tests import helpers as h
+
+WITH_CLOSED_FORM = (
+    "favor", "favorplus", "favorpp", "gerf", "poisson", "geometric",
+    "poisson_positive", "geometric_positive", "complex_exponential",
+)  # fmt: skip
+
+
+def model(feature_map=None, causal=False, **arguments):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((24, 12))
+    x = inputs
+    for name in ("first", "second"):
+        layer = keras.layers.MultiHeadAttention(2, 6, name=name)
+        x = x + layer(x, x, use_causal_mask=causal)
+    result = keras.Model(inputs, x)
+    if feature_map is not None:
+        keras_rfattn.replace_attention(result, feature_map, seed=0, **arguments)
+    return result
+
+
+def batches(scale=1.0):
+    generator = np.random.default_rng(0)
+    return [scale * generator.normal(size=(2, 24, 12)).astype("float32")]
+
+
+def sequence(causal=False, rows=10):
+    generator = np.random.default_rng(1)
+    q, k = 0.4 * generator.normal(size=(2, 2, rows, 4))
+    return Sequence(q, k, generator.normal(size=(2, rows, 3)), causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_recorded_sequences_are_what_softmax_attention_meets(causal):
+    linear, data = model("favorplus", causal, num_features=2), batches()
+    softmax = model(causal=causal)
+    expected = softmax.predict(data[0], verbose=0)
+    found = record(linear, data)
+    assert [path.split("/")[-1] for path, *_ in found] == ["first", "second"]
+    last = found[-1][2]
+    assert len(last) == 2 and last[0].causal == causal
+    # The second layer met what it meets in the softmax model.
+    attention = softmax.get_layer("second")
+    middle = keras.Model(softmax.input, attention.input[0]).predict(data[0], verbose=0)
+    query = keras.ops.convert_to_numpy(attention._query_dense(middle)) * 6**-0.25
+    h.assert_close(last[0].query, query[0].transpose(1, 0, 2), 1e-4)
+    assert np.any(linear.predict(data[0], verbose=0) != expected)
+    assert linear.get_layer("first").recorder is None
+
+
+def test_padding_is_left_out_and_long_sequences_are_thinned():
+    inputs, mask = keras.Input((24, 12)), keras.Input((24,), dtype="bool")
+    layer = keras.layers.MultiHeadAttention(2, 6)
+    output = layer(inputs, inputs, attention_mask=mask[:, None])
+    linear = keras_rfattn.replace_attention(
+        keras.Model([inputs, mask], output), "favor"
+    )
+    real = np.arange(24) < [[24], [7]]
+    ((_, _, found),) = record(linear, [[batches()[0], real]], max_tokens=12)
+    assert [s.key.shape[1] for s in found] == [12, 7]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_by_their_definition(causal):
+    s = sequence(causal)
+    feature_map = feature_maps.FavorPlus(32, seed=0)
+    feature_map.build((None, None, 2, 4))
+    values, shift = errors.estimate(feature_map, s)
+    found = errors.head_errors(feature_map, [s], 1)
+    kernel = np.exp(s.query[1] @ s.key[1].T)
+    estimates = values[1] * np.exp(shift[1])
+    seen = np.tri(10, dtype=bool) if causal else np.ones((10, 10), bool)
+    exact, approximate = (np.where(seen, x, 0) for x in (kernel, estimates))
+    exact, approximate = (x / x.sum(-1, keepdims=True) for x in (exact, approximate))
+    mean = seen / seen.sum(-1, keepdims=True)
+
+    def relative(a, b):
+        return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+    v = s.value[1]
+    np.testing.assert_allclose(
+        found.kernel, np.median(np.abs(estimates / kernel - 1)[seen])
+    )
+    np.testing.assert_allclose(found.attention, relative(approximate, exact))
+    np.testing.assert_allclose(found.output, relative(approximate @ v, exact @ v))
+    np.testing.assert_allclose(found.mean_of_values, relative(mean @ v, exact @ v))
+    gap = np.abs(np.cumsum(approximate - exact, -1))
+    np.testing.assert_allclose(found.kolmogorov_smirnov, gap.max(-1).mean())
+    np.testing.assert_allclose(found.wasserstein, gap.mean())
+    assert found.negative == 0 and np.isnan(found.predicted)
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_prediction_and_measurement_agree(name):
+    s = sequence(rows=40)
+    arguments = h.small(name)
+    if name in WITH_CLOSED_FORM:
+        # Independent vectors, many: errors are near normal then.
+        arguments = {"num_features": 4096}
+    if name in ("favor", "favorplus", "favorpp", "gerf", "complex_exponential"):
+        arguments["projection"] = "gaussian"
+    feature_map = feature_maps.get(name, seed=5, **arguments)
+    feature_map.build((None, None, 2, 4))
+    if feature_map.is_adaptive:
+        feature_map.adapt([(s.query, s.key)])
+    predict = diagnostics.predicted_variance(feature_map)
+    assert (predict is not None) == (name in WITH_CLOSED_FORM)
+    if predict is None:
+        return
+    measured = []
+    for seed in range(12):
+        again = feature_map.reseeded(seed)
+        again.build((None, None, 2, 4))
+        if again.is_adaptive:
+            again.adapt([(s.query, s.key)])
+        measured.append(errors.head_errors(again, [s], 0, predict=predict))
+    predicted = measured[0].predicted
+    assert 0 < predicted < 0.6
+    assert 0.6 < np.mean([m.kernel for m in measured]) / predicted < 1.6
+
+
+def test_report():
+    linear = model("favorpp", num_features=64)
+    report = keras_rfattn.diagnostics.approximation_report(linear, batches())
+    assert len(report.heads) == 4 and len(report.layers()) == 2
+    text = str(report)
+    for word in ("first", "second", "favorpp", "mean of V", "Wasserstein"):
+        assert word in text
+    assert 0 < report.mean.output < report.mean.mean_of_values
+    wide = model("favorpp", num_features=4096)
+    wide = diagnostics.approximation_report(wide, batches())
+    assert wide.mean.output < report.mean.output / 3
+
+
+def test_plot(tmp_path):
+    report = diagnostics.approximation_report(model("favor", num_features=8), batches())
+    report.plot(tmp_path / "errors.png")
+    assert (tmp_path / "errors.png").stat().st_size > 10_000
+
+
+def test_recommend():
+    softmax, data = model(), batches()
+    before = softmax.predict(data[0], verbose=0)
+    found = diagnostics.recommend(softmax, data, 0.1, widths=(64, 1024))
+    assert found.mechanism in diagnostics.recommend.__globals__["CANDIDATES"]
+    errors_ = {(name, count): e for name, count, _, e in found.tried}
+    assert errors_[found.mechanism, found.num_features] <= 0.1
+    assert f"'{found.mechanism}' with num_features={found.num_features}" in str(found)
+    h.assert_same(softmax.predict(data[0], verbose=0), before)
+    # What it names does it.
+    linear = model(found.mechanism, num_features=found.num_features)
+    if feature_maps.get(found.mechanism).is_adaptive:
+        keras_rfattn.calibrate(linear, data)
+    assert diagnostics.approximation_report(linear, data).mean.output < 0.15
+    none = diagnostics.recommend(softmax, batches(8.0), 0.01, widths=(8,))
+    assert none.mechanism is None and "None reaches 0.01" in str(none)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="Call `replace_attention` first"):
+        diagnostics.approximation_report(model(), batches())
+    with pytest.raises(TypeError, match="`model` must be a Keras model"):
+        diagnostics.approximation_report(3, batches())
+    with pytest.raises(ValueError, match="`error` must be between 0 and 1"):
+        diagnostics.recommend(model(), batches(), 2.0)
+    with pytest.raises(ValueError, match="must hold a real token"):
+        diagnostics.recommend(model(), [], 0.5)

@@ -1,0 +1,321 @@
+"""Hybrids: theorem 3.1 by draws, their coefficients, exactness where promised.
+
+A map built for K heads holds K independent sets of vectors: one call gives K draws.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn import feature_maps as maps
+from keras_rfattn.kernels import variance
+from tests import helpers as h
+
+DIM, DRAWS, M, N = 4, 100_000, 3, 2
+# Of all comparisons below together, once in a million runs.
+LIMIT = 5.8
+
+
+def pairs(count=5, radius=None):
+    generator = np.random.default_rng(0)
+    x, y = 0.5 * generator.normal(size=(2, count, DIM))
+    if radius is not None:
+        x, y = (radius * a / np.linalg.norm(a, axis=-1, keepdims=True) for a in (x, y))
+    return x.astype("float32"), y.astype("float32")
+
+
+def dense(features):
+    values, log_scale = features
+    values = 1 if values is None else h.to_numpy(values).astype("float64")
+    return (values * np.exp(h.to_numpy(log_scale).astype("float64")))[0]
+
+
+def estimates(feature_map, x, y, draws=DRAWS):
+    """`(draws, pairs)`: one estimate of each pair from each head."""
+    if not feature_map.built:
+        feature_map.build((None, None, draws, DIM))
+    x, y = (
+        ops.convert_to_tensor(np.repeat(a[None, :, None], draws, axis=2))
+        for a in (x, y)
+    )
+    query = dense(feature_map.query_features(x))
+    key = dense(feature_map.key_features(y))
+    return np.sum(query * key, -1).T
+
+
+def check(found, mean, variance_):
+    """Mean and variance within `LIMIT` standard errors, which detect 5 and 25 %."""
+    error = np.sqrt(variance_ / len(found))
+    assert np.max(LIMIT * error / np.abs(mean)) < 0.05
+    assert np.all(np.abs(found.mean(0) - mean) < LIMIT * error + 1e-6)
+    squares = (found - mean) ** 2
+    error = squares.std(0) / np.sqrt(len(found))
+    assert np.max(LIMIT * error / variance_) < 0.25
+    assert np.all(np.abs(squares.mean(0) - variance_) < LIMIT * error + 1e-9)
+
+
+def angular(**arguments):
+    return maps.HybridAngular(M, N, projection="gaussian", seed=1, **arguments)
+
+
+def gaussian(**arguments):
+    return maps.HybridGaussian(
+        M, N, sigma=1.5, radius=0.4, projection="gaussian", seed=2, **arguments
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", ["angular", "gaussian"])
+def test_bipolar_variance_is_theorem_3_1(kind, shared):
+    x, y = pairs(radius=0.4)
+    # Of unequal length, so that sharing changes the variance.
+    x *= 1.3
+    if kind == "angular":
+        feature_map, moments = angular(shared=shared), variance.angular_moments(x, y, N)
+    else:
+        feature_map = gaussian(shared=shared)
+        rho = feature_map.coefficients[0].rho
+        moments = variance.gaussian_moments(x, y, N, 1.5, rho)
+    found = estimates(feature_map, x, y)
+    expected = variance.bipolar_hybrid(x, y, M, moments, shared)
+    check(found, np.exp(np.sum(x * y, -1)), expected)
+
+
+def test_coefficients_have_their_moments():
+    x, y = pairs(radius=0.7)
+    gauss = maps.GaussianCoefficient(N, 0.8, 0.7, projection="gaussian", seed=4)
+    for coefficient, moments in (
+        (
+            maps.AngularCoefficient(N, projection="gaussian", seed=3),
+            variance.angular_moments(x, y, N),
+        ),
+        (gauss, variance.gaussian_moments(x, y, N, 0.8, gauss.rho)),
+    ):
+        found = coefficient.constant + estimates(coefficient, x, y)
+        for values, expected in zip(
+            (found**2, (1 - found) ** 2, found * (1 - found)), moments, strict=True
+        ):
+            error = values.std(0) / np.sqrt(DRAWS)
+            assert np.max(LIMIT * error) < 0.1
+            assert np.all(np.abs(values.mean(0) - expected) < LIMIT * error + 1e-6)
+    np.testing.assert_allclose(
+        variance.angular_moments(x, y, 10**9)[0],
+        (variance.angle(x, y) / np.pi) ** 2,
+        rtol=1e-6,
+    )
+
+
+def test_pair_coefficient_is_one_at_its_centers():
+    coefficient = maps.PairCoefficient(16, tau=1.5, projection="gaussian", seed=5)
+    coefficient.build((None, None, DRAWS, DIM))
+    x, y = np.float32([[0.5, -0.3, 0.2, 0.4]]), np.float32([[-0.6, 0.3, -0.1, -0.5]])
+    a = maps.complex_exponential.diagonal(x, y, is_real=True)
+    coefficient.set_matrix(np.repeat(a, DRAWS, axis=0))
+    for shift in (0, 0.5):
+        z = (x + shift) * a.real + y / a.real
+        expected = np.exp(-np.sum(z**2, -1) / (2 * 1.5**2))
+        found = estimates(coefficient, x + np.float32(shift), y)
+        error = found.std(0) / np.sqrt(DRAWS)
+        assert LIMIT * error < 0.1
+        assert np.all(np.abs(found.mean(0) - expected) < LIMIT * error)
+    assert expected < 0.95
+
+
+def test_angular_hybrid_is_exact_for_equal_and_opposite_inputs():
+    x, _ = pairs(radius=1.2)
+    for y in (x, -x):
+        found = estimates(angular(), x, y, draws=50)
+        kernel = np.exp(np.sum(x * y, -1))
+        np.testing.assert_allclose(
+            found, np.broadcast_to(kernel, found.shape), rtol=1e-4
+        )
+        moments = variance.angular_moments(x.astype(float), y.astype(float), N)
+        closed = variance.bipolar_hybrid(x, y, M, moments)
+        assert np.all(np.abs(closed) < 1e-6 * kernel**2)
+    # And not because it always is.
+    x, y = pairs(radius=1.2)
+    assert np.min(estimates(angular(), x, y, draws=50).std(0)) > 0.01
+
+
+def test_max_relative_error_on_a_sphere():
+    theta, radius, m, n = np.linspace(0.01, np.pi - 0.01, 200), 1.3, 10, 4
+    x = np.array([[radius, 0.0]])
+    y = radius * np.stack([np.cos(theta), np.sin(theta)], -1)
+    kernel = np.exp(np.sum(x * y, -1))
+    trig = np.sqrt(variance.generalized_exponential(x, y, 0, -1) / m) / kernel
+    plus = np.sqrt(variance.positive_pair(x, y) / m) / kernel
+    np.testing.assert_allclose(trig, variance.relative_error(theta, radius, m, False))
+    np.testing.assert_allclose(plus, variance.relative_error(theta, radius, m, True))
+    # Lemma 3.4: the same largest error, at opposite ends.
+    largest = variance.max_relative_error(radius, m)
+    assert trig.max() < largest < 1.001 * trig.max()
+    assert plus.max() < largest < 1.001 * plus.max()
+    # Theorem 3.5.
+    moments = variance.angular_moments(x, y, n)
+    hybrid = np.sqrt(variance.bipolar_hybrid(x, y, m, moments)) / kernel
+    bound = variance.angular_relative_error_bound(radius, m, n)
+    assert 0.3 * bound < hybrid.max() < bound < largest
+
+
+def clusters(spread=0.05, heads=1):
+    """Samples of two clusters of queries and two of keys, and the centers."""
+    generator = np.random.default_rng(3)
+    centers = 0.8 * generator.choice((-1.0, 1.0), size=(2, 2, DIM))
+    centers[0, 1, 0], centers[1, 1, 0] = -centers[0, 0, 0], -centers[1, 0, 0]
+    centers = centers * generator.uniform(0.5, 1.2, size=centers.shape)
+    queries, keys = (
+        np.concatenate([c + spread * generator.normal(size=(100, DIM)) for c in side])
+        for side in centers
+    )
+    samples = [np.repeat(a[None], heads, axis=0) for a in (queries, keys)]
+    return tuple(samples), centers
+
+
+def test_complex_clusters_are_exact_at_their_centers():
+    sample, _ = clusters()
+    feature_map = maps.HybridClustered(2, form="complex", seed=1)
+    feature_map.build((None, None, 1, DIM))
+    feature_map.adapt([sample])
+    centers = h.to_numpy(feature_map.query_centers), h.to_numpy(feature_map.key_centers)
+    for x in centers[0][0]:
+        for y in centers[1][0]:
+            found = estimates(feature_map, x[None], y[None], draws=1)
+            np.testing.assert_allclose(found, np.exp(x @ y), rtol=1e-4)
+    far = estimates(feature_map, x[None] + np.float32(0.7), y[None], draws=1)
+    assert abs(far / np.exp((x + 0.7) @ y) - 1) > 1e-3
+
+
+@pytest.mark.parametrize("num_pairs", [None, 2])
+@pytest.mark.parametrize("form", ["real", "complex"])
+def test_clustered_is_unbiased(form, num_pairs):
+    draws = 4000
+    sample, centers = clusters(0.1, heads=draws)
+    feature_map = maps.HybridClustered(
+        8, form=form, num_pairs=num_pairs, projection="gaussian", seed=1
+    )
+    feature_map.build((None, None, draws, DIM))
+    queries, keys = sample
+    # Of many equal heads: the clusters of one.
+    one = maps.HybridClustered(8, form=form, num_pairs=num_pairs, seed=1)
+    one.build((None, None, 1, DIM))
+    one.adapt([(queries[:1], keys[:1])])
+    for name in (
+        "query_centers",
+        "key_centers",
+        "query_active",
+        "key_active",
+        "matrix",
+    ):
+        value = h.to_numpy(getattr(one, name))
+        getattr(feature_map, name).assign(np.repeat(value, draws, axis=0))
+    x, y = (np.concatenate([s[0, :3], s[0, -3:]]) for s in sample)
+    x, y = x.astype("float32"), y[[0, 3, 1, 4, 5, 2]].astype("float32")
+    found = estimates(feature_map, x, y, draws)
+    kernel = np.exp(np.sum(x * y, -1))
+    error = found.std(0) / np.sqrt(draws)
+    assert np.max(LIMIT * error / kernel) < 0.35
+    assert np.all(np.abs(found.mean(0) - kernel) < LIMIT * error + 1e-5)
+
+
+def test_gaussian_mixture_is_unbiased():
+    draws = 4000
+    sample, _ = clusters(0.1)
+    feature_map = maps.HybridGaussianMixture(
+        8, 4, tau=2.0, projection="gaussian", seed=1
+    )
+    feature_map.build((None, None, draws, DIM))
+    one = maps.HybridGaussianMixture(8, 4, tau=2.0, seed=1)
+    one.build((None, None, 1, DIM))
+    one.adapt([sample])
+    for parts in ("estimators", "coefficients"):
+        for many, few in zip(
+            getattr(feature_map, parts), getattr(one, parts), strict=True
+        ):
+            many.matrix.assign(np.repeat(h.to_numpy(few.matrix), draws, axis=0))
+    x, y = (s[0, [0, 50, 150]].astype("float32") for s in sample)
+    found = estimates(feature_map, x, y, draws)
+    kernel = np.exp(np.sum(x * y, -1))
+    error = found.std(0) / np.sqrt(draws)
+    assert np.max(LIMIT * error / kernel) < 0.49
+    assert np.all(np.abs(found.mean(0) - kernel) < LIMIT * error + 1e-5)
+
+
+def test_a_hybrid_may_hold_a_hybrid():
+    x, y = pairs(radius=0.7)
+    nested = maps.Hybrid(
+        ["favorplus", angular()], [maps.AngularCoefficient(N, seed=0)], seed=9
+    )
+    nested = maps.get(maps.serialize(nested))
+    found = estimates(nested, x, y, draws=400)
+    kernel = np.exp(np.sum(x * y, -1))
+    error = found.std(0) / np.sqrt(len(found))
+    assert np.max(LIMIT * error / kernel) < 0.2
+    assert np.all(np.abs(found.mean(0) - kernel) < LIMIT * error)
+    one = ops.convert_to_tensor(np.repeat(x[None, :1, None], 400, axis=2))
+    assert nested.key_features(one).log_scale.shape[-1] == nested.output_dim
+
+
+def test_parts_have_seeds_of_their_own():
+    hybrid = maps.HybridAngular(4, 3, shared=False, seed=5)
+    hybrid.build((None, None, 1, DIM))
+    plus, trig = (h.to_numpy(e.vectors) for e in hybrid.estimators)
+    assert not np.any(plus == trig)
+    shared = maps.HybridAngular(4, 3, shared=True, seed=5)
+    shared.build((None, None, 1, DIM))
+    h.assert_same(shared.estimators[0].vectors, shared.estimators[1].vectors)
+    shared.redraw()
+    h.assert_same(shared.estimators[0].vectors, shared.estimators[1].vectors)
+    assert not np.any(h.to_numpy(shared.estimators[0].vectors) == plus)
+    other = hybrid.reseeded(6)
+    other.build((None, None, 1, DIM))
+    assert not np.any(h.to_numpy(other.estimators[0].vectors) == plus)
+    again = hybrid.reseeded(5)
+    again.build((None, None, 1, DIM))
+    h.assert_same(again.estimators[0].vectors, plus)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="one more than `coefficients`"):
+        maps.Hybrid(["favor"], [maps.AngularCoefficient(2)])
+    with pytest.raises(ValueError, match="softmax estimators"):
+        maps.Hybrid(["favor", "elu"], [maps.AngularCoefficient(2)])
+    with pytest.raises(ValueError, match="`sigma` and `radius` must be positive"):
+        maps.HybridGaussian(sigma=0.0)
+    with pytest.raises(ValueError, match="`num_clusters` must be two positive"):
+        maps.HybridClustered(num_clusters=(2, 0))
+    with pytest.raises(ValueError, match="`num_pairs` from 1 to 4"):
+        maps.HybridClustered(num_pairs=5)
+    with pytest.raises(ValueError, match="`tau` must be positive"):
+        maps.PairCoefficient(tau=-1)
+    feature_map = maps.HybridClustered(2, num_clusters=(9, 2))
+    feature_map.build((None, None, 1, DIM))
+    with pytest.raises(ValueError, match="9 clusters need as many tokens"):
+        feature_map.adapt([(np.zeros((1, 4, DIM)), np.zeros((1, 4, DIM)))])
+    with pytest.raises(ValueError, match="cannot adapt"):
+        feature_map.adapt([])
+    with pytest.raises(ValueError, match="cannot adapt"):
+        maps.HybridAngular(2, 2).adapt([(np.zeros((1, 4, DIM)),) * 2])
+
+
+def test_hybrids_learn_and_save_together(tmp_path):
+    inputs = keras.Input((6, 8))
+    keras.utils.set_random_seed(0)
+    layer = keras.layers.MultiHeadAttention(2, 4, name="attention")
+    import keras_rfattn
+
+    model = keras.Model(inputs, layer(inputs, inputs))
+    hybrid = maps.Hybrid(
+        [maps.HybridClustered(3), maps.Gerf(3), maps.Favor(3)],
+        [maps.AngularCoefficient(2), maps.GaussianCoefficient(2)],
+    )
+    keras_rfattn.replace_attention(model, hybrid, seed=0)
+    x = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")
+    before = model.predict(x, verbose=0)
+    keras_rfattn.calibrate(model, [x])
+    model.predict_function = None
+    after = model.predict(x, verbose=0)
+    assert np.any(after != before)
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    h.assert_same(keras.saving.load_model(path).predict(x, verbose=0), after)

@@ -1,0 +1,51 @@
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn import feature_maps
+from keras_rfattn.kernels import exact
+from keras_rfattn.layers import KernelFeatures
+from tests import helpers as h
+
+SOFTMAX = [n for n in h.NAMES if h.build(n).kernel == "softmax"]
+X = (0.4 * np.random.default_rng(0).normal(size=(12, 3))).astype("float32")
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "softmax"])
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_products_approximate_the_kernel(name, kernel):
+    arguments = {**h.small(name)}
+    wide = {"num_features": 200 if name.startswith("hybrid") else 20_000}
+    feature_map = feature_maps.get(name, seed=1, **{**arguments, **wide})
+    layer = KernelFeatures(feature_map, kernel, gamma=0.8)
+    layer.adapt(X)
+    x = np.float64(X) * np.sqrt(1.6)
+    expected = getattr(exact, kernel)(x, x)
+    query, key = (h.to_numpy(layer(X, side=side)) for side in ("query", "key"))
+    assert query.shape == (12, feature_map.output_dim)
+    assert layer.compute_output_shape((12, 3)) == query.shape
+    if feature_map.is_symmetric:
+        h.assert_same(query, key)
+    assert np.mean(np.abs(query @ key.T - expected)) < 0.15 * np.mean(expected)
+
+
+def test_leading_dimensions_and_saving(tmp_path):
+    inputs = keras.Input((5, 3))
+    layer = KernelFeatures("favorpp", num_features=16, seed=2)
+    layer.adapt(X)
+    model = keras.Model(inputs, keras.layers.Dense(2)(layer(inputs)))
+    x = X[:10].reshape(2, 5, 3)
+    h.assert_same(h.to_numpy(layer(x)).reshape(10, -1), layer(X[:10]))
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    h.assert_same(keras.saving.load_model(path)(x), model(x))
+
+
+def test_errors():
+    for arguments in ({"kernel": "laplace"}, {"gamma": 0}, {"feature_map": "elu"}):
+        with pytest.raises(ValueError, match="`kernel` must be one of"):
+            KernelFeatures(**arguments)
+    layer = KernelFeatures(num_features=4)
+    with pytest.raises(ValueError, match="`side` must be"):
+        layer(ops.convert_to_tensor(X), side="value")
