@@ -111,7 +111,9 @@ def test_prediction_and_measurement_agree(name):
         arguments["projection"] = "gaussian"
     feature_map = feature_maps.get(name, seed=5, **arguments)
     feature_map.build((None, None, 2, 4))
-    if feature_map.is_adaptive:
+    # Means near 0 would make A and the variance extreme.
+    adapts = feature_map.is_adaptive and name != "complex_exponential"
+    if adapts:
         feature_map.adapt([(s.query, s.key)])
     predict = diagnostics.predicted_variance(feature_map)
     assert (predict is not None) == (name in WITH_CLOSED_FORM)
@@ -121,7 +123,7 @@ def test_prediction_and_measurement_agree(name):
     for seed in range(12):
         again = feature_map.reseeded(seed)
         again.build((None, None, 2, 4))
-        if again.is_adaptive:
+        if adapts:
             again.adapt([(s.query, s.key)])
         measured.append(errors.head_errors(again, [s], 0, predict=predict))
     predicted = measured[0].predicted
