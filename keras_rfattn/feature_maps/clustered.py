@@ -1,6 +1,8 @@
 """Hybrids adapted to clusters of queries and of keys ("hybrid_clustered")."""
 
 import math
+from typing import Any
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -33,8 +35,10 @@ class HybridClustered(Adaptive):
         num_clusters: Numbers of clusters of queries and of keys, (2, 2) by default.
         num_pairs: How many pairs of clusters, the most massive ones, have an A of
             their own; the others share favorplus. All by default.
-        form: `"real"` (default, equation 88), or `"complex"` (equations 86, 87),
-            exact at the centers; signed and of twice the width.
+        form: `"real"` (default), equation 88 with the root mean squares of a
+            cluster's entries in place of its center's: for concentrated clusters the
+            same, and where a center is near 0 no noise is amplified. `"complex"`
+            (equations 86, 87): exact at the centers; signed and of twice the width.
         projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
         seed: Non-negative integer, or `None`.
 
@@ -97,34 +101,35 @@ class HybridClustered(Adaptive):
             )  # fmt: skip
             setattr(self, name, weights[name])
         centers = [np.zeros((heads, n, dim)) for n in self.num_clusters]
-        self._set(centers, np.ones((heads, n_q, n_k)), identity=True)
+        self._set([Clusters(*(c[h] for c in centers), None, None, np.ones((n_q, n_k)))
+                   for h in range(heads)])  # fmt: skip
 
     def fit(self, samples):
-        clusters = [find_clusters(samples, self.num_clusters, h, self.seed)
-                    for h in range(self.num_heads)]  # fmt: skip
-        centers = [np.stack([c[side] for c in clusters]) for side in (0, 1)]
-        self._set(centers, np.stack([c[2] for c in clusters]))
+        self._set(
+            [
+                find_clusters(samples, self.num_clusters, head, self.seed)
+                for head in range(self.num_heads)
+            ]
+        )
 
-    def _set(self, centers, mass, identity=False):
-        """Assigns the weights from centers and the mass of each pair, per head."""
+    def _set(self, clusters):
+        """Assigns the weights from the `Clusters` of each head."""
         heads, (n_q, n_k) = self.num_heads, self.num_clusters
         query_active = np.zeros((heads, n_q, self.num_slots))
         key_active = np.zeros((heads, n_k, self.num_slots))
         matrix = np.ones((heads, self.num_slots, self.head_dim), complex)
-        for head in range(heads):
-            order = np.argsort(-mass[head].ravel(), kind="stable")
+        for head, found in enumerate(clusters):
+            order = np.argsort(-found.mass.ravel(), kind="stable")
             pairs = [divmod(pair, n_k) for pair in order]
             for slot, (i, j) in enumerate(pairs[: self.num_pairs]):
                 query_active[head, i, slot] = key_active[head, j, slot] = 1
-                if not identity:
-                    matrix[head, slot] = diagonal(
-                        centers[0][head, i], centers[1][head, j], self.is_positive
-                    )
+                if found.query_sizes is not None:
+                    matrix[head, slot] = found.diagonal(i, j, self.is_positive)
             for i, j in pairs[self.num_pairs :]:
                 slot = self.num_pairs + i
                 query_active[head, i, slot] = key_active[head, j, slot] = 1
-        self.query_centers.assign(centers[0].astype("float32"))
-        self.key_centers.assign(centers[1].astype("float32"))
+        self.query_centers.assign(np.float32([c.query_centers for c in clusters]))
+        self.key_centers.assign(np.float32([c.key_centers for c in clusters]))
         self.query_active.assign(query_active.astype("float32"))
         self.key_active.assign(key_active.astype("float32"))
         self.matrix.assign(np.stack([matrix.real, matrix.imag], 2).astype("float32"))
@@ -186,8 +191,32 @@ def check_clusters(num_clusters):
     return sizes
 
 
+class Clusters(NamedTuple):
+    """Clusters of one head's queries and keys.
+
+    Attributes:
+        query_centers: `(n_q, H)`.
+        key_centers: `(n_k, H)`.
+        query_sizes: Root mean squares of the entries of each cluster, `(n_q, H)`.
+        key_sizes: Likewise, `(n_k, H)`.
+        mass: Share of pairs of tokens in each pair of clusters, `(n_q, n_k)`.
+    """
+
+    query_centers: Any
+    key_centers: Any
+    query_sizes: Any
+    key_sizes: Any
+    mass: Any
+
+    def diagonal(self, i, j, is_real):
+        """The diagonal of A for a pair of clusters, `(H,)`."""
+        if is_real:
+            return diagonal(self.query_sizes[i], self.key_sizes[j], is_real=True)
+        return diagonal(self.query_centers[i], self.key_centers[j], is_real=False)
+
+
 def find_clusters(samples, num_clusters, head, seed):
-    """Clusters of one head's queries and keys, by k-means.
+    """The `Clusters` of one head, by k-means.
 
     Args:
         samples: As in `Adaptive.adapt`.
@@ -195,9 +224,9 @@ def find_clusters(samples, num_clusters, head, seed):
         head: Which key/value head.
         seed: Of k-means' first centers.
 
-    Returns:
-        Centers of queries `(n_q, H)` and of keys `(n_k, H)`, and the share of pairs
-        of tokens in each pair of clusters, `(n_q, n_k)`.
+    Raises:
+        ImportError: If scikit-learn is missing.
+        ValueError: If there are fewer tokens than clusters.
     """
     try:
         from sklearn.cluster import KMeans
@@ -206,7 +235,7 @@ def find_clusters(samples, num_clusters, head, seed):
             "Clusters are found by scikit-learn: pip install scikit-learn."
         ) from error
 
-    centers, shares = [], []
+    centers, sizes, shares = [], [], []
     for side, count in enumerate(num_clusters):
         tokens = np.concatenate([sample[side][head] for sample in samples])
         if len(tokens) < count:
@@ -216,6 +245,9 @@ def find_clusters(samples, num_clusters, head, seed):
             )
         seed_of_side = derive_seed(seed, head, side)
         found = KMeans(count, n_init=4, random_state=seed_of_side).fit(tokens)
+        members = np.eye(count)[found.labels_]
+        number = np.maximum(members.sum(0), 1)[:, None]
         centers.append(found.cluster_centers_)
-        shares.append(np.bincount(found.labels_, minlength=count) / len(tokens))
-    return centers[0], centers[1], np.outer(*shares)
+        sizes.append(np.sqrt(members.T @ tokens**2 / number))
+        shares.append(members.mean(0))
+    return Clusters(*centers, *sizes, np.outer(*shares))

@@ -32,8 +32,9 @@ class ComplexExponential(Adaptive):
         num_features: Number m of random vectors, 256 by default.
         form: `"complex"` (default): diagonal, each entry real or imaginary
             (equations 86 and 87), exact at the means; width `2 m`, signed.
-            `"real"`: diagonal (equation 88), positive. `"full"`: a real matrix that
-            makes the covariances of Ax and A⁻ᵀy equal, positive.
+            `"real"`: diagonal (equation 88 with root mean squares for the means'
+            magnitudes), positive. `"full"`: a real matrix that makes the covariances
+            of Ax and A⁻ᵀy equal, positive.
         projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
         seed: Non-negative integer, or `None`.
 
@@ -89,9 +90,12 @@ class ComplexExponential(Adaptive):
     def fit(self, samples):
         if self.form == "full":
             self.set_matrix(balance(*second_moments(samples)))
+        elif self.form == "real":
+            squares = np.einsum("skhh->skh", second_moments(samples))
+            self.set_matrix(diagonal(*np.sqrt(squares), is_real=True))
         else:
             centers = mean_of(lambda q, k: np.stack([q.mean(1), k.mean(1)]), samples)
-            self.set_matrix(diagonal(*centers, is_real=self.form == "real"))
+            self.set_matrix(diagonal(*centers, is_real=False))
 
     def query_features(self, x, stats=None):
         return self._features(x, is_key=False)

@@ -146,6 +146,7 @@ class Conditioned(Adaptive):
             self._transform(x, self.query_matrix, self.query_center), stats
         )
         center = self._center(self.key_center, x)
+        x = ops.cast(x, wide_dtype(x))
         return _shift(features, center, x - self._center(self.query_center, x))
 
     def key_features(self, x, stats=None):
@@ -158,7 +159,7 @@ class Conditioned(Adaptive):
         return ops.cast(self.per_head(center, x), wide_dtype(x))
 
     def _transform(self, x, matrix, center):
-        x = x - self._center(center, x)
+        x = ops.cast(x, wide_dtype(x)) - self._center(center, x)
         return precise_einsum("...nh,nih->...ni", x, self.per_head(matrix, x))
 
     def get_config(self):

@@ -12,7 +12,6 @@ from keras_rfattn.feature_maps.clustered import check_clusters
 from keras_rfattn.feature_maps.clustered import find_clusters
 from keras_rfattn.feature_maps.coefficients import Coefficient
 from keras_rfattn.feature_maps.complex_exponential import ComplexExponential
-from keras_rfattn.feature_maps.complex_exponential import diagonal
 from keras_rfattn.feature_maps.complex_exponential import diagonal_parts
 from keras_rfattn.feature_maps.hybrid import Hybrid
 from keras_rfattn.ops.backend import wide_dtype
@@ -96,14 +95,16 @@ class HybridGaussianMixture(Hybrid):
         self.tau = tau
 
     def fit(self, samples):
-        clusters = [find_clusters(samples, self.num_clusters, h, self.seed)
-                    for h in range(self.num_heads)]  # fmt: skip
-        n_q, n_k = self.num_clusters
+        clusters = [
+            find_clusters(samples, self.num_clusters, head, self.seed)
+            for head in range(self.num_heads)
+        ]
+        _, n_k = self.num_clusters
         for pair, (e, c) in enumerate(
             zip(self.estimators[:-1], self.coefficients, strict=True)
         ):
             i, j = divmod(pair, n_k)
-            a = [diagonal(q[i], k[j], is_real=True) for q, k, _ in clusters]
+            a = [found.diagonal(i, j, is_real=True) for found in clusters]
             e.set_matrix(np.stack(a))
             c.set_matrix(np.stack(a))
 
