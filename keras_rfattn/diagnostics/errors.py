@@ -11,7 +11,8 @@ class HeadErrors(NamedTuple):
     """Errors of one head on some sequences, each relative; 0 is exact.
 
     Attributes:
-        kernel: Median over pairs of `|estimate / kernel - 1|`.
+        kernel: Median over pairs of `|estimate / kernel - 1|`; without meaning for
+            maps of another kernel than softmax.
         predicted: What the closed form predicts for it: the median of a relative
             standard deviation, times 0.674 (the median of a normal variable's
             magnitude); NaN for maps without a closed form.
@@ -108,12 +109,13 @@ def head_errors(feature_map, sequences, head, estimates=None, predict=None):
 def _errors(sequence, head, values, shift, predict):
     query, key, value = sequence.query[head], sequence.key[head], sequence.value[head]
     visible = visibility(sequence)
-    logits = np.where(visible, query @ key.T, -np.inf)
+    products = sequence.logit_scale * query @ key.T
+    logits = np.where(visible, products, -np.inf)
     attention = np.exp(logits - logits.max(-1, keepdims=True))
     attention /= attention.sum(-1, keepdims=True)
 
     with np.errstate(over="ignore"):
-        ratio = values * np.exp(shift - query @ key.T)
+        ratio = values * np.exp(shift - products)
     weights = np.where(visible, values, 0)
     total = weights.sum(-1, keepdims=True)
     weights = weights / np.where(total == 0, 1, total)

@@ -85,35 +85,28 @@ class HybridClustered(Adaptive):
 
     def build(self, input_shape):
         super().build(input_shape)
-        heads, dim, slots = self.num_heads, self.head_dim, self.num_slots
-        (n_q, n_k), weights = self.num_clusters, {}
-        shapes = {
-            "query_centers": (heads, n_q, dim),
-            "key_centers": (heads, n_k, dim),
-            "query_active": (heads, n_q, slots),
-            "key_active": (heads, n_k, slots),
-            "matrix": (heads, slots, 2, dim),
-        }
-        for name, shape in shapes.items():
-            weights[name] = self.add_weight(
-                name=name, shape=shape, initializer="zeros", dtype="float32",
-                trainable=False, autocast=False,
+        (n_q, n_k), dim = self.num_clusters, self.head_dim
+        nothing = Clusters(
+            np.zeros((n_q, dim)), np.zeros((n_k, dim)), None, None, np.ones((n_q, n_k))
+        )
+        for name, value in self._arrays([nothing] * self.num_heads).items():
+            weight = self.add_weight(
+                name=name, shape=value.shape, dtype="float32", trainable=False,
+                initializer=lambda shape, dtype=None, v=value: ops.convert_to_tensor(v),
+                autocast=False,
             )  # fmt: skip
-            setattr(self, name, weights[name])
-        centers = [np.zeros((heads, n, dim)) for n in self.num_clusters]
-        self._set([Clusters(*(c[h] for c in centers), None, None, np.ones((n_q, n_k)))
-                   for h in range(heads)])  # fmt: skip
+            setattr(self, name, weight)
 
     def fit(self, samples):
-        self._set(
-            [
-                find_clusters(samples, self.num_clusters, head, self.seed)
-                for head in range(self.num_heads)
-            ]
-        )
+        clusters = [
+            find_clusters(samples, self.num_clusters, head, self.seed)
+            for head in range(self.num_heads)
+        ]
+        for name, value in self._arrays(clusters).items():
+            getattr(self, name).assign(value)
 
-    def _set(self, clusters):
-        """Assigns the weights from the `Clusters` of each head."""
+    def _arrays(self, clusters):
+        """The weights for the `Clusters` of each head; A is I without sizes."""
         heads, (n_q, n_k) = self.num_heads, self.num_clusters
         query_active = np.zeros((heads, n_q, self.num_slots))
         key_active = np.zeros((heads, n_k, self.num_slots))
@@ -128,11 +121,14 @@ class HybridClustered(Adaptive):
             for i, j in pairs[self.num_pairs :]:
                 slot = self.num_pairs + i
                 query_active[head, i, slot] = key_active[head, j, slot] = 1
-        self.query_centers.assign(np.float32([c.query_centers for c in clusters]))
-        self.key_centers.assign(np.float32([c.key_centers for c in clusters]))
-        self.query_active.assign(query_active.astype("float32"))
-        self.key_active.assign(key_active.astype("float32"))
-        self.matrix.assign(np.stack([matrix.real, matrix.imag], 2).astype("float32"))
+        arrays = {
+            "query_centers": [c.query_centers for c in clusters],
+            "key_centers": [c.key_centers for c in clusters],
+            "query_active": query_active,
+            "key_active": key_active,
+            "matrix": np.stack([matrix.real, matrix.imag], 2),
+        }
+        return {name: np.float32(value) for name, value in arrays.items()}
 
     def query_features(self, x, stats=None):
         return self._features(x, self.query_centers, self.query_active, is_key=False)

@@ -22,6 +22,11 @@ class Coefficient(FeatureMap):
     is_symmetric = False
     constant = 0.0
 
+    def averaged(self, values):
+        """Values as features whose products are a mean over the random vectors."""
+        log_scale = -math.log(self.num_features) / 2
+        return Features(values, ops.full_like(values[..., :1], log_scale))
+
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class AngularCoefficient(Coefficient):
@@ -45,10 +50,8 @@ class AngularCoefficient(Coefficient):
 
     def key_features(self, x, stats=None):
         projected = self.project(x)
-        values = ops.where(projected < 0, -1.0, 1.0)
-        values = ops.cast(values, projected.dtype)
-        shape_like = ops.zeros_like(projected[..., :1])
-        return Features(values, shape_like - math.log(self.num_features) / 2)
+        signs = ops.cast(ops.where(projected < 0, -1.0, 1.0), projected.dtype)
+        return self.averaged(signs)
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -99,8 +102,7 @@ class GaussianCoefficient(Coefficient):
     def key_features(self, x, stats=None):
         angles = self.sigma * self.project(x)
         values = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
-        shape_like = ops.zeros_like(angles[..., :1])
-        return Features(values, shape_like - math.log(self.num_features) / 2)
+        return self.averaged(values)
 
     def get_config(self):
         return {**super().get_config(), "sigma": self.sigma, "radius": self.radius}

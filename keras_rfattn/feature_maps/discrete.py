@@ -54,36 +54,51 @@ class Discrete(Adaptive):
 
     def build(self, input_shape):
         heads, dim = self.num_heads, self.head_dim = input_shape[-2:]
-        self.parameter = self.add_weight(
-            name="parameter", shape=(heads,), dtype="float32",
-            initializer=keras.initializers.Constant(self._initial_parameter(dim)),
-            trainable=False, autocast=False,
-        )  # fmt: skip
+        # Numbers only: a layer may be built while a program is traced.
+        start = np.full(heads, self._initial_parameter(dim))
+        self.projection = self._distribution(start)
         super().build(input_shape)
-        self.offsets = self.add_weight(
-            name="offsets", shape=(heads, self.num_features), dtype="float32",
-            initializer="zeros", trainable=False, autocast=False,
-        )  # fmt: skip
-        self._set_offsets()
+
+        def offsets(shape, dtype=None):
+            counts = self.projection.counts((heads, dim, self.num_features))
+            return ops.convert_to_tensor(self._offsets(counts, start), dtype=dtype)
+
+        def weight(name, shape, initializer):
+            return self.add_weight(
+                name=name, shape=shape, initializer=initializer, dtype="float32",
+                trainable=False, autocast=False,
+            )  # fmt: skip
+
+        constant = keras.initializers.Constant(float(start[0]))
+        self.parameter = weight("parameter", (heads,), constant)
+        self.offsets = weight("offsets", (heads, self.num_features), offsets)
 
     def _initial_parameter(self, dim):
         if self.initial is not None:
             return self.initial
         return self.optimum(np.full(dim, self.typical_product * dim**-0.5))
 
-    def _initializer(self, draw):
+    def _distribution(self, parameter, draw=0):
         seed = self.seed if draw == 0 else derive_seed(self.seed, draw)
-        return self.distribution(ops.convert_to_numpy(self.parameter), seed)
+        return self.distribution(parameter, seed)
+
+    def _offsets(self, counts, parameter):
+        """`-½ log Π_l k_l! P(k_l)` of each vector, `(K, m)`."""
+        counts = counts.astype("float64")
+        terms = -self.log_weight(counts, parameter[:, None, None]) / 2
+        return terms.sum(axis=1).astype("float32")
 
     def redraw(self):
         super().redraw()
-        self._set_offsets()
+        self._set(ops.convert_to_numpy(self.parameter).astype("float64"))
 
-    def _set_offsets(self):
-        counts = ops.convert_to_numpy(self.vectors).astype("float64")
-        parameter = ops.convert_to_numpy(self.parameter).astype("float64")
-        terms = -self.log_weight(counts, parameter[:, None, None]) / 2
-        self.offsets.assign(terms.sum(axis=1).astype("float32"))
+    def _set(self, parameter):
+        """Draws counts for a parameter of each head."""
+        draw = int(ops.convert_to_numpy(self.draws))
+        counts = self._distribution(parameter, draw).counts(self.vectors.shape)
+        self.parameter.assign(parameter.astype("float32"))
+        self.vectors.assign(counts)
+        self.offsets.assign(self._offsets(counts, parameter))
 
     def fit(self, samples):
         def powers(q, k):
@@ -91,11 +106,7 @@ class Discrete(Adaptive):
             return next(means) * next(means)
 
         products = mean_of(powers, samples) ** (1 / self.power)
-        best = [self.optimum(row) for row in products]
-        self.parameter.assign(np.asarray(best, "float32"))
-        draw = int(ops.convert_to_numpy(self.draws))
-        self.vectors.assign(self._initializer(draw)(self.vectors.shape))
-        self._set_offsets()
+        self._set(np.array([self.optimum(row) for row in products]))
 
     def key_features(self, x, stats=None):
         x = ops.cast(x, wide_dtype(x))

@@ -66,21 +66,20 @@ def attend(
     side = math.sqrt(scale)
     wide = "float64" if query.dtype == "float64" else "float32"
     query, key = ops.cast(query, wide) * side, ops.cast(key, wide) * side
+    output = None
     if recorder is not None:
         output = recorder(query, key, value, query_mask, key_mask, mask.causal)
-        if output is not None:
-            return output
-
-    partial = mask.causal or not mask.self_attention
-    stats = feature_map.statistics(
-        query, key, query_mask, key_mask, causal=partial, training=training
-    )
-    query_features = feature_map.query_features(query, stats)
-    key_features = feature_map.key_features(key, stats)
-    if mask.causal:
-        output = causal(query_features, key_features, value, key_mask, block_size)
-    else:
-        output = bidirectional(query_features, key_features, value, key_mask)
+    if output is None:
+        partial = mask.causal or not mask.self_attention
+        stats = feature_map.statistics(
+            query, key, query_mask, key_mask, causal=partial, training=training
+        )
+        query_features = feature_map.query_features(query, stats)
+        key_features = feature_map.key_features(key, stats)
+        if mask.causal:
+            output = causal(query_features, key_features, value, key_mask, block_size)
+        else:
+            output = bidirectional(query_features, key_features, value, key_mask)
     if mask.query_mask is not None:
         output = ops.where(mask.query_mask[:, :, None, None], output, 0)
     return output

@@ -1,5 +1,6 @@
 """Watching a model's queries, keys and values at work."""
 
+import math
 from typing import NamedTuple
 
 import keras
@@ -13,23 +14,30 @@ class Sequence(NamedTuple):
     """The real tokens of one sequence in one attention layer, float64 NumPy arrays.
 
     Attributes:
-        query: Scaled queries, `(K, T · G, H)`, groups beside their token.
-        key: Scaled keys, `(K, S, H)`.
+        query: Queries as the feature map meets them, scaled, `(K, T · G, H)`, groups
+            beside their token.
+        key: Keys likewise, `(K, S, H)`.
         value: `(K, S, V)`.
         causal: Whether query i sees keys `j <= i` only.
+        logit_scale: What `query · key` is a softmax logit times; 1 for maps that
+            estimate softmax, as their scale is softmax's.
     """
 
     query: np.ndarray
     key: np.ndarray
     value: np.ndarray
     causal: bool
+    logit_scale: float = 1.0
 
 
 class Recorder:
     """Collects `Sequence`s; the layer goes on with softmax if `exact`."""
 
-    def __init__(self, num_heads, exact, max_tokens):
-        self.num_heads, self.exact, self.max_tokens = num_heads, exact, max_tokens
+    def __init__(self, layer, exact, max_tokens):
+        self.num_heads, head_dim = layer._kv_shape()
+        scale = layer.feature_map.default_scale(head_dim)
+        self.logit_scale = 1 / (math.sqrt(head_dim) * scale)
+        self.exact, self.max_tokens = exact, max_tokens
         self.sequences = []
 
     def __call__(self, query, key, value, query_mask, key_mask, causal):
@@ -41,8 +49,9 @@ class Recorder:
         )
         for q, k, v in zip(*parts, strict=True):
             if q.shape[1] and k.shape[1]:
-                self.sequences.append(Sequence(q, k, v, causal))
+                self.sequences.append(Sequence(q, k, v, causal, self.logit_scale))
         if self.exact:
+            query = query * self.logit_scale
             return softmax_attention(query, key, value, key_mask, causal)
         return None
 
@@ -77,7 +86,7 @@ def record(model, data, exact=True, max_tokens=1024):
         met a real token.
     """
     layers = [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
-    recorders = [Recorder(x._kv_shape()[0], exact, max_tokens) for x in layers]
+    recorders = [Recorder(x, exact, max_tokens) for x in layers]
     for layer, recorder in zip(layers, recorders, strict=True):
         layer.recorder = recorder
     try:

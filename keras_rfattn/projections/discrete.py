@@ -24,14 +24,17 @@ class Counts(Projection):
         self.parameter = parameter
 
     def __call__(self, shape, dtype=None):
+        return keras.ops.convert_to_tensor(self.counts(shape), dtype=dtype)
+
+    def counts(self, shape):
+        """The numbers of a call, as a NumPy array."""
         heads, dim, count = shape
         generator = np.random.Generator(np.random.Philox(self.seed))
         counts = [
             self.draw(generator, parameter, (dim, count))
             for parameter in np.broadcast_to(self.parameter, (heads,))
         ]
-        counts = np.stack(counts).astype("float32")
-        return keras.ops.convert_to_tensor(counts, dtype=dtype)
+        return np.stack(counts).astype("float32")
 
     def get_config(self):
         parameter = np.asarray(self.parameter).tolist()

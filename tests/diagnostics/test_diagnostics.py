@@ -58,6 +58,19 @@ def test_recorded_sequences_are_what_softmax_attention_meets(causal):
     assert linear.get_layer("first").recorder is None
 
 
+@pytest.mark.parametrize("name", ["elu", "relu"])
+def test_other_kernels_are_compared_with_softmax_at_its_own_scale(name):
+    linear, data = model(name), batches()
+    found = record(linear, data)
+    again = record(model("favorplus", num_features=2), data)
+    for (_, _, ours), (_, _, theirs) in zip(found, again, strict=True):
+        logits = [s.logit_scale * s.query @ s.key.swapaxes(-1, -2) for s in (*ours,)]
+        expected = [s.query @ s.key.swapaxes(-1, -2) for s in theirs]
+        h.assert_close(np.stack(logits), np.stack(expected), 1e-4)
+    report = diagnostics.approximation_report(linear, data)
+    assert 0.01 < report.mean.output < 1
+
+
 def test_padding_is_left_out_and_long_sequences_are_thinned():
     inputs, mask = keras.Input((24, 12)), keras.Input((24,), dtype="bool")
     layer = keras.layers.MultiHeadAttention(2, 6)

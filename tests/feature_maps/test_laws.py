@@ -180,6 +180,33 @@ def model(name, seed):
     return keras.Model(x, layer(x, x)), feature_map
 
 
+BUILT_FROM_NUMBERS = (
+    "poisson", "geometric_positive", "hybrid_clustered", "favorpp_dense", "gerf",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILT_FROM_NUMBERS)
+def test_may_be_built_while_a_program_is_traced(name):
+    # A model that meets data for the first time in `fit` builds its layers there.
+    class Unbuilt(keras.Model):
+        def __init__(self):
+            super().__init__()
+            arguments = {"feature_map": feature_maps.get(name, seed=1)}
+            self.attention = layers.MultiHeadAttention(2, 4, **arguments)
+
+        def call(self, x):
+            return self.attention(x, x)
+
+    x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
+    late = Unbuilt()
+    late.compile("sgd", "mse")
+    late.fit(x, x, verbose=0)
+    early = feature_maps.get(name, seed=1)
+    early.build((None, None, 2, 4))
+    for a, b in zip(late.attention.feature_map.weights, early.weights, strict=True):
+        np.testing.assert_array_equal(h.to_numpy(a), h.to_numpy(b))
+
+
 @pytest.mark.parametrize("name", h.NAMES)
 def test_weights_bring_the_vectors_along(name, tmp_path):
     one, feature_map = model(name, seed=1)

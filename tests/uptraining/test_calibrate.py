@@ -49,6 +49,25 @@ def test_stores_the_mean_over_batches():
     assert (again < stored / 10).all()
 
 
+def test_deeper_layers_meet_softmax_activations_or_the_models_own():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6, 8))
+    first = keras.layers.MultiHeadAttention(2, 4, name="first")(inputs, inputs)
+    second = keras.layers.MultiHeadAttention(2, 4, name="second")
+    stacked = keras.Model(inputs, second(10 * first, 10 * first))
+    keras_rfattn.replace_attention(stacked, "favorpp", num_features=2, seed=0)
+
+    def measured(name):
+        weight = stacked.get_layer(name).feature_map.mean_square
+        return keras.ops.convert_to_numpy(weight).copy()
+
+    keras_rfattn.calibrate(stacked, batches(2))
+    exact = {name: measured(name) for name in ("first", "second")}
+    keras_rfattn.calibrate(stacked, batches(2), exact=False)
+    np.testing.assert_allclose(measured("first"), exact["first"], rtol=1e-6)
+    assert np.all(np.abs(measured("second") / exact["second"] - 1) > 1e-3)
+
+
 def test_errors():
     with pytest.raises(ValueError, match="learns from data"):
         keras_rfattn.calibrate(model("favorplus"), batches(1))
