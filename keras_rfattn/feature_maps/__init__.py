@@ -166,18 +166,30 @@ def list():
 
 
 def name_of(feature_map):
-    """The registered name of a map's class, or the class name."""
+    """The registered name of a map's class, or the class name.
+
+    Args:
+        feature_map: A `FeatureMap`, built or not.
+    """
     names = {cls: name for name, cls in FEATURE_MAPS.items()}
     return names.get(type(feature_map), type(feature_map).__name__)
 
 
 def serialize(feature_map):
-    """A `FeatureMap` as a config dict; the layer that owns the map builds it."""
+    """A `FeatureMap` as a config dict; the layer that owns the map builds it.
+
+    Args:
+        feature_map: A `FeatureMap`. Its weights are not part of the config.
+    """
     config = keras.saving.serialize_keras_object(feature_map)
     config.pop("build_config", None)
     return config
 
 
 def deserialize(config):
-    """A `FeatureMap` from its config dict."""
+    """A `FeatureMap`, not built, from its config dict.
+
+    Args:
+        config: What `serialize` gave.
+    """
     return keras.saving.deserialize_keras_object(config)

@@ -1,6 +1,7 @@
 """The kernels that feature maps estimate, on NumPy arrays.
 
-`x` has shape `(..., T, H)` and `y` `(..., S, H)`; results are `(..., T, S)`.
+`x` has shape `(..., T, H)` and `y` `(..., S, H)`; results are `(..., T, S)`. What a
+feature map of that `kernel` estimates, in the exact sense of its law 3.
 """
 
 import numpy as np

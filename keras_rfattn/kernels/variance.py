@@ -17,13 +17,31 @@ import numpy as np
 
 
 def variance(log_moment, x, y):
-    """`E[Z²] - SM²`, the variance of one unbiased draw Z."""
+    """`E[Z²] - SM²`, the variance of one unbiased draw Z.
+
+    Args:
+        log_moment: `log E[Z²]`, array of shape `(...)`.
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+
+    Returns:
+        Array of shape `(...)`.
+    """
     kernel = np.sum(x * y, -1)
     return np.exp(2 * kernel) * np.expm1(np.maximum(log_moment - 2 * kernel, 0))
 
 
 def log_variance(log_moment, x, y):
-    """The logarithm of `variance`, without overflow; -inf where it is 0."""
+    """The logarithm of `variance`, without overflow; -inf where it is 0.
+
+    Args:
+        log_moment: `log E[Z²]`, array of shape `(...)`.
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+
+    Returns:
+        Array of shape `(...)`.
+    """
     excess = np.maximum(log_moment - 2 * np.sum(x * y, -1), 0)
     with np.errstate(divide="ignore"):
         return log_moment + np.log(-np.expm1(-excess))
@@ -83,7 +101,10 @@ def log_moment_generalized_exponential(x, y, a=0.0, s=1):
 
 
 def generalized_exponential(x, y, a=0.0, s=1):
-    """One-draw variance of `log_moment_generalized_exponential`'s estimator."""
+    """One-draw variance of the estimator of `log_moment_generalized_exponential`.
+
+    Takes and returns what that does; trigonometric features are `a=0, s=-1`.
+    """
     return variance(log_moment_generalized_exponential(x, y, a, s), x, y)
 
 
@@ -163,7 +184,15 @@ def log_moment_complex_exponential(x, y, a):
 
 
 def angle(x, y):
-    """The angle between x and y, in radians, from 0 to π."""
+    """The angle between x and y, in radians, from 0 to π.
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+
+    Returns:
+        Array of shape `(...)`.
+    """
     lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
     return np.arccos(np.clip(np.sum(x * y, -1) / lengths, -1, 1))
 
@@ -219,18 +248,36 @@ def bipolar_hybrid(x, y, m, moments, shared=False):
 
 
 def max_relative_error(radius, m):
-    """The largest `√MSE / SM` on a sphere (HRF, lemma 3.4), of ++ and trig alike."""
+    """The largest `√MSE / SM` on a sphere (HRF, lemma 3.4), of ++ and trig alike.
+
+    Args:
+        radius: Of the sphere.
+        m: Number of vectors (of ++, of pairs).
+    """
     return np.sqrt(1 / (2 * m)) * np.exp(2 * radius**2) * -np.expm1(-4 * radius**2)
 
 
 def relative_error(theta, radius, m, positive):
-    """`√MSE / SM` at angle θ on a sphere (HRF, lemma 3.4) of SM++ or SMtrig."""
+    """`√MSE / SM` at angle θ on a sphere (HRF, lemma 3.4) of SM++ or SMtrig.
+
+    Args:
+        theta: Angle between the inputs, in radians.
+        radius: Of the sphere.
+        m: Number of vectors (of ++, of pairs).
+        positive: Whether of SM++.
+    """
     theta = np.pi - theta if positive else theta
     square = 2 * radius**2 * np.sin(theta / 2) ** 2
     return np.sqrt(1 / (2 * m)) * np.exp(square) * -np.expm1(-2 * square)
 
 
 def angular_relative_error_bound(radius, m, n):
-    """Bound on the angular hybrid's (HRF, theorem 3.5), for a radius of at least 1."""
+    """Bound on the angular hybrid's `max_relative_error` (HRF, theorem 3.5).
+
+    Args:
+        radius: Of the sphere, at least 1.
+        m: Number of vectors of both base estimators.
+        n: Number of vectors of the coefficient.
+    """
     factor = np.sqrt(1 / np.pi - 1 / (n * np.pi) + 1 / (n * np.sqrt(np.pi)))
     return max_relative_error(radius, m) * factor / radius
