@@ -5,7 +5,6 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.feature_maps.base import Adaptive
-from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.generalized_exponential import FavorPP
 from keras_rfattn.feature_maps.moments import balance
 from keras_rfattn.feature_maps.moments import mean_of
@@ -206,10 +205,8 @@ class FavorPPDense(Conditioned):
     def get_config(self):
         config = self.inner.get_config()
         names = ("num_features", "statistics", "projection", "seed")
-        own = FeatureMap.get_config(self)
-        return {"name": own["name"], "dtype": own["dtype"]} | {
-            name: config[name] for name in names
-        }
+        own = keras.layers.Layer.get_config(self)
+        return own | {name: config[name] for name in names}
 
 
 def _through(a, samples):

@@ -15,15 +15,23 @@ import numpy as np
 from keras_rfattn import feature_maps
 
 KEY = "attention_fingerprint"
+IGNORED = ("name", "trainable", "dtype", "seed", "projection")
 
 
 def fingerprint(feature_map):
     """A 31-bit checksum of what a map computes, whatever its seed and name."""
-    config = feature_map.get_config()
-    ignored = ("name", "trainable", "dtype", "seed", "projection")
-    kept = sorted((k, v) for k, v in config.items() if k not in ignored)
-    text = repr((type(feature_map).__name__, kept))
+    text = repr((type(feature_map).__name__, _essence(feature_map.get_config())))
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+
+def _essence(config):
+    """What decides a map's function, of its config and of those of maps inside."""
+    if isinstance(config, dict):
+        kept = sorted(key for key in config if key not in IGNORED)
+        return [(key, _essence(config[key])) for key in kept]
+    if isinstance(config, (list, tuple)):
+        return [_essence(item) for item in config]
+    return config
 
 
 def mark(layer):

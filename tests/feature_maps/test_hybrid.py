@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+import keras_rfattn
 from keras_rfattn import feature_maps as maps
 from keras_rfattn.kernels import variance
 from tests import helpers as h
@@ -298,18 +299,40 @@ def test_errors():
         maps.HybridAngular(2, 2).adapt([(np.zeros((1, 4, DIM)),) * 2])
 
 
-def test_hybrids_learn_and_save_together(tmp_path):
-    inputs = keras.Input((6, 8))
+def linear_model(feature_map, seed):
     keras.utils.set_random_seed(0)
+    inputs = keras.Input((6, 8))
     layer = keras.layers.MultiHeadAttention(2, 4, name="attention")
-    import keras_rfattn
-
     model = keras.Model(inputs, layer(inputs, inputs))
+    return keras_rfattn.replace_attention(model, feature_map, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "feature_map",
+    [
+        maps.Conditioned(maps.Gerf(3, seed=5)),
+        maps.Hybrid(["favor", "favorplus"], [maps.AngularCoefficient(2, seed=1)]),
+    ],
+    ids=["conditioned", "hybrid"],
+)
+def test_weights_of_maps_inside_maps_load_whatever_the_seed(feature_map, tmp_path):
+    x = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")
+    one, other = linear_model(feature_map, 1), linear_model(feature_map, 2)
+    path = str(tmp_path / "a.weights.h5")
+    one.save_weights(path)
+    assert np.any(h.to_numpy(one(x)) != h.to_numpy(other(x)))
+    other.load_weights(path)
+    h.assert_same(other(x), one(x))
+    with pytest.raises(ValueError, match="saved from another one|not be loaded"):
+        linear_model("favor", 1).load_weights(path)
+
+
+def test_hybrids_learn_and_save_together(tmp_path):
     hybrid = maps.Hybrid(
         [maps.HybridClustered(3), maps.Gerf(3), maps.Favor(3)],
         [maps.AngularCoefficient(2), maps.GaussianCoefficient(2)],
     )
-    keras_rfattn.replace_attention(model, hybrid, seed=0)
+    model = linear_model(hybrid, 0)
     x = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")
     before = model.predict(x, verbose=0)
     keras_rfattn.calibrate(model, [x])
