@@ -43,12 +43,17 @@ def results(backend, path):
     return dict(np.load(path))
 
 
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    path = tmp_path_factory.mktemp("agree") / "here.npz"
+    return results(keras.backend.backend(), path)
+
+
 @pytest.mark.parametrize("other", ["jax", "tensorflow", "torch"])
-def test_layers_agree(other, tmp_path):
+def test_layers_agree(other, here, tmp_path):
     if other == keras.backend.backend():
         pytest.skip("the same backend")
     pytest.importorskip(other)
-    here = results(keras.backend.backend(), tmp_path / "here.npz")
     there = results(other, tmp_path / "there.npz")
     assert len(here) == len(there) >= 2 * len(feature_maps.FEATURE_MAPS)
     for name, expected in here.items():
