@@ -133,7 +133,7 @@ def compare_similarities(model, tokenizer, args):
     for name, row in rows.items():
         moved = np.abs(row - rows["softmax"]).mean()
         numbers = "  ".join(f"{x:6.3f}" for x in row)
-        print(f"  {name:10s} {numbers}   moved {moved:.3f} on average")
+        print(f"  {name:24s} {numbers}   moved {moved:.3f} on average")
     print()
 
 
