@@ -7,7 +7,7 @@ import keras
 from keras_rfattn.feature_maps.activation import Activation
 from keras_rfattn.feature_maps.activation import Elu
 from keras_rfattn.feature_maps.activation import Relu
-from keras_rfattn.feature_maps.base import Adaptive
+from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.clustered import HybridClustered
 from keras_rfattn.feature_maps.coefficients import AngularCoefficient

@@ -16,7 +16,7 @@ which algorithm will sum them. Every row of the registry is tested for these law
 4. Random vectors are a float32 weight that is saved with the model and the same
    on every backend for the same seed. Nothing random happens in a call.
 5. Projection and exponent are computed in float32.
-6. What a map learns of data is a weight, set by `adapt`; see `Adaptive`.
+6. What a map learns of data is a weight, set by `adapt`; see `adaptive.py`.
 """
 
 import math
@@ -26,7 +26,9 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import projections
+from keras_rfattn.feature_maps.function import FeatureFunction
 from keras_rfattn.ops.backend import precise_einsum
+from keras_rfattn.ops.features import Deferred
 
 DEFAULT_NUM_FEATURES = 256
 
@@ -181,6 +183,15 @@ class FeatureMap(keras.layers.Layer):
             f"{type(self).__name__} must implement `key_features(x, stats)`."
         )
 
+    def deferred(self, method, x, stats=None):
+        """`"query_features"` or `"key_features"` of x, for an algorithm to compute.
+
+        Returns:
+            `ops.features.Deferred`.
+        """
+        values = [v.value for v in self.variables]
+        return Deferred(FeatureFunction(self, method), x, (stats, values))
+
     def project(self, x):
         """`w · x` for all vectors of the head of x: `(..., N, H) -> (..., N, m)`.
 
@@ -214,57 +225,6 @@ class FeatureMap(keras.layers.Layer):
             "projection": projection,
             "seed": self.seed,
         }
-
-
-class Adaptive(FeatureMap):
-    """A map with parameters per head that are measured on data, and saved.
-
-    Subclasses give `fit(samples)`. `keras_rfattn.calibrate` collects the samples of a
-    whole model.
-    """
-
-    @property
-    def is_adaptive(self):
-        return True
-
-    def build(self, input_shape):
-        super().build(input_shape)
-        if self.is_adaptive:
-            self.updates = self.add_weight(
-                name="updates", shape=(), initializer="zeros", dtype="int32",
-                trainable=False, autocast=False,
-            )  # fmt: skip
-
-    @property
-    def is_calibrated(self):
-        """Whether the parameters have met data."""
-        if not self.built or not self.is_adaptive:
-            return False
-        return int(ops.convert_to_numpy(self.updates)) > 0
-
-    def adapt(self, samples):
-        """Sets the parameters from data, whatever they were before.
-
-        Args:
-            samples: List of `(queries, keys)`, one for each sequence: NumPy arrays
-                of shape `(K, n, H)`, scaled, real tokens only. Queries and keys
-                that meet in attention are in one pair.
-
-        Raises:
-            ValueError: If there is no sample, or the map is not built or learns
-                nothing.
-        """
-        if not self.built or not self.is_adaptive or not samples:
-            raise ValueError(
-                f"{type(self).__name__} cannot adapt. Received: {len(samples)} "
-                f"samples, built={self.built}, is_adaptive={self.is_adaptive}."
-            )
-        self.fit(samples)
-        self.updates.assign(len(samples))
-
-    def fit(self, samples):
-        """Assigns the parameters; see `adapt`."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `fit`.")
 
 
 def derive_seed(*entropy):

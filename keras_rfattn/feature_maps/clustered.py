@@ -8,8 +8,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
-from keras_rfattn.feature_maps.base import Adaptive
 from keras_rfattn.feature_maps.base import bounded
 from keras_rfattn.feature_maps.base import derive_seed
 from keras_rfattn.feature_maps.base import half_square

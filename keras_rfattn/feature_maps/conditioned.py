@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.feature_maps.base import Adaptive
+from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.generalized_exponential import FavorPP
 from keras_rfattn.feature_maps.moments import balance
 from keras_rfattn.feature_maps.moments import mean_of

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.feature_maps.base import Adaptive
+from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.ops.backend import precise_einsum

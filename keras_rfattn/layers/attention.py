@@ -74,11 +74,13 @@ def attend(
         stats = feature_map.statistics(
             query, key, query_mask, key_mask, causal=partial, training=training
         )
-        query_features = feature_map.query_features(query, stats)
-        key_features = feature_map.key_features(key, stats)
         if mask.causal:
+            query_features = feature_map.deferred("query_features", query, stats)
+            key_features = feature_map.deferred("key_features", key, stats)
             output = causal(query_features, key_features, value, key_mask, block_size)
         else:
+            query_features = feature_map.query_features(query, stats)
+            key_features = feature_map.key_features(key, stats)
             output = bidirectional(query_features, key_features, value, key_mask)
     if mask.query_mask is not None:
         output = ops.where(mask.query_mask[:, :, None, None], output, 0)

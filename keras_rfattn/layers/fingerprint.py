@@ -13,25 +13,14 @@ import zlib
 import numpy as np
 
 from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.function import essence
 
 KEY = "attention_fingerprint"
-IGNORED = ("name", "trainable", "dtype", "seed", "projection")
 
 
 def fingerprint(feature_map):
     """A 31-bit checksum of what a map computes, whatever its seed and name."""
-    text = repr((type(feature_map).__name__, _essence(feature_map.get_config())))
-    return zlib.crc32(text.encode()) & 0x7FFFFFFF
-
-
-def _essence(config):
-    """What decides a map's function, of its config and of those of maps inside."""
-    if isinstance(config, dict):
-        kept = sorted(key for key in config if key not in IGNORED)
-        return [(key, _essence(config[key])) for key in kept]
-    if isinstance(config, (list, tuple)):
-        return [_essence(item) for item in config]
-    return config
+    return zlib.crc32(repr(essence(feature_map)).encode()) & 0x7FFFFFFF
 
 
 def mark(layer):

@@ -10,6 +10,8 @@ import functools
 import keras
 from keras import ops
 
+KEPT = "keras_rfattn"
+
 
 def wide_dtype(*arrays):
     """The dtype sums and exponents are kept in: float32, or float64 if any is."""
@@ -118,7 +120,40 @@ def exclusive_scan(combine, start, elements):
     return ops.scan(lambda carry, x: (combine(carry, x), carry), start, elements)
 
 
-def fold(step, carry, blocks, **options):
+def compiled(function, **options):
+    """`function` with its `options` set: on JAX one program, for all calls of a shape.
+
+    Without it a loop would be compiled again in every call outside of a jit.
+
+    Args:
+        function: A function of a module, of pytrees of arrays.
+        **options: Hashable arguments of `function`; what is equal shares a program.
+    """
+    if keras.backend.backend() != "jax":
+        return functools.partial(function, **options)
+    return functools.partial(_jit(), function, tuple(options.items()))
+
+
+@functools.cache
+def _jit():
+    import jax
+
+    def call(function, options, *args):
+        return function(*args, **dict(options))
+
+    return jax.jit(call, static_argnums=(0, 1))
+
+
+def keep(x):
+    """Marks an array that `fold` keeps for the gradient, not to compute it again."""
+    if keras.backend.backend() != "jax":
+        return x
+    import jax
+
+    return jax.ad_checkpoint.checkpoint_name(x, KEPT)
+
+
+def fold(step, carry, blocks):
     """Runs `step` over blocks, one at a time where that saves memory and time.
 
     On JAX a loop, which computes a block again in the backward pass: all that a
@@ -127,35 +162,26 @@ def fold(step, carry, blocks, **options):
     all blocks in one step.
 
     Args:
-        step: `(carry, *blocks, **options) -> (carry, output)` of any number of
-            blocks; a function of a module, as it is compiled once for all calls.
+        step: `(carry, *blocks) -> (carry, output)` of any number of blocks.
         carry: Tuple of arrays.
         blocks: Pytrees of arrays of shape `(B, K, n, ...)`.
-        **options: Hashable arguments of `step`.
 
     Returns:
         `(carry, output)`, the output of shape `(B, K, n, ...)`.
     """
     if keras.backend.backend() != "jax":
-        return step(carry, *blocks, **options)
-    return _compiled_fold()(step, tuple(options.items()), carry, blocks)
-
-
-@functools.cache
-def _compiled_fold():
+        return step(carry, *blocks)
     import jax
     import jax.numpy as jnp
 
-    def loop(step, options, carry, blocks):
-        @jax.checkpoint
-        def one(carry, blocks):
-            blocks = jax.tree.map(lambda x: x[:, :, None], blocks)
-            carry, output = step(carry, *blocks, **dict(options))
-            return carry, output[:, :, 0]
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
 
-        first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), blocks)
-        carry, output = jax.lax.scan(one, carry, first)
-        return carry, jnp.moveaxis(output, 0, 2)
+    @functools.partial(jax.checkpoint, policy=policy)
+    def one(carry, blocks):
+        blocks = jax.tree.map(lambda x: x[:, :, None], blocks)
+        carry, output = step(carry, *blocks)
+        return carry, output[:, :, 0]
 
-    # Without it JAX would compile the loop again in every call outside of a jit.
-    return jax.jit(loop, static_argnums=(0, 1))
+    first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), blocks)
+    carry, output = jax.lax.scan(one, carry, first)
+    return carry, jnp.moveaxis(output, 0, 2)

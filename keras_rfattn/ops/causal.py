@@ -2,38 +2,20 @@
 
 Keys before a query's block are read from prefix sums (`features.read`), exact
 whatever their size, because each feature keeps its own running maximum. Keys in
-the query's own block are weighed one by one, on a C × C matrix. Their exponents
-are taken relative to a reference that every query of the block may know: the
-running maximum up to and including the block's first visible key (`_reference`; not
-if a query with a prefix does not see it). Queries share
-the shift of the prefix, keys exceed the reference by an *excess* that is known per
-query (the largest over keys it sees). Two cases follow, row by row:
-
-- excess <= `SPAN`: the factored product is exact; whatever underflows is at most
-  `C · M · exp(2 · SPAN - 87)` of the row's sum, 1e-7.
-- above it (logits in the hundreds, or the first tokens of a sequence meeting
-  very different ones), the row is taken from `dyadic`, which never multiplies a
-  query's exponents by those of keys it does not see and so needs no bound. It
-  costs log2(C) times as much and runs only if some row asks for it.
-
-Which case a row takes depends on keys the row sees, never on the future, on other
-heads or on other sequences. (On JAX each block decides alone whether `dyadic` runs
-at all, since blocks are visited one after the other; see `fold`.)
+the query's own block are weighed one by one, on a C × C matrix; see `block`.
 """
 
 import keras
 from keras import ops
 
 from keras_rfattn.ops import features as f
-from keras_rfattn.ops.backend import accumulated_matmul
-from keras_rfattn.ops.backend import elementwise_max
-from keras_rfattn.ops.backend import elementwise_min
+from keras_rfattn.ops.backend import compiled
 from keras_rfattn.ops.backend import exclusive_scan
 from keras_rfattn.ops.backend import fold
+from keras_rfattn.ops.backend import keep
 from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.block import read_block
 from keras_rfattn.ops.dyadic import dyadic
-from keras_rfattn.ops.dyadic import weigh_keys
-from keras_rfattn.ops.dyadic import weigh_values
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.recurrent import count_visible
 from keras_rfattn.ops.recurrent import to_state
@@ -55,8 +37,9 @@ def causal(
     """Linear attention in which query i sees keys `j <= i`.
 
     Args:
-        query_features: `Features` of shape `(B, T, N, M)`.
-        key_features: `Features` of shape `(B, T, K, M)`.
+        query_features: `Features` of shape `(B, T, N, M)`; or `Deferred`, which JAX
+            computes block by block, so that no more than a block is ever held.
+        key_features: The same of shape `(B, T, K, M)`.
         value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
         key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden
             keys and values may hold anything, NaN included.
@@ -73,35 +56,84 @@ def causal(
         ValueError: If `block_size` is not a positive integer.
     """
     block_size = check_block_size(block_size)
-    num_kv_heads, num_heads = value.shape[2], query_features.log_scale.shape[2]
-    groups = num_heads // num_kv_heads
-    length = ops.shape(value)[1]
-    if isinstance(length, int):
-        block_size = min(block_size, max(length, 1))
-    dtype, value = value.dtype, f.representable(value)
-
-    query = f.heads_first(query_features, num_kv_heads)
-    query = map_features(lambda x: _blocks(x, block_size * groups), query)
-    key = f.heads_first(key_features, num_kv_heads)
-    key = map_features(lambda x: _blocks(x, block_size), key)
-    heads = _blocks(f.split_heads(value, num_kv_heads), block_size)
-    mask = _block_mask(key_mask, length, block_size)
-
-    start = _first_sums(key, heads, state)
-    last, output = fold(
-        _attend, tuple(start), (query, key, heads, mask),
-        groups=groups, span=SPAN, exact=dyadic,
+    features = query_features, key_features
+    arrays, functions = zip(*(_take_apart(x) for x in features), strict=True)
+    call = compiled(
+        _causal, num_heads=query_features.num_heads, functions=functions,
+        block_size=block_size, span=SPAN, exact=dyadic,
     )  # fmt: skip
-    shape = ops.shape(output)
-    output = ops.reshape(output, (*shape[:2], -1, shape[-1]))
-    output = f.merge_heads(output[:, :, : length * groups], num_heads, length)
-    output = ops.cast(output, dtype)
+    output, sums = call(*arrays, value, key_mask, state)
     if not return_state:
         return output
     position = count_visible(value, key_mask)
     if state is not None:
         position = position + state.position
-    return output, to_state(f.Sums(*last), position)
+    return output, to_state(sums, position)
+
+
+def _take_apart(features):
+    """Arrays, and what makes `Features` of them, `None` if they are."""
+    if not isinstance(features, f.Deferred):
+        return features, None
+    if keras.backend.backend() != "jax":
+        # All blocks are taken at once there: nothing would be saved.
+        return features.compute(), None
+    function, *arrays = features
+    return arrays, function
+
+
+def _causal(
+    query, key, value, key_mask, state, num_heads, functions, block_size, span, exact
+):
+    """The output, and the sums after the last token."""
+    num_kv_heads, length = value.shape[2], ops.shape(value)[1]
+    groups = num_heads // num_kv_heads
+    if isinstance(length, int):
+        block_size = min(block_size, max(length, 1))
+    dtype, value = value.dtype, f.representable(value)
+
+    query, query_features = _in_blocks(
+        query, functions[0], num_kv_heads, block_size, groups
+    )
+    key, key_features = _in_blocks(key, functions[1], num_kv_heads, block_size)
+    heads = _blocks(f.split_heads(value, num_kv_heads), block_size)
+    mask = _block_mask(key_mask, length, block_size)
+
+    def step(sums, query, key, value, mask):
+        query, key = query_features(query), key_features(key)
+        return _attend(sums, query, key, value, mask, groups, span, exact)
+
+    start = _first_sums(key_features(_one_block(key)), heads, state)
+    last, output = fold(step, tuple(start), (query, key, heads, mask))
+    shape = ops.shape(output)
+    output = ops.reshape(output, (*shape[:2], -1, shape[-1]))
+    output = f.merge_heads(output[:, :, : length * groups], num_heads, length)
+    return ops.cast(output, dtype), f.Sums(*last)
+
+
+def _in_blocks(arrays, function, num_kv_heads, block_size, groups=1):
+    """Arrays of shape `(B, K, T / C, C · G, ·)`, and what makes `Features` of some."""
+    if function is None:
+        features = f.heads_first(arrays, num_kv_heads)
+        blocks = map_features(lambda x: _blocks(x, block_size * groups), features)
+        return blocks, lambda blocks: blocks
+    x, parameters = arrays
+
+    def compute(block):
+        # The map knows tokens, and one block of them at a time.
+        tokens = f.merge_heads(block[:, :, 0], num_kv_heads * groups, block_size)
+        features = f.heads_first(function(tokens, parameters), num_kv_heads)
+        return map_features(lambda x: x[:, :, None], features)
+
+    return _blocks(f.split_heads(x, num_kv_heads), block_size * groups), compute
+
+
+def _one_block(blocks):
+    """A block of zeros if features are to be computed: their shapes are wanted."""
+    if isinstance(blocks, f.Features):
+        return blocks
+    shape = ops.shape(blocks)
+    return ops.zeros((*shape[:2], 1, *shape[3:]), dtype=blocks.dtype)
 
 
 def check_block_size(block_size):
@@ -170,7 +202,8 @@ def _attend(sums, query, key, value, mask, groups, span, exact):
     )
     value = f.hide(value, mask)
     prefix, last = _prefix_sums(f.summarize(key, value, mask), f.Sums(*sums))
-    reading = _read_block(prefix, query, key, value, mask, groups, span, exact)
+    reading = read_block(prefix, query, key, value, mask, groups, span, exact)
+    reading = f.Reading(*(keep(x) for x in reading))
     output = f.normalize(reading, signed=query.values is not None)
     return tuple(last), ops.cast(output, value.dtype)
 
@@ -186,105 +219,3 @@ def _prefix_sums(blocks, start):
     last, prefix = exclusive_scan(add, tuple(start), moved)
     prefix = f.Sums(*(ops.moveaxis(x, 0, 2) for x in prefix))
     return prefix, f.Sums(*last)
-
-
-def _read_block(prefix, query, key, value, mask, groups, span, exact):
-    """What the queries of each block see of the prefix and of their own block."""
-    dtype = value.dtype
-    reference = _reference(prefix, key.log_scale, mask)
-    excess = key.log_scale - ops.expand_dims(reference, -2)
-    visible = _visible(excess.shape[-2], groups)
-
-    # (..., R): the largest excess among the keys a row sees.
-    largest = ops.stop_gradient(ops.max(excess, axis=-1))
-    largest = ops.where(visible, ops.expand_dims(largest, -2), 0)
-    largest = elementwise_max(ops.max(largest, axis=-1), 0)
-    shared_scale = key.log_scale.shape[-1] == 1
-    if not shared_scale:
-        beyond = largest > span
-        largest = elementwise_min(largest, span)
-        excess = elementwise_min(excess, span)
-    shift = f.query_shift(query, reference) + largest
-
-    log_scale = query.log_scale + ops.expand_dims(reference, -2)
-    rows = f.Features(query.values, log_scale)
-    if shared_scale:
-        # One scale a token: it can leave the product for the C × C matrix.
-        weights = _scaled_weights(rows, key, excess, shift, visible, dtype)
-    else:
-        keys = f.Features(key.values, excess)
-        weights = weigh_keys(rows, keys, shift, dtype)
-    weights = tuple(ops.where(visible, w, 0) for w in weights)
-    own = weigh_values(weights, mask, value, shift)
-    if not shared_scale:
-        own = _replace_rows(own, beyond, query, key, value, mask, groups, exact)
-    before = f.read(f.rebase(prefix, reference), query, shift, dtype)
-    return f.combine(before, own)
-
-
-def _reference(prefix, log_scale, mask):
-    """The running maximum that each query of a block that sees any key may know.
-
-    It includes the block's first visible key. Where that is not the first token,
-    queries ahead of it see at most the prefix, so that if there is one its maximum
-    must do.
-    """
-    count = ops.cumsum(ops.cast(mask, "int32"), axis=-1)
-    first = ops.cast(mask & (count == 1), log_scale.dtype)
-    row = accumulated_matmul(first[..., None, :], ops.stop_gradient(log_scale))
-    row = row[..., 0, :]
-    has_prefix = ops.any(prefix.magnitude > 0, axis=-1, keepdims=True)
-    known = ops.where(has_prefix, mask[..., :1], ops.any(mask, axis=-1)[..., None])
-    return ops.where(known, elementwise_max(prefix.maximum, row), prefix.maximum)
-
-
-def _visible(block_size, groups):
-    """`(C · G, C)`: whether row r, of token `r // G`, sees key j."""
-    token = ops.repeat(ops.arange(block_size), groups)
-    return token[:, None] >= ops.arange(block_size)[None, :]
-
-
-def _scaled_weights(query, key, excess, shift, visible, dtype):
-    """`weigh_keys` where a token's features share one scale; `excess` is any size."""
-    scale = query.log_scale - shift[..., None] + ops.swapaxes(excess, -1, -2)
-    scale = ops.exp(ops.where(visible, scale, f.LOWEST))
-    rows = ops.cast(query.values, dtype)
-    columns = ops.cast(key.values, dtype)
-    weights = accumulated_matmul(rows, columns, transpose_b=True) * scale
-    return weights, scale * query.values.shape[-1]
-
-
-def _replace_rows(own, beyond, query, key, value, mask, groups, exact):
-    """Takes the rows of `own` that are `beyond` the span from `exact`, `dyadic`."""
-
-    def replace(*operands):
-        query, key, value = _unflatten(operands, signed)
-        return tuple(exact(query, key, value, mask, groups))
-
-    def chosen(*operands):
-        return ops.cond(
-            ops.any(beyond),
-            lambda: remat(replace)(*operands),
-            lambda: tuple(ops.zeros_like(x) for x in own),
-        )
-
-    signed = query.values is not None
-    # Else JAX would keep the residuals of the branch not taken.
-    remat = keras.remat if keras.backend.backend() == "jax" else (lambda x: x)
-    operands = [x for x in (*query, *key, value) if x is not None]
-    replacement = f.Reading(*remat(chosen)(*operands))
-
-    def select(a, b):
-        rows = beyond[..., None] if len(a.shape) > len(beyond.shape) else beyond
-        return ops.where(rows, a, b)
-
-    return f.Reading(*(select(a, b) for a, b in zip(replacement, own, strict=True)))
-
-
-def _unflatten(operands, signed):
-    if signed:
-        query_values, query_scale, key_values, key_scale, value = operands
-    else:
-        (query_scale, key_scale, value), query_values, key_values = operands, None, None
-    query = f.Features(query_values, query_scale)
-    return query, f.Features(key_values, key_scale), value

@@ -42,6 +42,35 @@ class Features(NamedTuple):
     values: Any
     log_scale: Any
 
+    @property
+    def num_heads(self):
+        """The length of the axis before the last."""
+        return self.log_scale.shape[-2]
+
+
+class Deferred(NamedTuple):
+    """Features yet to be computed, so that an algorithm need not hold all at once.
+
+    Attributes:
+        function: Pure `(x, parameters) -> Features`, `(..., N, H) -> (..., N, M)`;
+            hashable, as calls whose functions are equal share a program.
+        x: Array of shape `(..., N, H)`.
+        parameters: Pytree of arrays.
+    """
+
+    function: Any
+    x: Any
+    parameters: Any
+
+    @property
+    def num_heads(self):
+        """The length of the axis before the last."""
+        return self.x.shape[-2]
+
+    def compute(self):
+        """The `Features`."""
+        return self.function(self.x, self.parameters)
+
 
 class Sums(NamedTuple):
     """Keys and values summed per feature, relative to `maximum` (see `summarize`)."""

@@ -1,8 +1,12 @@
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
+from keras_rfattn import feature_maps
 from keras_rfattn.ops import Features
 from keras_rfattn.ops import causal
 from keras_rfattn.ops import quadratic
@@ -81,6 +85,56 @@ def test_gradients_match_the_definition(name, block_size):
     )
     for a, e in zip(actual, expected, strict=True):
         h.assert_close(a, e, h.gradient_rtol(feature_map))
+
+
+@pytest.mark.parametrize("name", ["favorpp", "hybrid_angular"])
+def test_features_may_be_deferred(name):
+    # 40 tokens are three blocks, the last of them not full; 4 heads share 2.
+    feature_map, x = h.build(name), h.problem(length=40)
+    mask = h.padding_masks(40)["middle"]
+
+    def deferred(query, key, value):
+        stats = feature_map.statistics(query, key, causal=True)
+        query = feature_map.deferred("query_features", query, stats)
+        key = feature_map.deferred("key_features", key, stats)
+        return causal(query, key, value, ops.convert_to_tensor(mask), 16)
+
+    def computed(query, key, value):
+        stats = feature_map.statistics(query, key, causal=True)
+        query = feature_map.query_features(query, stats)
+        key = feature_map.key_features(key, stats)
+        return causal(query, key, value, ops.convert_to_tensor(mask), 16)
+
+    x = [0.3 * a for a in x]
+    tensors = [ops.convert_to_tensor(a) for a in x]
+    h.assert_close(deferred(*tensors), computed(*tensors))
+    found, expected = h.gradients(deferred, *x), h.gradients(computed, *x)
+    for a, e in zip(found, expected, strict=True):
+        h.assert_close(a, e, h.gradient_rtol(feature_map))
+
+
+def test_deferred_features_leave_the_map_free():
+    x = h.problem(length=4)
+    feature_map = feature_maps.get("favorplus", num_features=8, seed=0)
+    feature_map.build(x.key.shape)
+    query, key, value = (ops.convert_to_tensor(a) for a in x)
+
+    def call(feature_map):
+        features = (
+            feature_map.deferred("query_features", query),
+            feature_map.deferred("key_features", key),
+        )
+        return h.to_numpy(causal(*features, value))
+
+    first = call(feature_map)
+    feature_map.redraw()
+    second = call(feature_map)
+    # A program knows no weights, only where they come in.
+    assert np.max(np.abs(first - second)) > 1e-3
+    alive = weakref.ref(feature_map)
+    del feature_map
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("name", h.NAMES)

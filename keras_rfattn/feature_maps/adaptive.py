@@ -1,0 +1,56 @@
+"""Maps that measure something on data."""
+
+from keras import ops
+
+from keras_rfattn.feature_maps.base import FeatureMap
+
+
+class Adaptive(FeatureMap):
+    """A map with parameters per head that are measured on data, and saved.
+
+    Subclasses give `fit(samples)`. `keras_rfattn.calibrate` collects the samples of a
+    whole model.
+    """
+
+    @property
+    def is_adaptive(self):
+        return True
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        if self.is_adaptive:
+            self.updates = self.add_weight(
+                name="updates", shape=(), initializer="zeros", dtype="int32",
+                trainable=False, autocast=False,
+            )  # fmt: skip
+
+    @property
+    def is_calibrated(self):
+        """Whether the parameters have met data."""
+        if not self.built or not self.is_adaptive:
+            return False
+        return int(ops.convert_to_numpy(self.updates)) > 0
+
+    def adapt(self, samples):
+        """Sets the parameters from data, whatever they were before.
+
+        Args:
+            samples: List of `(queries, keys)`, one for each sequence: NumPy arrays
+                of shape `(K, n, H)`, scaled, real tokens only. Queries and keys
+                that meet in attention are in one pair.
+
+        Raises:
+            ValueError: If there is no sample, or the map is not built or learns
+                nothing.
+        """
+        if not self.built or not self.is_adaptive or not samples:
+            raise ValueError(
+                f"{type(self).__name__} cannot adapt. Received: {len(samples)} "
+                f"samples, built={self.built}, is_adaptive={self.is_adaptive}."
+            )
+        self.fit(samples)
+        self.updates.assign(len(samples))
+
+    def fit(self, samples):
+        """Assigns the parameters; see `adapt`."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `fit`.")
