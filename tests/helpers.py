@@ -11,8 +11,12 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.ops import Features
+from keras_rfattn.ops.features import plain
 
 NAMES = feature_maps.list()
+# Their attention has a 1 in its denominator: no average of values.
+POLYNOMIAL = ("polynomial", "polysketch", "polysketch_learned")
+AVERAGING = [name for name in NAMES if name not in POLYNOMIAL]
 # Of a dtype that NumPy lacks, `to_numpy` makes float32.
 NARROW = {"bfloat16": 1e-2, "float16": 2e-3}
 BATCH, LENGTH, HEADS, KV_HEADS, VALUE_DIM = 2, 37, 4, 2, 5
@@ -82,6 +86,9 @@ SMALL = {
     "hybrid_angular": {"num_features": 4, "num_coefficients": 2},
     "hybrid_gaussian": {"num_features": 4, "num_coefficients": 1, "radius": 1.5},
     "hybrid_clustered": {"num_features": 6},
+    "polynomial": {"degree": 2},
+    "polysketch": {"num_features": 4},
+    "polysketch_learned": {"num_features": 4},
     "hybrid_gaussian_mixture": {
         "num_features": 16, "num_coefficients": 1, "num_clusters": (1, 1),
     },
@@ -94,6 +101,10 @@ def build(name, kv_heads=KV_HEADS, head_dim=HEAD_DIM, seed=7, **arguments):
     arguments = {**small(name), **arguments}
     feature_map = feature_maps.get(name, seed=seed, **arguments)
     feature_map.build((None, None, kv_heads, head_dim))
+    if name == "polysketch_learned":
+        # Fresh networks say next to nothing, beside the 1.
+        for network in feature_map.networks[0]:
+            network.steps[-1].kernel.assign(3 * network.steps[-1].kernel)
     if feature_map.is_adaptive and name not in SHIFTED:
         feature_map.adapt([sample(kv_heads, head_dim, SIZES.get(name, 1))])
     return feature_map
@@ -277,7 +288,8 @@ def reference(query_features, key_features, value, key_mask=None, causal=True):
         visible = visible & np.tri(*visible.shape[-2:], dtype=bool)
     exponent = np.where(visible[..., None], exponent, -np.inf)
     largest = np.max(exponent, axis=(-2, -1), keepdims=True)
-    exponent = exponent - np.where(np.isfinite(largest), largest, 0)
+    largest = np.where(np.isfinite(largest), largest, 0)
+    exponent = exponent - largest
     terms = np.exp(exponent)
     if query.values is not None:
         terms = terms * np.where(
@@ -289,6 +301,8 @@ def reference(query_features, key_features, value, key_mask=None, causal=True):
     weights = np.sum(terms, axis=-1)
     total = np.sum(weights, axis=-1)
     blind = ~np.any(visible, axis=-1)
+    if query_features.has_offset:
+        total = total + np.exp(-largest[..., 0, 0])
     denominator = np.where(blind, 1, total)
     output = (weights @ heads(value)) / denominator[..., None]
     conditioning = np.sum(np.abs(terms), axis=(-2, -1)) / np.abs(denominator)
@@ -300,6 +314,7 @@ def reference(query_features, key_features, value, key_mask=None, causal=True):
 
 
 def _wide(features):
+    features = plain(features)
     parts = [None if x is None else to_numpy(x).astype("float64") for x in features]
     return Features(*parts)
 

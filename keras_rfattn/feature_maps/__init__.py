@@ -27,6 +27,9 @@ from keras_rfattn.feature_maps.gerf import Gerf
 from keras_rfattn.feature_maps.hybrid import Hybrid
 from keras_rfattn.feature_maps.hybrid import HybridAngular
 from keras_rfattn.feature_maps.hybrid import HybridGaussian
+from keras_rfattn.feature_maps.polynomial import Polynomial
+from keras_rfattn.feature_maps.polysketch import PolySketch
+from keras_rfattn.feature_maps.polysketch import PolySketchLearned
 from keras_rfattn.feature_maps.positive import FavorPlus
 from keras_rfattn.feature_maps.trigonometric import Favor
 
@@ -45,6 +48,9 @@ FEATURE_MAPS = {
     "hybrid_gaussian": HybridGaussian,
     "hybrid_clustered": HybridClustered,
     "hybrid_gaussian_mixture": HybridGaussianMixture,
+    "polynomial": Polynomial,
+    "polysketch": PolySketch,
+    "polysketch_learned": PolySketchLearned,
     "elu": Elu,
     "relu": Relu,
 }

@@ -28,7 +28,8 @@ from keras import ops
 from keras_rfattn import projections
 from keras_rfattn.feature_maps.function import FeatureFunction
 from keras_rfattn.ops.backend import precise_einsum
-from keras_rfattn.ops.features import Deferred
+from keras_rfattn.ops.exact import Softmax
+from keras_rfattn.ops.types import Deferred
 
 DEFAULT_NUM_FEATURES = 256
 
@@ -77,6 +78,16 @@ class FeatureMap(keras.layers.Layer):
         return False
 
     @property
+    def is_exact(self):
+        """Whether attention is by the kernel alone, without features."""
+        return False
+
+    @property
+    def exact_kernel(self):
+        """The kernel as `ops.exact` computes it, `None` if it cannot be."""
+        return Softmax() if self.kernel == "softmax" else None
+
+    @property
     def output_dim(self):
         """Width M of the features; needs a built map if it has no projection."""
         return self.num_features or self.head_dim
@@ -93,6 +104,10 @@ class FeatureMap(keras.layers.Layer):
         """
         return 1 / math.sqrt(head_dim)
 
+    def prepare(self, query, key):
+        """What queries and keys become before they are scaled: themselves, mostly."""
+        return query, key
+
     def build(self, input_shape):
         """Creates the weights.
 
@@ -101,24 +116,33 @@ class FeatureMap(keras.layers.Layer):
         """
         self.num_heads, self.head_dim = input_shape[-2:]
         if self.projection is not None:
-            self.vectors = self.add_weight(
-                name="vectors",
-                shape=(self.num_heads, self.head_dim, self.num_features),
-                initializer=self._initializer(0),
-                dtype="float32",
-                trainable=False,
-                autocast=False,
-            )
+            self.add_vectors()
             self.draws = self.add_weight(
                 name="draws", shape=(), initializer="zeros", dtype="int32",
                 trainable=False, autocast=False,
             )  # fmt: skip
 
-    def _initializer(self, draw):
-        if draw == 0:
+    def add_vectors(self):
+        """Creates the random weights, of draw 0."""
+        self.vectors = self.add_weight(
+            name="vectors",
+            shape=(self.num_heads, self.head_dim, self.num_features),
+            initializer=self.initializer(0),
+            dtype="float32",
+            trainable=False,
+            autocast=False,
+        )
+
+    def assign_vectors(self, draw):
+        """Sets the random weights to those of another draw."""
+        self.vectors.assign(self.initializer(draw)(self.vectors.shape))
+
+    def initializer(self, draw, *which):
+        """The projection of a draw, and of one of several weights."""
+        if draw == 0 and not any(which):
             return self.projection
         config = self.projection.get_config()
-        config["seed"] = derive_seed(config["seed"], draw)
+        config["seed"] = derive_seed(config["seed"], draw, *which)
         return type(self.projection).from_config(config)
 
     def reseeded(self, seed):
@@ -145,7 +169,7 @@ class FeatureMap(keras.layers.Layer):
                 f"built={self.built}, projection={self.projection}."
             )
         draw = int(ops.convert_to_numpy(self.draws)) + 1
-        self.vectors.assign(self._initializer(draw)(self.vectors.shape))
+        self.assign_vectors(draw)
         self.draws.assign(draw)
 
     def statistics(

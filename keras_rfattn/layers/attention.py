@@ -6,110 +6,17 @@ overrides it and nothing else of the computation; projections, rotary embeddings
 and gates stay with the class it is mixed into.
 """
 
-import math
-
 import keras
 from keras import ops
 
 from keras_rfattn import feature_maps
+from keras_rfattn.layers.attend import attend
+from keras_rfattn.layers.attend import check_window
 from keras_rfattn.layers.fingerprint import mark
-from keras_rfattn.ops.bidirectional import bidirectional
-from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.causal import check_block_size
-from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
 
-
-def attend(
-    query,
-    key,
-    value,
-    feature_map,
-    mask=None,
-    scale=None,
-    block_size=None,
-    training=False,
-    recorder=None,
-):
-    """Linear attention of projected queries, keys and values.
-
-    Args:
-        query: `(B, T, N, H)`.
-        key: `(B, S, K, H)`.
-        value: `(B, S, K, V)`.
-        feature_map: A `FeatureMap` built for K heads of dim H.
-        mask: `None`, an `AttentionMask` or what `interpret_mask` takes.
-        scale: Factor on `q · k`; the map's default if `None`.
-        block_size: Of the causal algorithm.
-        training: Whether stored statistics are updated.
-        recorder: Called with `(query, key, value, query_mask, key_mask, causal)`,
-            queries and keys scaled; may return an output to go on with.
-
-    Returns:
-        `(B, T, N, V)`. A row that sees no key is 0.
-
-    Raises:
-        ValueError: If the mask cannot be kept (`interpret_mask`), or the map's
-            statistics would leak the future.
-    """
-    mask = interpret_mask(mask, query.shape[1], key.shape[1])
-    if mask.causal and mask.offset is not None:
-        query, key, value, mask = _apply_offset(query, key, value, mask)
-    key_mask, query_mask = mask.key_mask, mask.query_mask
-    if key_mask is not None:
-        visible = key_mask[:, :, None, None]
-        key, value = ops.where(visible, key, 0), ops.where(visible, value, 0)
-        if query_mask is None and mask.self_attention:
-            query_mask = key_mask
-    if scale is None:
-        scale = feature_map.default_scale(query.shape[-1])
-    side = math.sqrt(scale)
-    wide = "float64" if query.dtype == "float64" else "float32"
-    query, key = ops.cast(query, wide) * side, ops.cast(key, wide) * side
-    output = None
-    if recorder is not None:
-        output = recorder(query, key, value, query_mask, key_mask, mask.causal)
-    if output is None:
-        partial = mask.causal or not mask.self_attention
-        stats = feature_map.statistics(
-            query, key, query_mask, key_mask, causal=partial, training=training
-        )
-        if mask.causal:
-            query_features = feature_map.deferred("query_features", query, stats)
-            key_features = feature_map.deferred("key_features", key, stats)
-            output = causal(query_features, key_features, value, key_mask, block_size)
-        else:
-            query_features = feature_map.query_features(query, stats)
-            key_features = feature_map.key_features(key, stats)
-            output = bidirectional(query_features, key_features, value, key_mask)
-    if mask.query_mask is not None:
-        output = ops.where(mask.query_mask[:, :, None, None], output, 0)
-    return output
-
-
-def _apply_offset(query, key, value, mask):
-    """Cached decoding: query i, at position `offset + i`, sees keys up to itself."""
-    length = ops.shape(query)[1]
-    plain = mask.replace(offset=None)
-    if isinstance(mask.offset, int) and mask.offset == 0:
-        if mask.key_mask is not None:
-            plain = plain.replace(key_mask=mask.key_mask[:, :length])
-        return query, key[:, :length], value[:, :length], plain
-    positions = ops.arange(ops.shape(key)[1])
-    if query.shape[1] == 1:
-        past = ops.cast(positions, "int32") <= ops.cast(mask.offset, "int32")
-        past = ops.broadcast_to(past[None], (ops.shape(key)[0], ops.shape(key)[1]))
-        if mask.key_mask is not None:
-            past = past & mask.key_mask
-        # Still attention over a part of the tokens: `self_attention` stays False,
-        # and no statistic of them is taken.
-        plain = AttentionMask(key_mask=past, query_mask=mask.query_mask)
-        return query, key, value, plain
-    raise ValueError(
-        "Cached decoding takes one token at a time after the prompt. Received: "
-        f"{length} queries at cache index {mask.offset}. Use a sampler that feeds "
-        "one token per step."
-    )
+OPTIONS = ("block_size", "window", "sliding")
 
 
 class LinearAttention:
@@ -125,10 +32,16 @@ class LinearAttention:
     # Set while `keras_rfattn.layers.record` runs the model.
     recorder = None
 
-    def _set_mechanism(self, feature_map, block_size=None):
+    def _set_mechanism(self, feature_map, block_size=None, window=None, sliding=False):
         check_block_size(block_size)
+        check_window(window, sliding, feature_map)
         self.feature_map = feature_map
-        self.block_size = block_size
+        self.block_size, self.window, self.sliding = block_size, window, sliding
+
+    @property
+    def options(self):
+        """How the features are summed: arguments of `attend`, and of the config."""
+        return {name: getattr(self, name) for name in OPTIONS}
 
     def _kv_shape(self):
         """`(K, H)`: number of key/value heads and head dim."""
@@ -183,9 +96,9 @@ class LinearAttention:
             value,
             self.feature_map,
             mask=attention_mask,
-            block_size=self.block_size,
             training=bool(training),
             recorder=self.recorder,
+            **self.options,
         )
         return output, None
 
@@ -226,7 +139,7 @@ class LinearAttention:
         return {
             **super().get_config(),
             "feature_map": feature_maps.serialize(self.feature_map),
-            "block_size": self.block_size,
+            **self.options,
         }
 
 

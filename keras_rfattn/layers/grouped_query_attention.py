@@ -22,6 +22,8 @@ class GroupedQueryAttention(LinearAttention, keras.layers.GroupQueryAttention):
         feature_map: A registered name, a `FeatureMap` or its config.
         num_features: Number of random vectors, for a map given by name.
         block_size: Of the causal algorithm, 128 by default; changes no number.
+        window: Optional number of tokens within which attention is exact.
+        sliding: Whether the window before a query's own is exact too.
         seed: Seed of the random vectors (and of the inactive dropout).
         **kwargs: Further arguments of `keras.layers.GroupQueryAttention`.
     """
@@ -35,6 +37,8 @@ class GroupedQueryAttention(LinearAttention, keras.layers.GroupQueryAttention):
         feature_map="favorpp",
         num_features=None,
         block_size=None,
+        window=None,
+        sliding=False,
         seed=None,
         **kwargs,
     ):
@@ -42,7 +46,7 @@ class GroupedQueryAttention(LinearAttention, keras.layers.GroupQueryAttention):
             head_dim, num_query_heads, num_key_value_heads, *args, seed=seed, **kwargs
         )
         feature_map = named_map(feature_map, num_features, seed)
-        self._set_mechanism(feature_map, block_size)
+        self._set_mechanism(feature_map, block_size, window, sliding)
 
     def _kv_shape(self):
         return self.num_key_value_heads, self.head_dim

@@ -23,6 +23,8 @@ class MultiHeadAttention(LinearAttention, keras.layers.MultiHeadAttention):
         feature_map: A registered name, a `FeatureMap` or its config.
         num_features: Number of random vectors, for a map given by name.
         block_size: Of the causal algorithm, 128 by default; changes no number.
+        window: Optional number of tokens within which attention is exact.
+        sliding: Whether the window before a query's own is exact too.
         seed: Seed of the random vectors (and of the inactive dropout).
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
 
@@ -41,12 +43,14 @@ class MultiHeadAttention(LinearAttention, keras.layers.MultiHeadAttention):
         feature_map="favorpp",
         num_features=None,
         block_size=None,
+        window=None,
+        sliding=False,
         seed=None,
         **kwargs,
     ):
         super().__init__(num_heads, key_dim, *args, seed=seed, **kwargs)
         feature_map = named_map(feature_map, num_features, seed)
-        self._set_mechanism(feature_map, block_size)
+        self._set_mechanism(feature_map, block_size, window, sliding)
 
 
 def named_map(feature_map, num_features, seed):

@@ -1,5 +1,6 @@
 """Surgery on other people's models."""
 
+from keras_rfattn.models.decoder import transformer_pp
 from keras_rfattn.models.keras_cv import convert_vit
 from keras_rfattn.models.positions import extend_positions
 from keras_rfattn.models.presets import from_preset
@@ -16,4 +17,5 @@ __all__ = [
     "from_preset",
     "replace_attention",
     "restore_attention",
+    "transformer_pp",
 ]

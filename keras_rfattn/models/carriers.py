@@ -11,6 +11,7 @@ import functools
 import keras
 
 from keras_rfattn import feature_maps
+from keras_rfattn.layers.attention import OPTIONS
 from keras_rfattn.models import keras_layers
 from keras_rfattn.models import sites as s
 
@@ -145,7 +146,7 @@ def attention_config(container):
                 "index": site.index,
                 "path": site.path,
                 "feature_map": feature_maps.serialize(site.layer.feature_map),
-                "block_size": site.layer.block_size,
+                **site.layer.options,
             }
             for site in s.survey(container).sites
             if site.is_linear
@@ -170,7 +171,8 @@ def apply_config(container, entry):
         if site.is_linear:
             continue
         feature_map = feature_maps.deserialize(layer["feature_map"])
-        change = (site, feature_map, layer["block_size"])
+        options = {name: layer[name] for name in OPTIONS if name in layer}
+        change = (site, feature_map, options)
         if site.layer.built:
             changes.append(change)
         else:

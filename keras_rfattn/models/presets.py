@@ -13,6 +13,8 @@ def from_preset(
     exclude=None,
     seed=None,
     block_size=None,
+    window=None,
+    sliding=False,
     **kwargs,
 ):
     """Loads a KerasHub preset and makes its attention linear.
@@ -32,6 +34,8 @@ def from_preset(
         exclude: See `replace_attention`.
         seed: See `replace_attention`.
         block_size: See `replace_attention`.
+        window: See `replace_attention`.
+        sliding: See `replace_attention`.
         **kwargs: Passed to KerasHub's `from_preset`, such as `num_classes`.
 
     Returns:
@@ -64,4 +68,6 @@ def from_preset(
         exclude=exclude,
         seed=seed,
         block_size=block_size,
+        window=window,
+        sliding=sliding,
     )

@@ -12,6 +12,8 @@ import numpy as np
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.base import derive_seed
+from keras_rfattn.layers.attend import check_window
+from keras_rfattn.layers.attention import OPTIONS
 from keras_rfattn.layers.attention import LinearAttention
 from keras_rfattn.layers.attention import check_model
 from keras_rfattn.layers.attention import title
@@ -32,6 +34,8 @@ def replace_attention(
     exclude=None,
     seed=None,
     block_size=None,
+    window=None,
+    sliding=False,
 ):
     """Makes the attention of a model linear in sequence length, in place.
 
@@ -51,6 +55,10 @@ def replace_attention(
         exclude: Layers to keep softmax, likewise.
         seed: Seed of the random vectors; each layer derives its own from it.
         block_size: Block length of causal attention; changes no number.
+        window: Number of tokens within which attention stays exact: the sequence is
+            cut into windows of so many, and features take over beyond. Needs a map
+            of the softmax or polynomial kernel.
+        sliding: Whether the window before a query's own is exact too.
 
     Returns:
         The model.
@@ -67,7 +75,9 @@ def replace_attention(
     selected = _replaceable(model, found, include, exclude)
     template = _template(feature_map, num_features, seed)
     _check_statistics(template, selected)
-    changes = [(site, _copy(template, site.index), block_size) for site in selected]
+    check_window(window, sliding, template)
+    options = {"block_size": block_size, "window": window, "sliding": sliding}
+    changes = [(site, _copy(template, site.index), options) for site in selected]
     commit(model, found, changes)
     return model
 
@@ -180,12 +190,12 @@ def _copy(template, index):
 
 
 def commit(model, found, changes):
-    """Carries out a checked list of `(site, feature_map, block_size)`."""
+    """Carries out a checked list of `(site, feature_map, options)`."""
     for site, feature_map, _ in changes:
         _build_map(site.layer, feature_map)
     _check_optimizer(model, [feature_map for _, feature_map, _ in changes])
-    for site, feature_map, block_size in changes:
-        _make_linear(site.layer, feature_map, block_size)
+    for site, feature_map, options in changes:
+        _make_linear(site.layer, feature_map, options)
     for container, indices in found.containers.values():
         if any(found.sites[index].is_linear for index in indices):
             carriers.carry(container)
@@ -210,11 +220,11 @@ def _build_map(layer, feature_map):
         feature_map.build((None, None, kv_heads, head_dim))
 
 
-def _make_linear(layer, feature_map, block_size):
+def _make_linear(layer, feature_map, options):
     layer.__class__ = keras_layers.linear_class(type(layer))
     layer._tracker.unlock()
     try:
-        layer._set_mechanism(feature_map, block_size)
+        layer._set_mechanism(feature_map, **options)
         with _scope(layer):
             layer._build_mechanism()
     finally:
@@ -224,7 +234,7 @@ def _make_linear(layer, feature_map, block_size):
 def _make_softmax(layer):
     unmark(layer)
     layer._tracker.untrack(layer.feature_map)
-    for name in ("feature_map", "block_size", "_is_self_attention"):
+    for name in ("feature_map", *OPTIONS, "_is_self_attention"):
         if name == "feature_map" or name in vars(layer):
             delattr(layer, name)
     layer.__class__ = type(layer).original_class

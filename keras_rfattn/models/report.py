@@ -58,7 +58,7 @@ class AttentionReport:
 
     @property
     def parameters_added(self):
-        """Weights that all mechanisms own together (none trainable by default)."""
+        """Weights that all mechanisms own together."""
         return sum(row.parameters_added for row in self.rows)
 
     def __str__(self):
@@ -95,8 +95,9 @@ class AttentionReport:
             f"{replaced} of {total} layers linear, "
             f"{self.parameters_added:,} parameters added"
         ]
-        if self.replaced:
-            crossover = max(row.crossover for row in self.replaced)
+        crossovers = [x.crossover for x in self.replaced if x.crossover is not None]
+        if crossovers:
+            crossover = max(crossovers)
             text = f"fewer operations than softmax above {crossover} tokens"
             if self.max_length is not None and self.max_length <= crossover:
                 text += (
@@ -159,7 +160,7 @@ def _row(site):
         site.path,
         name,
         feature_maps.name_of(feature_map),
-        feature_map.output_dim,
+        None if feature_map.is_exact else feature_map.output_dim,
         site.causal,
         sum(math.prod(w.shape) for w in feature_map.weights),
         crossover(feature_map, layer),
@@ -173,6 +174,8 @@ def crossover(feature_map, layer):
     Softmax multiplies and adds `S (H + V)` times per query; linear attention
     `2 H m` for the projections of a query and a key, and `2 M V` for their sums.
     """
+    if feature_map.is_exact:
+        return None
     _, head_dim = layer._kv_shape()
     value_dim = getattr(layer, "_value_dim", head_dim)
     projected = feature_map.num_features or 0
@@ -191,6 +194,11 @@ def _note(site):
         notes.append("statistics per sequence")
     elif feature_map.is_adaptive:
         notes.append("uncalibrated")
+    if feature_map.is_exact:
+        notes.append("quadratic in length")
+    if site.layer.window is not None:
+        text = f"exact within {site.layer.window} tokens"
+        notes.append(text + " and the window before" * site.layer.sliding)
     rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")

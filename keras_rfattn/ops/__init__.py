@@ -14,8 +14,14 @@ Public layout is ``(B, T, N, H)``. Every algorithm takes
 
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.exact import Polynomial
+from keras_rfattn.ops.exact import Softmax
+from keras_rfattn.ops.exact import exact_attention
 from keras_rfattn.ops.exact import softmax_attention
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.features import Squared
+from keras_rfattn.ops.local import Local
+from keras_rfattn.ops.local import local_attention
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
 from keras_rfattn.ops.quadratic import quadratic
@@ -27,12 +33,18 @@ from keras_rfattn.ops.recurrent import read_state
 __all__ = [
     "AttentionMask",
     "Features",
+    "Local",
+    "Polynomial",
+    "Softmax",
+    "Squared",
     "State",
     "bidirectional",
     "causal",
+    "exact_attention",
     "extend_state",
     "init_state",
     "interpret_mask",
+    "local_attention",
     "quadratic",
     "read_state",
     "softmax_attention",

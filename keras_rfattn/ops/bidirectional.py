@@ -19,13 +19,13 @@ def bidirectional(query_features, key_features, value, key_mask=None):
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no
         key is 0.
     """
-    num_kv_heads, num_heads = value.shape[2], query_features.log_scale.shape[2]
+    num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     dtype, value = value.dtype, f.representable(value)
     query = f.heads_first(query_features, num_kv_heads)
     key = f.heads_first(key_features, num_kv_heads)
     sums = f.summarize(key, f.split_heads(value, num_kv_heads), f.heads_mask(key_mask))
     shift = f.query_shift(query, sums.maximum)
     reading = f.read(sums, query, shift, value.dtype)
-    output = f.normalize(reading, signed=query.values is not None)
+    output = f.normalize(reading, query)
     length = ops.shape(query_features.log_scale)[1]
     return ops.cast(f.merge_heads(output, num_heads, length), dtype)

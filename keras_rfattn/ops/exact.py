@@ -1,36 +1,128 @@
-"""Softmax attention itself: what estimates are compared with."""
+"""Attention by the kernel itself, token by token: what features estimate.
+
+A kernel is a frozen object, so that programs compiled for equal ones are shared. It
+weighs queries `(..., R, H)` and keys `(..., S, H)` into weights `(..., R, S)`, each
+relative to `exp(shift)` of its row, and 0 where not `visible`.
+"""
+
+import dataclasses
 
 from keras import ops
 
 from keras_rfattn.ops import features as f
 from keras_rfattn.ops.backend import accumulated_matmul
+from keras_rfattn.ops.backend import elementwise_max
 from keras_rfattn.ops.backend import precise_einsum
 
+LEAST = 1e-30  # norm of a vector, which may be zero
 
-def softmax_attention(query, key, value, key_mask=None, causal=False):
-    """`softmax(q · k) v` over the visible keys.
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """`exp(q · k)`."""
+
+    is_signed = False
+    has_offset = False
+
+    def __call__(self, query, key, visible):
+        """`(weights, shift)`: `(..., R, S)` and `(..., R)`."""
+        logits = precise_einsum("...rh,...sh->...rs", query, key)
+        return _exponentiate(ops.clip(logits, f.LOWEST, -f.LOWEST), visible)
+
+
+@dataclasses.dataclass(frozen=True)
+class Polynomial:
+    """`(q · k)^degree`, and a 1 in the denominator of its attention.
+
+    Attributes:
+        degree: Positive even integer.
+
+    Reference:
+        Kacham et al., "PolySketchFormer" (2024), section 2.1.
+    """
+
+    degree: int
+    is_signed = False
+    has_offset = True
+
+    def __call__(self, query, key, visible):
+        """`(weights, shift)`: `(..., R, S)` and `(..., R)`."""
+        (query, query_scale), (key, key_scale) = unit(query), unit(key)
+        products = precise_einsum("...rh,...sh->...rs", query, key)
+        scale = query_scale + ops.swapaxes(key_scale, -1, -2)
+        scale, shift = _exponentiate(self.degree * scale, visible)
+        return scale * products**self.degree, shift
+
+
+def _exponentiate(exponent, visible):
+    exponent = ops.where(visible, exponent, f.LOWEST)
+    shift = ops.stop_gradient(ops.max(exponent, axis=-1))
+    weights = ops.exp(exponent - ops.expand_dims(shift, -1))
+    return ops.where(visible, weights, 0), shift
+
+
+def unit(x):
+    """`(x / ‖x‖, log ‖x‖)`: `(..., H)` and `(..., 1)`; 0 for the zero vector."""
+    size = ops.max(ops.abs(x), axis=-1, keepdims=True)
+    size = ops.stop_gradient(elementwise_max(size, LEAST))
+    x = x / size
+    square = ops.sum(ops.square(x), axis=-1, keepdims=True)
+    square = elementwise_max(square, LEAST)
+    return x / ops.sqrt(square), ops.log(size) + ops.log(square) / 2
+
+
+def read_exactly(kernel, query, key, value, visible):
+    """The `Reading` of queries by the kernel.
+
+    Args:
+        kernel: `Softmax()` or `Polynomial(degree)`.
+        query: Array of shape `(..., R, H)`.
+        key: Array of shape `(..., S, H)`; hidden ones finite.
+        value: Array of shape `(..., S, V)`; hidden ones finite.
+        visible: Boolean array that broadcasts to `(..., R, S)`.
+    """
+    weights, shift = kernel(query, key, visible)
+    rounded = ops.cast(weights, value.dtype)
+    numerator = accumulated_matmul(rounded, value)
+    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
+    # Weights that all vanish, as of orthogonal vectors, are seen all the same.
+    seen = ops.cast(shift > f.LOWEST / 2, denominator.dtype)
+    return f.Reading(shift, numerator, denominator, elementwise_max(denominator, seen))
+
+
+def exact_attention(query, key, value, kernel, key_mask=None, causal=False):
+    """Attention by a kernel, O(T · S).
 
     Args:
         query: Scaled queries, `(B, T, N, H)`.
         key: Scaled keys, `(B, S, K, H)`.
-        value: Array of shape `(B, S, K, V)`.
-        key_mask: Optional array of shape `(B, S)`, true for visible keys.
+        value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
+        kernel: `Softmax()` or `Polynomial(degree)`.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden
+            keys and values may hold anything, NaN included.
         causal: Whether query i sees keys `j <= i` only.
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key
         is 0.
     """
-    groups = query.shape[2] // key.shape[2]
-    key = ops.repeat(key, groups, axis=2) if groups > 1 else key
-    logits = precise_einsum("btnh,bsnh->bnts", query, key)
-    visible = ops.ones((ops.shape(query)[1], ops.shape(key)[1]), dtype="bool")
-    visible = ops.tril(visible)[None, None] if causal else visible[None, None]
+    num_heads, num_kv_heads = query.shape[2], value.shape[2]
+    groups, length = num_heads // num_kv_heads, ops.shape(query)[1]
+    dtype, value = value.dtype, f.representable(value)
+    query = f.split_heads(query, num_kv_heads)
+    key, value = (f.split_heads(x, num_kv_heads) for x in (key, value))
+    visible = ops.ones((1, ops.shape(key)[2]), dtype="bool")
+    if causal:
+        tokens = ops.repeat(ops.arange(length), groups)
+        visible = tokens[:, None] >= ops.arange(length)[None, :]
     if key_mask is not None:
-        visible = visible & ops.cast(key_mask, "bool")[:, None, None, :]
-    logits = ops.where(visible, logits, f.LOWEST)
-    weights = ops.where(visible, ops.softmax(logits, axis=-1), 0)
-    heads = f.split_heads(value, value.shape[2])
-    heads = ops.repeat(heads, groups, axis=1) if groups > 1 else heads
-    output = accumulated_matmul(weights, ops.cast(heads, weights.dtype))
-    return ops.cast(ops.transpose(output, (0, 2, 1, 3)), value.dtype)
+        mask = f.heads_mask(key_mask)
+        key, value = f.hide(key, mask), f.hide(value, mask)
+        visible = visible & mask[..., None, :]
+    output = f.normalize(read_exactly(kernel, query, key, value, visible), kernel)
+    return ops.cast(f.merge_heads(output, num_heads, length), dtype)
+
+
+def softmax_attention(query, key, value, key_mask=None, causal=False):
+    """`softmax(q · k) v` over the visible keys; see `exact_attention`."""
+    return exact_attention(query, key, value, Softmax(), key_mask, causal)

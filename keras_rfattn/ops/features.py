@@ -12,14 +12,15 @@ meets a sum that holds a 1, so a denominator of a positive map is at least 1.
 `combine` adds two readings of disjoint sets of keys.
 """
 
-from typing import Any
-from typing import NamedTuple
-
 import keras
 from keras import ops
 
 from keras_rfattn.ops.backend import accumulated_matmul
 from keras_rfattn.ops.backend import elementwise_max
+from keras_rfattn.ops.types import Features
+from keras_rfattn.ops.types import Reading
+from keras_rfattn.ops.types import Squared
+from keras_rfattn.ops.types import Sums
 
 # Stands for -inf in exponents. Finite, so that a difference of two is 0, not NaN.
 LOWEST = -1e30
@@ -29,81 +30,27 @@ LOWEST = -1e30
 GUARD = 1e-6
 
 
-class Features(NamedTuple):
-    """Random features of queries or of keys: `values * exp(log_scale)`.
-
-    Attributes:
-        values: Array of shape `(..., M)` with magnitudes at most 1, or `None`
-            where every value is 1 (positive maps, which carry all in the exponent).
-        log_scale: Array of shape `(..., M)`, or `(..., 1)` where all features of
-            a token share it; float32 or float64.
-    """
-
-    values: Any
-    log_scale: Any
-
-    @property
-    def num_heads(self):
-        """The length of the axis before the last."""
-        return self.log_scale.shape[-2]
-
-
-class Deferred(NamedTuple):
-    """Features yet to be computed, so that an algorithm need not hold all at once.
-
-    Attributes:
-        function: Pure `(x, parameters) -> Features`, `(..., N, H) -> (..., N, M)`;
-            hashable, as calls whose functions are equal share a program.
-        x: Array of shape `(..., N, H)`.
-        parameters: Pytree of arrays.
-    """
-
-    function: Any
-    x: Any
-    parameters: Any
-
-    @property
-    def num_heads(self):
-        """The length of the axis before the last."""
-        return self.x.shape[-2]
-
-    def compute(self):
-        """The `Features`."""
-        return self.function(self.x, self.parameters)
-
-
-class Sums(NamedTuple):
-    """Keys and values summed per feature, relative to `maximum` (see `summarize`)."""
-
-    maximum: Any  # (..., M or 1)
-    numerator: Any  # (..., M, V)
-    normalizer: Any  # (..., M)
-    magnitude: Any  # (..., M or 1): the normalizer with every |value| taken as 1
-
-
-class Reading(NamedTuple):
-    """What queries see of some keys, times `exp(-shift)`; `bound >= |denominator|`."""
-
-    shift: Any  # (..., R)
-    numerator: Any  # (..., R, V)
-    denominator: Any  # (..., R)
-    bound: Any  # (..., R)
-
-
 def finite(features):
     """Clips exponents to finite numbers, so that keys of 1e30 give 0, not NaN."""
     log_scale = ops.clip(features.log_scale, LOWEST, -LOWEST)
-    return Features(features.values, log_scale)
+    return features._replace(log_scale=log_scale)
 
 
 def map_features(function, features):
     """Applies a function of one array to both parts of `Features`."""
     values, log_scale = features
-    return Features(None if values is None else function(values), function(log_scale))
+    values = None if values is None else function(values)
+    return type(features)(values, function(log_scale))
+
+
+def plain(features):
+    """`Features`, also of `Squared`: the r² features themselves."""
+    return features.expanded() if isinstance(features, Squared) else features
 
 
 def expand(features, shift, dtype):
     """`values * exp(log_scale - shift)`, computed wide and rounded once to `dtype`."""
+    features = plain(features)
     scale = ops.exp(features.log_scale - shift)
     if features.values is not None:
         scale = scale * ops.cast(features.values, scale.dtype)
@@ -115,6 +62,12 @@ def masked_log_scale(key, mask):
     if mask is None:
         return key.log_scale
     return ops.where(mask[..., None], key.log_scale, LOWEST)
+
+
+def masked(key, mask):
+    """Keys whose hidden rows are in no product and no maximum."""
+    values = None if key.values is None else hide(key.values, mask)
+    return type(key)(values, masked_log_scale(key, mask))
 
 
 def hide(array, mask):
@@ -137,7 +90,7 @@ def summarize(key, value, mask=None):
     maximum = ops.stop_gradient(ops.max(log_scale, axis=-2))
     scale = Features(None, log_scale)
     shift = ops.expand_dims(maximum, -2)
-    rows = expand(Features(key.values, log_scale), shift, value.dtype)
+    rows = expand(key._replace(log_scale=log_scale), shift, value.dtype)
     rows, value = hide(rows, mask), hide(value, mask)
     numerator = accumulated_matmul(rows, value, transpose_a=True)
     dtype = numerator.dtype
@@ -191,7 +144,7 @@ def read(sums, query, shift, dtype):
         A `Reading` relative to `shift`.
     """
     log_scale = query.log_scale + ops.expand_dims(sums.maximum, -2)
-    shifted = Features(query.values, log_scale)
+    shifted = query._replace(log_scale=log_scale)
     rows = expand(shifted, shift[..., None], dtype)
     numerator = accumulated_matmul(rows, ops.cast(sums.numerator, dtype))
     wide = numerator.dtype
@@ -204,7 +157,7 @@ def read(sums, query, shift, dtype):
         column = ops.cast(ops.expand_dims(sums.magnitude, -1), wide)
         bound = accumulated_matmul(scale, column)[..., 0]
         if sums.magnitude.shape[-1] == 1:
-            bound = bound * query.values.shape[-1]
+            bound = bound * query.width
     return Reading(shift, numerator, denominator, bound)
 
 
@@ -220,7 +173,7 @@ def combine(a, b):
     )
 
 
-def normalize(reading, signed):
+def normalize(reading, features):
     """Numerator over denominator; 0 for a row that sees no key.
 
     A positive map's denominator is used as it is. A signed map's denominator D can
@@ -229,15 +182,25 @@ def normalize(reading, signed):
 
         sign(D) · max(|D|, GUARD · bound),  sign(0) = 1
 
-    which needs sums alone, so that all algorithms agree.
+    which needs sums alone, so that all algorithms agree. The 1 in the denominator of
+    polynomial attention is `exp(-shift)` here.
+
+    Args:
+        reading: A `Reading`.
+        features: What was read with, for `is_signed` and `has_offset`.
     """
     denominator = reading.denominator
-    if signed:
+    if features.is_signed:
         floor = GUARD * ops.stop_gradient(reading.bound)
         sign = ops.where(denominator < 0, -1.0, 1.0)
         sign = ops.cast(sign, denominator.dtype)
         denominator = sign * elementwise_max(ops.abs(denominator), floor)
     seen = reading.bound > 0
+    if features.has_offset:
+        # Of a sum of squares; below 0 it is rounding.
+        denominator = elementwise_max(denominator, 0)
+        shift = ops.where(seen, reading.shift, 0)
+        denominator = denominator + ops.cast(ops.exp(-shift), denominator.dtype)
     denominator = ops.where(seen, denominator, 1)
     return ops.where(seen[..., None], reading.numerator / denominator[..., None], 0)
 
@@ -248,8 +211,7 @@ def heads_first(features, num_kv_heads):
     def move(x):
         return split_heads(x, num_kv_heads)
 
-    values, log_scale = finite(features)
-    return Features(None if values is None else move(values), move(log_scale))
+    return map_features(move, finite(features))
 
 
 def split_heads(x, num_kv_heads):

@@ -34,7 +34,7 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     def aligned(x, axis):
         return ops.expand_dims(ops.transpose(x, (0, 2, 1, 3)), axis)
 
-    query, key = f.finite(query_features), f.finite(key_features)
+    query, key = (f.plain(f.finite(x)) for x in (query_features, key_features))
     length, key_length = query.log_scale.shape[1], value.shape[1]
     visible = ops.ones((length, key_length), dtype="bool")
     if causal:
@@ -60,7 +60,10 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     heads = ops.transpose(per_query_head(value), (0, 2, 1, 3))
     numerator = accumulated_matmul(weights, ops.cast(heads, dtype))
     reading = f.Reading(
-        None, numerator, ops.sum(weights, axis=-1), ops.sum(bound, axis=-1)
+        ops.stop_gradient(shift)[..., 0, 0],
+        numerator,
+        ops.sum(weights, axis=-1),
+        ops.sum(bound, axis=-1),
     )
-    output = f.normalize(reading, signed=query.values is not None)
+    output = f.normalize(reading, query_features)
     return ops.cast(ops.transpose(output, (0, 2, 1, 3)), value.dtype)

@@ -101,7 +101,7 @@ def read_state(state, query_features, dtype=None):
     products = "float32" if dtype == "float16" else dtype
     shift = f.query_shift(query, sums.maximum)
     reading = f.read(sums, query, shift, products)
-    output = f.normalize(reading, signed=query.values is not None)
+    output = f.normalize(reading, query)
     _, length, num_heads, _ = query_features.log_scale.shape
     return ops.cast(f.merge_heads(output, num_heads, length), dtype)
 

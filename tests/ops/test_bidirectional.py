@@ -58,7 +58,7 @@ def test_hidden_keys_might_as_well_not_be_there(name):
     h.assert_matches(feature_map, actual, expected)
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.AVERAGING)
 def test_one_visible_key_and_none(name):
     feature_map, x = h.build(name), h.problem()
     mask = np.zeros((h.BATCH, h.LENGTH), bool)

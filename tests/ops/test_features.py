@@ -40,10 +40,9 @@ def test_readings_of_two_sets_add_up(name):
         return f.read(s, query, f.query_shift(query, s.maximum), "float32")
 
     parts = [read(ops.convert_to_tensor(m)) for m in (first, ~first)]
-    signed = query.values is not None
-    actual = f.normalize(f.combine(*parts), signed)
-    expected = f.normalize(read(None), signed)
-    h.assert_close(actual, expected, 1e-3 if signed else 1e-5)
+    actual = f.normalize(f.combine(*parts), query)
+    expected = f.normalize(read(None), query)
+    h.assert_close(actual, expected, 1e-3 if query.is_signed else 1e-5)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -55,7 +54,7 @@ def test_guard_of_a_signed_denominator(sign):
         bound=ops.convert_to_tensor(np.float32([2.0, 2.0])),
     )
     expected = [[sign / (f.GUARD * 2)], [sign * 2]]
-    output = h.to_numpy(f.normalize(reading, signed=True))
+    output = h.to_numpy(f.normalize(reading, Features(0, 0)))
     np.testing.assert_allclose(output, expected, rtol=1e-5)
 
 
@@ -66,7 +65,7 @@ def test_guard_leaves_positive_denominators_alone():
         denominator=ops.convert_to_tensor(np.float32([1e-9, 0.0])),
         bound=ops.convert_to_tensor(np.float32([1e-9, 0.0])),
     )
-    output = h.to_numpy(f.normalize(reading, signed=False))
+    output = h.to_numpy(f.normalize(reading, Features(None, 0)))
     np.testing.assert_allclose(output, [[1.0], [0.0]], rtol=1e-6)
 
 

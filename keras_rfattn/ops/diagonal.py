@@ -48,7 +48,7 @@ def read_block(prefix, query, key, value, mask, groups, span, exact):
     shift = f.query_shift(query, reference) + largest
 
     log_scale = query.log_scale + ops.expand_dims(reference, -2)
-    rows = f.Features(query.values, log_scale)
+    rows = query._replace(log_scale=log_scale)
     if shared_scale:
         # One scale a token: it can leave the product for the C × C matrix.
         weights = _scaled_weights(rows, key, excess, shift, visible, dtype)
@@ -91,8 +91,10 @@ def _scaled_weights(query, key, excess, shift, visible, dtype):
     scale = ops.exp(ops.where(visible, scale, f.LOWEST))
     rows = ops.cast(query.values, dtype)
     columns = ops.cast(key.values, dtype)
-    weights = accumulated_matmul(rows, columns, transpose_b=True) * scale
-    return weights, scale * query.values.shape[-1]
+    products = accumulated_matmul(rows, columns, transpose_b=True)
+    if isinstance(query, f.Squared):
+        products = ops.square(products)
+    return products * scale, scale * query.width
 
 
 def _replace_rows(own, beyond, query, key, value, mask, groups, exact):

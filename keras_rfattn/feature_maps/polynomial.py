@@ -1,0 +1,101 @@
+"""The kernel `(q · k)^p` and its exact features ("polynomial")."""
+
+import keras
+from keras import ops
+
+from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.base import bounded
+from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.exact import Polynomial as PolynomialKernel
+from keras_rfattn.ops.exact import unit
+from keras_rfattn.ops.types import Squared
+
+DEFAULT_DEGREE = 4
+
+
+class PolynomialFeatureMap(FeatureMap):
+    """Base of maps for the weights `(q · k)^p / (1 + Σ (q · k)^p)`.
+
+    Queries and keys pass a layer normalization each, shared by the heads, before they
+    are scaled: with the default scale their product is `√head_dim` times their
+    cosine. The 1 is part of the definition. All heads share the features.
+
+    Args:
+        num_features: See the subclass.
+        degree: The even degree p, 4 by default.
+
+    Raises:
+        ValueError: If `degree` is not a positive even integer.
+
+    Reference:
+        Kacham et al., "PolySketchFormer: fast transformers via sketching polynomial
+        kernels" (2024), section 2.1.
+    """
+
+    kernel = "polynomial"
+    is_positive = False
+
+    def __init__(self, num_features=None, degree=DEFAULT_DEGREE, **kwargs):
+        super().__init__(num_features, **kwargs)
+        is_integer = isinstance(degree, int) and not isinstance(degree, bool)
+        if not is_integer or degree < 2 or degree % 2:
+            raise ValueError(
+                "`degree` must be a positive even integer. "
+                f"Received: degree={degree!r}."
+            )
+        self.degree = degree
+        self.query_norm, self.key_norm = (
+            keras.layers.LayerNormalization(name=name, dtype="float32")
+            for name in ("query_norm", "key_norm")
+        )
+
+    @property
+    def exact_kernel(self):
+        return PolynomialKernel(self.degree)
+
+    @property
+    def features_per_scale(self):
+        return 1
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        for norm in (self.query_norm, self.key_norm):
+            norm.build((None, self.head_dim))
+
+    def prepare(self, query, key):
+        """Layer normalization of queries and keys, in float32."""
+        return self.query_norm(bounded(query)), self.key_norm(bounded(key))
+
+    def get_config(self):
+        return {**super().get_config(), "degree": self.degree}
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Polynomial(PolynomialFeatureMap):
+    """The kernel itself: exact features `x^{⊗p}`, of width `head_dim^p`.
+
+    Attention is computed by them for p = 2, and quadratically above it, where they
+    would be wider than a sequence is long.
+
+    Args:
+        degree: The even degree p, 4 by default.
+    """
+
+    def __init__(self, num_features=None, degree=DEFAULT_DEGREE, **kwargs):
+        super().__init__(num_features, degree, **{"projection": None, **kwargs})
+
+    @property
+    def is_exact(self):
+        return self.degree > 2
+
+    @property
+    def output_dim(self):
+        return self.head_dim**self.degree
+
+    def key_features(self, x, stats=None):
+        x, log_norm = unit(ops.cast(x, wide_dtype(x)))
+        values = x
+        for _ in range(self.degree // 2 - 1):
+            values = values[..., :, None] * x[..., None, :]
+            values = ops.reshape(values, (*ops.shape(x)[:-1], -1))
+        return Squared(values, self.degree * log_norm)

@@ -1,0 +1,200 @@
+"""Random and learned sketches of the kernel `(q · k)^p` ("polysketch", ...)."""
+
+import math
+
+import keras
+from keras import ops
+
+from keras_rfattn.feature_maps.base import check_num_features
+from keras_rfattn.feature_maps.base import derive_seed
+from keras_rfattn.feature_maps.polynomial import DEFAULT_DEGREE
+from keras_rfattn.feature_maps.polynomial import PolynomialFeatureMap
+from keras_rfattn.ops.backend import precise_einsum
+from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.exact import unit
+from keras_rfattn.ops.types import Squared
+
+DEFAULT_SKETCH_SIZE = 32
+
+
+class Sketch(PolynomialFeatureMap):
+    """Base of sketches: `φ(x) = S(x) ⊗ S(x)` with `S(x) · S(y)` near `(x · y)^{p/2}`.
+
+    S halves the degree again and again, down to 1: two sketches of degree p/4, each
+    transformed, are multiplied entry by entry (algorithms 1 and 2).
+    """
+
+    is_unbiased = False
+
+    def __init__(self, num_features=None, degree=DEFAULT_DEGREE, **kwargs):
+        super().__init__(num_features, degree, **kwargs)
+        if degree & (degree - 1):
+            raise ValueError(
+                "`degree` of a sketch must be 2, 4, 8, 16, ...: it is halved until it "
+                f"is 1. Received: degree={degree}."
+            )
+
+    @property
+    def output_dim(self):
+        return (self.head_dim if self.degree == 2 else self.num_features) ** 2
+
+    def levels(self):
+        """How many transformations each halving has: p/2, p/4, ... 2."""
+        count = self.degree // 2
+        while count > 1:
+            yield count
+            count //= 2
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class PolySketch(Sketch):
+    """Random polynomial sketch, non-negative (algorithm 1).
+
+    Each transformation is a Gaussian matrix of r columns, and each product is divided
+    by √r, so that `E[S(x) · S(y)] = (x · y)^{p/2}`; squared it is biased upwards by
+    the sketch's variance. Degree 2 needs no sketch and is exact.
+
+    Args:
+        num_features: Sketch size r, 32 by default; features are r² wide.
+        degree: 2, 4 (default), 8, 16, ...
+        projection: `"gaussian"` (default), `"orthogonal"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Kacham et al., "PolySketchFormer" (2024), algorithm 1 and theorem 1.1.
+    """
+
+    def __init__(
+        self, num_features=None, degree=DEFAULT_DEGREE, projection="gaussian", **kwargs
+    ):
+        if num_features is None:
+            num_features = DEFAULT_SKETCH_SIZE
+        super().__init__(num_features, degree, projection=projection, **kwargs)
+
+    def add_vectors(self):
+        shapes, dim = [], self.head_dim
+        for count in self.levels():
+            shapes.append((count, dim, self.num_features))
+            dim = self.num_features
+        self.matrices = [
+            self.add_weight(
+                name=f"matrices_{level}", shape=shape,
+                initializer=self.initializer(0, level), dtype="float32",
+                trainable=False, autocast=False,
+            )
+            for level, shape in enumerate(shapes)
+        ]  # fmt: skip
+
+    def assign_vectors(self, draw):
+        for level, matrices in enumerate(self.matrices):
+            matrices.assign(self.initializer(draw, level)(matrices.shape))
+
+    def key_features(self, x, stats=None):
+        x, log_norm = unit(ops.cast(x, wide_dtype(x)))
+        sketch = x[..., None, :]
+        for matrices in self.matrices:
+            sketch = precise_einsum("...ch,chr->...cr", *_alike(sketch, matrices))
+            sketch = sketch[..., 0::2, :] * sketch[..., 1::2, :]
+            sketch = sketch / math.sqrt(self.num_features)
+        sketch, log_size = unit(sketch[..., 0, :])
+        return Squared(sketch, self.degree * log_norm + 2 * log_size)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class PolySketchLearned(Sketch):
+    """Learned polynomial sketch, non-negative (algorithm 2).
+
+    Each transformation is a small network, and each product passes `√r tanh(· / √r)`.
+    p - 2 networks of about `8 h r + 24 r²` parameters, shared by the heads: random at
+    first, so that a replaced model needs training.
+
+    Args:
+        num_features: Sketch size r, 32 by default; features are r² wide.
+        degree: 2, 4 (default), 8, 16, ...
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Kacham et al., "PolySketchFormer" (2024), section 2.3, appendix D, algorithm 2.
+    """
+
+    def __init__(self, num_features=None, degree=DEFAULT_DEGREE, **kwargs):
+        super().__init__(None, degree, **{"projection": None, **kwargs})
+        size = DEFAULT_SKETCH_SIZE if num_features is None else num_features
+        check_num_features(size, "networks")
+        self.num_features = size
+        self.networks = [
+            [
+                SketchNetwork(
+                    size, derive_seed(self.seed, level, i), name=f"{level}_{i}"
+                )
+                for i in range(count)
+            ]
+            for level, count in enumerate(self.levels())
+        ]
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        dim = self.head_dim
+        for level in self.networks:
+            for network in level:
+                network.build((None, dim))
+            dim = self.num_features
+
+    def key_features(self, x, stats=None):
+        x, log_norm = unit(ops.cast(x, wide_dtype(x)))
+        if not self.networks:
+            return Squared(x, self.degree * log_norm)
+        root = math.sqrt(self.num_features)
+        sketches = [math.sqrt(self.head_dim) * x] * len(self.networks[0])
+        for level in self.networks:
+            sketches = [f(s) for f, s in zip(level, sketches, strict=True)]
+            pairs = zip(sketches[0::2], sketches[1::2], strict=True)
+            sketches = [root * ops.tanh(a * b / root) for a, b in pairs]
+        values = ops.cast(sketches[0] / root, x.dtype)
+        return Squared(values, math.log(self.num_features) + ops.zeros_like(log_norm))
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class SketchNetwork(keras.layers.Layer):
+    """Dense layers of 8r, r, 8r and r, normalized before the first and the third.
+
+    Args:
+        size: The sketch size r.
+        seed: Non-negative integer.
+    """
+
+    def __init__(self, size, seed, **kwargs):
+        super().__init__(**{**kwargs, "dtype": "float32"})
+        self.size, self.seed = size, seed
+        self.steps = []
+        for i, (units, activation) in enumerate([(8 * size, "gelu"), (size, None)] * 2):
+            if i % 2 == 0:
+                self.steps.append(keras.layers.LayerNormalization(dtype="float32"))
+            initializer = keras.initializers.GlorotUniform(derive_seed(seed, i))
+            self.steps.append(
+                keras.layers.Dense(
+                    units, activation, kernel_initializer=initializer, dtype="float32"
+                )
+            )
+
+    def build(self, input_shape):
+        shape = input_shape
+        for step in self.steps:
+            step.build(shape)
+            shape = step.compute_output_shape(shape)
+
+    def call(self, x):
+        """`(..., H) -> (..., r)`."""
+        for step in self.steps:
+            x = step(x)
+        return x
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape[:-1], self.size)
+
+    def get_config(self):
+        return {**super().get_config(), "size": self.size, "seed": self.seed}
+
+
+def _alike(x, matrices):
+    return x, ops.cast(matrices, x.dtype)

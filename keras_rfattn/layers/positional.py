@@ -1,0 +1,79 @@
+"""Layers that tell tokens where they are: rotary attention, sinusoidal embedding."""
+
+import keras
+import numpy as np
+from keras import ops
+
+
+def angles(length, dim, max_wavelength=10_000.0):
+    """Position times frequency: `(length, dim / 2)`, float32."""
+    frequencies = max_wavelength ** (-2 * np.arange(dim // 2) / dim)
+    positions = ops.cast(ops.arange(length), "float32")
+    return positions[:, None] * frequencies.astype("float32")[None]
+
+
+def rotate(x):
+    """Turns each pair `(x_i, x_{i + H/2})` of `(B, T, N, H)` by an angle of its token.
+
+    Products of queries and keys then depend on the distance of their tokens.
+
+    Reference:
+        Su et al., "RoFormer" (2021), equation 34.
+    """
+    dim = x.shape[-1]
+    angle = angles(ops.shape(x)[1], dim)[None, :, None]
+    sine, cosine = ops.cast(ops.sin(angle), x.dtype), ops.cast(ops.cos(angle), x.dtype)
+    left, right = x[..., : dim // 2], x[..., dim // 2 :]
+    turned = left * cosine - right * sine, right * cosine + left * sine
+    return ops.concatenate(turned, axis=-1)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class RotaryProjection(keras.layers.EinsumDense):
+    """The projection to queries or keys, then `rotate`."""
+
+    def call(self, inputs, training=None):
+        return rotate(super().call(inputs, training=training))
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class RotaryAttention(keras.layers.MultiHeadAttention):
+    """`keras.layers.MultiHeadAttention` with rotary position embedding.
+
+    The rotation is a part of the query and key projections, so that what follows is
+    Keras' attention as it is, or any linear attention.
+
+    Raises:
+        ValueError: If `key_dim` is odd.
+    """
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        if self._key_dim % 2:
+            raise ValueError(
+                "`key_dim` must be even, as rotary embedding turns pairs. "
+                f"Received: key_dim={self._key_dim}."
+            )
+        super().build(query_shape, value_shape, key_shape)
+        for projection in (self._query_dense, self._key_dense):
+            projection.__class__ = RotaryProjection
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class SinusoidalEmbedding(keras.layers.Layer):
+    """Adds sines and cosines of a token's position: `(B, T, D) -> (B, T, D)`.
+
+    Reference:
+        Vaswani et al., "Attention is all you need" (2017), section 3.5.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+
+    def call(self, x):
+        angle = angles(ops.shape(x)[1], x.shape[-1])
+        waves = ops.concatenate([ops.sin(angle), ops.cos(angle)], axis=-1)
+        return x + ops.cast(waves, x.dtype)[None]
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
