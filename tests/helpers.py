@@ -17,6 +17,20 @@ NAMES = feature_maps.list()
 # Their attention has a 1 in its denominator: no average of values.
 POLYNOMIAL = ("polynomial", "polysketch", "polysketch_learned")
 AVERAGING = [name for name in NAMES if name not in POLYNOMIAL]
+# One of each form that features have.
+FORMS = ("elu", "favor", "favorpp", "hybrid_angular", "polysketch")
+
+
+def over(values, names=NAMES):
+    """Pairs of a map and a value: the first value with all, the others with `FORMS`.
+
+    For what only an algorithm sees, which knows a map by the form of its features.
+    """
+    first, *others = values
+    some = [name for name in names if name in FORMS]
+    return [(x, first) for x in names] + [(x, v) for v in others for x in some]
+
+
 # Of a dtype that NumPy lacks, `to_numpy` makes float32.
 NARROW = {"bfloat16": 1e-2, "float16": 2e-3}
 BATCH, LENGTH, HEADS, KV_HEADS, VALUE_DIM = 2, 37, 4, 2, 5

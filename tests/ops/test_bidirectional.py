@@ -8,8 +8,9 @@ from keras_rfattn.ops.features import map_features
 from tests import helpers as h
 
 
-@pytest.mark.parametrize("lengths", [(37, 37), (11, 37), (37, 1), (1, 11)])
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize(
+    ("name", "lengths"), h.over([(11, 37), (37, 37), (37, 1), (1, 11)])
+)
 def test_matches_the_definition(name, lengths):
     feature_map = h.build(name)
     x = h.problem(length=lengths[0], key_length=lengths[1])
@@ -33,8 +34,7 @@ def test_gradients_match_the_definition(name):
         h.assert_close(a, e, h.gradient_rtol(feature_map))
 
 
-@pytest.mark.parametrize("name", h.NAMES)
-@pytest.mark.parametrize("content", [np.nan, 1e30])
+@pytest.mark.parametrize(("name", "content"), h.over([np.nan, 1e30]))
 def test_hidden_keys_may_hold_anything(name, content):
     feature_map, x = h.build(name), h.problem()
     call = h.attention(feature_map, bidirectional)

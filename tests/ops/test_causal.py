@@ -12,7 +12,7 @@ from keras_rfattn.ops import causal
 from keras_rfattn.ops import quadratic
 from tests import helpers as h
 
-BLOCKS = (1, 3, 16, 128)
+BLOCKS = (3, 1, 16, 128)
 
 
 def exact(feature_map, x, mask=None):
@@ -20,8 +20,7 @@ def exact(feature_map, x, mask=None):
     return h.reference(*features, x.value, mask)
 
 
-@pytest.mark.parametrize("block_size", BLOCKS)
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize(("name", "block_size"), h.over(BLOCKS))
 def test_matches_the_definition(name, block_size):
     feature_map, x = h.build(name), h.problem()
     mask = h.padding_masks()["scattered"]
@@ -38,8 +37,9 @@ def test_no_mask_is_a_mask_that_hides_nothing(name):
     h.assert_matches(feature_map, actual, exact(feature_map, x))
 
 
-@pytest.mark.parametrize("kind", h.padding_masks())
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind"), h.over(("left", "full", "right", "middle", "scattered"))
+)
 def test_padding_may_hold_anything(name, kind):
     feature_map, x = h.build(name), h.problem()
     mask = h.padding_masks()[kind]
@@ -55,23 +55,21 @@ def test_padding_may_hold_anything(name, kind):
         h.assert_same(call(x.query, key, value, mask), output)
 
 
-@pytest.mark.parametrize("length", [1, 2, 8, 33])
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize(("name", "length"), h.over([33, 1, 2, 8]))
 def test_any_length(name, length):
     feature_map, x = h.build(name), h.problem(length=length)
     actual = h.attention(feature_map, causal, block_size=h.BLOCK)(*x)
     h.assert_matches(feature_map, actual, exact(feature_map, x))
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_longer_than_a_default_block(name):
     feature_map, x = h.build(name), h.problem(length=150)
     actual = h.attention(feature_map, causal)(*x)
     h.assert_matches(feature_map, actual, exact(feature_map, x))
 
 
-@pytest.mark.parametrize("block_size", [h.BLOCK, 16])
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize(("name", "block_size"), h.over([h.BLOCK, 16]))
 def test_gradients_match_the_definition(name, block_size):
     feature_map, x = h.build(name), h.problem()
     mask = h.padding_masks()["left"]

@@ -61,9 +61,8 @@ def clear_rows(output, expected, rtol):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize(("name", "dtype"), h.over(DTYPES))
 def test_finite_with_gradients(name, algorithm, dtype):
     feature_map, x = h.build(name), h.problem(size=SIZE)
     function, options = ALGORITHMS[algorithm]
@@ -78,9 +77,8 @@ def test_finite_with_gradients(name, algorithm, dtype):
     assert np.any(found[2] != 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", h.AVERAGING)
+@pytest.mark.parametrize(("name", "dtype"), h.over(DTYPES, h.AVERAGING))
 def test_no_row_loses_its_denominator(name, algorithm, dtype):
     feature_map, x = h.build(name), h.problem(size=SIZE)
     function, options = ALGORITHMS[algorithm]

@@ -14,9 +14,8 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", h.NARROW)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", h.AVERAGING)
+@pytest.mark.parametrize(("name", "dtype"), h.over(h.NARROW, h.AVERAGING))
 def test_narrow_values(name, algorithm, dtype):
     # Queries near keys, or a signed map's rows could not tell its output from 0.
     feature_map, x = h.build(name), h.problem(size=0.2)

@@ -11,7 +11,7 @@ from keras_rfattn.ops.features import map_features
 from tests import helpers as h
 
 SPLIT = 20
-MASKS = ("full", "left", "scattered")
+MASKS = ("left", "full", "scattered")
 
 
 def setup(name, kind="full", size=1.0):
@@ -48,8 +48,7 @@ def empty(feature_map):
     )
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize(("name", "kind"), h.over(MASKS))
 def test_token_by_token_is_the_definition(name, kind):
     feature_map, features, value, mask = setup(name, kind)
     output, state = steps(empty(feature_map), features, value, mask, 0)
@@ -57,8 +56,7 @@ def test_token_by_token_is_the_definition(name, kind):
     h.assert_same(state.position, mask.sum(axis=1))
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize(("name", "kind"), h.over(MASKS))
 def test_prefill_then_steps(name, kind):
     feature_map, features, value, mask = setup(name, kind)
     prefill = h.compiled(causal, block_size=h.BLOCK, return_state=True)
@@ -73,8 +71,7 @@ def test_prefill_then_steps(name, kind):
     h.assert_same(state.position, mask.sum(axis=1))
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize(("name", "kind"), h.over(MASKS))
 def test_split_and_resume(name, kind):
     feature_map, features, value, mask = setup(name, kind)
     call = h.compiled(causal, block_size=h.BLOCK, return_state=True)
@@ -165,8 +162,9 @@ def test_empty_state_reads_zero():
     np.testing.assert_array_equal(output, 0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", h.AVERAGING)
+@pytest.mark.parametrize(
+    ("name", "dtype"), h.over(["bfloat16", "float16"], h.AVERAGING)
+)
 def test_narrow_values(name, dtype):
     # Queries near keys, values off 0: else a signed map's rows could not tell its
     # output from 0.
