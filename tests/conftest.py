@@ -7,7 +7,8 @@ if os.environ.get("KERAS_BACKEND") == "jax":
     # Most programs here run once: compiling them costs more than running them.
     os.environ.setdefault(
         "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+        "--xla_cpu_use_fusion_emitters=false",
     )
 
 

