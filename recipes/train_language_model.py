@@ -11,12 +11,8 @@ Everything is fixed below before the run. Each training appends a line to `--res
 command, mechanism, seed, minutes, perplexities. Cost: 5 to 15 minutes a mechanism.
 """
 
-import argparse
-import json
 import os
 import pathlib
-import shlex
-import sys
 import time
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -24,44 +20,38 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+import training
 
-from keras_rfattn.models import transformer_pp
-
-MODEL = {"num_layers": 3, "num_heads": 4, "head_dim": 32}
+SIZES = {"num_layers": 3, "num_heads": 4, "head_dim": 32}
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
-WINDOW, SKETCH = 64, 16
+WINDOW, SKETCH, WIDTH = 64, {"num_features": 16}, {"num_features": 256}
 MECHANISMS = {
-    "softmax": ("softmax", {}),
-    "polynomial (degree 4)": ("polynomial", {"num_features": None}),
-    "polysketch_learned + local": (
-        "polysketch_learned",
-        {"num_features": SKETCH, "window": WINDOW},
-    ),
-    "polysketch_learned": ("polysketch_learned", {"num_features": SKETCH}),
-    "polysketch + local": ("polysketch", {"num_features": SKETCH, "window": WINDOW}),
-    "polysketch": ("polysketch", {"num_features": SKETCH}),
-    "favorplus": ("favorplus", {"num_features": SKETCH**2}),
-    "favorpp": ("favorpp", {"num_features": SKETCH**2}),
-    "favorpp + local": ("favorpp", {"num_features": SKETCH**2, "window": WINDOW}),
+    "softmax": ("softmax", {}, None),
+    "polynomial (degree 4)": ("polynomial", {"degree": 4}, None),
+    "polysketch_learned + local": ("polysketch_learned", SKETCH, WINDOW),
+    "polysketch_learned": ("polysketch_learned", SKETCH, None),
+    "polysketch + local": ("polysketch", SKETCH, WINDOW),
+    "polysketch": ("polysketch", SKETCH, None),
+    "favorplus": ("favorplus", WIDTH, None),
+    "favorpp": ("favorpp", WIDTH, None),
+    "favorpp + local": ("favorpp", WIDTH, WINDOW),
 }
 
 
 def main():
     args = parse_arguments()
-    training, watched, test, vocabulary = load(args)
+    text, watched, test, vocabulary = load(args)
     print(
-        f"{training.size:,} characters of training, {test.size:,} of test, "
-        f"{vocabulary} kinds; {args.steps} steps of {args.batch} x {args.context}"
+        f"{text.size:,} characters of training, {test.size:,} of test, {vocabulary} "
+        f"kinds; {args.steps} steps of {args.batch} x {args.context}"
     )
     rows = []
     for seed in args.seeds:
         for name in args.mechanisms:
             start = time.time()
-            keras.utils.set_random_seed(seed)
-            model = build(name, vocabulary, seed)
-            fit(model, training, watched, args, seed)
+            model = training.build(MECHANISMS[name], seed, vocabulary, **SIZES)
+            fit(model, text, args, seed)
             row = {
-                "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
                 "mechanism": name,
                 "seed": seed,
                 "parameters": model.count_params(),
@@ -71,24 +61,16 @@ def main():
             }
             rows.append(row)
             print_row(row, rows)
-            with open(args.results, "a") as file:
-                file.write(json.dumps(row) + "\n")
+            training.record(args, row)
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.make_parser(__doc__, MECHANISMS)
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--results", default="train_language_model.jsonl")
-    parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=256)
-    args = parser.parse_args()
-    unknown = set(args.mechanisms) - set(MECHANISMS)
-    if unknown:
-        parser.error(f"unknown {sorted(unknown)}; one of {list(MECHANISMS)}")
-    return args
+    return parser.parse_args()
 
 
 def load(args):
@@ -104,14 +86,7 @@ def load(args):
     return encode(text[:cut]), encode(text[cut:]), encode(test), len(index) + 1
 
 
-def build(name, vocabulary, seed):
-    attention, options = MECHANISMS[name]
-    options = {**options, "seed": seed} if attention != "softmax" else {}
-    return transformer_pp(attention=attention, vocabulary_size=vocabulary, **MODEL,
-                          **options)  # fmt: skip
-
-
-def fit(model, text, watched, args, seed):
+def fit(model, text, args, seed):
     warmup = max(1, int(WARMUP * args.steps))
     rate = keras.optimizers.schedules.PolynomialDecay(LEARNING_RATE, args.steps)
     model.compile(

@@ -64,7 +64,7 @@ def clear_rows(output, expected, rtol):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("name", "dtype"), h.over(DTYPES))
 def test_finite_with_gradients(name, algorithm, dtype):
-    feature_map, x = h.build(name), h.problem(size=SIZE)
+    feature_map, x = h.build(name), h.problem(size=SIZE / h.SIZES.get(name, 1))
     function, options = ALGORITHMS[algorithm]
     call = h.attention(feature_map, function, **options)
     inputs = [ops.cast(ops.convert_to_tensor(a), dtype) for a in x]

@@ -1,0 +1,112 @@
+"""What the `train_*.py` recipes share; not a recipe itself."""
+
+import argparse
+import json
+import pathlib
+import shlex
+import sys
+import time
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn import feature_maps
+from keras_rfattn.models import transformer_pp
+
+BATCH, LEARNING_RATE, EXAMPLES, SOLVED, EVERY = 64, 1e-3, 4096, 0.999, 500
+
+
+def make_parser(description, mechanisms):
+    """Flags of every training; `mechanisms` is a table as `build` takes it."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    name = pathlib.Path(sys.argv[0]).stem
+    parser.add_argument("--results", default=f"{name}.jsonl", help="appended to")
+    parser.add_argument(
+        "--mechanisms", nargs="+", default=list(mechanisms), choices=list(mechanisms),
+        metavar="NAME", help=", ".join(mechanisms),
+    )  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    return parser
+
+
+def build(mechanism, seed, vocabulary_size, **sizes):
+    """A Transformer++ with `(name of a map or "softmax", its arguments, window)`."""
+    keras.utils.set_random_seed(seed)
+    name, arguments, window = mechanism
+    options = {"vocabulary_size": vocabulary_size, **sizes}
+    if name == "softmax":
+        return transformer_pp(**options)
+    feature_map = feature_maps.get(name, seed=seed, **arguments)
+    return transformer_pp(attention=feature_map, window=window, **options)
+
+
+def record(args, row):
+    """Appends a line to the results: the command beside what was found."""
+    command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
+    with open(args.results, "a") as file:
+        file.write(json.dumps({"command": command, **row}) + "\n")
+
+
+def solve(examples, count, mechanisms, vocabulary_size, sizes, args):
+    """Trains every mechanism on a task whose answer is the last tokens.
+
+    A training ends early once 99.9 % of held-out examples are right twice in a row.
+
+    Args:
+        examples: `(generator, number, context) -> (tokens, answers)`.
+        count: Number of tokens in an answer; all must be right.
+        mechanisms: See `build`.
+        vocabulary_size: Number of tokens.
+        sizes: Arguments of `transformer_pp`.
+        args: Parsed flags, `context` and `steps` among them.
+    """
+    print(f"context {args.context}, batches of {BATCH}, at most {args.steps} steps")
+    for seed in args.seeds:
+        for name in args.mechanisms:
+            start = time.time()
+            model = build(mechanisms[name], seed, vocabulary_size, **sizes)
+            steps = _fit(model, examples, count, args, seed)
+            share = _accuracy(model, examples, count, args.context, 10_000 + seed)
+            minutes = (time.time() - start) / 60
+            print(
+                f"{name:28} seed {seed}: {share:7.2%} after {steps} steps, "
+                f"{minutes:.1f} min",
+                flush=True,
+            )
+            row = {"mechanism": name, "seed": seed, "steps": steps}
+            record(args, {**row, "accuracy": share, "minutes": round(minutes, 2)})
+
+
+def _fit(model, examples, count, args, seed):
+    def loss(answers, logits):
+        return keras.losses.sparse_categorical_crossentropy(
+            answers, logits[:, -count:], from_logits=True
+        )
+
+    model.compile(keras.optimizers.Adam(LEARNING_RATE, clipnorm=1.0), loss)
+    generator, solved = np.random.default_rng(seed), 0
+
+    def batches():
+        while True:
+            yield examples(generator, BATCH, args.context)
+
+    stream = batches()
+    for steps in range(EVERY, args.steps + 1, EVERY):
+        history = model.fit(stream, steps_per_epoch=EVERY, verbose=0).history
+        share = _accuracy(model, examples, count, args.context, 20_000 + seed, 1024)
+        last = history["loss"][-1]
+        print(f"  {steps} steps: loss {last:.3f}, {share:.2%}", flush=True)
+        solved = solved + 1 if share >= SOLVED else 0
+        if solved == 2:
+            break
+    return steps
+
+
+def _accuracy(model, examples, count, context, seed, number=EXAMPLES):
+    tokens, answers = examples(np.random.default_rng(seed), number, context)
+    found = [
+        ops.convert_to_numpy(model.predict_on_batch(part)[:, -count:]).argmax(-1)
+        for part in np.split(tokens, number // 256)
+    ]
+    return float(np.mean(np.all(np.concatenate(found) == answers, axis=1)))
