@@ -71,7 +71,7 @@ def test_products_of_a_degree_four_sketch_have_its_mean():
         [
             np.sum(sketch(m, x) * sketch(m, y))
             for m in (
-                build(PolySketch, degree=8, num_features=64, seed=s) for s in range(400)
+                build(PolySketch, degree=8, num_features=64, seed=s) for s in range(200)
             )
         ]
     )

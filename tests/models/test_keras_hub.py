@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn import feature_maps
+from tests import helpers as h
 from tests.models import families
 
 models = keras_hub.models
@@ -48,8 +48,7 @@ def predict(model, inputs):
     return np.asarray(model.predict(inputs, verbose=0))
 
 
-@pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
-@pytest.mark.parametrize("scale", [1.0, 20.0])
+@pytest.mark.parametrize(("name", "scale"), h.over([1.0, 20.0]))
 def test_other_future_tokens_change_nothing_before(name, scale):
     model, inputs = causal_lm(scale)
     keras_rfattn.replace_attention(model, name, seed=0)
