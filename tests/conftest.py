@@ -2,14 +2,11 @@ import os
 
 import pytest
 
+from tests.environment import XLA_FLAGS
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if os.environ.get("KERAS_BACKEND") == "jax":
-    # Most programs here run once: compiling them costs more than running them.
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-        "--xla_cpu_use_fusion_emitters=false",
-    )
+    os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
 
 
 @pytest.fixture(autouse=True)

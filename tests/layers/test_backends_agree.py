@@ -1,7 +1,5 @@
 """The same weights give the same numbers on every backend."""
 
-import os
-import pathlib
 import subprocess
 import sys
 
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn import feature_maps
+from tests.environment import environment
 
 SCRIPT = """
 import sys
@@ -37,9 +36,8 @@ np.savez(sys.argv[1], **results)
 
 
 def results(backend, path):
-    root = pathlib.Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root), "KERAS_BACKEND": backend}
-    subprocess.run([sys.executable, "-c", SCRIPT, str(path)], env=env, check=True)
+    command = [sys.executable, "-c", SCRIPT, str(path)]
+    subprocess.run(command, env=environment(backend), check=True)
     return dict(np.load(path))
 
 

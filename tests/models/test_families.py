@@ -1,8 +1,6 @@
 """Every KerasHub family: replace, train, save, reload in a fresh process, restore."""
 
 import json
-import os
-import pathlib
 import subprocess
 import sys
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from tests.environment import environment
 from tests.models import families
 
 SAVED = {}
@@ -94,6 +93,7 @@ RELOAD = """
 import json, sys
 import numpy as np
 exec(sys.argv[3])
+from tests.environment import environment
 from tests.models import families
 folder, names = sys.argv[1], json.loads(sys.argv[2])
 for name, cls in names.items():
@@ -127,13 +127,13 @@ ORDERS = (
 
 
 def reload(folder, names, order, backend=None, tolerance="0"):
-    root = pathlib.Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    if backend:
-        env["KERAS_BACKEND"] = backend
     command = [sys.executable, "-c", RELOAD, str(folder), json.dumps(names), order]
     done = subprocess.run(
-        [*command, tolerance], env=env, capture_output=True, text=True, check=False
+        [*command, tolerance],
+        env=environment(backend),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout.count("reloaded")
