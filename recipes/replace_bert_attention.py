@@ -122,8 +122,10 @@ def compare_similarities(model, tokenizer, args):
     rows = {"softmax": similarities(model, tokenizer)}
     rows["uniform"] = uniform_control(model, tokenizer)
     for name in keras_rfattn.feature_maps.list():
-        # elu has the width of a head unless it is given a projection.
-        width = None if name == "elu" else args.num_features
+        # elu has the width of a head unless it is given a projection; the features of
+        # sketches are as many as the square of their number.
+        own = name == "elu" or name.startswith("poly")
+        width = None if own else args.num_features
         keras_rfattn.replace_attention(model, name, num_features=width, seed=args.seed)
         rows[name] = similarities(model, tokenizer)
         keras_rfattn.restore_attention(model)
