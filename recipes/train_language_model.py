@@ -3,7 +3,7 @@
 PolySketchFormer (Kacham et al., 2024), section 4 and figure 2, at a size for 2 cores:
 Transformer++ blocks, equal steps for every mechanism, perplexity on held-out text.
 
-    python recipes/train_language_model.py --data-dir DIR [--steps 1500]
+    python recipes/train_language_model.py --data-dir DIR [--steps 1000]
 
 DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
 training, its last 10 % for watching; test is read once, at the end of each training.
@@ -27,14 +27,14 @@ LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
 WINDOW, SKETCH, WIDTH = 64, {"num_features": 16}, {"num_features": 256}
 MECHANISMS = {
     "softmax": ("softmax", {}, None),
-    "polynomial (degree 4)": ("polynomial", {"degree": 4}, None),
     "polysketch_learned + local": ("polysketch_learned", SKETCH, WINDOW),
-    "polysketch_learned": ("polysketch_learned", SKETCH, None),
     "polysketch + local": ("polysketch", SKETCH, WINDOW),
-    "polysketch": ("polysketch", SKETCH, None),
     "favorplus": ("favorplus", WIDTH, None),
     "favorpp": ("favorpp", WIDTH, None),
     "favorpp + local": ("favorpp", WIDTH, WINDOW),
+    "polynomial (degree 4)": ("polynomial", {"degree": 4}, None),
+    "polysketch_learned": ("polysketch_learned", SKETCH, None),
+    "polysketch": ("polysketch", SKETCH, None),
 }
 
 
@@ -67,7 +67,7 @@ def main():
 def parse_arguments():
     parser = training.make_parser(__doc__, MECHANISMS)
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=256)
     return parser.parse_args()

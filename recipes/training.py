@@ -14,7 +14,8 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.models import transformer_pp
 
-BATCH, LEARNING_RATE, EXAMPLES, SOLVED, EVERY = 64, 1e-3, 4096, 0.999, 500
+BATCH, LEARNING_RATE, EXAMPLES, SOLVED = 64, 1e-3, 4096, 0.999
+SHORTEST, EVERY = 16, 250
 
 
 def make_parser(description, mechanisms):
@@ -51,7 +52,9 @@ def record(args, row):
 def solve(examples, count, mechanisms, vocabulary_size, sizes, args):
     """Trains every mechanism on a task whose answer is the last tokens.
 
-    A training ends early once 99.9 % of held-out examples are right twice in a row.
+    Contexts grow, the same way for every mechanism: 16 tokens, then twice as many
+    whenever 99.9 % of held-out examples are right, up to `args.context`, where it must
+    be so twice in a row. A training ends there, or after `args.steps` steps in all.
 
     Args:
         examples: `(generator, number, context) -> (tokens, answers)`.
@@ -85,20 +88,24 @@ def _fit(model, examples, count, args, seed):
         )
 
     model.compile(keras.optimizers.Adam(LEARNING_RATE, clipnorm=1.0), loss)
-    generator, solved = np.random.default_rng(seed), 0
+    generator, context, solved = np.random.default_rng(seed), SHORTEST, 0
 
-    def batches():
+    def batches(context):
         while True:
-            yield examples(generator, BATCH, args.context)
+            yield examples(generator, BATCH, context)
 
-    stream = batches()
     for steps in range(EVERY, args.steps + 1, EVERY):
-        history = model.fit(stream, steps_per_epoch=EVERY, verbose=0).history
-        share = _accuracy(model, examples, count, args.context, 20_000 + seed, 1024)
+        history = model.fit(batches(context), steps_per_epoch=EVERY, verbose=0).history
+        share = _accuracy(model, examples, count, context, 20_000 + seed, 1024)
         last = history["loss"][-1]
-        print(f"  {steps} steps: loss {last:.3f}, {share:.2%}", flush=True)
+        print(
+            f"  {steps} steps, context {context}: loss {last:.3f}, {share:.2%}",
+            flush=True,
+        )
         solved = solved + 1 if share >= SOLVED else 0
-        if solved == 2:
+        if solved and context < args.context:
+            context, solved = min(2 * context, args.context), 0
+        elif solved == 2:
             break
     return steps
 

@@ -1,5 +1,7 @@
 """Layers that tell tokens where they are: rotary attention, sinusoidal embedding."""
 
+import math
+
 import keras
 import numpy as np
 from keras import ops
@@ -60,10 +62,13 @@ class RotaryAttention(keras.layers.MultiHeadAttention):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class SinusoidalEmbedding(keras.layers.Layer):
-    """Adds sines and cosines of a token's position: `(B, T, D) -> (B, T, D)`.
+    """Token embeddings times `√D`, plus sines and cosines of the token's position.
+
+    `(B, T, D) -> (B, T, D)`. The factor makes entries of variance 1/D, which suit
+    tied logits, as large as the waves.
 
     Reference:
-        Vaswani et al., "Attention is all you need" (2017), section 3.5.
+        Vaswani et al., "Attention is all you need" (2017), sections 3.4 and 3.5.
     """
 
     def __init__(self, **kwargs):
@@ -73,7 +78,7 @@ class SinusoidalEmbedding(keras.layers.Layer):
     def call(self, x):
         angle = angles(ops.shape(x)[1], x.shape[-1])
         waves = ops.concatenate([ops.sin(angle), ops.cos(angle)], axis=-1)
-        return x + ops.cast(waves, x.dtype)[None]
+        return x * math.sqrt(x.shape[-1]) + ops.cast(waves, x.dtype)[None]
 
     def compute_output_shape(self, input_shape):
         return input_shape

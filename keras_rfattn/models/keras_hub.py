@@ -27,6 +27,11 @@ class DecoderMasks:
         """Whether `layer` of `block` is causal self-attention."""
         return layer is block._self_attention_layer
 
+    @staticmethod
+    def is_cross(block, layer):
+        """Whether `layer` of `block` attends to the encoder's tokens."""
+        return layer is not block._self_attention_layer
+
     def _compute_self_attention_mask(
         self,
         decoder_sequence,

@@ -76,6 +76,7 @@ def replace_attention(
     template = _template(feature_map, num_features, seed)
     _check_statistics(template, selected)
     check_window(window, sliding, template)
+    _check_window_sites(window, selected)
     options = {"block_size": block_size, "window": window, "sliding": sliding}
     changes = [(site, _copy(template, site.index), options) for site in selected]
     commit(model, found, changes)
@@ -179,6 +180,16 @@ def _check_statistics(template, selected):
             "A statistic of the sequence at hand would leak the future into causal "
             f"attention. Received: feature_map={template.get_config()} for:\n"
             f"{_listing(unsafe)}\nUse statistics='stored' or 'auto'."
+        )
+
+
+def _check_window_sites(window, selected):
+    cross = [site for site in selected if window is not None and s.is_cross(site)]
+    if cross:
+        raise ValueError(
+            "A `window` needs self-attention, where queries and keys are the same "
+            f"tokens. Received: window={window} for cross-attention at:\n"
+            f"{_listing(cross)}\nLeave these out with `exclude`."
         )
 
 

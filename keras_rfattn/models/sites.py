@@ -107,6 +107,21 @@ def _causality(layer, parent):
     return None
 
 
+def is_cross(site):
+    """Whether a site is known to attend to other tokens than its queries are."""
+    mixin = block_mixin(keras_layers.original_class(site.parent))
+    if mixin is not None:
+        return mixin.is_cross(site.parent, site.layer)
+    if not isinstance(site.parent, keras.Model):
+        return False
+    for node in site.layer._inbound_nodes:
+        given = dict(zip(("query", "value"), node.arguments.args, strict=False))
+        given.update(node.arguments.kwargs)
+        if given["query"] is not given["value"]:
+            return True
+    return False
+
+
 # Blocks of KerasHub and KerasCV that call Keras attention without a causal mask.
 NEVER_CAUSAL = {
     "DINOV2Attention",

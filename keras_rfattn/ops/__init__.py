@@ -22,6 +22,10 @@ from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.local import Local
 from keras_rfattn.ops.local import local_attention
+from keras_rfattn.ops.local_state import LocalState
+from keras_rfattn.ops.local_state import extend_local_state
+from keras_rfattn.ops.local_state import init_local_state
+from keras_rfattn.ops.local_state import read_local_state
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
 from keras_rfattn.ops.quadratic import quadratic
@@ -34,6 +38,7 @@ __all__ = [
     "AttentionMask",
     "Features",
     "Local",
+    "LocalState",
     "Polynomial",
     "Softmax",
     "Squared",
@@ -41,11 +46,14 @@ __all__ = [
     "bidirectional",
     "causal",
     "exact_attention",
+    "extend_local_state",
     "extend_state",
+    "init_local_state",
     "init_state",
     "interpret_mask",
     "local_attention",
     "quadratic",
+    "read_local_state",
     "read_state",
     "softmax_attention",
 ]

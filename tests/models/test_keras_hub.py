@@ -235,6 +235,20 @@ def test_refused_by_name(name):
     assert [type(x) for x in model._flatten_layers()] == classes
 
 
+def test_windows_leave_out_cross_attention():
+    model, inputs = families.build("bart")
+    classes = [type(x) for x in model._flatten_layers()]
+    with pytest.raises(ValueError, match="(?s)needs self-attention.*cross_attention"):
+        keras_rfattn.replace_attention(model, "favorplus", window=4)
+    assert [type(x) for x in model._flatten_layers()] == classes
+    exact = families.outputs(model, inputs)
+    keras_rfattn.replace_attention(
+        model, "favorplus", window=64, exclude="*cross_attention", seed=0
+    )
+    for a, b in zip(families.outputs(model, inputs), exact, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["bert", "gpt2", "roberta", "albert", "opt", "bart"])
 def test_tiled_positions_keep_short_inputs(family):
     model, inputs = families.build(family)

@@ -320,6 +320,19 @@ def test_unsupported_attention_is_refused_by_name():
     assert "sliding window" in str(report)
 
 
+def test_windows_of_cross_attention_are_refused_before_anything_changes():
+    inputs, others = keras.Input((6, 8)), keras.Input((9, 8))
+    x = LAYERS.MultiHeadAttention(2, 4, name="own")(inputs, value=inputs)
+    x = LAYERS.MultiHeadAttention(2, 4, name="cross")(x, others)
+    model = keras.Model([inputs, others], x)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="(?s)needs self-attention.*cross"):
+        keras_rfattn.replace_attention(model, "favorplus", window=3)
+    assert snapshot(model) == before
+    keras_rfattn.replace_attention(model, "favorplus", window=3, exclude="cross")
+    assert model([data(), np.ones((2, 9, 8), "float32")]).shape == (2, 6, 8)
+
+
 def test_attention_scores_and_dense_masks_are_refused():
     model = keras_rfattn.replace_attention(make(), "favorplus")
     layer, x = model.get_layer("first"), keras.ops.convert_to_tensor(data())

@@ -100,7 +100,8 @@ def test_learns(name):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-2), loss)
     history = model.fit(x[:, :-1], x[:, 1:], epochs=30, verbose=0).history["loss"]
-    assert abs(history[0] - math.log(40)) < 0.5
+    # Logits of variance 1 cost 1/2 more than uniform ones.
+    assert abs(history[0] - math.log(40) - 0.5) < 0.5
     assert history[-1] < 1.0
 
 

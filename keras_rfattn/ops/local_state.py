@@ -1,0 +1,202 @@
+"""The state of fixed size for attention that is exact within windows.
+
+Beside the sums of all windows beyond, it holds the keys and values of the windows that
+the last token weighs exactly (one, or two with `sliding`), and their sums, which join
+the others as soon as a new window begins. Its size depends on the window alone, and
+windows are counted from a row's first visible token, as in `local_attention`.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+from keras import ops
+
+from keras_rfattn.ops import features as f
+from keras_rfattn.ops.exact import read_exactly
+
+
+class LocalState(NamedTuple):
+    """What past tokens left behind; a pytree with the batch on axis 0.
+
+    Axis 2 of the sums counts windows: all those beyond, then each of the n near ones
+    (n is 1, or 2 with `sliding`), the last token's own last.
+
+    Attributes:
+        maximum: `(B, K, n + 1, M)` (or 1 for M), as in `State`, float32.
+        numerator: `(B, K, n + 1, M, V)`, float32.
+        normalizer: `(B, K, n + 1, M)`, float32.
+        magnitude: like `maximum`.
+        key: `(B, K, n · window, H)`: scaled keys of the near windows.
+        value: `(B, K, n · window, V)`.
+        visible: `(B, n · window)`, which of them exist.
+        position: `(B,)`: tokens since the first visible one, int32.
+    """
+
+    maximum: Any
+    numerator: Any
+    normalizer: Any
+    magnitude: Any
+    key: Any
+    value: Any
+    visible: Any
+    position: Any
+
+
+def init_local_state(
+    batch_size, num_kv_heads, feature_dim, value_dim, head_dim, window, sliding=False,
+    scale_dim=None, dtype="float32",
+):  # fmt: skip
+    """The state before any token.
+
+    Args:
+        batch_size: Number of sequences.
+        num_kv_heads: Number of key/value heads K.
+        feature_dim: Feature width M.
+        value_dim: Value dim V.
+        head_dim: Head dim H of the keys.
+        window: Length of a window in tokens.
+        sliding: Whether the window before a query's own is exact too.
+        scale_dim: As in `init_state`.
+        dtype: Of the keys and values it keeps.
+
+    Returns:
+        A `LocalState`.
+    """
+    near = 2 if sliding else 1
+    lead = (batch_size, num_kv_heads, near + 1)
+    scale_dim = feature_dim if scale_dim is None else scale_dim
+    kept = (batch_size, num_kv_heads, near * window)
+    return LocalState(
+        ops.full((*lead, scale_dim), f.LOWEST, dtype="float32"),
+        ops.zeros((*lead, feature_dim, value_dim), dtype="float32"),
+        ops.zeros((*lead, feature_dim), dtype="float32"),
+        ops.zeros((*lead, scale_dim), dtype="float32"),
+        ops.zeros((*kept, head_dim), dtype=dtype),
+        ops.zeros((*kept, value_dim), dtype=dtype),
+        ops.zeros((batch_size, near * window), dtype="bool"),
+        ops.zeros((batch_size,), dtype="int32"),
+    )
+
+
+def extend_local_state(state, key_features, value, key, key_mask=None):
+    """Adds tokens to a state.
+
+    Args:
+        state: A `LocalState`.
+        key_features: `Features` of shape `(B, S, K, M)`, any S.
+        value: Array of shape `(B, S, K, V)`.
+        key: Scaled keys, `(B, S, K, H)`.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys.
+
+    Returns:
+        The extended `LocalState`.
+    """
+    num_kv_heads, near = value.shape[2], state.maximum.shape[2] - 1
+    window = state.key.shape[2] // near
+    new = ops.ones(ops.shape(value)[:2], "bool")
+    new = new if key_mask is None else ops.cast(key_mask, "bool")
+    moved = _Move(state.position, new, window, near)
+
+    features = f.heads_first(key_features, num_kv_heads)
+    value, key = (f.split_heads(x, num_kv_heads) for x in (value, key))
+    wide = f.representable(value)
+    old = [f.Sums(*(x[:, :, i] for x in state[:4])) for i in range(near + 1)]
+    empty = f.Sums(*(x[:, :, 0] for x in _empty_like(state)[:4]))
+    sums = []
+    for place in range(near + 1):
+        total = f.summarize(features, wide, f.heads_mask(new & (moved.place == place)))
+        for origin, part in enumerate(old):
+            stays = moved.place_of(origin) == place
+            total = f.merge_sums(total, _where(stays, part, empty))
+        sums.append(f.Sums(*(ops.cast(x, "float32") for x in total)))
+    return LocalState(
+        *(ops.stack(parts, axis=2) for parts in zip(*sums, strict=True)),
+        moved.keep(state.key, f.hide(key, new[:, None])),
+        moved.keep(state.value, f.hide(value, new[:, None])),
+        moved.keep(state.visible[:, None, :, None], new[:, None, :, None])[:, 0, :, 0]
+        & moved.exists,
+        moved.position,
+    )
+
+
+class _Move:
+    """Where tokens and windows of each row go when tokens are added.
+
+    Args:
+        position: `(B,)`, tokens so far.
+        new: `(B, S)`, which added ones are visible.
+        window: Length of a window.
+        near: Number of near windows.
+    """
+
+    def __init__(self, position, new, window, near):
+        self.near, length = near, ops.shape(new)[1]
+        found = ops.any(new, axis=1)
+        hidden = ops.where(
+            found, ops.cast(ops.argmax(ops.cast(new, "int32"), 1), "int32"), length
+        )
+        skipped = ops.where(position > 0, 0, hidden)
+        self.position = position + length - skipped
+        before, own = (
+            ops.maximum(x - 1, 0) // window for x in (position, self.position)
+        )
+        self.shift = own - before
+        added = position[:, None] - skipped[:, None] + ops.arange(length, dtype="int32")
+        # A token's place among beyond (0) and near windows.
+        self.place = ops.clip(added // window - own[:, None] + near, 0, near)
+        # Slots of the new near windows, as tokens since the first and as sources.
+        slots = ops.arange(near * window, dtype="int32")[None]
+        token = (own[:, None] - near + 1) * window + slots
+        self.exists = (token >= 0) & (token < self.position[:, None])
+        kept = slots + self.shift[:, None] * window
+        came = near * window + token - position[:, None] + skipped[:, None]
+        source = ops.where(token < position[:, None], kept, came)
+        self.source = ops.clip(source, 0, near * window + length - 1)
+
+    def place_of(self, origin):
+        """Where a window that was at `origin` is now, `(B,)`."""
+        return ops.maximum(origin - self.shift, 0)
+
+    def keep(self, old, new):
+        """Near slots of `(B, K, n · window, ·)` and of `(B, K, S, ·)` together."""
+        both = ops.concatenate([old, ops.cast(new, old.dtype)], axis=2)
+        return ops.take_along_axis(both, self.source[:, None, :, None], axis=2)
+
+
+def _empty_like(state):
+    """The state before any token, of the shapes of another."""
+    return LocalState(
+        ops.full_like(state.maximum, f.LOWEST), *(ops.zeros_like(x) for x in state[1:])
+    )
+
+
+def _where(rows, a, b):
+    def choose(x, y):
+        return ops.where(ops.reshape(rows, (-1, *(1,) * (len(x.shape) - 1))), x, y)
+
+    return f.Sums(*(choose(x, y) for x, y in zip(a, b, strict=True)))
+
+
+def read_local_state(state, query_features, query, kernel):
+    """What queries of the last token see of all tokens in a state.
+
+    Args:
+        state: A `LocalState`.
+        query_features: `Features` of shape `(B, T, N, M)`; every query sees the
+            whole state.
+        query: Scaled queries, `(B, T, N, H)`.
+        kernel: `Softmax()` or `Polynomial(degree)`, of which the features are.
+
+    Returns:
+        Array of shape `(B, T, N, V)` in the dtype of the values it holds.
+    """
+    num_kv_heads, value = state.key.shape[1], f.representable(state.value)
+    features = f.heads_first(query_features, num_kv_heads)
+    far = f.Sums(*(x[:, :, 0] for x in state[:4]))
+    far = f.read(far, features, f.query_shift(features, far.maximum), value.dtype)
+    visible = state.visible[:, None, None, :]
+    query = f.split_heads(query, num_kv_heads)
+    near = read_exactly(kernel, query, state.key, value, visible)
+    output = f.normalize(f.combine(far, near), features)
+    _, length, num_heads, _ = query_features.log_scale.shape
+    return ops.cast(f.merge_heads(output, num_heads, length), state.value.dtype)
