@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from keras_rfattn import feature_maps
+from keras_rfattn.layers.recording import record
 from tests import helpers as h
 from tests.models import families
 
@@ -134,6 +136,42 @@ def test_a_window_that_holds_the_sequence_is_the_checkpoint(minilm):
         assert np.max(np.abs(pooled(model, inputs) - softmax)) > 1e-3
     finally:
         keras_rfattn.restore_attention(model)
+
+
+def test_sketches_of_real_queries_and_keys_near_the_polynomial_kernel(minilm):
+    model, inputs = minilm
+    keras_rfattn.replace_attention(model, "polysketch", num_features=8, seed=0)
+    try:
+        _, layer, sequences = record(model, [inputs])[3]
+        degree = layer.feature_map.degree
+    finally:
+        keras_rfattn.restore_attention(model)
+    query, key = (
+        np.concatenate([x.query[0] for x in sequences]),
+        np.concatenate([x.key[0] for x in sequences]),
+    )
+    exact = (query @ key.T) ** degree
+    sizes = (256, 1024, 4096)
+    errors = []
+    for size in sizes:
+        found = []
+        for seed in range(5):
+            sketch = feature_maps.PolySketch(size, degree, seed=seed)
+            sketch.build((None, None, 1, query.shape[-1]))
+            products = sketched(sketch, query) @ sketched(sketch, key).T
+            found.append(np.linalg.norm(products**2 - exact))
+        errors.append(np.mean(found) / np.linalg.norm(exact))
+    # A half for four times the size; the bias of the square makes it less.
+    for large, small in zip(errors[:-1], errors[1:], strict=True):
+        assert 0.3 < small / large < 0.65
+    nothing = np.linalg.norm(exact - exact.mean()) / np.linalg.norm(exact)
+    assert errors[-1] < nothing / 2
+
+
+def sketched(sketch, x):
+    features = sketch.key_features(x[None, :, None].astype("float32"))
+    values, log_scale = (h.to_numpy(part)[0, :, 0] for part in features)
+    return values.astype("float64") * np.exp(log_scale / 2)
 
 
 @pytest.mark.parametrize("sliding", [False, True])
