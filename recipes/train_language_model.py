@@ -3,7 +3,7 @@
 PolySketchFormer (Kacham et al., 2024), section 4 and figure 2, at a size for 2 cores:
 Transformer++ blocks, equal steps for every mechanism, perplexity on held-out text.
 
-    python recipes/train_language_model.py --data-dir DIR [--steps 1000]
+    python recipes/train_language_model.py --data-dir DIR [--steps 600]
 
 DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
 training, its last 10 % for watching; test is read once, at the end of each training.
@@ -67,7 +67,7 @@ def main():
 def parse_arguments():
     parser = training.make_parser(__doc__, MECHANISMS)
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=256)
     return parser.parse_args()

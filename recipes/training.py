@@ -15,7 +15,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.models import transformer_pp
 
 BATCH, LEARNING_RATE, EXAMPLES, SOLVED = 64, 1e-3, 4096, 0.999
-SHORTEST, EVERY = 16, 250
+SHORTEST, EVERY = 16, 100
 
 
 def make_parser(description, mechanisms):
@@ -46,7 +46,8 @@ def record(args, row):
     """Appends a line to the results: the command beside what was found."""
     command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
     with open(args.results, "a") as file:
-        file.write(json.dumps({"command": command, **row}) + "\n")
+        where = {"command": command, "backend": keras.backend.backend()}
+        file.write(json.dumps({**where, **row}) + "\n")
 
 
 def solve(examples, count, mechanisms, vocabulary_size, sizes, args):

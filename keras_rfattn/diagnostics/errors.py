@@ -6,6 +6,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn import feature_maps
+
 
 class HeadErrors(NamedTuple):
     """Errors of one head on some sequences, each relative; 0 is exact.
@@ -47,7 +49,17 @@ def estimate(feature_map, sequence):
     Returns:
         `(values, log_scale)` of shapes `(K, T, S)` and `(K, T, 1)`: the estimate is
         `values · exp(log_scale)`.
+
+    Raises:
+        ValueError: If the map is of polynomial attention, which is no estimate of
+            softmax.
     """
+    if feature_map.kernel == "polynomial":
+        raise ValueError(
+            "Errors against softmax attention are measured for maps that estimate it, "
+            "or take its place unnormalized. Received: feature_map="
+            f"{feature_maps.name_of(feature_map)!r}, of polynomial attention."
+        )
     query, key = (
         ops.convert_to_tensor(x.swapaxes(0, 1)[None].astype("float32"))
         for x in (sequence.query, sequence.key)

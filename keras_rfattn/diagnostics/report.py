@@ -123,7 +123,8 @@ def approximation_report(model, data, max_tokens=512):
     """Measures how well linear attention approximates softmax, layer by layer.
 
     Every layer is measured on the activations of the softmax model, so that errors of
-    earlier layers do not enter.
+    earlier layers do not enter. It is the features that are measured, over all pairs:
+    a `window`, within which attention is exact, is left out of account.
 
     Args:
         model: A model with linear attention.
@@ -135,7 +136,8 @@ def approximation_report(model, data, max_tokens=512):
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If it has no linear attention, or `data` no token.
+        ValueError: If it has no linear attention, or polynomial attention, or `data`
+            no token.
     """
     check_model(model)
     found = record(model, data, exact=True, max_tokens=max_tokens)

@@ -79,10 +79,21 @@ class Polynomial(PolynomialFeatureMap):
 
     Args:
         degree: The even degree p, 4 by default.
+        num_features: Only `None`; the width is `head_dim ** degree`.
+        projection: Only `None`.
     """
 
-    def __init__(self, num_features=None, degree=DEFAULT_DEGREE, **kwargs):
-        super().__init__(num_features, degree, **{"projection": None, **kwargs})
+    def __init__(
+        self, num_features=None, degree=DEFAULT_DEGREE, projection=None, **kwargs
+    ):
+        if num_features is not None or projection is not None:
+            raise ValueError(
+                "`num_features` must be `None` for the polynomial kernel itself, and "
+                "so must `projection`: its features are `head_dim ** degree` wide, and "
+                f"nothing is random. Received: num_features={num_features!r}, "
+                f"projection={projection!r}. 'polysketch' has both."
+            )
+        super().__init__(None, degree, projection=None, **kwargs)
 
     @property
     def is_exact(self):

@@ -111,14 +111,22 @@ class PolySketchLearned(Sketch):
     Args:
         num_features: Sketch size r, 32 by default; features are r² wide.
         degree: 2, 4 (default), 8, 16, ...
+        projection: Only `None`.
         seed: Non-negative integer, or `None`.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, appendix D, algorithm 2.
     """
 
-    def __init__(self, num_features=None, degree=DEFAULT_DEGREE, **kwargs):
-        super().__init__(None, degree, **{"projection": None, **kwargs})
+    def __init__(
+        self, num_features=None, degree=DEFAULT_DEGREE, projection=None, **kwargs
+    ):
+        if projection is not None:
+            raise ValueError(
+                "A learned sketch has no random vectors. Received: "
+                f"projection={projection!r}. 'polysketch' has."
+            )
+        super().__init__(None, degree, projection=None, **kwargs)
         size = DEFAULT_SKETCH_SIZE if num_features is None else num_features
         check_num_features(size, "networks")
         self.num_features = size

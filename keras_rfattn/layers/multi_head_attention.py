@@ -24,7 +24,8 @@ class MultiHeadAttention(LinearAttention, keras.layers.MultiHeadAttention):
         num_features: Number of random vectors, for a map given by name.
         block_size: Of the causal algorithm, 128 by default; changes no number.
         window: Optional number of tokens within which attention is exact.
-        sliding: Whether the window before a query's own is exact too.
+        sliding: Whether the window before a query's own is exact too (and, without
+            causality, the one after).
         seed: Seed of the random vectors (and of the inactive dropout).
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
 

@@ -14,8 +14,8 @@ class Sequence(NamedTuple):
     """The real tokens of one sequence in one attention layer, float64 NumPy arrays.
 
     Attributes:
-        query: Queries as the feature map meets them, scaled, `(K, T · G, H)`, groups
-            beside their token.
+        query: Scaled queries, before a normalization of the map's own, `(K, T · G,
+            H)`, groups beside their token.
         key: Keys likewise, `(K, S, H)`.
         value: `(K, S, V)`.
         causal: Whether query i sees keys `j <= i` only.

@@ -3,6 +3,7 @@
 import keras
 from keras import layers
 
+from keras_rfattn import feature_maps
 from keras_rfattn.layers.positional import RotaryAttention
 from keras_rfattn.layers.positional import SinusoidalEmbedding
 from keras_rfattn.models.replace import replace_attention
@@ -37,7 +38,8 @@ def transformer_pp(
 
     Args:
         size: `"small"` (default), `"medium"` or `"large"`: layers and heads.
-        attention: `"softmax"`, or what `replace_attention` takes as `feature_map`.
+        attention: `"softmax"`, or what `replace_attention` takes as `feature_map`, such
+            as a name or `feature_maps.PolySketchLearned(32, degree=8)`.
         vocabulary_size: Number of tokens.
         num_layers: Number of blocks; that of `size` by default.
         num_heads: Number of heads; that of `size` by default.
@@ -52,8 +54,9 @@ def transformer_pp(
         float32 logits.
 
     Raises:
-        ValueError: If `size` is unknown, arguments of a mechanism are given for
-            softmax attention, or as `replace_attention`.
+        ValueError: If `size` or `attention` is unknown, a number is not positive,
+            `head_dim` is odd, arguments of a mechanism are given for softmax
+            attention, or as `replace_attention`.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), appendices H and I.
@@ -67,8 +70,22 @@ def transformer_pp(
             f"Softmax attention takes no {sorted(mechanism)}. Received: "
             f"attention='softmax' and {mechanism}. Name a linear mechanism."
         )
+    if isinstance(attention, str) and attention not in (
+        "softmax",
+        *feature_maps.list(),
+    ):
+        raise ValueError(
+            "`attention` must be 'softmax', one of "
+            f"{feature_maps.list()}, or a `FeatureMap`. Received: {attention!r}."
+        )
     num_layers = SIZES[size]["num_layers"] if num_layers is None else num_layers
     num_heads = SIZES[size]["num_heads"] if num_heads is None else num_heads
+    if min(num_layers, num_heads, head_dim) < 1 or head_dim % 2:
+        raise ValueError(
+            "`num_layers`, `num_heads` and `head_dim` must be positive, and `head_dim` "
+            f"even. Received: num_layers={num_layers}, num_heads={num_heads}, "
+            f"head_dim={head_dim}."
+        )
     dim = num_heads * head_dim
 
     tokens = keras.Input((None,), dtype="int32", name="tokens")

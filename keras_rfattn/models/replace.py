@@ -58,7 +58,8 @@ def replace_attention(
         window: Number of tokens within which attention stays exact: the sequence is
             cut into windows of so many, and features take over beyond. Needs a map
             of the softmax or polynomial kernel.
-        sliding: Whether the window before a query's own is exact too.
+        sliding: Whether the window before a query's own is exact too (and, without
+            causality, the one after).
 
     Returns:
         The model.
@@ -184,11 +185,14 @@ def _check_statistics(template, selected):
 
 
 def _check_window_sites(window, selected):
-    cross = [site for site in selected if window is not None and s.is_cross(site)]
+    if window is None:
+        return
+    cross = [site for site in selected if s.is_cross(site) and not site.causal]
     if cross:
         raise ValueError(
             "A `window` needs self-attention, where queries and keys are the same "
-            f"tokens. Received: window={window} for cross-attention at:\n"
+            f"tokens. Received: window={window}, and query and value are different "
+            "tensors at:\n"
             f"{_listing(cross)}\nLeave these out with `exclude`."
         )
 

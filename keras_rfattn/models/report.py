@@ -196,7 +196,7 @@ def _note(site):
         notes.append("uncalibrated")
     if feature_map.is_exact:
         notes.append("quadratic in length")
-    if site.layer.window is not None:
+    elif site.layer.window is not None:
         text = f"exact within {site.layer.window} tokens"
         notes.append(text + " and the window before" * site.layer.sliding)
     rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)

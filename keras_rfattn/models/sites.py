@@ -108,16 +108,18 @@ def _causality(layer, parent):
 
 
 def is_cross(site):
-    """Whether a site is known to attend to other tokens than its queries are."""
+    """Whether a site's queries are known to be of other tensors than its keys."""
     mixin = block_mixin(keras_layers.original_class(site.parent))
     if mixin is not None:
         return mixin.is_cross(site.parent, site.layer)
     if not isinstance(site.parent, keras.Model):
         return False
     for node in site.layer._inbound_nodes:
-        given = dict(zip(("query", "value"), node.arguments.args, strict=False))
+        names = ("query", "value", "key")
+        given = dict(zip(names, node.arguments.args, strict=False))
         given.update(node.arguments.kwargs)
-        if given["query"] is not given["value"]:
+        others = given["value"], given.get("key")
+        if any(x is not None and x is not given["query"] for x in others):
             return True
     return False
 

@@ -16,6 +16,7 @@ every kernel that can be computed.
 from typing import Any
 from typing import NamedTuple
 
+import numpy as np
 from keras import ops
 
 from keras_rfattn.ops import features as f
@@ -55,12 +56,19 @@ class Local(NamedTuple):
 
 
 def check_window(window, sliding=False):
-    """Raises `ValueError` unless `window` is `None` or a positive integer."""
-    is_integer = isinstance(window, int) and not isinstance(window, bool)
+    """Raises `ValueError` unless `window` is `None` or a positive integer.
+
+    `sliding` must be a boolean, and needs a window.
+    """
+    is_integer = isinstance(window, (int, np.integer)) and not isinstance(window, bool)
     if window is not None and not (is_integer and window > 0):
         raise ValueError(
             "`window` must be a positive number of tokens or `None`. "
             f"Received: window={window!r}."
+        )
+    if not isinstance(sliding, bool):
+        raise ValueError(
+            f"`sliding` must be `True` or `False`. Received: sliding={sliding!r}."
         )
     if sliding and window is None:
         raise ValueError(
@@ -116,7 +124,8 @@ def local_attention(
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key
-        is 0.
+        is 0. Rows before the first visible key, which only a query of padding has,
+        count as after the end where attention is not causal.
 
     Raises:
         ValueError: If the window is not a positive integer, or queries and keys are
@@ -145,7 +154,14 @@ def local_attention(
         causal=causal,
     )  # fmt: skip
     output = call(*arrays)
-    return output if turn_back is None else turn_back(output)
+    if turn_back is None:
+        return output
+    output = turn_back(output)
+    if causal:
+        # Rows before the first visible key were turned behind all keys.
+        begun = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) > 0
+        output = ops.where(begun[:, :, None, None], output, 0)
+    return output
 
 
 def _local(

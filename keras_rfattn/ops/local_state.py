@@ -26,7 +26,7 @@ class LocalState(NamedTuple):
         numerator: `(B, K, n + 1, M, V)`, float32.
         normalizer: `(B, K, n + 1, M)`, float32.
         magnitude: like `maximum`.
-        key: `(B, K, n · window, H)`: scaled keys of the near windows.
+        key: `(B, K, n · window, H)`: scaled keys of the near windows, float32.
         value: `(B, K, n · window, V)`.
         visible: `(B, n · window)`, which of them exist.
         position: `(B,)`: tokens since the first visible one, int32.
@@ -57,7 +57,7 @@ def init_local_state(
         window: Length of a window in tokens.
         sliding: Whether the window before a query's own is exact too.
         scale_dim: As in `init_state`.
-        dtype: Of the keys and values it keeps.
+        dtype: Of the values it keeps; keys are kept in float32.
 
     Returns:
         A `LocalState`.
@@ -71,7 +71,7 @@ def init_local_state(
         ops.zeros((*lead, feature_dim, value_dim), dtype="float32"),
         ops.zeros((*lead, feature_dim), dtype="float32"),
         ops.zeros((*lead, scale_dim), dtype="float32"),
-        ops.zeros((*kept, head_dim), dtype=dtype),
+        ops.zeros((*kept, head_dim), dtype="float32"),
         ops.zeros((*kept, value_dim), dtype=dtype),
         ops.zeros((batch_size, near * window), dtype="bool"),
         ops.zeros((batch_size,), dtype="int32"),

@@ -190,3 +190,6 @@ def test_bad_input():
         diagnostics.recommend(model(), batches(), 2.0)
     with pytest.raises(ValueError, match="must hold a real token"):
         diagnostics.recommend(model(), [], 0.5)
+    polynomial = keras_rfattn.replace_attention(model(), "polysketch", num_features=4)
+    with pytest.raises(ValueError, match="'polysketch', of polynomial attention"):
+        diagnostics.approximation_report(polynomial, batches())

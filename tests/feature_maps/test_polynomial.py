@@ -12,6 +12,7 @@ from keras_rfattn.feature_maps.polynomial import Polynomial
 from keras_rfattn.feature_maps.polysketch import PolySketch
 from keras_rfattn.feature_maps.polysketch import PolySketchLearned
 from keras_rfattn.layers.attend import attend
+from keras_rfattn.ops.features import plain
 from tests import helpers as h
 
 DIM = 8
@@ -37,10 +38,15 @@ def sketch(feature_map, x):
 
 def kernel(feature_map, x, y):
     """The products of the features themselves, `(n, m)`."""
-    x, y = sketch(feature_map, x), sketch(feature_map, y)
-    # Of x ⊗ x, not of the squares they are.
-    x, y = (np.einsum("ni,nj->nij", a, a).reshape(len(a), -1) for a in (x, y))
-    return x.astype("float64") @ y.T
+    x, y = (dense(feature_map, a) for a in (x, y))
+    return x @ y.T
+
+
+def dense(feature_map, x):
+    """φ(x) of `(n, H)`, `(n, r²)`."""
+    features = plain(feature_map.key_features(ops.convert_to_tensor(x[None, :, None])))
+    values, log_scale = (h.to_numpy(part)[0, :, 0] for part in features)
+    return values.astype("float64") * np.exp(log_scale.astype("float64"))
 
 
 def test_products_of_a_degree_two_sketch_have_its_mean_and_variance():
@@ -233,3 +239,11 @@ class Wrapped(keras.layers.Layer):
 
     def call(self, x):
         return self.attention(x, x, use_causal_mask=True)
+
+
+def test_what_is_not_there_cannot_be_chosen():
+    for arguments in ({"num_features": 64}, {"projection": "orthogonal"}):
+        with pytest.raises(ValueError, match="nothing is random"):
+            feature_maps.get("polynomial", **arguments)
+    with pytest.raises(ValueError, match="no random vectors"):
+        feature_maps.get("polysketch_learned", projection="gaussian")

@@ -136,7 +136,13 @@ def test_config_round_trip_keeps_the_numbers(name):
     if name.startswith(("poisson", "geometric")):
         arguments["parameter"] = 0.3
         del arguments["projection"]
+    if name in ("polynomial", "polysketch_learned"):
+        del arguments["projection"]
+    if name == "polynomial":
+        del arguments["num_features"]
     arguments |= {
+        **{kind: {"degree": 8} for kind in ("polysketch", "polysketch_learned")},
+        "polynomial": {"degree": 6},
         "relu": {"epsilon": 0.5},
         "favorplus": {"pair": True},
         "favorpp": {"statistics": "stored", "momentum": 0.5, "per_direction": True},

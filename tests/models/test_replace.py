@@ -326,6 +326,9 @@ def test_windows_of_cross_attention_are_refused_before_anything_changes():
     x = LAYERS.MultiHeadAttention(2, 4, name="cross")(x, others)
     model = keras.Model([inputs, others], x)
     before = snapshot(model)
+    by_key = LAYERS.MultiHeadAttention(2, 4, name="by_key")(inputs, inputs, key=-inputs)
+    with pytest.raises(ValueError, match="(?s)needs self-attention.*by_key"):
+        keras_rfattn.replace_attention(keras.Model(inputs, by_key), window=3)
     with pytest.raises(ValueError, match="(?s)needs self-attention.*cross"):
         keras_rfattn.replace_attention(model, "favorplus", window=3)
     assert snapshot(model) == before

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from keras_rfattn.layers.positional import RotaryAttention
 from keras_rfattn.models import transformer_pp
 from tests import helpers as h
 
@@ -135,11 +136,19 @@ def test_bad_arguments():
         transformer_pp("huge")
     with pytest.raises(ValueError, match="Softmax attention takes no"):
         transformer_pp("small", window=4)
+    for bad in ({"head_dim": 7}, {"num_heads": 0}, {"num_layers": -1}):
+        with pytest.raises(ValueError, match="must be positive, and `head_dim` even"):
+            transformer_pp("small", **{**TINY, **bad})
+    with pytest.raises(ValueError, match="(?s)'softmax', one of.*'favor'.*'softmx'"):
+        transformer_pp("small", "softmx", **TINY)
     with pytest.raises(ValueError, match="`key_dim` must be even"):
-        transformer_pp("small", **{**TINY, "head_dim": 7})
+        layer = RotaryAttention(2, 7)
+        layer.build((1, 3, 8), (1, 3, 8))
     model = build("softmax")
     with pytest.raises(ValueError, match="needs a kernel"):
         keras_rfattn.replace_attention(model, "elu", window=4)
     with pytest.raises(ValueError, match="`sliding` needs a `window`"):
         keras_rfattn.replace_attention(model, "favorpp", sliding=True)
+    with pytest.raises(ValueError, match="`sliding` must be `True` or `False`"):
+        keras_rfattn.replace_attention(model, "favorpp", window=4, sliding="no")
     assert not keras_rfattn.describe_attention(model).replaced
