@@ -34,6 +34,13 @@ MECHANISMS = {
     "favorpp + local": ("favorpp", WIDTH, WINDOW),
     "polynomial (degree 4)": ("polynomial", {"degree": 4}, None),
     "polysketch_learned": ("polysketch_learned", SKETCH, None),
+    # What the first configuration lacks: a longer window, or a wider sketch.
+    "polysketch_learned + local 128": ("polysketch_learned", SKETCH, 128),
+    "polysketch_learned 32 + local": (
+        "polysketch_learned",
+        {"num_features": 32},
+        WINDOW,
+    ),
     "polysketch": ("polysketch", SKETCH, None),
 }
 
