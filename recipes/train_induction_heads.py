@@ -6,7 +6,7 @@ special token again, and the last is what came after the first. Two layers, 8 he
 16; every mechanism sees the same examples. Paper, context 128: softmax, polynomial and
 polysketch above 99.95 %, after up to 400k steps; guessing gives 6.25 %.
 
-    python recipes/train_induction_heads.py [--context 128] [--steps 20000]
+    python recipes/train_induction_heads.py [--context 128] [--steps 2500]
 
 A training ends early once solved. Each appends a line to `--results`: command,
 mechanism, seed, steps, minutes, accuracy on 4096 fresh examples.
@@ -47,7 +47,7 @@ def examples(generator, count, context):
 def main():
     parser = training.make_parser(__doc__, MECHANISMS)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--steps", type=int, default=2500)
     args = parser.parse_args()
     training.solve(examples, 1, MECHANISMS, TOKENS + 1, SIZES, args)
 

@@ -50,12 +50,13 @@ def record(args, row):
         file.write(json.dumps({**where, **row}) + "\n")
 
 
-def solve(examples, count, mechanisms, vocabulary_size, sizes, args):
+def solve(examples, count, mechanisms, vocabulary_size, sizes, args, enough=SOLVED):
     """Trains every mechanism on a task whose answer is the last tokens.
 
     Contexts grow, the same way for every mechanism: 16 tokens, then twice as many
-    whenever 99.9 % of held-out examples are right, up to `args.context`, where it must
-    be so twice in a row. A training ends there, or after `args.steps` steps in all.
+    whenever a share `enough` of held-out examples is right, up to `args.context`. A
+    training ends when 99.9 % are right there twice in a row, or after `args.steps`
+    steps in all.
 
     Args:
         examples: `(generator, number, context) -> (tokens, answers)`.
@@ -64,13 +65,14 @@ def solve(examples, count, mechanisms, vocabulary_size, sizes, args):
         vocabulary_size: Number of tokens.
         sizes: Arguments of `transformer_pp`.
         args: Parsed flags, `context` and `steps` among them.
+        enough: Share of right examples at which the context grows.
     """
     print(f"context {args.context}, batches of {BATCH}, at most {args.steps} steps")
     for seed in args.seeds:
         for name in args.mechanisms:
             start = time.time()
             model = build(mechanisms[name], seed, vocabulary_size, **sizes)
-            steps = _fit(model, examples, count, args, seed)
+            steps = _fit(model, examples, count, args, seed, enough)
             share = _accuracy(model, examples, count, args.context, 10_000 + seed)
             minutes = (time.time() - start) / 60
             print(
@@ -82,7 +84,7 @@ def solve(examples, count, mechanisms, vocabulary_size, sizes, args):
             record(args, {**row, "accuracy": share, "minutes": round(minutes, 2)})
 
 
-def _fit(model, examples, count, args, seed):
+def _fit(model, examples, count, args, seed, enough):
     def loss(answers, logits):
         return keras.losses.sparse_categorical_crossentropy(
             answers, logits[:, -count:], from_logits=True
@@ -103,10 +105,11 @@ def _fit(model, examples, count, args, seed):
             f"  {steps} steps, context {context}: loss {last:.3f}, {share:.2%}",
             flush=True,
         )
+        if context < args.context:
+            context = min(2 * context, args.context) if share >= enough else context
+            continue
         solved = solved + 1 if share >= SOLVED else 0
-        if solved and context < args.context:
-            context, solved = min(2 * context, args.context), 0
-        elif solved == 2:
+        if solved == 2:
             break
     return steps
 
