@@ -50,7 +50,16 @@ def record(args, row):
         file.write(json.dumps({**where, **row}) + "\n")
 
 
-def solve(examples, count, mechanisms, vocabulary_size, sizes, args, enough=SOLVED):
+def solve(
+    examples,
+    count,
+    mechanisms,
+    vocabulary_size,
+    sizes,
+    args,
+    enough=SOLVED,
+    decay=False,
+):
     """Trains every mechanism on a task whose answer is the last tokens.
 
     Contexts grow, the same way for every mechanism: 16 tokens, then twice as many
@@ -66,13 +75,14 @@ def solve(examples, count, mechanisms, vocabulary_size, sizes, args, enough=SOLV
         sizes: Arguments of `transformer_pp`.
         args: Parsed flags, `context` and `steps` among them.
         enough: Share of right examples at which the context grows.
+        decay: Whether the learning rate falls to 0 over `args.steps`.
     """
     print(f"context {args.context}, batches of {BATCH}, at most {args.steps} steps")
     for seed in args.seeds:
         for name in args.mechanisms:
             start = time.time()
             model = build(mechanisms[name], seed, vocabulary_size, **sizes)
-            steps = _fit(model, examples, count, args, seed, enough)
+            steps = _fit(model, examples, count, args, seed, enough, decay)
             share = _accuracy(model, examples, count, args.context, 10_000 + seed)
             minutes = (time.time() - start) / 60
             print(
@@ -84,13 +94,16 @@ def solve(examples, count, mechanisms, vocabulary_size, sizes, args, enough=SOLV
             record(args, {**row, "accuracy": share, "minutes": round(minutes, 2)})
 
 
-def _fit(model, examples, count, args, seed, enough):
+def _fit(model, examples, count, args, seed, enough, decay):
     def loss(answers, logits):
         return keras.losses.sparse_categorical_crossentropy(
             answers, logits[:, -count:], from_logits=True
         )
 
-    model.compile(keras.optimizers.Adam(LEARNING_RATE, clipnorm=1.0), loss)
+    rate = LEARNING_RATE
+    if decay:
+        rate = keras.optimizers.schedules.PolynomialDecay(rate, args.steps, 0.0)
+    model.compile(keras.optimizers.Adam(rate, clipnorm=1.0), loss)
     generator, context, solved = np.random.default_rng(seed), SHORTEST, 0
 
     def batches(context):
