@@ -8,7 +8,7 @@ Transformer++ blocks, equal steps for every mechanism, perplexity on held-out te
 DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
 training, its last 10 % for watching; test is read once, at the end of each training.
 Everything is fixed below before the run. Each training appends a line to `--results`:
-command, mechanism, seed, minutes, perplexities. Cost: 5 to 15 minutes a mechanism.
+command, mechanism, seed, minutes, perplexities. Cost: 6 to 35 minutes each.
 """
 
 import os
