@@ -122,8 +122,7 @@ def compare_similarities(model, tokenizer, args):
     rows = {"softmax": similarities(model, tokenizer)}
     rows["uniform"] = uniform_control(model, tokenizer)
     for name in keras_rfattn.feature_maps.list():
-        # elu has the width of a head unless it is given a projection; the features of
-        # sketches are as many as the square of their number.
+        # elu is as wide as a head, sketches as the square of their size.
         own = name == "elu" or name.startswith("poly")
         width = None if own else args.num_features
         keras_rfattn.replace_attention(model, name, num_features=width, seed=args.seed)

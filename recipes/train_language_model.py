@@ -7,7 +7,7 @@ Transformer++ blocks, equal steps for every mechanism, perplexity on held-out te
 
 DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
 training, its last 10 % for watching; test is read once, at the end of each training.
-Everything is fixed below before the run. Each training appends a line to `--results`:
+All but the variations were fixed before the results. Each training appends a line to `--results`:
 command, mechanism, seed, minutes, perplexities. Cost: 6 to 35 minutes each.
 """
 
@@ -34,7 +34,7 @@ MECHANISMS = {
     "favorpp + local": ("favorpp", WIDTH, WINDOW),
     "polynomial (degree 4)": ("polynomial", {"degree": 4}, None),
     "polysketch_learned": ("polysketch_learned", SKETCH, None),
-    # What the first configuration lacks: a longer window, or a wider sketch.
+    # Variations, added after the first line above had its result.
     "polysketch_learned + local 128": ("polysketch_learned", SKETCH, 128),
     "polysketch_learned 32 + local": (
         "polysketch_learned",

@@ -56,8 +56,8 @@ def estimate(feature_map, sequence):
     """
     if feature_map.kernel == "polynomial":
         raise ValueError(
-            "Errors against softmax attention are measured for maps that estimate it, "
-            "or take its place unnormalized. Received: feature_map="
+            "Errors against softmax attention are not measured for maps that "
+            "normalize queries and keys first. Received: feature_map="
             f"{feature_maps.name_of(feature_map)!r}, of polynomial attention."
         )
     query, key = (
