@@ -7,8 +7,9 @@ Transformer++ blocks, equal steps for every mechanism, perplexity on held-out te
 
 DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
 training, its last 10 % for watching; test is read once, at the end of each training.
-All but the variations were fixed before the results. Each training appends a line to `--results`:
-command, mechanism, seed, minutes, perplexities. Cost: 6 to 35 minutes each.
+Configurations are below; the variations came after the first results. Each training
+appends a line to `--results`: command, mechanism, seed, minutes, perplexities. Cost: 6
+to 35 minutes each.
 """
 
 import os
