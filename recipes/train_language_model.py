@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import training
 
-SIZES = {"num_layers": 3, "num_heads": 4, "head_dim": 32}
+SIZES = {"num_layers": 3, "num_heads": 2, "head_dim": 64}
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
 WINDOW, SKETCH, WIDTH = 64, {"num_features": 16}, {"num_features": 256}
 MECHANISMS = {
@@ -75,7 +75,7 @@ def main():
 def parse_arguments():
     parser = training.make_parser(__doc__, MECHANISMS)
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=256)
     return parser.parse_args()

@@ -21,6 +21,7 @@ from keras_rfattn.ops.types import Features
 from keras_rfattn.ops.types import Reading
 from keras_rfattn.ops.types import Squared
 from keras_rfattn.ops.types import Sums
+from keras_rfattn.ops.types import self_tensor
 
 # Stands for -inf in exponents. Finite, so that a difference of two is 0, not NaN.
 LOWEST = -1e30
@@ -50,10 +51,15 @@ def plain(features):
 
 def expand(features, shift, dtype):
     """`values * exp(log_scale - shift)`, computed wide and rounded once to `dtype`."""
-    features = plain(features)
-    scale = ops.exp(features.log_scale - shift)
+    exponent = features.log_scale - shift
+    if isinstance(features, Squared):
+        # Half the exponent for each factor: r numbers are scaled, not r².
+        exponent = exponent / 2
+    scale = ops.exp(exponent)
     if features.values is not None:
         scale = scale * ops.cast(features.values, scale.dtype)
+    if isinstance(features, Squared):
+        scale = self_tensor(scale)
     return ops.cast(scale, dtype)
 
 
@@ -86,12 +92,14 @@ def summarize(key, value, mask=None):
     Returns:
         `Sums`, in float32 (float64 for float64 features).
     """
-    log_scale = masked_log_scale(key, mask)
-    maximum = ops.stop_gradient(ops.max(log_scale, axis=-2))
-    scale = Features(None, log_scale)
+    key, value = masked(key, mask), hide(value, mask)
+    maximum = ops.stop_gradient(ops.max(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
-    rows = expand(key._replace(log_scale=log_scale), shift, value.dtype)
-    rows, value = hide(rows, mask), hide(value, mask)
+    rows = expand(key, shift, value.dtype)
+    scale = Features(None, key.log_scale)
+    if key.values is None:
+        # Where no key is visible the maximum is `LOWEST` too.
+        rows = hide(rows, mask)
     numerator = accumulated_matmul(rows, value, transpose_a=True)
     dtype = numerator.dtype
     normalizer = ops.sum(ops.cast(rows, dtype), axis=-2)

@@ -76,9 +76,7 @@ class Squared(NamedTuple):
 
     def expanded(self):
         """The same as `Features`, of width r²."""
-        values = self.values[..., :, None] * self.values[..., None, :]
-        shape = (*ops.shape(self.values)[:-1], self.width)
-        return Features(ops.reshape(values, shape), self.log_scale)
+        return Features(self_tensor(self.values), self.log_scale)
 
 
 class Deferred(NamedTuple):
@@ -121,3 +119,9 @@ class Reading(NamedTuple):
     numerator: Any  # (..., R, V)
     denominator: Any  # (..., R)
     bound: Any  # (..., R)
+
+
+def self_tensor(x):
+    """`x ⊗ x`: every product of two, `(..., r)` to `(..., r²)`."""
+    products = x[..., :, None] * x[..., None, :]
+    return ops.reshape(products, (*ops.shape(x)[:-1], x.shape[-1] ** 2))
