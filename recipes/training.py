@@ -14,7 +14,7 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.models import transformer_pp
 
-BATCH, LEARNING_RATE, EXAMPLES, SOLVED = 64, 1e-3, 4096, 0.999
+BATCH, EXAMPLES, SOLVED = 64, 4096, 0.999
 SHORTEST, EVERY = 16, 100
 
 
@@ -57,8 +57,8 @@ def solve(
     vocabulary_size,
     sizes,
     args,
+    learning_rate=1e-3,
     enough=SOLVED,
-    decay=False,
 ):
     """Trains every mechanism on a task whose answer is the last tokens.
 
@@ -74,15 +74,15 @@ def solve(
         vocabulary_size: Number of tokens.
         sizes: Arguments of `transformer_pp`.
         args: Parsed flags, `context` and `steps` among them.
+        learning_rate: Of Adam, a number or a schedule.
         enough: Share of right examples at which the context grows.
-        decay: Whether the learning rate falls to 0 over `args.steps`.
     """
     print(f"context {args.context}, batches of {BATCH}, at most {args.steps} steps")
     for seed in args.seeds:
         for name in args.mechanisms:
             start = time.time()
             model = build(mechanisms[name], seed, vocabulary_size, **sizes)
-            steps = _fit(model, examples, count, args, seed, enough, decay)
+            steps = _fit(model, examples, count, args, seed, learning_rate, enough)
             share = _accuracy(model, examples, count, args.context, 10_000 + seed)
             minutes = (time.time() - start) / 60
             print(
@@ -90,20 +90,25 @@ def solve(
                 f"{minutes:.1f} min",
                 flush=True,
             )
-            row = {"mechanism": name, "seed": seed, "steps": steps}
-            record(args, {**row, "accuracy": share, "minutes": round(minutes, 2)})
+            row = {
+                "mechanism": name,
+                "seed": seed,
+                "context": args.context,
+                "window": mechanisms[name][2],
+                "steps": steps,
+                "accuracy": share,
+                "minutes": round(minutes, 2),
+            }
+            record(args, row)
 
 
-def _fit(model, examples, count, args, seed, enough, decay):
+def _fit(model, examples, count, args, seed, learning_rate, enough):
     def loss(answers, logits):
         return keras.losses.sparse_categorical_crossentropy(
             answers, logits[:, -count:], from_logits=True
         )
 
-    rate = LEARNING_RATE
-    if decay:
-        rate = keras.optimizers.schedules.PolynomialDecay(rate, args.steps, 0.0)
-    model.compile(keras.optimizers.Adam(rate, clipnorm=1.0), loss)
+    model.compile(keras.optimizers.Adam(learning_rate, clipnorm=1.0), loss)
     generator, context, solved = np.random.default_rng(seed), SHORTEST, 0
 
     def batches(context):
