@@ -13,9 +13,9 @@ DIR holds `uci/wine.csv` and `uci/housing.csv`: commas, no header, label last.
 What the paper leaves open, and what is done here:
 - The scale of the data. Columns are standardized and rows brought to one length, the
   setting the angular hybrid is made for. The paper's errors of ORF-reg, 1.00 and 1.05,
-  are 1 / (2 · 512) = 0.98 but for sampling: what trigonometric features miss where
-  the Gaussian kernel is nearly 0, relative to the largest kernel value. So the rows
-  are long (--length), and errors are relative to `exp(length²)`.
+  are close to 1 / (2 · 512) = 0.98, the error of trigonometric features relative to
+  the largest kernel value where the kernel is nearly 0. So rows are taken to be long
+  (--length), and errors are relative to `exp(length²)`.
 - The hybrid's m and n. A regular map takes M d multiplications a token, the hybrid
   (m + n) d and one for each of 4 m (n + 1) products; of all m and n of equal cost,
   those with the smallest bound in theorem 3.5 are taken. Where its positive part
