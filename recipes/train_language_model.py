@@ -10,7 +10,7 @@ training, its last 10 % for watching; test is read once, at the end of each trai
 Configurations are below; heads have the paper's 64 dimensions. (A key just like the
 query has weight `head_dim²` in polynomial attention of degree 4, one of any direction 3
 on average: in heads of 32 a context of 256 nearly drowns it.) Each training appends a
-line to `--results`: command, mechanism, seed, minutes, perplexities. Cost: 10 to 35
+line to `--results`: command, mechanism, seed, minutes, perplexities. Cost: 9 to 42
 minutes each on one core.
 """
 
