@@ -8,8 +8,8 @@ Maps of real features draw two vectors where complex ones draw one.
     python recipes/compare_kernel_variance.py [--plot out.png] [--pairs 16384]
 
 Cost: two minutes on one core. Expected: GERF never above TrigRF, OPRF never above
-PosRF; at σ = 1 OPRF and GeomRF+ below PosRF by more than 75 (normal) and 125
-(heterogen) in log-variance. MNIST's 8×8 images are not at hand: scikit-learn's real
+PosRF; at σ = 1 OPRF below PosRF by more than 75 (normal) and 125 (heterogen) in
+log-variance. MNIST's 8×8 images are not at hand: scikit-learn's real
 8×8 digits stand for them, so that numbers of that row are of other data.
 """
 

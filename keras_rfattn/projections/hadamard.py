@@ -17,7 +17,12 @@ class Hadamard(Projection):
     only as p grows: estimators on a few dimensions are biased.
 
     Args:
+        num_factors: How many factors `H D`. With one, all entries of a row are equal
+            but for their signs; three is the paper's.
         seed: Non-negative integer.
+
+    Raises:
+        ValueError: If `num_factors` is not a positive integer.
 
     Reference:
         Yu et al., "Orthogonal Random Features" (2016), structured variant.
@@ -25,16 +30,28 @@ class Hadamard(Projection):
 
     is_gaussian = False
 
+    def __init__(self, num_factors=3, seed=0):
+        if not isinstance(num_factors, int) or num_factors < 1:
+            raise ValueError(
+                "`num_factors` of a Hadamard projection must be a positive integer. "
+                f"Received: num_factors={num_factors!r}."
+            )
+        super().__init__(seed=seed)
+        self.num_factors = num_factors
+
     def sample(self, generator, dim, count):
         size = 1 << (dim - 1).bit_length()
         blocks = -(-count // size)
         rows = np.broadcast_to(np.eye(size), (blocks, size, size))
-        for _ in range(3):
+        for _ in range(self.num_factors):
             signs = generator.choice((-1.0, 1.0), size=(blocks, 1, size))
             rows = hadamard_transform(rows * signs)
         rows = rows.reshape(blocks * size, size)[:count]
         lengths = np.linalg.norm(generator.standard_normal((count, size)), axis=-1)
         return (rows * lengths[:, None])[:, :dim]
+
+    def get_config(self):
+        return {**super().get_config(), "num_factors": self.num_factors}
 
 
 def hadamard_transform(x):

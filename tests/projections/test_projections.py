@@ -1,5 +1,6 @@
 """The laws of `projections/base.py`, over the table."""
 
+import functools
 import statistics
 
 import keras
@@ -11,7 +12,12 @@ from keras_rfattn import projections
 from tests import helpers as h
 
 NAMES = sorted(projections.PROJECTIONS)
-GAUSSIAN = [n for n in NAMES if projections.PROJECTIONS[n].is_gaussian]
+KINDS = {
+    **projections.PROJECTIONS,
+    "hadamard of two factors": functools.partial(projections.Hadamard, 2),
+    "halton from a random start": functools.partial(projections.Halton, "start"),
+}
+GAUSSIAN = [name for name, kind in KINDS.items() if kind().is_gaussian]
 DIM, COUNT, HEADS, SEEDS = 4, 10, 100, 80
 DRAWS = HEADS * SEEDS
 
@@ -24,14 +30,14 @@ def draws(projection=projections.Orthogonal, **arguments):
     )
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=KINDS)
 def vectors(request):
-    return draws(projections.PROJECTIONS[request.param])
+    return draws(KINDS[request.param])
 
 
 @pytest.fixture(scope="module", params=GAUSSIAN)
 def gaussian_vectors(request):
-    return draws(projections.PROJECTIONS[request.param])
+    return draws(KINDS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +160,23 @@ def test_halton_fills_space_more_evenly():
         vectors = [h.to_numpy(projection(seed=s)((1, 2, 256))) for s in range(40)]
         return np.std([np.mean(np.abs(v)) for v in vectors])
 
-    assert spread(projections.Halton) < 0.3 * spread(projections.Gaussian)
+    for randomization in ("scramble", "start"):
+        halton = functools.partial(projections.Halton, randomization)
+        assert spread(halton) < 0.3 * spread(projections.Gaussian)
+
+
+def test_halton_points_follow_each_other_from_a_random_start():
+    points = stats.norm.cdf(h.to_numpy(projections.Halton("start", seed=3)((1, 2, 64))))
+    # The next of a Halton sequence adds 1/b to one of its first b - 1 intervals.
+    for base, x in zip((2, 3), points[0], strict=True):
+        steps = np.diff(x)[x[:-1] < 1 - 1 / base]
+        np.testing.assert_allclose(steps, 1 / base, atol=1e-6)
+
+
+def test_a_hadamard_factor_alone_has_equal_entries():
+    vectors = h.to_numpy(projections.Hadamard(num_factors=1, seed=1)((1, 16, 32)))
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.testing.assert_allclose(np.abs(vectors), np.tile(lengths / 4, (1, 16, 1)), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +205,9 @@ def test_lengths_may_all_be_the_root_of_the_dimension():
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 11])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_any_count(name, count):
-    vectors = h.to_numpy(projections.get(name, seed=2)((2, 4, count)))
+    vectors = h.to_numpy(KINDS[name](seed=2)((2, 4, count)))
     assert vectors.shape == (2, 4, count)
     assert np.all(np.linalg.norm(vectors, axis=1) > 0)
 
@@ -230,7 +252,7 @@ def test_the_seed_decides(name):
 
 @pytest.mark.parametrize(
     "projection",
-    [projections.get(name, seed=3) for name in NAMES]
+    [kind(seed=3) for kind in KINDS.values()]
     + [projections.Orthogonal("sqrt_dim", seed=4)],
     ids=repr,
 )
@@ -252,5 +274,10 @@ def test_get():
             projections.get(wrong)
     with pytest.raises(ValueError, match="`norms` must be 'chi' or 'sqrt_dim'"):
         projections.Orthogonal("unit")
+    with pytest.raises(ValueError, match="`randomization` must be one of .*Received"):
+        projections.Halton("owen")
+    for wrong in (0, 1.5):
+        with pytest.raises(ValueError, match="`num_factors` .* positive integer. Rec"):
+            projections.Hadamard(wrong)
     with pytest.raises(NotImplementedError, match="must implement `sample"):
         projections.Projection()((1, 2, 3))
