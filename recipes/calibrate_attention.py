@@ -29,6 +29,7 @@ import numpy as np
 import keras_rfattn
 from keras_rfattn import diagnostics
 from keras_rfattn import feature_maps
+from keras_rfattn.diagnostics.errors import HeadErrors
 
 TOKENS, CALIBRATION_SEQUENCES = 512, 4
 # Whether calibrated.
@@ -48,10 +49,11 @@ def main():
     evaluation = batches(args, tokenizer, "test", 1)
     before = model.predict(evaluation[0], verbose=0)["sequence_output"]
     print(f"{TOKENS} tokens, {args.num_features} features, {args.seeds} seeds")
-    print(f"{'':<20}{'output error':>14}{'±':>8}   per layer")
-    found = {}
+    print(f"{'':<20}{'output error':>14}{'±':>8}   {'per layer':<30}", end="")
+    print(f"{'kernel error: covered':>22}{'measured':>10}{'predicted':>10}")
+    found, ratios = {}, []
     for label, (name, is_calibrated) in MAPS.items():
-        rows = []
+        rows, means = [], []
         for seed in range(args.seeds):
             feature_map = make_map(name, args.num_features, seed)
             keras_rfattn.replace_attention(model, feature_map, seed=seed)
@@ -60,15 +62,21 @@ def main():
             report = diagnostics.approximation_report(model, evaluation)
             keras_rfattn.restore_attention(model)
             rows.append([errors.output for *_, errors in report.layers()])
+            means.append(report.mean)
         found[label] = np.array(rows)
-        means = found[label].mean(axis=1)
+        outputs, mean = found[label].mean(axis=1), HeadErrors.mean(means)
         layers = " ".join(f"{x:.2f}" for x in found[label].mean(axis=0))
-        print(f"{label:<20}{means.mean():>14.3f}{means.std():>8.3f}   {layers}",
-              flush=True)  # fmt: skip
+        print(f"{label:<20}{outputs.mean():>14.3f}{outputs.std():>8.3f}   ", end="")
+        print(f"{layers:<30}{mean.covered:>22.1%}", end="")
+        print(f"{mean.measured:>10.3f}{mean.predicted:>10.3f}", flush=True)
+        ratios.append(mean.predicted / mean.measured)
     control = report.mean.mean_of_values
     print(f"{'mean of V':<20}{control:>14.3f}\n{'zero':<20}{1:>14.3f}\n")
     dense = found["favorpp_dense"].mean()
     print(f"check: favorpp_dense at most 0.67: {'yes' if dense <= 0.67 else 'no'}")
+    holds = max(abs(ratio - 1) for ratio in ratios) <= 0.2
+    text = "predicted kernel errors of covered pairs within 20 % of measured ones"
+    print(f"check: {text}: {'yes' if holds else 'no'}")
     after = model.predict(evaluation[0], verbose=0)["sequence_output"]
     same = np.array_equal(before, after)
     print(f"check: restored outputs equal the checkpoint's: {'yes' if same else 'no'}")

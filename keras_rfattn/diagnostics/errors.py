@@ -7,6 +7,10 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
+from keras_rfattn.diagnostics.predict import innermost
+from keras_rfattn.diagnostics.predict import predicted_variance
+from keras_rfattn.diagnostics.predict import seen
+from keras_rfattn.diagnostics.predict import sign
 
 
 class HeadErrors(NamedTuple):
@@ -15,9 +19,14 @@ class HeadErrors(NamedTuple):
     Attributes:
         kernel: Median over pairs of `|estimate / kernel - 1|`; without meaning for
             maps of another kernel than softmax.
-        predicted: What the closed form predicts for it: the median of a relative
-            standard deviation, times 0.674 (the median of a normal variable's
-            magnitude); NaN for maps without a closed form.
+        covered: Fraction of pairs for which the m vectors are enough:
+            `‖x + s y‖² <= log m` of what they meet (s = -1 for trigonometric
+            features, else 1), where positive features have a relative variance of
+            at most 1, and the closed form, if there is one, says at most 1 too. For
+            the others the width is too small.
+        measured: Root of the mean square of `estimate / kernel - 1` over covered
+            pairs; NaN if there is none.
+        predicted: What the closed form says of `measured`; NaN if there is none.
         attention: `‖Â - A‖ / ‖A‖` of the attention matrix, Frobenius.
         output: `‖Â V - A V‖ / ‖A V‖`.
         mean_of_values: The same with uniform attention: what no attention at all
@@ -30,6 +39,8 @@ class HeadErrors(NamedTuple):
     """
 
     kernel: float
+    covered: float
+    measured: float
     predicted: float
     attention: float
     output: float
@@ -38,17 +49,45 @@ class HeadErrors(NamedTuple):
     kolmogorov_smirnov: float
     wasserstein: float
 
+    @classmethod
+    def mean(cls, errors):
+        """The mean of several; of `measured` and `predicted` over all covered pairs."""
+        rows = np.array(errors)
+        result = rows.mean(axis=0)
+        covered = rows[:, cls._fields.index("covered")]
+        for field in ("measured", "predicted"):
+            i = cls._fields.index(field)
+            squares = rows[covered > 0, i] ** 2
+            result[i] = np.nan
+            if len(squares):
+                weights = covered[covered > 0]
+                result[i] = np.sqrt(np.average(squares, weights=weights))
+        return cls(*result.tolist())
+
+
+class Estimate(NamedTuple):
+    """Estimated kernel values of one sequence: `values · exp(log_scale)`.
+
+    Attributes:
+        values: Array of shape `(K, T, S)`.
+        log_scale: Array of shape `(K, T, 1)`, each row's largest.
+        stats: What the map's `statistics` gave.
+    """
+
+    values: np.ndarray
+    log_scale: np.ndarray
+    stats: object
+
 
 def estimate(feature_map, sequence):
-    """Estimated kernel values of one sequence, relative to each row's largest shift.
+    """Estimated kernel values of one sequence.
 
     Args:
         feature_map: A built `FeatureMap`.
         sequence: A `keras_rfattn.layers.recording.Sequence`.
 
     Returns:
-        `(values, log_scale)` of shapes `(K, T, S)` and `(K, T, 1)`: the estimate is
-        `values · exp(log_scale)`.
+        An `Estimate`.
 
     Raises:
         ValueError: If the map is of polynomial attention, which is no estimate of
@@ -72,7 +111,7 @@ def estimate(feature_map, sequence):
     rows = q_scale + top
     shift = rows.max(axis=-1, keepdims=True)
     q, k = q * np.exp(rows - shift), k * np.exp(k_scale - top)
-    return q @ k.swapaxes(-1, -2), shift
+    return Estimate(q @ k.swapaxes(-1, -2), shift, stats)
 
 
 def _parts(features):
@@ -88,6 +127,15 @@ def _array(x):
     return keras.ops.convert_to_numpy(x)[0].swapaxes(0, 1).astype("float64")
 
 
+def is_covered(feature_map, query, key, head):
+    """`(T, S)`: for which pairs `‖x + s y‖² <= log m`."""
+    x, y = seen(feature_map, query, key, head)
+    y = sign(feature_map, head) * y
+    squares = np.sum(x * x, -1)[:, None] + np.sum(y * y, -1) + 2 * x @ y.T
+    inner = innermost(feature_map)
+    return squares <= np.log(inner.num_features or inner.output_dim)
+
+
 def visibility(sequence):
     """`(T · G, S)`: which keys each query sees."""
     rows, keys = sequence.query.shape[1], sequence.key.shape[1]
@@ -96,7 +144,7 @@ def visibility(sequence):
     return np.repeat(np.tri(keys, dtype=bool), rows // keys, axis=0)
 
 
-def head_errors(feature_map, sequences, head, estimates=None, predict=None):
+def head_errors(feature_map, sequences, head, estimates=None):
     """`HeadErrors` of one key/value head.
 
     Args:
@@ -104,29 +152,30 @@ def head_errors(feature_map, sequences, head, estimates=None, predict=None):
         sequences: List of `Sequence`.
         head: Which key/value head.
         estimates: What `estimate` gives for each sequence, if at hand.
-        predict: `(query, key) -> relative variance` of the estimate, or `None`.
 
     Returns:
-        `HeadErrors`, each the mean over sequences.
+        `HeadErrors`, the mean over sequences.
     """
     if estimates is None:
         estimates = [estimate(feature_map, s) for s in sequences]
-    found = [
-        _errors(s, head, values[head], shift[head], predict)
-        for s, (values, shift) in zip(sequences, estimates, strict=True)
-    ]
-    return HeadErrors(*np.mean(found, axis=0))
+    return HeadErrors.mean(
+        [
+            _errors(feature_map, s, head, e)
+            for s, e in zip(sequences, estimates, strict=True)
+        ]
+    )
 
 
-def _errors(sequence, head, values, shift, predict):
+def _errors(feature_map, sequence, head, estimate):
     query, key, value = sequence.query[head], sequence.key[head], sequence.value[head]
+    values, shift = estimate.values[head], estimate.log_scale[head]
     visible = visibility(sequence)
     products = sequence.logit_scale * query @ key.T
     logits = np.where(visible, products, -np.inf)
     attention = np.exp(logits - logits.max(-1, keepdims=True))
     attention /= attention.sum(-1, keepdims=True)
 
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         ratio = values * np.exp(shift - products)
     weights = np.where(visible, values, 0)
     total = weights.sum(-1, keepdims=True)
@@ -137,11 +186,24 @@ def _errors(sequence, head, values, shift, predict):
     positive = np.maximum(weights, 0)
     positive /= np.maximum(positive.sum(-1, keepdims=True), 1e-300)
     gap = np.abs(np.cumsum(positive - attention, axis=-1))
-    predicted = np.nan
+
+    covered = visible & is_covered(feature_map, query, key, head)
+    rows, keys = np.nonzero(covered)
+    predict = predicted_variance(feature_map, head, estimate.stats)
+    squares = np.full(len(rows), np.nan)
     if predict is not None:
-        predicted = 0.674 * np.median(np.sqrt(predict(query, key)[visible]))
-    return (
+        squares = predict(query[rows], key[keys])
+        few = squares > 1
+        covered[rows[few], keys[few]] = False
+        squares = squares[~few]
+    measured = predicted = np.nan
+    if covered.any():
+        measured = np.sqrt(np.mean((ratio[covered] - 1) ** 2))
+        predicted = np.sqrt(np.mean(squares))
+    return HeadErrors(
         np.median(np.abs(ratio[visible] - 1)),
+        covered.sum() / visible.sum(),
+        measured,
         predicted,
         np.linalg.norm(weights - attention) / np.linalg.norm(attention),
         np.linalg.norm(approximate - exact) / np.linalg.norm(exact),

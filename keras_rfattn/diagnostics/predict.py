@@ -5,40 +5,76 @@ from keras import ops
 
 from keras_rfattn import feature_maps as maps
 from keras_rfattn.kernels import variance
+from keras_rfattn.projections import Orthogonal
+
+# Pairs at once, which bounds the memory.
+SLICE = 2**15
 
 
 def predicted_variance(feature_map, head=0, stats=None):
     """The relative variance of a map's estimates, from its closed form.
 
-    For independent vectors; orthogonal ones do no worse.
+    Exact for independent vectors, and for orthogonal ones of generalized exponential
+    features with one A; else as if vectors were independent.
 
     Args:
         feature_map: A built `FeatureMap`.
         head: Which key/value head.
-        stats: FAVOR++'s parameter A, where it is not stored.
+        stats: What `feature_map.statistics` gives, where its parameters are not
+            stored.
 
     Returns:
-        A function `(query, key) -> variance / kernel²`, `(T, H)` and `(S, H)` to
-        `(T, S)`, or `None` if no closed form is known.
+        A function `(queries, keys) -> variance / kernel²` of pairs, `(..., H)` twice
+        to `(...)`, or `None` if no closed form is known.
     """
+    conditioned, feature_map = feature_map, innermost(feature_map)
     moment = log_moment(feature_map, head, stats)
     if moment is None:
         return None
+    covariance = _covariance(feature_map, head)
 
     def relative(query, key):
-        result = np.empty((len(query), len(key)))
-        for row, q in enumerate(query):
-            x = np.broadcast_to(q, key.shape)
-            log_variance = variance.log_variance(moment(x, key), x, key)
-            with np.errstate(over="ignore"):
-                result[row] = np.exp(log_variance - 2 * key @ q)
-        return result / feature_map.num_features
+        x, y = seen(conditioned, query, key, head)
+        with np.errstate(over="ignore"):
+            log_variance = variance.log_variance(moment(x, y), x, y)
+            independent = np.exp(log_variance - 2 * np.sum(x * y, -1))
+        return (independent + covariance(x, y)) / feature_map.num_features
 
-    return relative
+    def in_slices(query, key):
+        shape = query.shape[:-1]
+        query, key = (v.reshape(-1, v.shape[-1]) for v in (query, key))
+        starts = range(0, len(query), SLICE)
+        found = [relative(query[i : i + SLICE], key[i : i + SLICE]) for i in starts]
+        return np.concatenate(found).reshape(shape) if found else np.zeros(shape)
+
+    return in_slices
 
 
-def _number(weight, head):
-    return ops.convert_to_numpy(weight)[head].astype("float64")
+def innermost(feature_map):
+    """The map inside all conditioning."""
+    while isinstance(feature_map, maps.Conditioned):
+        feature_map = feature_map.inner
+    return feature_map
+
+
+def seen(feature_map, query, key, head=0):
+    """What the random vectors meet: queries and keys after conditioning, if any."""
+    if not isinstance(feature_map, maps.Conditioned):
+        return query, key
+    sides = (
+        (query, feature_map.query_matrix, feature_map.query_center),
+        (key, feature_map.key_matrix, feature_map.key_center),
+    )
+    query, key = ((x - _number(c, head)) @ _number(a, head).T for x, a, c in sides)
+    return seen(feature_map.inner, query, key, head)
+
+
+def sign(feature_map, head=0):
+    """The s of `‖x + s y‖²`, with which a map's variance grows."""
+    feature_map = innermost(feature_map)
+    if type(feature_map) is maps.Gerf:
+        return int(_number(feature_map.parameters, head)[2])
+    return -1 if type(feature_map) is maps.Favor else 1
 
 
 def log_moment(feature_map, head=0, stats=None):
@@ -47,7 +83,8 @@ def log_moment(feature_map, head=0, stats=None):
     Args:
         feature_map: A built `FeatureMap`.
         head: Which key/value head.
-        stats: FAVOR++'s parameter A, where it is not stored.
+        stats: What `feature_map.statistics` gives, where its parameters are not
+            stored.
 
     Returns:
         A function `(x, y) -> log E[Z²]` of one draw Z for pairs `(..., H)`, or `None`
@@ -56,15 +93,10 @@ def log_moment(feature_map, head=0, stats=None):
     general = variance.log_moment_generalized_exponential
     if type(feature_map) is maps.Favor:
         return lambda x, y: general(x, y, 0, -1)
-    if type(feature_map) is maps.FavorPlus and not feature_map.pair:
-        return general
-    if type(feature_map) is maps.FavorPP and not feature_map.per_direction:
-        if stats is None and not feature_map.is_calibrated:
-            return None
-        if stats is None:
-            stats = feature_map.optimal_a(feature_map.mean_square)
-        a = float(np.ravel(ops.convert_to_numpy(stats)[..., head]).mean())
-        return lambda x, y: general(x, y, a)
+    if type(feature_map) is maps.FavorPlus:
+        return variance.log_moment_positive_pair if feature_map.pair else general
+    if type(feature_map) is maps.FavorPP:
+        return _optimal_positive(feature_map, head, stats)
     if type(feature_map) is maps.Gerf:
         real, imaginary, s = _number(feature_map.parameters, head)
         return lambda x, y: general(x, y, complex(real, imaginary), int(s))
@@ -75,6 +107,23 @@ def log_moment(feature_map, head=0, stats=None):
         a = a if feature_map.form == "full" else a[0] + 1j * a[1]
         return lambda x, y: variance.log_moment_complex_exponential(x, y, a)
     return None
+
+
+def _number(weight, head):
+    return ops.convert_to_numpy(weight)[head].astype("float64")
+
+
+def _optimal_positive(feature_map, head, stats):
+    if stats is None and not feature_map.is_calibrated:
+        return None
+    if stats is None:
+        stats = feature_map.optimal_a(feature_map.mean_square)
+    stats = ops.convert_to_numpy(stats).astype("float64")
+    if feature_map.per_direction:
+        a = stats.reshape(-1, *stats.shape[-2:])[:, head].mean(0)
+        return lambda x, y: variance.log_moment_per_direction(x, y, a)
+    a = float(stats[..., head].mean())
+    return lambda x, y: variance.log_moment_generalized_exponential(x, y, a)
 
 
 def _discrete(feature_map, head):
@@ -91,3 +140,21 @@ def _discrete(feature_map, head):
         return variance.log_moment_shifted(of_shifted, x, y, shift)
 
     return shifted
+
+
+def _covariance(feature_map, head):
+    """What orthogonal vectors add to the relative variance of one draw."""
+    projection = feature_map.projection
+    known = (maps.Favor, maps.FavorPlus, maps.FavorPP, maps.Gerf)
+    if (
+        type(feature_map) not in known
+        or getattr(feature_map, "per_direction", False)
+        or not isinstance(projection, Orthogonal)
+        or projection.norms != "chi"
+    ):
+        return lambda x, y: 0.0
+    s = sign(feature_map, head)
+    dim, count = feature_map.head_dim, feature_map.num_features
+    full, rest = divmod(count, dim)
+    others = (full * dim * (dim - 1) + rest * (rest - 1)) / count
+    return lambda x, y: others * variance.orthogonal_covariance(x, y, s)

@@ -8,13 +8,14 @@ from keras_rfattn import feature_maps
 from keras_rfattn.diagnostics.errors import HeadErrors
 from keras_rfattn.diagnostics.errors import estimate
 from keras_rfattn.diagnostics.errors import head_errors
-from keras_rfattn.diagnostics.predict import predicted_variance
 from keras_rfattn.layers import record
 from keras_rfattn.layers.attention import check_model
 from keras_rfattn.layers.attention import title
 
 COLUMNS = {
     "kernel": "kernel",
+    "covered": "covered",
+    "measured": "measured",
     "predicted": "predicted",
     "attention": "attention",
     "output": "output",
@@ -23,6 +24,15 @@ COLUMNS = {
     "kolmogorov_smirnov": "KS",
     "wasserstein": "Wasserstein",
 }
+
+
+def cells(errors):
+    """Numbers of a row, and why where there is none."""
+    result = [f"{e:.3g}" for e in errors]
+    for i, field in enumerate(HeadErrors._fields):
+        if field in ("measured", "predicted") and np.isnan(errors[i]):
+            result[i] = "width too small" if errors.covered == 0 else "unknown"
+    return result
 
 
 @dataclass(frozen=True)
@@ -54,25 +64,22 @@ class ApproximationReport:
     @property
     def mean(self):
         """`HeadErrors`, the mean over layers and heads."""
-        return HeadErrors(*np.mean([h.errors for h in self.heads], axis=0))
+        return HeadErrors.mean([h.errors for h in self.heads])
 
     def layers(self):
         """`(path, mechanism, width, HeadErrors)` for each layer, means over heads."""
         groups = {}
         for h in self.heads:
             groups.setdefault((h.path, h.mechanism, h.width), []).append(h.errors)
-        return [
-            (*key, HeadErrors(*np.mean(errors, axis=0)))
-            for key, errors in groups.items()
-        ]
+        return [(*key, HeadErrors.mean(errors)) for key, errors in groups.items()]
 
     def __str__(self):
         head = ("layer", "mechanism", "width", *COLUMNS.values())
         body = [
-            (path, mechanism, str(width), *(f"{e:.3g}" for e in errors))
+            (path, mechanism, str(width), *cells(errors))
             for path, mechanism, width, errors in self.layers()
         ]
-        body.append(("mean", "", "", *(f"{e:.3g}" for e in self.mean)))
+        body.append(("mean", "", "", *cells(self.mean)))
         table = [head, *body]
         widths = [max(len(row[i]) for row in table) for i in range(len(head))]
         lines = [
@@ -85,6 +92,9 @@ class ApproximationReport:
                 *(line.rstrip() for line in lines),
                 "errors are relative, 0 is exact; no attention at all (mean of V) and "
                 "zero (1) are the controls",
+                "kernel: median over all pairs; measured and predicted: root mean "
+                f"square over the {self.mean.covered:.1%} covered ones, with "
+                "‖x + y‖² <= log m; for all others: width too small",
             ]
         )
 
@@ -159,10 +169,7 @@ def report_layer(path, feature_map, sequences):
     return [
         HeadReport(
             path, head, name, feature_map.output_dim,
-            head_errors(
-                feature_map, sequences, head, estimates,
-                predicted_variance(feature_map, head),
-            ),
+            head_errors(feature_map, sequences, head, estimates),
         )
         for head in range(feature_map.num_heads)
     ]  # fmt: skip

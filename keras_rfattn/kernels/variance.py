@@ -1,8 +1,8 @@
 """Closed-form variance of estimators of the softmax kernel: the oracle of tests.
 
 All are for pairs `x`, `y` of shape `(..., d)` and independent vectors; the variance
-of a mean over m of them is the value over m. (Orthogonal vectors do no worse:
-theorem 4.1 of "Chefs' Random Tables" for OPRF.)
+of a mean over m of them is the value over m. What orthogonal vectors change is in
+`orthogonal_covariance`.
 
 The functions `log_moment_*` give the logarithm of the second moment `E[Z²]` of one
 draw Z, finite where the moment itself would overflow. `variance` and `log_variance`
@@ -108,11 +108,73 @@ def generalized_exponential(x, y, a=0.0, s=1):
     return variance(log_moment_generalized_exponential(x, y, a, s), x, y)
 
 
-def positive_pair(x, y):
-    """One-pair variance of `½ Σ_± exp(±w · (x + y)) exp(-(‖x‖² + ‖y‖²)/2)`.
+def log_moment_per_direction(x, y, a):
+    """Second moment of OPRF features with a real A for each coordinate.
 
-    HRF, lemma 2.2: `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, of features of
-    width 2.
+    A product over coordinates, each as in one dimension.
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        a: Array of shape `(d,)`, below 1/8.
+
+    Returns:
+        Array of shape `(...)`.
+    """
+    squares = np.sum(x * x, -1) + np.sum(y * y, -1)
+    return np.sum(log_moment_of_z((x + y) ** 2, 1, a), -1) - squares
+
+
+def orthogonal_covariance(x, y, s=1):
+    """Relative covariance `E[Z Z'] / SM² - 1` of two draws on orthogonal vectors.
+
+    Of generalized exponential features with any A, real or complex, and of ± pairs of
+    positive ones: w and w' have Gaussian lengths, their directions are orthogonal. The
+    integral over directions is `₀F₁(d/2; s(r² + r'²)z/4)` with `z = ‖x + s y‖²`, and
+    that over lengths leaves
+
+        exp(-v) ₁F₁(-d/2; d/2; -v) - 1,   v = s z / 2,
+
+    in which A has cancelled. Negative for s = 1: theorem 4.1 of CRT bounds it for
+    OPRF. A mean over m vectors in orthogonal blocks has this times the mean number of
+    other vectors in a vector's block, over m, more variance than independent ones.
+
+    Args:
+        x: Array of shape `(..., d)`, d at least 2.
+        y: Array of shape `(..., d)`.
+        s: 1 or -1, which is trigonometric features'.
+
+    Returns:
+        Array of shape `(...)`.
+    """
+    from scipy import special
+
+    half = x.shape[-1] / 2
+    v = s * np.sum((x + s * y) ** 2, -1) / 2
+    return np.exp(-v) * special.hyp1f1(-half, half, -v) - 1
+
+
+def log_moment_positive_pair(x, y):
+    """Second moment of `½ Σ_± exp(±w · (x + y)) exp(-(‖x‖² + ‖y‖²)/2)`.
+
+    HRF, lemma 2.2: `½ (1 + exp(2 ‖x + y‖²)) exp(-‖x‖² - ‖y‖²)`, of features of width 2.
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+
+    Returns:
+        Array of shape `(...)`.
+    """
+    z = np.sum((x + y) ** 2, -1)
+    squares = np.sum(x * x, -1) + np.sum(y * y, -1)
+    return np.logaddexp(0, 2 * z) - np.log(2) - squares
+
+
+def positive_pair(x, y):
+    """One-pair variance of the estimator of `log_moment_positive_pair`.
+
+    `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, exact near 0 too.
     """
     z = np.sum((x + y) ** 2, -1)
     softmax = np.exp(np.sum(x * y, -1))

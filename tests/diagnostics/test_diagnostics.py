@@ -12,7 +12,7 @@ from tests import helpers as h
 
 WITH_CLOSED_FORM = (
     "favor", "favorplus", "favorpp", "gerf", "poisson", "geometric",
-    "poisson_positive", "geometric_positive", "complex_exponential",
+    "poisson_positive", "geometric_positive", "complex_exponential", "favorpp_dense",
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_errors_by_their_definition(causal):
     s = sequence(causal)
     feature_map = feature_maps.FavorPlus(32, seed=0)
     feature_map.build((None, None, 2, 4))
-    values, shift = errors.estimate(feature_map, s)
+    values, shift, _ = errors.estimate(feature_map, s)
     found = errors.head_errors(feature_map, [s], 1)
     kernel = np.exp(s.query[1] @ s.key[1].T)
     estimates = values[1] * np.exp(shift[1])
@@ -110,38 +110,82 @@ def test_errors_by_their_definition(causal):
     gap = np.abs(np.cumsum(approximate - exact, -1))
     np.testing.assert_allclose(found.kolmogorov_smirnov, gap.max(-1).mean())
     np.testing.assert_allclose(found.wasserstein, gap.mean())
-    assert found.negative == 0 and np.isnan(found.predicted)
+    assert found.negative == 0
+    z = np.sum((s.query[1][:, None] + s.key[1]) ** 2, -1)
+    covered = seen & (z <= np.log(32))
+    np.testing.assert_allclose(found.covered, covered.sum() / seen.sum())
+    squares = (estimates / kernel - 1)[covered] ** 2
+    np.testing.assert_allclose(found.measured, np.sqrt(squares.mean()))
+
+
+CASES = {
+    name: (name, {"num_features": 64}) for name in h.NAMES if name in WITH_CLOSED_FORM
+}
+CASES |= {
+    # Orthogonal vectors are in blocks of 4: 2 and a half of them.
+    "part of a block": ("favorplus", {"num_features": 10}),
+    "pair": ("favorplus", {"num_features": 8, "pair": True}),
+    "gaussian": ("favorplus", {"num_features": 64, "projection": "gaussian"}),
+    "per direction": (
+        "favorpp",
+        {"num_features": 64, "projection": "gaussian", "per_direction": True},
+    ),
+    "dense": ("favorpp_dense", {"num_features": 64, "projection": "gaussian"}),
+}
+CASES["complex_exponential"][1]["projection"] = "gaussian"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prediction_and_measurement_agree(case):
+    name, arguments = CASES[case]
+    s = sequence(rows=40)
+    found = []
+    for seed in range(100 if case == "pair" else 40):
+        feature_map = feature_maps.get(name, seed=seed, **arguments)
+        feature_map.build((None, None, 2, 4))
+        # Means near 0 would make A and the variance extreme.
+        if feature_map.is_adaptive and name != "complex_exponential":
+            feature_map.adapt([(s.query, s.key)])
+        found += [errors.head_errors(feature_map, [s], head) for head in range(2)]
+    mean = errors.HeadErrors.mean(found)
+    assert 0.3 < mean.covered <= 1 and 0.02 < mean.predicted < 0.7
+    squares = np.array([(e.measured / e.predicted) ** 2 for e in found])
+    error = squares.std(ddof=1) / np.sqrt(len(squares))
+    assert 5 * error < 0.8
+    assert abs(squares.mean() - 1) < 5 * error
+    # In short, within a fifth.
+    assert abs(mean.measured / mean.predicted - 1) < 0.2
+
+
+def test_orthogonal_vectors_are_predicted_as_such():
+    s = sequence(rows=40)
+    predicted = []
+    for projection in ("gaussian", "orthogonal"):
+        feature_map = feature_maps.Favor(64, projection=projection, seed=0)
+        feature_map.build((None, None, 2, 4))
+        predicted.append(errors.head_errors(feature_map, [s], 0).predicted)
+    assert predicted[1] < 0.8 * predicted[0]
 
 
 @pytest.mark.parametrize("name", h.NAMES)
-def test_prediction_and_measurement_agree(name):
-    s = sequence(rows=40)
-    arguments = h.small(name)
-    if name in WITH_CLOSED_FORM:
-        # Independent vectors, many: errors are near normal then.
-        arguments = {"num_features": 4096}
-    if name in ("favor", "favorplus", "favorpp", "gerf", "complex_exponential"):
-        arguments["projection"] = "gaussian"
-    feature_map = feature_maps.get(name, seed=5, **arguments)
+def test_closed_forms_are_known_or_not(name):
+    feature_map = feature_maps.get(name, seed=5, **h.small(name))
     feature_map.build((None, None, 2, 4))
-    # Means near 0 would make A and the variance extreme.
-    adapts = feature_map.is_adaptive and name != "complex_exponential"
-    if adapts:
-        feature_map.adapt([(s.query, s.key)])
+    if feature_map.is_adaptive and name != "complex_exponential":
+        feature_map.adapt([(sequence().query, sequence().key)])
     predict = diagnostics.predicted_variance(feature_map)
     assert (predict is not None) == (name in WITH_CLOSED_FORM)
-    if predict is None:
-        return
-    measured = []
-    for seed in range(12):
-        again = feature_map.reseeded(seed)
-        again.build((None, None, 2, 4))
-        if adapts:
-            again.adapt([(s.query, s.key)])
-        measured.append(errors.head_errors(again, [s], 0, predict=predict))
-    predicted = measured[0].predicted
-    assert 0 < predicted < 0.6
-    assert 0.6 < np.mean([m.kernel for m in measured]) / predicted < 1.6
+
+
+def test_means_are_over_covered_pairs():
+    def row(covered, measured):
+        return errors.HeadErrors(0.5, covered, measured, 0.2, 1, 1, 1, 0, 0, 0)
+
+    mean = errors.HeadErrors.mean([row(0.1, 0.3), row(0.3, 0.1), row(0.0, np.nan)])
+    np.testing.assert_allclose(mean.covered, 0.4 / 3)
+    expected = np.sqrt((0.1 * 0.3**2 + 0.3 * 0.1**2) / 0.4)
+    np.testing.assert_allclose(mean.measured, expected)
+    assert np.isnan(errors.HeadErrors.mean([row(0.0, np.nan)]).measured)
 
 
 def test_report():
@@ -151,10 +195,23 @@ def test_report():
     text = str(report)
     for word in ("first", "second", "favorpp", "mean of V", "Wasserstein"):
         assert word in text
+    assert "width too small" in text.splitlines()[-1] and "unknown" not in text
+    covered = f"over the {report.mean.covered:.1%} covered ones"
+    assert covered in text and 0.05 < report.mean.covered < 1
     assert 0 < report.mean.output < report.mean.mean_of_values
     wide = model("favorpp", num_features=4096)
     wide = diagnostics.approximation_report(wide, batches())
     assert wide.mean.output < report.mean.output / 3
+
+
+def test_a_width_too_small_is_called_so():
+    report = diagnostics.approximation_report(
+        model("favorplus", num_features=2), batches(30.0)
+    )
+    assert report.mean.covered == 0 and np.isnan(report.mean.predicted)
+    assert "width too small" in str(report).splitlines()[2]
+    unknown = diagnostics.approximation_report(model("hybrid_angular"), batches())
+    assert "unknown" in str(unknown)
 
 
 def test_plot(tmp_path):

@@ -61,9 +61,74 @@ def test_positive_pair(w, size, cosine):
     check(products, x, y, float(variance.positive_pair(x, y)))
 
 
+@pytest.mark.parametrize("size, cosine", PAIRS)
+def test_positive_pair_has_one_second_moment(size, cosine):
+    x, y = pair(size, cosine)
+    moment = variance.log_moment_positive_pair(x, y)
+    np.testing.assert_allclose(
+        variance.variance(moment, x, y), variance.positive_pair(x, y), 1e-9, 1e-12
+    )
+
+
+@pytest.mark.parametrize("size, cosine", PAIRS)
+def test_an_a_for_each_direction(w, size, cosine):
+    x, y = pair(size, cosine)
+    a = np.array([-0.1, -0.05, 0.02, 0.0])
+    b, d = np.sqrt(1 - 4 * a), np.prod(1 - 4 * a) ** 0.25
+    products = d**2 * np.exp(2 * w**2 @ a + w @ (b * (x + y)) - (x @ x + y @ y) / 2)
+    moment = variance.log_moment_per_direction(x, y, a)
+    check(products, x, y, float(variance.variance(moment, x, y)))
+    same = variance.log_moment_per_direction(x, y, np.full(DIM, -0.1))
+    general = variance.log_moment_generalized_exponential(x, y, -0.1)
+    np.testing.assert_allclose(same, general)
+
+
+@pytest.fixture(scope="module")
+def orthogonal_pairs(w):
+    """Pairs of Gaussian lengths in orthogonal directions, by Gram and Schmidt."""
+    first, second = w[: DRAWS // 2], w[DRAWS // 2 :]
+    lengths = np.linalg.norm(w, axis=-1).reshape(2, -1, 1)
+    first = first / np.linalg.norm(first, axis=-1, keepdims=True)
+    second = second - np.sum(first * second, -1, keepdims=True) * first
+    second = second / np.linalg.norm(second, axis=-1, keepdims=True)
+    return lengths[1] * first, lengths[0] * second
+
+
+@pytest.mark.parametrize("size, cosine", PAIRS)
+@pytest.mark.parametrize(
+    "a, s", [(0.0, 1), (0.0, -1), (-0.05, 1), (-0.03 + 0.03j, 1), (0.01 + 0.03j, -1)]
+)
+def test_covariance_on_orthogonal_vectors(orthogonal_pairs, size, cosine, a, s):
+    x, y = pair(size, cosine)
+    first, second = (
+        generalized(w, x, y, a, s) / np.exp(x @ y) - 1 for w in orthogonal_pairs
+    )
+    expected = float(variance.orthogonal_covariance(x, y, s))
+    error = np.std(first * second) / np.sqrt(len(first))
+    assert abs(np.mean(first * second) - expected) < 5.5 * error + 1e-12
+    if abs(expected) > 0.01:
+        # Independent vectors, whose covariance is 0, would be found out.
+        assert abs(expected) > 10 * error
+
+
+def test_covariance_in_an_odd_dimension():
+    # 1F1(-3/2; 3/2; -v) by its series.
+    x, y = np.array([[0.3, 0.1, 0.0], [0.1, -0.4, 0.2]])
+    v, term, total = np.sum((x + y) ** 2) / 2, 1.0, 0.0
+    for k in range(40):
+        total += term
+        term *= (k - 1.5) / (k + 1.5) * -v / (k + 1)
+    expected = np.exp(-v) * total - 1
+    np.testing.assert_allclose(variance.orthogonal_covariance(x, y), expected)
+
+
 def test_many_pairs_at_once():
     x, y = np.random.default_rng(0).normal(size=(2, 5, DIM)) * 0.3
-    for function in (variance.generalized_exponential, variance.positive_pair):
+    for function in (
+        variance.generalized_exponential,
+        variance.positive_pair,
+        variance.orthogonal_covariance,
+    ):
         together = function(x, y)
         assert together.shape == (5,)
         np.testing.assert_allclose(
