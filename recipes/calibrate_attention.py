@@ -8,11 +8,13 @@ the mean of V (no attention at all) and zero.
     python recipes/calibrate_attention.py --data-dir DIR [--plot out.png]
 
 DIR holds `wikitext2/{valid,test}.txt`; needs the packages of replace_bert_attention.py.
-Cost: five minutes on 2 cores.
+Cost: eight minutes on one core.
 
 Expected: plain FAVOR+ and FAVOR++ of 256 features do no better than no attention at
 all; `favorpp_dense` (centred, balanced, one A for each direction) about 0.63, mean of
-5 seeds. Restoring softmax gives the checkpoint's outputs back, bit for bit.
+5 seeds. Over the pairs that the width covers (see `approximation_report`), the kernel
+error that closed forms predict is within 20 % of the measured one. Restoring softmax
+gives the checkpoint's outputs back, bit for bit.
 """
 
 import argparse

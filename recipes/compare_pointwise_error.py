@@ -31,7 +31,7 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.algebra import values_of
-from keras_rfattn.kernels import variance
+from keras_rfattn.kernels import hybrid_variance
 
 DIM, NUM_FEATURES = 64, 128
 RADII = (1.0, 1.25, 1.5)
@@ -76,7 +76,9 @@ def equal_cost(num_vectors, dim):
         fixed = cost(0, n, dim)
         m = (num_vectors * dim - fixed) // (cost(1, n, dim) - fixed)
         pairs += [(m, n)] if m else []
-    return min(pairs, key=lambda mn: variance.angular_relative_error_bound(1.0, *mn))
+    return min(
+        pairs, key=lambda mn: hybrid_variance.angular_relative_error_bound(1.0, *mn)
+    )
 
 
 def build(name, m, n, seed):
@@ -134,11 +136,11 @@ def closed_form(name, radius, theta, m, n):
     """`√MSE / SM` at angles theta: lemma 3.4; theorem 3.1 and lemma 3.2."""
     if name != "hybrid":
         positive = name == "favorplus"
-        return variance.relative_error(theta, radius, NUM_FEATURES, positive)
+        return hybrid_variance.relative_error(theta, radius, NUM_FEATURES, positive)
     x = radius * np.eye(2)[:1]
     y = radius * np.stack([np.cos(theta), np.sin(theta)], -1)
-    moments = variance.angular_moments(x, y, n)
-    mse = variance.bipolar_hybrid(x, y, m, moments, shared=True)
+    moments = hybrid_variance.angular_moments(x, y, n)
+    mse = hybrid_variance.bipolar_hybrid(x, y, m, moments, shared=True)
     return np.sqrt(np.maximum(mse, 0)) / np.exp(np.sum(x * y, -1))
 
 
@@ -171,8 +173,8 @@ def print_maxima(measured, m, n):
         cells = "".join(
             f"{measured[k][row].max():11.4f}{exact[k]:8.4f} " for k in ESTIMATORS
         )
-        exact["lemma"] = variance.max_relative_error(radius, NUM_FEATURES)
-        exact["theorem"] = variance.angular_relative_error_bound(radius, m, n)
+        exact["lemma"] = hybrid_variance.max_relative_error(radius, NUM_FEATURES)
+        exact["theorem"] = hybrid_variance.angular_relative_error_bound(radius, m, n)
         print(f"{radius:6.2f}{cells}{exact['lemma']:10.4f}{exact['theorem']:13.4f}")
         maxima.append(exact)
     print()

@@ -46,6 +46,7 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.algebra import values_of
+from keras_rfattn.kernels import hybrid_variance
 from keras_rfattn.kernels import variance
 from keras_rfattn.projections import Hadamard
 from keras_rfattn.projections import Halton
@@ -129,7 +130,9 @@ def equal_cost(num_vectors, dim, kind):
         fixed = cost(0, n, dim, kind)
         m = (num_vectors * dim - fixed) // (cost(1, n, dim, kind) - fixed)
         pairs += [(m, n)] if m else []
-    return min(pairs, key=lambda mn: variance.angular_relative_error_bound(1.0, *mn))
+    return min(
+        pairs, key=lambda mn: hybrid_variance.angular_relative_error_bound(1.0, *mn)
+    )
 
 
 def draw_pairs(rows, seed):
@@ -178,13 +181,13 @@ def dense(features):
 
 
 def print_table(name, found, pairs, args, m, n):
-    moments = variance.angular_moments(*pairs, n)
+    moments = hybrid_variance.angular_moments(*pairs, n)
     if args.baseline == "favor":
         iid = variance.generalized_exponential(*pairs, 0, -1) / NUM_VECTORS
     else:
         iid = variance.positive_pair(*pairs) / NUM_VECTORS
     closed = {
-        "HRF-iid": variance.bipolar_hybrid(*pairs, m, moments, shared=True),
+        "HRF-iid": hybrid_variance.bipolar_hybrid(*pairs, m, moments, shared=True),
         "iid": iid,
         "zero": np.exp(2 * np.sum(pairs[0] * pairs[1], -1)),
     }

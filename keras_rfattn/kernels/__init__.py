@@ -1,1 +1,1 @@
-"""What is approximated (`exact`), and with what variance (`variance`)."""
+"""What is approximated (`exact`), and with what variance."""

@@ -14,6 +14,7 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.kernels import exact
+from keras_rfattn.kernels import hybrid_variance
 from keras_rfattn.kernels import variance
 from tests import helpers as h
 
@@ -52,7 +53,7 @@ def shifted(name, parameter):
 
 
 def hybrid(moments, m=8, shared=True):
-    return m * variance.bipolar_hybrid(X, Y, m, moments, shared)
+    return m * hybrid_variance.bipolar_hybrid(X, Y, m, moments, shared)
 
 
 class Estimator(NamedTuple):

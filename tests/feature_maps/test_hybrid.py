@@ -10,6 +10,7 @@ from keras import ops
 
 import keras_rfattn
 from keras_rfattn import feature_maps as maps
+from keras_rfattn.kernels import hybrid_variance
 from keras_rfattn.kernels import variance
 from tests import helpers as h
 
@@ -73,13 +74,16 @@ def test_bipolar_variance_is_theorem_3_1(kind, shared):
     # Of unequal length, so that sharing changes the variance.
     x *= 1.3
     if kind == "angular":
-        feature_map, moments = angular(shared=shared), variance.angular_moments(x, y, N)
+        feature_map, moments = (
+            angular(shared=shared),
+            hybrid_variance.angular_moments(x, y, N),
+        )
     else:
         feature_map = gaussian(shared=shared)
         rho = feature_map.coefficients[0].rho
-        moments = variance.gaussian_moments(x, y, N, 1.5, rho)
+        moments = hybrid_variance.gaussian_moments(x, y, N, 1.5, rho)
     found = estimates(feature_map, x, y)
-    expected = variance.bipolar_hybrid(x, y, M, moments, shared)
+    expected = hybrid_variance.bipolar_hybrid(x, y, M, moments, shared)
     check(found, np.exp(np.sum(x * y, -1)), expected)
 
 
@@ -89,9 +93,9 @@ def test_coefficients_have_their_moments():
     for coefficient, moments in (
         (
             maps.AngularCoefficient(N, projection="gaussian", seed=3),
-            variance.angular_moments(x, y, N),
+            hybrid_variance.angular_moments(x, y, N),
         ),
-        (gauss, variance.gaussian_moments(x, y, N, 0.8, gauss.rho)),
+        (gauss, hybrid_variance.gaussian_moments(x, y, N, 0.8, gauss.rho)),
     ):
         found = coefficient.constant + estimates(coefficient, x, y)
         for values, expected in zip(
@@ -101,8 +105,8 @@ def test_coefficients_have_their_moments():
             assert np.max(LIMIT * error) < 0.1
             assert np.all(np.abs(values.mean(0) - expected) < LIMIT * error + 1e-6)
     np.testing.assert_allclose(
-        variance.angular_moments(x, y, 10**9)[0],
-        (variance.angle(x, y) / np.pi) ** 2,
+        hybrid_variance.angular_moments(x, y, 10**9)[0],
+        (hybrid_variance.angle(x, y) / np.pi) ** 2,
         rtol=1e-6,
     )
 
@@ -131,8 +135,8 @@ def test_angular_hybrid_is_exact_for_equal_and_opposite_inputs():
         np.testing.assert_allclose(
             found, np.broadcast_to(kernel, found.shape), rtol=1e-4
         )
-        moments = variance.angular_moments(x.astype(float), y.astype(float), N)
-        closed = variance.bipolar_hybrid(x, y, M, moments)
+        moments = hybrid_variance.angular_moments(x.astype(float), y.astype(float), N)
+        closed = hybrid_variance.bipolar_hybrid(x, y, M, moments)
         assert np.all(np.abs(closed) < 1e-6 * kernel**2)
     # And not because it always is.
     x, y = pairs(radius=1.2)
@@ -146,16 +150,20 @@ def test_max_relative_error_on_a_sphere():
     kernel = np.exp(np.sum(x * y, -1))
     trig = np.sqrt(variance.generalized_exponential(x, y, 0, -1) / m) / kernel
     plus = np.sqrt(variance.positive_pair(x, y) / m) / kernel
-    np.testing.assert_allclose(trig, variance.relative_error(theta, radius, m, False))
-    np.testing.assert_allclose(plus, variance.relative_error(theta, radius, m, True))
+    np.testing.assert_allclose(
+        trig, hybrid_variance.relative_error(theta, radius, m, False)
+    )
+    np.testing.assert_allclose(
+        plus, hybrid_variance.relative_error(theta, radius, m, True)
+    )
     # Lemma 3.4: the same largest error, at opposite ends.
-    largest = variance.max_relative_error(radius, m)
+    largest = hybrid_variance.max_relative_error(radius, m)
     assert trig.max() < largest < 1.001 * trig.max()
     assert plus.max() < largest < 1.001 * plus.max()
     # Theorem 3.5.
-    moments = variance.angular_moments(x, y, n)
-    hybrid = np.sqrt(variance.bipolar_hybrid(x, y, m, moments)) / kernel
-    bound = variance.angular_relative_error_bound(radius, m, n)
+    moments = hybrid_variance.angular_moments(x, y, n)
+    hybrid = np.sqrt(hybrid_variance.bipolar_hybrid(x, y, m, moments)) / kernel
+    bound = hybrid_variance.angular_relative_error_bound(radius, m, n)
     assert 0.3 * bound < hybrid.max() < bound < largest
 
 
