@@ -53,6 +53,8 @@ class FeatureMap(keras.layers.Layer):
     is_positive = True
     # Whether equal queries and keys have equal features.
     is_symmetric = True
+    # Whether estimates are precise only for queries and keys of one length.
+    assumes_equal_lengths = False
 
     def __init__(self, num_features=None, projection="orthogonal", seed=None, **kwargs):
         super().__init__(**kwargs)

@@ -20,6 +20,7 @@ class Coefficient(FeatureMap):
     kernel = "coefficient"
     is_positive = False
     is_symmetric = False
+    assumes_equal_lengths = True
     constant = 0.0
 
     def averaged(self, values):

@@ -77,8 +77,16 @@ class ComplexExponential(Adaptive):
             )  # fmt: skip
 
     def set_matrix(self, a):
-        """Sets A: complex `(K, H)` diagonals, or real `(K, H, H)` if `"full"`."""
+        """Sets A: complex `(K, H)` diagonals, or real `(K, H, H)` if `"full"`.
+
+        Raises:
+            ValueError: If A has another shape, is complex where it must be real, or
+                cannot be inverted.
+        """
         a = np.asarray(a)
+        square = (self.head_dim,) if self.form == "full" else ()
+        shape = (self.num_heads, self.head_dim, *square)
+        check_invertible(a, shape, self.form)
         if self.form == "full":
             self.matrix.assign(a.astype("float32"))
             inverse = np.linalg.inv(a).swapaxes(-1, -2)
@@ -120,6 +128,28 @@ class ComplexExponential(Adaptive):
 
     def get_config(self):
         return {**super().get_config(), "form": self.form}
+
+
+def check_invertible(a, shape, form):
+    """Raises `ValueError` unless A of this form is invertible, and real if it must."""
+    if a.shape != shape or (form != "complex" and np.any(np.imag(a) != 0)):
+        kind = "complex" if form == "complex" else "real"
+        raise ValueError(
+            f"A of form {form!r} must be {kind}, of shape {shape}. Received: shape "
+            f"{a.shape}, dtype {a.dtype}."
+        )
+    finite = np.all(np.isfinite(a))
+    condition = np.inf
+    if finite and form == "full":
+        condition = np.max(np.linalg.cond(a))
+    elif finite:
+        sizes = np.abs(a)
+        condition = np.max(sizes.max(-1) / np.maximum(sizes.min(-1), 1e-300))
+    # Beyond, float32 keeps no digit of A or of its inverse.
+    if not condition < 1e7:
+        raise ValueError(
+            f"A must be invertible. Received: A of condition number {condition:.3g}."
+        )
 
 
 def diagonal_parts(x, real, imaginary, is_key):

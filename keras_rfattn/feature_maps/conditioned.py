@@ -76,6 +76,10 @@ class Conditioned(Adaptive):
         return self.inner.is_causal_safe
 
     @property
+    def assumes_equal_lengths(self):
+        return self.inner.assumes_equal_lengths
+
+    @property
     def output_dim(self):
         return self.inner.output_dim
 

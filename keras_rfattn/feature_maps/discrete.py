@@ -144,9 +144,10 @@ class Poisson(Discrete):
     power = 2
 
     def _check(self, rate):
-        if not rate > 0:
+        if not 0 < rate < np.inf:
             raise ValueError(
-                f"`parameter` (the rate) must be positive. Received: parameter={rate}."
+                "`parameter` (the rate) must be positive and finite. Received: "
+                f"parameter={rate}."
             )
 
     @staticmethod
@@ -232,9 +233,9 @@ class Shifted:
     def fit(self, samples):
         lowest = [np.minimum(q.min(1), k.min(1)) for q, k in samples]
         shift = np.min(lowest, axis=0) - EPSILON
+        below = shift[:, None]
+        super().fit([(q - below, k - below) for q, k in samples])
         self.shift.assign(shift.astype("float32"))
-        shift = shift[:, None]
-        super().fit([(q - shift, k - shift) for q, k in samples])
 
     def key_features(self, x, stats=None):
         x = ops.cast(x, wide_dtype(x))

@@ -81,6 +81,10 @@ class Hybrid(Adaptive):
         return all(part.is_unbiased for part in self._parts())
 
     @property
+    def assumes_equal_lengths(self):
+        return any(part.assumes_equal_lengths for part in self._parts())
+
+    @property
     def output_dim(self):
         *first, last = (e.output_dim for e in self.estimators)
         width = last * (self._rest_constant() != 0)

@@ -6,6 +6,8 @@ overrides it and nothing else of the computation; projections, rotary embeddings
 and gates stay with the class it is mixed into.
 """
 
+import warnings
+
 import keras
 from keras import ops
 
@@ -17,6 +19,8 @@ from keras_rfattn.ops.causal import check_block_size
 from keras_rfattn.ops.masks import interpret_mask
 
 OPTIONS = ("block_size", "window", "sliding")
+# What KerasHub's attention layers call the normalization of their queries.
+NORMALIZATIONS = ("query_norm", "_query_norm", "q_norm", "_query_dense_layer_norm")
 
 
 class LinearAttention:
@@ -50,6 +54,7 @@ class LinearAttention:
     def _build_mechanism(self):
         if not self.feature_map.built:
             self.feature_map.build((None, None, *self._kv_shape()))
+        warn_of_lengths(self)
         mark(self)
 
     def build(self, query_shape, value_shape, key_shape=None):
@@ -141,6 +146,22 @@ class LinearAttention:
             "feature_map": feature_maps.serialize(self.feature_map),
             **self.options,
         }
+
+
+def warn_of_lengths(layer):
+    """Warns of a hybrid whose queries and keys may have any length."""
+    normalizes = any(getattr(layer, name, None) is not None for name in NORMALIZATIONS)
+    if layer.feature_map.assumes_equal_lengths and not normalizes:
+        name = feature_maps.name_of(layer.feature_map)
+        warnings.warn(
+            f"{name!r} in attention whose queries and keys are not normalized: its "
+            "coefficients go by the angle or the distance between them, and its "
+            "variance is small only where all have one length; signed estimates of "
+            "large variance can make a row's denominator vanish. Use 'favorpp_dense' "
+            "with `keras_rfattn.calibrate`, or a model that normalizes queries and "
+            "keys.",
+            stacklevel=2,
+        )
 
 
 def refusal(layer):

@@ -29,6 +29,14 @@ class Counts(Projection):
     def counts(self, shape):
         """The numbers of a call, as a NumPy array."""
         heads, dim, count = shape
+        largest = float(np.max(self.mean(np.asarray(self.parameter, "float64"))))
+        # Beyond, float32 holds no odd numbers; draws may be 30 times their mean.
+        if not largest < LARGEST_COUNT / 32:
+            raise ValueError(
+                f"Counts would be too large for float32: parameter={self.parameter} "
+                f"has a mean of {largest:.3g}. Scale the inputs down, or pass a "
+                "`parameter` of smaller counts."
+            )
         generator = np.random.Generator(np.random.Philox(self.seed))
         counts = [
             self.draw(generator, parameter, (dim, count))
@@ -41,9 +49,15 @@ class Counts(Projection):
         return {**super().get_config(), "parameter": parameter}
 
 
+LARGEST_COUNT = 2**24
+
+
 @keras.saving.register_keras_serializable("keras_rfattn")
 class PoissonCounts(Counts):
     """Counts k with probability `exp(-λ) λᵏ / k!`; the parameter is λ."""
+
+    def mean(self, parameter):
+        return parameter
 
     def draw(self, generator, parameter, size):
         return generator.poisson(parameter, size)
@@ -52,6 +66,9 @@ class PoissonCounts(Counts):
 @keras.saving.register_keras_serializable("keras_rfattn")
 class GeometricCounts(Counts):
     """Counts k with probability `p (1 - p)ᵏ`; the parameter is p."""
+
+    def mean(self, parameter):
+        return 1 / parameter
 
     def draw(self, generator, parameter, size):
         return generator.geometric(parameter, size) - 1

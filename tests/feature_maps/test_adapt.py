@@ -97,6 +97,59 @@ def test_gerf_is_at_least_as_good_as_favor_and_oprf(square, cross):
         assert moment(complex(real, imaginary) + step, s) >= best - 1e-9
 
 
+@pytest.mark.parametrize(
+    "name, wrong, message",
+    [
+        ("poisson", (0, -1.0, np.nan, np.inf), "rate.* must be positive and finite"),
+        ("poisson_positive", (-1.0,), "rate.* must be positive and finite"),
+        ("geometric", (0, 1, -0.1, 2.0, np.nan), "must be between 0 and 1"),
+        ("geometric_positive", (1,), "must be between 0 and 1"),
+    ],
+)
+def test_parameters_outside_their_range(name, wrong, message):
+    for parameter in wrong:
+        with pytest.raises(ValueError, match=f"{message}.*Received: parameter="):
+            maps.get(name, parameter=parameter)
+
+
+@pytest.mark.parametrize("name, parameter", [("poisson", 1e6), ("geometric", 1e-6)])
+def test_counts_too_large(name, parameter):
+    feature_map = maps.get(name, num_features=4, parameter=parameter, seed=0)
+    with pytest.raises(ValueError, match="Counts would be too large .* a mean of 1e"):
+        feature_map.build((None, None, 1, DIM))
+    # Nor is anything changed where data asks for them.
+    feature_map = maps.get("poisson_positive", num_features=4, seed=0)
+    feature_map.build((None, None, 1, DIM))
+    before = [h.to_numpy(w) for w in feature_map.weights]
+    huge = np.linspace(0, 1e4, 3)[None, :, None] * np.ones(DIM)
+    with pytest.raises(ValueError, match="Counts would be too large"):
+        feature_map.adapt([(huge, huge)])
+    for weight, value in zip(feature_map.weights, before, strict=True):
+        np.testing.assert_array_equal(h.to_numpy(weight), value)
+    assert not feature_map.is_calibrated
+
+
+@pytest.mark.parametrize("form", ["complex", "real", "full"])
+def test_a_matrix_that_cannot_be_inverted(form):
+    feature_map = maps.get("complex_exponential", num_features=4, form=form, seed=0)
+    feature_map.build((None, None, 2, DIM))
+    before = h.to_numpy(feature_map.matrix)
+    identity = np.eye(DIM) if form == "full" else np.ones(DIM)
+    singular, small = np.stack([identity] * 2), np.stack([identity] * 2)
+    singular[1, 0] = 0
+    small[1, 0] *= 1e-9
+    for wrong in (singular, small, np.nan * identity + singular):
+        with pytest.raises(ValueError, match="must be invertible. Received"):
+            feature_map.set_matrix(wrong)
+    with pytest.raises(ValueError, match=r"shape \(2, 8.*Received: shape \(8,"):
+        feature_map.set_matrix(identity)
+    if form != "complex":
+        with pytest.raises(ValueError, match="must be real"):
+            feature_map.set_matrix(1j * np.stack([identity] * 2))
+    h.assert_same(feature_map.matrix, before)
+    feature_map.set_matrix(2 * np.stack([identity] * 2))
+
+
 def test_complex_exponential_is_exact_at_the_means():
     data = [(np.full((1, 4, DIM), 0.3), np.full((1, 4, DIM), 0.5))]
     data[0][1][..., ::2] *= -1
