@@ -1,5 +1,6 @@
 """Maps that measure something on data."""
 
+import numpy as np
 from keras import ops
 
 from keras_rfattn.feature_maps.base import FeatureMap
@@ -40,13 +41,18 @@ class Adaptive(FeatureMap):
                 that meet in attention are in one pair.
 
         Raises:
-            ValueError: If there is no sample, or the map is not built or learns
-                nothing.
+            ValueError: If there is no sample or one is not finite, or the map is not
+                built or learns nothing.
         """
         if not self.built or not self.is_adaptive or not samples:
             raise ValueError(
                 f"{type(self).__name__} cannot adapt. Received: {len(samples)} "
                 f"samples, built={self.built}, is_adaptive={self.is_adaptive}."
+            )
+        if not all(np.all(np.isfinite(x)) for pair in samples for x in pair):
+            raise ValueError(
+                f"{type(self).__name__} cannot adapt to queries and keys that are not "
+                "finite. Received: samples with NaN or infinity."
             )
         self.fit(samples)
         self.updates.assign(len(samples))

@@ -1,5 +1,8 @@
 """Setting what feature maps learn from data, without training."""
 
+import keras
+import numpy as np
+
 from keras_rfattn.layers import LinearAttention
 from keras_rfattn.layers import record
 from keras_rfattn.layers.attention import check_model
@@ -29,7 +32,8 @@ def calibrate(model, data, exact=True, max_tokens=1024):
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If nothing in it learns from data, or `data` is empty.
+        ValueError: If nothing in it learns from data, `data` is empty, or a map cannot
+            adapt to it; the model is unchanged then.
     """
     check_model(model)
     layers = [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
@@ -43,7 +47,15 @@ def calibrate(model, data, exact=True, max_tokens=1024):
         raise ValueError(
             "`data` must hold at least one batch with a real token. Received: none."
         )
-    for _, layer, sequences in found:
-        if layer.feature_map.is_adaptive:
-            layer.feature_map.adapt([(s.query, s.key) for s in sequences])
+    weights = [w for layer in layers for w in layer.feature_map.weights]
+    before = [np.array(keras.ops.convert_to_numpy(w)) for w in weights]
+    try:
+        for _, layer, sequences in found:
+            if layer.feature_map.is_adaptive:
+                layer.feature_map.adapt([(s.query, s.key) for s in sequences])
+    except Exception:
+        # No model is left half calibrated.
+        for weight, value in zip(weights, before, strict=True):
+            weight.assign(value)
+        raise
     return model

@@ -68,6 +68,25 @@ def test_deeper_layers_meet_softmax_activations_or_the_models_own():
     assert np.all(np.abs(measured("second") / exact["second"] - 1) > 1e-3)
 
 
+@pytest.mark.parametrize("factor, message", [(1e6, "too large"), (np.nan, "finite")])
+def test_a_map_that_cannot_adapt_leaves_the_model_as_it_was(factor, message):
+    inputs = keras.Input((6, 8))
+    first = keras.layers.MultiHeadAttention(2, 4, name="first")(inputs, inputs)
+    second = keras.layers.MultiHeadAttention(2, 4, name="second")
+    stacked = keras.Model(inputs, second(factor * first, factor * first))
+    keras_rfattn.replace_attention(stacked, "poisson", num_features=2, seed=0)
+
+    def values():
+        return [np.array(keras.ops.convert_to_numpy(w)) for w in stacked.weights]
+
+    before = values()
+    with pytest.raises(ValueError, match=message):
+        keras_rfattn.calibrate(stacked, batches(2), exact=False)
+    for value, expected in zip(values(), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    assert "uncalibrated" in str(keras_rfattn.describe_attention(stacked))
+
+
 def test_errors():
     with pytest.raises(ValueError, match="learns from data"):
         keras_rfattn.calibrate(model("favorplus"), batches(1))
