@@ -17,8 +17,8 @@ class HeadErrors(NamedTuple):
     """Errors of one head on some sequences, each relative; 0 is exact.
 
     Attributes:
-        kernel: Median over pairs of `|estimate / kernel - 1|`; without meaning for
-            maps of another kernel than softmax.
+        kernel: Median over pairs of `|estimate / kernel - 1|`; this and the next
+            three are NaN for maps of another kernel than softmax.
         covered: Fraction of pairs for which the m vectors are enough:
             `‖x + s y‖² <= log m` of what they meet (s = -1 for trigonometric
             features, else 1), where positive features have a relative variance of
@@ -187,9 +187,24 @@ def _errors(feature_map, sequence, head, estimate):
     positive /= np.maximum(positive.sum(-1, keepdims=True), 1e-300)
     gap = np.abs(np.cumsum(positive - attention, axis=-1))
 
+    return HeadErrors(
+        *_kernel_errors(feature_map, head, query, key, ratio, visible, estimate.stats),
+        np.linalg.norm(weights - attention) / np.linalg.norm(attention),
+        np.linalg.norm(approximate - exact) / np.linalg.norm(exact),
+        np.linalg.norm(mean - exact) / np.linalg.norm(exact),
+        np.mean(values[visible] < 0),
+        gap.max(-1).mean(),
+        gap.mean(),
+    )
+
+
+def _kernel_errors(feature_map, head, query, key, ratio, visible, stats):
+    """The first four fields of `HeadErrors`, for `ratio = estimate / kernel`."""
+    if feature_map.kernel != "softmax":
+        return np.nan, np.nan, np.nan, np.nan
     covered = visible & is_covered(feature_map, query, key, head)
     rows, keys = np.nonzero(covered)
-    predict = predicted_variance(feature_map, head, estimate.stats)
+    predict = predicted_variance(feature_map, head, stats)
     squares = np.full(len(rows), np.nan)
     if predict is not None:
         squares = predict(query[rows], key[keys])
@@ -200,15 +215,5 @@ def _errors(feature_map, sequence, head, estimate):
     if covered.any():
         measured = np.sqrt(np.mean((ratio[covered] - 1) ** 2))
         predicted = np.sqrt(np.mean(squares))
-    return HeadErrors(
-        np.median(np.abs(ratio[visible] - 1)),
-        covered.sum() / visible.sum(),
-        measured,
-        predicted,
-        np.linalg.norm(weights - attention) / np.linalg.norm(attention),
-        np.linalg.norm(approximate - exact) / np.linalg.norm(exact),
-        np.linalg.norm(mean - exact) / np.linalg.norm(exact),
-        np.mean(values[visible] < 0),
-        gap.max(-1).mean(),
-        gap.mean(),
-    )
+    median = np.median(np.abs(ratio[visible] - 1))
+    return median, covered.sum() / visible.sum(), measured, predicted

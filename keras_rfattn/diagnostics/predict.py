@@ -38,7 +38,8 @@ def predicted_variance(feature_map, head=0, stats=None):
         with np.errstate(over="ignore"):
             log_variance = variance.log_variance(moment(x, y), x, y)
             independent = np.exp(log_variance - 2 * np.sum(x * y, -1))
-        return (independent + covariance(x, y)) / feature_map.num_features
+        total = np.maximum(independent + covariance(x, y), 0)
+        return total / feature_map.num_features
 
     def in_slices(query, key):
         shape = query.shape[:-1]

@@ -29,8 +29,8 @@ COLUMNS = {
 def cells(errors):
     """Numbers of a row, and why where there is none."""
     result = [f"{e:.3g}" for e in errors]
-    for i, field in enumerate(HeadErrors._fields):
-        if field in ("measured", "predicted") and np.isnan(errors[i]):
+    for i in range(len(errors)):
+        if np.isnan(errors[i]):
             result[i] = "width too small" if errors.covered == 0 else "unknown"
     return result
 
@@ -86,17 +86,19 @@ class ApproximationReport:
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
             for row in table
         ]
-        return "\n".join(
-            [
-                f"Approximation of softmax attention in {self.model}",
-                *(line.rstrip() for line in lines),
-                "errors are relative, 0 is exact; no attention at all (mean of V) and "
-                "zero (1) are the controls",
+        lines = [
+            f"Approximation of softmax attention in {self.model}",
+            *(line.rstrip() for line in lines),
+            "errors are relative, 0 is exact; no attention at all (mean of V) and "
+            "zero (1) are the controls",
+        ]
+        if np.isfinite(self.mean.covered):
+            lines.append(
                 "kernel: median over all pairs; measured and predicted: root mean "
                 f"square over the {self.mean.covered:.1%} covered ones, with "
-                "‖x + y‖² <= log m; for all others: width too small",
-            ]
-        )
+                "‖x + y‖² <= log m; for all others: width too small"
+            )
+        return "\n".join(lines)
 
     __repr__ = __str__
 
