@@ -49,8 +49,8 @@ def here(tmp_path_factory):
 
 @pytest.mark.parametrize("other", ["jax", "tensorflow", "torch"])
 def test_layers_agree(other, here, tmp_path):
-    if other == keras.backend.backend():
-        pytest.skip("the same backend")
+    if other <= keras.backend.backend():
+        pytest.skip("the same backend, or this pair is the other's to test")
     pytest.importorskip(other)
     there = results(other, tmp_path / "there.npz")
     assert len(here) == len(there) >= 2 * len(feature_maps.FEATURE_MAPS)

@@ -23,7 +23,7 @@ SENTENCES = [
     "How do I reset the password of my account?",
     "The parliament passed a new law about water.",
 ]
-WIDTHS = (64, 128, 256, 512, 1024)
+WIDTHS = (64, 256, 1024)
 DRAWS = 16
 SLOPE = (-0.6, -0.35)
 
