@@ -48,10 +48,11 @@ def here(tmp_path_factory):
 
 
 @pytest.mark.parametrize("other", ["jax", "tensorflow", "torch"])
-def test_layers_agree(other, here, tmp_path):
+def test_layers_agree(other, request, tmp_path):
     if other <= keras.backend.backend():
         pytest.skip("the same backend, or this pair is the other's to test")
     pytest.importorskip(other)
+    here = request.getfixturevalue("here")
     there = results(other, tmp_path / "there.npz")
     assert len(here) == len(there) >= 2 * len(feature_maps.FEATURE_MAPS)
     for name, expected in here.items():
