@@ -29,9 +29,10 @@ at random and plain.
   those with the smallest bound in theorem 3.5 are taken. `--cost projections` does not
   count the products, as factors ±1 only flip signs.
 
-Cost: two or three minutes on one core. Expected: the paper's order on both sets; with
-`--scaling standard` the hybrids still come first, and no other place is certain; with
-`--baseline favor` (trigonometric) ORF is ahead of the hybrids on Boston.
+Cost: two or three minutes on one core. Expected: the paper's order on both sets. With
+`--scaling standard` HRF-ort stays first and HRF-iid falls behind all others; with
+`--baseline favor` (trigonometric) ORF is level with HRF-iid on wine and ahead of both
+hybrids on Boston.
 """
 
 import argparse
