@@ -26,7 +26,7 @@ COLUMNS = {
 }
 
 
-def cells(errors):
+def _cells(errors):
     """Numbers of a row, and why where there is none."""
     result = [f"{e:.3g}" for e in errors]
     for i in range(len(errors)):
@@ -76,10 +76,10 @@ class ApproximationReport:
     def __str__(self):
         head = ("layer", "mechanism", "width", *COLUMNS.values())
         body = [
-            (path, mechanism, str(width), *cells(errors))
+            (path, mechanism, str(width), *_cells(errors))
             for path, mechanism, width, errors in self.layers()
         ]
-        body.append(("mean", "", "", *cells(self.mean)))
+        body.append(("mean", "", "", *_cells(self.mean)))
         table = [head, *body]
         widths = [max(len(row[i]) for row in table) for i in range(len(head))]
         lines = [

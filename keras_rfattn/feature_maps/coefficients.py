@@ -20,7 +20,6 @@ class Coefficient(FeatureMap):
     kernel = "coefficient"
     is_positive = False
     is_symmetric = False
-    assumes_equal_lengths = True
     constant = 0.0
 
     def averaged(self, values):
@@ -45,6 +44,7 @@ class AngularCoefficient(Coefficient):
     """
 
     constant = 0.5
+    assumes_equal_lengths = True
 
     def query_features(self, x, stats=None):
         return scale(self.key_features(x), -1 / 2)
@@ -72,6 +72,8 @@ class GaussianCoefficient(Coefficient):
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 67 to 70.
     """
+
+    assumes_equal_lengths = True
 
     def __init__(self, num_features=None, sigma=1.0, radius=None, **kwargs):
         super().__init__(num_features, **kwargs)

@@ -172,7 +172,7 @@ def test_orthogonal_vectors_are_predicted_as_such():
         feature_map = feature_maps.Favor(64, projection=projection, seed=0)
         feature_map.build((None, None, 2, 4))
         predicted.append(errors.head_errors(feature_map, [s], 0).predicted)
-    assert predicted[1] < 0.8 * predicted[0]
+    assert 0.05 < predicted[1] < 0.8 * predicted[0]
 
 
 @pytest.mark.parametrize("name", h.NAMES)

@@ -332,7 +332,7 @@ def test_hybrids_warn_where_lengths_may_differ():
     assert "'hybrid_angular' in attention" in str(warning.message)
     assert "only where all have one length" in str(warning.message)
     assert caught(sequential(), feature_maps.Conditioned("hybrid_gaussian", "center"))
-    for name in ("favorpp", "favorpp_dense", "complex_exponential"):
+    for name in ("favorpp", "favorpp_dense", "hybrid_clustered"):
         assert not caught(sequential(), name)
     # A layer that normalizes its queries and keys.
     model = sequential()
