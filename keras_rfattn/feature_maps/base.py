@@ -17,8 +17,12 @@ which algorithm will sum them. Every row of the registry is tested for these law
    on every backend for the same seed. Nothing random happens in a call.
 5. Projection and exponent are computed in float32.
 6. What a map learns of data is a weight, set by `adapt`; see `adaptive.py`.
+7. A token that is not finite is marked in `Features.spoiled`, whatever the map's own
+   arithmetic would make of it, and entries beyond ±1e13 count as that. `FeatureMap`
+   sees to both, around the methods of its subclasses.
 """
 
+import functools
 import math
 
 import keras
@@ -28,7 +32,10 @@ from keras import ops
 from keras_rfattn import projections
 from keras_rfattn.feature_maps.function import FeatureFunction
 from keras_rfattn.ops.backend import precise_einsum
+from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.exact import Softmax
+from keras_rfattn.ops.features import bounded
+from keras_rfattn.ops.features import spoils
 from keras_rfattn.ops.types import Deferred
 
 DEFAULT_NUM_FEATURES = 256
@@ -55,6 +62,14 @@ class FeatureMap(keras.layers.Layer):
     is_symmetric = True
     # Whether estimates are precise only for queries and keys of one length.
     assumes_equal_lengths = False
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        for name in ("query_features", "key_features"):
+            # Looked up, as it may come from a mixin; those of this class only call.
+            method = getattr(cls, name)
+            if method is not getattr(FeatureMap, name) and not hasattr(method, "law"):
+                setattr(cls, name, _of_finite_tokens(method))
 
     def __init__(self, num_features=None, projection="orthogonal", seed=None, **kwargs):
         super().__init__(**kwargs)
@@ -258,9 +273,16 @@ def derive_seed(*entropy):
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
-def bounded(x):
-    """Clips entries to ±1e15, whose squares are finite: a phase of `inf` is NaN."""
-    return ops.clip(x, -1e15, 1e15)
+def _of_finite_tokens(method):
+    """`query_features` or `key_features` by law 7."""
+
+    @functools.wraps(method)
+    def features(self, x, stats=None):
+        x = ops.cast(x, wide_dtype(x))
+        return method(self, bounded(x), stats)._replace(spoiled=spoils(x))
+
+    features.law = 7
+    return features
 
 
 def half_square(x):

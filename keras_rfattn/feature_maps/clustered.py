@@ -10,7 +10,6 @@ from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
-from keras_rfattn.feature_maps.base import bounded
 from keras_rfattn.feature_maps.base import derive_seed
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.complex_exponential import diagonal
@@ -137,7 +136,7 @@ class HybridClustered(Adaptive):
         return self._features(x, self.key_centers, self.key_active, is_key=True)
 
     def _features(self, x, centers, active, is_key):
-        x = bounded(ops.cast(x, wide_dtype(x)))
+        x = ops.cast(x, wide_dtype(x))
         centers, active, a = (
             ops.cast(self.per_head(p, x), x.dtype)
             for p in (centers, active, self.matrix)
@@ -155,7 +154,7 @@ class HybridClustered(Adaptive):
         if not self.is_positive:
             phase = self.project(imaginary)
             phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
-        values, log_scale = exponential(exponent, phase, is_key)
+        values, log_scale, _ = exponential(exponent, phase, is_key)
         active = ops.moveaxis(active, -1, 0)[..., None]
         log_scale = ops.where(active, log_scale, LOWEST)
         shape = (*ops.shape(x)[:-1], self.output_dim)

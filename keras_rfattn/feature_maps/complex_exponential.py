@@ -6,7 +6,6 @@ from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
-from keras_rfattn.feature_maps.base import bounded
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.moments import balance
 from keras_rfattn.feature_maps.moments import mean_of
@@ -112,7 +111,7 @@ class ComplexExponential(Adaptive):
         return self._features(x, is_key=True)
 
     def _features(self, x, is_key):
-        x = bounded(ops.cast(x, wide_dtype(x)))
+        x = ops.cast(x, wide_dtype(x))
         if self.form == "full":
             matrix = self.per_head(self.inverse if is_key else self.matrix, x)
             real = precise_einsum("...nh,nih->...ni", x, matrix)

@@ -11,7 +11,10 @@ from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.ops.backend import precise_einsum
 from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.features import LARGEST
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.features import bounded
+from keras_rfattn.ops.features import spoils
 
 POLICIES = ("auto", "batch", "stored")
 
@@ -143,18 +146,22 @@ class FavorPP(Adaptive):
     def update(self, measured, real=True):
         """Moves the stored statistic towards `measured`, by a moving average.
 
-        Nothing moves unless `real`: a batch may hold padding alone.
+        Nothing moves unless `real`: a batch may hold padding alone. Nor if the batch is
+        not finite: an optimizer that scales losses skips such a step.
         """
+        real = ops.logical_and(real, ops.all(ops.isfinite(measured)))
         count = ops.cast(self.updates, "float32")
         keep = ops.minimum(count / (count + 1), self.momentum)
         keep = ops.where(real, keep, 1.0)
         new = keep * self.mean_square + (1 - keep) * ops.cast(measured, "float32")
-        self.mean_square.assign(new)
+        self.mean_square.assign(ops.where(real, new, self.mean_square))
         self.updates.assign(self.updates + ops.cast(real, "int32"))
 
     def optimal_a(self, z):
         """The A of least variance for a mean square z (equation 7)."""
         d = 1 if self.per_direction else self.head_dim
+        # Beyond it squares overflow.
+        z = ops.minimum(z, 1e15)
         root = ops.sqrt(ops.square(2 * z + d) + 8 * d * z)
         rho = 2 * d / (root + 2 * z + d)
         return (1 - 1 / rho) / 8
@@ -179,8 +186,9 @@ class FavorPP(Adaptive):
             ops.repeat(p, x.shape[-2] // self.num_heads, axis=1)[:, None]
             for p in (root, constant)
         )
-        exponent = self.project(x * root) + constant - half_square(x)
-        return Features(None, exponent - math.log(self.num_features) / 2)
+        exponent = self.project(x * root) + constant
+        shared = half_square(x) + math.log(self.num_features) / 2
+        return Features(None, exponent - shared)
 
     def get_config(self):
         return {
@@ -195,11 +203,19 @@ def masked_moments(x, mask):
     """Means of squares and of entries over the real tokens of x: `(B, N, H)` each."""
     x = ops.cast(x, "float32")
     if mask is None:
-        return ops.mean(ops.square(x), 1), ops.mean(x, 1)
+        return _of_finite(ops.mean(ops.square(x), 1), ops.mean(x, 1))
     mask = ops.cast(mask, "bool")
     x = ops.where(mask[:, :, None, None], x, 0)
     count = ops.maximum(ops.sum(ops.cast(mask, "float32"), axis=1), 1)[:, None, None]
-    return ops.sum(ops.square(x), axis=1) / count, ops.sum(x, axis=1) / count
+    return _of_finite(
+        ops.sum(ops.square(x), axis=1) / count, ops.sum(x, axis=1) / count
+    )
+
+
+def _of_finite(square, mean):
+    """Moments whose sums and products are finite, but NaN where an entry was not."""
+    spoiled = spoils(mean[..., None])[..., 0]
+    return ops.minimum(square, LARGEST**2) + spoiled, bounded(mean) + spoiled
 
 
 def mean_over_rows(measured, query_mask, key_mask):

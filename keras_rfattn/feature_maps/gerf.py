@@ -8,7 +8,6 @@ from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
-from keras_rfattn.feature_maps.base import bounded
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.kernels.variance import log_moment_of_z
@@ -73,7 +72,7 @@ class Gerf(Adaptive):
         return self._features(x, is_key=True)
 
     def _features(self, x, is_key):
-        x = bounded(ops.cast(x, wide_dtype(x)))
+        x = ops.cast(x, wide_dtype(x))
         real, imaginary, s = (
             ops.cast(self.per_head(self.parameters[:, i : i + 1], x), x.dtype)
             for i in range(3)

@@ -4,10 +4,11 @@ import keras
 from keras import ops
 
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.base import bounded
 from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.exact import Polynomial as PolynomialKernel
 from keras_rfattn.ops.exact import unit
+from keras_rfattn.ops.features import bounded
+from keras_rfattn.ops.features import spoils
 from keras_rfattn.ops.types import Squared
 
 DEFAULT_DEGREE = 4
@@ -64,7 +65,10 @@ class PolynomialFeatureMap(FeatureMap):
 
     def prepare(self, query, key):
         """Layer normalization of queries and keys, in float32."""
-        return self.query_norm(bounded(query)), self.key_norm(bounded(key))
+        return (
+            norm(bounded(x)) + ops.cast(spoils(x), "float32")
+            for norm, x in ((self.query_norm, query), (self.key_norm, key))
+        )
 
     def get_config(self):
         return {**super().get_config(), "degree": self.degree}

@@ -43,7 +43,7 @@ class FavorPlus(FeatureMap):
         if self.pair:
             exponent = ops.concatenate([exponent, -exponent], axis=-1)
         square = half_square(ops.cast(x, exponent.dtype))
-        return Features(None, exponent - square - math.log(self.output_dim) / 2)
+        return Features(None, exponent - (square + math.log(self.output_dim) / 2))
 
     def get_config(self):
         return {**super().get_config(), "pair": self.pair}

@@ -83,6 +83,7 @@ def no_sums(key, value):
         ops.zeros((*lead, key.width, value.shape[-1]), dtype=dtype),
         ops.zeros((*lead, key.width), dtype=dtype),
         ops.zeros((*lead, scale.shape[-1]), dtype=dtype),
+        ops.zeros(lead, dtype=dtype),
     )
 
 

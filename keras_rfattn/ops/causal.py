@@ -126,8 +126,7 @@ def _attend(sums, query, key, value, mask, groups, span, exact):
     if mask is None:
         mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
     # Hidden rows leave before any product.
-    key = f.masked(key, mask)
-    value = f.hide(value, mask)
+    key, value = f.admit(key, value, mask)
     prefix, last = prefix_sums(f.summarize(key, value, mask), f.Sums(*sums))
     reading = read_block(prefix, query, key, value, mask, groups, span, exact)
     reading = f.Reading(*(keep(x) for x in reading))

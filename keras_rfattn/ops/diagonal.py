@@ -59,6 +59,9 @@ def read_block(prefix, query, key, value, mask, groups, span, exact):
     own = weigh_values(weights, mask, value, shift)
     if not shared_scale:
         own = _replace_rows(own, beyond, query, key, value, mask, groups, exact)
+    spoiled = ops.repeat(f.onward(key.spoiled), groups, axis=-2)
+    spoiled = ops.cast(spoiled, own.numerator.dtype)
+    own = own._replace(numerator=own.numerator + spoiled)
     before = f.read(f.rebase(prefix, reference), query, shift, dtype)
     return f.combine(before, own)
 
@@ -114,7 +117,8 @@ def _replace_rows(own, beyond, query, key, value, mask, groups, exact):
     signed = query.values is not None
     # Else JAX would keep the residuals of the branch not taken.
     remat = keras.remat if keras.backend.backend() == "jax" else (lambda x: x)
-    operands = [x for x in (*query, *key, value) if x is not None]
+    operands = [*query[:2], *key[:2], value]
+    operands = [x for x in operands if x is not None]
     replacement = f.Reading(*remat(chosen)(*operands))
 
     def select(a, b):

@@ -13,6 +13,7 @@ from keras_rfattn.ops import features as f
 from keras_rfattn.ops.backend import accumulated_matmul
 from keras_rfattn.ops.backend import elementwise_max
 from keras_rfattn.ops.backend import precise_einsum
+from keras_rfattn.ops.backend import wide_dtype
 
 LEAST = 1e-30  # norm of a vector, which may be zero
 
@@ -72,13 +73,13 @@ def unit(x):
 
 
 def read_exactly(kernel, query, key, value, visible):
-    """The `Reading` of queries by the kernel.
+    """The `Reading` of finite queries, keys and values by the kernel.
 
     Args:
         kernel: `Softmax()` or `Polynomial(degree)`.
         query: Array of shape `(..., R, H)`.
-        key: Array of shape `(..., S, H)`; hidden ones finite.
-        value: Array of shape `(..., S, V)`; hidden ones finite.
+        key: Array of shape `(..., S, H)`.
+        value: Array of shape `(..., S, V)`.
         visible: Boolean array that broadcasts to `(..., R, S)`.
     """
     weights, shift = kernel(query, key, visible)
@@ -111,16 +112,46 @@ def exact_attention(query, key, value, kernel, key_mask=None, causal=False):
     dtype, value = value.dtype, f.representable(value)
     query = f.split_heads(query, num_kv_heads)
     key, value = (f.split_heads(x, num_kv_heads) for x in (key, value))
+    mask = f.heads_mask(key_mask)
+    tokens = query, key, value
     visible = ops.ones((1, ops.shape(key)[2]), dtype="bool")
     if causal:
         tokens = ops.repeat(ops.arange(length), groups)
         visible = tokens[:, None] >= ops.arange(length)[None, :]
-    if key_mask is not None:
-        mask = f.heads_mask(key_mask)
-        key, value = f.hide(key, mask), f.hide(value, mask)
+    if mask is not None:
         visible = visible & mask[..., None, :]
-    output = f.normalize(read_exactly(kernel, query, key, value, visible), kernel)
+    reading = read_exactly(kernel, *finite_tokens(*tokens), visible)
+    output = f.normalize(reading, kernel)
+    output = output + spoiled(*tokens, mask, groups, causal)
     return ops.cast(f.merge_heads(output, num_heads, length), dtype)
+
+
+def finite_tokens(query, key, value):
+    """Queries, keys and values as `read_exactly` takes them."""
+    return f.bounded(query), f.bounded(key), f.finite_values(value)
+
+
+def spoiled(query, key, value, mask, groups, causal):
+    """NaN for rows that see a query, key or value which is not finite, else 0.
+
+    Args:
+        query: Array of shape `(..., R · G, H)`.
+        key: Array of shape `(..., S, H)`.
+        value: Array of shape `(..., S, V)`.
+        mask: Boolean array that broadcasts to `(..., S)`, or `None`.
+        groups: G.
+        causal: Whether query i of the last R tokens sees keys up to its own only.
+
+    Returns:
+        Array of shape `(..., R · G, 1)`.
+    """
+    keys = f.hide(f.spoils(key) + ops.cast(f.spoils(value), wide_dtype(key)), mask)
+    if causal:
+        keys = f.onward(keys)[..., -(ops.shape(query)[-2] // groups) :, :]
+        keys = ops.repeat(keys, groups, axis=-2)
+    else:
+        keys = ops.sum(keys, axis=-2, keepdims=True)
+    return f.spoils(query) + keys
 
 
 def softmax_attention(query, key, value, key_mask=None, causal=False):

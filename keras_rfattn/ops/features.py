@@ -10,6 +10,10 @@ feature relative to its own maximum. `read` looks queries up in such sums, with 
 maxima absorbed into the query's exponent: the largest exponent becomes 0 and
 meets a sum that holds a 1, so a denominator of a positive map is at least 1.
 `combine` adds two readings of disjoint sets of keys.
+
+What is not finite must reach the rows that see it and no other, but 0 · NaN is NaN.
+So tokens that are not finite enter products as some finite token, and a NaN that
+stands for them is summed beside (`spoiled`) and added to what sees them.
 """
 
 import keras
@@ -17,6 +21,7 @@ from keras import ops
 
 from keras_rfattn.ops.backend import accumulated_matmul
 from keras_rfattn.ops.backend import elementwise_max
+from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.types import Features
 from keras_rfattn.ops.types import Reading
 from keras_rfattn.ops.types import Squared
@@ -26,22 +31,84 @@ from keras_rfattn.ops.types import self_tensor
 # Stands for -inf in exponents. Finite, so that a difference of two is 0, not NaN.
 LOWEST = -1e30
 
+# Entries of queries and keys beyond this count as this: their squares, summed over a
+# head, stay far above `LOWEST`.
+LARGEST = 1e13
+
 # Below this fraction of the sum of magnitudes a signed denominator is rounding
 # noise in float32, whose resolution is 6e-8 per term.
 GUARD = 1e-6
 
 
 def finite(features):
-    """Clips exponents to finite numbers, so that keys of 1e30 give 0, not NaN."""
-    log_scale = ops.clip(features.log_scale, LOWEST, -LOWEST)
-    return features._replace(log_scale=log_scale)
+    """Clips exponents to finite numbers, whose differences are no NaN; NaN stays."""
+    log_scale = features.log_scale
+    clipped = ops.clip(log_scale, LOWEST, -LOWEST)
+    if keras.backend.backend() == "jax":
+        # XLA may take the larger of NaN and a number to be the number.
+        clipped = ops.where(ops.isnan(log_scale), log_scale, clipped)
+    return features._replace(log_scale=clipped)
+
+
+def spoils(x):
+    """NaN for tokens `(..., D)` that are not finite, else 0: `(..., 1)`."""
+    zero, nan = (ops.convert_to_tensor(c, wide_dtype(x)) for c in (0, float("nan")))
+    return ops.where(_all_within(x, float("inf")), zero, nan)
+
+
+def onward(spoiled):
+    """NaN from the first NaN on, `(..., S, 1)`: what a cumulative sum would make."""
+    # Which XLA computes in S² steps.
+    position = ops.arange(ops.shape(spoiled)[-2], dtype="int32")[:, None]
+    found = ops.where(ops.isnan(spoiled), position, position[-1:] + 1)
+    first = ops.min(found, axis=-2, keepdims=True)
+    nan = ops.convert_to_tensor(float("nan"), spoiled.dtype)
+    return ops.where(position >= first, nan, ops.zeros_like(spoiled))
+
+
+def bounded(x):
+    """Queries or keys with entries in ±`LARGEST`, and 0 for NaN."""
+    # Without gradient where something is cut off, which costs less than one.
+    cut = ops.nan_to_num(ops.clip(ops.stop_gradient(x), -LARGEST, LARGEST), nan=0.0)
+    return ops.where(_all_within(x, LARGEST), x, cut)
+
+
+def finite_values(value):
+    """Values `(..., V)` with 0 for tokens that are not finite."""
+    return ops.where(_all_within(value, float("inf")), value, 0)
+
+
+def _all_within(x, limit):
+    """Whether all entries of a token are smaller than a limit, `(..., 1)`."""
+    x = ops.abs(ops.stop_gradient(x))
+    if keras.backend.backend() == "torch":
+        # Fewer passes. The largest of NaN and others is NaN here, but not in XLA.
+        return ops.max(x, axis=-1, keepdims=True) < limit
+    return ops.all(x < limit, axis=-1, keepdims=True)
+
+
+def admit(key, value, mask=None):
+    """What `summarize` takes: hidden rows in no product, and no value not finite.
+
+    Args:
+        key: `Features` of shape `(..., S, M)`.
+        value: Array of shape `(..., S, V)`.
+        mask: Boolean array of shape `(..., S)`, true for visible keys; hidden keys and
+            values may hold anything.
+
+    Returns:
+        `Features` whose `spoiled` tells of their values too, and the values.
+    """
+    key, value = masked(key, mask), hide(value, mask)
+    spoiled = spoils(value)
+    if key.spoiled is not None:
+        spoiled = spoiled + ops.cast(key.spoiled, spoiled.dtype)
+    return key._replace(spoiled=spoiled), finite_values(value)
 
 
 def map_features(function, features):
-    """Applies a function of one array to both parts of `Features`."""
-    values, log_scale = features
-    values = None if values is None else function(values)
-    return type(features)(values, function(log_scale))
+    """Applies a function of one array to all parts of `Features`."""
+    return type(features)(*(None if x is None else function(x) for x in features))
 
 
 def plain(features):
@@ -72,8 +139,10 @@ def masked_log_scale(key, mask):
 
 def masked(key, mask):
     """Keys whose hidden rows are in no product and no maximum."""
-    values = None if key.values is None else hide(key.values, mask)
-    return type(key)(values, masked_log_scale(key, mask))
+    values, spoiled = (
+        None if x is None else hide(x, mask) for x in (key.values, key.spoiled)
+    )
+    return type(key)(values, masked_log_scale(key, mask), spoiled)
 
 
 def hide(array, mask):
@@ -85,14 +154,13 @@ def summarize(key, value, mask=None):
     """Sums keys and values over S.
 
     Args:
-        key: `Features` of shape `(..., S, M)`.
-        value: Array of shape `(..., S, V)`; its dtype is the compute dtype.
-        mask: Boolean array of shape `(..., S)`, true for visible keys.
+        key: `Features` of shape `(..., S, M)`, as `admit` gives them.
+        value: Array of shape `(..., S, V)`, likewise; its dtype is the compute dtype.
+        mask: The mask given to `admit`.
 
     Returns:
         `Sums`, in float32 (float64 for float64 features).
     """
-    key, value = masked(key, mask), hide(value, mask)
     maximum = ops.stop_gradient(ops.max(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
     rows = expand(key, shift, value.dtype)
@@ -107,7 +175,10 @@ def summarize(key, value, mask=None):
         magnitude = normalizer
     else:
         magnitude = ops.sum(hide(expand(scale, shift, dtype), mask), axis=-2)
-    return Sums(maximum, numerator, normalizer, magnitude)
+    spoiled = ops.zeros(ops.shape(normalizer)[:-1], dtype=dtype)
+    if key.spoiled is not None:
+        spoiled = ops.sum(ops.cast(key.spoiled[..., 0], dtype), axis=-1)
+    return Sums(maximum, numerator, normalizer, magnitude, spoiled)
 
 
 def merge_sums(a, b):
@@ -119,7 +190,14 @@ def merge_sums(a, b):
         a.numerator * left[..., None] + b.numerator * right[..., None],
         a.normalizer * left + b.normalizer * right,
         a.magnitude * left + b.magnitude * right,
+        a.spoiled + b.spoiled,
     )
+
+
+def settle(sums):
+    """The first four `Sums`, with what was not finite in them."""
+    numerator = sums.numerator + sums.spoiled[..., None, None]
+    return sums.maximum, numerator, sums.normalizer, sums.magnitude
 
 
 def rebase(sums, maximum):
@@ -130,6 +208,7 @@ def rebase(sums, maximum):
         sums.numerator * factor[..., None],
         sums.normalizer * factor,
         sums.magnitude * factor,
+        sums.spoiled,
     )
 
 
@@ -156,6 +235,10 @@ def read(sums, query, shift, dtype):
     rows = expand(shifted, shift[..., None], dtype)
     numerator = accumulated_matmul(rows, ops.cast(sums.numerator, dtype))
     wide = numerator.dtype
+    spoiled = ops.cast(sums.spoiled, wide)[..., None, None]
+    if query.spoiled is not None:
+        spoiled = spoiled + ops.cast(query.spoiled, wide)
+    numerator = numerator + spoiled
     column = ops.cast(ops.expand_dims(sums.normalizer, -1), wide)
     denominator = accumulated_matmul(ops.cast(rows, wide), column)[..., 0]
     if query.values is None:
@@ -182,7 +265,7 @@ def combine(a, b):
 
 
 def normalize(reading, features):
-    """Numerator over denominator; 0 for a row that sees no key.
+    """Numerator over denominator; 0 for a row that sees no key, as its numerator is.
 
     A positive map's denominator is used as it is. A signed map's denominator D can
     come near 0 by cancellation; with `bound = Σ_j Σ_m exp(log_scale_i + log_scale_j)`
@@ -210,7 +293,7 @@ def normalize(reading, features):
         shift = ops.where(seen, reading.shift, 0)
         denominator = denominator + ops.cast(ops.exp(-shift), denominator.dtype)
     denominator = ops.where(seen, denominator, 1)
-    return ops.where(seen[..., None], reading.numerator / denominator[..., None], 0)
+    return reading.numerator / denominator[..., None]
 
 
 def heads_first(features, num_kv_heads):

@@ -32,7 +32,9 @@ from keras_rfattn.ops.blocks import one_block
 from keras_rfattn.ops.blocks import prefix_sums
 from keras_rfattn.ops.blocks import take_apart
 from keras_rfattn.ops.exact import exact_attention
+from keras_rfattn.ops.exact import finite_tokens
 from keras_rfattn.ops.exact import read_exactly
+from keras_rfattn.ops.exact import spoiled
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.types import Deferred
 
@@ -201,15 +203,16 @@ def _local(
 
     def sums_of(key, value, mask):
         mask = mask[..., 0]
-        return f.summarize(f.masked(compute_key(key), mask), value, mask)
+        return f.summarize(*f.admit(compute_key(key), value, mask), mask)
 
     def read(sums, query, exact_query, key, value, mask):
         query = compute_query(query)
         far = f.read(sums, query, f.query_shift(query, sums.maximum), value.dtype)
         visible = ops.swapaxes(mask, -1, -2) & within
-        near = read_exactly(kernel, exact_query, key, value, visible)
+        tokens, mask = (exact_query, key, value), mask[..., 0]
+        near = read_exactly(kernel, *finite_tokens(*tokens), visible)
         reading = f.Reading(*(keep(x) for x in f.combine(far, near)))
-        return f.normalize(reading, query)
+        return f.normalize(reading, query) + spoiled(*tokens, mask, groups, causal)
 
     def forward(sums, far, rows):
         before, last = prefix_sums(sums_of(*far), f.Sums(*sums))
@@ -268,19 +271,24 @@ def mixed(query_features, key_features, value, key_mask, near, local):
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     dtype, value = value.dtype, f.representable(value)
     query = f.heads_first(query_features, num_kv_heads)
-    key = f.heads_first(key_features, num_kv_heads)
-    value = f.split_heads(value, num_kv_heads)
+    features = f.heads_first(key_features, num_kv_heads)
+    exact_query, exact_key, value = (
+        f.split_heads(x, num_kv_heads) for x in (local.query, local.key, value)
+    )
+    mask, groups = f.heads_mask(key_mask), num_heads // num_kv_heads
+    spoiled_by = spoiled(exact_query, exact_key, value, mask, groups, causal=False)
+    exact_query, exact_key, value = finite_tokens(exact_query, exact_key, value)
     far, close = f.heads_mask(key_mask & ~near), f.heads_mask(key_mask & near)
-    sums = f.summarize(key, value, far)
+    sums = f.summarize(*f.admit(features, value, far), far)
     reading = f.read(sums, query, f.query_shift(query, sums.maximum), value.dtype)
     exact = read_exactly(
         local.kernel,
-        f.split_heads(local.query, num_kv_heads),
-        f.hide(f.split_heads(local.key, num_kv_heads), close),
-        f.hide(value, close),
+        exact_query,
+        exact_key,
+        value,
         close[..., None, :],
     )
-    output = f.normalize(f.combine(reading, exact), query)
+    output = f.normalize(f.combine(reading, exact), query) + spoiled_by
     return ops.cast(f.merge_heads(output, num_heads, 1), dtype)
 
 

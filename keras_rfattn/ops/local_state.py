@@ -12,7 +12,9 @@ from typing import NamedTuple
 from keras import ops
 
 from keras_rfattn.ops import features as f
+from keras_rfattn.ops.exact import finite_tokens
 from keras_rfattn.ops.exact import read_exactly
+from keras_rfattn.ops.exact import spoiled
 
 
 class LocalState(NamedTuple):
@@ -100,15 +102,16 @@ def extend_local_state(state, key_features, value, key, key_mask=None):
     features = f.heads_first(key_features, num_kv_heads)
     value, key = (f.split_heads(x, num_kv_heads) for x in (value, key))
     wide = f.representable(value)
-    old = [f.Sums(*(x[:, :, i] for x in state[:4])) for i in range(near + 1)]
-    empty = f.Sums(*(x[:, :, 0] for x in _empty_like(state)[:4]))
+    old = [_sums(state, i) for i in range(near + 1)]
+    empty = _sums(_empty_like(state), 0)
     sums = []
     for place in range(near + 1):
-        total = f.summarize(features, wide, f.heads_mask(new & (moved.place == place)))
+        mask = f.heads_mask(new & (moved.place == place))
+        total = f.summarize(*f.admit(features, wide, mask), mask)
         for origin, part in enumerate(old):
             stays = moved.place_of(origin) == place
             total = f.merge_sums(total, _where(stays, part, empty))
-        sums.append(f.Sums(*(ops.cast(x, "float32") for x in total)))
+        sums.append([ops.cast(x, "float32") for x in f.settle(total)])
     return LocalState(
         *(ops.stack(parts, axis=2) for parts in zip(*sums, strict=True)),
         moved.keep(state.key, f.hide(key, new[:, None])),
@@ -163,6 +166,12 @@ class _Move:
         return ops.take_along_axis(both, self.source[:, None, :, None], axis=2)
 
 
+def _sums(state, place):
+    """The sums of one place."""
+    sums = [x[:, :, place] for x in state[:4]]
+    return f.Sums(*sums, ops.zeros_like(sums[2][..., 0]))
+
+
 def _empty_like(state):
     """The state before any token, of the shapes of another."""
     return LocalState(
@@ -192,11 +201,13 @@ def read_local_state(state, query_features, query, kernel):
     """
     num_kv_heads, value = state.key.shape[1], f.representable(state.value)
     features = f.heads_first(query_features, num_kv_heads)
-    far = f.Sums(*(x[:, :, 0] for x in state[:4]))
+    far = _sums(state, 0)
     far = f.read(far, features, f.query_shift(features, far.maximum), value.dtype)
-    visible = state.visible[:, None, None, :]
-    query = f.split_heads(query, num_kv_heads)
-    near = read_exactly(kernel, query, state.key, value, visible)
-    output = f.normalize(f.combine(far, near), features)
     _, length, num_heads, _ = query_features.log_scale.shape
+    query, visible = f.split_heads(query, num_kv_heads), state.visible[:, None]
+    groups = num_heads // num_kv_heads
+    tokens = query, state.key, value
+    near = read_exactly(kernel, *finite_tokens(*tokens), visible[..., None, :])
+    output = f.normalize(f.combine(far, near), features)
+    output = output + spoiled(*tokens, visible, groups, causal=False)
     return ops.cast(f.merge_heads(output, num_heads, length), state.value.dtype)

@@ -12,8 +12,9 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
 
         out_i = Σ_j w_ij v_j / D_i,   D_i = Σ_j w_ij   over the visible j
 
-    All exponents of a row are shifted by the largest among them, which cancels.
-    Holds `B · N · T · S · M` numbers.
+    All exponents of a row are shifted by the largest among them, which cancels. A row
+    that sees a query, key or value which is not finite is NaN. Holds
+    `B · N · T · S · M` numbers.
 
     Args:
         query_features: `Features` of shape `(B, T, N, M)`.
@@ -35,6 +36,7 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
         return ops.expand_dims(ops.transpose(x, (0, 2, 1, 3)), axis)
 
     query, key = (f.plain(f.finite(x)) for x in (query_features, key_features))
+    key, value = f.admit(key, value)
     length, key_length = query.log_scale.shape[1], value.shape[1]
     visible = ops.ones((length, key_length), dtype="bool")
     if causal:
@@ -42,7 +44,11 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     visible = visible[None, None]
     if key_mask is not None:
         visible = visible & ops.cast(key_mask, "bool")[:, None, None, :]
-        value = ops.where(ops.cast(key_mask, "bool")[:, :, None, None], value, 0)
+    # (B, N, T, S), summed over the keys a row sees.
+    spoiled = aligned(per_query_head(key.spoiled), 2)[..., 0]
+    spoiled = ops.sum(ops.where(visible, spoiled, 0), axis=-1)[..., None]
+    if query.spoiled is not None:
+        spoiled = spoiled + ops.transpose(query.spoiled, (0, 2, 1, 3))
 
     # (B, N, T, S, M)
     exponent = aligned(query.log_scale, 3) + aligned(per_query_head(key.log_scale), 2)
@@ -65,5 +71,5 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
         ops.sum(weights, axis=-1),
         ops.sum(bound, axis=-1),
     )
-    output = f.normalize(reading, query_features)
+    output = f.normalize(reading, query_features) + spoiled
     return ops.cast(ops.transpose(output, (0, 2, 1, 3)), value.dtype)

@@ -71,11 +71,9 @@ def extend_state(state, key_features, value, key_mask=None):
     """
     num_kv_heads = value.shape[2]
     value = f.representable(value)
-    new = f.summarize(
-        f.heads_first(key_features, num_kv_heads),
-        f.split_heads(value, num_kv_heads),
-        f.heads_mask(key_mask),
-    )
+    key = f.heads_first(key_features, num_kv_heads)
+    mask = f.heads_mask(key_mask)
+    new = f.summarize(*f.admit(key, f.split_heads(value, num_kv_heads), mask), mask)
     return to_state(
         f.merge_sums(to_sums(state), new),
         state.position + count_visible(value, key_mask),
@@ -108,12 +106,13 @@ def read_state(state, query_features, dtype=None):
 
 def to_sums(state):
     """The sums inside a state."""
-    return f.Sums(*state[:4])
+    sums = state[:4]
+    return f.Sums(*sums, ops.zeros_like(state.normalizer[..., 0]))
 
 
 def to_state(sums, position):
     """Sums as a state, kept in float32 whatever the compute dtype."""
-    return State(*(ops.cast(x, "float32") for x in sums), position)
+    return State(*(ops.cast(x, "float32") for x in f.settle(sums)), position)
 
 
 def count_visible(value, key_mask):

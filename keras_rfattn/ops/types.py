@@ -14,10 +14,14 @@ class Features(NamedTuple):
             where every value is 1 (positive maps, which carry all in the exponent).
         log_scale: Array of shape `(..., M)`, or `(..., 1)` where all features of
             a token share it; float32 or float64.
+        spoiled: Array of shape `(..., 1)`: NaN for a token that was not finite (the
+            other parts are of some finite token then), else 0; `None` if all are.
+            Algorithms add it to whatever sees the token.
     """
 
     values: Any
     log_scale: Any
+    spoiled: Any = None
 
     @property
     def num_heads(self):
@@ -49,10 +53,12 @@ class Squared(NamedTuple):
     Attributes:
         values: Array v of shape `(..., r)` with magnitudes at most 1.
         log_scale: Array of shape `(..., 1)`; float32 or float64.
+        spoiled: As in `Features`.
     """
 
     values: Any
     log_scale: Any
+    spoiled: Any = None
 
     @property
     def num_heads(self):
@@ -76,7 +82,7 @@ class Squared(NamedTuple):
 
     def expanded(self):
         """The same as `Features`, of width r²."""
-        return Features(self_tensor(self.values), self.log_scale)
+        return Features(self_tensor(self.values), self.log_scale, self.spoiled)
 
 
 class Deferred(NamedTuple):
@@ -110,6 +116,7 @@ class Sums(NamedTuple):
     numerator: Any  # (..., M, V)
     normalizer: Any  # (..., M)
     magnitude: Any  # (..., M or 1): the normalizer with every |value| taken as 1
+    spoiled: Any  # (...): NaN if a key or value was not finite, else 0
 
 
 class Reading(NamedTuple):

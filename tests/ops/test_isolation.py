@@ -8,7 +8,7 @@ from keras_rfattn.ops import bidirectional
 from keras_rfattn.ops import causal
 from tests import helpers as h
 
-CONTENTS = (1e30, 100.0, -1e30)
+CONTENTS = (1e30, 100.0, -1e30, 3e38)
 SAFE = [name for name in h.NAMES if h.build(name).is_causal_safe]
 
 
@@ -61,8 +61,9 @@ def test_the_future_changes_nothing_in_a_long_sequence(name, content):
         h.assert_same(actual[:, :now], expected[:, :now])
 
 
+@pytest.mark.parametrize("content", [100.0, np.nan])
 @pytest.mark.parametrize("name", SAFE)
-def test_the_future_changes_no_gradient(name):
+def test_the_future_changes_no_gradient(name, content):
     x, now = h.problem(), 21
     call = h.attention(h.build(name), causal, block_size=h.BLOCK)
 
@@ -71,7 +72,7 @@ def test_the_future_changes_no_gradient(name):
 
     later = (slice(None), slice(now, None))
     expected = h.gradients(past, *x)
-    actual = h.gradients(past, *(disturb(a, later, 100.0) for a in x))
+    actual = h.gradients(past, *(disturb(a, later, content) for a in x))
     for a, e in zip(actual, expected, strict=True):
         h.assert_same(a[:, :now], e[:, :now])
         np.testing.assert_array_equal(a[:, now:], 0)

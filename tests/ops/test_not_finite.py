@@ -1,0 +1,148 @@
+"""One entry that is not finite: a NaN in every row that sees it, nothing elsewhere."""
+
+import functools
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn.ops import Local
+from keras_rfattn.ops import bidirectional
+from keras_rfattn.ops import causal
+from keras_rfattn.ops import extend_state
+from keras_rfattn.ops import init_state
+from keras_rfattn.ops import local_attention
+from keras_rfattn.ops import quadratic
+from keras_rfattn.ops import read_state
+from tests import helpers as h
+
+WINDOWED = [n for n in h.NAMES if h.build(n).exact_kernel is not None]
+SAFE = [n for n in h.NAMES if h.build(n).is_causal_safe]
+CONTENTS = (np.nan, np.inf, -np.inf)
+WINDOW = 8
+GROUPS = h.HEADS // h.KV_HEADS
+MASK = np.ones((h.BATCH, h.LENGTH), bool)
+MASK[0, :3], MASK[1, 30:] = False, False
+
+
+def windowed(sliding, is_causal):
+    def algorithm(query, key, value, mask, x):
+        kernel = h.build(x.name).exact_kernel
+        local = Local(x.query, x.key, kernel, WINDOW, sliding)
+        return local_attention(query, key, value, local, mask, is_causal)
+
+    return algorithm
+
+
+def recurrent(query, key, value, mask, x):
+    """The first 20 tokens are the state's, and every query sees them all."""
+    first = [None if a is None else a[:, :20] for a in key]
+    state = init_state(
+        h.BATCH, h.KV_HEADS, key.width, h.VALUE_DIM, key.log_scale.shape[-1]
+    )
+    key = type(key)(*first)
+    state = extend_state(state, key, value[:, :20], mask[:, :20])
+    return read_state(state, query)
+
+
+def plain(function, **options):
+    return lambda query, key, value, mask, x: function(
+        query, key, value, mask, **options
+    )
+
+
+# Name: (algorithm, is causal, maps it takes).
+ALGORITHMS = {
+    "causal": (plain(causal, block_size=h.BLOCK), True, SAFE),
+    "bidirectional": (plain(bidirectional), False, h.NAMES),
+    "quadratic": (plain(quadratic), False, h.FORMS),
+    "quadratic causal": (plain(quadratic, causal=True), True, h.FORMS),
+    "recurrent": (recurrent, False, h.NAMES),
+    "window": (windowed(False, False), False, WINDOWED),
+    "sliding window": (windowed(True, False), False, h.FORMS),
+    "window causal": (windowed(False, True), True, WINDOWED),
+    "sliding window causal": (windowed(True, True), True, h.FORMS),
+}
+CASES = [
+    (name, algorithm)
+    for algorithm, (_, _, names) in ALGORITHMS.items()
+    for name in names
+    if name in WINDOWED or "window" not in algorithm
+]
+
+
+class Inputs(tuple):
+    query, key, name = (property(lambda self, i=i: self[i]) for i in range(3))
+
+
+def run(name, algorithm, x):
+    call = program(name, algorithm)
+    return h.to_numpy(call(*(ops.convert_to_tensor(a) for a in (*x, MASK))))
+
+
+@functools.cache
+def program(name, algorithm):
+    function, is_causal, _ = ALGORITHMS[algorithm]
+    feature_map = h.build(name)
+
+    def call(query, key, value, mask):
+        query, key = feature_map.prepare(query, key)
+        features = h.featurize(feature_map, query, key)
+        return function(*features, value, mask, Inputs((query, key, name)))
+
+    return h.compiled(call)
+
+
+def sees(algorithm, side, at):
+    """`(B, T, N)`: which rows see the entry at `(batch, token, head)`."""
+    batch, token, head = at
+    rows = np.zeros((h.BATCH, h.LENGTH, h.HEADS), bool)
+    if side == "query":
+        rows[at] = True
+        return rows
+    heads = slice(head * GROUPS, (head + 1) * GROUPS)
+    first = token if ALGORITHMS[algorithm][1] else 0
+    known = token < 20 or algorithm != "recurrent"
+    rows[batch, first:, heads] = MASK[batch, token] and known
+    return rows
+
+
+@pytest.mark.parametrize(("name", "algorithm"), CASES)
+def test_what_sees_it_is_nan_and_nothing_else_changes(name, algorithm):
+    x = h.problem()
+    expected = run(name, algorithm, x)
+    assert np.all(np.isfinite(expected))
+    places = [("query", 13, 3), ("key", 13, 1), ("key", 4, 0), ("value", 21, 1)]
+    places += [("key", 1, 0), ("value", 16, 0)]
+    for i, (side, token, head) in enumerate(places):
+        content, entry, batch = CONTENTS[i % 3], 5 * i % h.VALUE_DIM, i % 2
+        at = (batch, token, head)
+        changed = x._replace(**{side: getattr(x, side).copy()})
+        getattr(changed, side)[(*at, entry)] = content
+        actual = run(name, algorithm, changed)
+        rows = sees(algorithm, side, at)
+        assert not np.any(np.isfinite(actual[rows])), (side, at, content)
+        h.assert_same(actual[~rows], expected[~rows])
+
+
+@pytest.mark.parametrize(("name", "algorithm"), CASES)
+def test_large_finite_numbers_stay_finite(name, algorithm):
+    x = h.problem()
+    for size in (1e30, 3e38):
+        query, key = x.query.copy(), x.key.copy()
+        query[0, 13, 3, 5], key[1, 13, 1, 2] = size, -size
+        query[1, 2], key[0, 21] = size, size
+        output = run(name, algorithm, x._replace(query=query, key=key))
+        assert np.all(np.isfinite(output))
+        assert np.any(output != 0)
+
+
+@pytest.mark.parametrize("side", ["query", "key", "value"])
+@pytest.mark.parametrize("name", h.FORMS)
+def test_gradients_know_too(name, side):
+    # Else an optimizer would go on as if nothing were wrong.
+    x = h.problem()
+    getattr(x, side)[1, 9, 1, 3] = np.nan
+    call = h.attention(h.build(name), causal, block_size=h.BLOCK)
+    found = h.gradients(lambda *a: ops.square(call(*a)), *x)
+    assert not np.all(np.isfinite(np.concatenate([g.ravel() for g in found])))
