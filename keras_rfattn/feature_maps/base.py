@@ -17,7 +17,7 @@ which algorithm will sum them. Every row of the registry is tested for these law
    on every backend for the same seed. Nothing random happens in a call.
 5. Projection and exponent are computed in float32.
 6. What a map learns of data is a weight, set by `adapt`; see `adaptive.py`.
-7. A token that is not finite is marked in `Features.spoiled`, whatever the map's own
+7. The features of a token that is not finite are NaN, whatever the map's own
    arithmetic would make of it, and entries beyond ±1e13 count as that. `FeatureMap`
    sees to both, around the methods of its subclasses.
 """
@@ -37,6 +37,7 @@ from keras_rfattn.ops.exact import Softmax
 from keras_rfattn.ops.features import bounded
 from keras_rfattn.ops.features import spoils
 from keras_rfattn.ops.types import Deferred
+from keras_rfattn.ops.types import Marked
 
 DEFAULT_NUM_FEATURES = 256
 
@@ -66,9 +67,9 @@ class FeatureMap(keras.layers.Layer):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         for name in ("query_features", "key_features"):
-            # Looked up, as it may come from a mixin; those of this class only call.
+            # Looked up, as it may come from a mixin.
             method = getattr(cls, name)
-            if method is not getattr(FeatureMap, name) and not hasattr(method, "law"):
+            if not hasattr(method, "marked"):
                 setattr(cls, name, _of_finite_tokens(method))
 
     def __init__(self, num_features=None, projection="orthogonal", seed=None, **kwargs):
@@ -218,6 +219,10 @@ class FeatureMap(keras.layers.Layer):
         """Features of scaled queries `(..., N, H)`, as `Features` `(..., N, M)`."""
         return self.key_features(x, stats)
 
+    query_features.marked = lambda self, x, stats=None: type(self).key_features.marked(
+        self, x, stats
+    )
+
     def key_features(self, x, stats=None):
         """Features of scaled keys `(..., K, H)`, as `Features` `(..., K, M)`."""
         raise NotImplementedError(
@@ -228,7 +233,7 @@ class FeatureMap(keras.layers.Layer):
         """`"query_features"` or `"key_features"` of x, for an algorithm to compute.
 
         Returns:
-            `ops.features.Deferred`.
+            `ops.features.Deferred`, which computes `Marked` features.
         """
         values = [v.value for v in self.variables]
         return Deferred(FeatureFunction(self, method), x, (stats, values))
@@ -274,14 +279,18 @@ def derive_seed(*entropy):
 
 
 def _of_finite_tokens(method):
-    """`query_features` or `key_features` by law 7."""
+    """`query_features` or `key_features` by law 7; its `marked` gives `Marked`."""
+
+    def marked(self, x, stats=None):
+        x = ops.cast(x, wide_dtype(x))
+        return Marked(method(self, bounded(x), stats), spoils(x))
 
     @functools.wraps(method)
     def features(self, x, stats=None):
-        x = ops.cast(x, wide_dtype(x))
-        return method(self, bounded(x), stats)._replace(spoiled=spoils(x))
+        found, spoiled = marked(self, x, stats)
+        return found._replace(log_scale=found.log_scale + spoiled)
 
-    features.law = 7
+    features.marked = marked
     return features
 
 

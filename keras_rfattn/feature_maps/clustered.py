@@ -154,7 +154,7 @@ class HybridClustered(Adaptive):
         if not self.is_positive:
             phase = self.project(imaginary)
             phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
-        values, log_scale, _ = exponential(exponent, phase, is_key)
+        values, log_scale = exponential(exponent, phase, is_key)
         active = ops.moveaxis(active, -1, 0)[..., None]
         log_scale = ops.where(active, log_scale, LOWEST)
         shape = (*ops.shape(x)[:-1], self.output_dim)

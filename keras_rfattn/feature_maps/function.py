@@ -8,7 +8,7 @@ IGNORED = ("name", "trainable", "dtype", "seed", "projection")
 
 
 class FeatureFunction:
-    """`(x, (stats, values)) -> Features`: a method of a map with its weights given.
+    """`(x, (stats, values)) -> Marked`: a method of a map with its weights given.
 
     Equal to the same method of any map that computes the same of the same weights, so
     that all layers of a model share a compiled program. It does not keep the map
@@ -34,7 +34,8 @@ class FeatureFunction:
         feature_map, (stats, values) = self.reference(), parameters
         pairs = list(zip(feature_map.variables, values, strict=True))
         with keras.StatelessScope(pairs):
-            return getattr(feature_map, self.method)(x, stats)
+            method = getattr(type(feature_map), self.method)
+            return method.marked(feature_map, x, stats)
 
 
 def essence(feature_map):

@@ -63,6 +63,8 @@ def attend(
         position = None
     key_mask, query_mask = mask.key_mask, mask.query_mask
     if key_mask is not None:
+        key_mask = ops.broadcast_to(key_mask, ops.shape(key)[:2])
+        mask = mask.replace(key_mask=key_mask)
         visible = key_mask[:, :, None, None]
         key, value = ops.where(visible, key, 0), ops.where(visible, value, 0)
         if query_mask is None and mask.self_attention:
@@ -115,10 +117,7 @@ def _dispatch(
                 f"tokens. Received: window={window} in cross-attention. Leave such "
                 "layers out (`exclude=`)."
             )
-    features = (
-        feature_map.query_features(query, stats),
-        feature_map.key_features(key, stats),
-    )
+    features = tuple(x.compute() for x in deferred)
     if window is None:
         return bidirectional(*features, value, key_mask)
     near = near_keys(key_mask, position, window, sliding)

@@ -91,7 +91,6 @@ class KernelFeatures(keras.layers.Layer):
         if self.kernel == "gaussian":
             log_scale = log_scale - half_square(ops.cast(x, log_scale.dtype))
         values = values_of(features) * ops.exp(log_scale)
-        values = values + features.spoiled
         return ops.reshape(values, (*shape[:-1], self.feature_map.output_dim))
 
     def compute_output_shape(self, input_shape):

@@ -21,13 +21,13 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     """
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     dtype, value = value.dtype, f.representable(value)
-    query = f.heads_first(query_features, num_kv_heads)
+    query, spoiled = f.heads_first(query_features, num_kv_heads)
     key = f.heads_first(key_features, num_kv_heads)
     mask = f.heads_mask(key_mask)
     key, value = f.admit(key, f.split_heads(value, num_kv_heads), mask)
     sums = f.summarize(key, value, mask)
     shift = f.query_shift(query, sums.maximum)
     reading = f.read(sums, query, shift, value.dtype)
-    output = f.normalize(reading, query)
-    length = ops.shape(query_features.log_scale)[1]
+    output = f.normalize(reading, query) + spoiled
+    length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(f.merge_heads(output, num_heads, length), dtype)

@@ -96,7 +96,7 @@ def _causal(
         query, key = query_features(query), key_features(key)
         return _attend(sums, query, key, value, mask, groups, span, exact)
 
-    start = no_sums(key_features(one_block(key)), heads)
+    start = no_sums(key_features(one_block(key)).features, heads)
     if state is not None:
         given = zip(to_sums(state), start, strict=True)
         start = f.Sums(*(ops.cast(x, y.dtype) for x, y in given))
@@ -128,7 +128,8 @@ def _attend(sums, query, key, value, mask, groups, span, exact):
     # Hidden rows leave before any product.
     key, value = f.admit(key, value, mask)
     prefix, last = prefix_sums(f.summarize(key, value, mask), f.Sums(*sums))
+    query, spoiled = query
     reading = read_block(prefix, query, key, value, mask, groups, span, exact)
     reading = f.Reading(*(keep(x) for x in reading))
-    output = f.normalize(reading, query)
+    output = f.normalize(reading, query) + spoiled
     return tuple(last), ops.cast(output, value.dtype)

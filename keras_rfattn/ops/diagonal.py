@@ -30,8 +30,11 @@ from keras_rfattn.ops.dyadic import weigh_values
 
 
 def read_block(prefix, query, key, value, mask, groups, span, exact):
-    """What the queries of each block see of the prefix and of their own block."""
-    dtype = value.dtype
+    """What the queries of each block see of the prefix and of their own block.
+
+    Of arguments that `f.admit` gave: `key` is `Marked`.
+    """
+    dtype, (key, spoiled) = value.dtype, key
     reference = _reference(prefix, key.log_scale, mask)
     excess = key.log_scale - ops.expand_dims(reference, -2)
     visible = _visible(excess.shape[-2], groups)
@@ -59,7 +62,7 @@ def read_block(prefix, query, key, value, mask, groups, span, exact):
     own = weigh_values(weights, mask, value, shift)
     if not shared_scale:
         own = _replace_rows(own, beyond, query, key, value, mask, groups, exact)
-    spoiled = ops.repeat(f.onward(key.spoiled), groups, axis=-2)
+    spoiled = ops.repeat(f.onward(spoiled), groups, axis=-2)
     spoiled = ops.cast(spoiled, own.numerator.dtype)
     own = own._replace(numerator=own.numerator + spoiled)
     before = f.read(f.rebase(prefix, reference), query, shift, dtype)
@@ -117,8 +120,7 @@ def _replace_rows(own, beyond, query, key, value, mask, groups, exact):
     signed = query.values is not None
     # Else JAX would keep the residuals of the branch not taken.
     remat = keras.remat if keras.backend.backend() == "jax" else (lambda x: x)
-    operands = [*query[:2], *key[:2], value]
-    operands = [x for x in operands if x is not None]
+    operands = [x for x in (*query, *key, value) if x is not None]
     replacement = f.Reading(*remat(chosen)(*operands))
 
     def select(a, b):

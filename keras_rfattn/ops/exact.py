@@ -113,16 +113,16 @@ def exact_attention(query, key, value, kernel, key_mask=None, causal=False):
     query = f.split_heads(query, num_kv_heads)
     key, value = (f.split_heads(x, num_kv_heads) for x in (key, value))
     mask = f.heads_mask(key_mask)
-    tokens = query, key, value
+    given = query, key, value
     visible = ops.ones((1, ops.shape(key)[2]), dtype="bool")
     if causal:
         tokens = ops.repeat(ops.arange(length), groups)
         visible = tokens[:, None] >= ops.arange(length)[None, :]
     if mask is not None:
         visible = visible & mask[..., None, :]
-    reading = read_exactly(kernel, *finite_tokens(*tokens), visible)
+    reading = read_exactly(kernel, *finite_tokens(*given), visible)
     output = f.normalize(reading, kernel)
-    output = output + spoiled(*tokens, mask, groups, causal)
+    output = output + spoiled(*given, mask, groups, causal)
     return ops.cast(f.merge_heads(output, num_heads, length), dtype)
 
 

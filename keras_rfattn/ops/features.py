@@ -10,10 +10,6 @@ feature relative to its own maximum. `read` looks queries up in such sums, with 
 maxima absorbed into the query's exponent: the largest exponent becomes 0 and
 meets a sum that holds a 1, so a denominator of a positive map is at least 1.
 `combine` adds two readings of disjoint sets of keys.
-
-What is not finite must reach the rows that see it and no other, but 0 · NaN is NaN.
-So tokens that are not finite enter products as some finite token, and a NaN that
-stands for them is summed beside (`spoiled`) and added to what sees them.
 """
 
 import keras
@@ -23,6 +19,7 @@ from keras_rfattn.ops.backend import accumulated_matmul
 from keras_rfattn.ops.backend import elementwise_max
 from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.types import Features
+from keras_rfattn.ops.types import Marked
 from keras_rfattn.ops.types import Reading
 from keras_rfattn.ops.types import Squared
 from keras_rfattn.ops.types import Sums
@@ -87,28 +84,39 @@ def _all_within(x, limit):
     return ops.all(x < limit, axis=-1, keepdims=True)
 
 
+def mark(features):
+    """`Marked`, of features that are NaN where a token was not finite."""
+    if isinstance(features, Marked):
+        return features
+    spoiled = ops.isnan(features.log_scale[..., :1])
+    log_scale = ops.where(spoiled, 0, features.log_scale)
+    zero, nan = (ops.convert_to_tensor(c, log_scale.dtype) for c in (0, float("nan")))
+    features = features._replace(log_scale=log_scale)
+    return Marked(features, ops.where(spoiled, nan, zero))
+
+
 def admit(key, value, mask=None):
     """What `summarize` takes: hidden rows in no product, and no value not finite.
 
     Args:
-        key: `Features` of shape `(..., S, M)`.
+        key: `Marked` of shape `(..., S, M)`.
         value: Array of shape `(..., S, V)`.
         mask: Boolean array of shape `(..., S)`, true for visible keys; hidden keys and
             values may hold anything.
 
     Returns:
-        `Features` whose `spoiled` tells of their values too, and the values.
+        `Marked` features, whose mark tells of their values too, and the values.
     """
-    key, value = masked(key, mask), hide(value, mask)
-    spoiled = spoils(value)
-    if key.spoiled is not None:
-        spoiled = spoiled + ops.cast(key.spoiled, spoiled.dtype)
-    return key._replace(spoiled=spoiled), finite_values(value)
+    value = hide(value, mask)
+    spoiled = hide(key.spoiled, mask) + ops.cast(spoils(value), key.spoiled.dtype)
+    return Marked(masked(key.features, mask), spoiled), finite_values(value)
 
 
 def map_features(function, features):
-    """Applies a function of one array to all parts of `Features`."""
-    return type(features)(*(None if x is None else function(x) for x in features))
+    """Applies a function of one array to all parts of `Features` or `Marked`."""
+    if features is None or not isinstance(features, tuple):
+        return None if features is None else function(features)
+    return type(features)(*(map_features(function, x) for x in features))
 
 
 def plain(features):
@@ -139,10 +147,8 @@ def masked_log_scale(key, mask):
 
 def masked(key, mask):
     """Keys whose hidden rows are in no product and no maximum."""
-    values, spoiled = (
-        None if x is None else hide(x, mask) for x in (key.values, key.spoiled)
-    )
-    return type(key)(values, masked_log_scale(key, mask), spoiled)
+    values = None if key.values is None else hide(key.values, mask)
+    return type(key)(values, masked_log_scale(key, mask))
 
 
 def hide(array, mask):
@@ -154,13 +160,14 @@ def summarize(key, value, mask=None):
     """Sums keys and values over S.
 
     Args:
-        key: `Features` of shape `(..., S, M)`, as `admit` gives them.
+        key: `Marked` of shape `(..., S, M)`, as `admit` gives them.
         value: Array of shape `(..., S, V)`, likewise; its dtype is the compute dtype.
         mask: The mask given to `admit`.
 
     Returns:
         `Sums`, in float32 (float64 for float64 features).
     """
+    key, spoiled = key
     maximum = ops.stop_gradient(ops.max(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
     rows = expand(key, shift, value.dtype)
@@ -175,9 +182,7 @@ def summarize(key, value, mask=None):
         magnitude = normalizer
     else:
         magnitude = ops.sum(hide(expand(scale, shift, dtype), mask), axis=-2)
-    spoiled = ops.zeros(ops.shape(normalizer)[:-1], dtype=dtype)
-    if key.spoiled is not None:
-        spoiled = ops.sum(ops.cast(key.spoiled[..., 0], dtype), axis=-1)
+    spoiled = ops.sum(ops.cast(spoiled[..., 0], dtype), axis=-1)
     return Sums(maximum, numerator, normalizer, magnitude, spoiled)
 
 
@@ -235,10 +240,7 @@ def read(sums, query, shift, dtype):
     rows = expand(shifted, shift[..., None], dtype)
     numerator = accumulated_matmul(rows, ops.cast(sums.numerator, dtype))
     wide = numerator.dtype
-    spoiled = ops.cast(sums.spoiled, wide)[..., None, None]
-    if query.spoiled is not None:
-        spoiled = spoiled + ops.cast(query.spoiled, wide)
-    numerator = numerator + spoiled
+    numerator = numerator + ops.cast(sums.spoiled, wide)[..., None, None]
     column = ops.cast(ops.expand_dims(sums.normalizer, -1), wide)
     denominator = accumulated_matmul(ops.cast(rows, wide), column)[..., 0]
     if query.values is None:
@@ -297,12 +299,10 @@ def normalize(reading, features):
 
 
 def heads_first(features, num_kv_heads):
-    """`(B, T, N, M)` features as `(B, K, T · G, M)`, groups beside their token."""
-
-    def move(x):
-        return split_heads(x, num_kv_heads)
-
-    return map_features(move, finite(features))
+    """`(B, T, N, M)` features as `Marked` `(B, K, T · G, M)`, groups by token."""
+    features, spoiled = mark(features)
+    marked = Marked(finite(features), spoiled)
+    return map_features(lambda x: split_heads(x, num_kv_heads), marked)
 
 
 def split_heads(x, num_kv_heads):

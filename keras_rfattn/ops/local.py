@@ -206,7 +206,7 @@ def _local(
         return f.summarize(*f.admit(compute_key(key), value, mask), mask)
 
     def read(sums, query, exact_query, key, value, mask):
-        query = compute_query(query)
+        query, _ = compute_query(query)
         far = f.read(sums, query, f.query_shift(query, sums.maximum), value.dtype)
         visible = ops.swapaxes(mask, -1, -2) & within
         tokens, mask = (exact_query, key, value), mask[..., 0]
@@ -218,7 +218,7 @@ def _local(
         before, last = prefix_sums(sums_of(*far), f.Sums(*sums))
         return tuple(last), read(before, *rows)
 
-    start = no_sums(compute_key(one_block(far_key)), value)
+    start = no_sums(compute_key(one_block(far_key)).features, value)
     if causal:
         _, output = fold(forward, tuple(start), (beyond(nearby[0]), rows))
     else:
@@ -270,7 +270,7 @@ def mixed(query_features, key_features, value, key_mask, near, local):
     """
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     dtype, value = value.dtype, f.representable(value)
-    query = f.heads_first(query_features, num_kv_heads)
+    query, _ = f.heads_first(query_features, num_kv_heads)
     features = f.heads_first(key_features, num_kv_heads)
     exact_query, exact_key, value = (
         f.split_heads(x, num_kv_heads) for x in (local.query, local.key, value)

@@ -200,10 +200,10 @@ def read_local_state(state, query_features, query, kernel):
         Array of shape `(B, T, N, V)` in the dtype of the values it holds.
     """
     num_kv_heads, value = state.key.shape[1], f.representable(state.value)
-    features = f.heads_first(query_features, num_kv_heads)
+    features, _ = f.heads_first(query_features, num_kv_heads)
     far = _sums(state, 0)
     far = f.read(far, features, f.query_shift(features, far.maximum), value.dtype)
-    _, length, num_heads, _ = query_features.log_scale.shape
+    length, num_heads = ops.shape(query)[1], query_features.num_heads
     query, visible = f.split_heads(query, num_kv_heads), state.visible[:, None]
     groups = num_heads // num_kv_heads
     tokens = query, state.key, value

@@ -15,7 +15,8 @@ class AttentionMask:
     with plain values.
 
     Attributes:
-        key_mask: `(B, S)` booleans, true for visible keys, or `None` for all.
+        key_mask: `(B, S)` booleans, true for visible keys (`(1, S)` for every row of
+            the batch), or `None` for all.
         query_mask: `(B, T)` booleans, false for queries whose row is 0, or `None`.
         causal: Whether query i sees keys `j <= i` only.
         self_attention: Whether queries and keys come from the same tokens, so that
@@ -36,9 +37,10 @@ class AttentionMask:
 
 
 REMEDY = (
-    "Linear attention takes key padding (`(B, S)` or `(B, 1, S)`) and causality "
-    "(`use_causal_mask=True`); it cannot apply any other mask. Keep this layer "
-    "softmax (`exclude=`), or pass those two instead."
+    "Linear attention takes key padding (`(B, S)` as `key_mask` or `value_mask`, `(B, "
+    "1, S)` as `attention_mask`) and causality (`use_causal_mask=True`); it cannot "
+    "apply any other mask. Keep this layer softmax (`exclude=`), or pass those two "
+    "instead."
 )
 
 
@@ -46,9 +48,10 @@ def interpret_mask(mask, query_length, key_length, causal=False):
     """Turns a Keras attention mask into an `AttentionMask`.
 
     Args:
-        mask: `None`, an `AttentionMask`, or an array (true or nonzero: visible) of
-            shape `(B, S)`, `(B, 1, S)`, `(B, 1, 1, S)`, or, if its values are at
-            hand, `(B, T, S)` or `(B, 1, T, S)` that is padding, causal or both.
+        mask: `None`, an `AttentionMask`, or an array (true or nonzero: visible) that
+            broadcasts to `(B, T, S)` as in Keras: of shape `(B, 1, S)` or `(B, 1, 1,
+            S)`; or, if its values are at hand and it is padding, causal or both,
+            `(B, T, S)`, `(B, 1, T, S)` or `(T, S)`.
         query_length: T.
         key_length: S.
         causal: Whether attention is causal besides.
@@ -57,27 +60,39 @@ def interpret_mask(mask, query_length, key_length, causal=False):
         An `AttentionMask`.
 
     Raises:
-        ValueError: If the mask has another shape, is neither padding nor causal,
-            or depends on the query and is being traced, so that its values cannot
-            be looked at.
+        ValueError: If the mask has another shape, is neither padding nor causal, nor
+            both, or depends on the query and is being traced, so that its values
+            cannot be looked at.
     """
     if isinstance(mask, AttentionMask):
         return mask.replace(causal=mask.causal or causal)
     if mask is None:
         return AttentionMask(causal=causal)
     shape = tuple(mask.shape)
-    if len(shape) == 4 and shape[1] == 1:
-        mask = ops.squeeze(mask, axis=1)
-    elif len(shape) == 2:
-        mask = mask[:, None, :]
-    elif len(shape) != 3:
+    lengths = query_length, key_length
+    if not _broadcasts(shape, lengths):
         raise ValueError(
-            "`attention_mask` must have shape (B, S), (B, 1, S) or (B, T, S). "
+            "`attention_mask` must have shape (T, S), (B, 1, S) or (B, T, S), with T = "
+            f"{query_length} queries and S = {key_length} keys. "
             f"Received: attention_mask.shape={shape}. {REMEDY}"
         )
+    if len(shape) == 4:
+        mask = ops.squeeze(mask, axis=1)
+    elif len(shape) == 2:
+        mask = mask[None]
+    if shape[-1] == 1 and key_length not in (1, None):
+        mask = ops.repeat(mask, key_length, axis=-1)
     if mask.shape[1] == 1:
         return AttentionMask(ops.cast(mask[:, 0], "bool"), causal=causal)
     return _decode_dense(mask, causal)
+
+
+def _broadcasts(shape, lengths):
+    """Whether a mask's shape is one of a mask `(B, T, S)` shared by the heads."""
+    if len(shape) not in (2, 3) and not (len(shape) == 4 and shape[1] == 1):
+        return False
+    pairs = zip(shape[-2:], lengths, strict=True)
+    return all(size in (1, None, length) or length is None for size, length in pairs)
 
 
 def _decode_dense(mask, causal):

@@ -35,8 +35,13 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     def aligned(x, axis):
         return ops.expand_dims(ops.transpose(x, (0, 2, 1, 3)), axis)
 
-    query, key = (f.plain(f.finite(x)) for x in (query_features, key_features))
-    key, value = f.admit(key, value)
+    query, key = (f.mark(x) for x in (query_features, key_features))
+    spoiled = key.spoiled + ops.cast(f.spoils(value), key.spoiled.dtype)
+    value = f.finite_values(value)
+    query_spoiled, query, key = (
+        query.spoiled,
+        *(f.plain(f.finite(x.features)) for x in (query, key)),
+    )
     length, key_length = query.log_scale.shape[1], value.shape[1]
     visible = ops.ones((length, key_length), dtype="bool")
     if causal:
@@ -45,10 +50,9 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     if key_mask is not None:
         visible = visible & ops.cast(key_mask, "bool")[:, None, None, :]
     # (B, N, T, S), summed over the keys a row sees.
-    spoiled = aligned(per_query_head(key.spoiled), 2)[..., 0]
+    spoiled = aligned(per_query_head(spoiled), 2)[..., 0]
     spoiled = ops.sum(ops.where(visible, spoiled, 0), axis=-1)[..., None]
-    if query.spoiled is not None:
-        spoiled = spoiled + ops.transpose(query.spoiled, (0, 2, 1, 3))
+    spoiled = spoiled + ops.transpose(query_spoiled, (0, 2, 1, 3))
 
     # (B, N, T, S, M)
     exponent = aligned(query.log_scale, 3) + aligned(per_query_head(key.log_scale), 2)

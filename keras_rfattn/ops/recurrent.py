@@ -93,14 +93,15 @@ def read_state(state, query_features, dtype=None):
         Array of shape `(B, T, N, V)`.
     """
     num_kv_heads = state.numerator.shape[1]
-    query = f.heads_first(query_features, num_kv_heads)
+    query, spoiled = f.heads_first(query_features, num_kv_heads)
     sums = to_sums(state)
     dtype = dtype or "float32"
     products = "float32" if dtype == "float16" else dtype
     shift = f.query_shift(query, sums.maximum)
     reading = f.read(sums, query, shift, products)
-    output = f.normalize(reading, query)
-    _, length, num_heads, _ = query_features.log_scale.shape
+    output = f.normalize(reading, query) + ops.cast(spoiled, reading.numerator.dtype)
+    num_heads = query_features.num_heads
+    length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(f.merge_heads(output, num_heads, length), dtype)
 
 

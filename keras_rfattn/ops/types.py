@@ -14,14 +14,10 @@ class Features(NamedTuple):
             where every value is 1 (positive maps, which carry all in the exponent).
         log_scale: Array of shape `(..., M)`, or `(..., 1)` where all features of
             a token share it; float32 or float64.
-        spoiled: Array of shape `(..., 1)`: NaN for a token that was not finite (the
-            other parts are of some finite token then), else 0; `None` if all are.
-            Algorithms add it to whatever sees the token.
     """
 
     values: Any
     log_scale: Any
-    spoiled: Any = None
 
     @property
     def num_heads(self):
@@ -53,12 +49,10 @@ class Squared(NamedTuple):
     Attributes:
         values: Array v of shape `(..., r)` with magnitudes at most 1.
         log_scale: Array of shape `(..., 1)`; float32 or float64.
-        spoiled: As in `Features`.
     """
 
     values: Any
     log_scale: Any
-    spoiled: Any = None
 
     @property
     def num_heads(self):
@@ -82,15 +76,37 @@ class Squared(NamedTuple):
 
     def expanded(self):
         """The same as `Features`, of width r²."""
-        return Features(self_tensor(self.values), self.log_scale, self.spoiled)
+        return Features(self_tensor(self.values), self.log_scale)
+
+
+class Marked(NamedTuple):
+    """Features all of which are finite, and which tokens were not.
+
+    What is not finite must reach the rows that see it and no other, but 0 · NaN is
+    NaN. So such a token enters products as some finite one, and algorithms add its
+    mark to what sees it.
+
+    Attributes:
+        features: `Features` or `Squared` of shape `(..., M)`.
+        spoiled: Array of shape `(..., 1)`: NaN for a token that was not finite, else
+            0.
+    """
+
+    features: Any
+    spoiled: Any
+
+    @property
+    def num_heads(self):
+        """The length of the axis before the last of the features."""
+        return self.features.num_heads
 
 
 class Deferred(NamedTuple):
     """Features yet to be computed, so that an algorithm need not hold all at once.
 
     Attributes:
-        function: Pure `(x, parameters) -> Features`, `(..., N, H) -> (..., N, M)`;
-            hashable, as calls whose functions are equal share a program.
+        function: Pure `(x, parameters) -> Features` (or `Marked`), `(..., N, H) ->
+            (..., N, M)`; hashable, as calls whose functions are equal share a program.
         x: Array of shape `(..., N, H)`.
         parameters: Pytree of arrays.
     """
@@ -105,7 +121,7 @@ class Deferred(NamedTuple):
         return self.x.shape[-2]
 
     def compute(self):
-        """The `Features`."""
+        """The `Features`, or `Marked`."""
         return self.function(self.x, self.parameters)
 
 

@@ -38,7 +38,7 @@ def vectors(feature_map):
 def test_shapes_and_ranges(name, side):
     feature_map = h.build(name)
     for size in (0.0, 1.0, 50.0):
-        values, log_scale, _ = features(name, size * h.problem().key, side)
+        values, log_scale = features(name, size * h.problem().key, side)
         lead = (h.BATCH, h.LENGTH, h.KV_HEADS)
         assert tuple(log_scale.shape) == (*lead, feature_map.features_per_scale)
         assert np.all(np.isfinite(h.to_numpy(log_scale)))
@@ -240,7 +240,7 @@ def test_gradients_of_features(name):
     feature_map, x = h.build(name), h.problem(length=2).key
 
     def total(x):
-        values, log_scale, _ = feature_map.key_features(x)
+        values, log_scale = feature_map.key_features(x)
         return log_scale if values is None else values + log_scale
 
     (actual,) = h.gradients(total, x)

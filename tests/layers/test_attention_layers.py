@@ -186,3 +186,33 @@ def test_cross_attention_takes_no_statistics_of_its_queries():
     np.testing.assert_array_equal(numpy(layer(other, memory))[:, :4], output[:, :4])
     itself = numpy(layer(x, x))
     assert np.any(numpy(layer(other, other))[:, :4] != itself[:, :4])
+
+
+SIX = np.array([[1, 1, 1, 0, 1, 0], [0, 1, 1, 1, 1, 1]] * 3, bool)
+MASKS = {
+    "triangle of 6 rows and 6 tokens": np.tri(6, dtype=bool),
+    "one row for all": SIX[:1],
+    "one key for all": np.ones((6, 1), bool),
+    "padding": SIX[:, None],
+    "padding of one row for all": SIX[:1, None],
+    "padding and causality": SIX[:, None] & np.tri(6, dtype=bool),
+    "causality for all": np.tri(6, dtype=bool)[None],
+    "an axis of heads": SIX[:, None, None],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("batch", [6, 1])
+def test_masks_mean_what_they_mean_in_keras(kind, name, batch):
+    # Within a window attention is softmax.
+    softmax, linear = pair(kind, feature_map="favorplus", window=8)
+    x, mask = data(batch, 6, WIDTH), MASKS[name]
+    mask = mask[:batch] if len(mask.shape) > 2 else mask
+    expected = numpy(softmax(x, x, attention_mask=mask))
+    actual = numpy(linear(x, x, attention_mask=mask))
+    # A query that sees no key is 0 here and the mean of all in Keras.
+    seen = np.broadcast_to(mask if mask.ndim < 4 else mask[:, 0], (batch, 6, 6))
+    seen = seen.any(-1)
+    np.testing.assert_allclose(actual[seen], expected[seen], rtol=1e-4, atol=1e-6)
+    assert np.abs(expected - numpy(softmax(x, x))).max() > 1e-3 or mask.all()

@@ -24,7 +24,7 @@ def test_no_mask():
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int32", "float32"])
-@pytest.mark.parametrize("shape", [(2, T), (2, 1, T), (2, 1, 1, T)])
+@pytest.mark.parametrize("shape", [(2, 1, T), (2, 1, 1, T)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding(shape, dtype, causal):
     mask = interpret(PADDING.reshape(shape).astype(dtype), causal=causal)
@@ -89,8 +89,30 @@ def test_lower_triangles_of_other_lengths_are_refused():
         interpret_mask(ops.convert_to_tensor(np.tri(3, T, dtype=bool)[None]), 3, T)
 
 
-@pytest.mark.parametrize("shape", [(T,), (2, 2, T, T), (2, 1, 1, T, T)])
-def test_other_ranks_are_refused(shape):
+@pytest.mark.parametrize("dtype", ["bool", "int32", "float32"])
+def test_two_axes_are_queries_and_keys(dtype):
+    mask = interpret(LOWER.astype(dtype))
+    assert mask.causal
+    h.assert_same(mask.key_mask, np.ones((1, T), bool))
+    mask = interpret(PADDING[:1].astype(dtype))
+    assert not mask.causal
+    h.assert_same(mask.key_mask, PADDING[:1])
+    # As many rows as the batch: nothing tells them from queries, so queries they are.
+    with pytest.raises(ValueError, match="neither key padding nor causal"):
+        interpret_mask(ops.convert_to_tensor(PADDING), 2, T)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 1, 1)])
+def test_one_key_stands_for_all(shape):
+    mask = interpret_mask(ops.ones(shape, "bool"), 2, T)
+    h.assert_same(mask.key_mask, np.ones((1, T), bool))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(T,), (2, 2, T, T), (2, 1, 1, T, T), (2, T), (2, T, T + 1), (2, 3, T), (2, 1, 3)],
+)
+def test_other_shapes_are_refused(shape):
     with pytest.raises(ValueError, match=r"must have shape .*Received.*\("):
         interpret(np.ones(shape, bool))
 
@@ -116,6 +138,6 @@ def traced(function):
 @pytest.mark.skipif(keras.backend.backend() == "torch", reason="torch does not trace")
 def test_traced_masks():
     call = traced(lambda m: interpret_mask(m, T, T).key_mask)
-    h.assert_same(call(ops.convert_to_tensor(PADDING)), PADDING)
+    h.assert_same(call(ops.convert_to_tensor(PADDING[:, None])), PADDING)
     with pytest.raises(ValueError, match="cannot be examined inside a compiled"):
         call(ops.convert_to_tensor(BOTH))
