@@ -22,7 +22,6 @@ which algorithm will sum them. Every row of the registry is tested for these law
    sees to both, around the methods of its subclasses.
 """
 
-import functools
 import math
 
 import keras
@@ -31,13 +30,10 @@ from keras import ops
 
 from keras_rfattn import projections
 from keras_rfattn.feature_maps.function import FeatureFunction
+from keras_rfattn.feature_maps.function import of_finite_tokens
 from keras_rfattn.ops.backend import precise_einsum
-from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.exact import Softmax
-from keras_rfattn.ops.features import bounded
-from keras_rfattn.ops.features import spoils
 from keras_rfattn.ops.types import Deferred
-from keras_rfattn.ops.types import Marked
 
 DEFAULT_NUM_FEATURES = 256
 
@@ -70,7 +66,7 @@ class FeatureMap(keras.layers.Layer):
             # Looked up, as it may come from a mixin.
             method = getattr(cls, name)
             if not hasattr(method, "marked"):
-                setattr(cls, name, _of_finite_tokens(method))
+                setattr(cls, name, of_finite_tokens(method))
 
     def __init__(self, num_features=None, projection="orthogonal", seed=None, **kwargs):
         super().__init__(**kwargs)
@@ -276,22 +272,6 @@ class FeatureMap(keras.layers.Layer):
 def derive_seed(*entropy):
     """A seed that follows from other integers, unlike those of other integers."""
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
-
-
-def _of_finite_tokens(method):
-    """`query_features` or `key_features` by law 7; its `marked` gives `Marked`."""
-
-    def marked(self, x, stats=None):
-        x = ops.cast(x, wide_dtype(x))
-        return Marked(method(self, bounded(x), stats), spoils(x))
-
-    @functools.wraps(method)
-    def features(self, x, stats=None):
-        found, spoiled = marked(self, x, stats)
-        return found._replace(log_scale=found.log_scale + spoiled)
-
-    features.marked = marked
-    return features
 
 
 def half_square(x):

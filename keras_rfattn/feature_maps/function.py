@@ -1,8 +1,15 @@
 """Feature maps as pure functions, which algorithms may call within a loop."""
 
+import functools
 import weakref
 
 import keras
+from keras import ops
+
+from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.spoiled import bounded
+from keras_rfattn.ops.spoiled import spoils
+from keras_rfattn.ops.types import Marked
 
 IGNORED = ("name", "trainable", "dtype", "seed", "projection")
 
@@ -50,3 +57,19 @@ def _essence(config):
     if isinstance(config, (list, tuple)):
         return [_essence(item) for item in config]
     return config
+
+
+def of_finite_tokens(method):
+    """`query_features` or `key_features` by law 7; its `marked` gives `Marked`."""
+
+    def marked(self, x, stats=None):
+        x = ops.cast(x, wide_dtype(x))
+        return Marked(method(self, bounded(x), stats), spoils(x))
+
+    @functools.wraps(method)
+    def features(self, x, stats=None):
+        found, spoiled = marked(self, x, stats)
+        return found._replace(log_scale=found.log_scale + spoiled)
+
+    features.marked = marked
+    return features

@@ -11,10 +11,10 @@ from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.ops.backend import precise_einsum
 from keras_rfattn.ops.backend import wide_dtype
-from keras_rfattn.ops.features import LARGEST
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.features import bounded
-from keras_rfattn.ops.features import spoils
+from keras_rfattn.ops.spoiled import LARGEST
+from keras_rfattn.ops.spoiled import bounded
+from keras_rfattn.ops.spoiled import spoils
 
 POLICIES = ("auto", "batch", "stored")
 
@@ -153,8 +153,9 @@ class FavorPP(Adaptive):
         count = ops.cast(self.updates, "float32")
         keep = ops.minimum(count / (count + 1), self.momentum)
         keep = ops.where(real, keep, 1.0)
-        new = keep * self.mean_square + (1 - keep) * ops.cast(measured, "float32")
-        self.mean_square.assign(ops.where(real, new, self.mean_square))
+        stored = ops.convert_to_tensor(self.mean_square)
+        new = keep * stored + (1 - keep) * ops.cast(measured, "float32")
+        self.mean_square.assign(ops.where(real, new, stored))
         self.updates.assign(self.updates + ops.cast(real, "int32"))
 
     def optimal_a(self, z):

@@ -7,8 +7,8 @@ from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.exact import Polynomial as PolynomialKernel
 from keras_rfattn.ops.exact import unit
-from keras_rfattn.ops.features import bounded
-from keras_rfattn.ops.features import spoils
+from keras_rfattn.ops.spoiled import bounded
+from keras_rfattn.ops.spoiled import spoils
 from keras_rfattn.ops.types import Squared
 
 DEFAULT_DEGREE = 4

@@ -56,6 +56,9 @@ def attend(
             statistics would leak the future.
     """
     mask = interpret_mask(mask, query.shape[1], key.shape[1])
+    if 0 in (*query.shape[:2], key.shape[1]):
+        # No query, or no key to see.
+        return ops.zeros((*query.shape[:-1], value.shape[-1]), dtype=value.dtype)
     position = mask.offset if mask.causal else None
     if position is not None:
         query, key, value, mask = _apply_offset(query, key, value, mask)

@@ -94,6 +94,17 @@ def precise_einsum(equation, a, b):
     return ops.einsum(equation, a, b)
 
 
+def take_tokens(x, index):
+    """The tokens `index` `(B, L)` of each row of x, `(B, T, ...)` to `(B, L, ...)`."""
+    if keras.backend.backend() == "tensorflow":
+        # Keras' way takes a batch of unknown size to be at least 1.
+        import tensorflow as tf
+
+        return tf.gather(x, index, axis=1, batch_dims=1)
+    index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
+    return ops.take_along_axis(x, index, axis=1)
+
+
 def exclusive_scan(combine, start, elements):
     """Folds `elements` along axis 0, and keeps what came before each.
 

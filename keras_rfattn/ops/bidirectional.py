@@ -28,6 +28,7 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     sums = f.summarize(key, value, mask)
     shift = f.query_shift(query, sums.maximum)
     reading = f.read(sums, query, shift, value.dtype)
+    spoiled = spoiled + sums.spoiled[..., None, None]
     output = f.normalize(reading, query) + spoiled
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(f.merge_heads(output, num_heads, length), dtype)

@@ -11,9 +11,16 @@ from keras_rfattn.ops.types import Deferred
 
 
 def cut_blocks(x, size):
-    """`(B, K, T, ·)` as `(B, K, T / size, size, ·)`, zeros after the end."""
+    """`(B, K, T, ·)` as `(B, K, T / size, size, ·)`, zeros after the end.
+
+    At least one block.
+    """
     shape = ops.shape(x)
-    padding = (-shape[2]) % size
+    length = shape[2]
+    if isinstance(length, int):
+        padding = max(-(-length // size), 1) * size - length
+    else:
+        padding = ops.maximum(-(-length // size), 1) * size - length
     if not isinstance(padding, int) or padding:
         zeros = ops.zeros((*shape[:2], padding, shape[3]), dtype=x.dtype)
         x = ops.concatenate([x, zeros], axis=2)
@@ -24,7 +31,7 @@ def block_mask(key_mask, length, size):
     """Which keys of each block exist, `(B or 1, 1, T / C, C)`; `None` if all do."""
     if key_mask is not None:
         mask = f.heads_mask(key_mask)
-    elif isinstance(length, int) and length % size == 0:
+    elif isinstance(length, int) and length and length % size == 0:
         return None
     else:
         mask = ops.ones((1, 1, length), dtype="bool")

@@ -24,6 +24,7 @@ from keras_rfattn.ops.dyadic import dyadic
 from keras_rfattn.ops.recurrent import count_visible
 from keras_rfattn.ops.recurrent import to_state
 from keras_rfattn.ops.recurrent import to_sums
+from keras_rfattn.ops.spoiled import onward
 
 SPAN = 30.0
 DEFAULT_BLOCK_SIZE = 128
@@ -128,7 +129,9 @@ def _attend(sums, query, key, value, mask, groups, span, exact):
     # Hidden rows leave before any product.
     key, value = f.admit(key, value, mask)
     prefix, last = prefix_sums(f.summarize(key, value, mask), f.Sums(*sums))
-    query, spoiled = query
+    (query, spoiled), (key, spoiled_keys) = query, key
+    spoiled = spoiled + ops.repeat(onward(spoiled_keys), groups, axis=-2)
+    spoiled = spoiled + prefix.spoiled[..., None, None]
     reading = read_block(prefix, query, key, value, mask, groups, span, exact)
     reading = f.Reading(*(keep(x) for x in reading))
     output = f.normalize(reading, query) + spoiled

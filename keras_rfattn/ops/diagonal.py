@@ -30,11 +30,8 @@ from keras_rfattn.ops.dyadic import weigh_values
 
 
 def read_block(prefix, query, key, value, mask, groups, span, exact):
-    """What the queries of each block see of the prefix and of their own block.
-
-    Of arguments that `f.admit` gave: `key` is `Marked`.
-    """
-    dtype, (key, spoiled) = value.dtype, key
+    """What the queries of each block see of the prefix and of their own block."""
+    dtype = value.dtype
     reference = _reference(prefix, key.log_scale, mask)
     excess = key.log_scale - ops.expand_dims(reference, -2)
     visible = _visible(excess.shape[-2], groups)
@@ -43,7 +40,7 @@ def read_block(prefix, query, key, value, mask, groups, span, exact):
     largest = ops.stop_gradient(ops.max(excess, axis=-1))
     largest = ops.where(visible, ops.expand_dims(largest, -2), 0)
     largest = elementwise_max(ops.max(largest, axis=-1), 0)
-    shared_scale = key.log_scale.shape[-1] == 1
+    shared_scale = key.values is not None and key.log_scale.shape[-1] == 1
     if not shared_scale:
         beyond = largest > span
         largest = elementwise_min(largest, span)
@@ -62,9 +59,6 @@ def read_block(prefix, query, key, value, mask, groups, span, exact):
     own = weigh_values(weights, mask, value, shift)
     if not shared_scale:
         own = _replace_rows(own, beyond, query, key, value, mask, groups, exact)
-    spoiled = ops.repeat(f.onward(spoiled), groups, axis=-2)
-    spoiled = ops.cast(spoiled, own.numerator.dtype)
-    own = own._replace(numerator=own.numerator + spoiled)
     before = f.read(f.rebase(prefix, reference), query, shift, dtype)
     return f.combine(before, own)
 

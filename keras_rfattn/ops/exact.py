@@ -14,6 +14,10 @@ from keras_rfattn.ops.backend import accumulated_matmul
 from keras_rfattn.ops.backend import elementwise_max
 from keras_rfattn.ops.backend import precise_einsum
 from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.spoiled import bounded
+from keras_rfattn.ops.spoiled import finite_values
+from keras_rfattn.ops.spoiled import onward
+from keras_rfattn.ops.spoiled import spoils
 
 LEAST = 1e-30  # norm of a vector, which may be zero
 
@@ -128,7 +132,7 @@ def exact_attention(query, key, value, kernel, key_mask=None, causal=False):
 
 def finite_tokens(query, key, value):
     """Queries, keys and values as `read_exactly` takes them."""
-    return f.bounded(query), f.bounded(key), f.finite_values(value)
+    return bounded(query), bounded(key), finite_values(value)
 
 
 def spoiled(query, key, value, mask, groups, causal):
@@ -145,13 +149,13 @@ def spoiled(query, key, value, mask, groups, causal):
     Returns:
         Array of shape `(..., R · G, 1)`.
     """
-    keys = f.hide(f.spoils(key) + ops.cast(f.spoils(value), wide_dtype(key)), mask)
+    keys = f.hide(spoils(key) + ops.cast(spoils(value), wide_dtype(key)), mask)
     if causal:
-        keys = f.onward(keys)[..., -(ops.shape(query)[-2] // groups) :, :]
+        keys = onward(keys)[..., -(ops.shape(query)[-2] // groups) :, :]
         keys = ops.repeat(keys, groups, axis=-2)
     else:
         keys = ops.sum(keys, axis=-2, keepdims=True)
-    return f.spoils(query) + keys
+    return spoils(query) + keys
 
 
 def softmax_attention(query, key, value, key_mask=None, causal=False):

@@ -17,7 +17,9 @@ from keras import ops
 
 from keras_rfattn.ops.backend import accumulated_matmul
 from keras_rfattn.ops.backend import elementwise_max
-from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.spoiled import finite_values
+from keras_rfattn.ops.spoiled import mark
+from keras_rfattn.ops.spoiled import spoils
 from keras_rfattn.ops.types import Features
 from keras_rfattn.ops.types import Marked
 from keras_rfattn.ops.types import Reading
@@ -27,10 +29,6 @@ from keras_rfattn.ops.types import self_tensor
 
 # Stands for -inf in exponents. Finite, so that a difference of two is 0, not NaN.
 LOWEST = -1e30
-
-# Entries of queries and keys beyond this count as this: their squares, summed over a
-# head, stay far above `LOWEST`.
-LARGEST = 1e13
 
 # Below this fraction of the sum of magnitudes a signed denominator is rounding
 # noise in float32, whose resolution is 6e-8 per term.
@@ -45,54 +43,6 @@ def finite(features):
         # XLA may take the larger of NaN and a number to be the number.
         clipped = ops.where(ops.isnan(log_scale), log_scale, clipped)
     return features._replace(log_scale=clipped)
-
-
-def spoils(x):
-    """NaN for tokens `(..., D)` that are not finite, else 0: `(..., 1)`."""
-    zero, nan = (ops.convert_to_tensor(c, wide_dtype(x)) for c in (0, float("nan")))
-    return ops.where(_all_within(x, float("inf")), zero, nan)
-
-
-def onward(spoiled):
-    """NaN from the first NaN on, `(..., S, 1)`: what a cumulative sum would make."""
-    # Which XLA computes in S² steps.
-    position = ops.arange(ops.shape(spoiled)[-2], dtype="int32")[:, None]
-    found = ops.where(ops.isnan(spoiled), position, position[-1:] + 1)
-    first = ops.min(found, axis=-2, keepdims=True)
-    nan = ops.convert_to_tensor(float("nan"), spoiled.dtype)
-    return ops.where(position >= first, nan, ops.zeros_like(spoiled))
-
-
-def bounded(x):
-    """Queries or keys with entries in ±`LARGEST`, and 0 for NaN."""
-    # Without gradient where something is cut off, which costs less than one.
-    cut = ops.nan_to_num(ops.clip(ops.stop_gradient(x), -LARGEST, LARGEST), nan=0.0)
-    return ops.where(_all_within(x, LARGEST), x, cut)
-
-
-def finite_values(value):
-    """Values `(..., V)` with 0 for tokens that are not finite."""
-    return ops.where(_all_within(value, float("inf")), value, 0)
-
-
-def _all_within(x, limit):
-    """Whether all entries of a token are smaller than a limit, `(..., 1)`."""
-    x = ops.abs(ops.stop_gradient(x))
-    if keras.backend.backend() == "torch":
-        # Fewer passes. The largest of NaN and others is NaN here, but not in XLA.
-        return ops.max(x, axis=-1, keepdims=True) < limit
-    return ops.all(x < limit, axis=-1, keepdims=True)
-
-
-def mark(features):
-    """`Marked`, of features that are NaN where a token was not finite."""
-    if isinstance(features, Marked):
-        return features
-    spoiled = ops.isnan(features.log_scale[..., :1])
-    log_scale = ops.where(spoiled, 0, features.log_scale)
-    zero, nan = (ops.convert_to_tensor(c, log_scale.dtype) for c in (0, float("nan")))
-    features = features._replace(log_scale=log_scale)
-    return Marked(features, ops.where(spoiled, nan, zero))
 
 
 def admit(key, value, mask=None):
@@ -224,7 +174,7 @@ def query_shift(query, maximum):
 
 
 def read(sums, query, shift, dtype):
-    """Looks queries up in `sums`.
+    """Looks queries up in `sums`, but for their mark, which is added to the output.
 
     Args:
         sums: `Sums` with leading dimensions `(...)`.
@@ -240,7 +190,6 @@ def read(sums, query, shift, dtype):
     rows = expand(shifted, shift[..., None], dtype)
     numerator = accumulated_matmul(rows, ops.cast(sums.numerator, dtype))
     wide = numerator.dtype
-    numerator = numerator + ops.cast(sums.spoiled, wide)[..., None, None]
     column = ops.cast(ops.expand_dims(sums.normalizer, -1), wide)
     denominator = accumulated_matmul(ops.cast(rows, wide), column)[..., 0]
     if query.values is None:

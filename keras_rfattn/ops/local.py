@@ -23,6 +23,7 @@ from keras_rfattn.ops import features as f
 from keras_rfattn.ops.backend import compiled
 from keras_rfattn.ops.backend import fold
 from keras_rfattn.ops.backend import keep
+from keras_rfattn.ops.backend import take_tokens
 from keras_rfattn.ops.blocks import block_mask
 from keras_rfattn.ops.blocks import cut_blocks
 from keras_rfattn.ops.blocks import in_blocks
@@ -91,14 +92,13 @@ def from_first_visible(key_mask, arrays, functions):
         The arrays turned, and a function that turns one back.
     """
     length = ops.shape(key_mask)[1]
-    first = ops.argmax(ops.cast(key_mask, "int32"), axis=1)
-    first = ops.cast(first, "int32")[:, None]
+    hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
+    first = ops.sum(ops.cast(hidden, "int32"), axis=1)[:, None]
     positions = ops.arange(length, dtype="int32")[None]
     forward, back = (positions + first) % length, (positions - first) % length
 
     def turn(x, index=forward):
-        tail = (1,) * (len(x.shape) - 2)
-        return ops.take_along_axis(x, ops.reshape(index, (-1, length, *tail)), axis=1)
+        return take_tokens(x, index)
 
     turned = []
     for features, function in zip(arrays, functions, strict=False):
@@ -212,7 +212,9 @@ def _local(
         tokens, mask = (exact_query, key, value), mask[..., 0]
         near = read_exactly(kernel, *finite_tokens(*tokens), visible)
         reading = f.Reading(*(keep(x) for x in f.combine(far, near)))
-        return f.normalize(reading, query) + spoiled(*tokens, mask, groups, causal)
+        beside = spoiled(*tokens, mask, groups, causal)
+        beside = beside + sums.spoiled[..., None, None]
+        return f.normalize(reading, query) + beside
 
     def forward(sums, far, rows):
         before, last = prefix_sums(sums_of(*far), f.Sums(*sums))
@@ -272,23 +274,14 @@ def mixed(query_features, key_features, value, key_mask, near, local):
     dtype, value = value.dtype, f.representable(value)
     query, _ = f.heads_first(query_features, num_kv_heads)
     features = f.heads_first(key_features, num_kv_heads)
-    exact_query, exact_key, value = (
-        f.split_heads(x, num_kv_heads) for x in (local.query, local.key, value)
-    )
+    tokens = [f.split_heads(x, num_kv_heads) for x in (local.query, local.key, value)]
     mask, groups = f.heads_mask(key_mask), num_heads // num_kv_heads
-    spoiled_by = spoiled(exact_query, exact_key, value, mask, groups, causal=False)
-    exact_query, exact_key, value = finite_tokens(exact_query, exact_key, value)
     far, close = f.heads_mask(key_mask & ~near), f.heads_mask(key_mask & near)
-    sums = f.summarize(*f.admit(features, value, far), far)
+    sums = f.summarize(*f.admit(features, tokens[-1], far), far)
     reading = f.read(sums, query, f.query_shift(query, sums.maximum), value.dtype)
-    exact = read_exactly(
-        local.kernel,
-        exact_query,
-        exact_key,
-        value,
-        close[..., None, :],
-    )
-    output = f.normalize(f.combine(reading, exact), query) + spoiled_by
+    exact = read_exactly(local.kernel, *finite_tokens(*tokens), close[..., None, :])
+    output = f.normalize(f.combine(reading, exact), query)
+    output = output + spoiled(*tokens, mask, groups, causal=False)
     return ops.cast(f.merge_heads(output, num_heads, 1), dtype)
 
 

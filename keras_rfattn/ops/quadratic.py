@@ -5,6 +5,9 @@ from keras import ops
 from keras_rfattn.ops import features as f
 from keras_rfattn.ops.backend import accumulated_matmul
 from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.spoiled import finite_values
+from keras_rfattn.ops.spoiled import mark
+from keras_rfattn.ops.spoiled import spoils
 
 
 def quadratic(query_features, key_features, value, key_mask=None, causal=False):
@@ -35,9 +38,9 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     def aligned(x, axis):
         return ops.expand_dims(ops.transpose(x, (0, 2, 1, 3)), axis)
 
-    query, key = (f.mark(x) for x in (query_features, key_features))
-    spoiled = key.spoiled + ops.cast(f.spoils(value), key.spoiled.dtype)
-    value = f.finite_values(value)
+    query, key = (mark(x) for x in (query_features, key_features))
+    spoiled = key.spoiled + ops.cast(spoils(value), key.spoiled.dtype)
+    value = finite_values(value)
     query_spoiled, query, key = (
         query.spoiled,
         *(f.plain(f.finite(x.features)) for x in (query, key)),

@@ -216,3 +216,58 @@ def test_masks_mean_what_they_mean_in_keras(kind, name, batch):
     seen = seen.any(-1)
     np.testing.assert_allclose(actual[seen], expected[seen], rtol=1e-4, atol=1e-6)
     assert np.abs(expected - numpy(softmax(x, x))).max() > 1e-3 or mask.all()
+
+
+EMPTY = [(0, 6, WIDTH), (2, 0, WIDTH), (0, 0, WIDTH)]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["favorpp", "polysketch"])
+def test_empty_batches_and_sequences(name, causal, window):
+    layer = MultiHeadAttention(2, 4, feature_map=name, num_features=8, window=window)
+    layer.build((None, None, WIDTH), (None, None, WIDTH))
+
+    def call(x, mask):
+        return layer(x, x, key_mask=mask, use_causal_mask=causal, training=True)
+
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        shapes = [None, None, WIDTH], [None, None]
+        call = tf.function(call, [tf.TensorSpec(shapes[0]), tf.TensorSpec(shapes[1])])
+    for shape in (*EMPTY, (2, 5, WIDTH)):
+        output = call(ops.ones(shape), ops.ones(shape[:2]))
+        assert tuple(output.shape) == shape
+
+
+def test_no_key_to_see():
+    softmax, linear = pair("multi_head", feature_map="favorpp", num_features=8)
+    x = data(2, 3, WIDTH)
+    expected = numpy(softmax(x, x[:, :0]))
+    np.testing.assert_array_equal(numpy(linear(x, x[:, :0])), expected)
+    assert expected.shape == (2, 3, WIDTH)
+
+
+# Maps with random vectors, of which one will do.
+NARROW = [
+    name
+    for name in feature_maps.list()
+    if feature_maps.get(name, seed=0).projection is not None
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", [*NARROW, "elu"])
+def test_one_feature(name, causal):
+    size = {"key_dim": 1} if name == "elu" else {"key_dim": 4, "num_features": 1}
+    layer = MultiHeadAttention(2, feature_map=name, seed=0, **size)
+    x = data(2, 6, WIDTH)
+    output = numpy(layer(x, x, use_causal_mask=causal))
+    assert np.all(np.isfinite(output)) and np.any(output != 0)
+    # Attention is over the past, whatever the feature.
+    changed = x.copy()
+    changed[:, 4:] += 1
+    moved = numpy(layer(changed, changed, use_causal_mask=causal)) - output
+    assert not causal or np.all(moved[:, :4] == 0)
+    assert np.any(moved[:, 4:] != 0)
