@@ -25,10 +25,11 @@ which algorithm will sum them. Every row of the registry is tested for these law
 import math
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_rfattn import projections
+from keras_rfattn.feature_maps.arguments import check_num_features
+from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.function import FeatureFunction
 from keras_rfattn.feature_maps.function import of_finite_tokens
 from keras_rfattn.ops.backend import precise_einsum
@@ -57,6 +58,8 @@ class FeatureMap(keras.layers.Layer):
     is_positive = True
     # Whether equal queries and keys have equal features.
     is_symmetric = True
+    # Whether the weights at hand were saved with the map; None if nobody knows.
+    is_expected = None
     # Whether estimates are precise only for queries and keys of one length.
     assumes_equal_lengths = False
 
@@ -253,9 +256,23 @@ class FeatureMap(keras.layers.Layer):
         return parameter if groups == 1 else ops.repeat(parameter, groups, axis=0)
 
     def load_own_variables(self, store):
-        """Loads saved weights; a softmax checkpoint has none and changes nothing."""
-        if len(store.keys()):
-            super().load_own_variables(store)
+        """Loads saved weights; of a softmax checkpoint, which has none, nothing.
+
+        Raises:
+            ValueError: If they are missing although the attention layer was saved with
+                this map, or are there although it was not.
+        """
+        found, own = len(store.keys()) > 0, self._trainable_variables
+        if own or self._non_trainable_variables:
+            if self.is_expected is not None and found != self.is_expected:
+                state = "are there without" if found else "are missing beside"
+                raise ValueError(
+                    f"The weights of feature map {type(self).__name__} {state} the "
+                    "fingerprint of its attention layer. The file is damaged, or put "
+                    "together from others; save the model again."
+                )
+            if found or self.is_expected is None:
+                super().load_own_variables(store)
 
     def get_config(self):
         projection = self.projection
@@ -269,29 +286,6 @@ class FeatureMap(keras.layers.Layer):
         }
 
 
-def derive_seed(*entropy):
-    """A seed that follows from other integers, unlike those of other integers."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
-
-
 def half_square(x):
     """`‖x‖² / 2` over the last axis, kept: `(..., H) -> (..., 1)`."""
     return ops.sum(ops.square(x), axis=-1, keepdims=True) / 2
-
-
-def check_num_features(num_features, projection):
-    """Raises `ValueError` unless `num_features` fits `projection`."""
-    if projection is None:
-        if num_features is not None:
-            raise ValueError(
-                "`num_features` must be `None` without a projection: the width is "
-                f"the head dim then. Received: num_features={num_features}. Pass "
-                "`projection='orthogonal'` to choose a width."
-            )
-        return
-    is_integer = isinstance(num_features, (int, np.integer))
-    if not is_integer or isinstance(num_features, bool) or num_features <= 0:
-        raise ValueError(
-            "`num_features` must be a positive integer or `None` (256). "
-            f"Received: num_features={num_features!r}."
-        )

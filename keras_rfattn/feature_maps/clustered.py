@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
-from keras_rfattn.feature_maps.base import derive_seed
+from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.complex_exponential import diagonal
 from keras_rfattn.feature_maps.complex_exponential import diagonal_parts

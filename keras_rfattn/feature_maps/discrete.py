@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_rfattn import projections
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import derive_seed
+from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.kernels.variance import log_moment_geometric
 from keras_rfattn.ops.backend import elementwise_max

@@ -5,7 +5,7 @@ from keras import ops
 
 from keras_rfattn.feature_maps import algebra
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import derive_seed
+from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.coefficients import AngularCoefficient
 from keras_rfattn.feature_maps.coefficients import GaussianCoefficient
 from keras_rfattn.feature_maps.positive import FavorPlus

@@ -5,8 +5,8 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.feature_maps.base import check_num_features
-from keras_rfattn.feature_maps.base import derive_seed
+from keras_rfattn.feature_maps.arguments import check_num_features
+from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.polynomial import DEFAULT_DEGREE
 from keras_rfattn.feature_maps.polynomial import PolynomialFeatureMap
 from keras_rfattn.ops.backend import precise_einsum

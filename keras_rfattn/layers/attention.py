@@ -33,6 +33,8 @@ class LinearAttention:
 
     # A layer that becomes linear in the middle of its first call has no answer yet.
     _is_self_attention = False
+    # Whether a saved config, and not `replace_attention`, made it linear.
+    is_from_config = False
     # Set while `keras_rfattn.layers.record` runs the model.
     recorder = None
 
@@ -139,6 +141,12 @@ class LinearAttention:
             "run softmax attention in its place. Serve the model without vLLM, or "
             "call `restore_attention` first."
         )
+
+    @classmethod
+    def from_config(cls, config):
+        layer = super().from_config(config)
+        layer.is_from_config = True
+        return layer
 
     def get_config(self):
         return {

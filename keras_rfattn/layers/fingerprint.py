@@ -4,7 +4,8 @@ Keras rebuilds many models from hyper-parameters, as softmax, and its loader ski
 saved weights that the rebuilt layer has no place for if it meets the layer by a
 second path. The mark is therefore stored beside the query projection's own arrays:
 a softmax layer finds one array too many there and refuses, a replaced layer
-compares, and a softmax checkpoint, without a mark, loads as it always did.
+compares. A softmax checkpoint, without a mark and without arrays of the feature map,
+loads as it always did; not where the config that came with it says linear.
 """
 
 import functools
@@ -16,11 +17,49 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.function import essence
 
 KEY = "attention_fingerprint"
+# Options that change what is computed.
+MEANING = ("window", "sliding")
 
 
-def fingerprint(feature_map):
-    """A 31-bit checksum of what a map computes, whatever its seed and name."""
-    return zlib.crc32(repr(essence(feature_map)).encode()) & 0x7FFFFFFF
+def fingerprint(layer):
+    """`[format, checksum]` of what a layer computes, whatever its seed and names."""
+    options = [layer.options[name] for name in MEANING]
+    feature_map = feature_maps.serialize(layer.feature_map)
+    return np.array(
+        [2, _checksum(essence(layer.feature_map), options, _projections(feature_map))]
+    )
+
+
+def _checksum(*parts):
+    return zlib.crc32(repr(parts).encode()) & 0x7FFFFFFF
+
+
+def _projections(config):
+    """Where random vectors come from, whatever their seeds, wherever in a config."""
+    if isinstance(config, dict):
+        own = config.get("projection")
+        own = (
+            []
+            if not isinstance(own, dict)
+            else [
+                own["class_name"],
+                sorted((k, repr(v)) for k, v in own["config"].items() if k != "seed"),
+            ]
+        )
+        return own + [
+            _projections(config[k]) for k in sorted(config) if k != "projection"
+        ]
+    if isinstance(config, (list, tuple)):
+        return [_projections(item) for item in config]
+    return []
+
+
+def _is_mark_of(layer, found):
+    if found.shape == ():
+        # Format 1, of version 0.1.0 before windows were covered: the map alone.
+        checksum = zlib.crc32(repr(essence(layer.feature_map)).encode()) & 0x7FFFFFFF
+        return int(found) == checksum
+    return np.array_equal(found, fingerprint(layer))
 
 
 def mark(layer):
@@ -38,19 +77,29 @@ def unmark(layer):
 
 def _save(projection, layer, store):
     type(projection).save_own_variables(projection, store)
-    store[KEY] = np.asarray(fingerprint(layer.feature_map), dtype="int32")
+    store[KEY] = fingerprint(layer).astype("int32")
 
 
 def _load(projection, layer, store):
     arrays = {key: store[key] for key in store.keys() if key != KEY}
-    expected = fingerprint(layer.feature_map)
-    # Keras asks again, with nothing, for a layer whose first attempt failed.
-    found = int(np.asarray(store[KEY])) if KEY in store.keys() else expected
-    if found != expected or not arrays:
-        name = feature_maps.name_of(layer.feature_map)
+    name = feature_maps.name_of(layer.feature_map)
+    if not arrays:
+        # Keras asks again, with nothing, for a layer whose first attempt failed.
+        raise ValueError(f"The weights lack layer '{layer.name}'.")
+    is_marked = KEY in store.keys()
+    if is_marked and not _is_mark_of(layer, np.asarray(store[KEY])):
         raise ValueError(
             f"Layer '{layer.name}' has the mechanism {name!r}, and the weights were "
-            "saved from another one (or one with other arguments), or lack this "
-            "layer. Replace attention as it was when the weights were saved."
+            "saved from another one, or with other arguments or another window. "
+            "Replace attention as it was when the weights were saved."
         )
+    if not is_marked and layer.is_from_config:
+        raise ValueError(
+            f"Layer '{layer.name}' is {name!r} by its config, and the weights have no "
+            f"{KEY!r}: they were not saved with it, or are damaged. To load softmax "
+            "weights, load them into the softmax model and replace its attention."
+        )
+    for part in layer.feature_map._flatten_layers():
+        part.is_expected = is_marked
     type(projection).load_own_variables(projection, arrays)
+    layer.is_from_config = False

@@ -6,7 +6,9 @@ every such container to a subclass of the same name whose `get_config` adds an
 entry "attention", and whose `from_config` puts the mechanism back.
 """
 
+import contextlib
 import functools
+import importlib.util
 
 import keras
 
@@ -19,6 +21,9 @@ FORMAT = 1
 PACKAGE = "keras_rfattn"
 # Registered name of containers that are found through their original's name.
 GENERIC = "Carrier"
+
+# What saved models may be of, and what installs it.
+LIBRARIES = {"keras_hub": "'keras-rfattn[hub]'", "keras_cv": "'keras-rfattn[cv]'"}
 
 _carriers = {}
 
@@ -35,30 +40,74 @@ class Carrier:
     def from_config(cls, config, custom_objects=None):
         config = dict(config)
         entry = config.pop("attention", None)
-        if entry is None:
-            raise ValueError(
-                f"The config of {cls.__name__} has no entry 'attention', so that its "
-                "attention cannot be rebuilt. Save the model again with keras_rfattn."
-            )
-        if entry.get("format") != FORMAT:
-            raise ValueError(
-                f"The config of {cls.__name__} has attention format "
-                f"{entry.get('format')}; this version of keras_rfattn reads {FORMAT}. "
-                "Use the version that saved it."
-            )
+        check_entry(entry, cls.__name__)
         base = cls.original_class or _registered_original(entry)
         instance = base.from_config(config)
         if instance.built:
             apply_config(instance, entry)
         else:
             instance.__class__ = carrier_class(type(instance))
-            _when_built(instance, lambda: apply_config(instance, entry))
+            object.__setattr__(instance, "_pending_attention", entry)
+            _when_built(instance, instance._apply_pending)
         return instance
+
+    def build_from_config(self, config):
+        super().build_from_config(config)
+        # Keras builds a model without a `build` of its own by running it.
+        self._apply_pending()
+
+    def _apply_pending(self):
+        entry = vars(self).pop("_pending_attention", None)
+        if entry is not None:
+            apply_config(self, entry)
+
+    def __reduce__(self):
+        _, arguments = super().__reduce__()
+        return unpickle, arguments
+
+
+def unpickle(bytesio):
+    """A pickled container, whose class no import finds; see `KerasSaveable`."""
+    return keras.layers.Layer._unpickle_model(bytesio)
+
+
+def check_entry(entry, name):
+    """Raises `ValueError` unless `entry` is what `attention_config` makes."""
+    if entry is None:
+        raise ValueError(
+            f"The config of {name} has no entry 'attention', so that its attention "
+            "cannot be rebuilt. Save the model again with keras_rfattn."
+        )
+    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
+        received = entry.get("format") if isinstance(entry, dict) else entry
+        raise ValueError(
+            f"The entry 'attention' in the config of {name} must be a dict of format "
+            f"{FORMAT}, which this version of keras_rfattn reads. Received: "
+            f"{received!r}. Use the version that saved it, or save the model again."
+        )
+    layers, described = entry.get("layers"), entry.get("class")
+    keys = {"index", "path", "feature_map"}
+    if (
+        not isinstance(described, dict)
+        or not isinstance(layers, list)
+        or not all(isinstance(layer, dict) and keys <= set(layer) for layer in layers)
+    ):
+        raise ValueError(
+            f"The entry 'attention' in the config of {name} must have a dict 'class' "
+            f"and a list 'layers' of dicts with {sorted(keys)}. Received: {entry!r}. "
+            "Save the model again."
+        )
 
 
 def _registered_original(entry):
     """The class a generic carrier was made from, through Keras' own lookup."""
     described = {**entry["class"], "config": {}}
+    library = str(described.get("module")).partition(".")[0]
+    if library in LIBRARIES and importlib.util.find_spec(library) is None:
+        raise ImportError(
+            f"The model is a {described.get('class_name')} of {library}, which is not "
+            f"installed. Install it with `pip install {LIBRARIES[library]}`."
+        )
     from keras.src.saving import serialization_lib
 
     return serialization_lib._retrieve_class_or_fn(
@@ -81,8 +130,8 @@ def carrier_class(base, name=None, members=None):
 
     Args:
         base: The container's class.
-        name: Name to register under, for classes that other code looks up by class
-            (KerasHub's backbones and tasks); generic if `None`.
+        name: Name that leads to it too, for classes that other code looks up by class
+            (KerasHub's backbones and tasks). All are saved under the generic name.
         members: Further class attributes.
 
     Returns:
@@ -99,15 +148,35 @@ def carrier_class(base, name=None, members=None):
         **(members or {}),
     }
     cls = type(base.__name__, bases, body)
-    if name is None:
-        generic = keras.saving.get_registered_object(f"{PACKAGE}>{GENERIC}")
-        keras.saving.register_keras_serializable(PACKAGE, GENERIC)(cls)
-        # The name leads back to the generic class; only the class keeps the name.
-        keras.saving.register_keras_serializable(PACKAGE, GENERIC)(generic)
-    else:
+    if name is not None:
         keras.saving.register_keras_serializable(PACKAGE, name)(cls)
+    _save_as_generic(cls)
     _carriers[base] = cls
     return cls
+
+
+def _save_as_generic(cls):
+    """Makes a class be saved under the generic name, which needs no other library."""
+    generic = keras.saving.get_registered_object(f"{PACKAGE}>{GENERIC}")
+    keras.saving.register_keras_serializable(PACKAGE, GENERIC)(cls)
+    # The name leads back to the generic class; only the class keeps the name.
+    keras.saving.register_keras_serializable(PACKAGE, GENERIC)(generic)
+
+
+@contextlib.contextmanager
+def saved_by_name(classes):
+    """Saves carriers under their own names meanwhile, for who looks them up by those.
+
+    Args:
+        classes: Carriers made with a name.
+    """
+    for cls in classes:
+        keras.saving.register_keras_serializable(PACKAGE, cls.__name__)(cls)
+    try:
+        yield
+    finally:
+        for cls in classes:
+            _save_as_generic(cls)
 
 
 def needs_carrier(container):
@@ -170,8 +239,9 @@ def apply_config(container, entry):
         site = found.sites[layer["index"]]
         if site.is_linear:
             continue
-        feature_map = feature_maps.deserialize(layer["feature_map"])
+        feature_map = feature_maps.get(layer["feature_map"])
         options = {name: layer[name] for name in OPTIONS if name in layer}
+        site.layer.is_from_config = True
         change = (site, feature_map, options)
         if site.layer.built:
             changes.append(change)

@@ -99,11 +99,20 @@ def companion_class(cls, backbone_cls):
 _companion_classes = {}
 
 
+def _save_to_preset(self, preset_dir, *args, **kwargs):
+    """Saves under names by which `from_preset` finds classes."""
+    models = [self, getattr(self, "backbone", None)]
+    names = {type(x) for x in models if isinstance(x, carriers.Carrier)}
+    original = type(self).original_class.save_to_preset
+    with carriers.saved_by_name(names):
+        return original(self, preset_dir, *args, **kwargs)
+
+
 def model_carrier(cls):
     """The carrier of a backbone or task class, registered under its own name."""
     if cls in carriers._carriers:
         return carriers._carriers[cls]
-    members = {}
+    members = {"save_to_preset": _save_to_preset}
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
     return carriers.carrier_class(cls, name=cls.__name__, members=members)

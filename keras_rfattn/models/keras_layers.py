@@ -8,6 +8,7 @@ import re
 
 import keras
 
+from keras_rfattn import feature_maps
 from keras_rfattn import layers
 from keras_rfattn.layers.attention import LinearAttention
 from keras_rfattn.layers.attention import refusal
@@ -74,12 +75,46 @@ def linear_class(cls):
 def make_linear_class(cls, linear=LinearAttention):
     """A class that is `cls` with linear attention, for layers changed in place."""
     bases = (LinearAttention, cls)
-    members = {"__module__": __name__, "original_class": cls, "__doc__": cls.__doc__}
+    members = {
+        "__module__": __name__,
+        "__doc__": cls.__doc__,
+        "__reduce__": _reduce,
+        "original_class": cls,
+    }
     if "_kv_shape" in vars(linear):
         members["_kv_shape"] = linear._kv_shape
     # Known classes have a registered drop-in; layers of others are rebuilt by the
     # container that holds them, so that their config need not name this class.
     return type(cls.__name__, bases, members)
+
+
+def _reduce(layer):
+    """How a layer of a class that no import finds is pickled and copied."""
+    config = layer.get_config()
+    feature_map = config.pop("feature_map")
+    options = {name: config.pop(name) for name in layer.options}
+    arguments = _plain((config, layer.get_build_config(), feature_map, options))
+    return unpickle, (original_class(layer), *arguments, layer.get_weights())
+
+
+def _plain(x):
+    """Without the dicts and lists by which Keras tracks layers: they do not pickle."""
+    if isinstance(x, dict):
+        return {key: _plain(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return (tuple if isinstance(x, tuple) else list)(_plain(item) for item in x)
+    return x
+
+
+def unpickle(cls, config, build_config, feature_map, options, weights):
+    """The layer that `_reduce` took apart."""
+    from keras_rfattn.models import replace
+
+    layer = cls.from_config(config)
+    layer.build_from_config(build_config)
+    replace.change_layer(layer, feature_maps.get(feature_map), options)
+    layer.set_weights(weights)
+    return layer
 
 
 def unsupported(layer):

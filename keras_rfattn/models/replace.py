@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.base import derive_seed
+from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.layers.attend import check_window
 from keras_rfattn.layers.attention import OPTIONS
 from keras_rfattn.layers.attention import LinearAttention
@@ -235,6 +235,18 @@ def _build_map(layer, feature_map):
         feature_map.build((None, None, kv_heads, head_dim))
 
 
+def change_layer(layer, feature_map, options):
+    """Makes one built layer linear, by itself.
+
+    Args:
+        layer: A built softmax layer that has a linear class.
+        feature_map: A `FeatureMap` of its own, not built.
+        options: Dict of `block_size`, `window` and `sliding`.
+    """
+    _build_map(layer, feature_map)
+    _make_linear(layer, feature_map, options)
+
+
 def _make_linear(layer, feature_map, options):
     layer.__class__ = keras_layers.linear_class(type(layer))
     layer._tracker.unlock()
@@ -249,7 +261,7 @@ def _make_linear(layer, feature_map, options):
 def _make_softmax(layer):
     unmark(layer)
     layer._tracker.untrack(layer.feature_map)
-    for name in ("feature_map", *OPTIONS, "_is_self_attention"):
+    for name in ("feature_map", *OPTIONS, "_is_self_attention", "is_from_config"):
         if name == "feature_map" or name in vars(layer):
             delattr(layer, name)
     layer.__class__ = type(layer).original_class
