@@ -3,6 +3,8 @@
 Needs scikit-learn, which `import keras_rfattn` alone does not load.
 """
 
+import numbers
+
 import numpy as np
 from keras import ops
 from sklearn.base import BaseEstimator
@@ -18,6 +20,19 @@ from keras_rfattn import layers
 BLOCK = 1024
 
 
+def _gamma(gamma, X):
+    """The number that `gamma` means for X."""
+    if isinstance(gamma, str) and gamma in ("scale", "auto"):
+        variance = float(X.var()) if gamma == "scale" else 1.0
+        return 1 / (X.shape[1] * (variance or 1.0))
+    if isinstance(gamma, bool) or not isinstance(gamma, numbers.Real) or not gamma > 0:
+        raise ValueError(
+            "`gamma` must be a positive number, 'scale' or 'auto'. "
+            f"Received: gamma={gamma!r}."
+        )
+    return gamma
+
+
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Approximates a kernel's feature space by random features.
 
@@ -27,7 +42,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             measured by `fit`.
         kernel: `"gaussian"`: `exp(-gamma ‖x - y‖²)`, or `"softmax"`:
             `exp(2 gamma x · y)`.
-        gamma: Positive number.
+        gamma: Positive number; or, as elsewhere in scikit-learn, `"scale"` for `1 /
+            (n_features · X.var())` or `"auto"` for `1 / n_features`.
         num_features: Number of random vectors of a map given by name.
         random_state: Seed of the random vectors of a map given by name: an integer,
             `RandomState` or `None`.
@@ -58,7 +74,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             The transformer.
 
         Raises:
-            ValueError: If the map has other features for queries than for keys.
+            ValueError: If the map has other features for queries than for keys, or
+                `gamma` is none of the above.
         """
         X = validate_data(self, X, dtype=("float64", "float32"))
         feature_map = self.feature_map
@@ -77,7 +94,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
                 f"for both sides. Received: feature_map={self.feature_map!r}. Use "
                 "`keras_rfattn.layers.KernelFeatures` with `side=`."
             )
-        self.layer_ = layers.KernelFeatures(feature_map, self.kernel, self.gamma)
+        gamma = _gamma(self.gamma, X)
+        self.layer_ = layers.KernelFeatures(feature_map, self.kernel, gamma)
         self.layer_.adapt(X)
         self._n_features_out = feature_map.output_dim
         return self

@@ -53,3 +53,20 @@ def test_a_map_given_as_an_object_stays_as_it_is():
 def test_maps_with_two_sides_are_refused():
     with pytest.raises(ValueError, match="KernelFeatures"):
         RandomFeatures("hybrid_angular", num_features=4).fit(np.eye(3))
+
+
+@pytest.mark.parametrize("gamma", ["scale", "auto"])
+def test_gamma_by_the_words_of_scikit_learn(gamma):
+    x = np.random.default_rng(0).normal(size=(20, 4)) * 3
+    number = 1 / (4 * x.var()) if gamma == "scale" else 1 / 4
+    named, given = (
+        RandomFeatures(gamma=g, num_features=8, random_state=0).fit_transform(x)
+        for g in (gamma, number)
+    )
+    np.testing.assert_array_equal(named, given)
+
+
+@pytest.mark.parametrize("gamma", ["wide", 0, -1.0, None, True])
+def test_other_gammas_are_refused(gamma):
+    with pytest.raises(ValueError, match="`gamma` must be a positive number, 'scale'"):
+        RandomFeatures(gamma=gamma).fit(np.ones((3, 2)))

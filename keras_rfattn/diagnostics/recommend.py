@@ -23,7 +23,8 @@ class Recommendation:
     """The narrowest map that reaches an error; prints as a table with the verdict.
 
     Attributes:
-        mechanism: Name of the map, or `None` if none reaches the error.
+        mechanism: Name of the map, or `None` if none reaches the error, or the
+            control reaches it too.
         num_features: Its `num_features`, or `None`.
         wanted: The error asked for.
         control: The error of uniform attention.
@@ -45,7 +46,12 @@ class Recommendation:
             for name, count, width, error in self.tried
         ]
         lines.append(f"{'no attention':<35}{self.control:>14.3f}")
-        if self.mechanism is None:
+        if self.control <= self.wanted:
+            lines.append(
+                f"The mean of V reaches {self.wanted}: the model needs no attention at "
+                f"this error. Ask for less than {self.control:.3g}."
+            )
+        elif self.mechanism is None:
             lines.append(
                 f"None reaches {self.wanted} without training. Uptrain the model, or "
                 "keep its hardest layers softmax (`exclude=`)."
@@ -61,8 +67,9 @@ class Recommendation:
 
 
 def recommend(
-    model, data, error, candidates=CANDIDATES, widths=WIDTHS, max_tokens=512, seed=0
-):
+    model, data, error, candidates=CANDIDATES, widths=WIDTHS, max_tokens=512, seed=0,
+    verbose="auto",
+):  # fmt: skip
     """Names the map and width that reach a wanted error without training.
 
     Measures the relative error of attention outputs, mean over layers and heads, on
@@ -76,30 +83,34 @@ def recommend(
         widths: Feature widths M to try, in increasing order.
         max_tokens: How many queries and keys of a sequence are used at most.
         seed: Of the random vectors.
+        verbose: 0 for silence, 1 or `"auto"` for a progress bar, 2 for a line at the
+            end, as in Keras.
 
     Returns:
         A `Recommendation`.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If `error` is not between 0 and 1, or there is no attention.
+        ValueError: If `error` is not between 0 and 1, there is no attention, a
+            candidate is no estimator of softmax, or widths are not positive integers.
     """
     check_model(model)
-    if not 0 < error < 1:
-        raise ValueError(f"`error` must be between 0 and 1. Received: error={error}.")
+    _check_arguments(error, candidates, widths)
     is_softmax = not any(
         isinstance(layer, LinearAttention) for layer in model._flatten_layers()
     )
     if is_softmax:
         replace_attention(model, "favorplus", num_features=1, seed=0)
     try:
-        found = record(model, data, exact=True, max_tokens=max_tokens)
+        found = record(model, data, True, max_tokens, verbose)
     finally:
         if is_softmax:
             restore_attention(model)
     if not found:
         raise ValueError(f"`data` must hold a real token. Received: {title(model)}.")
     tried, best, control = [], None, np.nan
+    candidates = [candidates] if isinstance(candidates, str) else candidates
+    widths = [widths] if isinstance(widths, int) else widths
     for width in sorted(widths):
         for name in candidates:
             maps = [_adapted(name, width, seed + i, x) for i, x in enumerate(found)]
@@ -113,12 +124,43 @@ def recommend(
             control = float(np.mean([e.mean_of_values for e in errors]))
             count = maps[0].num_features
             tried.append((name, count, maps[0].output_dim, measured))
-            if measured <= error and (best is None or measured < best[2]):
+            # As good as no attention at all is not good.
+            is_good = measured <= error and measured < min(control, 1)
+            if is_good and (best is None or measured < best[2]):
                 best = (name, count, measured)
+        if control <= error:
+            best = None
+            break
         if best is not None:
             break
     name, count, _ = best or (None, None, None)
     return Recommendation(name, count, error, control, tuple(tried))
+
+
+def _check_arguments(error, candidates, widths):
+    """Raises `ValueError` unless `recommend` can do with them."""
+    is_number = isinstance(error, (int, float, np.number))
+    if isinstance(error, bool) or not is_number or not 0 < error < 1:
+        raise ValueError(f"`error` must be between 0 and 1. Received: error={error!r}.")
+    widths = [widths] if isinstance(widths, (int, str, float)) else list(widths)
+    integers = [
+        x for x in widths
+        if isinstance(x, (int, np.integer)) and not isinstance(x, bool) and x > 0
+    ]  # fmt: skip
+    if not widths or len(integers) < len(widths):
+        raise ValueError(
+            "`widths` must be a list of positive integers, at least one. "
+            f"Received: widths={widths!r}."
+        )
+    is_list = isinstance(candidates, (list, tuple))
+    names = list(candidates) if is_list else [candidates]
+    known = feature_maps.list()
+    kernels = [feature_maps.get(x, seed=0).kernel for x in names if x in known]
+    if not names or kernels != ["softmax"] * len(names):
+        raise ValueError(
+            "`candidates` must be names of maps that estimate softmax, at least one. "
+            f"Received: candidates={candidates!r}."
+        )
 
 
 def _adapted(name, width, seed, found):

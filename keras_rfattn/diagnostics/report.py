@@ -131,7 +131,7 @@ class ApproximationReport:
         return figure
 
 
-def approximation_report(model, data, max_tokens=512):
+def approximation_report(model, data, max_tokens=512, verbose="auto"):
     """Measures how well linear attention approximates softmax, layer by layer.
 
     Every layer is measured on the activations of the softmax model, so that errors of
@@ -142,6 +142,8 @@ def approximation_report(model, data, max_tokens=512):
         model: A model with linear attention.
         data: An iterable of batches, each what `model(batch)` takes.
         max_tokens: How many queries and keys of a sequence are used at most.
+        verbose: 0 for silence, 1 or `"auto"` for a progress bar, 2 for a line at the
+            end, as in Keras.
 
     Returns:
         An `ApproximationReport`.
@@ -152,7 +154,7 @@ def approximation_report(model, data, max_tokens=512):
             no token.
     """
     check_model(model)
-    found = record(model, data, exact=True, max_tokens=max_tokens)
+    found = record(model, data, True, max_tokens, verbose)
     if not found:
         raise ValueError(
             "`model` must have linear attention and `data` a batch with a real token. "

@@ -274,6 +274,9 @@ class FeatureMap(keras.layers.Layer):
             if found or self.is_expected is None:
                 super().load_own_variables(store)
 
+    def quantize(self, mode=None, type_check=True, config=None):
+        """Does nothing: exponents need float32 (law 5)."""
+
     def get_config(self):
         projection = self.projection
         if projection is not None:

@@ -52,9 +52,10 @@ def attend(
         `(B, T, N, V)`. A row that sees no key is 0.
 
     Raises:
-        ValueError: If the mask cannot be kept (`interpret_mask`), or the map's
-            statistics would leak the future.
+        ValueError: If the mask cannot be kept (`interpret_mask`), the map's statistics
+            would leak the future, or its kernel cannot be exact within a window.
     """
+    check_window(window, sliding, feature_map)
     mask = interpret_mask(mask, query.shape[1], key.shape[1])
     if 0 in (*query.shape[:2], key.shape[1]):
         # No query, or no key to see.

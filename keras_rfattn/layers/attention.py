@@ -19,6 +19,7 @@ from keras_rfattn.ops.causal import check_block_size
 from keras_rfattn.ops.masks import interpret_mask
 
 OPTIONS = ("block_size", "window", "sliding")
+STATE = ("_is_self_attention", "is_from_config", "refusal")
 # What KerasHub's attention layers call the normalization of their queries.
 NORMALIZATIONS = ("query_norm", "_query_norm", "q_norm", "_query_dense_layer_norm")
 
@@ -35,6 +36,8 @@ class LinearAttention:
     _is_self_attention = False
     # Whether a saved config, and not `replace_attention`, made it linear.
     is_from_config = False
+    # Why weights could not be loaded.
+    refusal = None
     # Set while `keras_rfattn.layers.record` runs the model.
     recorder = None
 

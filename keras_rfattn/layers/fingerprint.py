@@ -82,22 +82,26 @@ def _save(projection, layer, store):
 
 def _load(projection, layer, store):
     arrays = {key: store[key] for key in store.keys() if key != KEY}
-    name = feature_maps.name_of(layer.feature_map)
+    is_marked, name = KEY in store.keys(), feature_maps.name_of(layer.feature_map)
+    refusal = None
     if not arrays:
         # Keras asks again, with nothing, for a layer whose first attempt failed.
-        raise ValueError(f"The weights lack layer '{layer.name}'.")
-    is_marked = KEY in store.keys()
-    if is_marked and not _is_mark_of(layer, np.asarray(store[KEY])):
-        raise ValueError(
-            f"Layer '{layer.name}' has the mechanism {name!r}, and the weights were "
-            "saved from another one, or with other arguments or another window. "
-            "Replace attention as it was when the weights were saved."
+        refusal = layer.refusal or "the weights lack this layer"
+    elif is_marked and not _is_mark_of(layer, np.asarray(store[KEY])):
+        refusal = (
+            "the weights were saved from another one, or with other arguments or "
+            "another window. Replace attention as it was when the weights were saved"
         )
-    if not is_marked and layer.is_from_config:
+    elif not is_marked and layer.is_from_config:
+        refusal = (
+            f"the weights beside its config have no {KEY!r}: they were not saved with "
+            "it, or are damaged. To load softmax weights, load them into the softmax "
+            "model and replace its attention"
+        )
+    layer.refusal = refusal
+    if refusal is not None:
         raise ValueError(
-            f"Layer '{layer.name}' is {name!r} by its config, and the weights have no "
-            f"{KEY!r}: they were not saved with it, or are damaged. To load softmax "
-            "weights, load them into the softmax model and replace its attention."
+            f"Layer '{layer.name}' has the mechanism {name!r}, and {refusal}."
         )
     for part in layer.feature_map._flatten_layers():
         part.is_expected = is_marked

@@ -1,6 +1,7 @@
 """Random features outside attention: vectors in, features of a kernel out."""
 
 import math
+import numbers
 
 import keras
 import numpy as np
@@ -52,11 +53,12 @@ class KernelFeatures(keras.layers.Layer):
         super().__init__(**kwargs)
         arguments = {"num_features": num_features, "seed": seed}
         feature_map = feature_maps.get(feature_map, **arguments)
-        if kernel not in KERNELS or not gamma > 0 or feature_map.kernel != "softmax":
+        is_positive = isinstance(gamma, numbers.Real) and gamma > 0
+        if kernel not in KERNELS or not is_positive or feature_map.kernel != "softmax":
             raise ValueError(
                 f"`kernel` must be one of {KERNELS}, `gamma` positive and "
                 "`feature_map` an estimator of the softmax kernel. Received: "
-                f"kernel={kernel!r}, gamma={gamma}, feature_map={feature_map!r} of "
+                f"kernel={kernel!r}, gamma={gamma!r}, feature_map={feature_map!r} of "
                 f"kernel {feature_map.kernel!r}."
             )
         self.feature_map, self.kernel, self.gamma = feature_map, kernel, gamma

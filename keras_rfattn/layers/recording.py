@@ -10,6 +10,61 @@ from keras_rfattn.layers.attention import LinearAttention
 from keras_rfattn.ops import softmax_attention
 
 
+def progress(items, verbose):
+    """Iterates over `items` under Keras' progress bar; `verbose` as in Keras."""
+    if verbose not in ("auto", 0, 1, 2):
+        raise ValueError(
+            f"`verbose` must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
+        )
+    total = len(items) if hasattr(items, "__len__") else None
+    verbose = 1 if verbose == "auto" else verbose
+    bar = keras.utils.Progbar(total, verbose=verbose, unit_name="batch")
+    for done, item in enumerate(items, 1):
+        yield item
+        bar.update(done, finalize=False if total is None else None)
+    if total is None:
+        bar.update(bar._seen_so_far, finalize=True)
+
+
+def _run(model, batch):
+    """The model on one batch, or `ValueError` that says what a batch must be."""
+    leaves = keras.tree.flatten(batch)
+    holds_text = any(_is_text(x) for x in leaves)
+    try:
+        if holds_text:
+            raise TypeError("strings are not tokens")
+        model(batch, training=False)
+    except Exception as error:
+        remedy = " Turn strings into tokens first, as `model.preprocessor` does."
+        remedy = remedy if holds_text else ""
+        raise ValueError(
+            "Each batch of `data` must be what `model(batch)` takes: "
+            f"{_wanted(model)}. Received: {_described(batch)} ({error}).{remedy}"
+        ) from error
+
+
+def _is_text(x):
+    if isinstance(x, np.ndarray):
+        return x.dtype.kind in "OUS"
+    return isinstance(x, (str, bytes)) or "string" in str(getattr(x, "dtype", ""))
+
+
+def _wanted(model):
+    inputs = getattr(model, "input", None) if hasattr(model, "inputs") else None
+    return "an array" if inputs is None else _described(inputs)
+
+
+def _described(x):
+    if isinstance(x, dict):
+        parts = (f"{key!r}: {_described(value)}" for key, value in x.items())
+        return "a dict of " + ", ".join(parts)
+    if isinstance(x, (list, tuple)):
+        return f"a {type(x).__name__} of {len(x)}: " + ", ".join(map(_described, x[:3]))
+    if hasattr(x, "shape"):
+        return f"an array of shape {tuple(x.shape)}"
+    return f"{x!r:.40} of type {type(x).__name__}"
+
+
 class Sequence(NamedTuple):
     """The real tokens of one sequence in one attention layer, float64 NumPy arrays.
 
@@ -64,12 +119,14 @@ class Recorder:
         for row, kept in zip(x, real, strict=True):
             row = row[kept]
             row = row[:: max(1, -(-len(row) // self.max_tokens))]
-            row = row.reshape(len(row), self.num_heads, -1, row.shape[-1])
-            row = row.transpose(1, 0, 2, 3).reshape(self.num_heads, -1, row.shape[-1])
+            groups = row.shape[1] // self.num_heads
+            row = row.reshape(len(row), self.num_heads, groups, row.shape[-1])
+            row = row.transpose(1, 0, 2, 3)
+            row = row.reshape(self.num_heads, -1 if row.size else 0, row.shape[-1])
             yield row.astype("float64")
 
 
-def record(model, data, exact=True, max_tokens=1024):
+def record(model, data, exact=True, max_tokens=1024, verbose=0):
     """Runs a model on data and keeps what its linear attention layers meet.
 
     Args:
@@ -80,18 +137,30 @@ def record(model, data, exact=True, max_tokens=1024):
             length of a batch.
         max_tokens: How many queries and keys of a sequence are kept at most, evenly
             spread.
+        verbose: 0 for silence, 1 or `"auto"` for a progress bar, 2 for a line at the
+            end, as in Keras.
 
     Returns:
         List of `(path, layer, sequences)`, one for each linear attention layer that
         met a real token.
+
+    Raises:
+        ValueError: If `max_tokens` is not a positive integer, or the model cannot take
+            a batch.
     """
+    is_integer = isinstance(max_tokens, (int, np.integer))
+    if not is_integer or isinstance(max_tokens, bool) or max_tokens < 1:
+        raise ValueError(
+            "`max_tokens` must be a positive integer. "
+            f"Received: max_tokens={max_tokens!r}."
+        )
     layers = [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
     recorders = [Recorder(x, exact, max_tokens) for x in layers]
     for layer, recorder in zip(layers, recorders, strict=True):
         layer.recorder = recorder
     try:
-        for batch in data:
-            model(batch, training=False)
+        for batch in progress(data, verbose):
+            _run(model, batch)
     finally:
         for layer in layers:
             del layer.recorder

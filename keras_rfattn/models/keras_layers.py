@@ -112,7 +112,9 @@ def unpickle(cls, config, build_config, feature_map, options, weights):
 
     layer = cls.from_config(config)
     layer.build_from_config(build_config)
-    replace.change_layer(layer, feature_maps.get(feature_map), options)
+    feature_map = feature_maps.get(feature_map)
+    replace.build_map(layer, feature_map)
+    replace.make_linear(layer, feature_map, options)
     layer.set_weights(weights)
     return layer
 

@@ -60,7 +60,7 @@ def register():
     loading a model that was saved with linear attention in them.
     """
     for name, install in ADAPTERS.items():
-        if name not in sys.modules:
+        if sys.modules.get(name) is None:
             continue
         if name not in _installed:
             _installed.add(name)

@@ -14,6 +14,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.layers.attend import check_window
 from keras_rfattn.layers.attention import OPTIONS
+from keras_rfattn.layers.attention import STATE
 from keras_rfattn.layers.attention import LinearAttention
 from keras_rfattn.layers.attention import check_model
 from keras_rfattn.layers.attention import title
@@ -207,10 +208,10 @@ def _copy(template, index):
 def commit(model, found, changes):
     """Carries out a checked list of `(site, feature_map, options)`."""
     for site, feature_map, _ in changes:
-        _build_map(site.layer, feature_map)
+        build_map(site.layer, feature_map)
     _check_optimizer(model, [feature_map for _, feature_map, _ in changes])
     for site, feature_map, options in changes:
-        _make_linear(site.layer, feature_map, options)
+        make_linear(site.layer, feature_map, options)
     for container, indices in found.containers.values():
         if any(found.sites[index].is_linear for index in indices):
             carriers.carry(container)
@@ -226,7 +227,8 @@ def _scope(layer):
     return stack
 
 
-def _build_map(layer, feature_map):
+def build_map(layer, feature_map):
+    """Builds a map for a softmax layer, which stays as it is."""
     linear = keras_layers.linear_class(type(layer))
     kv_heads, head_dim = linear._kv_shape(layer)
     feature_map.name = "feature_map"
@@ -235,19 +237,8 @@ def _build_map(layer, feature_map):
         feature_map.build((None, None, kv_heads, head_dim))
 
 
-def change_layer(layer, feature_map, options):
-    """Makes one built layer linear, by itself.
-
-    Args:
-        layer: A built softmax layer that has a linear class.
-        feature_map: A `FeatureMap` of its own, not built.
-        options: Dict of `block_size`, `window` and `sliding`.
-    """
-    _build_map(layer, feature_map)
-    _make_linear(layer, feature_map, options)
-
-
-def _make_linear(layer, feature_map, options):
+def make_linear(layer, feature_map, options):
+    """Makes a softmax layer linear; the map is built."""
     layer.__class__ = keras_layers.linear_class(type(layer))
     layer._tracker.unlock()
     try:
@@ -261,7 +252,7 @@ def _make_linear(layer, feature_map, options):
 def _make_softmax(layer):
     unmark(layer)
     layer._tracker.untrack(layer.feature_map)
-    for name in ("feature_map", *OPTIONS, "_is_self_attention", "is_from_config"):
+    for name in ("feature_map", *OPTIONS, *STATE):
         if name == "feature_map" or name in vars(layer):
             delattr(layer, name)
     layer.__class__ = type(layer).original_class

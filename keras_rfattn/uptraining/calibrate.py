@@ -9,7 +9,7 @@ from keras_rfattn.layers.attention import check_model
 from keras_rfattn.layers.attention import title
 
 
-def calibrate(model, data, exact=True, max_tokens=1024):
+def calibrate(model, data, exact=True, max_tokens=1024, verbose="auto"):
     """Measures what feature maps need to know of their data, and stores it.
 
     Causal and cross attention may not look at the sequence at hand, so that FAVOR++
@@ -26,14 +26,16 @@ def calibrate(model, data, exact=True, max_tokens=1024):
             it is.
         max_tokens: How many queries and keys of a sequence are used at most, evenly
             spread; they are held in memory for all layers.
+        verbose: 0 for silence, 1 or `"auto"` for a progress bar, 2 for a line at the
+            end, as in Keras.
 
     Returns:
         The model.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If nothing in it learns from data, `data` is empty, or a map cannot
-            adapt to it; the model is unchanged then.
+        ValueError: If nothing in it learns from data, `data` is empty or not what the
+            model takes, or a map cannot adapt to it; the model is unchanged then.
     """
     check_model(model)
     layers = [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
@@ -42,7 +44,7 @@ def calibrate(model, data, exact=True, max_tokens=1024):
             "`model` has no feature map that learns from data. Received: "
             f"{title(model)}. Replace attention with 'favorpp' first."
         )
-    found = record(model, data, exact, max_tokens)
+    found = record(model, data, exact, max_tokens, verbose)
     if not found:
         raise ValueError(
             "`data` must hold at least one batch with a real token. Received: none."

@@ -258,3 +258,26 @@ def test_bad_input():
     polynomial = keras_rfattn.replace_attention(model(), "polysketch", num_features=4)
     with pytest.raises(ValueError, match="'polysketch', of polynomial attention"):
         diagnostics.approximation_report(polynomial, batches())
+
+
+BAD = {
+    "error": [dict(error="small"), dict(error=True), dict(error=0), dict(error=None)],
+    "widths": [dict(widths=()), dict(widths=(8, -1)), dict(widths="8")],
+    "candidates": [dict(candidates=()), dict(candidates=("relu",)), dict(candidates=3)],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_recommend_says_what_it_needs(name):
+    for arguments in BAD[name]:
+        with pytest.raises((ValueError, TypeError), match=f"`{name}` must"):
+            diagnostics.recommend(
+                model(), batches(), **{"error": 0.5, **arguments}, verbose=0
+            )
+
+
+def test_what_no_attention_reaches_needs_none():
+    # All values alike: their mean is what any attention gives.
+    found = diagnostics.recommend(model(), batches(0.01), 0.2, widths=(8,), verbose=0)
+    assert found.control < 0.2
+    assert found.mechanism is None and "needs no attention" in str(found)

@@ -258,3 +258,10 @@ def test_polynomial_of_zero_and_of_huge_tokens():
         )
         assert all(np.all(np.isfinite(h.to_numpy(a))) for a in output)
     assert keras.backend.standardize_dtype(x.query.dtype) == "float32"
+
+
+@pytest.mark.parametrize("name", ["relu", "elu"])
+def test_a_window_needs_a_kernel(name):
+    x = [ops.convert_to_tensor(a) for a in h.problem()]
+    with pytest.raises(ValueError, match="A `window` of exact attention needs a ker"):
+        attend(*x, h.build(name), mask=AttentionMask(self_attention=True), window=4)
