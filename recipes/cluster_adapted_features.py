@@ -33,6 +33,29 @@ alone, an entry near 0 amplifies noise, and at σ = √10 some draws lose.)
 import argparse
 import os
 
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", metavar="FILE", help="save a plot")
+    parser.add_argument(
+        "--points", type=int, default=400,
+        help="queries, and keys, whose pairs are compared; k-means sees all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", type=float, nargs=2, default=LENGTHS, help="of queries, of keys"
+    )
+    parser.add_argument(
+        "--least-entry", type=float, default=0.0,
+        help="magnitude of the centers' entries, in their standard deviation",
+    )  # fmt: skip
+    parser.add_argument("--draws", type=int, default=5, help="of every data set")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -74,8 +97,7 @@ PAPER = {
 }
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     results = {}
     for draw in range(args.draws):
         for number, (name, (targets, sigma)) in enumerate(DATA_SETS.items()):
@@ -227,24 +249,5 @@ def plot(results, path):
     print(f"plot: {path}")
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", metavar="FILE", help="save a plot")
-    parser.add_argument(
-        "--points", type=int, default=400,
-        help="queries, and keys, whose pairs are compared; k-means sees all",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lengths", type=float, nargs=2, default=LENGTHS, help="of queries, of keys"
-    )
-    parser.add_argument(
-        "--least-entry", type=float, default=0.0,
-        help="magnitude of the centers' entries, in their standard deviation",
-    )  # fmt: skip
-    parser.add_argument("--draws", type=int, default=5, help="of every data set")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -26,6 +26,18 @@ import os
 import pathlib
 import time
 
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--plot", help="save the plot to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -62,8 +74,7 @@ PAPER = {
 }
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     train, test = load(args)
     print(f"{train.size} words of training, {test.size} of test, {VOCABULARY} classes")
     found = {}
@@ -262,13 +273,5 @@ def plot(table, path):
     print(f"plot: {path}")
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--plot", help="save the plot to this file")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -1,6 +1,5 @@
 """What the `train_*.py` recipes share; not a recipe itself."""
 
-import argparse
 import json
 import pathlib
 import shlex
@@ -16,19 +15,6 @@ from keras_rfattn.models import transformer_pp
 
 BATCH, EXAMPLES, SOLVED = 64, 4096, 0.999
 SHORTEST, EVERY = 16, 100
-
-
-def make_parser(description, mechanisms):
-    """Flags of every training; `mechanisms` is a table as `build` takes it."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    name = pathlib.Path(sys.argv[0]).stem
-    parser.add_argument("--results", default=f"{name}.jsonl", help="appended to")
-    parser.add_argument(
-        "--mechanisms", nargs="+", default=list(mechanisms), choices=list(mechanisms),
-        metavar="NAME", help=", ".join(mechanisms),
-    )  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    return parser
 
 
 def build(mechanism, seed, vocabulary_size, **sizes):
@@ -115,8 +101,9 @@ def _fit(model, examples, count, args, seed, learning_rate, enough):
         while True:
             yield examples(generator, BATCH, context)
 
-    for steps in range(EVERY, args.steps + 1, EVERY):
-        history = model.fit(batches(context), steps_per_epoch=EVERY, verbose=0).history
+    every = min(EVERY, args.steps)
+    for steps in range(every, args.steps + 1, every):
+        history = model.fit(batches(context), steps_per_epoch=every, verbose=0).history
         share = _accuracy(model, examples, count, context, 20_000 + seed, 1024)
         last = history["loss"][-1]
         print(
