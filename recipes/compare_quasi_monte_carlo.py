@@ -39,13 +39,18 @@ import argparse
 import os
 import pathlib
 
+# Repetitions at once, which bounds the memory.
+BATCH = 10
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", metavar="FILE", help="save a plot")
-    parser.add_argument("--repetitions", type=int, default=1000, help="at least 2")
+    parser.add_argument(
+        "--repetitions", type=int, default=1000, help=f"a multiple of {BATCH}"
+    )
     parser.add_argument("--length", type=float, default=0.55, help="of every row")
     parser.add_argument(
         "--baseline", choices=("favorplus", "favor"), default="favorplus"
@@ -57,7 +62,10 @@ def parse_arguments():
         "--cost", choices=("products", "projections"), default="products",
         help="whether the hybrid's products count",
     )  # fmt: skip
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.repetitions < BATCH or args.repetitions % BATCH:
+        parser.error(f"--repetitions must be a multiple of {BATCH}")
+    return args
 
 
 if __name__ == "__main__":  # before imports that take seconds
@@ -78,8 +86,6 @@ from keras_rfattn.projections import Halton
 
 FILES = {"wine": "wine.csv", "Boston": "housing.csv"}
 NUM_VECTORS, NUM_PAIRS = 256, 100
-# Repetitions at once, which bounds the memory.
-BATCH = 10
 # In the paper's order, the best first.
 PROJECTIONS = {
     "HRF-ort": "orthogonal",

@@ -9,7 +9,7 @@ polysketch above 99.95 %, after up to 400k steps; guessing gives 6.25 %.
     python recipes/train_induction_heads.py [--context 128] [--steps 2500]
 
 A training ends early once solved. Each appends a line to `--results`: command,
-mechanism, seed, steps, minutes, accuracy on 4096 fresh examples.
+mechanism, seed, steps, minutes, accuracy on `--examples` fresh examples.
 """
 
 import os
@@ -34,6 +34,9 @@ def parse_arguments():
     parser = flags.make_parser(__doc__, MECHANISMS)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument(
+        "--examples", type=int, default=4096, help="fresh ones, for the accuracy"
+    )
     return parser.parse_args()
 
 

@@ -9,7 +9,7 @@ polynomial 99.90 %, polysketch (learned + local) 99.16 %.
     python recipes/train_selective_copying.py [--context 32] [--steps 1400]
 
 A training ends early once solved. Each appends a line to `--results`: command,
-mechanism, seed, steps, minutes, accuracy on 4096 fresh examples.
+mechanism, seed, steps, minutes, accuracy on `--examples` fresh examples.
 """
 
 import os
@@ -36,6 +36,9 @@ def parse_arguments():
     parser = flags.make_parser(__doc__, MECHANISMS)
     parser.add_argument("--context", type=int, default=32)
     parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument(
+        "--examples", type=int, default=4096, help="fresh ones, for the accuracy"
+    )
     return parser.parse_args()
 
 
