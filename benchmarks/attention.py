@@ -20,6 +20,26 @@ import statistics
 import sys
 import time
 
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    lengths = [512, 1024, 2048, 4096, 8192, 16384]
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--num-features", type=int, default=256)
+    parser.add_argument("--mechanism", default="favorpp")
+    parser.add_argument("--causal", action="store_true", help="both if neither")
+    for name in ("--bidirectional", "--forward-only", "--padding", "--check"):
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -37,22 +57,6 @@ BUDGET = 0.4 * MEMORY  # of a softmax
 FORMULA = """peak: share of it that these FLOPs per token and head make: features of
 q and k 4 H M, sums 2 M H, look-up 2 M H, the block itself, if causal, 2 C (M + H);
 backward twice that. What is computed again in the backward pass does not count."""
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    lengths = [512, 1024, 2048, 4096, 8192, 16384]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--num-features", type=int, default=256)
-    parser.add_argument("--mechanism", default="favorpp")
-    parser.add_argument("--causal", action="store_true", help="both if neither")
-    for name in ("--bidirectional", "--forward-only", "--padding", "--check"):
-        parser.add_argument(name, action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    return parser.parse_args()
 
 
 class Problem:
@@ -224,8 +228,8 @@ def check(args):
     return all(passed)
 
 
-def main():
-    args, peak = parse_arguments(), matmul_peak()
+def main(args):
+    peak = matmul_peak()
     print(
         f"{args.mechanism}, {args.num_features} features, {args.batch} x {args.heads} "
         f"heads of {args.head_dim}, float32, {jax.devices()[0].device_kind}\n"
@@ -245,4 +249,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -17,18 +17,6 @@ import os
 import statistics
 import time
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-import jax
-import keras
-import numpy as np
-
-from keras_rfattn.models import transformer_pp
-
-MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-BUDGET = 0.4 * MEMORY
-VOCABULARY = 1000
 MECHANISMS = {
     "softmax": ("softmax", {}),
     "polynomial": ("polynomial", {}),
@@ -41,6 +29,41 @@ MECHANISMS = {
     "favorpp": ("favorpp", {"num_features": 256}),
     "favorpp + local": ("favorpp", {"num_features": 256, "window": 256}),
 }
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    lengths = [512, 1024, 2048, 4096, 8192, 16384]
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
+    parser.add_argument("--tokens", type=int, default=16384, help="in a batch")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plot")
+    args = parser.parse_args()
+    unknown = set(args.mechanisms) - set(MECHANISMS)
+    if unknown:
+        parser.error(f"unknown {sorted(unknown)}; one of {list(MECHANISMS)}")
+    return args
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import jax
+import keras
+import numpy as np
+
+from keras_rfattn.models import transformer_pp
+
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+BUDGET = 0.4 * MEMORY
+VOCABULARY = 1000
 QUADRATIC = ("softmax", "polynomial")
 
 
@@ -86,8 +109,7 @@ class Step:
         return time.perf_counter() - start
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     print(
         f"{args.layers} layers, {args.heads} heads of {args.head_dim}, {args.tokens} "
         f"tokens a batch (or one sequence), {jax.devices()[0].device_kind}, memory "
@@ -124,24 +146,6 @@ def main():
     summarize(per_token, args)
     if args.plot:
         plot(per_token, args.plot)
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    lengths = [512, 1024, 2048, 4096, 8192, 16384]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
-    parser.add_argument("--tokens", type=int, default=16384, help="in a batch")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--plot")
-    args = parser.parse_args()
-    unknown = set(args.mechanisms) - set(MECHANISMS)
-    if unknown:
-        parser.error(f"unknown {sorted(unknown)}; one of {list(MECHANISMS)}")
-    return args
 
 
 def predicted(name, length, args):
@@ -182,4 +186,4 @@ def plot(per_token, path):
 
 
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -22,6 +22,20 @@ import importlib.util
 import os
 import pathlib
 
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
+    parser.add_argument("--num-features", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512, help="of a sequence")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--plot", help="save the last map's errors to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -33,7 +47,7 @@ from keras_rfattn import diagnostics
 from keras_rfattn import feature_maps
 from keras_rfattn.diagnostics.errors import HeadErrors
 
-TOKENS, CALIBRATION_SEQUENCES = 512, 4
+CALIBRATION_SEQUENCES = 4
 # Whether calibrated.
 MAPS = {
     "favorplus": ("favorplus", False),
@@ -44,13 +58,12 @@ MAPS = {
 }
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     model, tokenizer = load_checkpoint()
     calibration = batches(args, tokenizer, "valid", CALIBRATION_SEQUENCES)
     evaluation = batches(args, tokenizer, "test", 1)
     before = model.predict(evaluation[0], verbose=0)["sequence_output"]
-    print(f"{TOKENS} tokens, {args.num_features} features, {args.seeds} seeds")
+    print(f"{args.tokens} tokens, {args.num_features} features, {args.seeds} seeds")
     print(f"{'':<20}{'output error':>14}{'±':>8}   {'per layer':<30}", end="")
     print(f"{'kernel error: covered':>22}{'measured':>10}{'predicted':>10}")
     found, ratios = {}, []
@@ -109,8 +122,8 @@ def load_checkpoint():
 def batches(args, tokenizer, part, count):
     """Inputs of whole sequences of running text."""
     text = (pathlib.Path(args.data_dir) / "wikitext2" / f"{part}.txt").read_text()
-    ids = np.asarray(tokenizer(text[: 20 * TOKENS * count])).astype("int32")
-    length = TOKENS - 2
+    ids = np.asarray(tokenizer(text[: 20 * args.tokens * count])).astype("int32")
+    length = args.tokens - 2
     assert len(ids) >= count * length
     result = []
     for i in range(count):
@@ -124,14 +137,5 @@ def batches(args, tokenizer, part, count):
     return result
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
-    parser.add_argument("--num-features", type=int, default=256)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--plot", help="save the last map's errors to this file")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -25,6 +25,34 @@ import os
 import pathlib
 import time
 
+FILES = {
+    "abalone": "abalone.csv",
+    "banknote": "banknote_authentication.csv",
+    "car": "car.arff",
+    "yeast": "yeast.csv",
+    "cmc": "cmc.arff",
+    "nursery": "nursery.arff",
+    "chess": "kropt.csv",
+}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
+    parser.add_argument("--sets", nargs="+", default=list(FILES), choices=FILES)
+    numbers = ("standardized", "raw")
+    parser.add_argument("--numbers", default=numbers[0], choices=numbers)
+    parser.add_argument("--categories", default="rank", choices=("rank", "onehot"))
+    parser.add_argument("--sigmas", type=int, default=10, help="size of the σ grid")
+    parser.add_argument("--draws", type=int, default=50, help="of random vectors")
+    parser.add_argument("--split-seed", type=int, default=0)
+    parser.add_argument("--plot", help="save the plot to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -35,8 +63,8 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.ops import features as f
 
-M, DRAWS = 128, 50
-SIGMAS = tuple(np.logspace(-2, 2, 10))
+# Vectors; how many sets of them are used at once, which bounds the memory.
+M, AT_ONCE = 128, 10
 # The paper's name: registered name, number of vectors for a width of 128.
 MAPS = {
     "TrigRF": ("favor", M // 2),
@@ -48,8 +76,7 @@ MAPS = {
     "PoisRF+": ("poisson_positive", M),
     "GeomRF+": ("geometric_positive", M),
 }
-# Tables 1 and 3 of the paper: accuracy in percent, and its standard deviation
-# (0 stands for "less than 0.05").
+# Tables 1 and 3: accuracy in percent, and its standard deviation (0: below 0.05).
 PAPER = {
     "abalone": (12.0, 16.0, 17.0, 18.0, 18.3, 17.1, 14.0, 15.1),
     "banknote": (66.2, 83.4, 92.4, 84.4, 94.5, 92.6, 80.1, 85.6),
@@ -68,37 +95,23 @@ PAPER_STD = {
     "nursery": (0, 6.3, 3.2, 7.2, 7.3, 6.3, 5.6, 8.2),
     "chess": (0, 1.3, 1.2, 1.8, 2.0, 1.2, 1.7, 1.9),
 }
-FILES = {
-    "abalone": "abalone.csv",
-    "banknote": "banknote_authentication.csv",
-    "car": "car.arff",
-    "yeast": "yeast.csv",
-    "cmc": "cmc.arff",
-    "nursery": "nursery.arff",
-    "chess": "kropt.csv",
-}
-# How many sets of random vectors are used at once.
-AT_ONCE = 10
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     print(f"numbers: {args.numbers}, categories: {args.categories}, σ: {args.sigmas}")
-    print(f"accuracy in percent, mean ± std of {DRAWS} draws (paper's)\n")
+    print(f"accuracy in percent, mean ± std of {args.draws} draws (paper's)\n")
     print(f"{'':>9}" + "".join(f"{name:>23}" for name in MAPS))
     table = {}
     for name in args.sets:
         start = time.time()
         splits = split(*load(args, name), args)
-        table[name] = [run(splits, registered, count, args)
-                       for registered, count in MAPS.values()]  # fmt: skip
+        table[name] = [run(splits, *registered, args) for registered in MAPS.values()]
         cells = [
             f"{100 * np.mean(a):.1f} ±{100 * np.std(a):.1f} ({p:.1f} ±{s:.1f})"
             for a, p, s in zip(table[name], PAPER[name], PAPER_STD[name], strict=True)
         ]
-        seconds = time.time() - start
-        print(f"{name:>9}" + "".join(f"{c:>23}" for c in cells) + f"  {seconds:.0f} s",
-              flush=True)  # fmt: skip
+        cells = "".join(f"{cell:>23}" for cell in cells)
+        print(f"{name:>9}{cells}  {time.time() - start:.0f} s", flush=True)
     summarize(table)
     if args.plot:
         plot(table, args.plot)
@@ -107,7 +120,7 @@ def main():
 def load(args, name):
     """Columns as lists of strings, orders of categories by column, and labels."""
     path = pathlib.Path(args.data_dir) / "uci" / FILES[name]
-    orders, rows = {}, []
+    orders = {}
     lines = path.read_text().splitlines()
     if path.suffix == ".arff":
         declared = [x for x in lines if x.lower().startswith("@attribute")]
@@ -152,17 +165,18 @@ def run(splits, registered, count, args):
     """Test accuracies of all draws at the σ of the best mean validation accuracy."""
     (train, labels), *others = splits
     sigmas = np.logspace(-2, 2, args.sigmas)
+    feature_map = registered, count, args.draws
     best = max(
-        (accuracies(registered, count, s, train, labels, *others[0]).mean(), -s)
+        (accuracies(*feature_map, s, train, labels, *others[0]).mean(), -s)
         for s in sigmas
     )
-    return accuracies(registered, count, -best[1], train, labels, *others[1], seed=1)
+    return accuracies(*feature_map, -best[1], train, labels, *others[1], seed=1)
 
 
-def accuracies(registered, count, sigma, train, labels, x, y, seed=0):
-    """Accuracy of each draw, `(DRAWS,)`."""
+def accuracies(registered, count, draws, sigma, train, labels, x, y, seed=0):
+    """Accuracy of each draw, `(draws,)`."""
     found = []
-    for first in range(0, DRAWS, AT_ONCE):
+    for first in range(0, draws, AT_ONCE):
         feature_map = feature_maps.get(
             registered, num_features=count, seed=1000 * seed + first
         )
@@ -172,12 +186,12 @@ def accuracies(registered, count, sigma, train, labels, x, y, seed=0):
             data = np.broadcast_to(sigma * train, (AT_ONCE, *train.shape))
             feature_map.adapt([(data, data)])
         sums = keys_and_labels(feature_map, sigma * train, labels)
-        query = features(feature_map, feature_map.query_features, sigma * x)
+        query, _ = features(feature_map, feature_map.query_features, sigma * x)
         shift = f.query_shift(query, sums.maximum)
         scores = f.read(sums, query, shift, "float32").numerator
         guess = ops.convert_to_numpy(ops.argmax(scores, axis=-1))[0]
         found.append((guess == y).mean(axis=-1))
-    return np.concatenate(found)
+    return np.concatenate(found)[:draws]
 
 
 def keys_and_labels(feature_map, x, labels):
@@ -189,7 +203,7 @@ def keys_and_labels(feature_map, x, labels):
 
 
 def features(feature_map, method, x):
-    """Features of the Gaussian kernel, heads (draws) first."""
+    """Features of the Gaussian kernel, heads (draws) first, and their marks."""
     tiled = np.repeat(x[None, :, None].astype("float32"), AT_ONCE, axis=2)
     tiled = ops.convert_to_tensor(tiled)
     stats = feature_map.statistics(tiled, tiled, causal=True)
@@ -231,19 +245,6 @@ def plot(table, path):
     print(f"plot: {path}")
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
-    parser.add_argument("--sets", nargs="+", default=list(FILES), choices=FILES)
-    parser.add_argument("--numbers", default="standardized",
-                        choices=("standardized", "raw"))  # fmt: skip
-    parser.add_argument("--categories", default="rank", choices=("rank", "onehot"))
-    parser.add_argument("--sigmas", type=int, default=10, help="size of the σ grid")
-    parser.add_argument("--split-seed", type=int, default=0)
-    parser.add_argument("--plot", help="save the plot to this file")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
     keras.utils.set_random_seed(0)
-    main()
+    main(args)

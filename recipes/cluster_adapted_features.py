@@ -33,6 +33,28 @@ alone, an entry near 0 amplifies noise, and at σ = √10 some draws lose.)
 import argparse
 import os
 
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", metavar="FILE", help="save a plot")
+    text = "queries, and keys, whose pairs are compared; k-means sees all"
+    parser.add_argument("--points", type=int, default=400, help=text)
+    parser.add_argument(
+        "--lengths", type=float, nargs=2, default=(1.0, 0.1), help="of queries, of keys"
+    )
+    parser.add_argument(
+        "--least-entry", type=float, default=0.0,
+        help="magnitude of the centers' entries, in their standard deviation",
+    )  # fmt: skip
+    parser.add_argument("--repetitions", type=int, default=20, help="of an estimator")
+    parser.add_argument("--draws", type=int, default=5, help="of every data set")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -45,9 +67,8 @@ from keras_rfattn.feature_maps.complex_exponential import diagonal
 from keras_rfattn.kernels import exact
 from keras_rfattn.projections.orthogonal import haar
 
-DIM, CLUSTER_SIZE, REPETITIONS = 50, 1000, 20
-# Of queries and of keys; the standard deviation of the centers' entries.
-LENGTHS, CENTER_SIZE = (1.0, 0.1), 3.0
+# Of all centers' entries, CENTER_SIZE is the standard deviation.
+DIM, CLUSTER_SIZE, CENTER_SIZE = 50, 1000, 3.0
 NUM_FEATURES = (20, 50, 80, 100, 120, 150, 200)
 METHODS = {"hybrid": "hybrid_clustered", "FAVOR+": "favorplus", "trig": "favor"}
 # Name: the paper's s of the four pairs, σ.
@@ -74,8 +95,7 @@ PAPER = {
 }
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     results = {}
     for draw in range(args.draws):
         for number, (name, (targets, sigma)) in enumerate(DATA_SETS.items()):
@@ -137,20 +157,20 @@ def adapt(feature_map, data):
 
 def errors(method, m, data, args):
     """The mean squared error of each repetition, over pairs of `--points` tokens."""
-    feature_map = build(method, m, REPETITIONS, args)
+    feature_map = build(method, m, args.repetitions, args)
     if feature_map.is_adaptive:
         adapt(feature_map, data)
     queries, keys = (x[: args.points].astype("float32") for x in data)
-    left = dense(feature_map.query_features(broadcast(queries)))
-    right = dense(feature_map.key_features(broadcast(keys)))
+    left = dense(feature_map.query_features(broadcast(queries, args.repetitions)))
+    right = dense(feature_map.key_features(broadcast(keys, args.repetitions)))
     estimates = ops.einsum("tkm,skm->kts", left[0], right[0])
     wrong = ops.convert_to_numpy(estimates) - exact.softmax(queries, keys)
     return np.mean(wrong.astype("float64") ** 2, axis=(1, 2))
 
 
-def broadcast(x):
-    """Tokens `(n, d)` that every head sees: `(1, n, REPETITIONS, d)`."""
-    return ops.convert_to_tensor(np.repeat(x[None, :, None], REPETITIONS, axis=2))
+def broadcast(x, heads):
+    """Tokens `(n, d)` that every head sees: `(1, n, heads, d)`."""
+    return ops.convert_to_tensor(np.repeat(x[None, :, None], heads, axis=2))
 
 
 def dense(features):
@@ -184,10 +204,9 @@ def print_table(name, results):
 
 
 def check(results, draws):
-    print(
-        f"\nMean MSEs; in brackets, at how many of the {len(NUM_FEATURES)} m, by draw"
-    )
-    every = [len(NUM_FEATURES)] * draws
+    count = len(NUM_FEATURES)
+    print(f"\nMean MSEs; in brackets, at how many of the {count} m, by draw")
+    every = [count] * draws
     at = NUM_FEATURES.index
     for name in DATA_SETS:
         keys = [[(d, name, k, m) for m in NUM_FEATURES] for k in METHODS
@@ -227,24 +246,5 @@ def plot(results, path):
     print(f"plot: {path}")
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", metavar="FILE", help="save a plot")
-    parser.add_argument(
-        "--points", type=int, default=400,
-        help="queries, and keys, whose pairs are compared; k-means sees all",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lengths", type=float, nargs=2, default=LENGTHS, help="of queries, of keys"
-    )
-    parser.add_argument(
-        "--least-entry", type=float, default=0.0,
-        help="magnitude of the centers' entries, in their standard deviation",
-    )  # fmt: skip
-    parser.add_argument("--draws", type=int, default=5, help="of every data set")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    main(args)

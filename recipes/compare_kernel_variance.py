@@ -16,6 +16,22 @@ log-variance. MNIST's 8×8 images are not at hand: scikit-learn's real
 import argparse
 import os
 
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", help="save the plot to this file")
+    parser.add_argument("--samples", type=int, default=5, help="of two sets of vectors")
+    parser.add_argument(
+        "--pairs", type=int, default=16384,
+        help="pairs of each sample, drawn from the million of two sets",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -26,7 +42,7 @@ from keras_rfattn import diagnostics
 from keras_rfattn import feature_maps
 from keras_rfattn.kernels import variance
 
-DIM, SET_SIZE, SAMPLES = 64, 1024, 5
+DIM, SET_SIZE = 64, 1024
 SIGMAS = tuple(np.round(np.linspace(0.1, 1.0, 10), 1))
 # The paper's name: registered name, whether features are complex.
 MAPS = {
@@ -45,15 +61,14 @@ PAPER_GAINS = {"normal": 75, "heterogen": 125, "digits": 7}
 PAPER_GERF_GAINS = {"normal": 80, "heterogen": 125, "digits": 10}
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     results = {}
     for regime, draw in REGIMES.items():
         for sigma in SIGMAS:
             generator = np.random.default_rng(args.seed)
             rows = [
                 log_variances(*draw(generator, sigma), generator, args.pairs)
-                for _ in range(SAMPLES)
+                for _ in range(args.samples)
             ]
             # (samples, pairs) of each map.
             results[regime, sigma] = {
@@ -164,16 +179,5 @@ def plot(results, path):
     print(f"plot: {path}")
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", help="save the plot to this file")
-    parser.add_argument(
-        "--pairs", type=int, default=16384,
-        help="pairs of each sample, drawn from the million of two sets",
-    )  # fmt: skip
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    main(args)

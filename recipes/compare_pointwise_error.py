@@ -23,6 +23,20 @@ inputs of equal length the term it adds to the variance is 0.
 import argparse
 import os
 
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", metavar="FILE", help="save a plot")
+    parser.add_argument(
+        "--estimates", type=int, default=10000, help="of every point, as in the paper"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -41,8 +55,7 @@ ESTIMATORS = ("favor", "favorplus", "hybrid")
 BATCH = 100
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     m, n = equal_cost(NUM_FEATURES, DIM)
     print(f"{args.estimates} estimates a point, dimension {DIM}, seed {args.seed}")
     regular = f"{NUM_FEATURES} vectors, {NUM_FEATURES * DIM} multiplications"
@@ -229,15 +242,5 @@ def plot(ratios, measured, m, n, path):
     print(f"plot: {path}")
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", metavar="FILE", help="save a plot")
-    parser.add_argument(
-        "--estimates", type=int, default=10000, help="of every point, as in the paper"
-    )
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -39,6 +39,38 @@ import argparse
 import os
 import pathlib
 
+# Repetitions at once, which bounds the memory.
+BATCH = 10
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", metavar="FILE", help="save a plot")
+    parser.add_argument(
+        "--repetitions", type=int, default=1000, help=f"a multiple of {BATCH}"
+    )
+    parser.add_argument("--length", type=float, default=0.55, help="of every row")
+    parser.add_argument(
+        "--baseline", choices=("favorplus", "favor"), default="favorplus"
+    )
+    parser.add_argument(
+        "--scaling", choices=("center", "standard", "minmax"), default="center"
+    )
+    parser.add_argument(
+        "--cost", choices=("products", "projections"), default="products",
+        help="whether the hybrid's products count",
+    )  # fmt: skip
+    args = parser.parse_args()
+    if args.repetitions < BATCH or args.repetitions % BATCH:
+        parser.error(f"--repetitions must be a multiple of {BATCH}")
+    return args
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -53,9 +85,7 @@ from keras_rfattn.projections import Hadamard
 from keras_rfattn.projections import Halton
 
 FILES = {"wine": "wine.csv", "Boston": "housing.csv"}
-NUM_VECTORS, NUM_PAIRS, REPETITIONS = 256, 100, 1000
-# Repetitions at once, which bounds the memory.
-BATCH = 10
+NUM_VECTORS, NUM_PAIRS = 256, 100
 # In the paper's order, the best first.
 PROJECTIONS = {
     "HRF-ort": "orthogonal",
@@ -75,8 +105,7 @@ PAPER = {
 }
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     results = {}
     for name, file in FILES.items():
         rows = load(args, file)
@@ -89,7 +118,7 @@ def main():
         print(f"hybrid: m = {m}, n = {n}, ", end="")
         print(f"{cost(m, n, dim, args.cost)} multiplications ", end="")
         print(f"({args.cost}), width {4 * m * (n + 1)}")
-        pairs = draw_pairs(rows, args.seed)
+        pairs = draw_pairs(rows, args)
         results[name] = {
             method: errors(build(method, projection, args, m, n, dim), pairs)
             for method, projection in {**PROJECTIONS, **CONTROLS}.items()
@@ -136,10 +165,10 @@ def equal_cost(num_vectors, dim, kind):
     )
 
 
-def draw_pairs(rows, seed):
+def draw_pairs(rows, args):
     """Pairs of different rows, of every repetition: two `(pairs, repetitions, d)`."""
-    generator = np.random.default_rng(seed)
-    shape = (NUM_PAIRS, REPETITIONS)
+    generator = np.random.default_rng(args.seed)
+    shape = (NUM_PAIRS, args.repetitions)
     first = generator.integers(len(rows), size=shape)
     second = (first + generator.integers(1, len(rows), size=shape)) % len(rows)
     return rows[first], rows[second]
@@ -162,7 +191,7 @@ def errors(feature_map, pairs):
     """The mean squared error of each repetition."""
     x, y = pairs
     found = []
-    for start in range(0, REPETITIONS, BATCH):
+    for start in range(0, x.shape[1], BATCH):
         if start:
             feature_map.redraw()
         batch = slice(start, start + BATCH)
@@ -193,7 +222,7 @@ def print_table(name, found, pairs, args, m, n):
         "zero": np.exp(2 * np.sum(pairs[0] * pairs[1], -1)),
     }
     closed = {k: f"{1e3 * np.mean(v):.3g}" for k, v in closed.items()}
-    print(f"MSE in 1e-3, {REPETITIONS} repetitions of {NUM_PAIRS} pairs, ", end="")
+    print(f"MSE in 1e-3, {args.repetitions} repetitions of {NUM_PAIRS} pairs, ", end="")
     print("each with vectors of its own, ± the mean's standard error")
     print(f"{'':14}" + "".join(f"{method:>13}" for method in found))
     cells = [
@@ -249,24 +278,5 @@ def plot(results, path):
     print(f"plot: {path}")
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", metavar="FILE", help="save a plot")
-    parser.add_argument("--length", type=float, default=0.55, help="of every row")
-    parser.add_argument(
-        "--baseline", choices=("favorplus", "favor"), default="favorplus"
-    )
-    parser.add_argument(
-        "--scaling", choices=("center", "standard", "minmax"), default="center"
-    )
-    parser.add_argument(
-        "--cost", choices=("products", "projections"), default="products",
-        help="whether the hybrid's products count",
-    )  # fmt: skip
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    main(args)

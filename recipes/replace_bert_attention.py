@@ -24,6 +24,26 @@ import sys
 import tempfile
 import time
 
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--num-features", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mechanisms", nargs="+", help="feature maps, all by default")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096, 8192]
+    )
+    parser.add_argument(
+        "--patience", type=float, default=6.0,
+        help="seconds a softmax forward pass may be predicted to take and still run",
+    )  # fmt: skip
+    parser.add_argument("--plot", metavar="FILE", help="save a plot of the times")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -46,8 +66,7 @@ PAIRS = [
 ]
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     folder = checkpoint_folder()
     model = keras_nlp.models.BertBackbone.from_preset(folder)
     tokenizer = keras_nlp.models.BertTokenizer.from_preset(folder)
@@ -64,23 +83,6 @@ def main():
     check_reload(model, tokenizer, args)
     if args.plot:
         plot(times, args.plot)
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--num-features", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096, 8192]
-    )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=6.0,
-        help="seconds a softmax forward pass may be predicted to take and still run",
-    )
-    parser.add_argument("--plot", metavar="FILE", help="save a plot of the times")
-    return parser.parse_args()
 
 
 def checkpoint_folder():
@@ -121,7 +123,7 @@ def similarities(model, tokenizer):
 def compare_similarities(model, tokenizer, args):
     rows = {"softmax": similarities(model, tokenizer)}
     rows["uniform"] = uniform_control(model, tokenizer)
-    for name in keras_rfattn.feature_maps.list():
+    for name in args.mechanisms or keras_rfattn.feature_maps.list():
         # elu is as wide as a head, sketches as the square of their size.
         own = name == "elu" or name.startswith("poly")
         width = None if own else args.num_features
@@ -172,6 +174,7 @@ def compare_times(model, args):
     )
     for length in args.lengths:
         times["favorpp"][length] = seconds(model, length)
+    keras_rfattn.restore_attention(model)
     width = args.num_features
     print(f"Milliseconds per sequence, forward, batch 1, FAVOR++ of {width} features")
     for length in args.lengths:
@@ -227,12 +230,10 @@ def check_reload(model, tokenizer, args):
 
 
 def plot(times, path):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     labels = {"softmax": "softmax", "favorpp": "FAVOR++ (keras_rfattn)"}
     for name, row in times.items():
         axes.plot(list(row), [1e3 * x for x in row.values()], "o-", label=labels[name])
@@ -241,10 +242,9 @@ def plot(times, path):
     axes.set_title("all-MiniLM-L6-v2, forward, batch 1")
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
     print(f"Plot saved to {path}")
 
 
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -26,6 +26,25 @@ import os
 import pathlib
 import time
 
+MAPS = ("favor", "favorplus", "favorpp", "hybrid_gaussian", "hybrid_angular")
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--draws", type=int, default=10, help="of every map")
+    parser.add_argument(
+        "--samplers", nargs="+", default=MAPS, choices=MAPS, metavar="MAP",
+        help="to train with, beside the exact and the uniform one: " + ", ".join(MAPS),
+    )  # fmt: skip
+    parser.add_argument("--plot", help="save the plot to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -39,11 +58,9 @@ from keras_rfattn.layers import KernelFeatures
 from keras_rfattn.layers.recording import Sequence
 
 VOCABULARY, DIM, TAU, LENGTH, BATCH = 4000, 64, 4.0, 35, 32
-NEGATIVES, QUERIES, DRAWS, SEED = 100, 200, 10, 0
+NEGATIVES, QUERIES, SEED = 100, 200, 0
 # Numbers m of vectors of plain maps; hybrids have as many products m n.
 WIDTHS = (64, 128, 256, 512)
-MAPS = ("favor", "favorplus", "favorpp", "hybrid_gaussian", "hybrid_angular")
-SAMPLERS = ("full softmax", "exact", "uniform", *MAPS)
 SAMPLER_FEATURES = 1024
 FIELDS = ("kolmogorov_smirnov", "wasserstein", "negative")
 # Table 4, by width.
@@ -62,12 +79,11 @@ PAPER = {
 }
 
 
-def main():
-    args = parse_arguments()
+def main(args):
     train, test = load(args)
     print(f"{train.size} words of training, {test.size} of test, {VOCABULARY} classes")
     found = {}
-    for sampler in SAMPLERS:
+    for sampler in ("full softmax", "exact", "uniform", *args.samplers):
         keras.utils.set_random_seed(SEED)
         encoder, loss = make_model(sampler)
         start = time.time()
@@ -75,10 +91,10 @@ def main():
         found[sampler] = perplexity(encoder, loss, test)
         seconds = time.time() - start
         if sampler == "full softmax":
-            print_statistics(encoder, loss, test, args.plot)
+            print_statistics(encoder, loss, test, args)
             print(f"\n{'negatives from':<16}{'test perplexity':>16}{'seconds':>9}")
         print(f"{sampler:<16}{found[sampler]:>16.1f}{seconds:>9.0f}", flush=True)
-    for sampler in MAPS:
+    for sampler in args.samplers:
         better = found["exact"] < found[sampler] < found["uniform"]
         answer = "yes" if better else "no"
         print(f"check: {sampler} between exact and uniform sampling: {answer}")
@@ -213,7 +229,7 @@ def make_map(name, width, seed):
     return feature_maps.get(name, seed=seed, **arguments)
 
 
-def print_statistics(encoder, loss, rows, path):
+def print_statistics(encoder, loss, rows, args):
     states = encoder.predict(rows[:, :-1], verbose=0).reshape(-1, DIM)
     chosen = np.random.default_rng(SEED).choice(len(states), QUERIES, replace=False)
     classes = ops.convert_to_numpy(loss.class_vectors()).astype("float64")
@@ -227,7 +243,7 @@ def print_statistics(encoder, loss, rows, path):
     for i, width in enumerate(WIDTHS):
         for name in MAPS:
             found = []
-            for draw in range(DRAWS):
+            for draw in range(args.draws):
                 feature_map = make_map(name, width, draw)
                 feature_map.build((None, None, 1, DIM))
                 if feature_map.is_adaptive:
@@ -242,8 +258,8 @@ def print_statistics(encoder, loss, rows, path):
                     cell += f" ({PAPER[name, field][i]:.3f})"
                 line += f"{cell:>24}"
             print(line, flush=True)
-    if path:
-        plot(table, path)
+    if args.plot:
+        plot(table, args.plot)
 
 
 def plot(table, path):
@@ -262,13 +278,5 @@ def plot(table, path):
     print(f"plot: {path}")
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--plot", help="save the plot to this file")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    main(args)

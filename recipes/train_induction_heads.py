@@ -9,16 +9,12 @@ polysketch above 99.95 %, after up to 400k steps; guessing gives 6.25 %.
     python recipes/train_induction_heads.py [--context 128] [--steps 2500]
 
 A training ends early once solved. Each appends a line to `--results`: command,
-mechanism, seed, steps, minutes, accuracy on 4096 fresh examples.
+mechanism, seed, steps, minutes, accuracy on `--examples` fresh examples.
 """
 
 import os
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-import numpy as np
-import training
+import flags
 
 SIZES = {"num_layers": 2, "num_heads": 8, "head_dim": 16}
 TOKENS, SPECIAL = 16, 16
@@ -34,6 +30,26 @@ MECHANISMS = {
 }
 
 
+def parse_arguments():
+    parser = flags.make_parser(__doc__, MECHANISMS)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument(
+        "--examples", type=int, default=4096, help="fresh ones, for the accuracy"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import training
+
+
 def examples(generator, count, context):
     """`(tokens, answer)`: `(count, context - 1)` and `(count, 1)`."""
     rows = generator.integers(0, TOKENS, (count, context))
@@ -44,13 +60,9 @@ def examples(generator, count, context):
     return rows[:, :-1].astype("int32"), answer[:, None].astype("int32")
 
 
-def main():
-    parser = training.make_parser(__doc__, MECHANISMS)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=2500)
-    args = parser.parse_args()
+def main(args):
     training.solve(examples, 1, MECHANISMS, TOKENS + 1, SIZES, args)
 
 
 if __name__ == "__main__":
-    main()
+    main(args)

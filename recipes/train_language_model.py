@@ -18,12 +18,7 @@ import os
 import pathlib
 import time
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-import keras
-import numpy as np
-import training
+import flags
 
 NUM_LAYERS = 3
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
@@ -48,8 +43,29 @@ MECHANISMS = {
 }
 
 
-def main():
+def parse_arguments():
+    parser = flags.make_parser(__doc__, MECHANISMS)
+    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--num-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
     args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import training
+
+
+def main(args):
     text, watched, test, vocabulary = load(args)
     print(
         f"{text.size:,} characters of training, {test.size:,} of test, {vocabulary} "
@@ -77,17 +93,6 @@ def main():
             rows.append(row)
             print_row(row, rows)
             training.record(args, row)
-
-
-def parse_arguments():
-    parser = training.make_parser(__doc__, MECHANISMS)
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--num-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
-    return parser.parse_args()
 
 
 def load(args):
@@ -156,4 +161,4 @@ def print_row(row, rows):
 
 
 if __name__ == "__main__":
-    main()
+    main(args)

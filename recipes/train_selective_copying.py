@@ -9,17 +9,12 @@ polynomial 99.90 %, polysketch (learned + local) 99.16 %.
     python recipes/train_selective_copying.py [--context 32] [--steps 1400]
 
 A training ends early once solved. Each appends a line to `--results`: command,
-mechanism, seed, steps, minutes, accuracy on 4096 fresh examples.
+mechanism, seed, steps, minutes, accuracy on `--examples` fresh examples.
 """
 
 import os
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-import numpy as np
-import training
-from keras.optimizers.schedules import PolynomialDecay
+import flags
 
 SIZES = {"num_layers": 2, "num_heads": 8, "head_dim": 16}
 COLORS, COUNT = 14, 16
@@ -37,6 +32,27 @@ MECHANISMS = {
 }
 
 
+def parse_arguments():
+    parser = flags.make_parser(__doc__, MECHANISMS)
+    parser.add_argument("--context", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument(
+        "--examples", type=int, default=4096, help="fresh ones, for the accuracy"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import training
+from keras.optimizers.schedules import PolynomialDecay
+
+
 def examples(generator, count, context):
     """`(tokens, answers)`: `(count, context + COUNT)` and `(count, COUNT)`."""
     places = np.argsort(generator.random((count, context)), axis=1)[:, :COUNT]
@@ -47,11 +63,7 @@ def examples(generator, count, context):
     return rows.astype("int32"), answers.astype("int32")
 
 
-def main():
-    parser = training.make_parser(__doc__, MECHANISMS)
-    parser.add_argument("--context", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=1400)
-    args = parser.parse_args()
+def main(args):
     training.solve(
         examples, COUNT, MECHANISMS, COLORS + 2, SIZES, args,
         learning_rate=PolynomialDecay(2e-3, args.steps, 0.0), enough=0.5,
@@ -59,4 +71,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(args)

