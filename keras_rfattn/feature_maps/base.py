@@ -58,8 +58,8 @@ class FeatureMap(keras.layers.Layer):
     is_positive = True
     # Whether equal queries and keys have equal features.
     is_symmetric = True
-    # Whether the weights at hand were saved with the map; None if nobody knows.
-    is_expected = None
+    # Of a map in an attention layer, where a file may be a softmax checkpoint's.
+    presence = None
     # Whether estimates are precise only for queries and keys of one length.
     assumes_equal_lengths = False
 
@@ -262,17 +262,15 @@ class FeatureMap(keras.layers.Layer):
             ValueError: If they are missing although the attention layer was saved with
                 this map, or are there although it was not.
         """
-        found, own = len(store.keys()) > 0, self._trainable_variables
-        if own or self._non_trainable_variables:
-            if self.is_expected is not None and found != self.is_expected:
-                state = "are there without" if found else "are missing beside"
-                raise ValueError(
-                    f"The weights of feature map {type(self).__name__} {state} the "
-                    "fingerprint of its attention layer. The file is damaged, or put "
-                    "together from others; save the model again."
-                )
-            if found or self.is_expected is None:
-                super().load_own_variables(store)
+        if not self._trainable_variables and not self._non_trainable_variables:
+            return
+        found = len(store.keys()) > 0
+        if found or self.presence is None:
+            super().load_own_variables(store)
+        if self.presence is not None:
+            refusal = self.presence.compare(id(self), found)
+            if refusal is not None:
+                raise ValueError(f"In feature map '{self.path}': {refusal}.")
 
     def quantize(self, mode=None, type_check=True, config=None):
         """Does nothing: exponents need float32 (law 5)."""
