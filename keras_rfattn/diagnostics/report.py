@@ -11,6 +11,7 @@ from keras_rfattn.diagnostics.errors import head_errors
 from keras_rfattn.layers import record
 from keras_rfattn.layers.attention import check_model
 from keras_rfattn.layers.attention import title
+from keras_rfattn.layers.recording import progress
 
 COLUMNS = {
     "kernel": "kernel",
@@ -161,7 +162,7 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
             f"Received: {title(model)}. Call `replace_attention` first."
         )
     heads = []
-    for path, layer, sequences in found:
+    for path, layer, sequences in progress(found, verbose):
         heads += report_layer(path, layer.feature_map, sequences)
     return ApproximationReport(title(model), tuple(heads))
 
