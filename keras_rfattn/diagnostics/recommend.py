@@ -11,6 +11,7 @@ from keras_rfattn.layers import LinearAttention
 from keras_rfattn.layers import record
 from keras_rfattn.layers.attention import check_model
 from keras_rfattn.layers.attention import title
+from keras_rfattn.layers.recording import progress
 from keras_rfattn.models import replace_attention
 from keras_rfattn.models import restore_attention
 
@@ -111,7 +112,7 @@ def recommend(
     tried, best, control = [], None, np.nan
     candidates = [candidates] if isinstance(candidates, str) else candidates
     widths = [widths] if isinstance(widths, int) else widths
-    for width in sorted(widths):
+    for width in progress(sorted(widths), verbose):
         for name in candidates:
             maps = [_adapted(name, width, seed + i, x) for i, x in enumerate(found)]
             errors = [

@@ -17,13 +17,17 @@ def progress(items, verbose):
             f"`verbose` must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
         )
     total = len(items) if hasattr(items, "__len__") else None
-    verbose = 1 if verbose == "auto" else verbose
-    bar = keras.utils.Progbar(total, verbose=verbose, unit_name="batch")
-    for done, item in enumerate(items, 1):
-        yield item
-        bar.update(done, finalize=False if total is None else None)
-    if total is None:
-        bar.update(bar._seen_so_far, finalize=True)
+    bar = keras.utils.Progbar(total, verbose=1 if verbose == "auto" else verbose)
+    done = 0
+    try:
+        for item in items:
+            yield item
+            done += 1
+            bar.update(done, finalize=False)
+    finally:
+        # Also where the loop over it ends early.
+        if done:
+            bar.update(done, finalize=True)
 
 
 def _run(model, batch):
