@@ -9,10 +9,14 @@ from keras import ops
 from keras_rfattn.ops import Local
 from keras_rfattn.ops import bidirectional
 from keras_rfattn.ops import causal
+from keras_rfattn.ops import extend_local_state
 from keras_rfattn.ops import extend_state
+from keras_rfattn.ops import features as f
+from keras_rfattn.ops import init_local_state
 from keras_rfattn.ops import init_state
 from keras_rfattn.ops import local_attention
 from keras_rfattn.ops import quadratic
+from keras_rfattn.ops import read_local_state
 from keras_rfattn.ops import read_state
 from tests import helpers as h
 
@@ -146,3 +150,50 @@ def test_gradients_know_too(name, side):
     call = h.attention(h.build(name), causal, block_size=h.BLOCK)
     found = h.gradients(lambda *a: ops.square(call(*a)), *x)
     assert not np.all(np.isfinite(np.concatenate([g.ravel() for g in found])))
+
+
+def span(features, start, stop):
+    return f.map_features(lambda x: x[:, start:stop], features)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("name", h.FORMS)
+def test_a_state_remembers(name, content):
+    x, feature_map, cut = h.problem(), h.build(name), 20
+    x.key[1, 9, 1, 3] = content
+    features = h.featurize(feature_map, x.query, x.key)
+    value = ops.convert_to_tensor(x.value)
+    early, late = (
+        [span(y, *ends) for y in (*features, value)] for ends in ((0, cut), (cut, None))
+    )
+    _, state = causal(*early, block_size=h.BLOCK, return_state=True)
+    actual = h.to_numpy(causal(*late, block_size=h.BLOCK, state=state))
+    expected = h.to_numpy(causal(*features, value, block_size=h.BLOCK))[:, cut:]
+    lost = np.zeros(actual.shape, bool)
+    lost[1, :, GROUPS:] = True
+    np.testing.assert_array_equal(np.isnan(actual), lost)
+    h.assert_close(actual[~lost], expected[~lost], 1e-4)
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_a_windowed_state_remembers(side):
+    x, feature_map = h.problem(), h.build("favorpp")
+    getattr(x, side)[1, 4, 1, 3] = np.inf
+    query, key, value = (ops.convert_to_tensor(a) for a in x)
+    features = h.featurize(feature_map, query, key)
+    state = init_local_state(
+        h.BATCH, h.KV_HEADS, h.NUM_FEATURES, h.VALUE_DIM, h.HEAD_DIM, WINDOW
+    )
+    for stop in (3, 7, 30):
+        start = int(state.position[0])
+        tokens = [span(y, start, stop) for y in features]
+        state = extend_local_state(
+            state, tokens[1], value[:, start:stop], key[:, start:stop]
+        )
+        last = span(tokens[0], -1, None)
+        output = read_local_state(
+            state, last, query[:, stop - 1 : stop], feature_map.exact_kernel
+        )
+        lost = np.zeros(output.shape, bool)
+        lost[1, :, GROUPS:] = stop > 4
+        np.testing.assert_array_equal(~np.isfinite(h.to_numpy(output)), lost)
