@@ -96,7 +96,7 @@ def recommend(
             candidate is no estimator of softmax, or widths are not positive integers.
     """
     check_model(model)
-    _check_arguments(error, candidates, widths)
+    candidates, widths = _check_arguments(error, candidates, widths)
     is_softmax = not any(
         isinstance(layer, LinearAttention) for layer in model._flatten_layers()
     )
@@ -110,8 +110,6 @@ def recommend(
     if not found:
         raise ValueError(f"`data` must hold a real token. Received: {title(model)}.")
     tried, best, control = [], None, np.nan
-    candidates = [candidates] if isinstance(candidates, str) else candidates
-    widths = [widths] if isinstance(widths, int) else widths
     for width in progress(sorted(widths), verbose):
         for name in candidates:
             maps = [_adapted(name, width, seed + i, x) for i, x in enumerate(found)]
@@ -139,7 +137,7 @@ def recommend(
 
 
 def _check_arguments(error, candidates, widths):
-    """Raises `ValueError` unless `recommend` can do with them."""
+    """Names and widths as lists; `ValueError` unless `recommend` can do with them."""
     is_number = isinstance(error, (int, float, np.number))
     if isinstance(error, bool) or not is_number or not 0 < error < 1:
         raise ValueError(f"`error` must be between 0 and 1. Received: error={error!r}.")
@@ -162,6 +160,7 @@ def _check_arguments(error, candidates, widths):
             "`candidates` must be names of maps that estimate softmax, at least one. "
             f"Received: candidates={candidates!r}."
         )
+    return names, widths
 
 
 def _adapted(name, width, seed, found):

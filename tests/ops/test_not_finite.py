@@ -29,10 +29,10 @@ MASK = np.ones((h.BATCH, h.LENGTH), bool)
 MASK[0, :3], MASK[1, 30:] = False, False
 
 
-def windowed(sliding, is_causal):
+def windowed(sliding, is_causal, window=WINDOW):
     def algorithm(query, key, value, mask, x):
         kernel = h.build(x.name).exact_kernel
-        local = Local(x.query, x.key, kernel, WINDOW, sliding)
+        local = Local(x.query, x.key, kernel, window, sliding)
         return local_attention(query, key, value, local, mask, is_causal)
 
     return algorithm
@@ -65,6 +65,8 @@ ALGORITHMS = {
     "window": (windowed(False, False), False, WINDOWED),
     "sliding window": (windowed(True, False), False, h.FORMS),
     "window causal": (windowed(False, True), True, WINDOWED),
+    "window of all": (windowed(False, False, h.LENGTH), False, h.FORMS),
+    "window of all causal": (windowed(False, True, h.LENGTH), True, h.FORMS),
     "sliding window causal": (windowed(True, True), True, h.FORMS),
 }
 CASES = [
