@@ -49,7 +49,7 @@ import keras
 
 from keras_rfattn import feature_maps
 from keras_rfattn import ops
-from keras_rfattn.layers.attention import attend
+from keras_rfattn.layers.linear_attention import attend
 from keras_rfattn.ops.causal import DEFAULT_BLOCK_SIZE
 
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -12,8 +12,8 @@ from keras_rfattn.models import extend_positions
 from keras_rfattn.models import from_preset
 from keras_rfattn.models import replace_attention
 from keras_rfattn.models import restore_attention
-from keras_rfattn.models.registration import register
-from keras_rfattn.models.registration import watch as _watch
+from keras_rfattn.models.import_hook import register
+from keras_rfattn.models.import_hook import watch as _watch
 from keras_rfattn.uptraining import calibrate
 
 __version__ = "0.1.0"

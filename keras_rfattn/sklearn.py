@@ -81,8 +81,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         feature_map = self.feature_map
         if isinstance(feature_map, str):
             seed = check_random_state(self.random_state).randint(2**31 - 1)
-            feature_map = feature_maps.get(
-                feature_map, num_features=self.num_features, seed=int(seed)
+            feature_map = feature_maps.resolve(
+                feature_map, self.num_features, int(seed)
             )
         else:
             # A copy: the caller's map stays as it is.

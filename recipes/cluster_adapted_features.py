@@ -62,9 +62,8 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.algebra import values_of
 from keras_rfattn.feature_maps.complex_exponential import diagonal
-from keras_rfattn.kernels import exact
+from keras_rfattn.kernels import values
 from keras_rfattn.projections.orthogonal import haar
 
 # Of all centers' entries, CENTER_SIZE is the standard deviation.
@@ -164,7 +163,7 @@ def errors(method, m, data, args):
     left = dense(feature_map.query_features(broadcast(queries, args.repetitions)))
     right = dense(feature_map.key_features(broadcast(keys, args.repetitions)))
     estimates = ops.einsum("tkm,skm->kts", left[0], right[0])
-    wrong = ops.convert_to_numpy(estimates) - exact.softmax(queries, keys)
+    wrong = ops.convert_to_numpy(estimates) - values.softmax(queries, keys)
     return np.mean(wrong.astype("float64") ** 2, axis=(1, 2))
 
 
@@ -174,7 +173,7 @@ def broadcast(x, heads):
 
 
 def dense(features):
-    return values_of(features) * ops.exp(features.log_scale)
+    return features.ones_or_values() * ops.exp(features.log_scale)
 
 
 def print_data(name, targets, sigma, data, args):

@@ -44,7 +44,6 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.algebra import values_of
 from keras_rfattn.kernels import hybrid_variance
 
 DIM, NUM_FEATURES = 64, 128
@@ -142,7 +141,7 @@ def broadcast(x):
 
 
 def dense(features):
-    return values_of(features) * ops.exp(features.log_scale)
+    return features.ones_or_values() * ops.exp(features.log_scale)
 
 
 def closed_form(name, radius, theta, m, n):

@@ -78,7 +78,6 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.algebra import values_of
 from keras_rfattn.kernels import hybrid_variance
 from keras_rfattn.kernels import variance
 from keras_rfattn.projections import Hadamard
@@ -207,7 +206,7 @@ def tensor(x):
 
 
 def dense(features):
-    return values_of(features) * ops.exp(features.log_scale)
+    return features.ones_or_values() * ops.exp(features.log_scale)
 
 
 def print_table(name, found, pairs, args, m, n):

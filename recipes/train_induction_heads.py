@@ -14,7 +14,7 @@ mechanism, seed, steps, minutes, accuracy on `--examples` fresh examples.
 
 import os
 
-import flags
+from common import flags
 
 SIZES = {"num_layers": 2, "num_heads": 8, "head_dim": 16}
 TOKENS, SPECIAL = 16, 16
@@ -47,7 +47,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-import training
+from common import training
 
 
 def examples(generator, count, context):

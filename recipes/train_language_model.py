@@ -18,7 +18,7 @@ import os
 import pathlib
 import time
 
-import flags
+from common import flags
 
 NUM_LAYERS = 3
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
@@ -62,7 +62,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
-import training
+from common import training
 
 
 def main(args):

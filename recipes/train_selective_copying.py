@@ -14,7 +14,7 @@ mechanism, seed, steps, minutes, accuracy on `--examples` fresh examples.
 
 import os
 
-import flags
+from common import flags
 
 SIZES = {"num_layers": 2, "num_heads": 8, "head_dim": 16}
 COLORS, COUNT = 14, 16
@@ -49,7 +49,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-import training
+from common import training
 from keras.optimizers.schedules import PolynomialDecay
 
 

@@ -11,12 +11,21 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.ops import Features
-from keras_rfattn.ops.features import plain
+from tests.feature_maps.cases import case
+from tests.feature_maps.cases import names
 
 NAMES = feature_maps.list()
 # Their attention has a 1 in its denominator: no average of values.
-POLYNOMIAL = ("polynomial", "polysketch", "polysketch_learned")
+POLYNOMIAL = names(kernel="polynomial")
 AVERAGING = [name for name in NAMES if name not in POLYNOMIAL]
+# Those for which attention may be exact within a window.
+WINDOWED = names(kernel="softmax") + POLYNOMIAL
+# Those with random vectors.
+RANDOM = [
+    name
+    for name in NAMES
+    if issubclass(feature_maps.FEATURE_MAPS[name], feature_maps.RandomFeatureMap)
+]
 # One of each form that features have.
 FORMS = ("elu", "favor", "favorpp", "hybrid_angular", "polysketch")
 
@@ -79,48 +88,16 @@ def padding_masks(length=LENGTH):
     return masks
 
 
-# Shifted by the least of few samples, steep at that; they start well below.
-SHIFTED = ("geometric_positive", "poisson_positive")
-# What queries and keys are multiplied by for maps whose variance is so large that
-# rows of few features would be sums of noise.
-SIZES = {
-    "favor": 0.5,
-    "geometric": 0.4,
-    "poisson": 0.4,
-    "complex_exponential": 0.5,
-    "gerf": 0.5,
-    "hybrid_angular": 0.25,
-    "hybrid_gaussian": 0.25,
-    "hybrid_gaussian_mixture": 0.25,
-}
-# Widths that JAX has compiled for: 24 of positive maps, 48 of signed ones.
-SMALL = {
-    "geometric": {"num_features": 48},
-    "poisson": {"num_features": 48},
-    "hybrid_angular": {"num_features": 4, "num_coefficients": 2},
-    "hybrid_gaussian": {"num_features": 4, "num_coefficients": 1, "radius": 1.5},
-    "hybrid_clustered": {"num_features": 6},
-    "polynomial": {"degree": 2},
-    "polysketch": {"num_features": 4},
-    "polysketch_learned": {"num_features": 4},
-    "hybrid_gaussian_mixture": {
-        "num_features": 16, "num_coefficients": 1, "num_clusters": (1, 1),
-    },
-}  # fmt: skip
-
-
 @functools.cache
 def build(name, kv_heads=KV_HEADS, head_dim=HEAD_DIM, seed=7, **arguments):
     """A built map; one that learns a statistic has met data."""
-    arguments = {**small(name), **arguments}
-    feature_map = feature_maps.get(name, seed=seed, **arguments)
+    row = case(name)
+    feature_map = feature_maps.get(name, seed=seed, **{**small(name), **arguments})
     feature_map.build((None, None, kv_heads, head_dim))
-    if name == "polysketch_learned":
-        # Fresh networks say next to nothing, beside the 1.
-        for network in feature_map.networks[0]:
-            network.steps[-1].kernel.assign(3 * network.steps[-1].kernel)
-    if feature_map.is_adaptive and name not in SHIFTED:
-        feature_map.adapt([sample(kv_heads, head_dim, SIZES.get(name, 1))])
+    if row.prepare is not None:
+        row.prepare(feature_map)
+    if feature_map.is_adaptive and row.meets_data:
+        feature_map.adapt([sample(kv_heads, head_dim, row.size)])
     return feature_map
 
 
@@ -133,18 +110,30 @@ def sample(kv_heads=KV_HEADS, head_dim=HEAD_DIM, size=1.0, length=60):
     return queries, keys
 
 
+@functools.cache
+def has_num_features(name):
+    """Whether something about a map of this name has a number."""
+    return feature_maps.get(name, seed=0).num_features is not None
+
+
 def small(name):
     """Constructor arguments of a map of little width."""
-    if name == "elu":
-        return {}
-    return SMALL.get(name, {"num_features": NUM_FEATURES})
+    arguments = case(name).arguments
+    if arguments is None:
+        arguments = {"num_features": NUM_FEATURES} if has_num_features(name) else {}
+    return arguments
+
+
+def input_size(feature_map):
+    """What a map's queries and keys are multiplied by."""
+    return case(feature_maps.name_of(feature_map)).size
 
 
 def featurize(feature_map, query, key, causal=True):
     """`(query_features, key_features)` of unscaled queries and keys."""
     query, key = ops.convert_to_tensor(query), ops.convert_to_tensor(key)
     side = math.sqrt(feature_map.default_scale(query.shape[-1]))
-    side = side * SIZES.get(feature_maps.name_of(feature_map), 1)
+    side = side * input_size(feature_map)
     query, key = query * side, key * side
     stats = feature_map.statistics(query, key, causal=causal)
     return feature_map.query_features(query, stats), feature_map.key_features(
@@ -305,7 +294,7 @@ def reference(query_features, key_features, value, key_mask=None, causal=True):
     largest = np.where(np.isfinite(largest), largest, 0)
     exponent = exponent - largest
     terms = np.exp(exponent)
-    if query.values is not None:
+    if query.is_signed:
         terms = terms * np.where(
             visible[..., None],
             query.values.transpose(0, 2, 1, 3)[:, :, :, None]
@@ -328,7 +317,7 @@ def reference(query_features, key_features, value, key_mask=None, causal=True):
 
 
 def _wide(features):
-    features = plain(features)
+    features = features.dense()
     parts = [None if x is None else to_numpy(x).astype("float64") for x in features]
     return Features(*parts)
 

@@ -14,7 +14,6 @@ MAY_IMPORT = {
     "kernels": set(),
     "projections": set(),
     "ops": set(),
-    # The maps whose parameters minimise a closed form ask `kernels` for it.
     "feature_maps": {"projections", "ops", "kernels"},
     "layers": {"feature_maps", "ops"},
     "models": {"layers", "feature_maps", "projections", "ops"},
@@ -25,8 +24,7 @@ MAY_IMPORT = {
 }  # fmt: skip
 # Adapters of a library, imported only once that library is.
 FOREIGN = {
-    "models/keras_hub.py": {"keras_hub"},
-    "models/keras_cv.py": {"keras_cv"},
+    "models/adapters/keras_hub.py": {"keras_hub"},
     "sklearn.py": {"sklearn"},
 }
 FILES = sorted(ROOT.rglob("*.py"))
@@ -72,16 +70,58 @@ def test_imports_go_down(file):
 
 def test_the_walk_sees_imports():
     # Else all of the above would hold of an empty set.
-    assert folders(ROOT / "feature_maps" / "base.py") == {"projections", "ops"}
-    assert folders(ROOT / "layers" / "attention.py") == {"feature_maps", "ops"}
+    found = folders(ROOT / "feature_maps" / "projected.py")
+    assert found == {"projections", "ops", "kernels"}
+    assert folders(ROOT / "layers" / "attend.py") == {"feature_maps", "ops"}
+
+
+def module(file):
+    """Dotted name of a file of the package."""
+    parts = ["keras_rfattn", *file.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def edges():
+    """File -> files of the package that it imports, inside functions too."""
+    modules = {module(file): file for file in FILES}
+    found = {}
+    for name, file in modules.items():
+        # `from a.b import c` is of the file a/b/c.py, or else of a/b.
+        hits = {x if x in modules else x.rpartition(".")[0] for x in imports(file)}
+        found[name] = (hits & set(modules)) - {name}
+    return found
+
+
+def test_no_two_files_import_each_other():
+    found = edges()
+    done, path = set(), []
+
+    def visit(name):
+        assert name not in path, f"circle: {' -> '.join([*path, name])}"
+        if name in done:
+            return
+        path.append(name)
+        for other in sorted(found[name]):
+            visit(other)
+        path.pop()
+        done.add(name)
+
+    for name in found:
+        visit(name)
+    assert sum(map(len, found.values())) > 100, "the search finds no imports"
+
+
+def test_the_table_of_foreign_classes_imports_nothing_but_a_type():
+    assert set(imports(ROOT / "models" / "adapters" / "known.py")) == {
+        "typing.NamedTuple"
+    }
 
 
 @pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_the_oracle_is_only_for_diagnostics(file):
-    # And for maps whose parameters are, by definition, its minimum.
-    minimisers = ("feature_maps/discrete.py", "feature_maps/gerf.py")
+def test_the_oracle_is_only_for_maps_and_diagnostics(file):
+    # Maps state their theory in its terms; no algorithm or layer asks it.
     name = str(file.relative_to(ROOT))
-    if not name.startswith(("diagnostics", "kernels")) and name not in minimisers:
+    if not name.startswith(("diagnostics", "kernels", "feature_maps")):
         names = imports(file)
         assert not any("kernels" in n and "variance" in n for n in names)
 

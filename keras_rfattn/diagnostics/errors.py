@@ -7,10 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.diagnostics.predict import innermost
 from keras_rfattn.diagnostics.predict import predicted_variance
-from keras_rfattn.diagnostics.predict import seen
-from keras_rfattn.diagnostics.predict import sign
 
 
 class HeadErrors(NamedTuple):
@@ -116,11 +113,7 @@ def estimate(feature_map, sequence):
 
 def _parts(features):
     """Values and exponents as `(K, n, M)` arrays."""
-    log_scale = _array(features.log_scale)
-    if features.values is None:
-        return np.ones_like(log_scale), log_scale
-    values = _array(features.values)
-    return values, np.broadcast_to(log_scale, values.shape)
+    return _array(features.ones_or_values()), _array(features.spread_scale())
 
 
 def _array(x):
@@ -129,11 +122,10 @@ def _array(x):
 
 def is_covered(feature_map, query, key, head):
     """`(T, S)`: for which pairs `‖x + s y‖² <= log m`."""
-    x, y = seen(feature_map, query, key, head)
-    y = sign(feature_map, head) * y
+    x, y = feature_map.meets(query, key, head)
+    y = feature_map.sign(head) * y
     squares = np.sum(x * x, -1)[:, None] + np.sum(y * y, -1) + 2 * x @ y.T
-    inner = innermost(feature_map)
-    return squares <= np.log(inner.num_features or inner.output_dim)
+    return squares <= np.log(feature_map.num_features or feature_map.output_dim)
 
 
 def visibility(sequence):

@@ -9,8 +9,8 @@ from keras_rfattn.diagnostics.errors import HeadErrors
 from keras_rfattn.diagnostics.errors import estimate
 from keras_rfattn.diagnostics.errors import head_errors
 from keras_rfattn.layers import record
-from keras_rfattn.layers.attention import check_model
-from keras_rfattn.layers.attention import title
+from keras_rfattn.layers.checks import check_model
+from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.recording import progress
 
 COLUMNS = {

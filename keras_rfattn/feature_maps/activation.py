@@ -5,13 +5,16 @@ import math
 import keras
 from keras import ops
 
+from keras_rfattn.feature_maps.arguments import refuse_vectors
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.feature_maps.base import without
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.precision import wide_dtype
 
 
-class Activation(FeatureMap):
-    """Features `f(w · x) / √m`, or `f(x)` itself without a projection.
+class Elementwise(FeatureMap):
+    """Features `f(x)`, of width head_dim.
 
     Positive, with a kernel of their own instead of softmax's: a replaced model
     needs uptraining to become what it was. Queries and keys enter as they are,
@@ -20,14 +23,14 @@ class Activation(FeatureMap):
     Subclasses give `log_activation(z)`, the logarithm of a positive `f(z)`.
     """
 
+    kernel = "activation"
+    is_unbiased = False
+
     def default_scale(self, head_dim):
         return 1.0
 
     def key_features(self, x, stats=None):
-        if self.projection is None:
-            return Features(None, self.log_activation(ops.cast(x, wide_dtype(x))))
-        log_scale = self.log_activation(self.project(x))
-        return Features(None, log_scale - math.log(self.num_features) / 2)
+        return Features(None, self.log_activation(ops.cast(x, wide_dtype(x))))
 
     def log_activation(self, z):
         """`log f(z)`, elementwise."""
@@ -36,32 +39,73 @@ class Activation(FeatureMap):
         )
 
 
+class Activation(ProjectedFeatureMap):
+    """Features `f(w · x) / √m`; else as `Elementwise`."""
+
+    kernel = "activation"
+    is_unbiased = False
+    default_scale = Elementwise.default_scale
+    log_activation = Elementwise.log_activation
+
+    def key_features(self, x, stats=None):
+        log_scale = self.log_activation(self.project(x))
+        return Features(None, log_scale - math.log(self.num_features) / 2)
+
+
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Elu(Activation):
-    """The linear transformer's `elu(x) + 1`, without a projection by default.
+class Elu(Elementwise):
+    """The linear transformer's `elu(x) + 1`, of width head_dim.
 
     Args:
-        num_features: Number of random vectors, if there is a projection.
-        projection: `None` (default): features of width head_dim; else as in
-            `FeatureMap`.
-        seed: Non-negative integer, or `None`.
+        num_features: Only `None`; `ProjectedElu` has a width.
+        projection: Only `None`.
+        seed: Of nothing.
+
+    Raises:
+        ValueError: If `num_features` or `projection` is given.
 
     Reference:
         Katharopoulos et al., "Transformers are RNNs" (2020), equation 7.
     """
 
     kernel = "elu"
+    is_unbiased = True
 
     def __init__(self, num_features=None, projection=None, **kwargs):
-        super().__init__(num_features, projection, **kwargs)
+        refuse_vectors(type(self), num_features, projection, "`ProjectedElu`")
+        super().__init__(**kwargs)
 
     def log_activation(self, z):
         return ops.where(z > 0, ops.log1p(ops.relu(z)), -ops.relu(-z))
 
+    @classmethod
+    def from_config(cls, config):
+        if config.get("projection") is not None:
+            # Of version 0.1.0, where one class did both.
+            return ProjectedElu.from_config(config)
+        return cls(**without(config, "projection"))
+
+    def get_config(self):
+        return {**super().get_config(), "num_features": None}
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class ProjectedElu(Activation):
+    """`(elu(w · x) + 1) / √m`.
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+    """
+
+    former_name = "Elu"
+    log_activation = Elu.log_activation
+
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Relu(Activation):
-    """Performer-ReLU: `relu(w · x) + epsilon`.
+    """Performer-ReLU: `(relu(w · x) + epsilon) / √m`.
 
     Epsilon belongs to the kernel (it is not a stabiliser): without it a query can
     have no feature in common with any key, and its attention no meaning.
@@ -69,9 +113,11 @@ class Relu(Activation):
     Args:
         num_features: Number m of random vectors, 256 by default.
         epsilon: Positive number, 0.001 by default as in the paper's code.
-        projection: `"orthogonal"` (default), `"gaussian"`, a `Projection`, or
-            `None` for `relu(x) + epsilon`.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
         seed: Non-negative integer, or `None`.
+
+    Raises:
+        ValueError: If `epsilon` is not positive.
 
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), section
@@ -79,18 +125,55 @@ class Relu(Activation):
     """
 
     kernel = "relu"
-    is_unbiased = False
 
     def __init__(self, num_features=None, epsilon=1e-3, **kwargs):
         super().__init__(num_features, **kwargs)
-        if not epsilon > 0:
-            raise ValueError(
-                f"`epsilon` must be positive. Received: epsilon={epsilon}."
-            )
-        self.epsilon = epsilon
+        self.epsilon = _positive(epsilon)
 
     def log_activation(self, z):
         return ops.log(ops.relu(z) + self.epsilon)
 
+    @classmethod
+    def from_config(cls, config):
+        if "projection" in config and config["projection"] is None:
+            # Of version 0.1.0, where one class did both.
+            return PlainRelu.from_config(config)
+        return cls(**config)
+
     def get_config(self):
         return {**super().get_config(), "epsilon": self.epsilon}
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class PlainRelu(Elementwise):
+    """`relu(x) + epsilon`, of width head_dim; see `Relu`.
+
+    Args:
+        epsilon: Positive number, 0.001 by default.
+        seed: Of nothing.
+
+    Raises:
+        ValueError: If `epsilon` is not positive.
+    """
+
+    former_name = "Relu"
+
+    def __init__(self, epsilon=1e-3, **kwargs):
+        super().__init__(**kwargs)
+        self.epsilon = _positive(epsilon)
+
+    log_activation = Relu.log_activation
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**without(config, "projection", "num_features"))
+
+    def get_config(self):
+        # The width is written for the fingerprints of version 0.1.0.
+        return {**super().get_config(), "epsilon": self.epsilon, "num_features": None}
+
+
+def _positive(epsilon):
+    if not epsilon > 0:
+        raise ValueError(f"`epsilon` must be positive. Received: epsilon={epsilon}.")
+    return epsilon

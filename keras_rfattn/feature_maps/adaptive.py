@@ -3,27 +3,20 @@
 import numpy as np
 from keras import ops
 
-from keras_rfattn.feature_maps.base import FeatureMap
 
+class Adaptive:
+    """Mixin of maps with parameters per head that are measured on data, and saved.
 
-class Adaptive(FeatureMap):
-    """A map with parameters per head that are measured on data, and saved.
-
-    Subclasses give `fit(samples)`. `keras_rfattn.calibrate` collects the samples of a
-    whole model.
+    Comes before a `FeatureMap` in the bases. Subclasses give `fit(samples)`.
+    `keras_rfattn.calibrate` collects the samples of a whole model.
     """
 
-    @property
-    def is_adaptive(self):
-        return True
+    is_adaptive = True
 
     def build(self, input_shape):
         super().build(input_shape)
         if self.is_adaptive:
-            self.updates = self.add_weight(
-                name="updates", shape=(), initializer="zeros", dtype="int32",
-                trainable=False, autocast=False,
-            )  # fmt: skip
+            self.updates = self.add_fixed("updates", "zeros", (), "int32")
 
     @property
     def is_calibrated(self):
@@ -31,6 +24,11 @@ class Adaptive(FeatureMap):
         if not self.built or not self.is_adaptive:
             return False
         return int(ops.convert_to_numpy(self.updates)) > 0
+
+    def status(self, causal):
+        if not self.is_adaptive:
+            return ""
+        return "calibrated" if self.is_calibrated else "uncalibrated"
 
     def adapt(self, samples):
         """Sets the parameters from data, whatever they were before.

@@ -15,26 +15,25 @@ from keras_rfattn.ops.features import Features
 
 def add(*features):
     """Features of the sum of the kernels: `(..., Σ M)`."""
-    if all(f.values is None for f in features):
-        values = None
-    else:
-        values = ops.concatenate([values_of(f) for f in features], axis=-1)
-    log_scale = ops.concatenate([spread(f) for f in features], axis=-1)
+    values = None
+    if any(f.is_signed for f in features):
+        values = ops.concatenate([f.ones_or_values() for f in features], axis=-1)
+    log_scale = ops.concatenate([f.spread_scale() for f in features], axis=-1)
     return Features(values, log_scale)
 
 
 def multiply(a, b):
     """Features of the product of two kernels: `(..., M_a · M_b)`."""
     values = None
-    if a.values is not None or b.values is not None:
-        values = _outer(values_of(a), values_of(b), ops.multiply)
-    return Features(values, _outer(spread(a), spread(b), ops.add))
+    if a.is_signed or b.is_signed:
+        values = _outer(a.ones_or_values(), b.ones_or_values(), ops.multiply)
+    return Features(values, _outer(a.spread_scale(), b.spread_scale(), ops.add))
 
 
 def scale(features, factor):
     """Features times a number: the kernel is scaled by what one side is."""
     if factor < 0:
-        features = Features(-values_of(features), features.log_scale)
+        features = Features(-features.ones_or_values(), features.log_scale)
     return Features(features.values, features.log_scale + math.log(abs(factor)))
 
 
@@ -42,20 +41,6 @@ def constant(x, factor):
     """One feature that is `factor` for every token of `x`, `(..., 1)`."""
     zero = ops.zeros_like(x[..., :1])
     return scale(Features(None, zero), factor)
-
-
-def values_of(features):
-    """Values, ones where they are left out."""
-    if features.values is None:
-        return ops.ones_like(features.log_scale)
-    return features.values
-
-
-def spread(features):
-    """Exponents, one for each feature."""
-    if features.values is None:
-        return features.log_scale
-    return ops.broadcast_to(features.log_scale, ops.shape(features.values))
 
 
 def _outer(a, b, combine):

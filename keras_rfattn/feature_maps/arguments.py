@@ -8,19 +8,29 @@ def derive_seed(*entropy):
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
-def check_num_features(num_features, projection):
-    """Raises `ValueError` unless `num_features` fits `projection`."""
-    if projection is None:
-        if num_features is not None:
-            raise ValueError(
-                "`num_features` must be `None` without a projection: the width is "
-                f"the head dim then. Received: num_features={num_features}. Pass "
-                "`projection='orthogonal'` to choose a width."
-            )
-        return
+def check_num_features(num_features):
+    """Raises `ValueError` unless `num_features` is a positive integer."""
     is_integer = isinstance(num_features, (int, np.integer))
     if not is_integer or isinstance(num_features, bool) or num_features <= 0:
         raise ValueError(
             "`num_features` must be a positive integer or `None` (256). "
             f"Received: num_features={num_features!r}."
+        )
+
+
+def refuse_vectors(cls, num_features, projection, other):
+    """Raises `ValueError` if a map without random vectors is asked for some.
+
+    Args:
+        cls: The map's class.
+        num_features: What it was given.
+        projection: Likewise.
+        other: What has random vectors.
+    """
+    if num_features is not None or projection is not None:
+        raise ValueError(
+            f"`num_features` must be `None` for {cls.__name__}, and so must "
+            "`projection`: nothing is random about it, and the head dim decides its "
+            f"width. Received: num_features={num_features!r}, "
+            f"projection={projection!r}. {other} has both."
         )

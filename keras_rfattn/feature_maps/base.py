@@ -14,9 +14,10 @@ which algorithm will sum them. Every row of the registry is tested for these law
    `is_positive`; `is_causal_safe` unless a statistic of the sequence at hand
    enters the features.
 4. Random vectors are a float32 weight that is saved with the model and the same
-   on every backend for the same seed. Nothing random happens in a call.
+   on every backend for the same seed (`projected.py`). Nothing random happens in a
+   call.
 5. Projection and exponent are computed in float32.
-6. What a map learns of data is a weight, set by `adapt`; see `adaptive.py`.
+6. What a map learns of data is a weight, set by `adapt` (`adaptive.py`) or trained.
 7. The features of a token that is not finite are NaN, whatever the map's own
    arithmetic would make of it, and entries beyond ±1e13 count as that. `FeatureMap`
    sees to both, around the methods of its subclasses.
@@ -27,41 +28,48 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn import projections
-from keras_rfattn.feature_maps.arguments import check_num_features
-from keras_rfattn.feature_maps.arguments import derive_seed
-from keras_rfattn.feature_maps.function import FeatureFunction
-from keras_rfattn.feature_maps.function import of_finite_tokens
-from keras_rfattn.ops.backend import precise_einsum
-from keras_rfattn.ops.exact import Softmax
-from keras_rfattn.ops.types import Deferred
-
-DEFAULT_NUM_FEATURES = 256
+from keras_rfattn.feature_maps.stateless import FeatureFunction
+from keras_rfattn.feature_maps.stateless import of_finite_tokens
+from keras_rfattn.kernels import values
+from keras_rfattn.ops.features import Deferred
+from keras_rfattn.ops.kernel_attention import Softmax
 
 
 class FeatureMap(keras.layers.Layer):
-    """Base class of feature maps.
+    """Base class of feature maps: the laws, and nothing random.
+
+    A subclass writes `key_features`, and `query_features` if they differ; creates its
+    weights in `build` (after `super().build`), trainable or by `add_fixed`; and says by
+    the attributes below what it estimates. What it knows of its own variance it tells
+    by `log_moment`.
 
     Args:
-        num_features: Number of random vectors, the papers' m. Defaults to 256.
-        projection: Where they come from: `"orthogonal"` (default), `"gaussian"`, or
-            a `keras_rfattn.projections.Projection`.
-        seed: Non-negative integer; drawn by Keras' global seed if `None`.
+        seed: Non-negative integer, of what is random about it; drawn by Keras' global
+            seed if `None`.
         **kwargs: Arguments of `keras.layers.Layer`.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer.
     """
 
+    # Name of what the products of features estimate: of a function in
+    # `kernels/values.py` if the estimate is unbiased.
     kernel = "softmax"
     is_unbiased = True
     is_positive = True
     # Whether equal queries and keys have equal features.
     is_symmetric = True
-    # Of a map in an attention layer, where a file may be a softmax checkpoint's.
-    presence = None
+    # Whether features of a token never depend on other tokens of its row.
+    is_causal_safe = True
+    # Whether the map has parameters that `adapt` measures on data.
+    is_adaptive = False
+    # Whether attention is by the kernel alone, without features.
+    is_exact = False
     # Whether estimates are precise only for queries and keys of one length.
     assumes_equal_lengths = False
+    # Number of random vectors, or what else decides the width; `None` if nothing does.
+    num_features = None
+    # Of a map in an attention layer, where a file may be a softmax checkpoint's.
+    presence = None
+    # What fingerprints in files call the class, if not by its name.
+    former_name = None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -71,42 +79,22 @@ class FeatureMap(keras.layers.Layer):
             if not hasattr(method, "marked"):
                 setattr(cls, name, of_finite_tokens(method))
 
-    def __init__(self, num_features=None, projection="orthogonal", seed=None, **kwargs):
+    def __init__(self, seed=None, **kwargs):
         super().__init__(**kwargs)
         if seed is None:
             # The first word of a fresh generator follows `keras.utils.set_random_seed`.
             state = keras.random.SeedGenerator().state
             seed = ops.convert_to_numpy(state)[0]
         self.seed = int(seed)
-        self.projection = projections.get(projection, self.seed)
-        if num_features is None and self.projection is not None:
-            num_features = DEFAULT_NUM_FEATURES
-        check_num_features(num_features, self.projection)
-        self.num_features = num_features
-
-    @property
-    def is_causal_safe(self):
-        """Whether features of a token never depend on other tokens of its row."""
-        return True
-
-    @property
-    def is_adaptive(self):
-        """Whether the map has parameters that `adapt` measures on data."""
-        return False
-
-    @property
-    def is_exact(self):
-        """Whether attention is by the kernel alone, without features."""
-        return False
 
     @property
     def exact_kernel(self):
-        """The kernel as `ops.exact` computes it, `None` if it cannot be."""
+        """The kernel as `ops.kernel_attention` computes it, `None` if it cannot be."""
         return Softmax() if self.kernel == "softmax" else None
 
     @property
     def output_dim(self):
-        """Width M of the features; needs a built map if it has no projection."""
+        """Width M of the features; may need a built map."""
         return self.num_features or self.head_dim
 
     @property
@@ -132,62 +120,44 @@ class FeatureMap(keras.layers.Layer):
             input_shape: Shape of the keys, `(..., K, H)`.
         """
         self.num_heads, self.head_dim = input_shape[-2:]
-        if self.projection is not None:
-            self.add_vectors()
-            self.draws = self.add_weight(
-                name="draws", shape=(), initializer="zeros", dtype="int32",
-                trainable=False, autocast=False,
-            )  # fmt: skip
 
-    def add_vectors(self):
-        """Creates the random weights, of draw 0."""
-        self.vectors = self.add_weight(
-            name="vectors",
-            shape=(self.num_heads, self.head_dim, self.num_features),
-            initializer=self.initializer(0),
-            dtype="float32",
-            trainable=False,
-            autocast=False,
-        )
+    def add_fixed(self, name, value, shape=None, dtype="float32"):
+        """A weight that no optimizer changes and no dtype policy casts.
 
-    def assign_vectors(self, draw):
-        """Sets the random weights to those of another draw."""
-        self.vectors.assign(self.initializer(draw)(self.vectors.shape))
+        Args:
+            name: Name of the weight.
+            value: Its first value, a NumPy array; or an initializer, with `shape`.
+            shape: Shape for an initializer.
+            dtype: `"float32"` or `"int32"`.
+        """
+        initializer = value
+        if not callable(value) and not isinstance(value, str):
+            shape = value.shape
 
-    def initializer(self, draw, *which):
-        """The projection of a draw, and of one of several weights."""
-        if draw == 0 and not any(which):
-            return self.projection
-        config = self.projection.get_config()
-        config["seed"] = derive_seed(config["seed"], draw, *which)
-        return type(self.projection).from_config(config)
+            def initializer(shape, dtype=None):
+                return ops.convert_to_tensor(value.astype(dtype))
+
+        return self.add_weight(
+            name=name, shape=shape, initializer=initializer, dtype=dtype,
+            trainable=False, autocast=False,
+        )  # fmt: skip
 
     def reseeded(self, seed):
         """The same map with another seed, not built."""
-        config = self.get_config()
-        config["seed"] = int(seed)
-        if config.get("projection") is not None:
-            projection = dict(config["projection"])
-            projection["config"] = {**projection["config"], "seed": int(seed)}
-            config["projection"] = projection
-        return type(self).from_config(config)
+        return type(self).from_config({**self.get_config(), "seed": int(seed)})
 
     def redraw(self):
-        """Replaces the random vectors by the next draw of the same seed.
+        """Replaces what is random by the next draw of the same seed.
 
         The number of draws is saved with the model. Never called by the library.
 
         Raises:
             ValueError: If the map has no random vectors or is not built.
         """
-        if not self.built or self.projection is None:
-            raise ValueError(
-                f"{type(self).__name__} has no random vectors to redraw. Received: "
-                f"built={self.built}, projection={self.projection}."
-            )
-        draw = int(ops.convert_to_numpy(self.draws)) + 1
-        self.assign_vectors(draw)
-        self.draws.assign(draw)
+        raise ValueError(
+            f"{type(self).__name__} has no random vectors to redraw. Received: "
+            f"built={self.built}."
+        )
 
     def statistics(
         self,
@@ -232,23 +202,56 @@ class FeatureMap(keras.layers.Layer):
         """`"query_features"` or `"key_features"` of x, for an algorithm to compute.
 
         Returns:
-            `ops.features.Deferred`, which computes `Marked` features.
+            `keras_rfattn.ops.features.Deferred`, which computes `Marked` features.
         """
-        values = [v.value for v in self.variables]
-        return Deferred(FeatureFunction(self, method), x, (stats, values))
+        weights = [v.value for v in self.variables]
+        return Deferred(FeatureFunction(self, method), x, (stats, weights))
 
-    def project(self, x):
-        """`w · x` for all vectors of the head of x: `(..., N, H) -> (..., N, m)`.
+    def status(self, causal):
+        """Where parameters come from, for reports; nothing for most maps.
 
-        N may be a multiple of the number K of heads the map was built for: query
-        head n then uses the vectors of head `n // (N // K)`.
+        Args:
+            causal: Whether attention is causal; `None` where each call decides.
         """
-        shape, groups = ops.shape(x), x.shape[-2] // self.num_heads
-        if groups == 1:
-            return precise_einsum("...kh,khm->...km", x, self.vectors)
-        x = ops.reshape(x, (*shape[:-2], self.num_heads, groups, self.head_dim))
-        x = precise_einsum("...kgh,khm->...kgm", x, self.vectors)
-        return ops.reshape(x, (*shape[:-1], self.num_features))
+        return ""
+
+    def kernel_values(self, query, key):
+        """The kernel itself, `(..., T, S)` of arrays `(..., T, H)` and `(..., S, H)`.
+
+        Raises:
+            AttributeError: If no closed form of it is known to `kernels/values.py`.
+        """
+        return getattr(values, self.kernel)(query, key)
+
+    def log_moment(self, head=0, stats=None):
+        """The second moment of one draw of the estimate, from its closed form.
+
+        Args:
+            head: Which key/value head.
+            stats: What `statistics` gives, where its parameters are not stored.
+
+        Returns:
+            A function `(x, y) -> log E[Z²]` of pairs `(..., H)` of what the random
+            vectors meet (`meets`), NumPy arrays; or `None` if no closed form is known.
+        """
+        return None
+
+    def relative_covariance(self, head=0):
+        """What dependence between draws adds to the relative variance of one.
+
+        Returns:
+            A function of pairs, as that of `log_moment`, or `None` if draws are
+            independent, or taken to be.
+        """
+        return None
+
+    def sign(self, head=0):
+        """The s of `‖x + s y‖²`, with which the variance grows: 1 or -1."""
+        return 1
+
+    def meets(self, query, key, head=0):
+        """What the random vectors meet of `(..., H)` arrays: themselves, mostly."""
+        return query, key
 
     def per_head(self, parameter, x):
         """A parameter `(K, ...)` beside the heads of `x`, `(..., N, H)`: `(N, ...)`."""
@@ -276,17 +279,19 @@ class FeatureMap(keras.layers.Layer):
         """Does nothing: exponents need float32 (law 5)."""
 
     def get_config(self):
-        projection = self.projection
-        if projection is not None:
-            projection = keras.saving.serialize_keras_object(projection)
-        return {
-            **super().get_config(),
-            "num_features": self.num_features,
-            "projection": projection,
-            "seed": self.seed,
-        }
+        return {**super().get_config(), "seed": self.seed}
 
 
 def half_square(x):
     """`‖x‖² / 2` over the last axis, kept: `(..., H) -> (..., 1)`."""
     return ops.sum(ops.square(x), axis=-1, keepdims=True) / 2
+
+
+def number(weight, head):
+    """A weight of one head as float64 NumPy, for closed forms."""
+    return ops.convert_to_numpy(weight)[head].astype("float64")
+
+
+def without(config, *names):
+    """A config without what 0.1.0 wrote for maps that have no use for it."""
+    return {key: value for key, value in config.items() if key not in names}

@@ -14,13 +14,14 @@ from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.complex_exponential import diagonal
 from keras_rfattn.feature_maps.complex_exponential import diagonal_parts
-from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.precision import wide_dtype
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class HybridClustered(Adaptive):
+class HybridClustered(Adaptive, ProjectedFeatureMap):
     """Complex exponential features, one diagonal A for each pair of clusters.
 
     Queries and keys belong to the cluster with the nearest center; the coefficient
@@ -89,12 +90,7 @@ class HybridClustered(Adaptive):
             np.zeros((n_q, dim)), np.zeros((n_k, dim)), None, None, np.ones((n_q, n_k))
         )
         for name, value in self._arrays([nothing] * self.num_heads).items():
-            weight = self.add_weight(
-                name=name, shape=value.shape, dtype="float32", trainable=False,
-                initializer=lambda shape, dtype=None, v=value: ops.convert_to_tensor(v),
-                autocast=False,
-            )  # fmt: skip
-            setattr(self, name, weight)
+            setattr(self, name, self.add_fixed(name, value))
 
     def fit(self, samples):
         clusters = [
@@ -162,7 +158,7 @@ class HybridClustered(Adaptive):
         def flat(part):
             return ops.reshape(ops.moveaxis(part, 0, -2), shape)
 
-        if values is None:
+        if self.is_positive:
             return Features(None, flat(log_scale))
         return Features(flat(ops.where(active, values, 0)), flat(log_scale))
 

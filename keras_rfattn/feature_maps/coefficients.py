@@ -6,12 +6,12 @@ import keras
 from keras import ops
 
 from keras_rfattn.feature_maps.algebra import scale
-from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Features
 
 
-class Coefficient(FeatureMap):
-    """Estimates a coefficient `λ(x, y) = constant + E ρ_q(x) · ρ_k(y)`.
+class Coefficient:
+    """Mixin of maps that estimate `λ(x, y) = constant + E ρ_q(x) · ρ_k(y)`.
 
     `query_features` and `key_features` are ρ_q and ρ_k. The constant is kept apart
     because a hybrid needs λ and `1 - Σ λ`, whose constants merge (HRF, lemma 2.3).
@@ -22,6 +22,9 @@ class Coefficient(FeatureMap):
     is_symmetric = False
     constant = 0.0
 
+    def log_moment(self, head=0, stats=None):
+        return None
+
     def averaged(self, values):
         """Values as features whose products are a mean over the random vectors."""
         log_scale = -math.log(self.num_features) / 2
@@ -29,7 +32,7 @@ class Coefficient(FeatureMap):
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class AngularCoefficient(Coefficient):
+class AngularCoefficient(Coefficient, ProjectedFeatureMap):
     """`λ = θ / π`: the angle between x and y, by signs of projections.
 
     `λ̂ = ½ - (1/2n) Σ sgn(τ·x) sgn(τ·y)`.
@@ -56,7 +59,7 @@ class AngularCoefficient(Coefficient):
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class GaussianCoefficient(Coefficient):
+class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
     """`λ = (1 - exp(-σ² ‖x - y‖² / 2)) / ρ`, by trigonometric features.
 
     With `ρ = 1 - exp(-2 σ² r²)` it is 1 for opposite x and y of length r, and 0 for

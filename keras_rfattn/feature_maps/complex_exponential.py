@@ -7,19 +7,62 @@ from keras import ops
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.base import number
 from keras_rfattn.feature_maps.moments import balance
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.moments import second_moments
-from keras_rfattn.ops.backend import precise_einsum
-from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.kernels.variance import log_moment_complex_exponential
+from keras_rfattn.ops.precision import precise_einsum
+from keras_rfattn.ops.precision import wide_dtype
 
 FORMS = ("complex", "real", "full")
 # Of a diagonal entry, where a center is 0 on one side only and no A would do.
 LARGEST = 1e3
 
 
+class MatrixExponential(Adaptive, ProjectedFeatureMap):
+    """Base of maps that see queries through A, keys through `A⁻ᵀ`, one A per head.
+
+    Before `set_matrix` A is I.
+    """
+
+    is_symmetric = False
+    # Of A: "complex" or "real" diagonals, or "full" real matrices.
+    form = "real"
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        heads, dim = self.num_heads, self.head_dim
+        shape = (heads, dim, dim) if self.form == "full" else (heads, 2, dim)
+        start = np.eye(dim) if self.form == "full" else np.eye(2)[0][:, None]
+        start = np.broadcast_to(start, shape).astype("float32")
+        self.matrix = self.add_fixed("matrix", start)
+        if self.form == "full":
+            self.inverse = self.add_fixed("inverse", start)
+
+    def set_matrix(self, a):
+        """Sets A: complex `(K, H)` diagonals, or real `(K, H, H)` if `"full"`.
+
+        Raises:
+            ValueError: If A has another shape, is complex where it must be real, or
+                cannot be inverted.
+        """
+        a = np.asarray(a)
+        square = (self.head_dim,) if self.form == "full" else ()
+        shape = (self.num_heads, self.head_dim, *square)
+        check_invertible(a, shape, self.form)
+        if self.form == "full":
+            self.matrix.assign(a.astype("float32"))
+            inverse = np.linalg.inv(a).swapaxes(-1, -2)
+            self.inverse.assign(inverse.astype("float32"))
+        else:
+            parts = np.stack([a.real, a.imag], axis=1)
+            self.matrix.assign(parts.astype("float32"))
+
+
 @keras.saving.register_keras_serializable("keras_rfattn")
-class ComplexExponential(Adaptive):
+class ComplexExponential(MatrixExponential):
     """Features `exp(w·Ax - (Ax)²/2) / √m` of queries, with `A⁻ᵀ` for A of keys.
 
     `(v)² = Σ v_l²` without conjugation. The products average to the softmax kernel
@@ -41,8 +84,6 @@ class ComplexExponential(Adaptive):
         Choromanski et al., "Hybrid Random Features" (2022), section 2.3 and H.2.
     """
 
-    is_symmetric = False
-
     def __init__(self, num_features=None, form="complex", **kwargs):
         super().__init__(num_features, **kwargs)
         if form not in FORMS:
@@ -57,43 +98,6 @@ class ComplexExponential(Adaptive):
     def output_dim(self):
         return (1 if self.is_positive else 2) * self.num_features
 
-    def build(self, input_shape):
-        super().build(input_shape)
-        heads, dim = self.num_heads, self.head_dim
-        shape = (heads, dim, dim) if self.form == "full" else (heads, 2, dim)
-        start = np.eye(dim) if self.form == "full" else np.eye(2)[0][:, None]
-        start = np.broadcast_to(start, shape).astype("float32")
-        self.matrix = self.add_weight(
-            name="matrix", shape=shape, dtype="float32", trainable=False,
-            initializer=lambda shape, dtype=None: ops.convert_to_tensor(start),
-            autocast=False,
-        )  # fmt: skip
-        if self.form == "full":
-            self.inverse = self.add_weight(
-                name="inverse", shape=shape, dtype="float32", trainable=False,
-                initializer=lambda shape, dtype=None: ops.convert_to_tensor(start),
-                autocast=False,
-            )  # fmt: skip
-
-    def set_matrix(self, a):
-        """Sets A: complex `(K, H)` diagonals, or real `(K, H, H)` if `"full"`.
-
-        Raises:
-            ValueError: If A has another shape, is complex where it must be real, or
-                cannot be inverted.
-        """
-        a = np.asarray(a)
-        square = (self.head_dim,) if self.form == "full" else ()
-        shape = (self.num_heads, self.head_dim, *square)
-        check_invertible(a, shape, self.form)
-        if self.form == "full":
-            self.matrix.assign(a.astype("float32"))
-            inverse = np.linalg.inv(a).swapaxes(-1, -2)
-            self.inverse.assign(inverse.astype("float32"))
-        else:
-            parts = np.stack([a.real, a.imag], axis=1)
-            self.matrix.assign(parts.astype("float32"))
-
     def fit(self, samples):
         if self.form == "full":
             self.set_matrix(balance(*second_moments(samples)))
@@ -103,6 +107,11 @@ class ComplexExponential(Adaptive):
         else:
             centers = mean_of(lambda q, k: np.stack([q.mean(1), k.mean(1)]), samples)
             self.set_matrix(diagonal(*centers, is_real=False))
+
+    def log_moment(self, head=0, stats=None):
+        a = number(self.matrix, head)
+        a = a if self.form == "full" else a[0] + 1j * a[1]
+        return lambda x, y: log_moment_complex_exponential(x, y, a)
 
     def query_features(self, x, stats=None):
         return self._features(x, is_key=False)

@@ -4,26 +4,35 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.feature_maps import registry
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.generalized_exponential import FavorPP
+from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.base import number
+from keras_rfattn.feature_maps.favorpp import FavorPP
 from keras_rfattn.feature_maps.moments import balance
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.moments import second_moments
-from keras_rfattn.ops.backend import precise_einsum
-from keras_rfattn.ops.backend import wide_dtype
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.precision import precise_einsum
+from keras_rfattn.ops.precision import wide_dtype
 
 STEPS = ("center", "balance", "rotate")
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Conditioned(Adaptive):
+class Conditioned(Adaptive, FeatureMap):
     """A softmax map of `A (q - c_q)` and `A⁻ᵀ (k - c_k)`.
 
     Softmax attention depends on neither the centers nor the matrix:
     `q·k = A(q - c_q) · A⁻ᵀ(k - c_k) + c_q·k + q·c_k - c_q·c_k`, and the last terms go
     into the exponents. A random-feature estimate does depend on them: its variance
     grows with `exp(‖x + y‖²)` of what the features see. Model weights are untouched.
+
+    Kin of dense-exponential random features (DERF; Likhosherstov et al., "FAVOR#: Sharp
+    Attention Kernel Approximations via New Classes of Positive Random Features", 2023),
+    whose exponents have matrices chosen in closed form from second moments of both
+    sides. What differs: queries and keys are centered first, and the matrices stand
+    around any estimator of softmax instead of inside one.
 
     Before `adapt` nothing is changed; `adapt` sets, by the steps up to `up_to`,
 
@@ -45,9 +54,7 @@ class Conditioned(Adaptive):
     is_symmetric = False
 
     def __init__(self, feature_map="favorpp", up_to="balance", seed=None, **kwargs):
-        from keras_rfattn import feature_maps
-
-        inner = feature_maps.get(feature_map)
+        inner = registry.get(feature_map)
         if inner.kernel != "softmax":
             raise ValueError(
                 "Conditioning keeps softmax attention and no other. Received: "
@@ -58,7 +65,7 @@ class Conditioned(Adaptive):
                 f"`up_to` must be one of {STEPS}. Received: up_to={up_to!r}."
             )
         seed = inner.seed if seed is None else seed
-        super().__init__(None, projection=None, seed=seed, **kwargs)
+        super().__init__(seed=seed, **kwargs)
         self.inner = inner.reseeded(self.seed)
         self.num_features = inner.num_features
         self.up_to = up_to
@@ -91,24 +98,31 @@ class Conditioned(Adaptive):
         super().build(input_shape)
         self.inner.build(input_shape)
         heads, dim = self.num_heads, self.head_dim
-        start = np.broadcast_to(np.eye(dim, dtype="float32"), (heads, dim, dim))
-
-        def identity(shape, dtype=None):
-            return ops.convert_to_tensor(start, dtype=dtype)
-
-        def weight(name, shape, initializer):
-            return self.add_weight(
-                name=name, shape=shape, initializer=initializer, dtype="float32",
-                trainable=False, autocast=False,
-            )  # fmt: skip
-
-        self.query_matrix = weight("query_matrix", (heads, dim, dim), identity)
-        self.key_matrix = weight("key_matrix", (heads, dim, dim), identity)
-        self.query_center = weight("query_center", (heads, dim), "zeros")
-        self.key_center = weight("key_center", (heads, dim), "zeros")
+        identity = np.broadcast_to(np.eye(dim, dtype="float32"), (heads, dim, dim))
+        self.query_matrix = self.add_fixed("query_matrix", identity)
+        self.key_matrix = self.add_fixed("key_matrix", identity)
+        self.query_center = self.add_fixed("query_center", "zeros", (heads, dim))
+        self.key_center = self.add_fixed("key_center", "zeros", (heads, dim))
 
     def redraw(self):
         self.inner.redraw()
+
+    def sign(self, head=0):
+        return self.inner.sign(head)
+
+    def log_moment(self, head=0, stats=None):
+        return self.inner.log_moment(head, stats)
+
+    def relative_covariance(self, head=0):
+        return self.inner.relative_covariance(head)
+
+    def meets(self, query, key, head=0):
+        sides = (
+            (query, self.query_matrix, self.query_center),
+            (key, self.key_matrix, self.key_center),
+        )
+        moved = ((x - number(c, head)) @ number(a, head).T for x, a, c in sides)
+        return self.inner.meets(*moved, head)
 
     def fit(self, samples):
         c_q, c_k = mean_of(lambda q, k: np.stack([q.mean(1), k.mean(1)]), samples)
@@ -166,12 +180,8 @@ class Conditioned(Adaptive):
         return precise_einsum("...nh,nih->...ni", x, self.per_head(matrix, x))
 
     def get_config(self):
-        from keras_rfattn import feature_maps
-
-        config = super().get_config()
-        del config["num_features"], config["projection"]
-        inner = feature_maps.serialize(self.inner)
-        return {**config, "feature_map": inner, "up_to": self.up_to}
+        inner = registry.serialize(self.inner)
+        return {**super().get_config(), "feature_map": inner, "up_to": self.up_to}
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

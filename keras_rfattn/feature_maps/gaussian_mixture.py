@@ -12,13 +12,14 @@ from keras_rfattn.feature_maps.clustered import check_clusters
 from keras_rfattn.feature_maps.clustered import find_clusters
 from keras_rfattn.feature_maps.coefficients import Coefficient
 from keras_rfattn.feature_maps.complex_exponential import ComplexExponential
+from keras_rfattn.feature_maps.complex_exponential import MatrixExponential
 from keras_rfattn.feature_maps.complex_exponential import diagonal_parts
 from keras_rfattn.feature_maps.hybrid import Hybrid
-from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.precision import wide_dtype
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class PairCoefficient(ComplexExponential, Coefficient):
+class PairCoefficient(MatrixExponential, Coefficient):
     """`λ = exp(-‖Ax + A⁻¹y‖² / 2τ²)`, 1 where x and y are the centers A is made for.
 
     A is a real diagonal: of a complex one λ would leave [0, 1].
@@ -35,12 +36,19 @@ class PairCoefficient(ComplexExponential, Coefficient):
 
     kernel = "coefficient"
     is_adaptive = False
+    is_positive = True
 
     def __init__(self, num_features=None, tau=1.0, **kwargs):
-        super().__init__(num_features, form="real", **kwargs)
+        super().__init__(num_features, **kwargs)
         if not tau > 0:
             raise ValueError(f"`tau` must be positive. Received: tau={tau}.")
         self.tau = tau
+
+    def query_features(self, x, stats=None):
+        return self._features(x, is_key=False)
+
+    def key_features(self, x, stats=None):
+        return self._features(x, is_key=True)
 
     def _features(self, x, is_key):
         x = ops.cast(x, wide_dtype(x)) / self.tau
@@ -50,9 +58,7 @@ class PairCoefficient(ComplexExponential, Coefficient):
         return exponential(self.project(u) - 2 * half_square(u), None, is_key)
 
     def get_config(self):
-        config = super().get_config()
-        del config["form"]
-        return {**config, "tau": self.tau}
+        return {**super().get_config(), "tau": self.tau}
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

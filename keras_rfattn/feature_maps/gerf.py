@@ -9,13 +9,16 @@ from keras import ops
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.base import number
 from keras_rfattn.feature_maps.moments import mean_of
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.kernels.variance import log_moment_generalized_exponential
 from keras_rfattn.kernels.variance import log_moment_of_z
-from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.ops.precision import wide_dtype
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Gerf(Adaptive):
+class Gerf(Adaptive, ProjectedFeatureMap):
     """GERF: `D exp(A‖w‖² + B w·x - s‖x‖²/2) / √m`, any complex A, s = ±1.
 
     `B = √(s (1 - 4A))`, `D = (1 - 4A)^(d/4)`; keys have `s B` for B. The real part of
@@ -38,6 +41,7 @@ class Gerf(Adaptive):
 
     is_positive = False
     is_symmetric = False
+    is_generalized_exponential = True
 
     @property
     def output_dim(self):
@@ -47,11 +51,7 @@ class Gerf(Adaptive):
         super().build(input_shape)
         # Re A, Im A and s.
         start = np.tile(np.float32([0, 0, 1]), (self.num_heads, 1))
-        self.parameters = self.add_weight(
-            name="parameters", shape=start.shape, dtype="float32",
-            initializer=lambda shape, dtype=None: ops.convert_to_tensor(start),
-            trainable=False, autocast=False,
-        )  # fmt: skip
+        self.parameters = self.add_fixed("parameters", start)
 
     def fit(self, samples):
         def moments(q, k):
@@ -64,6 +64,14 @@ class Gerf(Adaptive):
             for square, cross in zip(squares, crosses, strict=True)
         ]
         self.parameters.assign(np.asarray(best, "float32"))
+
+    def sign(self, head=0):
+        return int(number(self.parameters, head)[2])
+
+    def log_moment(self, head=0, stats=None):
+        real, imaginary, s = number(self.parameters, head)
+        a = complex(real, imaginary)
+        return lambda x, y: log_moment_generalized_exponential(x, y, a, int(s))
 
     def query_features(self, x, stats=None):
         return self._features(x, is_key=False)

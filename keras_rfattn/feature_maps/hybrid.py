@@ -4,25 +4,27 @@ import keras
 from keras import ops
 
 from keras_rfattn.feature_maps import algebra
+from keras_rfattn.feature_maps import registry
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed
+from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.coefficients import AngularCoefficient
 from keras_rfattn.feature_maps.coefficients import GaussianCoefficient
-from keras_rfattn.feature_maps.positive import FavorPlus
-from keras_rfattn.feature_maps.trigonometric import Favor
-from keras_rfattn.ops.backend import wide_dtype
+from keras_rfattn.feature_maps.favor import Favor
+from keras_rfattn.feature_maps.favorplus import FavorPlus
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.precision import wide_dtype
 
 # Of hybrids given by name, whose width is a product: 8 · (2 + 2) · 16 = 512.
 NUM_FEATURES, NUM_COEFFICIENTS = 16, 7
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Hybrid(Adaptive):
+class Hybrid(Adaptive, FeatureMap):
     """`Σ_k λ_k SM_k + (1 - Σ_k λ_k) SM_{p+1}` of p + 1 softmax estimators.
 
     Unbiased, as coefficients and estimators are independent; signed, so that
-    attention denominators can come near 0 (`keras_rfattn.ops.features.normalize`
+    attention denominators can come near 0 (`keras_rfattn.ops.sums.normalize`
     states the guard; queries and keys of bounded norm are its best use). Every part
     projects its input once and products are of features, so that building them costs
     `O(nd + md + mn)`.
@@ -47,11 +49,9 @@ class Hybrid(Adaptive):
     is_symmetric = False
 
     def __init__(self, estimators, coefficients, shared=False, seed=None, **kwargs):
-        from keras_rfattn import feature_maps
-
-        super().__init__(None, projection=None, seed=seed, **kwargs)
-        estimators = [feature_maps.get(e) for e in estimators]
-        coefficients = [feature_maps.get(c) for c in coefficients]
+        super().__init__(seed=seed, **kwargs)
+        estimators = [registry.get(e) for e in estimators]
+        coefficients = [registry.get(c) for c in coefficients]
         kernels = [e.kernel for e in estimators]
         if len(estimators) != len(coefficients) + 1 or set(kernels) != {"softmax"}:
             raise ValueError(
@@ -142,17 +142,13 @@ class Hybrid(Adaptive):
         rest = with_constant(self._rest_constant(), rest, is_key)
         result = algebra.add(*terms, algebra.multiply(rest, last))
         # Signs stand on one side, but algorithms expect values on both.
-        return Features(algebra.values_of(result), result.log_scale)
+        return Features(result.ones_or_values(), result.log_scale)
 
     def get_config(self):
-        from keras_rfattn import feature_maps
-
-        config = super().get_config()
-        del config["num_features"], config["projection"]
         return {
-            **config,
-            "estimators": [feature_maps.serialize(e) for e in self.estimators],
-            "coefficients": [feature_maps.serialize(c) for c in self.coefficients],
+            **super().get_config(),
+            "estimators": [registry.serialize(e) for e in self.estimators],
+            "coefficients": [registry.serialize(c) for c in self.coefficients],
             "shared": self.shared,
         }
 

@@ -3,13 +3,16 @@
 import keras
 from keras import ops
 
+from keras_rfattn.feature_maps.arguments import refuse_vectors
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.ops.backend import wide_dtype
-from keras_rfattn.ops.exact import Polynomial as PolynomialKernel
-from keras_rfattn.ops.exact import unit
-from keras_rfattn.ops.spoiled import bounded
-from keras_rfattn.ops.spoiled import spoils
-from keras_rfattn.ops.types import Squared
+from keras_rfattn.feature_maps.base import without
+from keras_rfattn.kernels import values
+from keras_rfattn.ops.features import Squared
+from keras_rfattn.ops.kernel_attention import Polynomial as PolynomialKernel
+from keras_rfattn.ops.kernel_attention import unit
+from keras_rfattn.ops.not_finite import bounded
+from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.precision import wide_dtype
 
 DEFAULT_DEGREE = 4
 
@@ -22,8 +25,8 @@ class PolynomialFeatureMap(FeatureMap):
     cosine. The 1 is part of the definition. All heads share the features.
 
     Args:
-        num_features: See the subclass.
         degree: The even degree p, 4 by default.
+        **kwargs: Of the next class in the bases.
 
     Raises:
         ValueError: If `degree` is not a positive even integer.
@@ -36,8 +39,8 @@ class PolynomialFeatureMap(FeatureMap):
     kernel = "polynomial"
     is_positive = False
 
-    def __init__(self, num_features=None, degree=DEFAULT_DEGREE, **kwargs):
-        super().__init__(num_features, **kwargs)
+    def __init__(self, degree=DEFAULT_DEGREE, **kwargs):
+        super().__init__(**kwargs)
         is_integer = isinstance(degree, int) and not isinstance(degree, bool)
         if not is_integer or degree < 2 or degree % 2:
             raise ValueError(
@@ -62,6 +65,9 @@ class PolynomialFeatureMap(FeatureMap):
         super().build(input_shape)
         for norm in (self.query_norm, self.key_norm):
             norm.build((None, self.head_dim))
+
+    def kernel_values(self, query, key):
+        return values.polynomial(query, key, self.degree)
 
     def prepare(self, query, key):
         """Layer normalization of queries and keys, in float32."""
@@ -90,14 +96,8 @@ class Polynomial(PolynomialFeatureMap):
     def __init__(
         self, num_features=None, degree=DEFAULT_DEGREE, projection=None, **kwargs
     ):
-        if num_features is not None or projection is not None:
-            raise ValueError(
-                "`num_features` must be `None` for the polynomial kernel itself, and "
-                "so must `projection`: its features are `head_dim ** degree` wide, and "
-                f"nothing is random. Received: num_features={num_features!r}, "
-                f"projection={projection!r}. 'polysketch' has both."
-            )
-        super().__init__(None, degree, projection=None, **kwargs)
+        refuse_vectors(type(self), num_features, projection, "'polysketch'")
+        super().__init__(degree, **kwargs)
 
     @property
     def is_exact(self):
@@ -109,8 +109,15 @@ class Polynomial(PolynomialFeatureMap):
 
     def key_features(self, x, stats=None):
         x, log_norm = unit(ops.cast(x, wide_dtype(x)))
-        values = x
+        power = x
         for _ in range(self.degree // 2 - 1):
-            values = values[..., :, None] * x[..., None, :]
-            values = ops.reshape(values, (*ops.shape(x)[:-1], -1))
-        return Squared(values, self.degree * log_norm)
+            power = power[..., :, None] * x[..., None, :]
+            power = ops.reshape(power, (*ops.shape(x)[:-1], -1))
+        return Squared(power, self.degree * log_norm)
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**without(config, "projection"))
+
+    def get_config(self):
+        return {**super().get_config(), "num_features": None}

@@ -7,12 +7,14 @@ from keras import ops
 
 from keras_rfattn.feature_maps.arguments import check_num_features
 from keras_rfattn.feature_maps.arguments import derive_seed
+from keras_rfattn.feature_maps.base import without
 from keras_rfattn.feature_maps.polynomial import DEFAULT_DEGREE
 from keras_rfattn.feature_maps.polynomial import PolynomialFeatureMap
-from keras_rfattn.ops.backend import precise_einsum
-from keras_rfattn.ops.backend import wide_dtype
-from keras_rfattn.ops.exact import unit
-from keras_rfattn.ops.types import Squared
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.ops.features import Squared
+from keras_rfattn.ops.kernel_attention import unit
+from keras_rfattn.ops.precision import precise_einsum
+from keras_rfattn.ops.precision import wide_dtype
 
 DEFAULT_SKETCH_SIZE = 32
 
@@ -26,8 +28,8 @@ class Sketch(PolynomialFeatureMap):
 
     is_unbiased = False
 
-    def __init__(self, num_features=None, degree=DEFAULT_DEGREE, **kwargs):
-        super().__init__(num_features, degree, **kwargs)
+    def __init__(self, degree=DEFAULT_DEGREE, **kwargs):
+        super().__init__(degree, **kwargs)
         if degree & (degree - 1):
             raise ValueError(
                 "`degree` of a sketch must be 2, 4, 8, 16, ...: it is halved until it "
@@ -47,7 +49,7 @@ class Sketch(PolynomialFeatureMap):
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class PolySketch(Sketch):
+class PolySketch(Sketch, ProjectedFeatureMap):
     """Random polynomial sketch, non-negative (algorithm 1).
 
     Each transformation is a Gaussian matrix of r columns, and each product is divided
@@ -69,7 +71,9 @@ class PolySketch(Sketch):
     ):
         if num_features is None:
             num_features = DEFAULT_SKETCH_SIZE
-        super().__init__(num_features, degree, projection=projection, **kwargs)
+        super().__init__(
+            degree, num_features=num_features, projection=projection, **kwargs
+        )
 
     def add_vectors(self):
         shapes, dim = [], self.head_dim
@@ -77,13 +81,9 @@ class PolySketch(Sketch):
             shapes.append((count, dim, self.num_features))
             dim = self.num_features
         self.matrices = [
-            self.add_weight(
-                name=f"matrices_{level}", shape=shape,
-                initializer=self.initializer(0, level), dtype="float32",
-                trainable=False, autocast=False,
-            )
+            self.add_fixed(f"matrices_{level}", self.initializer(0, level), shape)
             for level, shape in enumerate(shapes)
-        ]  # fmt: skip
+        ]
 
     def assign_vectors(self, draw):
         for level, matrices in enumerate(self.matrices):
@@ -126,9 +126,9 @@ class PolySketchLearned(Sketch):
                 "A learned sketch has no random vectors. Received: "
                 f"projection={projection!r}. 'polysketch' has."
             )
-        super().__init__(None, degree, projection=None, **kwargs)
+        super().__init__(degree, **kwargs)
         size = DEFAULT_SKETCH_SIZE if num_features is None else num_features
-        check_num_features(size, "networks")
+        check_num_features(size)
         self.num_features = size
         self.networks = [
             [
@@ -160,6 +160,13 @@ class PolySketchLearned(Sketch):
             sketches = [root * ops.tanh(a * b / root) for a, b in pairs]
         values = ops.cast(sketches[0] / root, x.dtype)
         return Squared(values, math.log(self.num_features) + ops.zeros_like(log_norm))
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**without(config, "projection"))
+
+    def get_config(self):
+        return {**super().get_config(), "num_features": self.num_features}
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

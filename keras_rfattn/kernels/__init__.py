@@ -1,1 +1,1 @@
-"""What is approximated (`exact`), and with what variance."""
+"""What is approximated (`values`), and with what variance."""

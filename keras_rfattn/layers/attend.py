@@ -1,4 +1,4 @@
-"""From projected queries, keys and values to an output: `attend`."""
+"""The parallel pass: projected queries, keys and values become an output."""
 
 import math
 
@@ -7,14 +7,14 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.exact import exact_attention
-from keras_rfattn.ops.local import Local
-from keras_rfattn.ops.local import check_window as check_sizes
-from keras_rfattn.ops.local import local_attention
-from keras_rfattn.ops.local import mixed
-from keras_rfattn.ops.local import near_keys
+from keras_rfattn.ops.kernel_attention import exact_attention
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
+from keras_rfattn.ops.options import Options
+from keras_rfattn.ops.windowed import Local
+from keras_rfattn.ops.windowed import local_attention
+from keras_rfattn.ops.windowed import mixed
+from keras_rfattn.ops.windowed import near_keys
 
 
 def attend(
@@ -24,9 +24,7 @@ def attend(
     feature_map,
     mask=None,
     scale=None,
-    block_size=None,
-    window=None,
-    sliding=False,
+    options=None,
     training=False,
     recorder=None,
 ):
@@ -39,11 +37,7 @@ def attend(
         feature_map: A `FeatureMap` built for K heads of dim H.
         mask: `None`, an `AttentionMask` or what `interpret_mask` takes.
         scale: Factor on `q · k`; the map's default if `None`.
-        block_size: Of the causal algorithm.
-        window: Optional number of tokens: attention is exact within windows of so
-            many, and by features beyond (`ops.local_attention`).
-        sliding: Whether the window before a query's own is exact too (and, without
-            causality, the one after).
+        options: `ops.Options`: window and block size.
         training: Whether stored statistics are updated.
         recorder: Called with `(query, key, value, query_mask, key_mask, causal)`,
             queries and keys scaled; may return an output to go on with.
@@ -55,7 +49,8 @@ def attend(
         ValueError: If the mask cannot be kept (`interpret_mask`), the map's statistics
             would leak the future, or its kernel cannot be exact within a window.
     """
-    check_window(window, sliding, feature_map)
+    options = Options() if options is None else options
+    check_window(options, feature_map)
     mask = interpret_mask(mask, query.shape[1], key.shape[1])
     if 0 in (*query.shape[:2], key.shape[1]):
         # No query, or no key to see.
@@ -90,19 +85,16 @@ def attend(
             query, key, query_mask, key_mask, causal=partial, training=training
         )
         output = _dispatch(
-            query, key, value, feature_map, stats, mask, position, block_size, window,
-            sliding,
-        )  # fmt: skip
+            query, key, value, feature_map, stats, mask, position, options
+        )
     if mask.query_mask is not None:
         output = ops.where(mask.query_mask[:, :, None, None], output, 0)
     return output
 
 
-def _dispatch(
-    query, key, value, feature_map, stats, mask, position, block_size, window, sliding
-):
+def _dispatch(query, key, value, feature_map, stats, mask, position, options):
     """The algorithm for a map, a mask and a window; `position` is of a lone query."""
-    kernel, key_mask = feature_map.exact_kernel, mask.key_mask
+    kernel, key_mask, window = feature_map.exact_kernel, mask.key_mask, options.window
     if feature_map.is_exact:
         return exact_attention(query, key, value, kernel, key_mask, mask.causal)
     deferred = (
@@ -110,9 +102,9 @@ def _dispatch(
         feature_map.deferred("key_features", key, stats),
     )
     if window is None and mask.causal:
-        return causal(*deferred, value, key_mask, block_size)
+        return causal(*deferred, value, key_mask, options.block_size)
     if window is not None:
-        local = Local(query, key, kernel, window, sliding)
+        local = Local(query, key, kernel, window, options.sliding)
         if mask.causal or mask.self_attention:
             return local_attention(*deferred, value, local, key_mask, mask.causal)
         if position is None:
@@ -124,7 +116,7 @@ def _dispatch(
     features = tuple(x.compute() for x in deferred)
     if window is None:
         return bidirectional(*features, value, key_mask)
-    near = near_keys(key_mask, position, window, sliding)
+    near = near_keys(key_mask, position, window, options.sliding)
     return mixed(*features, value, key_mask, near, local)
 
 
@@ -153,12 +145,11 @@ def _apply_offset(query, key, value, mask):
     )
 
 
-def check_window(window, sliding, feature_map):
-    """Raises `ValueError` unless a map's kernel can be exact within such a window."""
-    check_sizes(window, sliding)
-    if window is not None and feature_map.exact_kernel is None:
+def check_window(options, feature_map):
+    """Raises `ValueError` unless a map's kernel can be exact within a window."""
+    if options.window is not None and feature_map.exact_kernel is None:
         raise ValueError(
-            "A `window` of exact attention needs a kernel of which the features are "
-            f"an estimate, softmax or polynomial. Received: window={window} for "
+            "A `window` of exact attention needs a kernel of which the features are an "
+            f"estimate, softmax or polynomial. Received: window={options.window} for "
             f"{feature_maps.name_of(feature_map)!r}, of kernel {feature_map.kernel!r}."
         )

@@ -2,8 +2,9 @@
 
 import keras
 
-from keras_rfattn.layers.attention import LinearAttention
-from keras_rfattn.layers.multi_head_attention import named_map
+from keras_rfattn.feature_maps import resolve
+from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.ops.options import Options
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -21,12 +22,9 @@ class GroupedQueryAttention(LinearAttention, keras.layers.GroupQueryAttention):
         *args: Further arguments of `keras.layers.GroupQueryAttention`.
         feature_map: A registered name, a `FeatureMap` or its config.
         num_features: Number of random vectors, for a map given by name.
-        block_size: Of the causal algorithm, 128 by default; changes no number.
-        window: Optional number of tokens within which attention is exact.
-        sliding: Whether the window before a query's own is exact too (and, without
-            causality, the one after).
         seed: Seed of the random vectors (and of the inactive dropout).
-        **kwargs: Further arguments of `keras.layers.GroupQueryAttention`.
+        **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
+            `block_size`; and further arguments of `keras.layers.GroupQueryAttention`.
     """
 
     def __init__(
@@ -37,17 +35,15 @@ class GroupedQueryAttention(LinearAttention, keras.layers.GroupQueryAttention):
         *args,
         feature_map="favorpp",
         num_features=None,
-        block_size=None,
-        window=None,
-        sliding=False,
         seed=None,
         **kwargs,
     ):
+        options = Options.take(kwargs)
         super().__init__(
             head_dim, num_query_heads, num_key_value_heads, *args, seed=seed, **kwargs
         )
-        feature_map = named_map(feature_map, num_features, seed)
-        self._set_mechanism(feature_map, block_size, window, sliding)
+        feature_map = resolve(feature_map, num_features, seed, name="feature_map")
+        self._set_mechanism(feature_map, options)
 
     def _kv_shape(self):
         return self.num_key_value_heads, self.head_dim

@@ -8,7 +8,6 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.algebra import values_of
 from keras_rfattn.feature_maps.base import half_square
 
 KERNELS = ("gaussian", "softmax")
@@ -92,7 +91,7 @@ class KernelFeatures(keras.layers.Layer):
         log_scale = features.log_scale
         if self.kernel == "gaussian":
             log_scale = log_scale - half_square(ops.cast(x, log_scale.dtype))
-        values = values_of(features) * ops.exp(log_scale)
+        values = features.ones_or_values() * ops.exp(log_scale)
         return ops.reshape(values, (*shape[:-1], self.feature_map.output_dim))
 
     def compute_output_shape(self, input_shape):

@@ -2,8 +2,9 @@
 
 import keras
 
-from keras_rfattn import feature_maps
-from keras_rfattn.layers.attention import LinearAttention
+from keras_rfattn.feature_maps import resolve
+from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.ops.options import Options
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -22,12 +23,9 @@ class MultiHeadAttention(LinearAttention, keras.layers.MultiHeadAttention):
         *args: Further arguments of `keras.layers.MultiHeadAttention`.
         feature_map: A registered name, a `FeatureMap` or its config.
         num_features: Number of random vectors, for a map given by name.
-        block_size: Of the causal algorithm, 128 by default; changes no number.
-        window: Optional number of tokens within which attention is exact.
-        sliding: Whether the window before a query's own is exact too (and, without
-            causality, the one after).
         seed: Seed of the random vectors (and of the inactive dropout).
-        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
+        **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
+            `block_size`; and further arguments of `keras.layers.MultiHeadAttention`.
 
     Example:
     ```python
@@ -43,21 +41,10 @@ class MultiHeadAttention(LinearAttention, keras.layers.MultiHeadAttention):
         *args,
         feature_map="favorpp",
         num_features=None,
-        block_size=None,
-        window=None,
-        sliding=False,
         seed=None,
         **kwargs,
     ):
+        options = Options.take(kwargs)
         super().__init__(num_heads, key_dim, *args, seed=seed, **kwargs)
-        feature_map = named_map(feature_map, num_features, seed)
-        self._set_mechanism(feature_map, block_size, window, sliding)
-
-
-def named_map(feature_map, num_features, seed):
-    """The map a layer was asked for; `seed` applies to one given by name."""
-    if isinstance(feature_map, str):
-        return feature_maps.get(
-            feature_map, num_features=num_features, seed=seed, name="feature_map"
-        )
-    return feature_maps.get(feature_map, num_features=num_features)
+        feature_map = resolve(feature_map, num_features, seed, name="feature_map")
+        self._set_mechanism(feature_map, options)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_rfattn.layers.attention import LinearAttention
+from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.ops import softmax_attention
 
 

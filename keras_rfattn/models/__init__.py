@@ -1,13 +1,13 @@
 """Surgery on other people's models."""
 
-from keras_rfattn.models.decoder import transformer_pp
-from keras_rfattn.models.keras_cv import convert_vit
-from keras_rfattn.models.positions import extend_positions
+from keras_rfattn.models.adapters.keras_cv import convert_vit
+from keras_rfattn.models.extend_positions import extend_positions
 from keras_rfattn.models.presets import from_preset
 from keras_rfattn.models.replace import replace_attention
 from keras_rfattn.models.replace import restore_attention
 from keras_rfattn.models.report import AttentionReport
 from keras_rfattn.models.report import describe_attention
+from keras_rfattn.models.transformer_pp import transformer_pp
 
 __all__ = [
     "AttentionReport",

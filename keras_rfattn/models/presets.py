@@ -1,6 +1,7 @@
 """Loading a softmax preset and replacing its attention in one call."""
 
 from keras_rfattn.models.replace import replace_attention
+from keras_rfattn.ops.options import Options
 
 
 def from_preset(
@@ -12,9 +13,6 @@ def from_preset(
     include=None,
     exclude=None,
     seed=None,
-    block_size=None,
-    window=None,
-    sliding=False,
     **kwargs,
 ):
     """Loads a KerasHub preset and makes its attention linear.
@@ -33,10 +31,9 @@ def from_preset(
         include: See `replace_attention`.
         exclude: See `replace_attention`.
         seed: See `replace_attention`.
-        block_size: See `replace_attention`.
-        window: See `replace_attention`.
-        sliding: See `replace_attention`.
-        **kwargs: Passed to KerasHub's `from_preset`, such as `num_classes`.
+        **kwargs: The options of `replace_attention` (`window`, `sliding`,
+            `block_size`); all else is passed to KerasHub's `from_preset`, such as
+            `num_classes`.
 
     Returns:
         A KerasHub backbone or task.
@@ -59,6 +56,7 @@ def from_preset(
             "`task` must be a KerasHub task class or its name, such as "
             f"'TextClassifier' or 'CausalLM'. Received: task={task!r}."
         )
+    options = Options.take(kwargs)
     model = loader.from_preset(preset, **kwargs)
     return replace_attention(
         model,
@@ -67,7 +65,5 @@ def from_preset(
         include=include,
         exclude=exclude,
         seed=seed,
-        block_size=block_size,
-        window=window,
-        sliding=sliding,
+        **options.config(),
     )

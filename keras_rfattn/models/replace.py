@@ -1,29 +1,20 @@
 """Surgery: linear attention where softmax was, in the very same layers.
 
-The layer object changes class and gains a feature map; its projections, their
-names, the graph and the parents stay as they are. Everything is checked, and every
-new weight made, before the first layer is touched.
+Everything is checked, and every new weight made, before the first layer is touched.
+How one layer changes is in `swap`, what its containers become in `saving`.
 """
-
-import contextlib
-
-import keras
-import numpy as np
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.layers.attend import check_window
-from keras_rfattn.layers.attention import OPTIONS
-from keras_rfattn.layers.attention import STATE
-from keras_rfattn.layers.attention import LinearAttention
-from keras_rfattn.layers.attention import check_model
-from keras_rfattn.layers.attention import title
-from keras_rfattn.layers.fingerprint import unmark
-from keras_rfattn.models import carriers
-from keras_rfattn.models import keras_layers
+from keras_rfattn.layers.checks import check_model
+from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.models import report
-from keras_rfattn.models import sites as s
-from keras_rfattn.ops.causal import check_block_size
+from keras_rfattn.models import saving
+from keras_rfattn.models import survey as s
+from keras_rfattn.models import swap
+from keras_rfattn.ops.options import Options
 
 
 def replace_attention(
@@ -34,9 +25,7 @@ def replace_attention(
     include=None,
     exclude=None,
     seed=None,
-    block_size=None,
-    window=None,
-    sliding=False,
+    **options,
 ):
     """Makes the attention of a model linear in sequence length, in place.
 
@@ -55,33 +44,30 @@ def replace_attention(
             or a callable `(path, layer) -> bool`. All by default.
         exclude: Layers to keep softmax, likewise.
         seed: Seed of the random vectors; each layer derives its own from it.
-        block_size: Block length of causal attention; changes no number.
-        window: Number of tokens within which attention stays exact: the sequence is
-            cut into windows of so many, and features take over beyond. Needs a map
-            of the softmax or polynomial kernel.
-        sliding: Whether the window before a query's own is exact too (and, without
-            causality, the one after).
+        **options: The fields of `keras_rfattn.ops.Options`: `window`, the number of
+            tokens within which attention stays exact (for maps of the softmax or
+            polynomial kernel), `sliding`, and `block_size`.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: If `model` is not a Keras layer.
+        TypeError: If `model` is not a Keras layer, or an option unknown.
         ValueError: If an argument is invalid, the model has no attention, or
             attention is selected that linear attention cannot express. The model is
             unchanged then.
     """
     check_model(model)
-    check_block_size(block_size)
+    options = Options.only(options)
     found = s.survey(model)
     selected = _replaceable(model, found, include, exclude)
-    template = _template(feature_map, num_features, seed)
+    template = feature_maps.resolve(feature_map, num_features, seed)
     _check_statistics(template, selected)
-    check_window(window, sliding, template)
-    _check_window_sites(window, selected)
-    options = {"block_size": block_size, "window": window, "sliding": sliding}
-    changes = [(site, _copy(template, site.index), options) for site in selected]
-    commit(model, found, changes)
+    check_window(options, template)
+    _check_window_sites(options.window, selected)
+    seed = template.seed if seed is None else seed
+    changes = [(site, _copy(template, seed, site), options) for site in selected]
+    saving.commit(model, found, changes)
     return model
 
 
@@ -110,17 +96,16 @@ def restore_attention(model):
             f"model={title(model)}. It holds:\n{_listing(found.sites)}"
         )
     for site in linear:
-        _make_softmax(site.layer)
+        swap.make_softmax(site.layer)
     for container, _ in found.containers.values():
-        if isinstance(container, carriers.Carrier):
+        if isinstance(container, saving.Carrier):
             container.__class__ = type(container).original_class
-    _companions(model, found, restore=True)
-    _refresh(model, found)
+    saving.follow(model, found, restore=True)
     return model
 
 
 def _replaceable(model, found, include, exclude):
-    if isinstance(model, LinearAttention) or keras_layers.linear_class(type(model)):
+    if isinstance(model, LinearAttention) or swap.linear_class(type(model)):
         raise ValueError(
             "`model` must be a model that holds attention, not the attention layer "
             f"itself. Received: {title(model)}. Use `keras_rfattn.layers` instead."
@@ -162,19 +147,6 @@ def _replaceable(model, found, include, exclude):
     return selected
 
 
-def _template(feature_map, num_features, seed):
-    if seed is not None and (
-        isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0
-    ):
-        raise ValueError(
-            f"`seed` must be a non-negative integer or `None`. Received: seed={seed!r}."
-        )
-    by_name = isinstance(feature_map, str)
-    arguments = {"seed": seed} if by_name else {}
-    template = feature_maps.get(feature_map, num_features=num_features, **arguments)
-    return template if by_name or seed is None else template.reseeded(seed)
-
-
 def _check_statistics(template, selected):
     unsafe = [site for site in selected if site.causal]
     if unsafe and not template.is_causal_safe:
@@ -198,102 +170,11 @@ def _check_window_sites(window, selected):
         )
 
 
-def _copy(template, index):
-    """A map of its own for the layer at `index`, with a seed of its own."""
-    copy = template.reseeded(derive_seed(template.seed, index))
+def _copy(template, seed, site):
+    """A map of its own for a layer, with a seed of its own."""
+    copy = template.reseeded(derive_seed(seed, site.index))
     copy.name = "feature_map"
     return copy
-
-
-def commit(model, found, changes):
-    """Carries out a checked list of `(site, feature_map, options)`."""
-    for site, feature_map, _ in changes:
-        build_map(site.layer, feature_map)
-    _check_optimizer(model, [feature_map for _, feature_map, _ in changes])
-    for site, feature_map, options in changes:
-        make_linear(site.layer, feature_map, options)
-    for container, indices in found.containers.values():
-        if any(found.sites[index].is_linear for index in indices):
-            carriers.carry(container)
-    _companions(model, found, restore=False)
-    _refresh(model, found)
-
-
-def _scope(layer):
-    """The name scopes of a built layer's weights."""
-    stack = contextlib.ExitStack()
-    for name in (layer.path or layer.name).split("/"):
-        stack.enter_context(keras.name_scope(name))
-    return stack
-
-
-def build_map(layer, feature_map):
-    """Builds a map for a softmax layer, which stays as it is."""
-    linear = keras_layers.linear_class(type(layer))
-    kv_heads, head_dim = linear._kv_shape(layer)
-    feature_map.name = "feature_map"
-    feature_map.dtype_policy = layer.dtype_policy
-    with _scope(layer):
-        feature_map.build((None, None, kv_heads, head_dim))
-
-
-def make_linear(layer, feature_map, options):
-    """Makes a softmax layer linear; the map is built."""
-    layer.__class__ = keras_layers.linear_class(type(layer))
-    layer._tracker.unlock()
-    try:
-        layer._set_mechanism(feature_map, **options)
-        with _scope(layer):
-            layer._build_mechanism()
-    finally:
-        layer._lock_state()
-
-
-def _make_softmax(layer):
-    unmark(layer)
-    layer._tracker.untrack(layer.feature_map)
-    for name in ("feature_map", *OPTIONS, *STATE):
-        if name == "feature_map" or name in vars(layer):
-            delattr(layer, name)
-    layer.__class__ = type(layer).original_class
-
-
-def _check_optimizer(model, feature_maps_):
-    """New trainable weights would have no slot in an optimizer already built."""
-    trainable = [w.path for m in feature_maps_ for w in m.trainable_weights]
-    optimizer = getattr(model, "optimizer", None)
-    if trainable and optimizer is not None and optimizer.built:
-        raise ValueError(
-            "The model's optimizer is built and has no slots for the new trainable "
-            f"weights {trainable}. Replace attention before training, or compile "
-            "the model with a new optimizer first."
-        )
-
-
-def _companions(model, found, restore):
-    """Lets libraries adjust what belongs to a model: tasks, preprocessors."""
-    for hook in COMPANION_HOOKS:
-        hook(model, found, restore)
-
-
-# Callables `(model, survey, restore)`, added by library adapters.
-COMPANION_HOOKS = []
-
-
-def _refresh(model, found):
-    """Drops compiled functions, and lets PyTorch see the weights as they are."""
-    containers = [container for container, _ in found.containers.values()]
-    for layer in [model, *containers, *(site.layer for site in found.sites)]:
-        refresh_layer(layer)
-
-
-def refresh_layer(layer):
-    """Makes one layer forget what it compiled, and PyTorch recount its weights."""
-    for name in ("train", "test", "predict", "generate"):
-        if getattr(layer, f"{name}_function", None) is not None:
-            setattr(layer, f"{name}_function", None)
-    if keras.backend.backend() == "torch" and layer.built:
-        layer._track_variables()
 
 
 def _listing(sites):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from dataclasses import field
 
 from keras_rfattn import feature_maps
-from keras_rfattn.layers.attention import check_model
-from keras_rfattn.layers.attention import title
-from keras_rfattn.models import keras_layers
-from keras_rfattn.models import sites as s
+from keras_rfattn.layers.checks import check_model
+from keras_rfattn.layers.checks import title
+from keras_rfattn.models import survey as s
+from keras_rfattn.models.swap import original_class
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ def _max_length(model):
 
 def line(site):
     """One attention layer in a line, for error messages."""
-    text = f"{site.path} ({keras_layers.original_class(site.layer).__name__})"
+    text = f"{site.path} ({original_class(site.layer).__name__})"
     return f"{text}: {site.reason}" if site.reason else text
 
 
 def _row(site):
-    layer, name = site.layer, keras_layers.original_class(site.layer).__name__
+    layer, name = site.layer, original_class(site.layer).__name__
     if not site.is_linear:
         note = "kept: "
         if s.is_pooling(site):
@@ -185,20 +185,13 @@ def crossover(feature_map, layer):
 
 
 def _note(site):
-    notes = []
-    feature_map = site.layer.feature_map
-    policy = getattr(feature_map, "policy", None)
-    if feature_map.is_adaptive and feature_map.is_calibrated:
-        notes.append("calibrated")
-    elif policy == "batch" or (policy == "auto" and site.causal is False):
-        notes.append("statistics per sequence")
-    elif feature_map.is_adaptive:
-        notes.append("uncalibrated")
+    feature_map, options = site.layer.feature_map, site.layer.options
+    notes = [x for x in [feature_map.status(site.causal)] if x]
     if feature_map.is_exact:
         notes.append("quadratic in length")
-    elif site.layer.window is not None:
-        text = f"exact within {site.layer.window} tokens"
-        notes.append(text + " and the window before" * site.layer.sliding)
+    elif options.window is not None:
+        text = f"exact within {options.window} tokens"
+        notes.append(text + " and the window before" * options.sliding)
     rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")

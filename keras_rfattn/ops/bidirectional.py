@@ -2,7 +2,16 @@
 
 from keras import ops
 
-from keras_rfattn.ops import features as f
+from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.layout import merge_heads
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.masks import heads_mask
+from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.sums import admit
+from keras_rfattn.ops.sums import normalize
+from keras_rfattn.ops.sums import query_shift
+from keras_rfattn.ops.sums import read
+from keras_rfattn.ops.sums import summarize
 
 
 def bidirectional(query_features, key_features, value, key_mask=None):
@@ -20,15 +29,15 @@ def bidirectional(query_features, key_features, value, key_mask=None):
         key is 0.
     """
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
-    dtype, value = value.dtype, f.representable(value)
-    query, spoiled = f.heads_first(query_features, num_kv_heads)
-    key = f.heads_first(key_features, num_kv_heads)
-    mask = f.heads_mask(key_mask)
-    key, value = f.admit(key, f.split_heads(value, num_kv_heads), mask)
-    sums = f.summarize(key, value, mask)
-    shift = f.query_shift(query, sums.maximum)
-    reading = f.read(sums, query, shift, value.dtype)
+    dtype, value = value.dtype, representable(value)
+    query, spoiled = heads_first(query_features, num_kv_heads)
+    key = heads_first(key_features, num_kv_heads)
+    mask = heads_mask(key_mask)
+    key, value = admit(key, split_heads(value, num_kv_heads), mask)
+    sums = summarize(key, value, mask)
+    shift = query_shift(query, sums.maximum)
+    reading = read(sums, query, shift, value.dtype)
     spoiled = spoiled + sums.spoiled[..., None, None]
-    output = f.normalize(reading, query) + spoiled
+    output = normalize(reading, query) + spoiled
     length = ops.shape(output)[2] * num_kv_heads // num_heads
-    return ops.cast(f.merge_heads(output, num_heads, length), dtype)
+    return ops.cast(merge_heads(output, num_heads, length), dtype)

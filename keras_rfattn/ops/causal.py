@@ -1,33 +1,39 @@
 """Causal linear attention in blocks: O(T · (M · V + C · M)), any length.
 
-Keys before a query's block are read from prefix sums (`features.read`), exact
+Keys before a query's block are read from prefix sums (`sums.read`), exact
 whatever their size, because each feature keeps its own running maximum. Keys in
-the query's own block are weighed one by one, on a C × C matrix; see `diagonal`.
+the query's own block are weighed one by one, on a C × C matrix; see `causal_block`.
 """
 
 from keras import ops
 
-from keras_rfattn.ops import features as f
-from keras_rfattn.ops.backend import compiled
-from keras_rfattn.ops.backend import fold
-from keras_rfattn.ops.backend import keep
-from keras_rfattn.ops.blocks import block_mask
-from keras_rfattn.ops.blocks import cut_blocks
-from keras_rfattn.ops.blocks import in_blocks
-from keras_rfattn.ops.blocks import join_blocks
-from keras_rfattn.ops.blocks import no_sums
-from keras_rfattn.ops.blocks import one_block
-from keras_rfattn.ops.blocks import prefix_sums
-from keras_rfattn.ops.blocks import take_apart
-from keras_rfattn.ops.diagonal import read_block
-from keras_rfattn.ops.dyadic import dyadic
+from keras_rfattn.ops.causal_block import read_block
+from keras_rfattn.ops.causal_fallback import dyadic
+from keras_rfattn.ops.layout import block_mask
+from keras_rfattn.ops.layout import cut_blocks
+from keras_rfattn.ops.layout import in_blocks
+from keras_rfattn.ops.layout import join_blocks
+from keras_rfattn.ops.layout import one_block
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.layout import take_apart
+from keras_rfattn.ops.loops import compiled
+from keras_rfattn.ops.loops import fold
+from keras_rfattn.ops.loops import keep
+from keras_rfattn.ops.not_finite import onward
+from keras_rfattn.ops.options import Options
+from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.recurrent import count_visible
 from keras_rfattn.ops.recurrent import to_state
 from keras_rfattn.ops.recurrent import to_sums
-from keras_rfattn.ops.spoiled import onward
+from keras_rfattn.ops.sums import Reading
+from keras_rfattn.ops.sums import Sums
+from keras_rfattn.ops.sums import admit
+from keras_rfattn.ops.sums import no_sums
+from keras_rfattn.ops.sums import normalize
+from keras_rfattn.ops.sums import prefix_sums
+from keras_rfattn.ops.sums import summarize
 
 SPAN = 30.0
-DEFAULT_BLOCK_SIZE = 128
 
 
 def causal(
@@ -60,12 +66,12 @@ def causal(
     Raises:
         ValueError: If `block_size` is not a positive integer.
     """
-    block_size = check_block_size(block_size)
+    block_size = Options(block_size).block_length
     features = query_features, key_features
     arrays, functions = zip(*(take_apart(x) for x in features), strict=True)
     call = compiled(
         _causal, num_heads=query_features.num_heads, functions=functions,
-        block_size=block_size, span=SPAN, exact=dyadic,
+        block_size=block_size, span=SPAN, fallback=dyadic,
     )  # fmt: skip
     output, sums = call(*arrays, value, key_mask, state)
     if not return_state:
@@ -77,62 +83,46 @@ def causal(
 
 
 def _causal(
-    query, key, value, key_mask, state, num_heads, functions, block_size, span, exact
+    query, key, value, key_mask, state, num_heads, functions, block_size, span, fallback
 ):
     """The output, and the sums after the last token."""
     num_kv_heads, length = value.shape[2], ops.shape(value)[1]
     groups = num_heads // num_kv_heads
     if isinstance(length, int):
         block_size = min(block_size, max(length, 1))
-    dtype, value = value.dtype, f.representable(value)
+    dtype, value = value.dtype, representable(value)
 
     query, query_features = in_blocks(
         query, functions[0], num_kv_heads, block_size, groups
     )
     key, key_features = in_blocks(key, functions[1], num_kv_heads, block_size)
-    heads = cut_blocks(f.split_heads(value, num_kv_heads), block_size)
+    heads = cut_blocks(split_heads(value, num_kv_heads), block_size)
     mask = block_mask(key_mask, length, block_size)
 
     def step(sums, query, key, value, mask):
         query, key = query_features(query), key_features(key)
-        return _attend(sums, query, key, value, mask, groups, span, exact)
+        return _attend(sums, query, key, value, mask, groups, span, fallback)
 
     start = no_sums(key_features(one_block(key)).features, heads)
     if state is not None:
         given = zip(to_sums(state), start, strict=True)
-        start = f.Sums(*(ops.cast(x, y.dtype) for x, y in given))
+        start = Sums(*(ops.cast(x, y.dtype) for x, y in given))
     last, output = fold(step, tuple(start), (query, key, heads, mask))
     output = join_blocks(output, num_heads, length)
-    return ops.cast(output, dtype), f.Sums(*last)
+    return ops.cast(output, dtype), Sums(*last)
 
 
-def check_block_size(block_size):
-    """Returns the block length to use, or raises `ValueError`."""
-    if block_size is None:
-        return DEFAULT_BLOCK_SIZE
-    if isinstance(block_size, bool) or not isinstance(block_size, int):
-        block_size_is_valid = False
-    else:
-        block_size_is_valid = block_size > 0
-    if not block_size_is_valid:
-        raise ValueError(
-            "`block_size` must be a positive integer or `None`. "
-            f"Received: block_size={block_size}."
-        )
-    return block_size
-
-
-def _attend(sums, query, key, value, mask, groups, span, exact):
+def _attend(sums, query, key, value, mask, groups, span, fallback):
     """What some blocks see of `sums` and of themselves, and the sums after them."""
     if mask is None:
         mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
     # Hidden rows leave before any product.
-    key, value = f.admit(key, value, mask)
-    prefix, last = prefix_sums(f.summarize(key, value, mask), f.Sums(*sums))
+    key, value = admit(key, value, mask)
+    prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
     (query, spoiled), (key, spoiled_keys) = query, key
     spoiled = spoiled + ops.repeat(onward(spoiled_keys), groups, axis=-2)
     spoiled = spoiled + prefix.spoiled[..., None, None]
-    reading = read_block(prefix, query, key, value, mask, groups, span, exact)
-    reading = f.Reading(*(keep(x) for x in reading))
-    output = f.normalize(reading, query) + spoiled
+    reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
+    reading = Reading(*(keep(x) for x in reading))
+    output = normalize(reading, query) + spoiled
     return tuple(last), ops.cast(output, value.dtype)

@@ -118,3 +118,13 @@ def _decode_dense(mask, causal):
             f"Received: attention_mask.shape={tuple(mask.shape)}. {REMEDY}"
         )
     return AttentionMask(ops.convert_to_tensor(visible[:, 0]), causal=causal)
+
+
+def heads_mask(key_mask):
+    """`(B, S)` padding mask as booleans that broadcast over `(B, K, S)`."""
+    return None if key_mask is None else ops.cast(key_mask, "bool")[:, None]
+
+
+def hide(array, mask):
+    """Zeroes the hidden rows of `(..., S, ·)`; they may hold NaN."""
+    return array if mask is None else ops.where(mask[..., None], array, 0)

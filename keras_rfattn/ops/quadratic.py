@@ -2,12 +2,15 @@
 
 from keras import ops
 
-from keras_rfattn.ops import features as f
-from keras_rfattn.ops.backend import accumulated_matmul
-from keras_rfattn.ops.backend import wide_dtype
-from keras_rfattn.ops.spoiled import finite_values
-from keras_rfattn.ops.spoiled import mark
-from keras_rfattn.ops.spoiled import spoils
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.features import finite
+from keras_rfattn.ops.not_finite import finite_values
+from keras_rfattn.ops.not_finite import mark
+from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.sums import Reading
+from keras_rfattn.ops.sums import normalize
 
 
 def quadratic(query_features, key_features, value, key_mask=None, causal=False):
@@ -43,7 +46,7 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     value = finite_values(value)
     query_spoiled, query, key = (
         query.spoiled,
-        *(f.plain(f.finite(x.features)) for x in (query, key)),
+        *(finite(x.features).dense() for x in (query, key)),
     )
     length, key_length = query.log_scale.shape[1], value.shape[1]
     visible = ops.ones((length, key_length), dtype="bool")
@@ -59,11 +62,11 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
 
     # (B, N, T, S, M)
     exponent = aligned(query.log_scale, 3) + aligned(per_query_head(key.log_scale), 2)
-    exponent = ops.where(visible[..., None], exponent, f.LOWEST)
+    exponent = ops.where(visible[..., None], exponent, LOWEST)
     shift = ops.max(exponent, axis=(-2, -1), keepdims=True)
     magnitude = ops.exp(exponent - ops.stop_gradient(shift))
     weights = magnitude
-    if query.values is not None:
+    if query.is_signed:
         signs = aligned(query.values, 3) * aligned(per_query_head(key.values), 2)
         magnitude = magnitude + ops.zeros_like(signs)
         weights = magnitude * ops.cast(signs, magnitude.dtype)
@@ -72,11 +75,11 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
 
     heads = ops.transpose(per_query_head(value), (0, 2, 1, 3))
     numerator = accumulated_matmul(weights, ops.cast(heads, dtype))
-    reading = f.Reading(
+    reading = Reading(
         ops.stop_gradient(shift)[..., 0, 0],
         numerator,
         ops.sum(weights, axis=-1),
         ops.sum(bound, axis=-1),
     )
-    output = f.normalize(reading, query_features) + spoiled
+    output = normalize(reading, query_features) + spoiled
     return ops.cast(ops.transpose(output, (0, 2, 1, 3)), value.dtype)

@@ -10,7 +10,20 @@ from typing import NamedTuple
 
 from keras import ops
 
-from keras_rfattn.ops import features as f
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.layout import merge_heads
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.masks import heads_mask
+from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.sums import Sums
+from keras_rfattn.ops.sums import admit
+from keras_rfattn.ops.sums import merge_sums
+from keras_rfattn.ops.sums import normalize
+from keras_rfattn.ops.sums import query_shift
+from keras_rfattn.ops.sums import read
+from keras_rfattn.ops.sums import settle
+from keras_rfattn.ops.sums import summarize
 
 
 class State(NamedTuple):
@@ -49,7 +62,7 @@ def init_state(batch_size, num_kv_heads, feature_dim, value_dim, scale_dim=None)
     lead = (batch_size, num_kv_heads)
     scale_dim = feature_dim if scale_dim is None else scale_dim
     return State(
-        ops.full((*lead, scale_dim), f.LOWEST, dtype="float32"),
+        ops.full((*lead, scale_dim), LOWEST, dtype="float32"),
         ops.zeros((*lead, feature_dim, value_dim), dtype="float32"),
         ops.zeros((*lead, feature_dim), dtype="float32"),
         ops.zeros((*lead, scale_dim), dtype="float32"),
@@ -70,12 +83,12 @@ def extend_state(state, key_features, value, key_mask=None):
         The extended `State`.
     """
     num_kv_heads = value.shape[2]
-    value = f.representable(value)
-    key = f.heads_first(key_features, num_kv_heads)
-    mask = f.heads_mask(key_mask)
-    new = f.summarize(*f.admit(key, f.split_heads(value, num_kv_heads), mask), mask)
+    value = representable(value)
+    key = heads_first(key_features, num_kv_heads)
+    mask = heads_mask(key_mask)
+    new = summarize(*admit(key, split_heads(value, num_kv_heads), mask), mask)
     return to_state(
-        f.merge_sums(to_sums(state), new),
+        merge_sums(to_sums(state), new),
         state.position + count_visible(value, key_mask),
     )
 
@@ -93,27 +106,27 @@ def read_state(state, query_features, dtype=None):
         Array of shape `(B, T, N, V)`.
     """
     num_kv_heads = state.numerator.shape[1]
-    query, spoiled = f.heads_first(query_features, num_kv_heads)
+    query, spoiled = heads_first(query_features, num_kv_heads)
     sums = to_sums(state)
     dtype = dtype or "float32"
     products = "float32" if dtype == "float16" else dtype
-    shift = f.query_shift(query, sums.maximum)
-    reading = f.read(sums, query, shift, products)
-    output = f.normalize(reading, query) + ops.cast(spoiled, reading.numerator.dtype)
+    shift = query_shift(query, sums.maximum)
+    reading = read(sums, query, shift, products)
+    output = normalize(reading, query) + ops.cast(spoiled, reading.numerator.dtype)
     num_heads = query_features.num_heads
     length = ops.shape(output)[2] * num_kv_heads // num_heads
-    return ops.cast(f.merge_heads(output, num_heads, length), dtype)
+    return ops.cast(merge_heads(output, num_heads, length), dtype)
 
 
 def to_sums(state):
     """The sums inside a state."""
     sums = state[:4]
-    return f.Sums(*sums, ops.zeros_like(state.normalizer[..., 0]))
+    return Sums(*sums, ops.zeros_like(state.normalizer[..., 0]))
 
 
 def to_state(sums, position):
     """Sums as a state, kept in float32 whatever the compute dtype."""
-    return State(*(ops.cast(x, "float32") for x in f.settle(sums)), position)
+    return State(*(ops.cast(x, "float32") for x in settle(sums)), position)
 
 
 def count_visible(value, key_mask):

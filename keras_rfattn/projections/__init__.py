@@ -3,9 +3,9 @@
 import keras
 
 from keras_rfattn.projections.base import Projection
-from keras_rfattn.projections.discrete import Counts
-from keras_rfattn.projections.discrete import GeometricCounts
-from keras_rfattn.projections.discrete import PoissonCounts
+from keras_rfattn.projections.counts import Counts
+from keras_rfattn.projections.counts import GeometricCounts
+from keras_rfattn.projections.counts import PoissonCounts
 from keras_rfattn.projections.gaussian import Gaussian
 from keras_rfattn.projections.hadamard import Hadamard
 from keras_rfattn.projections.halton import Halton
@@ -39,12 +39,11 @@ def get(identifier, seed=0):
     """Resolves a projection.
 
     Args:
-        identifier: A name of `PROJECTIONS`, a `Projection`, its
-            serialized config, or `None`, which is returned as it is.
+        identifier: A name of `PROJECTIONS`, a `Projection` or its serialized config.
         seed: Seed of a projection given by name.
 
     Returns:
-        A `Projection`, or `None`.
+        A `Projection`.
 
     Raises:
         ValueError: If the name is unknown or the object is of another kind.
@@ -53,9 +52,9 @@ def get(identifier, seed=0):
         return PROJECTIONS[identifier](seed=seed)
     if isinstance(identifier, dict):
         identifier = keras.saving.deserialize_keras_object(identifier)
-    if identifier is None or isinstance(identifier, Projection):
+    if isinstance(identifier, Projection):
         return identifier
     raise ValueError(
-        f"`projection` must be one of {sorted(PROJECTIONS)}, a `Projection`, its "
-        f"config, or `None`. Received: projection={identifier!r}."
+        f"`projection` must be one of {sorted(PROJECTIONS)}, a `Projection` or its "
+        f"config. Received: projection={identifier!r}."
     )

@@ -5,8 +5,8 @@ import numpy as np
 
 from keras_rfattn.layers import LinearAttention
 from keras_rfattn.layers import record
-from keras_rfattn.layers.attention import check_model
-from keras_rfattn.layers.attention import title
+from keras_rfattn.layers.checks import check_model
+from keras_rfattn.layers.checks import title
 
 
 def calibrate(model, data, exact=True, max_tokens=1024, verbose="auto"):

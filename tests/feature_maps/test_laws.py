@@ -8,8 +8,9 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn import layers
 from tests import helpers as h
+from tests.feature_maps.cases import case
 
-PROJECTED = [name for name in h.NAMES if h.build(name).projection is not None]
+HAVE_VECTORS = h.RANDOM
 
 
 def features(name, x, side="key_features", **arguments):
@@ -20,7 +21,7 @@ def features(name, x, side="key_features", **arguments):
 
 
 def fresh(name, seed=7, **arguments):
-    if name in PROJECTED:
+    if name in HAVE_VECTORS:
         arguments.setdefault("num_features", 6)
     feature_map = feature_maps.get(name, seed=seed, **{**h.small(name), **arguments})
     feature_map.build((None, None, h.KV_HEADS, h.HEAD_DIM))
@@ -51,7 +52,8 @@ def test_shapes_and_ranges(name, side):
             assert feature_map.features_per_scale == feature_map.output_dim
 
 
-# Of values alone; what others adapt to here may leave them positive.
+# Whose values alone are negative somewhere; what others adapt to here may leave them
+# positive.
 SIGNED = ("favor", "complex_exponential", "hybrid_angular")
 
 
@@ -119,7 +121,7 @@ def test_exponents_of_narrow_inputs_are_float32(name, dtype):
             h.assert_close(a, e, 1e-6)
 
 
-@pytest.mark.parametrize("name", PROJECTED)
+@pytest.mark.parametrize("name", HAVE_VECTORS)
 def test_vectors_stay_float32_under_any_policy(name):
     feature_map = fresh(name, dtype="mixed_bfloat16")
     assert keras.backend.standardize_dtype(vectors(feature_map).dtype) == "float32"
@@ -134,13 +136,13 @@ def assert_different(a, b):
     assert np.mean(a == b) <= (0.9 if are_counts else 0)
 
 
-@pytest.mark.parametrize("name", PROJECTED)
+@pytest.mark.parametrize("name", HAVE_VECTORS)
 def test_the_seed_decides_the_vectors(name):
     h.assert_same(vectors(fresh(name)), vectors(fresh(name)))
     assert_different(vectors(fresh(name, seed=8)), vectors(fresh(name)))
 
 
-@pytest.mark.parametrize("name", PROJECTED)
+@pytest.mark.parametrize("name", HAVE_VECTORS)
 def test_maps_without_a_seed_differ(name):
     one, other = fresh(name, seed=None), fresh(name, seed=None)
     assert_different(vectors(one), vectors(other))
@@ -150,7 +152,7 @@ def test_maps_without_a_seed_differ(name):
     h.assert_same(vectors(again), vectors(one))
 
 
-@pytest.mark.parametrize("name", PROJECTED)
+@pytest.mark.parametrize("name", HAVE_VECTORS)
 def test_nothing_random_happens_in_a_call(name):
     x = h.problem().key
     for a, b in zip(features(name, x), features(name, x), strict=True):
@@ -158,7 +160,7 @@ def test_nothing_random_happens_in_a_call(name):
             h.assert_same(a, b)
 
 
-@pytest.mark.parametrize("name", PROJECTED)
+@pytest.mark.parametrize("name", HAVE_VECTORS)
 def test_redraw(name):
     one, same = fresh(name), fresh(name)
     draws = [h.to_numpy(vectors(one)).copy()]
@@ -187,12 +189,7 @@ def model(name, seed):
     return keras.Model(x, layer(x, x)), feature_map
 
 
-BUILT_FROM_NUMBERS = (
-    "poisson", "geometric_positive", "hybrid_clustered", "favorpp_dense", "gerf",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BUILT_FROM_NUMBERS)
+@pytest.mark.parametrize("name", h.NAMES)
 def test_may_be_built_while_a_program_is_traced(name):
     # A model that meets data for the first time in `fit` builds its layers there.
     class Unbuilt(keras.Model):
@@ -206,7 +203,7 @@ def test_may_be_built_while_a_program_is_traced(name):
 
     x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
     late = Unbuilt()
-    late.compile("sgd", "mse")
+    late.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
     late.fit(x, x, verbose=0)
     early = feature_maps.get(name, seed=1)
     early.build((None, None, 2, 4))
@@ -219,7 +216,7 @@ def test_weights_bring_the_vectors_along(name, tmp_path):
     one, feature_map = model(name, seed=1)
     x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
     before = h.to_numpy(one(x))
-    if feature_map.projection is not None:
+    if name in HAVE_VECTORS:
         feature_map.redraw()
         assert not np.allclose(h.to_numpy(one(x)), before, atol=1e-4)
     path = str(tmp_path / "a.weights.h5")
@@ -227,12 +224,8 @@ def test_weights_bring_the_vectors_along(name, tmp_path):
     other, loaded = model(name, seed=2)
     other.load_weights(path)
     h.assert_same(other(x), one(x))
-    if feature_map.projection is not None:
+    if name in HAVE_VECTORS:
         assert int(h.to_numpy(loaded.draws)) == 1
-
-
-# With a logarithm that is steep near 0, or steps, which a difference steps over.
-STEEP = ("relu", "poisson", "geometric", "hybrid_clustered", "hybrid_angular")
 
 
 @pytest.mark.parametrize("name", h.NAMES)
@@ -253,7 +246,74 @@ def test_gradients_of_features(name):
         return np.sum(h.to_numpy(moved).astype("float64").ravel() * weights)
 
     slope = (along(step) - along(-step)) / (2 * step)
-    if name in STEEP:
+    if case(name).is_steep:
         assert np.all(np.isfinite(actual)) and np.any(actual != 0)
     else:
         h.assert_close(np.sum(actual * direction), slope, 5e-2)
+
+
+HEADS = 4000
+LIMIT = 6  # standard errors, of some hundred comparisons once in a million runs
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_products_average_to_the_kernel(name):
+    """Law 3. Every head draws its own vectors: as many estimates of each pair."""
+    feature_map = feature_maps.get(name, seed=3, **h.small(name))
+    if not feature_map.is_unbiased:
+        pytest.skip(f"{name} does not claim to be unbiased")
+    is_random = any(w.name in ("vectors", "draws") for w in built(feature_map).weights)
+    heads = HEADS if is_random else 1
+    feature_map = feature_maps.get(name, seed=3, **h.small(name))
+    feature_map.build((None, None, heads, 4))
+    x, y = (a.astype("float32") for a in short_pairs())
+    sides = (
+        ops.convert_to_tensor(np.repeat(a[None, :, None], heads, axis=2))
+        for a in (x, y)
+    )
+    query, key = (
+        getattr(feature_map, method)(side)
+        for method, side in zip(("query_features", "key_features"), sides, strict=True)
+    )
+    query, key = (h._wide(f) for f in (query, key))
+    products = np.exp(query.log_scale) * np.exp(key.log_scale)
+    for f in (query, key):
+        products = products * (1 if f.values is None else f.values)
+    found = products[0].sum(-1)
+    kernel = np.diagonal(feature_map.kernel_values(x.astype(float), y.astype(float)))
+    error = found.std(axis=1) / np.sqrt(heads)
+    # A wrong sign of ‖x‖² would change the kernel by a quarter and more.
+    assert np.max(LIMIT * error / kernel) < 0.2, f"{name}: too few draws to tell"
+    worst = np.max(np.abs(found.mean(1) - kernel) - LIMIT * error)
+    assert worst < 2e-5, (
+        f"law 3 does not hold of {name}: its products average to {found.mean(1)}, "
+        f"and its kernel {feature_map.kernel!r} is {kernel}"
+    )
+
+
+def built(feature_map):
+    feature_map.build((None, None, 1, 4))
+    return feature_map
+
+
+def short_pairs():
+    """`(x, y)` of lengths near 1/2 at every angle."""
+    x, y = np.random.default_rng(0).normal(size=(2, 6, 4))
+    x *= 0.5 / np.linalg.norm(x, axis=-1, keepdims=True)
+    y *= np.linspace(0.3, 0.6, 6)[:, None] / np.linalg.norm(y, axis=-1, keepdims=True)
+    return x, y
+
+
+@pytest.mark.parametrize("name", h.NAMES)
+def test_the_kernel_has_an_exact_form(name):
+    feature_map = feature_maps.get(name, seed=0)
+    x, y = short_pairs()
+    if feature_map.is_unbiased or feature_map.exact_kernel is not None:
+        assert feature_map.kernel_values(x, y).shape == (6, 6)
+    if feature_map.exact_kernel is not None:
+        # The one within windows is the one that is estimated.
+        tensors = (ops.convert_to_tensor(a.astype("float32")) for a in (x, y))
+        visible = ops.ones((6, 6), "bool")
+        weights, shift = feature_map.exact_kernel(*tensors, visible)
+        actual = h.to_numpy(weights) * np.exp(h.to_numpy(shift))[:, None]
+        h.assert_close(actual, feature_map.kernel_values(x, y))

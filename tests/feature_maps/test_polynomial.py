@@ -12,7 +12,6 @@ from keras_rfattn.feature_maps.polynomial import Polynomial
 from keras_rfattn.feature_maps.polysketch import PolySketch
 from keras_rfattn.feature_maps.polysketch import PolySketchLearned
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops.features import plain
 from tests import helpers as h
 
 DIM = 8
@@ -44,7 +43,8 @@ def kernel(feature_map, x, y):
 
 def dense(feature_map, x):
     """φ(x) of `(n, H)`, `(n, r²)`."""
-    features = plain(feature_map.key_features(ops.convert_to_tensor(x[None, :, None])))
+    features = feature_map.key_features(ops.convert_to_tensor(x[None, :, None]))
+    features = features.dense()
     values, log_scale = (h.to_numpy(part)[0, :, 0] for part in features)
     return values.astype("float64") * np.exp(log_scale.astype("float64"))
 

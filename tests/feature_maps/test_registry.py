@@ -1,17 +1,21 @@
+import inspect
+
 import keras
 import numpy as np
 import pytest
 
 from keras_rfattn import feature_maps
 from tests import helpers as h
+from tests.feature_maps.cases import case
 
 
 @pytest.fixture
-def registry(monkeypatch):
+def registry():
     """The table, put back afterwards."""
-    table = dict(feature_maps.FEATURE_MAPS)
-    monkeypatch.setattr(feature_maps, "FEATURE_MAPS", table)
-    return table
+    before = dict(feature_maps.FEATURE_MAPS)
+    yield feature_maps.FEATURE_MAPS
+    feature_maps.FEATURE_MAPS.clear()
+    feature_maps.FEATURE_MAPS.update(before)
 
 
 def test_list_is_sorted():
@@ -23,9 +27,13 @@ def test_get_by_name(name):
     feature_map = feature_maps.get(name)
     assert type(feature_map) is feature_maps.FEATURE_MAPS[name]
     assert feature_maps.name_of(feature_map) == name
-    # Hybrids multiply numbers of features, sketches square theirs.
-    if not name.startswith("hybrid") and name not in h.POLYNOMIAL:
-        assert feature_map.num_features == (None if name == "elu" else 256)
+
+
+def test_the_papers_m_is_256_by_default():
+    # But for hybrids, which multiply numbers of features.
+    found = {feature_maps.get(name).num_features for name in h.RANDOM}
+    assert 256 in found and feature_maps.get("favorpp").num_features == 256
+    assert feature_maps.get("elu").num_features is None
 
 
 def test_get_passes_arguments_but_those_that_are_none():
@@ -129,38 +137,21 @@ def test_name_of_a_stranger():
     assert feature_maps.name_of(Stranger()) == "Stranger"
 
 
+def takes_projection(cls):
+    """Whether a map hands a projection on to parts of its own."""
+    parameter = inspect.signature(cls).parameters.get("projection")
+    return parameter is not None and parameter.default is not None
+
+
 @pytest.mark.parametrize("name", h.NAMES)
 def test_config_round_trip_keeps_the_numbers(name):
     # Nothing at its default.
-    arguments = {"num_features": 10, "projection": "gaussian", "seed": 11}
-    if name.startswith(("poisson", "geometric")):
-        arguments["parameter"] = 0.3
-        del arguments["projection"]
-    if name in ("polynomial", "polysketch_learned"):
-        del arguments["projection"]
-    if name == "polynomial":
-        del arguments["num_features"]
-    arguments |= {
-        **{kind: {"degree": 8} for kind in ("polysketch", "polysketch_learned")},
-        "polynomial": {"degree": 6},
-        "relu": {"epsilon": 0.5},
-        "favorplus": {"pair": True},
-        "favorpp": {"statistics": "stored", "momentum": 0.5, "per_direction": True},
-        "favorpp_dense": {"statistics": "stored"},
-        "complex_exponential": {"form": "full"},
-        "hybrid_angular": {"num_coefficients": 3, "shared": False},
-        "hybrid_gaussian": {"num_coefficients": 3, "sigma": 0.7, "radius": 2.0},
-        "hybrid_clustered": {
-            "num_clusters": [3, 2],
-            "num_pairs": 4,
-            "form": "complex",
-        },
-        "hybrid_gaussian_mixture": {
-            "num_coefficients": 3,
-            "num_clusters": [1, 2],
-            "tau": 2.0,
-        },
-    }.get(name, {})
+    cls = feature_maps.FEATURE_MAPS[name]
+    arguments = {"seed": 11, **case(name).config}
+    if h.has_num_features(name):
+        arguments["num_features"] = 10
+    if issubclass(cls, feature_maps.ProjectedFeatureMap) or takes_projection(cls):
+        arguments["projection"] = "gaussian"
     feature_map = feature_maps.get(name, **arguments)
     again = feature_maps.deserialize(feature_maps.serialize(feature_map))
     config = feature_map.get_config()
@@ -190,15 +181,32 @@ def test_num_features_must_be_a_positive_integer(wrong):
         with pytest.raises(ValueError, match="`num_features` must be"):
             feature_maps.get(name, num_features=wrong)
     with pytest.raises(ValueError, match="`num_features` must be a positive integer"):
-        feature_maps.Elu(num_features=wrong, projection="orthogonal")
+        feature_maps.ProjectedElu(num_features=wrong)
 
 
-def test_num_features_needs_a_projection():
-    with pytest.raises(ValueError, match="must be `None` without a projection"):
-        feature_maps.Elu(num_features=8)
-    with pytest.raises(ValueError, match="must be `None` without a projection"):
-        feature_maps.Relu(num_features=8, projection=None)
-    assert feature_maps.Elu(num_features=8, projection="gaussian").num_features == 8
+def test_maps_without_vectors_take_none():
+    for arguments in ({"num_features": 8}, {"projection": "gaussian"}):
+        with pytest.raises(ValueError, match="must be `None` for Elu.*ProjectedElu"):
+            feature_maps.Elu(**arguments)
+    assert feature_maps.ProjectedElu(8, projection="gaussian").num_features == 8
+    with pytest.raises(ValueError, match="`projection` must be one of"):
+        feature_maps.Relu(projection=None)
+
+
+def test_maps_of_version_0_1_0_are_what_they_were():
+    old = {"num_features": None, "projection": None, "seed": 3}
+    assert type(feature_maps.Elu.from_config(old)) is feature_maps.Elu
+    plain = feature_maps.Relu.from_config({**old, "epsilon": 0.5})
+    assert type(plain) is feature_maps.PlainRelu and plain.epsilon == 0.5
+    projection = feature_maps.get("favor", projection="gaussian", seed=3).get_config()
+    old = {**old, "projection": projection["projection"], "num_features": 4}
+    assert type(feature_maps.Elu.from_config(old)) is feature_maps.ProjectedElu
+    for name in ("polynomial", "polysketch_learned"):
+        config = feature_maps.get(name, seed=3).get_config()
+        again = feature_maps.FEATURE_MAPS[name].from_config(
+            {**config, "projection": None}
+        )
+        assert again.get_config() == config
 
 
 def test_wrong_arguments():

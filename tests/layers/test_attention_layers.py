@@ -9,6 +9,8 @@ import keras_rfattn
 from keras_rfattn import feature_maps
 from keras_rfattn.layers import GroupedQueryAttention
 from keras_rfattn.layers import MultiHeadAttention
+from tests import helpers as h
+from tests.feature_maps.cases import case
 
 WIDTH = 8
 KINDS = {
@@ -114,7 +116,7 @@ def test_config_round_trip(kind):
     _, layer = pair(kind, feature_map="favorpp", num_features=12, block_size=4)
     copy = type(layer).from_config(layer.get_config())
     copy.build((2, 6, WIDTH), (2, 6, WIDTH))
-    assert copy.feature_map.num_features == 12 and copy.block_size == 4
+    assert copy.feature_map.num_features == 12 and copy.options.block_size == 4
     np.testing.assert_array_equal(
         numpy(copy.feature_map.vectors), numpy(layer.feature_map.vectors)
     )
@@ -149,8 +151,7 @@ def test_low_precision(policy, name):
     a = numpy(layer(x, x, use_causal_mask=True))
     output = low(x, x, use_causal_mask=True)
     assert keras.backend.standardize_dtype(output.dtype) == low.compute_dtype
-    # A signed map divides by sums that nearly cancel.
-    tolerance = 0.5 if name == "favor" else 0.08
+    tolerance = case(name).low_precision
     assert np.abs(numpy(output) - a).max() < tolerance * np.abs(a).max()
     assert np.isfinite(numpy(low(0 * x, 0 * x))).all()
 
@@ -249,18 +250,14 @@ def test_no_key_to_see():
     assert expected.shape == (2, 3, WIDTH)
 
 
-# Maps with random vectors, of which one will do.
-NARROW = [
-    name
-    for name in feature_maps.list()
-    if feature_maps.get(name, seed=0).projection is not None
-]
-
-
+# Maps with random vectors, of which one will do, and one of the head dim's width.
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", [*NARROW, "elu"])
-def test_one_feature(name, causal):
-    size = {"key_dim": 1} if name == "elu" else {"key_dim": 4, "num_features": 1}
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, {"key_dim": 4, "num_features": 1}) for name in h.RANDOM)]
+    + [("elu", {"key_dim": 1})],
+)
+def test_one_feature(name, size, causal):
     layer = MultiHeadAttention(2, feature_map=name, seed=0, **size)
     x = data(2, 6, WIDTH)
     output = numpy(layer(x, x, use_causal_mask=causal))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn.layers.positional import RotaryAttention
 from keras_rfattn.models import transformer_pp
+from keras_rfattn.models.transformer_pp.positions import RotaryAttention
 from tests import helpers as h
 
 TINY = {"vocabulary_size": 40, "num_layers": 2, "num_heads": 2, "head_dim": 8}
@@ -118,7 +118,7 @@ def test_long_window_is_softmax():
 
 
 def test_positions_are_relative_in_rotation():
-    from keras_rfattn.layers.positional import rotate
+    from keras_rfattn.models.transformer_pp.positions import rotate
 
     x = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype("float32")
     query, key = (np.broadcast_to(a, (1, 30, 1, 8)) for a in x)

@@ -11,17 +11,15 @@ from keras_rfattn.ops import bidirectional
 from keras_rfattn.ops import causal
 from keras_rfattn.ops import extend_local_state
 from keras_rfattn.ops import extend_state
-from keras_rfattn.ops import features as f
 from keras_rfattn.ops import init_local_state
 from keras_rfattn.ops import init_state
 from keras_rfattn.ops import local_attention
 from keras_rfattn.ops import quadratic
 from keras_rfattn.ops import read_local_state
 from keras_rfattn.ops import read_state
+from keras_rfattn.ops.features import map_features
 from tests import helpers as h
 
-WINDOWED = [n for n in h.NAMES if h.build(n).exact_kernel is not None]
-SAFE = [n for n in h.NAMES if h.build(n).is_causal_safe]
 CONTENTS = (np.nan, np.inf, -np.inf)
 WINDOW = 8
 GROUPS = h.HEADS // h.KV_HEADS
@@ -57,14 +55,14 @@ def plain(function, **options):
 
 # Name: (algorithm, is causal, maps it takes).
 ALGORITHMS = {
-    "causal": (plain(causal, block_size=h.BLOCK), True, SAFE),
+    "causal": (plain(causal, block_size=h.BLOCK), True, h.NAMES),
     "bidirectional": (plain(bidirectional), False, h.NAMES),
     "quadratic": (plain(quadratic), False, h.FORMS),
     "quadratic causal": (plain(quadratic, causal=True), True, h.FORMS),
     "recurrent": (recurrent, False, h.NAMES),
-    "window": (windowed(False, False), False, WINDOWED),
+    "window": (windowed(False, False), False, h.WINDOWED),
     "sliding window": (windowed(True, False), False, h.FORMS),
-    "window causal": (windowed(False, True), True, WINDOWED),
+    "window causal": (windowed(False, True), True, h.WINDOWED),
     "window of all": (windowed(False, False, h.LENGTH), False, h.FORMS),
     "window of all causal": (windowed(False, True, h.LENGTH), True, h.FORMS),
     "sliding window causal": (windowed(True, True), True, h.FORMS),
@@ -73,7 +71,7 @@ CASES = [
     (name, algorithm)
     for algorithm, (_, _, names) in ALGORITHMS.items()
     for name in names
-    if name in WINDOWED or "window" not in algorithm
+    if name in h.WINDOWED or "window" not in algorithm
 ]
 
 
@@ -155,7 +153,7 @@ def test_gradients_know_too(name, side):
 
 
 def span(features, start, stop):
-    return f.map_features(lambda x: x[:, start:stop], features)
+    return map_features(lambda x: x[:, start:stop], features)
 
 
 @pytest.mark.parametrize("content", CONTENTS)

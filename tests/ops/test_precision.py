@@ -7,6 +7,7 @@ from keras import ops
 from keras_rfattn.ops import bidirectional
 from keras_rfattn.ops import causal
 from tests import helpers as h
+from tests.feature_maps.cases import case
 
 ALGORITHMS = {
     "causal": (causal, {"block_size": h.BLOCK}),
@@ -31,15 +32,15 @@ def test_narrow_values(name, algorithm, dtype):
 
 
 @pytest.mark.parametrize("dtype", h.NARROW)
-@pytest.mark.parametrize("name", [n for n in h.NAMES if h.build(n).is_positive])
+@pytest.mark.parametrize("name", h.NAMES)
 def test_gradients_of_narrow_inputs(name, dtype):
     feature_map, x = h.build(name), h.problem()
+    if not feature_map.is_positive:
+        pytest.skip(f"{name} is signed: rounded denominators nearly vanish")
     call = h.attention(feature_map, causal, block_size=h.BLOCK)
     narrow = [ops.cast(a, dtype) for a in x]
     actual = h.gradients(lambda *a: call(*a), *narrow)
-    # A sum rounded to the other side of a cluster's border is a jump.
-    factor = 10 if name == "hybrid_clustered" else 3
     # From the same rounded numbers: what is measured is the arithmetic.
     expected = h.gradients(lambda *a: call(*a), *(h.to_numpy(a) for a in narrow))
     for a, e in zip(actual, expected, strict=True):
-        h.assert_close(a, e, factor * h.NARROW[dtype])
+        h.assert_close(a, e, case(name).narrow * h.NARROW[dtype])

@@ -1,0 +1,54 @@
+"""Trigonometric random features of the softmax kernel ("favor")."""
+
+import math
+
+import keras
+from keras import ops
+
+from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.kernels.variance import log_moment_generalized_exponential
+from keras_rfattn.ops.features import Features
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Favor(ProjectedFeatureMap):
+    """Trigonometric features: `exp(‖x‖²/2) [cos(w·x), sin(w·x)] / √m`.
+
+    Their products average to the softmax kernel `exp(x · y)`, as
+    `E cos(w·(x - y)) = exp(-‖x - y‖²/2)` (Rahimi and Recht, 2007). Precise where x
+    and y are close; not positive, so that an attention denominator can come near
+    0. `keras_rfattn.ops.sums.normalize` states the guard. Width `2 m`.
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Choromanski et al., "Rethinking Attention with Performers" (2021),
+        equation 6; "Hybrid Random Features" (2022), equation 4.
+    """
+
+    is_positive = False
+    is_generalized_exponential = True
+
+    @property
+    def output_dim(self):
+        return 2 * self.num_features
+
+    @property
+    def features_per_scale(self):
+        return 1
+
+    def key_features(self, x, stats=None):
+        angles = self.project(x)
+        values = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
+        square = half_square(ops.cast(x, angles.dtype))
+        return Features(values, square - math.log(self.num_features) / 2)
+
+    def sign(self, head=0):
+        return -1
+
+    def log_moment(self, head=0, stats=None):
+        return lambda x, y: log_moment_generalized_exponential(x, y, 0, -1)

@@ -1,0 +1,58 @@
+"""Positive random features of the softmax kernel ("favorplus")."""
+
+import math
+
+import keras
+from keras import ops
+
+from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.kernels.variance import log_moment_generalized_exponential
+from keras_rfattn.kernels.variance import log_moment_positive_pair
+from keras_rfattn.ops.features import Features
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class FavorPlus(ProjectedFeatureMap):
+    """FAVOR+, positive features: `exp(w·x - ‖x‖²/2) / √m`.
+
+    Their products average to the softmax kernel `exp(x · y)`. Precise where x and
+    y point in opposite directions; the relative variance grows like
+    `exp(‖x + y‖²)`.
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        pair: Whether each vector is used with both signs (equation 3 of HRF, the
+            hyperbolic estimator), which makes the width `2 m`.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Choromanski et al., "Rethinking Attention with Performers" (2021), lemma 1;
+        "Hybrid Random Features" (2022), equation 3.
+    """
+
+    is_generalized_exponential = True
+
+    def __init__(self, num_features=None, pair=False, **kwargs):
+        super().__init__(num_features, **kwargs)
+        self.pair = pair
+
+    @property
+    def output_dim(self):
+        return (2 if self.pair else 1) * self.num_features
+
+    def key_features(self, x, stats=None):
+        exponent = self.project(x)
+        if self.pair:
+            exponent = ops.concatenate([exponent, -exponent], axis=-1)
+        square = half_square(ops.cast(x, exponent.dtype))
+        return Features(None, exponent - (square + math.log(self.output_dim) / 2))
+
+    def log_moment(self, head=0, stats=None):
+        if self.pair:
+            return log_moment_positive_pair
+        return log_moment_generalized_exponential
+
+    def get_config(self):
+        return {**super().get_config(), "pair": self.pair}

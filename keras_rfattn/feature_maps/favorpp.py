@@ -1,0 +1,254 @@
+"""Optimal positive random features of the softmax kernel ("favorpp")."""
+
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn.feature_maps.adaptive import Adaptive
+from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.moments import mean_of
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.kernels.variance import log_moment_generalized_exponential
+from keras_rfattn.kernels.variance import log_moment_per_direction
+from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.not_finite import LARGEST
+from keras_rfattn.ops.not_finite import bounded
+from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.precision import precise_einsum
+from keras_rfattn.ops.precision import wide_dtype
+
+POLICIES = ("auto", "batch", "stored")
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class FavorPP(Adaptive, ProjectedFeatureMap):
+    """FAVOR++: `D exp(A‖w‖² + B w·x - ‖x‖²/2) / √m` with the best real A <= 0.
+
+    `B = √(1 - 4A)` and `D = (1 - 4A)^(d/4)` keep the products' average at the
+    softmax kernel for every A; `A = 0` is FAVOR+. The variance is least at
+
+        A = (1 - 1/ρ) / 8,   ρ = 2d / (√((2z + d)² + 8dz) + 2z + d)
+
+    (the paper's equation 7 without its division by z), where z is the mean of
+    `‖x_i + y_j‖²` over pairs, taken from sums over tokens (equation 8).
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        statistics: Where z comes from, per key/value head.
+            `"batch"`: from the sequence at hand, as in the paper; raises in
+            causal attention, where it would leak the future.
+            `"stored"`: from a weight, a moving average over training batches; 0
+            (which is FAVOR+) before any.
+            `"auto"` (default): stored; where nothing is stored yet and the
+            attention is bidirectional self-attention, from the sequence.
+        momentum: Of the moving average. Defaults to 0.99.
+        per_direction: Whether every coordinate has an A of its own, the optimum with
+            d = 1 for its own mean of `(x_l + y_l)²`.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Likhosherstov et al., "Chefs' Random Tables" (2022), equations 4 to 8.
+    """
+
+    def __init__(
+        self,
+        num_features=None,
+        statistics="auto",
+        momentum=0.99,
+        per_direction=False,
+        **kwargs,
+    ):
+        super().__init__(num_features, **kwargs)
+        if statistics not in POLICIES:
+            raise ValueError(
+                f"`statistics` must be one of {POLICIES}. "
+                f"Received: statistics={statistics!r}."
+            )
+        if not 0 <= momentum < 1:
+            raise ValueError(
+                f"`momentum` must be in [0, 1). Received: momentum={momentum}."
+            )
+        self.policy = statistics
+        self.momentum = momentum
+        self.per_direction = per_direction
+
+    @property
+    def is_causal_safe(self):
+        return self.policy != "batch"
+
+    @property
+    def is_adaptive(self):
+        return self.policy != "batch"
+
+    @property
+    def is_generalized_exponential(self):
+        return not self.per_direction
+
+    def status(self, causal):
+        if self.is_calibrated:
+            return "calibrated"
+        if self.policy == "batch" or (self.policy == "auto" and causal is False):
+            return "statistics per sequence"
+        return "uncalibrated"
+
+    def log_moment(self, head=0, stats=None):
+        if stats is None and not self.is_calibrated:
+            return None
+        stats = self.optimal_a(self.mean_square) if stats is None else stats
+        stats = ops.convert_to_numpy(stats).astype("float64")
+        if self.per_direction:
+            a = stats.reshape(-1, *stats.shape[-2:])[:, head].mean(0)
+            return lambda x, y: log_moment_per_direction(x, y, a)
+        a = float(stats[..., head].mean())
+        return lambda x, y: log_moment_generalized_exponential(x, y, a)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        directions = (self.head_dim,) if self.per_direction else ()
+        if self.is_adaptive:
+            shape = self.num_heads, *directions
+            self.mean_square = self.add_fixed("mean_square", "zeros", shape)
+
+    def fit(self, samples):
+        def mean_square(q, k):
+            squares = np.mean(q * q, 1) + np.mean(k * k, 1)
+            squares = squares + 2 * np.mean(q, 1) * np.mean(k, 1)
+            return squares if self.per_direction else squares.sum(-1)
+
+        self.mean_square.assign(mean_of(mean_square, samples))
+
+    def statistics(
+        self,
+        query,
+        key,
+        query_mask=None,
+        key_mask=None,
+        causal=False,
+        training=False,
+    ):
+        """The parameter A, `(K,)` or `(B, K)`, with an H per direction."""
+        if causal and not self.is_causal_safe:
+            raise ValueError(
+                "`statistics='batch'` measures the whole sequence and would leak "
+                "the future into causal attention. Received: "
+                f"statistics={self.policy!r} in causal attention. Use "
+                "statistics='stored' (or 'auto') instead."
+            )
+        updating = self.is_adaptive and training and self.trainable
+        measured = None
+        if updating or (self.policy != "stored" and not causal):
+            measured = self.measure(query, key, query_mask, key_mask)
+        if self.policy == "batch":
+            return self.optimal_a(measured)
+        stored = ops.convert_to_tensor(self.mean_square)
+        if self.policy == "auto" and not causal:
+            stored = ops.where(ops.greater(self.updates, 0), stored, measured)
+        # Before the update: a step must not see what it is about to store.
+        parameter = self.optimal_a(stored)
+        if updating:
+            self.update(*mean_over_rows(measured, query_mask, key_mask))
+        return parameter
+
+    def measure(self, query, key, query_mask=None, key_mask=None):
+        """The mean of `‖q_i + k_j‖²` over real tokens, per row and head: `(B, K)`.
+
+        Per direction the mean of each `(q_il + k_jl)²`, `(B, K, H)`.
+        """
+        groups = query.shape[2] // self.num_heads
+        q_square, q_mean = masked_moments(query, query_mask)
+        k_square, k_mean = masked_moments(key, key_mask)
+        shape = (-1, self.num_heads, groups, query.shape[-1])
+        q_square = ops.mean(ops.reshape(q_square, shape), axis=2)
+        q_mean = ops.mean(ops.reshape(q_mean, shape), axis=2)
+        total = q_square + k_square + 2 * q_mean * k_mean
+        return ops.stop_gradient(total if self.per_direction else ops.sum(total, -1))
+
+    def update(self, measured, real=True):
+        """Moves the stored statistic towards `measured`, by a moving average.
+
+        Nothing moves unless `real`: a batch may hold padding alone. Nor if the batch is
+        not finite: an optimizer that scales losses skips such a step.
+        """
+        real = ops.logical_and(real, ops.all(ops.isfinite(measured)))
+        count = ops.cast(self.updates, "float32")
+        keep = ops.minimum(count / (count + 1), self.momentum)
+        keep = ops.where(real, keep, 1.0)
+        stored = ops.convert_to_tensor(self.mean_square)
+        new = keep * stored + (1 - keep) * ops.cast(measured, "float32")
+        self.mean_square.assign(ops.where(real, new, stored))
+        self.updates.assign(self.updates + ops.cast(real, "int32"))
+
+    def optimal_a(self, z):
+        """The A of least variance for a mean square z (equation 7)."""
+        d = 1 if self.per_direction else self.head_dim
+        # Beyond it squares overflow.
+        z = ops.minimum(z, 1e15)
+        root = ops.sqrt(ops.square(2 * z + d) + 8 * d * z)
+        rho = 2 * d / (root + 2 * z + d)
+        return (1 - 1 / rho) / 8
+
+    def key_features(self, x, stats=None):
+        """Features of `(..., S, K, H)`; `stats` is what `statistics` returns."""
+        x = ops.cast(x, wide_dtype(x))
+        if stats is None:
+            stats = ops.zeros((self.num_heads, 1), dtype=x.dtype)
+        elif not self.per_direction:
+            stats = stats[..., None]
+        # (B or 1, K, 1 or H)
+        a = ops.reshape(ops.cast(stats, x.dtype), (-1, *stats.shape[-2:]))
+        squares = ops.cast(ops.square(self.vectors), x.dtype)
+        if a.shape[-1] == 1:
+            squares = ops.sum(squares, axis=1, keepdims=True)
+        constant = ops.log(1 - 4 * a) * (self.head_dim / a.shape[-1] / 4)
+        constant = ops.sum(constant, axis=-1, keepdims=True)
+        constant = constant + precise_einsum("bkh,khm->bkm", a, squares)
+        root = ops.sqrt(1 - 4 * a)
+        root, constant = (
+            ops.repeat(p, x.shape[-2] // self.num_heads, axis=1)[:, None]
+            for p in (root, constant)
+        )
+        exponent = self.project(x * root) + constant
+        shared = half_square(x) + math.log(self.num_features) / 2
+        return Features(None, exponent - shared)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "statistics": self.policy,
+            "momentum": self.momentum,
+            "per_direction": self.per_direction,
+        }
+
+
+def masked_moments(x, mask):
+    """Means of squares and of entries over the real tokens of x: `(B, N, H)` each."""
+    x = ops.cast(x, "float32")
+    if mask is None:
+        return _of_finite(ops.mean(ops.square(x), 1), ops.mean(x, 1))
+    mask = ops.cast(mask, "bool")
+    x = ops.where(mask[:, :, None, None], x, 0)
+    count = ops.maximum(ops.sum(ops.cast(mask, "float32"), axis=1), 1)[:, None, None]
+    return _of_finite(
+        ops.sum(ops.square(x), axis=1) / count, ops.sum(x, axis=1) / count
+    )
+
+
+def _of_finite(square, mean):
+    """Moments whose sums and products are finite, but NaN where an entry was not."""
+    spoiled = spoils(mean[..., None])[..., 0]
+    return ops.minimum(square, LARGEST**2) + spoiled, bounded(mean) + spoiled
+
+
+def mean_over_rows(measured, query_mask, key_mask):
+    """The mean of `(B, ...)` over rows that hold a real token, and whether any does."""
+    real = ops.ones_like(ops.reshape(measured, (ops.shape(measured)[0], -1))[:, 0])
+    for mask in (query_mask, key_mask):
+        if mask is not None:
+            real = real * ops.cast(ops.any(ops.cast(mask, "bool"), 1), real.dtype)
+    total = ops.sum(real)
+    rows = ops.reshape(real, (-1, *[1] * (len(measured.shape) - 1)))
+    mean = ops.sum(measured * rows, axis=0) / ops.maximum(total, 1)
+    return mean, total > 0

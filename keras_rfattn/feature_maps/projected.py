@@ -1,0 +1,129 @@
+"""Maps with random vectors: drawn from a seed, saved with the model."""
+
+import keras
+from keras import ops
+
+from keras_rfattn import projections
+from keras_rfattn.feature_maps.arguments import check_num_features
+from keras_rfattn.feature_maps.arguments import derive_seed
+from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.kernels.variance import orthogonal_covariance
+from keras_rfattn.ops.precision import precise_einsum
+
+DEFAULT_NUM_FEATURES = 256
+
+
+class RandomFeatureMap(FeatureMap):
+    """A map with vectors w per key/value head, and `w · x` of them.
+
+    Args:
+        num_features: Number of random vectors, the papers' m. Defaults to 256.
+        seed: Non-negative integer; drawn by Keras' global seed if `None`.
+        **kwargs: Arguments of `keras.layers.Layer`.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer.
+    """
+
+    def __init__(self, num_features=None, seed=None, **kwargs):
+        super().__init__(seed=seed, **kwargs)
+        num_features = DEFAULT_NUM_FEATURES if num_features is None else num_features
+        check_num_features(num_features)
+        self.num_features = num_features
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.add_vectors()
+        self.draws = self.add_fixed("draws", "zeros", (), "int32")
+
+    def initializer(self, draw, *which):
+        """The projection of a draw, and of one of several weights."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement `initializer(draw)`."
+        )
+
+    def add_vectors(self):
+        """Creates the random weights, of draw 0."""
+        shape = self.num_heads, self.head_dim, self.num_features
+        self.vectors = self.add_fixed("vectors", self.initializer(0), shape)
+
+    def assign_vectors(self, draw):
+        """Sets the random weights to those of another draw."""
+        self.vectors.assign(self.initializer(draw)(self.vectors.shape))
+
+    def redraw(self):
+        if not self.built:
+            super().redraw()
+        draw = int(ops.convert_to_numpy(self.draws)) + 1
+        self.assign_vectors(draw)
+        self.draws.assign(draw)
+
+    def project(self, x):
+        """`w · x` for all vectors of the head of x: `(..., N, H) -> (..., N, m)`.
+
+        N may be a multiple of the number K of heads the map was built for: query
+        head n then uses the vectors of head `n // (N // K)`.
+        """
+        shape, groups = ops.shape(x), x.shape[-2] // self.num_heads
+        if groups == 1:
+            return precise_einsum("...kh,khm->...km", x, self.vectors)
+        x = ops.reshape(x, (*shape[:-2], self.num_heads, groups, self.head_dim))
+        x = precise_einsum("...kgh,khm->...kgm", x, self.vectors)
+        return ops.reshape(x, (*shape[:-1], self.num_features))
+
+    def get_config(self):
+        return {**super().get_config(), "num_features": self.num_features}
+
+
+class ProjectedFeatureMap(RandomFeatureMap):
+    """A map of `w · x` whose vectors any projection may draw.
+
+    Args:
+        num_features: Number of random vectors, the papers' m. Defaults to 256.
+        projection: Where they come from: `"orthogonal"` (default), `"gaussian"`, or
+            a `keras_rfattn.projections.Projection`.
+        seed: Non-negative integer; drawn by Keras' global seed if `None`.
+        **kwargs: Arguments of `keras.layers.Layer`.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+    """
+
+    # Whether a draw is `D exp(A‖w‖² + B w·x + C‖x‖²)` with one A for all directions,
+    # for which it is known what orthogonal vectors change.
+    is_generalized_exponential = False
+
+    def __init__(self, num_features=None, projection="orthogonal", seed=None, **kwargs):
+        super().__init__(num_features, seed, **kwargs)
+        self.projection = projections.get(projection, self.seed)
+
+    def initializer(self, draw, *which):
+        if draw == 0 and not any(which):
+            return self.projection
+        config = self.projection.get_config()
+        config["seed"] = derive_seed(config["seed"], draw, *which)
+        return type(self.projection).from_config(config)
+
+    def reseeded(self, seed):
+        config = {**self.get_config(), "seed": int(seed)}
+        projection = config["projection"]
+        own = {**projection["config"], "seed": int(seed)}
+        config["projection"] = {**projection, "config": own}
+        return type(self).from_config(config)
+
+    def relative_covariance(self, head=0):
+        projection = self.projection
+        is_known = self.is_generalized_exponential and (
+            isinstance(projection, projections.Orthogonal) and projection.norms == "chi"
+        )
+        if not is_known:
+            return None
+        s, dim, count = self.sign(head), self.head_dim, self.num_features
+        full, rest = divmod(count, dim)
+        others = (full * dim * (dim - 1) + rest * (rest - 1)) / count
+        return lambda x, y: others * orthogonal_covariance(x, y, s)
+
+    def get_config(self):
+        projection = keras.saving.serialize_keras_object(self.projection)
+        return {**super().get_config(), "projection": projection}

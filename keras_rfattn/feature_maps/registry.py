@@ -1,0 +1,152 @@
+"""Feature maps by name: the table's users, and `resolve` for all who accept a map.
+
+The table itself stands in `keras_rfattn/feature_maps/__init__.py`.
+"""
+
+import difflib
+
+import keras
+import numpy as np
+
+from keras_rfattn.feature_maps.base import FeatureMap
+
+# Name -> class.
+FEATURE_MAPS = {}
+
+
+def get(identifier, **arguments):
+    """Resolves a feature map.
+
+    Args:
+        identifier: A registered name, a `FeatureMap` or its serialized config.
+        **arguments: Constructor arguments for a map given by name; those that are
+            `None` are left at the map's default.
+
+    Returns:
+        A `FeatureMap`. One given as an object is returned as it is.
+
+    Raises:
+        ValueError: If the name is unknown, or `arguments` are given for a map that
+            already has its own.
+        TypeError: If `identifier` is of another type.
+    """
+    arguments = {k: v for k, v in arguments.items() if v is not None}
+    if isinstance(identifier, str):
+        if identifier not in FEATURE_MAPS:
+            close = difflib.get_close_matches(identifier, FEATURE_MAPS, n=1, cutoff=0)
+            raise ValueError(
+                f"`feature_map` must be one of {list()}. "
+                f"Received: feature_map={identifier!r}. "
+                f"Did you mean {close[0]!r}?"
+            )
+        return FEATURE_MAPS[identifier](**arguments)
+    if isinstance(identifier, dict):
+        identifier = deserialize(identifier)
+    if not isinstance(identifier, FeatureMap):
+        raise TypeError(
+            f"`feature_map` must be a name ({', '.join(list())}), a `FeatureMap` or "
+            f"its config. Received: feature_map={identifier!r} of type "
+            f"{type(identifier).__name__}."
+        )
+    if arguments:
+        raise ValueError(
+            f"{sorted(arguments)} must be set on the feature map itself. Received: "
+            f"feature_map={identifier!r} and {arguments}."
+        )
+    return identifier
+
+
+def resolve(identifier, num_features=None, seed=None, name=None):
+    """The map that a user asked for, wherever a map is accepted.
+
+    Args:
+        identifier: A registered name, a `FeatureMap` or its serialized config.
+        num_features: Of a map given by name.
+        seed: Likewise; one given otherwise has its own.
+        name: Likewise, of the layer.
+
+    Returns:
+        A `FeatureMap`. One given as an object is returned as it is.
+
+    Raises:
+        ValueError: If the name is unknown, `seed` is no non-negative integer, or
+            `num_features` is given for a map that has its own.
+        TypeError: If `identifier` is of another type.
+    """
+    is_integer = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
+    if seed is not None and not (is_integer and seed >= 0):
+        raise ValueError(
+            f"`seed` must be a non-negative integer or `None`. Received: seed={seed!r}."
+        )
+    if isinstance(identifier, str):
+        return get(identifier, num_features=num_features, seed=seed, name=name)
+    return get(identifier, num_features=num_features)
+
+
+def register(name, cls=None):
+    """Adds a feature map to the registry, as a call or as a class decorator.
+
+    Args:
+        name: The name users will give.
+        cls: A subclass of `FeatureMap`, or `None` to get a decorator. It must be
+            registered with `keras.saving.register_keras_serializable`, or it is
+            registered here under `keras_rfattn>ClassName`.
+
+    Returns:
+        The class, or the decorator.
+
+    Raises:
+        ValueError: If the name is taken by another class.
+        TypeError: If `cls` is not a subclass of `FeatureMap`.
+    """
+    if cls is None:
+        return lambda cls: register(name, cls)
+    if not isinstance(cls, type) or not issubclass(cls, FeatureMap):
+        raise TypeError(
+            f"`cls` must be a subclass of `FeatureMap`. Received: cls={cls!r}."
+        )
+    if FEATURE_MAPS.get(name, cls) is not cls:
+        raise ValueError(
+            f"The name {name!r} is taken by {FEATURE_MAPS[name].__name__}. "
+            "Choose another."
+        )
+    registered = keras.saving.get_registered_name(cls)
+    if keras.saving.get_registered_object(registered) is not cls:
+        keras.saving.register_keras_serializable("keras_rfattn")(cls)
+    FEATURE_MAPS[name] = cls
+    return cls
+
+
+def list():
+    """The registered names, sorted."""
+    return sorted(FEATURE_MAPS)
+
+
+def name_of(feature_map):
+    """The registered name of a map's class, or the class name.
+
+    Args:
+        feature_map: A `FeatureMap`, built or not.
+    """
+    names = {cls: name for name, cls in FEATURE_MAPS.items()}
+    return names.get(type(feature_map), type(feature_map).__name__)
+
+
+def serialize(feature_map):
+    """A `FeatureMap` as a config dict; the layer that owns the map builds it.
+
+    Args:
+        feature_map: A `FeatureMap`. Its weights are not part of the config.
+    """
+    config = keras.saving.serialize_keras_object(feature_map)
+    config.pop("build_config", None)
+    return config
+
+
+def deserialize(config):
+    """A `FeatureMap`, not built, from its config dict.
+
+    Args:
+        config: What `serialize` gave.
+    """
+    return keras.saving.deserialize_keras_object(config)

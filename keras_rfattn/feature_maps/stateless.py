@@ -1,0 +1,77 @@
+"""Feature maps as pure functions, which algorithms may call within a loop."""
+
+import functools
+import weakref
+
+import keras
+from keras import ops
+
+from keras_rfattn.ops.features import Marked
+from keras_rfattn.ops.not_finite import bounded
+from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.precision import wide_dtype
+
+# Where a class stands does not matter; its registered name is in a config too.
+IGNORED = ("name", "trainable", "dtype", "seed", "projection", "module")
+
+
+class FeatureFunction:
+    """`(x, (stats, values)) -> Marked`: a method of a map with its weights given.
+
+    Equal to the same method of any map that computes the same of the same weights, so
+    that all layers of a model share a compiled program. It does not keep the map
+    alive, as a program outlives the model it was compiled for.
+
+    Args:
+        feature_map: A built `FeatureMap`.
+        method: `"query_features"` or `"key_features"`.
+    """
+
+    def __init__(self, feature_map, method):
+        self.reference, self.method = weakref.ref(feature_map), method
+        shape = feature_map.num_heads, feature_map.head_dim
+        self.identity = type(feature_map), repr(essence(feature_map)), method, shape
+
+    def __eq__(self, other):
+        return isinstance(other, FeatureFunction) and self.identity == other.identity
+
+    def __hash__(self):
+        return hash(self.identity)
+
+    def __call__(self, x, parameters):
+        feature_map, (stats, values) = self.reference(), parameters
+        pairs = list(zip(feature_map.variables, values, strict=True))
+        with keras.StatelessScope(pairs):
+            method = getattr(type(feature_map), self.method)
+            return method.marked(feature_map, x, stats)
+
+
+def essence(feature_map):
+    """What decides a map's function, whatever its seeds, names and weights."""
+    name = feature_map.former_name or type(feature_map).__name__
+    return name, _essence(feature_map.get_config())
+
+
+def _essence(config):
+    if isinstance(config, dict):
+        kept = sorted(key for key in config if key not in IGNORED)
+        return [(key, _essence(config[key])) for key in kept]
+    if isinstance(config, (list, tuple)):
+        return [_essence(item) for item in config]
+    return config
+
+
+def of_finite_tokens(method):
+    """`query_features` or `key_features` by law 7; its `marked` gives `Marked`."""
+
+    def marked(self, x, stats=None):
+        x = ops.cast(x, wide_dtype(x))
+        return Marked(method(self, bounded(x), stats), spoils(x))
+
+    @functools.wraps(method)
+    def features(self, x, stats=None):
+        found, spoiled = marked(self, x, stats)
+        return found._replace(log_scale=found.log_scale + spoiled)
+
+    features.marked = marked
+    return features

@@ -1,0 +1,182 @@
+"""The mixin of all layers: where Keras computes softmax, `attend` comes in.
+
+Some 25 attention classes of Keras and KerasHub leave this step to one method,
+`_compute_attention(query, key, value, attention_mask, ...)`. `LinearAttention`
+overrides it and nothing else of the computation; projections, rotary embeddings
+and gates stay with the class it is mixed into.
+"""
+
+import warnings
+
+from keras import ops
+
+from keras_rfattn import feature_maps
+from keras_rfattn.layers.attend import attend
+from keras_rfattn.layers.attend import check_window
+from keras_rfattn.layers.fingerprint import mark
+from keras_rfattn.ops.masks import interpret_mask
+
+# What a layer has only while it is linear.
+STATE = ("options", "_is_self_attention", "is_from_config", "refusal")
+
+
+class LinearAttention:
+    """Mixin that makes a Keras attention layer linear in sequence length.
+
+    Comes before a class that has `_compute_attention` in the bases. The layer then
+    owns a feature map (sublayer `feature_map`), and its saved weights carry a mark
+    that names it, so that no checkpoint of another mechanism loads in silence.
+    """
+
+    # A layer that becomes linear in the middle of its first call has no answer yet.
+    _is_self_attention = False
+    # Whether a saved config, and not `replace_attention`, made it linear.
+    is_from_config = False
+    # Why weights could not be loaded.
+    refusal = None
+    # Set while `keras_rfattn.layers.record` runs the model.
+    recorder = None
+    # Attributes that normalize queries where a layer has one of them.
+    query_normalizations = ()
+
+    def _set_mechanism(self, feature_map, options):
+        """Makes the layer the owner of a map, summed as `ops.Options` say."""
+        check_window(options, feature_map)
+        self.feature_map, self.options = feature_map, options
+
+    def _kv_shape(self):
+        """`(K, H)`: number of key/value heads and head dim."""
+        return self._num_heads, self._key_dim
+
+    def _build_mechanism(self):
+        if not self.feature_map.built:
+            self.feature_map.build((None, None, *self._kv_shape()))
+        warn_of_lengths(self)
+        mark(self)
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        """Builds the projections, then the feature map."""
+        super().build(query_shape, value_shape, key_shape)
+        refuse_unsupported(self)
+        # Weights in the order of a layer that was replaced in place: the map last.
+        self._tracker.untrack(self.feature_map)
+        self._tracker.track(self.feature_map)
+        self._build_mechanism()
+
+    def __call__(self, *args, **kwargs):
+        # Here the arguments are still the caller's objects; casts make copies.
+        inputs = dict(zip(("query", "value", "key"), args, strict=False))
+        query, value, key = (
+            (inputs | kwargs).get(x) for x in ("query", "value", "key")
+        )
+        self._is_self_attention = query is value and (key is None or key is value)
+        return super().__call__(*args, **kwargs)
+
+    def _compute_attention(
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        training=None,
+        return_attention_scores=False,
+        **unused,
+    ):
+        if return_attention_scores or getattr(self, "_return_attention_scores", False):
+            raise ValueError(
+                "Linear attention never forms attention scores. Received: "
+                "return_attention_scores=True. Keep this layer softmax (`exclude=`)."
+            )
+        num_kv_heads, _ = self._kv_shape()
+        groups = key.shape[2] // num_kv_heads
+        if groups > 1:
+            # Keras repeats keys over the query heads that share them.
+            key, value = key[:, :, ::groups], value[:, :, ::groups]
+        output = attend(
+            query,
+            key,
+            value,
+            self.feature_map,
+            mask=attention_mask,
+            training=bool(training),
+            recorder=self.recorder,
+            options=self.options,
+        )
+        return output, None
+
+    def _compute_attention_mask(
+        self,
+        query,
+        value,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        use_causal_mask=False,
+    ):
+        """An `AttentionMask`, which goes straight to `_compute_attention`."""
+        masks = [m for m in (value_mask, key_mask) if m is not None]
+        mask = interpret_mask(attention_mask, query.shape[1], value.shape[1])
+        for extra in masks:
+            extra = ops.cast(extra, "bool")
+            known = mask.key_mask
+            extra = extra if known is None else known & extra
+            mask = mask.replace(key_mask=extra)
+        if query_mask is not None:
+            query_mask = ops.cast(query_mask, "bool")
+        return mask.replace(
+            query_mask=query_mask,
+            causal=mask.causal or use_causal_mask,
+            self_attention=self._is_self_attention,
+        )
+
+    @classmethod
+    def from_config(cls, config):
+        layer = super().from_config(config)
+        layer.is_from_config = True
+        return layer
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "feature_map": feature_maps.serialize(self.feature_map),
+            **self.options.config(),
+        }
+
+
+def warn_of_lengths(layer):
+    """Warns of a hybrid whose queries and keys may have any length."""
+    names = layer.query_normalizations
+    normalizes = any(getattr(layer, name, None) is not None for name in names)
+    if layer.feature_map.assumes_equal_lengths and not normalizes:
+        name = feature_maps.name_of(layer.feature_map)
+        warnings.warn(
+            f"{name!r} in attention whose queries and keys are not normalized: its "
+            "coefficients go by the angle or the distance between them, and its "
+            "variance is small only where all have one length; signed estimates of "
+            "large variance can make a row's denominator vanish. Use 'favorpp_dense' "
+            "with `keras_rfattn.calibrate`, or a model that normalizes queries and "
+            "keys.",
+            stacklevel=2,
+        )
+
+
+def refusal(layer):
+    """Why a layer's own arguments rule linear attention out, or `None`."""
+    window = getattr(layer, "_sliding_window", getattr(layer, "sliding_window", None))
+    if window is not None:
+        return f"sliding window of {window} tokens"
+    axes = getattr(layer, "_attention_axes", None)
+    if axes is not None and tuple(axes) != (1,):
+        return f"attention over axes {tuple(axes)}; only sequences (axis 1) are linear"
+    return None
+
+
+def refuse_unsupported(layer):
+    """Raises `ValueError` for arguments that linear attention cannot keep."""
+    reason = refusal(layer)
+    if reason:
+        raise ValueError(
+            f"Layer '{layer.name}' cannot be linear attention: {reason}. Use the "
+            "softmax layer instead."
+        )

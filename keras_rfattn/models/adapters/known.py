@@ -1,0 +1,133 @@
+"""One row a foreign class: what surgery must know of it. Imports nothing.
+
+Rows go by class name, so that no library has to be imported to refuse a class of it.
+Attention classes without a row are refused, as their mathematics is not known;
+subclasses of a class that can be linear are too, unless they leave its computation
+alone. A class that can be linear in its own library's file (`keras_hub.py`) or by a
+layer of this package (`keras_rfattn.layers`).
+"""
+
+from typing import NamedTuple
+
+KERAS, HUB, CV = "keras", "keras_hub", "keras_cv"
+
+
+class Known(NamedTuple):
+    """What is known of an attention class, or of a block that holds attention.
+
+    Attributes:
+        library: Package it belongs to.
+        module: Of an attention class that can be linear, where it is found; `None` for
+            others.
+        refused: Why linear attention cannot take its place.
+        causal: Of a block, whether its attention is causal; `None` where each call
+            decides.
+        builds_mask: Of a block, whether it hands its attention a dense mask of its own
+            making whose meaning is not known here.
+        takes_dense: Of an attention class, whether its blocks build the causal mask
+            instead of asking for it.
+        is_pooling: Of a block, whether it attends with one query a sequence, where
+            softmax is linear already, and exact.
+    """
+
+    library: str
+    module: str | None = None
+    refused: str | None = None
+    causal: bool | None = None
+    builds_mask: bool = False
+    takes_dense: bool = False
+    is_pooling: bool = False
+
+
+ATTENTION = {
+    "MultiHeadAttention": Known(KERAS, "keras.layers"),
+    "GroupedQueryAttention": Known(KERAS, "keras.layers"),
+    "CachedMultiHeadAttention": Known(HUB, "keras_hub.layers", takes_dense=True),
+    "WhisperCachedMultiHeadAttention": Known(
+        HUB,
+        "keras_hub.src.models.whisper.whisper_cached_multi_head_attention",
+        takes_dense=True,
+    ),
+    "AdditiveAttention": Known(KERAS, refused="additive scores, not a dot product"),
+    "Attention": Known(
+        KERAS,
+        refused="a single head without projections; use MultiHeadAttention",
+    ),
+    "BloomAttention": Known(HUB, refused="ALiBi position bias"),
+    "CachedGemma3Attention": Known(
+        HUB, refused="sliding windows and query-key soft cap"
+    ),
+    "CachedGemmaAttention": Known(
+        HUB, refused="own cache layout, and soft cap in Gemma 2"
+    ),
+    "CachedMistralAttention": Known(HUB, refused="sliding window"),
+    "CachedMixtralAttention": Known(HUB, refused="sliding window"),
+    "CLIPAttention": Known(
+        CV, refused="KerasCV's own CLIP; use the KerasHub CLIPBackbone"
+    ),
+    "DFineMultiscaleDeformableAttention": Known(HUB, refused="deformable sampling"),
+    "DisentangledSelfAttention": Known(
+        HUB, refused="disentangled relative positions (DeBERTa)"
+    ),
+    "FalconAttention": Known(HUB, refused="ALiBi position bias"),
+    "GptOssAttention": Known(HUB, refused="attention sinks and sliding windows"),
+    "MultiHeadAttentionWithDownsampling": Known(
+        HUB, refused="downsampled two-way attention (SAM)"
+    ),
+    "MultiHeadAttentionWithRelativePE": Known(
+        HUB, refused="decomposed relative position bias (ViTDet)"
+    ),
+    "SegFormerMultiheadAttention": Known(
+        HUB, refused="spatially reduced keys (SegFormer)"
+    ),
+    "T5GemmaAttention": Known(HUB, refused="soft cap and sliding windows"),
+    "T5MultiHeadAttention": Known(HUB, refused="relative position bias"),
+    "TwoStreamRelativeAttention": Known(
+        HUB, refused="relative positions and two streams (XLNet)"
+    ),
+    "VideoSwinWindowAttention": Known(CV, refused="shifted windows"),
+    "WindowAttention": Known(
+        CV, refused="shifted windows with relative position bias (Swin)"
+    ),
+}
+
+BLOCKS = {
+    # Its mask is built by a mixin of `keras_hub.py`.
+    "TransformerDecoder": Known(HUB),
+    "DINOV2Attention": Known(HUB, causal=False),
+    "DeiTLayer": Known(HUB, causal=False),
+    "EdRecEncoderBlock": Known(HUB, causal=False),
+    "TransformerEncoder": Known(HUB, causal=False),
+    "ViTEncoderBlock": Known(HUB, causal=False),
+    "WhisperEncoder": Known(HUB, causal=False),
+    "SigLIPMultiHeadAttentionPooling": Known(HUB, is_pooling=True),
+    "MultiHeadAttentionPooling": Known(HUB, is_pooling=True),
+    "EdRecDecoderBlock": Known(HUB, builds_mask=True),
+    "MoonshineDecoderBlock": Known(HUB, builds_mask=True),
+    "MoonshineEncoderBlock": Known(HUB, builds_mask=True),
+    "PARSeqDecoderBlock": Known(HUB, builds_mask=True),
+    "SAM3TextEncoderLayer": Known(HUB, builds_mask=True),
+}
+
+# What attention classes call the normalization of their queries.
+QUERY_NORMALIZATIONS = (
+    "query_norm", "_query_norm", "q_norm", "_query_dense_layer_norm",
+)  # fmt: skip
+
+# What saved models may be of, and what installs it.
+INSTALL = {HUB: "'keras-rfattn[hub]'", CV: "'keras-rfattn[cv]'"}
+
+NOTHING = Known("")
+
+
+def attention(cls):
+    """The row of an attention class or of its nearest parent that has one."""
+    for base in cls.__mro__:
+        if base.__name__ in ATTENTION:
+            return ATTENTION[base.__name__]
+    return NOTHING
+
+
+def block(cls):
+    """The row of a block class, by its own name alone."""
+    return BLOCKS.get(cls.__name__, NOTHING)

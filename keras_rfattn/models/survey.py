@@ -1,0 +1,216 @@
+"""Where attention is in a model, and what stands there."""
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import keras
+
+from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.layers.linear_attention import refusal
+from keras_rfattn.models.adapters import known
+from keras_rfattn.models.swap import linear_class
+from keras_rfattn.models.swap import original_class
+
+# Foreign block class -> mixin that builds its attention layer's mask. Libraries add
+# theirs when they are imported.
+BLOCK_MIXINS = {}
+LOOKS_LIKE_ATTENTION = re.compile(r"Attention(2d)?$|AttentionWith\w+$")
+
+
+@dataclass
+class Site:
+    """One attention layer of a model.
+
+    Attributes:
+        path: Names of the layers from the model (excluded) to the layer.
+        layer: The layer.
+        parent: The layer that holds it.
+        index: Position among all attention layers of the model; stable where
+            automatic names are not, so that seeds and saved configs use it.
+        reason: Why it cannot be replaced, or `None`.
+        causal: True, False, or `None` where each call decides.
+    """
+
+    path: str
+    layer: Any
+    parent: Any
+    index: int
+    reason: str | None = None
+    causal: bool | None = None
+
+    @property
+    def is_linear(self):
+        return isinstance(self.layer, LinearAttention)
+
+
+@dataclass
+class Survey:
+    """All attention layers of a model, and every container above them."""
+
+    sites: list = field(default_factory=list)
+    containers: dict = field(default_factory=dict)  # id -> (container, [site index])
+
+
+def survey(model):
+    """Walks a model: attention layers in a stable order, each once."""
+    found, seen = Survey(), {}
+
+    def visit(layer, path):
+        """Returns the indices of the sites at or below `layer`."""
+        if id(layer) in seen:
+            return seen[id(layer)]
+        seen[id(layer)] = indices = []
+        for child in layer._flatten_layers(include_self=False, recursive=False):
+            if not isinstance(child, keras.layers.Layer) or child is layer:
+                continue
+            child_path = f"{path}/{child.name}" if path else child.name
+            if id(child) in seen:
+                indices.extend(seen[id(child)])
+            elif is_attention(child):
+                indices.append(len(found.sites))
+                seen[id(child)] = [len(found.sites)]
+                found.sites.append(_site(child, layer, child_path, len(found.sites)))
+            else:
+                indices.extend(visit(child, child_path))
+        if indices:
+            found.containers[id(layer)] = (layer, indices)
+        return indices
+
+    visit(model, "")
+    return found
+
+
+def _site(layer, parent, path, index):
+    site = Site(path, layer, parent, index, causal=_causality(layer, parent))
+    if not site.is_linear:
+        site.reason = unsupported(layer) or _parent_reason(layer, parent)
+    return site
+
+
+def block_mixin(cls):
+    """The mask-building mixin for a block class, or `None`."""
+    for base, mixin in BLOCK_MIXINS.items():
+        if issubclass(cls, base):
+            return mixin
+    return None
+
+
+def _causality(layer, parent):
+    mixin = block_mixin(original_class(parent))
+    if mixin is not None:
+        return mixin.is_causal(parent, layer)
+    causal = getattr(parent, "use_causal_mask", None)
+    if isinstance(causal, bool):
+        return causal
+    if isinstance(parent, keras.Model) and layer._inbound_nodes:
+        flags = {
+            bool(node.arguments.kwargs.get("use_causal_mask", False))
+            for node in layer._inbound_nodes
+        }
+        return flags.pop() if len(flags) == 1 else None
+    return known.block(type(parent)).causal
+
+
+def is_cross(site):
+    """Whether a site's queries are known to be of other tensors than its keys."""
+    mixin = block_mixin(original_class(site.parent))
+    if mixin is not None:
+        return mixin.is_cross(site.parent, site.layer)
+    if not isinstance(site.parent, keras.Model):
+        return False
+    for node in site.layer._inbound_nodes:
+        names = ("query", "value", "key")
+        given = dict(zip(names, node.arguments.args, strict=False))
+        given.update(node.arguments.kwargs)
+        others = given["value"], given.get("key")
+        if any(x is not None and x is not given["query"] for x in others):
+            return True
+    return False
+
+
+def unsupported(layer):
+    """Why an attention layer cannot be replaced, or `None` if it can be."""
+    cls = type(layer)
+    if linear_class(cls) is not None:
+        return refusal(layer)
+    row = known.ATTENTION.get(cls.__name__, known.NOTHING)
+    return row.refused or "no adapter for this class: its mathematics is not known"
+
+
+def is_attention(layer):
+    """Whether a layer is attention itself rather than a container of attention."""
+    if isinstance(layer, LinearAttention) or linear_class(type(layer)):
+        return True
+    name = type(layer).__name__
+    if known.ATTENTION.get(name, known.NOTHING).refused:
+        return True
+    if not LOOKS_LIKE_ATTENTION.search(name):
+        return False
+    inner = layer._flatten_layers(include_self=False)
+    return not any(is_attention(child) for child in inner)
+
+
+def _parent_reason(layer, parent):
+    cls = original_class(parent)
+    row, name = known.block(cls), cls.__name__
+    if row.builds_mask:
+        return f"its block ({name}) builds a dense mask of a meaning not known here"
+    takes_dense = known.attention(type(layer)).takes_dense
+    if takes_dense and block_mixin(cls) is None and row.causal is None:
+        return f"its block ({name}) builds the causal mask, and has no adapter"
+    return None
+
+
+def is_pooling(site):
+    """Whether a site attends with a single query, where softmax is linear."""
+    return known.block(original_class(site.parent)).is_pooling
+
+
+def select(sites, include, exclude):
+    """The sites that `include` and `exclude` leave.
+
+    Args:
+        sites: List of `Site`.
+        include: `None` (all), a path or pattern (`fnmatch`), a list of those, or a
+            callable `(path, layer) -> bool`.
+        exclude: Likewise; what is taken out.
+
+    Returns:
+        List of `Site`.
+
+    Raises:
+        ValueError: If a path or pattern matches no attention layer.
+        TypeError: If an argument is of another type.
+    """
+    included = sites if include is None else _matching("include", include, sites)
+    excluded = [] if exclude is None else _matching("exclude", exclude, sites)
+    taken_out = {site.index for site in excluded}
+    return [site for site in included if site.index not in taken_out]
+
+
+def _matching(argument, patterns, sites):
+    if callable(patterns):
+        return [site for site in sites if patterns(site.path, site.layer)]
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    if not isinstance(patterns, (list, tuple, set)) or not all(
+        isinstance(pattern, str) for pattern in patterns
+    ):
+        raise TypeError(
+            f"`{argument}` must be a layer path or pattern, a list of those, or a "
+            f"callable `(path, layer) -> bool`. Received: {argument}={patterns!r}."
+        )
+    matched = {}
+    for pattern in patterns:
+        hits = [site for site in sites if fnmatch.fnmatch(site.path, pattern)]
+        if not hits:
+            paths = "\n  ".join(site.path for site in sites)
+            raise ValueError(
+                f"`{argument}` pattern {pattern!r} matches no attention layer. "
+                f"Received: {argument}={patterns!r}. The paths are:\n  {paths}"
+            )
+        matched.update((site.index, site) for site in hits)
+    return [matched[index] for index in sorted(matched)]

@@ -1,0 +1,165 @@
+"""The decoder-only Transformer++ of the PolySketchFormer paper, for any mechanism."""
+
+import keras
+from keras import layers
+
+from keras_rfattn import feature_maps
+from keras_rfattn.models.replace import replace_attention
+from keras_rfattn.models.transformer_pp.positions import RotaryAttention
+from keras_rfattn.models.transformer_pp.positions import SinusoidalEmbedding
+
+# Appendix H; every head has 64 dimensions.
+SIZES = {
+    "small": {"num_layers": 12, "num_heads": 12},
+    "medium": {"num_layers": 24, "num_heads": 16},
+    "large": {"num_layers": 36, "num_heads": 20},
+}
+
+
+def transformer_pp(
+    size="small",
+    attention="softmax",
+    *,
+    vocabulary_size=32_000,
+    num_layers=None,
+    num_heads=None,
+    head_dim=64,
+    dropout=0.0,
+    dtype=None,
+    **mechanism,
+):
+    """Builds a causal language model.
+
+    Sinusoidal positions are added to tied token embeddings, rotary ones to queries
+    and keys; layer normalization comes first in each of the residual branches; the
+    feed-forward network is a GELU-gated linear unit with the parameters of a plain
+    one of factor 4, that is an inner size of 8/3 of the model's (with 4 times as much
+    the parameter counts of the paper's appendix H do not come out).
+
+    Args:
+        size: `"small"` (default), `"medium"` or `"large"`: layers and heads.
+        attention: `"softmax"`, or what `replace_attention` takes as `feature_map`, such
+            as a name or `feature_maps.PolySketchLearned(32, degree=8)`.
+        vocabulary_size: Number of tokens.
+        num_layers: Number of blocks; that of `size` by default.
+        num_heads: Number of heads; that of `size` by default.
+        head_dim: Size of a head, even; the model is `num_heads` times as wide.
+        dropout: Rate after each branch.
+        dtype: Dtype policy of the layers.
+        **mechanism: Further arguments of `replace_attention`: `num_features`,
+            `window`, `sliding`, `block_size`, `seed`, ...
+
+    Returns:
+        A functional Keras model, `(B, T)` int tokens to `(B, T, vocabulary_size)`
+        float32 logits.
+
+    Raises:
+        ValueError: If `size` or `attention` is unknown, a number is not positive,
+            `head_dim` is odd, arguments of a mechanism are given for softmax
+            attention, or as `replace_attention`.
+
+    Reference:
+        Kacham et al., "PolySketchFormer" (2024), appendices H and I.
+    """
+    if size not in SIZES:
+        raise ValueError(
+            f"`size` must be one of {list(SIZES)}. Received: size={size!r}."
+        )
+    if attention == "softmax" and mechanism:
+        raise ValueError(
+            f"Softmax attention takes no {sorted(mechanism)}. Received: "
+            f"attention='softmax' and {mechanism}. Name a linear mechanism."
+        )
+    if isinstance(attention, str) and attention not in (
+        "softmax",
+        *feature_maps.list(),
+    ):
+        raise ValueError(
+            "`attention` must be 'softmax', one of "
+            f"{feature_maps.list()}, or a `FeatureMap`. Received: {attention!r}."
+        )
+    num_layers = SIZES[size]["num_layers"] if num_layers is None else num_layers
+    num_heads = SIZES[size]["num_heads"] if num_heads is None else num_heads
+    if min(num_layers, num_heads, head_dim) < 1 or head_dim % 2:
+        raise ValueError(
+            "`num_layers`, `num_heads` and `head_dim` must be positive, and `head_dim` "
+            f"even. Received: num_layers={num_layers}, num_heads={num_heads}, "
+            f"head_dim={head_dim}."
+        )
+    dim = num_heads * head_dim
+
+    tokens = keras.Input((None,), dtype="int32", name="tokens")
+    embedding = layers.ReversibleEmbedding(
+        vocabulary_size, dim, dtype=dtype, reverse_dtype="float32", name="embedding",
+        embeddings_initializer=keras.initializers.RandomNormal(stddev=dim**-0.5),
+    )  # fmt: skip
+    x = SinusoidalEmbedding(dtype=dtype, name="positions")(embedding(tokens))
+    for i in range(num_layers):
+        block = Block(num_heads, head_dim, dropout, dtype=dtype, name=f"block_{i}")
+        x = block(x)
+    x = layers.LayerNormalization(dtype=dtype, name="final_norm")(x)
+    model = keras.Model(tokens, embedding(x, reverse=True), name="transformer_pp")
+    if attention != "softmax":
+        replace_attention(model, attention, **mechanism)
+    return model
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Block(layers.Layer):
+    """Causal attention and gated feed-forward network, each normalized and residual.
+
+    Args:
+        num_heads: Number of heads.
+        head_dim: Size of a head.
+        dropout: Rate after each branch.
+    """
+
+    use_causal_mask = True
+
+    def __init__(self, num_heads, head_dim, dropout=0.0, **kwargs):
+        super().__init__(**kwargs)
+        self.num_heads, self.head_dim, self.rate = num_heads, head_dim, dropout
+        dim, dtype = num_heads * head_dim, self.dtype_policy
+        inner = 8 * dim // 3
+
+        def dense(units, name, activation=None):
+            return layers.Dense(
+                units, activation, use_bias=False, dtype=dtype, name=name
+            )
+
+        self.attention_norm = layers.LayerNormalization(dtype=dtype, name="norm_1")
+        self.attention = RotaryAttention(
+            num_heads, head_dim, use_bias=False, dtype=dtype, name="attention"
+        )
+        self.feedforward_norm = layers.LayerNormalization(dtype=dtype, name="norm_2")
+        self.gate, self.up = dense(inner, "gate", "gelu"), dense(inner, "up")
+        self.down = dense(dim, "down")
+        self.dropout = layers.Dropout(dropout, dtype=dtype)
+
+    def build(self, input_shape):
+        self.attention_norm.build(input_shape)
+        self.attention.build(input_shape, input_shape)
+        self.feedforward_norm.build(input_shape)
+        self.gate.build(input_shape)
+        self.up.build(input_shape)
+        self.down.build((*input_shape[:-1], self.gate.units))
+
+    def call(self, x, training=None):
+        """`(B, T, D) -> (B, T, D)`."""
+        h = self.attention_norm(x)
+        h = self.attention(h, h, use_causal_mask=True, training=training)
+        x = x + self.dropout(h, training=training)
+        h = self.feedforward_norm(x)
+        h = self.down(self.gate(h) * self.up(h))
+        return x + self.dropout(h, training=training)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "dropout": self.rate,
+        }

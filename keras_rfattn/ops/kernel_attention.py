@@ -1,0 +1,170 @@
+"""Attention by the kernel itself, token by token: what features estimate.
+
+A kernel is a frozen object, so that programs compiled for equal ones are shared. It
+weighs queries `(..., R, H)` and keys `(..., S, H)` into weights `(..., R, S)`, each
+relative to `exp(shift)` of its row, and 0 where not `visible`.
+"""
+
+import dataclasses
+
+from keras import ops
+
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.layout import merge_heads
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.masks import heads_mask
+from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.not_finite import bounded
+from keras_rfattn.ops.not_finite import finite_values
+from keras_rfattn.ops.not_finite import onward
+from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import elementwise_max
+from keras_rfattn.ops.precision import precise_einsum
+from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.sums import Reading
+from keras_rfattn.ops.sums import normalize
+
+LEAST = 1e-30  # norm of a vector, which may be zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """`exp(q · k)`."""
+
+    is_signed = False
+    has_offset = False
+
+    def __call__(self, query, key, visible):
+        """`(weights, shift)`: `(..., R, S)` and `(..., R)`."""
+        logits = precise_einsum("...rh,...sh->...rs", query, key)
+        return _exponentiate(ops.clip(logits, LOWEST, -LOWEST), visible)
+
+
+@dataclasses.dataclass(frozen=True)
+class Polynomial:
+    """`(q · k)^degree`, and a 1 in the denominator of its attention.
+
+    Attributes:
+        degree: Positive even integer.
+
+    Reference:
+        Kacham et al., "PolySketchFormer" (2024), section 2.1.
+    """
+
+    degree: int
+    is_signed = False
+    has_offset = True
+
+    def __call__(self, query, key, visible):
+        """`(weights, shift)`: `(..., R, S)` and `(..., R)`."""
+        (query, query_scale), (key, key_scale) = unit(query), unit(key)
+        products = precise_einsum("...rh,...sh->...rs", query, key)
+        scale = query_scale + ops.swapaxes(key_scale, -1, -2)
+        scale, shift = _exponentiate(self.degree * scale, visible)
+        return scale * products**self.degree, shift
+
+
+def _exponentiate(exponent, visible):
+    exponent = ops.where(visible, exponent, LOWEST)
+    shift = ops.stop_gradient(ops.max(exponent, axis=-1))
+    weights = ops.exp(exponent - ops.expand_dims(shift, -1))
+    return ops.where(visible, weights, 0), shift
+
+
+def unit(x):
+    """`(x / ‖x‖, log ‖x‖)`: `(..., H)` and `(..., 1)`; 0 for the zero vector."""
+    size = ops.max(ops.abs(x), axis=-1, keepdims=True)
+    size = ops.stop_gradient(elementwise_max(size, LEAST))
+    x = x / size
+    square = ops.sum(ops.square(x), axis=-1, keepdims=True)
+    square = elementwise_max(square, LEAST)
+    return x / ops.sqrt(square), ops.log(size) + ops.log(square) / 2
+
+
+def read_exactly(kernel, query, key, value, visible):
+    """The `Reading` of finite queries, keys and values by the kernel.
+
+    Args:
+        kernel: `Softmax()` or `Polynomial(degree)`.
+        query: Array of shape `(..., R, H)`.
+        key: Array of shape `(..., S, H)`.
+        value: Array of shape `(..., S, V)`.
+        visible: Boolean array that broadcasts to `(..., R, S)`.
+    """
+    weights, shift = kernel(query, key, visible)
+    rounded = ops.cast(weights, value.dtype)
+    numerator = accumulated_matmul(rounded, value)
+    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
+    # Weights that all vanish, as of orthogonal vectors, are seen all the same.
+    seen = ops.cast(shift > LOWEST / 2, denominator.dtype)
+    return Reading(shift, numerator, denominator, elementwise_max(denominator, seen))
+
+
+def exact_attention(query, key, value, kernel, key_mask=None, causal=False):
+    """Attention by a kernel, O(T · S).
+
+    Args:
+        query: Scaled queries, `(B, T, N, H)`.
+        key: Scaled keys, `(B, S, K, H)`.
+        value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
+        kernel: `Softmax()` or `Polynomial(degree)`.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden
+            keys and values may hold anything, NaN included.
+        causal: Whether query i sees keys `j <= i` only.
+
+    Returns:
+        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key
+        is 0.
+    """
+    num_heads, num_kv_heads = query.shape[2], value.shape[2]
+    groups, length = num_heads // num_kv_heads, ops.shape(query)[1]
+    dtype, value = value.dtype, representable(value)
+    query = split_heads(query, num_kv_heads)
+    key, value = (split_heads(x, num_kv_heads) for x in (key, value))
+    mask = heads_mask(key_mask)
+    given = query, key, value
+    visible = ops.ones((1, ops.shape(key)[2]), dtype="bool")
+    if causal:
+        tokens = ops.repeat(ops.arange(length), groups)
+        visible = tokens[:, None] >= ops.arange(length)[None, :]
+    if mask is not None:
+        visible = visible & mask[..., None, :]
+    reading = read_exactly(kernel, *finite_tokens(*given), visible)
+    output = normalize(reading, kernel)
+    output = output + spoiled(*given, mask, groups, causal)
+    return ops.cast(merge_heads(output, num_heads, length), dtype)
+
+
+def finite_tokens(query, key, value):
+    """Queries, keys and values as `read_exactly` takes them."""
+    return bounded(query), bounded(key), finite_values(value)
+
+
+def spoiled(query, key, value, mask, groups, causal):
+    """NaN for rows that see a query, key or value which is not finite, else 0.
+
+    Args:
+        query: Array of shape `(..., R · G, H)`.
+        key: Array of shape `(..., S, H)`.
+        value: Array of shape `(..., S, V)`.
+        mask: Boolean array that broadcasts to `(..., S)`, or `None`.
+        groups: G.
+        causal: Whether query i of the last R tokens sees keys up to its own only.
+
+    Returns:
+        Array of shape `(..., R · G, 1)`.
+    """
+    keys = hide(spoils(key) + ops.cast(spoils(value), wide_dtype(key)), mask)
+    if causal:
+        keys = onward(keys)[..., -(ops.shape(query)[-2] // groups) :, :]
+        keys = ops.repeat(keys, groups, axis=-2)
+    else:
+        keys = ops.sum(keys, axis=-2, keepdims=True)
+    return spoils(query) + keys
+
+
+def softmax_attention(query, key, value, key_mask=None, causal=False):
+    """`softmax(q · k) v` over the visible keys; see `exact_attention`."""
+    return exact_attention(query, key, value, Softmax(), key_mask, causal)

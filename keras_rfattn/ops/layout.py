@@ -1,0 +1,122 @@
+"""Where heads and tokens stand: key heads first, sequences cut into blocks."""
+
+import keras
+from keras import ops
+
+from keras_rfattn.ops.features import Deferred
+from keras_rfattn.ops.features import Marked
+from keras_rfattn.ops.features import finite
+from keras_rfattn.ops.features import map_features
+from keras_rfattn.ops.masks import heads_mask
+from keras_rfattn.ops.not_finite import mark
+
+
+def heads_first(features, num_kv_heads):
+    """`(B, T, N, M)` features as `Marked` `(B, K, T · G, M)`, groups by token."""
+    features, spoiled = mark(features)
+    marked = Marked(finite(features), spoiled)
+    return map_features(lambda x: split_heads(x, num_kv_heads), marked)
+
+
+def split_heads(x, num_kv_heads):
+    """`(B, T, N, ·)` as `(B, K, T · G, ·)`."""
+    batch, length = ops.shape(x)[0], ops.shape(x)[1]
+    num_heads, width = x.shape[2], x.shape[3]
+    groups = num_heads // num_kv_heads
+    if groups == 1:
+        return ops.transpose(x, (0, 2, 1, 3))
+    x = ops.reshape(x, (batch, length, num_kv_heads, groups, width))
+    x = ops.transpose(x, (0, 2, 1, 3, 4))
+    return ops.reshape(x, (batch, num_kv_heads, length * groups, width))
+
+
+def merge_heads(x, num_heads, length):
+    """`(B, K, T · G, V)` back as `(B, T, N, V)`."""
+    batch, num_kv_heads, width = ops.shape(x)[0], x.shape[1], x.shape[3]
+    groups = num_heads // num_kv_heads
+    if groups == 1:
+        return ops.transpose(x, (0, 2, 1, 3))
+    x = ops.reshape(x, (batch, num_kv_heads, length, groups, width))
+    x = ops.transpose(x, (0, 2, 1, 3, 4))
+    return ops.reshape(x, (batch, length, num_heads, width))
+
+
+def cut_blocks(x, size):
+    """`(B, K, T, ·)` as `(B, K, T / size, size, ·)`, zeros after the end.
+
+    At least one block.
+    """
+    shape = ops.shape(x)
+    length = shape[2]
+    if isinstance(length, int):
+        padding = max(-(-length // size), 1) * size - length
+    else:
+        padding = ops.maximum(-(-length // size), 1) * size - length
+    if not isinstance(padding, int) or padding:
+        zeros = ops.zeros((*shape[:2], padding, shape[3]), dtype=x.dtype)
+        x = ops.concatenate([x, zeros], axis=2)
+    return ops.reshape(x, (shape[0], x.shape[1], -1, size, x.shape[3]))
+
+
+def block_mask(key_mask, length, size):
+    """Which keys of each block exist, `(B or 1, 1, T / C, C)`; `None` if all do."""
+    if key_mask is not None:
+        mask = heads_mask(key_mask)
+    elif isinstance(length, int) and length and length % size == 0:
+        return None
+    else:
+        mask = ops.ones((1, 1, length), dtype="bool")
+    return cut_blocks(mask[..., None], size)[..., 0]
+
+
+def take_apart(features):
+    """Arrays, and what makes `Features` of them, `None` if they are."""
+    # Elsewhere all blocks are taken at once: nothing would be saved.
+    if keras.backend.backend() != "jax" or not isinstance(features, Deferred):
+        return features.compute(), None
+    function, *arrays = features
+    return arrays, function
+
+
+def in_blocks(arrays, function, num_kv_heads, block_size, groups=1):
+    """Arrays of shape `(B, K, T / C, C · G, ·)`, and what makes `Features` of some."""
+    if function is None:
+        features = heads_first(arrays, num_kv_heads)
+        blocks = map_features(lambda x: cut_blocks(x, block_size * groups), features)
+        return blocks, lambda blocks: blocks
+    x, parameters = arrays
+
+    def compute(block):
+        # The map knows tokens, and one block of them at a time.
+        tokens = merge_heads(block[:, :, 0], num_kv_heads * groups, block_size)
+        features = heads_first(function(tokens, parameters), num_kv_heads)
+        return map_features(lambda x: x[:, :, None], features)
+
+    return cut_blocks(split_heads(x, num_kv_heads), block_size * groups), compute
+
+
+def one_block(blocks):
+    """A block of zeros if features are to be computed: their shapes are wanted."""
+    if isinstance(blocks, tuple):
+        return blocks
+    shape = ops.shape(blocks)
+    return ops.zeros((*shape[:2], 1, *shape[3:]), dtype=blocks.dtype)
+
+
+def join_blocks(blocks, num_heads, length):
+    """`(B, K, T / C, C · G, V)` as `(B, T, N, V)`, without what is after the end."""
+    shape = ops.shape(blocks)
+    rows = ops.reshape(blocks, (*shape[:2], -1, shape[-1]))
+    rows = rows[:, :, : length * (num_heads // blocks.shape[1])]
+    return merge_heads(rows, num_heads, length)
+
+
+def take_tokens(x, index):
+    """The tokens `index` `(B, L)` of each row of x, `(B, T, ...)` to `(B, L, ...)`."""
+    if keras.backend.backend() == "tensorflow":
+        # Keras' way takes a batch of unknown size to be at least 1.
+        import tensorflow as tf
+
+        return tf.gather(x, index, axis=1, batch_dims=1)
+    index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
+    return ops.take_along_axis(x, index, axis=1)

@@ -1,0 +1,64 @@
+"""What is not finite: it must reach the rows that see it, and no other.
+
+But 0 · NaN is NaN, and a largest number may be NaN or not. So a token that is not
+finite enters products as some finite one, and a NaN that stands for it (`spoiled`) is
+carried beside and added to the output of what sees it.
+"""
+
+import keras
+from keras import ops
+
+from keras_rfattn.ops.features import Marked
+from keras_rfattn.ops.precision import wide_dtype
+
+# Entries of queries and keys beyond this count as this: their squares, summed over a
+# head, stay far above `features.LOWEST`.
+LARGEST = 1e13
+
+
+def spoils(x):
+    """NaN for tokens `(..., D)` that are not finite, else 0: `(..., 1)`."""
+    zero, nan = (ops.convert_to_tensor(c, wide_dtype(x)) for c in (0, float("nan")))
+    return ops.where(_all_within(x, float("inf")), zero, nan)
+
+
+def onward(spoiled):
+    """NaN from the first NaN on, `(..., S, 1)`: what a cumulative sum would make."""
+    # Which XLA computes in S² steps.
+    position = ops.arange(ops.shape(spoiled)[-2], dtype="int32")[:, None]
+    found = ops.where(ops.isnan(spoiled), position, position[-1:] + 1)
+    first = ops.min(found, axis=-2, keepdims=True)
+    nan = ops.convert_to_tensor(float("nan"), spoiled.dtype)
+    return ops.where(position >= first, nan, ops.zeros_like(spoiled))
+
+
+def bounded(x):
+    """Queries or keys with entries in ±`LARGEST`, and 0 for NaN."""
+    # Without gradient where something is cut off, which costs less than one.
+    cut = ops.nan_to_num(ops.clip(ops.stop_gradient(x), -LARGEST, LARGEST), nan=0.0)
+    return ops.where(_all_within(x, LARGEST), x, cut)
+
+
+def finite_values(value):
+    """Values `(..., V)` with 0 for tokens that are not finite."""
+    return ops.where(_all_within(value, float("inf")), value, 0)
+
+
+def _all_within(x, limit):
+    """Whether all entries of a token are smaller than a limit, `(..., 1)`."""
+    x = ops.abs(ops.stop_gradient(x))
+    if keras.backend.backend() == "torch":
+        # Fewer passes. The largest of NaN and others is NaN here, but not in XLA.
+        return ops.max(x, axis=-1, keepdims=True) < limit
+    return ops.all(x < limit, axis=-1, keepdims=True)
+
+
+def mark(features):
+    """`Marked`, of features that are NaN where a token was not finite."""
+    if isinstance(features, Marked):
+        return features
+    spoiled = ops.isnan(features.log_scale[..., :1])
+    log_scale = ops.where(spoiled, 0, features.log_scale)
+    zero, nan = (ops.convert_to_tensor(c, log_scale.dtype) for c in (0, float("nan")))
+    features = features._replace(log_scale=log_scale)
+    return Marked(features, ops.where(spoiled, nan, zero))

@@ -1,0 +1,84 @@
+"""How features are summed: what users may choose beside the map."""
+
+import dataclasses
+
+import numpy as np
+
+DEFAULT_BLOCK_SIZE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Choices of an attention algorithm, checked when made.
+
+    Attributes:
+        block_size: Number of tokens in a block of causal attention, 128 if `None`.
+            Changes no number.
+        window: Number of tokens within which attention is exact: the sequence is cut
+            into windows of so many, counted from a row's first visible token, and
+            features take over beyond. `None` for features alone.
+        sliding: Whether the window before a query's own is exact too (and, without
+            causality, the one after).
+
+    Raises:
+        ValueError: If a number is not a positive integer, `sliding` not a boolean, or
+            `sliding` is asked for without a window.
+    """
+
+    block_size: int | None = None
+    window: int | None = None
+    sliding: bool = False
+
+    def __post_init__(self):
+        if self.block_size is not None and not _is_positive_integer(self.block_size):
+            raise ValueError(
+                "`block_size` must be a positive integer or `None`. "
+                f"Received: block_size={self.block_size!r}."
+            )
+        if self.window is not None and not _is_positive_integer(self.window):
+            raise ValueError(
+                "`window` must be a positive number of tokens or `None`. "
+                f"Received: window={self.window!r}."
+            )
+        if not isinstance(self.sliding, bool):
+            raise ValueError(
+                "`sliding` must be `True` or `False`. "
+                f"Received: sliding={self.sliding!r}."
+            )
+        if self.sliding and self.window is None:
+            raise ValueError(
+                "`sliding` needs a `window`. Received: sliding=True, window=None."
+            )
+
+    @property
+    def block_length(self):
+        """`block_size`, or the default."""
+        return DEFAULT_BLOCK_SIZE if self.block_size is None else self.block_size
+
+    @classmethod
+    def take(cls, arguments):
+        """Removes the options from a dict of keyword arguments, and returns them."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: arguments.pop(name) for name in names if name in arguments})
+
+    @classmethod
+    def only(cls, arguments):
+        """The options that keyword arguments are, or `TypeError` for any other."""
+        rest = dict(arguments)
+        options = cls.take(rest)
+        if rest:
+            names = [field.name for field in dataclasses.fields(cls)]
+            raise TypeError(
+                f"{sorted(rest)} are no arguments of this function. Received: {rest}. "
+                f"Beside those it names it takes {names}."
+            )
+        return options
+
+    def config(self):
+        """As a dict, for configs."""
+        return dataclasses.asdict(self)
+
+
+def _is_positive_integer(x):
+    is_integer = isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+    return is_integer and x > 0

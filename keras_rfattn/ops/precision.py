@@ -1,0 +1,100 @@
+"""Products and comparisons at the precision that `keras.ops` does not promise.
+
+Keras exposes neither the precision nor the accumulation type of a product, and
+both decide whether linear attention is right: an exponent rounded to bfloat16 is
+off by a factor, and a running sum kept in bfloat16 stops growing at 256.
+"""
+
+import keras
+from keras import ops
+
+
+def wide_dtype(*arrays):
+    """The dtype sums and exponents are kept in: float32, or float64 if any is."""
+    names = {keras.backend.standardize_dtype(x.dtype) for x in arrays}
+    return "float64" if "float64" in names else "float32"
+
+
+def accumulated_matmul(a, b, transpose_a=False, transpose_b=False):
+    """`a @ b` with operands as they are and sums in float32.
+
+    Args:
+        a: Array of shape `(..., i, j)`, or `(..., j, i)` if `transpose_a`.
+        b: Array of shape `(..., j, k)`, or `(..., k, j)` if `transpose_b`, with the
+            dtype of `a`.
+        transpose_a: Whether `a` is given transposed.
+        transpose_b: Whether `b` is given transposed.
+
+    Returns:
+        Array of shape `(..., i, k)`, float32 (float64 for float64 operands).
+    """
+    dtype = wide_dtype(a, b)
+    if keras.backend.backend() == "jax":
+        import jax
+        import jax.numpy as jnp
+
+        shape = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a = jnp.broadcast_to(a, (*shape, *a.shape[-2:]))
+        b = jnp.broadcast_to(b, (*shape, *b.shape[-2:]))
+        # One contraction: a transpose before it would be undone in the gradient.
+        rank = len(a.shape)
+        lead = tuple(range(rank - 2))
+        axes = (
+            (rank - 2 if transpose_a else rank - 1,),
+            (rank - 1 if transpose_b else rank - 2,),
+        )
+        return jax.lax.dot_general(
+            a, b, (axes, (lead, lead)), preferred_element_type=dtype
+        )
+    a, b = ops.cast(a, dtype), ops.cast(b, dtype)
+    a = ops.swapaxes(a, -1, -2) if transpose_a else a
+    b = ops.swapaxes(b, -1, -2) if transpose_b else b
+    if keras.backend.backend() == "torch":
+        # Keras would make float32 of float64.
+        return a @ b
+    return ops.matmul(a, b)
+
+
+def elementwise_max(a, b):
+    """`max(a, b)` in the dtype of `a`: Keras on PyTorch turns float64 into float32."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+    return ops.maximum(a, b)
+
+
+def elementwise_min(a, b):
+    """`min(a, b)` in the dtype of `a`."""
+    return -elementwise_max(-a, -b)
+
+
+def precise_einsum(equation, a, b):
+    """`einsum` at full float32 precision, also where a TPU or GPU would round.
+
+    The result is about to be exponentiated, so its absolute error is the
+    relative error of a feature: a TPU's default single bfloat16 pass is off by
+    0.04 at an exponent of 10.
+    """
+    dtype = wide_dtype(a, b)
+    a, b = ops.cast(a, dtype), ops.cast(b, dtype)
+    if keras.backend.backend() == "jax":
+        import jax
+        import jax.numpy as jnp
+
+        # The operand with the free axes of the result's end comes first: XLA on a
+        # CPU then writes the result in order instead of transposing it afterwards.
+        inputs, output = equation.split("->")
+        equation = ",".join(reversed(inputs.split(","))) + "->" + output
+        return jnp.einsum(equation, b, a, precision=jax.lax.Precision.HIGHEST)
+    return ops.einsum(equation, a, b)
+
+
+def representable(value):
+    """`value` in a dtype that can hold features beside it: float16 as float32.
+
+    float16's smallest number is exp(-17), and features span far more.
+    """
+    if keras.backend.standardize_dtype(value.dtype) == "float16":
+        return ops.cast(value, "float32")
+    return value

@@ -1,0 +1,228 @@
+"""Sums over features: all that an algorithm is made of.
+
+`summarize` folds keys and values into sums whose size does not depend on how many
+there were, each feature relative to its own maximum. `read` looks queries up in such
+sums, with the maxima absorbed into the query's exponent: the largest exponent becomes 0
+and meets a sum that holds a 1, so a denominator of a positive map is at least 1.
+`combine` adds two readings of disjoint sets of keys, and `normalize` divides.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+from keras import ops
+
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.features import Marked
+from keras_rfattn.ops.loops import exclusive_scan
+from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.not_finite import finite_values
+from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import elementwise_max
+from keras_rfattn.ops.precision import wide_dtype
+
+# Below this fraction of the sum of magnitudes a signed denominator is rounding
+# noise in float32, whose resolution is 6e-8 per term.
+GUARD = 1e-6
+
+
+class Sums(NamedTuple):
+    """Keys and values summed per feature, relative to `maximum` (see `summarize`)."""
+
+    maximum: Any  # (..., M or 1)
+    numerator: Any  # (..., M, V)
+    normalizer: Any  # (..., M)
+    magnitude: Any  # (..., M or 1): the normalizer with every |value| taken as 1
+    spoiled: Any  # (...): NaN if a key or value was not finite, else 0
+
+
+class Reading(NamedTuple):
+    """What queries see of some keys, times `exp(-shift)`; `bound >= |denominator|`."""
+
+    shift: Any  # (..., R)
+    numerator: Any  # (..., R, V)
+    denominator: Any  # (..., R)
+    bound: Any  # (..., R)
+
+
+def admit(key, value, mask=None):
+    """What `summarize` takes: hidden rows in no product, and no value not finite.
+
+    Args:
+        key: `Marked` of shape `(..., S, M)`.
+        value: Array of shape `(..., S, V)`.
+        mask: Boolean array of shape `(..., S)`, true for visible keys; hidden keys and
+            values may hold anything.
+
+    Returns:
+        `Marked` features, whose mark tells of their values too, and the values.
+    """
+    value = hide(value, mask)
+    spoiled = hide(key.spoiled, mask) + ops.cast(spoils(value), key.spoiled.dtype)
+    return Marked(key.features.hidden(mask), spoiled), finite_values(value)
+
+
+def summarize(key, value, mask=None):
+    """Sums keys and values over S.
+
+    Args:
+        key: `Marked` of shape `(..., S, M)`, as `admit` gives them.
+        value: Array of shape `(..., S, V)`, likewise; its dtype is the compute dtype.
+        mask: The mask given to `admit`.
+
+    Returns:
+        `Sums`, in float32 (float64 for float64 features).
+    """
+    key, spoiled = key
+    maximum = ops.stop_gradient(ops.max(key.log_scale, axis=-2))
+    shift = ops.expand_dims(maximum, -2)
+    rows = key.expand(shift, value.dtype)
+    if key.is_exponential:
+        # Where no key is visible the maximum is `LOWEST` too.
+        rows = hide(rows, mask)
+    numerator = accumulated_matmul(rows, value, transpose_a=True)
+    dtype = numerator.dtype
+    normalizer = ops.sum(ops.cast(rows, dtype), axis=-2)
+    if key.is_exponential:
+        magnitude = normalizer
+    else:
+        magnitude = ops.sum(hide(key.magnitudes(shift, dtype), mask), axis=-2)
+    spoiled = ops.sum(ops.cast(spoiled[..., 0], dtype), axis=-1)
+    return Sums(maximum, numerator, normalizer, magnitude, spoiled)
+
+
+def merge_sums(a, b):
+    """The sums over two disjoint sets of keys together."""
+    maximum = elementwise_max(a.maximum, b.maximum)
+    left, right = ops.exp(a.maximum - maximum), ops.exp(b.maximum - maximum)
+    return Sums(
+        maximum,
+        a.numerator * left[..., None] + b.numerator * right[..., None],
+        a.normalizer * left + b.normalizer * right,
+        a.magnitude * left + b.magnitude * right,
+        a.spoiled + b.spoiled,
+    )
+
+
+def settle(sums):
+    """The first four `Sums`, with what was not finite in them."""
+    numerator = sums.numerator + sums.spoiled[..., None, None]
+    return sums.maximum, numerator, sums.normalizer, sums.magnitude
+
+
+def rebase(sums, maximum):
+    """The same sums relative to another `maximum`, at least their own."""
+    factor = ops.exp(sums.maximum - maximum)
+    return Sums(
+        maximum,
+        sums.numerator * factor[..., None],
+        sums.normalizer * factor,
+        sums.magnitude * factor,
+        sums.spoiled,
+    )
+
+
+def query_shift(query, maximum):
+    """The largest exponent each query meets: `(..., R)` from `(..., R, M)`."""
+    exponent = query.log_scale + ops.expand_dims(maximum, -2)
+    return ops.stop_gradient(ops.max(exponent, axis=-1))
+
+
+def read(sums, query, shift, dtype):
+    """Looks queries up in `sums`, but for their mark, which is added to the output.
+
+    Args:
+        sums: `Sums` with leading dimensions `(...)`.
+        query: `Features` of shape `(..., R, M)`.
+        shift: Array of shape `(..., R)`, at least `query_shift(query, maximum)`.
+        dtype: Compute dtype of the products.
+
+    Returns:
+        A `Reading` relative to `shift`.
+    """
+    log_scale = query.log_scale + ops.expand_dims(sums.maximum, -2)
+    shifted = query._replace(log_scale=log_scale)
+    rows = shifted.expand(shift[..., None], dtype)
+    numerator = accumulated_matmul(rows, ops.cast(sums.numerator, dtype))
+    wide = numerator.dtype
+    column = ops.cast(ops.expand_dims(sums.normalizer, -1), wide)
+    denominator = accumulated_matmul(ops.cast(rows, wide), column)[..., 0]
+    if query.is_exponential:
+        bound = denominator
+    else:
+        scale = shifted.magnitudes(shift[..., None], wide)
+        column = ops.cast(ops.expand_dims(sums.magnitude, -1), wide)
+        bound = accumulated_matmul(scale, column)[..., 0]
+        if sums.magnitude.shape[-1] == 1:
+            bound = bound * query.width
+    return Reading(shift, numerator, denominator, bound)
+
+
+def combine(a, b):
+    """Adds the readings of two disjoint sets of keys by the same queries."""
+    shift = elementwise_max(a.shift, b.shift)
+    left, right = ops.exp(a.shift - shift), ops.exp(b.shift - shift)
+    return Reading(
+        shift,
+        a.numerator * left[..., None] + b.numerator * right[..., None],
+        a.denominator * left + b.denominator * right,
+        a.bound * left + b.bound * right,
+    )
+
+
+def normalize(reading, features):
+    """Numerator over denominator; 0 for a row that sees no key, as its numerator is.
+
+    A positive map's denominator is used as it is. A signed map's denominator D can
+    come near 0 by cancellation; with `bound = Σ_j Σ_m exp(log_scale_i + log_scale_j)`
+    (every |value| taken as 1) it is replaced by
+
+        sign(D) · max(|D|, GUARD · bound),  sign(0) = 1
+
+    which needs sums alone, so that all algorithms agree. The 1 in the denominator of
+    polynomial attention is `exp(-shift)` here.
+
+    Args:
+        reading: A `Reading`.
+        features: What was read with, for `is_signed` and `has_offset`.
+    """
+    denominator = reading.denominator
+    if features.is_signed:
+        floor = GUARD * ops.stop_gradient(reading.bound)
+        sign = ops.where(denominator < 0, -1.0, 1.0)
+        sign = ops.cast(sign, denominator.dtype)
+        denominator = sign * elementwise_max(ops.abs(denominator), floor)
+    seen = reading.bound > 0
+    if features.has_offset:
+        # Of a sum of squares; below 0 it is rounding.
+        denominator = elementwise_max(denominator, 0)
+        shift = ops.where(seen, reading.shift, 0)
+        denominator = denominator + ops.cast(ops.exp(-shift), denominator.dtype)
+    denominator = ops.where(seen, denominator, 1)
+    return reading.numerator / denominator[..., None]
+
+
+def no_sums(key, value):
+    """The sums over no key at all; `key` and `value` give shapes and dtypes."""
+    lead, dtype, scale = ops.shape(value)[:2], wide_dtype(value), key.log_scale
+    return Sums(
+        ops.full((*lead, scale.shape[-1]), LOWEST, dtype=scale.dtype),
+        ops.zeros((*lead, key.width, value.shape[-1]), dtype=dtype),
+        ops.zeros((*lead, key.width), dtype=dtype),
+        ops.zeros((*lead, scale.shape[-1]), dtype=dtype),
+        ops.zeros(lead, dtype=dtype),
+    )
+
+
+def prefix_sums(blocks, start):
+    """Sums over all blocks before each, and over all: a scan over small states."""
+    moved = tuple(ops.moveaxis(x, 2, 0) for x in blocks)
+
+    def add(before, block):
+        sums = merge_sums(Sums(*before), Sums(*block))
+        return tuple(ops.cast(x, y.dtype) for x, y in zip(sums, start, strict=True))
+
+    last, prefix = exclusive_scan(add, tuple(start), moved)
+    prefix = Sums(*(ops.moveaxis(x, 0, 2) for x in prefix))
+    return prefix, Sums(*last)

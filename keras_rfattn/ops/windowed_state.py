@@ -1,0 +1,228 @@
+"""The state of fixed size for attention that is exact within windows.
+
+Beside the sums of all windows beyond, it holds the keys and values of the windows that
+the last token weighs exactly (one, or two with `sliding`), and their sums, which join
+the others as soon as a new window begins. Its size depends on the window alone, and
+windows are counted from a row's first visible token, as in `local_attention`.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+from keras import ops
+
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.kernel_attention import finite_tokens
+from keras_rfattn.ops.kernel_attention import read_exactly
+from keras_rfattn.ops.kernel_attention import spoiled
+from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.layout import merge_heads
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.masks import heads_mask
+from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.sums import Sums
+from keras_rfattn.ops.sums import admit
+from keras_rfattn.ops.sums import combine
+from keras_rfattn.ops.sums import merge_sums
+from keras_rfattn.ops.sums import normalize
+from keras_rfattn.ops.sums import query_shift
+from keras_rfattn.ops.sums import read
+from keras_rfattn.ops.sums import settle
+from keras_rfattn.ops.sums import summarize
+
+
+class LocalState(NamedTuple):
+    """What past tokens left behind; a pytree with the batch on axis 0.
+
+    Axis 2 of the sums counts windows: all those beyond, then each of the n near ones
+    (n is 1, or 2 with `sliding`), the last token's own last.
+
+    Attributes:
+        maximum: `(B, K, n + 1, M)` (or 1 for M), as in `State`, float32.
+        numerator: `(B, K, n + 1, M, V)`, float32.
+        normalizer: `(B, K, n + 1, M)`, float32.
+        magnitude: like `maximum`.
+        key: `(B, K, n · window, H)`: scaled keys of the near windows, float32.
+        value: `(B, K, n · window, V)`.
+        visible: `(B, n · window)`, which of them exist.
+        position: `(B,)`: tokens since the first visible one, int32.
+    """
+
+    maximum: Any
+    numerator: Any
+    normalizer: Any
+    magnitude: Any
+    key: Any
+    value: Any
+    visible: Any
+    position: Any
+
+
+def init_local_state(
+    batch_size, num_kv_heads, feature_dim, value_dim, head_dim, window, sliding=False,
+    scale_dim=None, dtype="float32",
+):  # fmt: skip
+    """The state before any token.
+
+    Args:
+        batch_size: Number of sequences.
+        num_kv_heads: Number of key/value heads K.
+        feature_dim: Feature width M.
+        value_dim: Value dim V.
+        head_dim: Head dim H of the keys.
+        window: Length of a window in tokens.
+        sliding: Whether the window before a query's own is exact too.
+        scale_dim: As in `init_state`.
+        dtype: Of the values it keeps; keys are kept in float32.
+
+    Returns:
+        A `LocalState`.
+    """
+    near = 2 if sliding else 1
+    lead = (batch_size, num_kv_heads, near + 1)
+    scale_dim = feature_dim if scale_dim is None else scale_dim
+    kept = (batch_size, num_kv_heads, near * window)
+    return LocalState(
+        ops.full((*lead, scale_dim), LOWEST, dtype="float32"),
+        ops.zeros((*lead, feature_dim, value_dim), dtype="float32"),
+        ops.zeros((*lead, feature_dim), dtype="float32"),
+        ops.zeros((*lead, scale_dim), dtype="float32"),
+        ops.zeros((*kept, head_dim), dtype="float32"),
+        ops.zeros((*kept, value_dim), dtype=dtype),
+        ops.zeros((batch_size, near * window), dtype="bool"),
+        ops.zeros((batch_size,), dtype="int32"),
+    )
+
+
+def extend_local_state(state, key_features, value, key, key_mask=None):
+    """Adds tokens to a state.
+
+    Args:
+        state: A `LocalState`.
+        key_features: `Features` of shape `(B, S, K, M)`, any S.
+        value: Array of shape `(B, S, K, V)`.
+        key: Scaled keys, `(B, S, K, H)`.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys.
+
+    Returns:
+        The extended `LocalState`.
+    """
+    num_kv_heads, near = value.shape[2], state.maximum.shape[2] - 1
+    window = state.key.shape[2] // near
+    new = ops.ones(ops.shape(value)[:2], "bool")
+    new = new if key_mask is None else ops.cast(key_mask, "bool")
+    moved = _Move(state.position, new, window, near)
+
+    features = heads_first(key_features, num_kv_heads)
+    value, key = (split_heads(x, num_kv_heads) for x in (value, key))
+    wide = representable(value)
+    old = [_sums(state, i) for i in range(near + 1)]
+    empty = _sums(_empty_like(state), 0)
+    sums = []
+    for place in range(near + 1):
+        mask = heads_mask(new & (moved.place == place))
+        total = summarize(*admit(features, wide, mask), mask)
+        for origin, part in enumerate(old):
+            stays = moved.place_of(origin) == place
+            total = merge_sums(total, _where(stays, part, empty))
+        sums.append([ops.cast(x, "float32") for x in settle(total)])
+    return LocalState(
+        *(ops.stack(parts, axis=2) for parts in zip(*sums, strict=True)),
+        moved.keep(state.key, hide(key, new[:, None])),
+        moved.keep(state.value, hide(value, new[:, None])),
+        moved.keep(state.visible[:, None, :, None], new[:, None, :, None])[:, 0, :, 0]
+        & moved.exists,
+        moved.position,
+    )
+
+
+class _Move:
+    """Where tokens and windows of each row go when tokens are added.
+
+    Args:
+        position: `(B,)`, tokens so far.
+        new: `(B, S)`, which added ones are visible.
+        window: Length of a window.
+        near: Number of near windows.
+    """
+
+    def __init__(self, position, new, window, near):
+        self.near, length = near, ops.shape(new)[1]
+        found = ops.any(new, axis=1)
+        hidden = ops.where(
+            found, ops.cast(ops.argmax(ops.cast(new, "int32"), 1), "int32"), length
+        )
+        skipped = ops.where(position > 0, 0, hidden)
+        self.position = position + length - skipped
+        before, own = (
+            ops.maximum(x - 1, 0) // window for x in (position, self.position)
+        )
+        self.shift = own - before
+        added = position[:, None] - skipped[:, None] + ops.arange(length, dtype="int32")
+        # A token's place among beyond (0) and near windows.
+        self.place = ops.clip(added // window - own[:, None] + near, 0, near)
+        # Slots of the new near windows, as tokens since the first and as sources.
+        slots = ops.arange(near * window, dtype="int32")[None]
+        token = (own[:, None] - near + 1) * window + slots
+        self.exists = (token >= 0) & (token < self.position[:, None])
+        kept = slots + self.shift[:, None] * window
+        came = near * window + token - position[:, None] + skipped[:, None]
+        source = ops.where(token < position[:, None], kept, came)
+        self.source = ops.clip(source, 0, near * window + length - 1)
+
+    def place_of(self, origin):
+        """Where a window that was at `origin` is now, `(B,)`."""
+        return ops.maximum(origin - self.shift, 0)
+
+    def keep(self, old, new):
+        """Near slots of `(B, K, n · window, ·)` and of `(B, K, S, ·)` together."""
+        both = ops.concatenate([old, ops.cast(new, old.dtype)], axis=2)
+        return ops.take_along_axis(both, self.source[:, None, :, None], axis=2)
+
+
+def _sums(state, place):
+    """The sums of one place."""
+    sums = [x[:, :, place] for x in state[:4]]
+    return Sums(*sums, ops.zeros_like(sums[2][..., 0]))
+
+
+def _empty_like(state):
+    """The state before any token, of the shapes of another."""
+    return LocalState(
+        ops.full_like(state.maximum, LOWEST), *(ops.zeros_like(x) for x in state[1:])
+    )
+
+
+def _where(rows, a, b):
+    def choose(x, y):
+        return ops.where(ops.reshape(rows, (-1, *(1,) * (len(x.shape) - 1))), x, y)
+
+    return Sums(*(choose(x, y) for x, y in zip(a, b, strict=True)))
+
+
+def read_local_state(state, query_features, query, kernel):
+    """What queries of the last token see of all tokens in a state.
+
+    Args:
+        state: A `LocalState`.
+        query_features: `Features` of shape `(B, T, N, M)`; every query sees the
+            whole state.
+        query: Scaled queries, `(B, T, N, H)`.
+        kernel: `Softmax()` or `Polynomial(degree)`, of which the features are.
+
+    Returns:
+        Array of shape `(B, T, N, V)` in the dtype of the values it holds.
+    """
+    num_kv_heads, value = state.key.shape[1], representable(state.value)
+    features, _ = heads_first(query_features, num_kv_heads)
+    far = _sums(state, 0)
+    far = read(far, features, query_shift(features, far.maximum), value.dtype)
+    length, num_heads = ops.shape(query)[1], query_features.num_heads
+    query, visible = split_heads(query, num_kv_heads), state.visible[:, None]
+    groups = num_heads // num_kv_heads
+    tokens = query, state.key, value
+    near = read_exactly(kernel, *finite_tokens(*tokens), visible[..., None, :])
+    output = normalize(combine(far, near), features)
+    output = output + spoiled(*tokens, visible, groups, causal=False)
+    return ops.cast(merge_heads(output, num_heads, length), state.value.dtype)

@@ -1,0 +1,161 @@
+"""How the files beside this one were made, before the package was rearranged.
+
+    KERAS_BACKEND=jax python tests/models/saved/make.py FOLDER
+
+They are not to be made again: what they show is that older files still load.
+"""
+
+import json
+import pathlib
+import sys
+
+import keras
+import numpy as np
+
+import keras_rfattn
+from keras_rfattn import feature_maps as maps
+
+X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
+TOKENS = np.array([[5, 7, 9, 4, 2, 0], [3, 8, 6, 2, 0, 0]], "int32")
+MECHANISMS = {
+    name: {"num_features": 3}
+    for name in (
+        "favor",
+        "favorplus",
+        "favorpp",
+        "favorpp_dense",
+        "gerf",
+        "poisson",
+        "poisson_positive",
+        "geometric",
+        "geometric_positive",
+        "complex_exponential",
+        "hybrid_angular",
+        "hybrid_gaussian",
+        "hybrid_clustered",
+        "hybrid_gaussian_mixture",
+        "polysketch",
+        "polysketch_learned",
+        "relu",
+    )
+} | {"elu": {}, "polynomial": {"degree": 2}}
+NOT_BY_NAME = {
+    "pair": lambda: maps.FavorPlus(3, pair=True, projection="hadamard", seed=1),
+    "per_direction": lambda: maps.FavorPP(3, per_direction=True, seed=2),
+    "full": lambda: maps.ComplexExponential(3, form="full", seed=3),
+    "conditioned": lambda: maps.Conditioned(maps.Gerf(3, seed=5)),
+    "hybrid": lambda: maps.Hybrid(
+        ["favor", maps.FavorPlus(2, seed=0)], [maps.AngularCoefficient(2, seed=1)]
+    ),
+    "elu_projected": lambda: maps.Elu(4, projection="gaussian", seed=6),
+    "relu_plain": lambda: maps.Relu(projection=None),
+}
+
+
+def every_map():
+    """A model with a layer for each map, calibrated; some with a window."""
+    inputs = keras.Input((6, 8))
+    outputs = []
+    chosen = {n: maps.get(n, seed=4, **a) for n, a in MECHANISMS.items()}
+    chosen |= {n: make() for n, make in NOT_BY_NAME.items()}
+    for i, (name, feature_map) in enumerate(chosen.items()):
+        windowed = feature_map.exact_kernel is not None and i % 2
+        options = {"window": 2, "sliding": i % 4 == 1} if windowed else {}
+        kind = (keras_rfattn.layers.GroupedQueryAttention, (2, 2, 1))
+        if i % 3:
+            kind = (keras_rfattn.layers.MultiHeadAttention, (1, 2))
+        layer = kind[0](*kind[1], feature_map=feature_map, name=name, **options)
+        outputs.append(layer(inputs, inputs, use_causal_mask=i % 2 == 0))
+    model = keras.Model(inputs, keras.layers.Concatenate()(outputs))
+    generator = np.random.default_rng(1)
+    return keras_rfattn.calibrate(
+        model, [generator.normal(size=(2, 6, 8)).astype("float32")], verbose=0
+    )
+
+
+class Own(keras.Model):
+    """A container without a `build` of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = keras.layers.MultiHeadAttention(2, 4)
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(self.attention(x, x))
+
+
+def replaced_own():
+    model = keras.saving.register_keras_serializable("written_before")(Own)()
+    model(X)
+    return keras_rfattn.replace_attention(model, "favorplus", num_features=4, seed=1)
+
+
+def bert():
+    import keras_hub
+
+    backbone = keras_hub.models.BertBackbone(30, 2, 2, 8, 16, max_sequence_length=12)
+    keras_rfattn.replace_attention(backbone, "favorpp", num_features=4, seed=1)
+    return backbone
+
+
+def gpt2_task(folder):
+    import keras_hub
+
+    models = keras_hub.models
+    backbone = models.GPT2Backbone(30, 1, 2, 8, 16, max_sequence_length=12)
+    vocabulary = ["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "ab", "Ġa"]
+    tokenizer = models.GPT2Tokenizer(
+        {t: i for i, t in enumerate(vocabulary)}, ["a b", "Ġ a"]
+    )
+    preprocessor = models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=12)
+    task = models.GPT2CausalLM(backbone, preprocessor)
+    keras_rfattn.replace_attention(task, "favorplus", num_features=4, seed=2)
+    task.save_to_preset(str(folder))
+    return task
+
+
+def segments():
+    mask = (TOKENS != 0).astype("int32")
+    return {"token_ids": TOKENS, "segment_ids": 0 * mask, "padding_mask": mask}
+
+
+def output(model, x):
+    return np.concatenate(
+        [keras.ops.convert_to_numpy(y).ravel() for y in keras.tree.flatten(model(x))]
+    )
+
+
+def main(folder):
+    folder = pathlib.Path(folder)
+    keras.utils.set_random_seed(0)
+    outputs = {}
+
+    model = every_map()
+    model.save(folder / "every_map.keras")
+    outputs["every_map"] = output(model, X)
+
+    model = replaced_own()
+    model.save(folder / "own.keras")
+    model.save_weights(folder / "own.weights.h5")
+    outputs["own"] = output(model, X)
+
+    model = bert()
+    model.save(folder / "bert.keras")
+    outputs["bert"] = output(model, segments())
+
+    inputs = {k: segments()[k] for k in ("token_ids", "padding_mask")}
+    outputs["gpt2"] = output(gpt2_task(folder / "gpt2"), inputs)
+
+    model = keras_rfattn.models.transformer_pp(
+        attention="polysketch", vocabulary_size=10, num_layers=1, num_heads=1,
+        head_dim=4, num_features=3, window=2, seed=1,
+    )  # fmt: skip
+    model.save(folder / "transformer_pp.keras")
+    outputs["transformer_pp"] = output(model, TOKENS)
+    np.savez(folder / "outputs.npz", **outputs)
+    print(json.dumps({k: v.shape for k, v in outputs.items()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

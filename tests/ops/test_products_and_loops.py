@@ -1,0 +1,40 @@
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn.ops.loops import exclusive_scan
+from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import precise_einsum
+from tests import helpers as h
+
+
+def test_sums_of_narrow_numbers_keep_growing():
+    # A bfloat16 sum of ones stops at 256.
+    ones = ops.ones((1, 1000), dtype="bfloat16")
+    product = accumulated_matmul(ones, ops.transpose(ones))
+    assert keras.backend.standardize_dtype(product.dtype) == "float32"
+    assert float(h.to_numpy(product)[0, 0]) == 1000
+
+
+@pytest.mark.parametrize("product", ["matmul", "einsum"])
+def test_float64_stays_float64(product):
+    with h.double_precision():
+        x = np.random.default_rng(0).normal(size=(2, 5, 5))
+        a, b = ops.convert_to_tensor(x[0]), ops.convert_to_tensor(x[1])
+        if product == "matmul":
+            actual = accumulated_matmul(a, b)
+        else:
+            actual = precise_einsum("ij,jk->ik", a, b)
+        assert keras.backend.standardize_dtype(actual.dtype) == "float64"
+        h.assert_close(actual, x[0] @ x[1], 1e-14)
+
+
+def test_exclusive_scan_keeps_what_came_before():
+    x = np.arange(1.0, 6.0, dtype="float32")
+    start = (ops.convert_to_tensor(np.float32(10)),)
+    last, before = exclusive_scan(
+        lambda carry, new: (carry[0] + new[0],), start, (ops.convert_to_tensor(x),)
+    )
+    assert float(h.to_numpy(last[0])) == 25
+    h.assert_same(before[0], np.array([10, 11, 13, 16, 20], "float32"))

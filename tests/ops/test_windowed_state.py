@@ -1,0 +1,126 @@
+"""The windowed state, token by token, against the parallel pass."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn.ops import Local
+from keras_rfattn.ops import extend_local_state
+from keras_rfattn.ops import init_local_state
+from keras_rfattn.ops import local_attention
+from keras_rfattn.ops import read_local_state
+from keras_rfattn.ops.features import map_features
+from tests import helpers as h
+from tests.feature_maps.cases import case
+
+WINDOW, SPLIT = 7, 17
+NAMES = ("favor", "favorpp", "polysketch")
+CASES = [
+    (name, kind, sliding)
+    for name in NAMES
+    for kind in ("left", "scattered")
+    for sliding in (False, True)
+]
+
+
+def setup(name, kind):
+    """Map, arrays of `(query features, key features, value, query, key)`, mask."""
+    feature_map, x = h.build(name), h.problem()
+    side = feature_map.default_scale(h.HEAD_DIM) ** 0.5 * case(name).size
+    query, key = (ops.convert_to_tensor(side * a) for a in (x.query, x.key))
+    stats = feature_map.statistics(query, key, causal=True)
+    features = (
+        feature_map.query_features(query, stats),
+        feature_map.key_features(key, stats),
+    )
+    value = ops.convert_to_tensor(x.value)
+    return feature_map, (*features, value, query, key), h.padding_masks()[kind]
+
+
+def cut(arrays, start, stop):
+    features = [map_features(lambda x: x[:, start:stop], x) for x in arrays[:2]]
+    return *features, *(x[:, start:stop] for x in arrays[2:])
+
+
+def empty(feature_map, sliding):
+    return init_local_state(
+        h.BATCH,
+        h.KV_HEADS,
+        feature_map.output_dim,
+        h.VALUE_DIM,
+        h.HEAD_DIM,
+        WINDOW,
+        sliding,
+        feature_map.features_per_scale,
+    )
+
+
+def extended(state, arrays, mask):
+    _, features, value, _, key = arrays
+    call = h.compiled(extend_local_state)
+    return call(state, features, value, key, ops.convert_to_tensor(mask))
+
+
+def steps(state, feature_map, arrays, mask, start):
+    """Outputs of tokens `start`, `start + 1`, ..., fed one by one."""
+    read = h.compiled(read_local_state, kernel=feature_map.exact_kernel)
+    outputs = []
+    for t in range(start, mask.shape[1]):
+        now = cut(arrays, t, t + 1)
+        state = extended(state, now, mask[:, t : t + 1])
+        outputs.append(h.to_numpy(read(state, now[0], now[3])))
+    return np.concatenate(outputs, axis=1), state
+
+
+def parallel(feature_map, arrays, mask, sliding):
+    query_features, key_features, value, query, key = arrays
+    where = Local(query, key, feature_map.exact_kernel, WINDOW, sliding)
+    output = local_attention(
+        query_features, key_features, value, where, ops.convert_to_tensor(mask), True
+    )
+    return h.to_numpy(output)
+
+
+@pytest.mark.parametrize(("name", "kind", "sliding"), CASES)
+def test_token_by_token_is_the_parallel_pass(name, kind, sliding):
+    feature_map, arrays, mask = setup(name, kind)
+    output, state = steps(empty(feature_map, sliding), feature_map, arrays, mask, 0)
+    h.assert_close(output, parallel(feature_map, arrays, mask, sliding))
+    h.assert_same(state.position, h.LENGTH - mask.argmax(axis=1))
+
+
+@pytest.mark.parametrize(("name", "kind", "sliding"), CASES)
+def test_prefill_then_steps(name, kind, sliding):
+    feature_map, arrays, mask = setup(name, kind)
+    state = empty(feature_map, sliding)
+    state = extended(state, cut(arrays, 0, SPLIT), mask[:, :SPLIT])
+    output, last = steps(state, feature_map, arrays, mask, SPLIT)
+    expected = parallel(feature_map, arrays, mask, sliding)[:, SPLIT:]
+    h.assert_close(output, expected)
+    whole = extended(empty(feature_map, sliding), arrays, mask)
+    for a, b in zip(last, whole, strict=True):
+        a, b = h.to_numpy(a), h.to_numpy(b)
+        h.assert_close(a, b, 1e-4) if a.dtype.kind == "f" else h.assert_same(a, b)
+
+
+def test_content_of_hidden_tokens_changes_nothing():
+    feature_map, arrays, mask = setup("favorpp", "scattered")
+    spoiled = [
+        map_features(
+            lambda x: ops.where(mask[..., None, None], x, float("nan")), arrays[1]
+        ),
+        *(ops.where(mask[..., None, None], x, float("nan")) for x in arrays[2:]),
+    ]
+    a, b = (
+        extended(empty(feature_map, True), x, mask)
+        for x in (arrays, (arrays[0], *spoiled))
+    )
+    for x, y in zip(a, b, strict=True):
+        h.assert_same(h.to_numpy(x), h.to_numpy(y))
+
+
+def test_size_depends_on_the_window_alone():
+    feature_map, arrays, mask = setup("favorpp", "full")
+    start = empty(feature_map, True)
+    for x, y in zip(start, extended(start, arrays, mask), strict=True):
+        assert tuple(x.shape) == tuple(y.shape)
