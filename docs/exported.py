@@ -11,7 +11,8 @@ class Exported(griffe.Extension):
         self._visit(pkg, loader.modules_collection)
 
     def _visit(self, module, modules):
-        for submodule in list(module.modules.values()):
+        own = [x for x in module.modules.values() if not x.is_alias]
+        for submodule in own:
             self._visit(submodule, modules)
         for name in module.exports or ():
             path = module.imports.get(name)
