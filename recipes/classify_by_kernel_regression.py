@@ -61,7 +61,11 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.ops import features as f
+from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.sums import query_shift
+from keras_rfattn.ops.sums import read
+from keras_rfattn.ops.sums import summarize as summarize_keys
 
 # Vectors; how many sets of them are used at once, which bounds the memory.
 M, AT_ONCE = 128, 10
@@ -117,6 +121,9 @@ def main(args):
         plot(table, args.plot)
 
 
+HAVE_HEADERS = ("yeast", "chess")
+
+
 def load(args, name):
     """Columns as lists of strings, orders of categories by column, and labels."""
     path = pathlib.Path(args.data_dir) / "uci" / FILES[name]
@@ -129,7 +136,7 @@ def load(args, name):
                 values = line[line.index("{") + 1 : line.index("}")]
                 orders[i] = [v.strip() for v in values.split(",")]
         lines = [x for x in lines if x.strip() and x[0] not in "%@"]
-    elif name in ("yeast", "chess"):
+    elif name in HAVE_HEADERS:
         lines = lines[1:]
     rows = [[cell.strip() for cell in row] for row in csv.reader(lines)]
     columns = list(zip(*rows, strict=True))
@@ -187,8 +194,8 @@ def accuracies(registered, count, draws, sigma, train, labels, x, y, seed=0):
             feature_map.adapt([(data, data)])
         sums = keys_and_labels(feature_map, sigma * train, labels)
         query, _ = features(feature_map, feature_map.query_features, sigma * x)
-        shift = f.query_shift(query, sums.maximum)
-        scores = f.read(sums, query, shift, "float32").numerator
+        shift = query_shift(query, sums.maximum)
+        scores = read(sums, query, shift, "float32").numerator
         guess = ops.convert_to_numpy(ops.argmax(scores, axis=-1))[0]
         found.append((guess == y).mean(axis=-1))
     return np.concatenate(found)[:draws]
@@ -199,7 +206,7 @@ def keys_and_labels(feature_map, x, labels):
     key = features(feature_map, feature_map.key_features, x)
     one_hot = np.eye(labels.max() + 1, dtype="float32")[labels]
     value = np.broadcast_to(one_hot, (1, AT_ONCE, *one_hot.shape))
-    return f.summarize(key, ops.convert_to_tensor(np.ascontiguousarray(value)))
+    return summarize_keys(key, ops.convert_to_tensor(np.ascontiguousarray(value)))
 
 
 def features(feature_map, method, x):
@@ -209,8 +216,8 @@ def features(feature_map, method, x):
     stats = feature_map.statistics(tiled, tiled, causal=True)
     found = method(tiled, stats)
     norms = ops.sum(ops.square(tiled), axis=-1, keepdims=True) / 2
-    found = f.Features(found.values, found.log_scale - norms)
-    return f.heads_first(found, AT_ONCE)
+    found = Features(found.values, found.log_scale - norms)
+    return heads_first(found, AT_ONCE)
 
 
 def summarize(table):

@@ -50,6 +50,8 @@ DIM, NUM_FEATURES = 64, 128
 RADII = (1.0, 1.25, 1.5)
 DEGREES = np.arange(0, 181, 15)
 ESTIMATORS = ("favor", "favorplus", "hybrid")
+# Of those that lemma 3.4 is about.
+POSITIVE = {"favor": False, "favorplus": True}
 # Sets of random vectors drawn at once, which bounds the memory.
 BATCH = 100
 
@@ -97,12 +99,11 @@ def build(name, m, n, seed):
     """An estimator with `BATCH` heads, which are independent sets of vectors."""
     # The closed forms are of independent vectors.
     options = {"projection": "gaussian", "seed": seed}
-    if name == "favor":
-        feature_map = feature_maps.get(name, num_features=NUM_FEATURES, **options)
-    elif name == "favorplus":
-        feature_map = feature_maps.FavorPlus(NUM_FEATURES, pair=True, **options)
-    else:
-        feature_map = feature_maps.HybridAngular(m, n, shared=True, **options)
+    feature_map = {
+        "favor": feature_maps.Favor(NUM_FEATURES, **options),
+        "favorplus": feature_maps.FavorPlus(NUM_FEATURES, pair=True, **options),
+        "hybrid": feature_maps.HybridAngular(m, n, shared=True, **options),
+    }[name]
     feature_map.build((None, None, BATCH, DIM))
     return feature_map
 
@@ -146,8 +147,8 @@ def dense(features):
 
 def closed_form(name, radius, theta, m, n):
     """`√MSE / SM` at angles theta: lemma 3.4; theorem 3.1 and lemma 3.2."""
-    if name != "hybrid":
-        positive = name == "favorplus"
+    if name in POSITIVE:
+        positive = POSITIVE[name]
         return hybrid_variance.relative_error(theta, radius, NUM_FEATURES, positive)
     x = radius * np.eye(2)[:1]
     y = radius * np.stack([np.cos(theta), np.sin(theta)], -1)

@@ -123,9 +123,10 @@ def compare_similarities(model, tokenizer, args):
     rows = {"softmax": similarities(model, tokenizer)}
     rows["uniform"] = uniform_control(model, tokenizer)
     for name in args.mechanisms or keras_rfattn.feature_maps.list():
-        # elu is as wide as a head, sketches as the square of their size.
-        own = name == "elu" or name.startswith("poly")
-        width = None if own else args.num_features
+        # Others are as wide as a head, or as the square of a sketch's size.
+        default = keras_rfattn.feature_maps.get(name, seed=0)
+        is_wide = default.num_features is not None and default.kernel != "polynomial"
+        width = args.num_features if is_wide else None
         keras_rfattn.replace_attention(model, name, num_features=width, seed=args.seed)
         rows[name] = similarities(model, tokenizer)
         keras_rfattn.restore_attention(model)

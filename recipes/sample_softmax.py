@@ -26,7 +26,16 @@ import os
 import pathlib
 import time
 
-MAPS = ("favor", "favorplus", "favorpp", "hybrid_gaussian", "hybrid_angular")
+TAU = 4.0
+# What a map takes besides its width, and the share of it that its vectors are: a hybrid
+# has as many products as others vectors (section I).
+MAPS = {
+    "favor": (1, {}),
+    "favorplus": (1, {}),
+    "favorpp": (1, {}),
+    "hybrid_gaussian": (8, {"num_coefficients": 8, "radius": TAU**0.5}),
+    "hybrid_angular": (8, {"num_coefficients": 8}),
+}
 
 
 def parse_arguments():
@@ -35,7 +44,7 @@ def parse_arguments():
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--draws", type=int, default=10, help="of every map")
     parser.add_argument(
-        "--samplers", nargs="+", default=MAPS, choices=MAPS, metavar="MAP",
+        "--samplers", nargs="+", default=list(MAPS), choices=MAPS, metavar="MAP",
         help="to train with, beside the exact and the uniform one: " + ", ".join(MAPS),
     )  # fmt: skip
     parser.add_argument("--plot", help="save the plot to this file")
@@ -57,7 +66,7 @@ from keras_rfattn.diagnostics import errors
 from keras_rfattn.layers import KernelFeatures
 from keras_rfattn.layers.recording import Sequence
 
-VOCABULARY, DIM, TAU, LENGTH, BATCH = 4000, 64, 4.0, 35, 32
+VOCABULARY, DIM, LENGTH, BATCH = 4000, 64, 35, 32
 NEGATIVES, QUERIES, SEED = 100, 200, 0
 # Numbers m of vectors of plain maps; hybrids have as many products m n.
 WIDTHS = (64, 128, 256, 512)
@@ -220,13 +229,8 @@ def perplexity(encoder, loss, rows):
 
 
 def make_map(name, width, seed):
-    """A map of `width` vectors, or a hybrid of as many products (section I)."""
-    arguments = {"num_features": width}
-    if name.startswith("hybrid"):
-        arguments = {"num_features": width // 8, "num_coefficients": 8}
-    if name == "hybrid_gaussian":
-        arguments["radius"] = np.sqrt(TAU)
-    return feature_maps.get(name, seed=seed, **arguments)
+    share, arguments = MAPS[name]
+    return feature_maps.get(name, num_features=width // share, seed=seed, **arguments)
 
 
 def print_statistics(encoder, loss, rows, args):
