@@ -28,6 +28,7 @@ RANDOM = [
 ]
 # One of each form that features have.
 FORMS = ("elu", "favor", "favorpp", "hybrid_angular", "polysketch")
+AVERAGING_FORMS = [name for name in FORMS if name in AVERAGING]
 
 
 def over(values, names=NAMES):

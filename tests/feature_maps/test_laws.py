@@ -121,6 +121,18 @@ def test_exponents_of_narrow_inputs_are_float32(name, dtype):
             h.assert_close(a, e, 1e-6)
 
 
+@pytest.mark.parametrize("name", h.NAMES)
+def test_float64_stays_float64(name):
+    feature_map, x = h.build(name), 0.5 * h.problem(length=3, dtype="float64").key
+    narrow = features(name, x.astype("float32"))
+    with h.double_precision():
+        wide = feature_map.key_features(ops.convert_to_tensor(x))
+        assert keras.backend.standardize_dtype(wide.log_scale.dtype) == "float64"
+        for a, e in zip(narrow, wide, strict=True):
+            if a is not None and np.any(h.to_numpy(e) != 0):
+                h.assert_close(a, e, 1e-4)
+
+
 @pytest.mark.parametrize("name", HAVE_VECTORS)
 def test_vectors_stay_float32_under_any_policy(name):
     feature_map = fresh(name, dtype="mixed_bfloat16")

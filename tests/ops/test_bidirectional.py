@@ -46,7 +46,7 @@ def test_hidden_keys_may_hold_anything(name, content):
     h.assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_hidden_keys_might_as_well_not_be_there(name):
     feature_map, x = h.build(name), h.problem()
     mask = np.ones((h.BATCH, h.LENGTH), bool)
@@ -58,7 +58,7 @@ def test_hidden_keys_might_as_well_not_be_there(name):
     h.assert_matches(feature_map, actual, expected)
 
 
-@pytest.mark.parametrize("name", h.AVERAGING)
+@pytest.mark.parametrize("name", h.AVERAGING_FORMS)
 def test_one_visible_key_and_none(name):
     feature_map, x = h.build(name), h.problem()
     mask = np.zeros((h.BATCH, h.LENGTH), bool)
@@ -76,7 +76,7 @@ def test_one_visible_key_and_none(name):
     np.testing.assert_array_equal(output[1], 0)
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_query_heads_share_the_head_of_their_group(name):
     x = h.problem()
     groups = h.HEADS // h.KV_HEADS

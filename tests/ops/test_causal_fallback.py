@@ -116,7 +116,7 @@ def test_equal_logits_are_the_mean_of_the_values():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", h.AVERAGING)
+@pytest.mark.parametrize("name", h.AVERAGING_FORMS)
 def test_zero_input(name, algorithm):
     function, options = ALGORITHMS[algorithm]
     x = h.problem()

@@ -67,6 +67,8 @@ ALGORITHMS = {
     "window of all causal": (windowed(False, True, h.LENGTH), True, h.FORMS),
     "sliding window causal": (windowed(True, True), True, h.FORMS),
 }
+# The two that every map is tried with wherever a program costs more than it tells.
+PLAIN = ("causal", "bidirectional")
 CASES = [
     (name, algorithm)
     for algorithm, (_, _, names) in ALGORITHMS.items()
@@ -129,7 +131,9 @@ def test_what_sees_it_is_nan_and_nothing_else_changes(name, algorithm):
         h.assert_same(actual[~rows], expected[~rows])
 
 
-@pytest.mark.parametrize(("name", "algorithm"), CASES)
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [x for x in CASES if x[1] in PLAIN or x[0] in h.FORMS]
+)
 def test_large_finite_numbers_stay_finite(name, algorithm):
     x = h.problem()
     for size in (1e30, 3e38):

@@ -7,7 +7,7 @@ from tests import helpers as h
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_is_the_definition(name, causal):
     feature_map, x = h.build(name), h.problem()
     mask = h.padding_masks()["scattered"]

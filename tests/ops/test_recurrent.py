@@ -56,7 +56,8 @@ def test_token_by_token_is_the_definition(name, kind):
     h.assert_same(state.position, mask.sum(axis=1))
 
 
-@pytest.mark.parametrize(("name", "kind"), h.over(MASKS))
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_prefill_then_steps(name, kind):
     feature_map, features, value, mask = setup(name, kind)
     prefill = h.compiled(causal, block_size=h.BLOCK, return_state=True)
@@ -71,7 +72,8 @@ def test_prefill_then_steps(name, kind):
     h.assert_same(state.position, mask.sum(axis=1))
 
 
-@pytest.mark.parametrize(("name", "kind"), h.over(MASKS))
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_split_and_resume(name, kind):
     feature_map, features, value, mask = setup(name, kind)
     call = h.compiled(causal, block_size=h.BLOCK, return_state=True)
@@ -113,7 +115,7 @@ def test_gradients_cross_the_split():
         h.assert_close(a, e, h.gradient_rtol(feature_map))
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_many_tokens_at_once_are_one_by_one(name):
     feature_map, (query, key), value, mask = setup(name, "scattered")
     state = extend_state(empty(feature_map), key, value, ops.convert_to_tensor(mask))
@@ -123,7 +125,7 @@ def test_many_tokens_at_once_are_one_by_one(name):
     h.assert_same(state.position, expected.position)
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_size_does_not_depend_on_length(name):
     feature_map = h.build(name)
     start = empty(feature_map)
@@ -139,7 +141,7 @@ def test_size_does_not_depend_on_length(name):
             ) == keras.backend.standardize_dtype(b.dtype)
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_hidden_tokens_leave_no_trace(name):
     feature_map, (query, key), value, mask = setup(name, "middle")
     plain = extend_state(empty(feature_map), key, value, ops.convert_to_tensor(mask))
@@ -162,9 +164,8 @@ def test_empty_state_reads_zero():
     np.testing.assert_array_equal(output, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), h.over(["bfloat16", "float16"], h.AVERAGING)
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", h.AVERAGING_FORMS)
 def test_narrow_values(name, dtype):
     # Queries near keys, values off 0: else a signed map's rows could not tell its
     # output from 0.

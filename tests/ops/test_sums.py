@@ -19,7 +19,7 @@ def sums(name, x, mask=None):
     return f.summarize(*f.admit(key, value, mask), mask)
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_sums_of_two_sets_are_the_sums_of_both(name):
     x, mask = h.problem(), np.ones((h.BATCH, h.LENGTH), bool)
     first = mask.copy()
@@ -31,7 +31,7 @@ def test_sums_of_two_sets_are_the_sums_of_both(name):
         h.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_readings_of_two_sets_add_up(name):
     x = h.problem()
     query, _ = h.featurize(h.build(name), x.query, x.key)
