@@ -1,4 +1,6 @@
+import importlib.util
 import os
+import pathlib
 
 import pytest
 
@@ -7,6 +9,24 @@ from tests.environment import XLA_FLAGS
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if os.environ.get("KERAS_BACKEND") == "jax":
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+
+
+EXAMPLES = pathlib.Path(__file__).parent / "feature_maps" / "examples"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--map", action="append", default=[], metavar="FILE",
+        help="a file that registers a feature map, for the contracts to run on",
+    )  # fmt: skip
+
+
+def pytest_configure(config):
+    # CONTRIBUTING's example is a row like any other.
+    for file in (EXAMPLES / "squared_relu.py", *config.getoption("--map")):
+        name = f"{pathlib.Path(file).stem}_of_an_option"
+        spec = importlib.util.spec_from_file_location(name, file)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 @pytest.fixture(autouse=True)

@@ -225,6 +225,27 @@ def assert_close(actual, expected, rtol=1e-5):
     assert error <= rtol, f"relative error {error:.2e} > {rtol:.2e}"
 
 
+def assert_gradients_close(actual, expected, rtol, all_clear=True):
+    """Gradients for several arrays, each within `rtol` of the largest of all.
+
+    Nearly uniform attention hardly depends on queries and keys: their gradients are
+    small differences of terms as large as the values'.
+
+    Args:
+        actual: Gradients, as `gradients` gives them.
+        expected: Likewise.
+        rtol: Relative to the largest entry of all of `expected`.
+        all_clear: Whether zeros must fail for every array; else for one at least.
+    """
+    pairs = [_finite_pair(a, e) for a, e in zip(actual, expected, strict=True)]
+    largest = [np.max(np.abs(e)) for _, e in pairs]
+    tolerance = rtol * max(largest)
+    clear = [x > 3 * tolerance for x in largest]
+    assert all(clear) if all_clear else any(clear), "zeros would nearly pass"
+    errors = [np.max(np.abs(a - e)) / max(largest) for a, e in pairs]
+    assert max(errors) <= rtol, f"relative errors {errors} > {rtol:.2e}"
+
+
 def assert_rows_close(actual, expected, conditioning, size, rtol=1e-5):
     """Row by row, within `rtol · size · conditioning`; zeros never pass.
 

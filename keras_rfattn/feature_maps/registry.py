@@ -8,6 +8,7 @@ import difflib
 import keras
 import numpy as np
 
+from keras_rfattn.feature_maps.arguments import check_num_features
 from keras_rfattn.feature_maps.base import FeatureMap
 
 # Name -> class.
@@ -39,6 +40,8 @@ def get(identifier, **arguments):
                 f"Received: feature_map={identifier!r}. "
                 f"Did you mean {close[0]!r}?"
             )
+        if "num_features" in arguments:
+            check_num_features(arguments["num_features"])
         return FEATURE_MAPS[identifier](**arguments)
     if isinstance(identifier, dict):
         identifier = deserialize(identifier)

@@ -35,8 +35,6 @@ class Case:
         prepare: Done to a built map.
         meets_data: Whether a map that learns from data has met some.
         suits_noise: Whether it can learn from tokens of mean 0.
-        is_steep: Whether its features step, or have a logarithm that is steep near 0,
-            which a difference steps over.
         is_sharp: Whether large logits choose among keys.
         narrow: Factor on the tolerance of gradients in narrow dtypes.
         low_precision: Tolerance of a whole layer in them.
@@ -51,7 +49,6 @@ class Case:
     prepare: Callable | None = None
     meets_data: bool = True
     suits_noise: bool = True
-    is_steep: bool = False
     is_sharp: bool = True
     narrow: float = 3
     low_precision: float = 0.08
@@ -106,7 +103,6 @@ CASES = {
     "poisson": Case(
         {"num_features": 48},
         size=0.4,
-        is_steep=True,
         heads=400,
         config={"parameter": 0.3},
         estimators={"": Estimator({"parameter": 0.15})},
@@ -114,7 +110,6 @@ CASES = {
     "geometric": Case(
         {"num_features": 48},
         size=0.4,
-        is_steep=True,
         config={"parameter": 0.3},
         estimators={"": Estimator({"parameter": 0.85})},
     ),
@@ -147,7 +142,6 @@ CASES = {
     ),
     "hybrid_angular": Case(
         {"num_features": 4, "num_coefficients": 2},
-        is_steep=True,
         config={"num_coefficients": 3, "shared": False},
         **HYBRID,
     ),
@@ -158,7 +152,6 @@ CASES = {
     ),
     "hybrid_clustered": Case(
         {"num_features": 6},
-        is_steep=True,
         # A sum rounded to the other side of a cluster's border is a jump.
         narrow=10,
         config={"num_clusters": [3, 2], "num_pairs": 4, "form": "complex"},
@@ -176,7 +169,7 @@ CASES = {
     ),
     # Their features grow with the token, not exponentially.
     "elu": Case(is_sharp=False),
-    "relu": Case(is_steep=True, is_sharp=False, config={"epsilon": 0.5}),
+    "relu": Case(is_sharp=False, config={"epsilon": 0.5}),
 }
 DEFAULT = Case()
 

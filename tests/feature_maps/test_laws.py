@@ -8,7 +8,6 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn import layers
 from tests import helpers as h
-from tests.feature_maps.cases import case
 
 HAVE_VECTORS = h.RANDOM
 
@@ -123,10 +122,10 @@ def test_exponents_of_narrow_inputs_are_float32(name, dtype):
 
 @pytest.mark.parametrize("name", h.NAMES)
 def test_float64_stays_float64(name):
-    feature_map, x = h.build(name), 0.5 * h.problem(length=3, dtype="float64").key
+    x = 0.5 * h.problem(length=3, dtype="float64").key
     narrow = features(name, x.astype("float32"))
     with h.double_precision():
-        wide = feature_map.key_features(ops.convert_to_tensor(x))
+        wide = features(name, x)
         assert keras.backend.standardize_dtype(wide.log_scale.dtype) == "float64"
         for a, e in zip(narrow, wide, strict=True):
             if a is not None and np.any(h.to_numpy(e) != 0):
@@ -242,26 +241,27 @@ def test_weights_bring_the_vectors_along(name, tmp_path):
 
 @pytest.mark.parametrize("name", h.NAMES)
 def test_gradients_of_features(name):
-    feature_map, x = h.build(name), h.problem(length=2).key
+    # In float64, where a step may be so short that it meets no kink of an activation.
+    feature_map, x = h.build(name), h.problem(length=2, dtype="float64").key
 
     def total(x):
         values, log_scale = feature_map.key_features(x)
+        # Features that are off have an exponent for -inf.
+        log_scale = ops.where(log_scale < -1e20, 0, log_scale)
         return log_scale if values is None else values + log_scale
 
-    (actual,) = h.gradients(total, x)
-    step, direction = 1e-2, np.random.default_rng(4).normal(size=x.shape)
-    direction = direction.astype("float32")
-    weights = np.cos(np.arange(np.prod(total(ops.convert_to_tensor(x)).shape)))
+    with h.double_precision():
+        (actual,) = h.gradients(total, x)
+        direction = np.random.default_rng(4).normal(size=x.shape)
+        weights = np.cos(np.arange(np.prod(total(ops.convert_to_tensor(x)).shape)))
 
-    def along(t):
-        moved = total(ops.convert_to_tensor(x + np.float32(t) * direction))
-        return np.sum(h.to_numpy(moved).astype("float64").ravel() * weights)
+        def along(t):
+            moved = total(ops.convert_to_tensor(x + t * direction))
+            return np.sum(h.to_numpy(moved).ravel() * weights)
 
-    slope = (along(step) - along(-step)) / (2 * step)
-    if case(name).is_steep:
-        assert np.all(np.isfinite(actual)) and np.any(actual != 0)
-    else:
-        h.assert_close(np.sum(actual * direction), slope, 5e-2)
+        step = 1e-4
+        slope = (along(step) - along(-step)) / (2 * step)
+    h.assert_close(np.sum(actual * direction), slope, 5e-3)
 
 
 HEADS = 4000

@@ -82,8 +82,7 @@ def test_gradients_match_the_definition(name, block_size):
         )
         for f, o in zip((causal, quadratic), algorithms, strict=True)
     )
-    for a, e in zip(actual, expected, strict=True):
-        h.assert_close(a, e, h.gradient_rtol(feature_map))
+    h.assert_gradients_close(actual, expected, h.gradient_rtol(feature_map))
 
 
 @pytest.mark.parametrize("name", ["favorpp", "favor"])
@@ -108,8 +107,7 @@ def test_features_may_be_deferred(name):
     tensors = [ops.convert_to_tensor(a) for a in x]
     h.assert_close(deferred(*tensors), computed(*tensors))
     found, expected = h.gradients(deferred, *x), h.gradients(computed, *x)
-    for a, e in zip(found, expected, strict=True):
-        h.assert_close(a, e, h.gradient_rtol(feature_map))
+    h.assert_gradients_close(found, expected, h.gradient_rtol(feature_map))
 
 
 def test_deferred_features_leave_the_map_free():
@@ -146,8 +144,7 @@ def test_gradients_ignore_padding(name):
     value = np.where(hidden, np.float32("nan"), x.value)
     key = np.where(hidden, np.float32(1e4), x.key)
     actual = h.gradients(lambda *a: call(*a, mask), x.query, key, value)
-    for a, e in zip(actual, expected, strict=True):
-        h.assert_close(a, e, h.gradient_rtol(feature_map))
+    h.assert_gradients_close(actual, expected, h.gradient_rtol(feature_map))
     for a in actual[1:]:
         np.testing.assert_array_equal(np.where(hidden, a, 0), 0)
 

@@ -95,7 +95,7 @@ BLOCKS = {
     # Its mask is built by a mixin of `keras_hub.py`.
     "TransformerDecoder": Known(HUB),
     "DINOV2Attention": Known(HUB, causal=False),
-    "DeiTLayer": Known(HUB, causal=False),
+    "DeiTEncoderBlock": Known(HUB, causal=False),
     "EdRecEncoderBlock": Known(HUB, causal=False),
     "TransformerEncoder": Known(HUB, causal=False),
     "ViTEncoderBlock": Known(HUB, causal=False),
@@ -106,7 +106,6 @@ BLOCKS = {
     "MoonshineDecoderBlock": Known(HUB, builds_mask=True),
     "MoonshineEncoderBlock": Known(HUB, builds_mask=True),
     "PARSeqDecoderBlock": Known(HUB, builds_mask=True),
-    "SAM3TextEncoderLayer": Known(HUB, builds_mask=True),
 }
 
 # What attention classes call the normalization of their queries.
