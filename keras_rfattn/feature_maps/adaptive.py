@@ -7,8 +7,9 @@ from keras import ops
 class Adaptive:
     """Mixin of maps with parameters per head that are measured on data, and saved.
 
-    Comes before a `FeatureMap` in the bases. Subclasses give `fit(samples)`.
-    `keras_rfattn.calibrate` collects the samples of a whole model.
+    Comes before a `FeatureMap` in the bases. Subclasses create their parameters in
+    `build`, by `add_fixed`, and give `fit(samples)`, which assigns them; `adapt` says
+    what a sample is. `keras_rfattn.calibrate` collects the samples of a whole model.
     """
 
     is_adaptive = True
@@ -56,5 +57,5 @@ class Adaptive:
         self.updates.assign(len(samples))
 
     def fit(self, samples):
-        """Assigns the parameters; see `adapt`."""
+        """Assigns the parameters from what `adapt` has checked."""
         raise NotImplementedError(f"{type(self).__name__} must implement `fit`.")

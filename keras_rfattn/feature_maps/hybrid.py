@@ -228,7 +228,8 @@ class HybridAngular(Bipolar):
 class HybridGaussian(Bipolar):
     """The normalized bipolar Gaussian hybrid: `λ = (1 - exp(-σ²‖x-y‖²/2)) / ρ`.
 
-    The variance is 0 at θ = 0 for inputs of length `radius`. Width `4 m (2 n + 1)`.
+    The variance is 0 at θ = 0 for inputs of length `radius`. Width `4 m (2 n + 1)` with
+    a radius, `2 m (4 n + 1)` without.
 
     Args:
         num_features: Number m of vectors of both base estimators, 16 by default.

@@ -132,7 +132,8 @@ class Poisson(Monomials):
 
     Args:
         num_features: Number m of random vectors, 256 by default.
-        parameter: λ > 0, or `None`; see `Monomials`.
+        parameter: λ > 0, or `None` for the optimum of entries of unit variance
+            before scaling. Replaced by `adapt`.
         seed: Non-negative integer, or `None`.
 
     Reference:
@@ -170,7 +171,8 @@ class Geometric(Monomials):
 
     Args:
         num_features: Number m of random vectors, 256 by default.
-        parameter: p in (0, 1), or `None`; see `Monomials`.
+        parameter: p in (0, 1), or `None` for the optimum of entries of unit
+            variance before scaling. Replaced by `adapt`.
         seed: Non-negative integer, or `None`.
 
     Reference:
@@ -254,7 +256,16 @@ class Shifted:
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class PoissonPositive(Shifted, Poisson):
-    """PoisRF+: Poisson features of shifted, positive entries; see `Shifted`.
+    """PoisRF+: Poisson features of `x - c`, whose entries are positive.
+
+    c is below every entry of the data that `adapt` met, before that four standard
+    deviations below 0; entries of new data below it are clipped, and only there is the
+    estimate biased.
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        parameter: λ > 0, or `None` for the optimum of entries of unit variance.
+        seed: Non-negative integer, or `None`.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
@@ -263,7 +274,14 @@ class PoissonPositive(Shifted, Poisson):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class GeometricPositive(Shifted, Geometric):
-    """GeomRF+: geometric features of shifted, positive entries; see `Shifted`.
+    """GeomRF+: geometric features of `x - c`, whose entries are positive.
+
+    c as in `PoissonPositive`.
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        parameter: p in (0, 1), or `None` for the optimum of entries of unit variance.
+        seed: Non-negative integer, or `None`.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.

@@ -121,7 +121,11 @@ def register(name, cls=None):
 
 
 def list():
-    """The registered names, sorted."""
+    """The registered names, sorted.
+
+    Returns:
+        List of strings, what `replace_attention` takes as `feature_map`.
+    """
     return sorted(FEATURE_MAPS)
 
 
@@ -130,6 +134,9 @@ def name_of(feature_map):
 
     Args:
         feature_map: A `FeatureMap`, built or not.
+
+    Returns:
+        A string.
     """
     names = {cls: name for name, cls in FEATURE_MAPS.items()}
     return names.get(type(feature_map), type(feature_map).__name__)
@@ -140,6 +147,9 @@ def serialize(feature_map):
 
     Args:
         feature_map: A `FeatureMap`. Its weights are not part of the config.
+
+    Returns:
+        A dict of plain Python values, as of `keras.saving.serialize_keras_object`.
     """
     config = keras.saving.serialize_keras_object(feature_map)
     config.pop("build_config", None)
@@ -151,5 +161,8 @@ def deserialize(config):
 
     Args:
         config: What `serialize` gave.
+
+    Returns:
+        A `FeatureMap`.
     """
     return keras.saving.deserialize_keras_object(config)

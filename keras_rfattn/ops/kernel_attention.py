@@ -31,7 +31,11 @@ LEAST = 1e-30  # norm of a vector, which may be zero
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """`exp(q · k)`."""
+    """The kernel `exp(q · k)` of scaled queries and keys.
+
+    Called with queries `(..., R, H)`, keys `(..., S, H)` and which are `visible`, it
+    gives weights `(..., R, S)` relative to `exp(shift)`, and the shift `(..., R)`.
+    """
 
     is_signed = False
     has_offset = False
@@ -166,5 +170,17 @@ def spoiled(query, key, value, mask, groups, causal):
 
 
 def softmax_attention(query, key, value, key_mask=None, causal=False):
-    """`softmax(q · k) v` over the visible keys; see `exact_attention`."""
+    """`softmax(q · k) v` over the visible keys, O(T · S).
+
+    Args:
+        query: Scaled queries, `(B, T, N, H)`.
+        key: Scaled keys, `(B, S, K, H)`.
+        value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys.
+        causal: Whether query i sees keys `j <= i` only.
+
+    Returns:
+        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
+        0.
+    """
     return exact_attention(query, key, value, Softmax(), key_mask, causal)
