@@ -29,6 +29,22 @@ def pytest_configure(config):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def pytest_collection_modifyitems(items):
+    """Fast tests try an algorithm with a map of each form, and one of its arguments."""
+    from tests.helpers import FORMS
+    from tests.helpers import NAMES
+
+    seen = set()
+    for item in items:
+        if "ops" not in item.path.parts or not hasattr(item, "callspec"):
+            continue
+        name = item.callspec.params.get("name")
+        key = item.path, item.originalname, name
+        if name in NAMES and (name not in FORMS or key in seen):
+            item.add_marker(pytest.mark.long)
+        seen.add(key)
+
+
 @pytest.fixture(autouse=True)
 def global_seed():
     # Maps and initializers without a seed of their own draw from the global one.

@@ -42,7 +42,7 @@ def test_shapes_and_ranges(name, side):
         lead = (h.BATCH, h.LENGTH, h.KV_HEADS)
         assert tuple(log_scale.shape) == (*lead, feature_map.features_per_scale)
         assert np.all(np.isfinite(h.to_numpy(log_scale)))
-        assert (values is None) == feature_map.is_positive
+        assert feature_map.is_positive or values is not None
         if values is not None:
             assert tuple(values.shape[:-1]) == lead
             assert features(name, h.problem().key, side).width == feature_map.output_dim

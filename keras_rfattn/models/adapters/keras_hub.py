@@ -8,7 +8,6 @@ import importlib
 
 import keras
 import keras_hub
-from keras_hub.layers import TransformerDecoder
 
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.models import saving
@@ -78,14 +77,11 @@ class CachedAttention(LinearAttention):
         )
 
 
-def add_linear_classes():
-    """Makes a linear class of every row of the table that is KerasHub's."""
-    for name, row in known.ATTENTION.items():
+def classes(table):
+    """`(class, row)` of the rows of a table that KerasHub has to be asked for."""
+    for name, row in table.items():
         if row.library == known.HUB and row.module is not None:
-            cls = getattr(importlib.import_module(row.module), name)
-            linear = swap.make_linear_class(cls, mixin=CachedAttention)
-            keras.saving.register_keras_serializable("keras_rfattn")(linear)
-            swap.LINEAR_CLASSES[cls] = linear
+            yield getattr(importlib.import_module(row.module), name), row
 
 
 def companion_class(cls, backbone_cls):
@@ -188,7 +184,11 @@ def _adjust_companion(layer, backbone_cls, restore):
 
 def install():
     """Makes KerasHub's classes known to surgery; called once."""
-    add_linear_classes()
-    survey.BLOCK_MIXINS[TransformerDecoder] = DecoderMasks
+    for cls, _ in classes(known.ATTENTION):
+        linear = swap.make_linear_class(cls, mixin=CachedAttention)
+        keras.saving.register_keras_serializable("keras_rfattn")(linear)
+        swap.LINEAR_CLASSES[cls] = linear
+    for cls, row in classes(known.BLOCKS):
+        survey.BLOCK_MIXINS[cls] = globals()[row.masks]
     saving.COMPANION_HOOKS.append(adjust_companions)
     register_all()

@@ -17,11 +17,13 @@ class Known(NamedTuple):
 
     Attributes:
         library: Package it belongs to.
-        module: Of an attention class that can be linear, where it is found; `None` for
-            others.
+        module: Of an attention class that can be linear, and of a block with `masks`,
+            where it is found; `None` for others.
         refused: Why linear attention cannot take its place.
         causal: Of a block, whether its attention is causal; `None` where each call
             decides.
+        masks: Of a block, name of the mixin in its library's file that builds its masks
+            as facts.
         builds_mask: Of a block, whether it hands its attention a dense mask of its own
             making whose meaning is not known here.
         takes_dense: Of an attention class, whether its blocks build the causal mask
@@ -34,6 +36,7 @@ class Known(NamedTuple):
     module: str | None = None
     refused: str | None = None
     causal: bool | None = None
+    masks: str | None = None
     builds_mask: bool = False
     takes_dense: bool = False
     is_pooling: bool = False
@@ -92,8 +95,7 @@ ATTENTION = {
 }
 
 BLOCKS = {
-    # Its mask is built by a mixin of `keras_hub.py`.
-    "TransformerDecoder": Known(HUB),
+    "TransformerDecoder": Known(HUB, "keras_hub.layers", masks="DecoderMasks"),
     "DINOV2Attention": Known(HUB, causal=False),
     "DeiTEncoderBlock": Known(HUB, causal=False),
     "EdRecEncoderBlock": Known(HUB, causal=False),
