@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -7,6 +8,12 @@ from tests.environment import XLA_FLAGS
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if os.environ.get("KERAS_BACKEND") == "jax":
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+
+
+def pytest_collection_finish():
+    # Neither a garbage collection nor this package's search for KerasHub's tasks, in
+    # every replacement, need look through all that imports have left.
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
