@@ -77,6 +77,7 @@ def test_weights_are_interchangeable(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
+@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_keras_masks_and_padding_content(kind, name):
     _, layer = pair(kind, feature_map=name)
     x = data(2, 6, WIDTH)
@@ -151,6 +152,7 @@ def in_float32(name):
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
 @pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
+@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_low_precision(policy, name):
     layer, expected = in_float32(name)
     low = MultiHeadAttention(2, 4, feature_map=name, seed=0, dtype=policy)
@@ -164,6 +166,20 @@ def test_low_precision(policy, name):
     error = np.abs(numpy(output) - expected).max()
     assert error < tolerance * np.abs(expected).max()
     assert np.isfinite(numpy(low(0 * x, 0 * x))).all()
+
+
+class Normalizing(MultiHeadAttention):
+    query_normalizations = ("normalization",)
+    normalization = True
+
+
+def test_hybrids_warn_where_lengths_vary():
+    shape = (2, 6, WIDTH)
+    for name in ("hybrid_angular", "hybrid_gaussian"):
+        with pytest.warns(UserWarning, match=f"'{name}' in attention whose queries"):
+            MultiHeadAttention(2, 4, feature_map=name).build(shape, shape)
+        # Warnings of the package that no test expects are errors.
+        Normalizing(2, 4, feature_map=name).build(shape, shape)
 
 
 def test_arguments_that_linear_attention_cannot_keep():

@@ -54,6 +54,7 @@ def here(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("other", ["jax", "tensorflow", "torch"])
+@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_layers_agree(other, request, tmp_path):
     if other <= keras.backend.backend():
         pytest.skip("the same backend, or this pair is the other's to test")
