@@ -112,6 +112,7 @@ def run(script, **options):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_one_import_loads_and_unpickles(tmp_path):
     model = hub_model()
     model.save(tmp_path / "m.keras")

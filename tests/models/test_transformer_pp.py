@@ -102,7 +102,10 @@ def test_reloads(name, tmp_path):
     assert str(keras_rfattn.describe_attention(again)) == str(before)
 
 
-@pytest.mark.parametrize("name", ["softmax", "polysketch_learned"])
+@pytest.mark.parametrize(
+    "name",
+    ["softmax", pytest.param("polysketch_learned", marks=pytest.mark.long)],
+)
 def test_learns(name):
     model, x = build(name), tokens()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
