@@ -113,6 +113,7 @@ def test_error_falls_like_the_square_root_of_the_width(minilm):
     assert SLOPE[0] <= slope(model, lambda: pooled(model, inputs), softmax) <= SLOPE[1]
 
 
+@pytest.mark.long
 def test_error_falls_like_the_square_root_of_the_width_causally():
     model, inputs = families.build("gpt2")
     # Moderate norms, for the same reason as above.
@@ -124,6 +125,7 @@ def test_error_falls_like_the_square_root_of_the_width_causally():
     assert SLOPE[0] <= slope(model, output, output()) <= SLOPE[1]
 
 
+@pytest.mark.long
 def test_a_window_that_holds_the_sequence_is_the_checkpoint(minilm):
     model, inputs = minilm
     softmax = pooled(model, inputs)
