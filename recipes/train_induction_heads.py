@@ -31,7 +31,7 @@ MECHANISMS = {
 
 
 def parse_arguments():
-    parser = flags.make_parser(__doc__, MECHANISMS)
+    parser = flags.make_parser(__doc__, MECHANISMS, SIZES)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument(
@@ -61,7 +61,7 @@ def examples(generator, count, context):
 
 
 def main(args):
-    training.solve(examples, 1, MECHANISMS, TOKENS + 1, SIZES, args)
+    training.solve(examples, 1, MECHANISMS, TOKENS + 1, args)
 
 
 if __name__ == "__main__":

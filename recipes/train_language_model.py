@@ -20,7 +20,7 @@ import time
 
 from common import flags
 
-NUM_LAYERS = 3
+SIZES = {"num_layers": 3, "num_heads": 2, "head_dim": 64}
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
 WINDOW, SKETCH, WIDTH = 64, {"num_features": 16}, {"num_features": 256}
 MECHANISMS = {
@@ -44,13 +44,11 @@ MECHANISMS = {
 
 
 def parse_arguments():
-    parser = flags.make_parser(__doc__, MECHANISMS)
+    parser = flags.make_parser(__doc__, MECHANISMS, SIZES)
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--num-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
     return parser.parse_args()
 
 
@@ -75,16 +73,13 @@ def main(args):
     for seed in args.seeds:
         for name in args.mechanisms:
             start = time.time()
-            sizes = {"num_heads": args.num_heads, "head_dim": args.head_dim}
-            model = training.build(
-                MECHANISMS[name], seed, vocabulary, num_layers=NUM_LAYERS, **sizes
-            )
+            model = training.build(MECHANISMS[name], seed, vocabulary, args)
             fit(model, text, args, seed)
             row = {
                 "mechanism": name,
                 "seed": seed,
                 "steps": args.steps,
-                **sizes,
+                **training.sizes(args),
                 "parameters": model.count_params(),
                 "watched": perplexity(model, watched, args),
                 "test": perplexity(model, test, args),

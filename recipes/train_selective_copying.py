@@ -33,7 +33,7 @@ MECHANISMS = {
 
 
 def parse_arguments():
-    parser = flags.make_parser(__doc__, MECHANISMS)
+    parser = flags.make_parser(__doc__, MECHANISMS, SIZES)
     parser.add_argument("--context", type=int, default=32)
     parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument(
@@ -65,7 +65,7 @@ def examples(generator, count, context):
 
 def main(args):
     training.solve(
-        examples, COUNT, MECHANISMS, COLORS + 2, SIZES, args,
+        examples, COUNT, MECHANISMS, COLORS + 2, args,
         learning_rate=PolynomialDecay(2e-3, args.steps, 0.0), enough=0.5,
     )  # fmt: skip
 

@@ -1,3 +1,4 @@
+import gc
 import importlib.util
 import os
 import pathlib
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(items):
         if name in NAMES and (name not in FORMS or key in seen):
             item.add_marker(pytest.mark.long)
         seen.add(key)
+
+
+def pytest_collection_finish():
+    # Neither a garbage collection nor this package's search for KerasHub's tasks, in
+    # every replacement, need look through all that imports have left.
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import pathlib
 import sys
 
 
-def make_parser(description, mechanisms):
-    """Flags of every training; `mechanisms` is a table as `training.build` takes it."""
+def make_parser(description, mechanisms, sizes):
+    """Flags of every training; tables as `training.build` takes them."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     name = pathlib.Path(sys.argv[0]).stem
     parser.add_argument("--results", default=f"{name}.jsonl", help="appended to")
@@ -15,4 +15,6 @@ def make_parser(description, mechanisms):
         metavar="NAME", help=", ".join(mechanisms),
     )  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     return parser

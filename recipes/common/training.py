@@ -17,15 +17,20 @@ BATCH, SOLVED = 64, 0.999
 SHORTEST, EVERY = 16, 100
 
 
-def build(mechanism, seed, vocabulary_size, **sizes):
+def build(mechanism, seed, vocabulary_size, args):
     """A Transformer++ with `(name of a map or "softmax", its arguments, window)`."""
     keras.utils.set_random_seed(seed)
     name, arguments, window = mechanism
-    options = {"vocabulary_size": vocabulary_size, **sizes}
+    options = {"vocabulary_size": vocabulary_size, **sizes(args)}
     if name == "softmax":
         return transformer_pp(**options)
     feature_map = feature_maps.get(name, seed=seed, **arguments)
     return transformer_pp(attention=feature_map, window=window, **options)
+
+
+def sizes(args):
+    names = ("num_layers", "num_heads", "head_dim")
+    return {name: getattr(args, name) for name in names}
 
 
 def record(args, row):
@@ -41,7 +46,6 @@ def solve(
     count,
     mechanisms,
     vocabulary_size,
-    sizes,
     args,
     learning_rate=1e-3,
     enough=SOLVED,
@@ -58,8 +62,7 @@ def solve(
         count: Number of tokens in an answer; all must be right.
         mechanisms: See `build`.
         vocabulary_size: Number of tokens.
-        sizes: Arguments of `transformer_pp`.
-        args: Parsed flags, `context`, `steps` and `examples` among them.
+        args: Parsed flags, `context`, `steps`, `examples` and sizes among them.
         learning_rate: Of Adam, a number or a schedule.
         enough: Share of right examples at which the context grows.
     """
@@ -67,7 +70,7 @@ def solve(
     for seed in args.seeds:
         for name in args.mechanisms:
             start = time.time()
-            model = build(mechanisms[name], seed, vocabulary_size, **sizes)
+            model = build(mechanisms[name], seed, vocabulary_size, args)
             steps = _fit(model, examples, count, args, seed, learning_rate, enough)
             share = _accuracy(
                 model, examples, count, args.context, 10_000 + seed, args.examples
@@ -83,6 +86,7 @@ def solve(
                 "seed": seed,
                 "context": args.context,
                 "window": mechanisms[name][2],
+                **sizes(args),
                 "steps": steps,
                 "accuracy": share,
                 "minutes": round(minutes, 2),

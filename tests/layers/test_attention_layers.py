@@ -1,5 +1,7 @@
 """The layers against the Keras layers they stand for."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -75,6 +77,7 @@ def test_weights_are_interchangeable(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
+@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_keras_masks_and_padding_content(kind, name):
     _, layer = pair(kind, feature_map=name)
     x = data(2, 6, WIDTH)
@@ -139,21 +142,44 @@ def test_grouped_queries_equal_repeated_keys():
     assert np.abs(numpy(grouped)).max() > 1e-2
 
 
+@functools.cache
+def in_float32(name):
+    """A layer, and its causal output for `data(2, 6, WIDTH)`."""
+    _, layer = pair("multi_head", feature_map=name)
+    x = data(2, 6, WIDTH)
+    return layer, numpy(layer(x, x, use_causal_mask=True))
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
 @pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
+@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_low_precision(policy, name):
-    _, layer = pair("multi_head", feature_map=name)
+    layer, expected = in_float32(name)
     low = MultiHeadAttention(2, 4, feature_map=name, seed=0, dtype=policy)
     low.build((2, 6, WIDTH), (2, 6, WIDTH))
     for a, b in zip(low.weights, layer.weights, strict=True):
         a.assign(ops.cast(ops.convert_to_tensor(b), a.dtype))
     x = data(2, 6, WIDTH)
-    a = numpy(layer(x, x, use_causal_mask=True))
     output = low(x, x, use_causal_mask=True)
     assert keras.backend.standardize_dtype(output.dtype) == low.compute_dtype
     tolerance = case(name).low_precision
-    assert np.abs(numpy(output) - a).max() < tolerance * np.abs(a).max()
+    error = np.abs(numpy(output) - expected).max()
+    assert error < tolerance * np.abs(expected).max()
     assert np.isfinite(numpy(low(0 * x, 0 * x))).all()
+
+
+class Normalizing(MultiHeadAttention):
+    query_normalizations = ("normalization",)
+    normalization = True
+
+
+def test_hybrids_warn_where_lengths_vary():
+    shape = (2, 6, WIDTH)
+    for name in ("hybrid_angular", "hybrid_gaussian"):
+        with pytest.warns(UserWarning, match=f"'{name}' in attention whose queries"):
+            MultiHeadAttention(2, 4, feature_map=name).build(shape, shape)
+        # Warnings of the package that no test expects are errors.
+        Normalizing(2, 4, feature_map=name).build(shape, shape)
 
 
 def test_arguments_that_linear_attention_cannot_keep():

@@ -66,6 +66,7 @@ def is_softmax(embedding, softmax):
     return (embedding * softmax).sum(-1).min() > 0.9995
 
 
+@pytest.mark.long
 def test_wide_features_reproduce_softmax_embeddings(minilm):
     model, inputs = minilm
     softmax = pooled(model, inputs)
@@ -78,7 +79,7 @@ def test_wide_features_reproduce_softmax_embeddings(minilm):
         weight.assign(value)
     assert not is_softmax(uniform, softmax)
     for name in ("favorplus", "favorpp", "favor"):
-        keras_rfattn.replace_attention(model, name, num_features=8192, seed=0)
+        keras_rfattn.replace_attention(model, name, num_features=2048, seed=0)
         linear = pooled(model, inputs)
         keras_rfattn.restore_attention(model)
         assert is_softmax(linear, softmax), name
@@ -105,12 +106,14 @@ def slope(model, output, softmax):
     return np.polyfit(np.log(WIDTHS), np.log(errors), 1)[0]
 
 
+@pytest.mark.long
 def test_error_falls_like_the_square_root_of_the_width(minilm):
     model, inputs = minilm
     softmax = pooled(model, inputs)
     assert SLOPE[0] <= slope(model, lambda: pooled(model, inputs), softmax) <= SLOPE[1]
 
 
+@pytest.mark.long
 def test_error_falls_like_the_square_root_of_the_width_causally():
     model, inputs = families.build("gpt2")
     # Moderate norms, for the same reason as above.
@@ -122,6 +125,7 @@ def test_error_falls_like_the_square_root_of_the_width_causally():
     assert SLOPE[0] <= slope(model, output, output()) <= SLOPE[1]
 
 
+@pytest.mark.long
 def test_a_window_that_holds_the_sequence_is_the_checkpoint(minilm):
     model, inputs = minilm
     softmax = pooled(model, inputs)

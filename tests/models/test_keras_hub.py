@@ -49,6 +49,7 @@ def predict(model, inputs):
 
 
 @pytest.mark.parametrize(("name", "scale"), h.over([1.0, 20.0]))
+@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_other_future_tokens_change_nothing_before(name, scale):
     model, inputs = causal_lm(scale)
     keras_rfattn.replace_attention(model, name, seed=0)
