@@ -31,13 +31,16 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Fast tests try an algorithm with a map of each form, and one of its arguments."""
+    """Fast tests try algorithms and layers with a map of each form, once each."""
     from tests.helpers import FORMS
     from tests.helpers import NAMES
 
     seen = set()
     for item in items:
-        if "ops" not in item.path.parts or not hasattr(item, "callspec"):
+        is_general = {"ops", "layers", "models"} & set(item.path.parts)
+        if not hasattr(item, "callspec") or not (
+            is_general or "costly" in item.keywords
+        ):
             continue
         name = item.callspec.params.get("name")
         key = item.path, item.originalname, name

@@ -67,6 +67,7 @@ def gaussian(**arguments):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kind", ["angular", "gaussian"])
 def test_bipolar_variance_is_theorem_3_1(kind, shared):
@@ -315,6 +316,7 @@ def linear_model(feature_map, seed):
     return keras_rfattn.replace_attention(model, feature_map, seed=seed)
 
 
+@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 @pytest.mark.parametrize(
     "feature_map",
     [
@@ -335,6 +337,7 @@ def test_weights_of_maps_inside_maps_load_whatever_the_seed(feature_map, tmp_pat
         linear_model("favor", 1).load_weights(path)
 
 
+@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_hybrids_learn_and_save_together(tmp_path):
     hybrid = maps.Hybrid(
         [maps.HybridClustered(3), maps.Gerf(3), maps.Favor(3)],

@@ -99,6 +99,7 @@ def test_products_of_features_are_not_negative(cls, degree):
     assert np.min(sketch(feature_map, x) @ sketch(feature_map, y).T) < 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("degree", "sizes"), [(4, (256, 1024, 4096)), (8, (256, 1024))]
 )
@@ -119,6 +120,7 @@ def test_frobenius_error_falls_with_the_root_of_the_size(degree, sizes):
     assert errors[-1] < 0.1
 
 
+@pytest.mark.long
 def test_sketch_is_near_the_kernel_where_it_is_large():
     x = unit_vectors(32, 1)
     exact = (x @ x.T).astype("float64") ** 4
