@@ -90,7 +90,7 @@ def estimate(feature_map, sequence):
         ValueError: If the map is of polynomial attention, which is no estimate of
             softmax.
     """
-    if feature_map.kernel == "polynomial":
+    if feature_map.is_preparing:
         raise ValueError(
             "Errors against softmax attention are not measured for maps that "
             "normalize queries and keys first. Received: feature_map="
@@ -113,6 +113,7 @@ def estimate(feature_map, sequence):
 
 def _parts(features):
     """Values and exponents as `(K, n, M)` arrays."""
+    features = features.dense()
     return _array(features.ones_or_values()), _array(features.spread_scale())
 
 

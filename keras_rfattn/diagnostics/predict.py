@@ -58,7 +58,8 @@ def log_moment(feature_map, head=0, stats=None):
             stored.
 
     Returns:
-        A function `(x, y) -> log E[Z²]` of one draw Z for pairs `(..., H)`, or `None`
-        if no closed form is known; see `keras_rfattn.kernels.variance`.
+        A function `(x, y) -> log E[Z²]` of one draw Z for pairs `(..., H)` of what
+        the random vectors meet: `feature_map.meets(query, key, head)`, which is queries
+        and keys themselves but for conditioned maps. `None` if no closed form is known.
     """
     return feature_map.log_moment(head, stats)

@@ -13,14 +13,11 @@ from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.precision import wide_dtype
 
 
-class Elementwise(FeatureMap):
-    """Features `f(x)`, of width head_dim.
+class OfActivation:
+    """Mixin of maps with a positive function f of their own, by its logarithm.
 
-    Positive, with a kernel of their own instead of softmax's: a replaced model
-    needs uptraining to become what it was. Queries and keys enter as they are,
-    without the factor `1/√head_dim` of softmax attention, as in the papers.
-
-    Subclasses give `log_activation(z)`, the logarithm of a positive `f(z)`.
+    A replaced model needs uptraining to become what it was. Queries and keys enter as
+    they are, without the factor `1/√head_dim` of softmax attention, as in the papers.
     """
 
     kernel = "activation"
@@ -29,9 +26,6 @@ class Elementwise(FeatureMap):
     def default_scale(self, head_dim):
         return 1.0
 
-    def key_features(self, x, stats=None):
-        return Features(None, self.log_activation(ops.cast(x, wide_dtype(x))))
-
     def log_activation(self, z):
         """`log f(z)`, elementwise."""
         raise NotImplementedError(
@@ -39,21 +33,54 @@ class Elementwise(FeatureMap):
         )
 
 
-class Activation(ProjectedFeatureMap):
-    """Features `f(w · x) / √m`; else as `Elementwise`."""
+class Elementwise(OfActivation, FeatureMap):
+    """Features `f(x)`, of width head_dim. Subclasses give `log_activation(z)`."""
 
-    kernel = "activation"
-    is_unbiased = False
-    default_scale = Elementwise.default_scale
-    log_activation = Elementwise.log_activation
+    def key_features(self, x, stats=None):
+        return Features(None, self.log_activation(ops.cast(x, wide_dtype(x))))
+
+
+class Activation(OfActivation, ProjectedFeatureMap):
+    """Features `f(w · x) / √m`. Subclasses give `log_activation(z)`.
+
+    Args:
+        num_features: Number m of random vectors, 256 by default.
+        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
+        seed: Non-negative integer, or `None`.
+    """
 
     def key_features(self, x, stats=None):
         log_scale = self.log_activation(self.project(x))
         return Features(None, log_scale - math.log(self.num_features) / 2)
 
 
+class OfElu:
+    """Mixin: `f(z) = elu(z) + 1`."""
+
+    def log_activation(self, z):
+        return ops.where(z > 0, ops.log1p(ops.relu(z)), -ops.relu(-z))
+
+
+class OfRelu:
+    """Mixin: `f(z) = relu(z) + epsilon`."""
+
+    def __init__(self, *args, epsilon=1e-3, **kwargs):
+        super().__init__(*args, **kwargs)
+        if not epsilon > 0:
+            raise ValueError(
+                f"`epsilon` must be positive. Received: epsilon={epsilon}."
+            )
+        self.epsilon = epsilon
+
+    def log_activation(self, z):
+        return ops.log(ops.relu(z) + self.epsilon)
+
+    def get_config(self):
+        return {**super().get_config(), "epsilon": self.epsilon}
+
+
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Elu(Elementwise):
+class Elu(OfElu, Elementwise):
     """The linear transformer's `elu(x) + 1`, of width head_dim.
 
     Args:
@@ -75,13 +102,10 @@ class Elu(Elementwise):
         refuse_vectors(type(self), num_features, projection, "`ProjectedElu`")
         super().__init__(**kwargs)
 
-    def log_activation(self, z):
-        return ops.where(z > 0, ops.log1p(ops.relu(z)), -ops.relu(-z))
-
     @classmethod
     def from_config(cls, config):
         if config.get("projection") is not None:
-            # Of version 0.1.0, where one class did both.
+            # Of files from when one class did both.
             return ProjectedElu.from_config(config)
         return cls(**without(config, "projection"))
 
@@ -90,7 +114,7 @@ class Elu(Elementwise):
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class ProjectedElu(Activation):
+class ProjectedElu(OfElu, Activation):
     """`(elu(w · x) + 1) / √m`.
 
     Args:
@@ -100,11 +124,10 @@ class ProjectedElu(Activation):
     """
 
     former_name = "Elu"
-    log_activation = Elu.log_activation
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Relu(Activation):
+class Relu(OfRelu, Activation):
     """Performer-ReLU: `(relu(w · x) + epsilon) / √m`.
 
     Epsilon belongs to the kernel (it is not a stabiliser): without it a query can
@@ -127,25 +150,18 @@ class Relu(Activation):
     kernel = "relu"
 
     def __init__(self, num_features=None, epsilon=1e-3, **kwargs):
-        super().__init__(num_features, **kwargs)
-        self.epsilon = _positive(epsilon)
-
-    def log_activation(self, z):
-        return ops.log(ops.relu(z) + self.epsilon)
+        super().__init__(num_features, epsilon=epsilon, **kwargs)
 
     @classmethod
     def from_config(cls, config):
         if "projection" in config and config["projection"] is None:
-            # Of version 0.1.0, where one class did both.
+            # Of files from when one class did both.
             return PlainRelu.from_config(config)
         return cls(**config)
 
-    def get_config(self):
-        return {**super().get_config(), "epsilon": self.epsilon}
-
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class PlainRelu(Elementwise):
+class PlainRelu(OfRelu, Elementwise):
     """`relu(x) + epsilon`, of width head_dim; see `Relu`.
 
     Args:
@@ -158,22 +174,10 @@ class PlainRelu(Elementwise):
 
     former_name = "Relu"
 
-    def __init__(self, epsilon=1e-3, **kwargs):
-        super().__init__(**kwargs)
-        self.epsilon = _positive(epsilon)
-
-    log_activation = Relu.log_activation
-
     @classmethod
     def from_config(cls, config):
         return cls(**without(config, "projection", "num_features"))
 
     def get_config(self):
-        # The width is written for the fingerprints of version 0.1.0.
-        return {**super().get_config(), "epsilon": self.epsilon, "num_features": None}
-
-
-def _positive(epsilon):
-    if not epsilon > 0:
-        raise ValueError(f"`epsilon` must be positive. Received: epsilon={epsilon}.")
-    return epsilon
+        # The width is a part of fingerprints, which were the same for both classes.
+        return {**super().get_config(), "num_features": None}

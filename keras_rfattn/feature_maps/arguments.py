@@ -8,6 +8,15 @@ def derive_seed(*entropy):
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
+def check_seed(seed):
+    """Raises `ValueError` unless `seed` is a non-negative integer or `None`."""
+    is_integer = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
+    if seed is not None and not (is_integer and seed >= 0):
+        raise ValueError(
+            f"`seed` must be a non-negative integer or `None`. Received: seed={seed!r}."
+        )
+
+
 def check_num_features(num_features):
     """Raises `ValueError` unless `num_features` is a positive integer."""
     is_integer = isinstance(num_features, (int, np.integer))

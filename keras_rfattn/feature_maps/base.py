@@ -62,6 +62,8 @@ class FeatureMap(keras.layers.Layer):
     is_adaptive = False
     # Whether attention is by the kernel alone, without features.
     is_exact = False
+    # Whether `prepare` changes queries and keys.
+    is_preparing = False
     # Whether estimates are precise only for queries and keys of one length.
     assumes_equal_lengths = False
     # Number of random vectors, or what else decides the width; `None` if nothing does.
@@ -79,7 +81,7 @@ class FeatureMap(keras.layers.Layer):
             if not hasattr(method, "marked"):
                 setattr(cls, name, of_finite_tokens(method))
 
-    def __init__(self, seed=None, **kwargs):
+    def __init__(self, *, seed=None, **kwargs):
         super().__init__(**kwargs)
         if seed is None:
             # The first word of a fresh generator follows `keras.utils.set_random_seed`.
@@ -293,5 +295,5 @@ def number(weight, head):
 
 
 def without(config, *names):
-    """A config without what 0.1.0 wrote for maps that have no use for it."""
-    return {key: value for key, value in config.items() if key not in names}
+    """A config without arguments that are `None` and that the class does not take."""
+    return {k: v for k, v in config.items() if k not in names or v is not None}

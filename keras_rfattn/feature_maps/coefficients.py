@@ -13,19 +13,15 @@ from keras_rfattn.ops.features import Features
 class Coefficient:
     """Mixin of maps that estimate `λ(x, y) = constant + E ρ_q(x) · ρ_k(y)`.
 
-    Comes before a `FeatureMap` in the bases, or after one that says itself whether it
-    is positive. `query_features` and `key_features` are ρ_q and ρ_k. The constant is
-    kept apart because a hybrid needs λ and `1 - Σ λ`, whose constants merge (HRF, lemma
-    2.3).
+    Comes before a `FeatureMap` in the bases. `query_features` and `key_features` are
+    ρ_q and ρ_k. The constant is kept apart because a hybrid needs λ and `1 - Σ λ`,
+    whose constants merge (HRF, lemma 2.3).
     """
 
     kernel = "coefficient"
     is_positive = False
     is_symmetric = False
     constant = 0.0
-
-    def log_moment(self, head=0, stats=None):
-        return None
 
     def averaged(self, values):
         """Values as features whose products are a mean over the random vectors."""

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.feature_maps import registry
+import keras_rfattn.feature_maps.registry as registry
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.base import number

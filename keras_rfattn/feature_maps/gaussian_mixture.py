@@ -19,7 +19,7 @@ from keras_rfattn.ops.precision import wide_dtype
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class PairCoefficient(MatrixExponential, Coefficient):
+class PairCoefficient(Coefficient, MatrixExponential):
     """`λ = exp(-‖Ax + A⁻¹y‖² / 2τ²)`, 1 where x and y are the centers A is made for.
 
     A is a real diagonal: of a complex one λ would leave [0, 1].
@@ -34,7 +34,6 @@ class PairCoefficient(MatrixExponential, Coefficient):
         Choromanski et al., "Hybrid Random Features" (2022), equations 93 to 96.
     """
 
-    kernel = "coefficient"
     is_adaptive = False
     is_positive = True
 

@@ -3,8 +3,8 @@
 import keras
 from keras import ops
 
-from keras_rfattn.feature_maps import algebra
-from keras_rfattn.feature_maps import registry
+import keras_rfattn.feature_maps.algebra as algebra
+import keras_rfattn.feature_maps.registry as registry
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.base import FeatureMap

@@ -60,15 +60,14 @@ class Monomials(Adaptive, RandomFeatureMap):
         heads, dim = input_shape[-2:]
         # Numbers only: a layer may be built while a program is traced.
         start = np.full(heads, self._initial_parameter(dim))
-        self.start = self._distribution(start)
+        self._start = start
         super().build(input_shape)
-        counts = self.start.counts((heads, dim, self.num_features))
+        counts = self.initializer(0).counts((heads, dim, self.num_features))
         self.parameter = self.add_fixed("parameter", np.float32(start))
         self.offsets = self.add_fixed("offsets", self._offsets(counts, start))
 
-    def initializer(self, draw):
-        # Of draw 0; `redraw` goes by the parameter of the data.
-        return self.start
+    def initializer(self, draw, *which):
+        return self._distribution(self._start, draw)
 
     def _initial_parameter(self, dim):
         if self.initial is not None:

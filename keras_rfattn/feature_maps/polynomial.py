@@ -38,6 +38,7 @@ class PolynomialFeatureMap(FeatureMap):
 
     kernel = "polynomial"
     is_positive = False
+    is_preparing = True
 
     def __init__(self, degree=DEFAULT_DEGREE, **kwargs):
         super().__init__(**kwargs)

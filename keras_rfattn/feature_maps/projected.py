@@ -53,7 +53,10 @@ class RandomFeatureMap(FeatureMap):
 
     def redraw(self):
         if not self.built:
-            super().redraw()
+            raise ValueError(
+                f"{type(self).__name__} has no random vectors to redraw yet. Received: "
+                "built=False. Build it first."
+            )
         draw = int(ops.convert_to_numpy(self.draws)) + 1
         self.assign_vectors(draw)
         self.draws.assign(draw)

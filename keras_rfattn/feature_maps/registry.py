@@ -1,4 +1,4 @@
-"""Feature maps by name: the table's users, and `resolve` for all who accept a map.
+"""Feature maps by name: `get` looks one up, `resolve` is what layers and surgery ask.
 
 The table itself stands in `keras_rfattn/feature_maps/__init__.py`.
 """
@@ -6,9 +6,9 @@ The table itself stands in `keras_rfattn/feature_maps/__init__.py`.
 import difflib
 
 import keras
-import numpy as np
 
 from keras_rfattn.feature_maps.arguments import check_num_features
+from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.base import FeatureMap
 
 # Name -> class.
@@ -65,7 +65,7 @@ def resolve(identifier, num_features=None, seed=None, name=None):
     Args:
         identifier: A registered name, a `FeatureMap` or its serialized config.
         num_features: Of a map given by name.
-        seed: Likewise; one given otherwise has its own.
+        seed: Of a map given by name; one given otherwise keeps its own.
         name: Likewise, of the layer.
 
     Returns:
@@ -76,12 +76,8 @@ def resolve(identifier, num_features=None, seed=None, name=None):
             `num_features` is given for a map that has its own.
         TypeError: If `identifier` is of another type.
     """
-    is_integer = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
-    if seed is not None and not (is_integer and seed >= 0):
-        raise ValueError(
-            f"`seed` must be a non-negative integer or `None`. Received: seed={seed!r}."
-        )
     if isinstance(identifier, str):
+        check_seed(seed)
         return get(identifier, num_features=num_features, seed=seed, name=name)
     return get(identifier, num_features=num_features)
 

@@ -11,8 +11,7 @@ from keras_rfattn.ops.not_finite import bounded
 from keras_rfattn.ops.not_finite import spoils
 from keras_rfattn.ops.precision import wide_dtype
 
-# Where a class stands does not matter; its registered name is in a config too.
-IGNORED = ("name", "trainable", "dtype", "seed", "projection", "module")
+IGNORED = ("name", "trainable", "dtype", "seed", "projection")
 
 
 class FeatureFunction:
@@ -48,7 +47,9 @@ class FeatureFunction:
 
 def essence(feature_map):
     """What decides a map's function, whatever its seeds, names and weights."""
-    name = feature_map.former_name or type(feature_map).__name__
+    cls = type(feature_map)
+    # Of the class itself: a subclass computes something else.
+    name = vars(cls).get("former_name") or cls.__name__
     return name, _essence(feature_map.get_config())
 
 

@@ -45,11 +45,3 @@ def elu(x, y):
 def polynomial(x, y, degree):
     """The kernel `(x · y)^degree`."""
     return (x @ np.swapaxes(y, -1, -2)) ** degree
-
-
-def angular(x, y):
-    """The angle between x and y over π, from 0 to 1."""
-    lengths = np.linalg.norm(x, axis=-1)[..., :, None]
-    lengths = lengths * np.linalg.norm(y, axis=-1)[..., None, :]
-    cosine = np.clip(x @ np.swapaxes(y, -1, -2) / lengths, -1, 1)
-    return np.arccos(cosine) / np.pi

@@ -14,14 +14,14 @@ import zlib
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.stateless import IGNORED
 from keras_rfattn.feature_maps.stateless import essence
 
 KEY = "attention_fingerprint"
-FORMAT = 3
+FORMAT = 2
 # Options that change what is computed.
 MEANING = ("window", "sliding")
-# Files of maps whose names were part of formats 1 and 2, and what they were then.
+# A map inside a map is known by its file too. Where files have moved since the first
+# marks were written, what they were called then.
 FORMER_MODULES = {
     f"keras_rfattn.feature_maps.{now}": f"keras_rfattn.feature_maps.{then}"
     for now, then in {
@@ -35,33 +35,23 @@ FORMER_MODULES = {
 
 def fingerprint(layer):
     """`[format, checksum]` of what a layer computes, whatever its seed and names."""
-    return np.array([FORMAT, _checksum(layer, essence(layer.feature_map))])
-
-
-def _checksum(layer, of_map):
     options = [getattr(layer.options, name) for name in MEANING]
     config = feature_maps.serialize(layer.feature_map)
-    return _crc((of_map, options, _projections(config)))
+    of_map = _former(essence(layer.feature_map))
+    return np.array([FORMAT, _checksum((of_map, options, _projections(config)))])
 
 
-def _crc(x):
+def _former(x):
+    """An `essence` with the names that files had when marks were first written."""
+    if isinstance(x, tuple) and x[0] == "module":
+        return x[0], FORMER_MODULES.get(x[1], x[1])
+    if isinstance(x, (list, tuple)):
+        return type(x)(_former(item) for item in x)
+    return x
+
+
+def _checksum(x):
     return zlib.crc32(repr(x).encode()) & 0x7FFFFFFF
-
-
-def _former_essence(feature_map):
-    """What `essence` was in formats 1 and 2, with the files of maps inside maps."""
-
-    def former(config):
-        if isinstance(config, dict):
-            kept = sorted(k for k in config if k not in IGNORED or k == "module")
-            return [(k, former(config[k])) for k in kept]
-        if isinstance(config, (list, tuple)):
-            return [former(item) for item in config]
-        is_module = isinstance(config, str)
-        return FORMER_MODULES.get(config, config) if is_module else config
-
-    name, _ = essence(feature_map)
-    return name, former(feature_map.get_config())
 
 
 def _projections(config):
@@ -87,9 +77,7 @@ def _projections(config):
 def _is_mark_of(layer, found):
     if found.shape == ():
         # Format 1 covered the map alone.
-        return int(found) == _crc(_former_essence(layer.feature_map))
-    if found[0] == 2:
-        return found[1] == _checksum(layer, _former_essence(layer.feature_map))
+        return int(found) == _checksum(_former(essence(layer.feature_map)))
     return np.array_equal(found, fingerprint(layer))
 
 

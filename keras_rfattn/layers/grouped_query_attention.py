@@ -27,6 +27,9 @@ class GroupedQueryAttention(LinearAttention, keras.layers.GroupQueryAttention):
             `block_size`; and further arguments of `keras.layers.GroupQueryAttention`.
     """
 
+    # What `restore_attention` makes of a layer.
+    original_class = keras.layers.GroupQueryAttention
+
     def __init__(
         self,
         head_dim,

@@ -87,7 +87,7 @@ class KernelFeatures(keras.layers.Layer):
         x = ops.reshape(inputs, (1, -1, 1, shape[-1])) * math.sqrt(2 * self.gamma)
         stats = self.feature_map.statistics(x, x, causal=True)
         method = "query_features" if side == "query" else "key_features"
-        features = getattr(self.feature_map, method)(x, stats)
+        features = getattr(self.feature_map, method)(x, stats).dense()
         log_scale = features.log_scale
         if self.kernel == "gaussian":
             log_scale = log_scale - half_square(ops.cast(x, log_scale.dtype))

@@ -37,7 +37,7 @@ class LinearAttention:
     # Set while `keras_rfattn.layers.record` runs the model.
     recorder = None
     # Attributes that normalize queries where a layer has one of them.
-    query_normalizations = ()
+    query_normalizations = ("query_norm", "_query_norm", "q_norm")
 
     def _set_mechanism(self, feature_map, options):
         """Makes the layer the owner of a map, summed as `ops.Options` say."""

@@ -34,6 +34,9 @@ class MultiHeadAttention(LinearAttention, keras.layers.MultiHeadAttention):
     ```
     """
 
+    # What `restore_attention` makes of a layer.
+    original_class = keras.layers.MultiHeadAttention
+
     def __init__(
         self,
         num_heads,

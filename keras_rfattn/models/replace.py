@@ -4,16 +4,17 @@ Everything is checked, and every new weight made, before the first layer is touc
 How one layer changes is in `swap`, what its containers become in `saving`.
 """
 
+import keras_rfattn.models.report as report
+import keras_rfattn.models.saving as saving
+import keras_rfattn.models.survey as s
+import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.layers.attend import check_window
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.linear_attention import LinearAttention
-from keras_rfattn.models import report
-from keras_rfattn.models import saving
-from keras_rfattn.models import survey as s
-from keras_rfattn.models import swap
 from keras_rfattn.ops.options import Options
 
 
@@ -25,7 +26,9 @@ def replace_attention(
     include=None,
     exclude=None,
     seed=None,
-    **options,
+    block_size=None,
+    window=None,
+    sliding=False,
 ):
     """Makes the attention of a model linear in sequence length, in place.
 
@@ -44,23 +47,27 @@ def replace_attention(
             or a callable `(path, layer) -> bool`. All by default.
         exclude: Layers to keep softmax, likewise.
         seed: Seed of the random vectors; each layer derives its own from it.
-        **options: The fields of `keras_rfattn.ops.Options`: `window`, the number of
-            tokens within which attention stays exact (for maps of the softmax or
-            polynomial kernel), `sliding`, and `block_size`.
+        block_size: Block length of causal attention; changes no number.
+        window: Number of tokens within which attention stays exact: the sequence is
+            cut into windows of so many, and features take over beyond. Needs a map
+            of the softmax or polynomial kernel.
+        sliding: Whether the window before a query's own is exact too (and, without
+            causality, the one after).
 
     Returns:
         The model.
 
     Raises:
-        TypeError: If `model` is not a Keras layer, or an option unknown.
+        TypeError: If `model` is not a Keras layer.
         ValueError: If an argument is invalid, the model has no attention, or
             attention is selected that linear attention cannot express. The model is
             unchanged then.
     """
     check_model(model)
-    options = Options.only(options)
+    options = Options(block_size, window, sliding)
     found = s.survey(model)
     selected = _replaceable(model, found, include, exclude)
+    check_seed(seed)
     template = feature_maps.resolve(feature_map, num_features, seed)
     _check_statistics(template, selected)
     check_window(options, template)

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from dataclasses import field
 
+import keras_rfattn.models.survey as s
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
-from keras_rfattn.models import survey as s
 from keras_rfattn.models.swap import original_class
 
 

@@ -12,10 +12,10 @@ import importlib.util
 
 import keras
 
+import keras_rfattn.models.adapters.known as known
+import keras_rfattn.models.survey as s
+import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
-from keras_rfattn.models import survey as s
-from keras_rfattn.models import swap
-from keras_rfattn.models.adapters import known
 from keras_rfattn.ops.options import Options
 
 FORMAT = 1

@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 
+import keras_rfattn.models.adapters.known as known
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.linear_attention import refusal
-from keras_rfattn.models.adapters import known
 from keras_rfattn.models.swap import linear_class
 from keras_rfattn.models.swap import original_class
 
@@ -111,7 +111,7 @@ def _causality(layer, parent):
             for node in layer._inbound_nodes
         }
         return flags.pop() if len(flags) == 1 else None
-    return known.block(type(parent)).causal
+    return known.block(original_class(parent)).causal
 
 
 def is_cross(site):

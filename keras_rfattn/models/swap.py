@@ -8,12 +8,12 @@ import contextlib
 
 import keras
 
+import keras_rfattn.models.adapters.known as known
 from keras_rfattn import feature_maps
 from keras_rfattn import layers
 from keras_rfattn.layers.fingerprint import unmark
 from keras_rfattn.layers.linear_attention import STATE
 from keras_rfattn.layers.linear_attention import LinearAttention
-from keras_rfattn.models.adapters import known
 from keras_rfattn.ops.options import Options
 
 # Foreign class -> linear class. Libraries add theirs when they are imported.
@@ -21,10 +21,6 @@ LINEAR_CLASSES = {
     keras.layers.MultiHeadAttention: layers.MultiHeadAttention,
     keras.layers.GroupQueryAttention: layers.GroupedQueryAttention,
 }
-# The registered drop-ins are what `__class__` becomes; restoring needs the way back.
-for _softmax, _linear in LINEAR_CLASSES.items():
-    _linear.original_class = _softmax
-    _linear.query_normalizations = known.QUERY_NORMALIZATIONS
 
 
 def original_class(layer):
@@ -45,31 +41,33 @@ def linear_class(cls):
         if issubclass(cls, base) and all(
             getattr(cls, n) is getattr(base, n) for n in names
         ):
-            LINEAR_CLASSES[cls] = make_linear_class(cls, LINEAR_CLASSES[base])
+            LINEAR_CLASSES[cls] = make_linear_class(cls, parent=LINEAR_CLASSES[base])
             return LINEAR_CLASSES[cls]
     return None
 
 
-def make_linear_class(cls, linear=None, mixin=LinearAttention):
+def make_linear_class(cls, mixin=LinearAttention, parent=None):
     """A class that is `cls` with linear attention, for layers changed in place.
 
     Args:
         cls: The softmax class.
-        linear: The linear class of its parent, if it has one.
         mixin: `LinearAttention`, or a subclass.
+        parent: The linear class of its base, if that has one; its mixin is taken then.
 
     Returns:
         A subclass of `cls`.
     """
+    mixin = getattr(parent, "mixin", mixin)
     members = {
+        "mixin": mixin,
         "__module__": __name__,
         "__doc__": cls.__doc__,
         "__reduce__": _reduce,
         "original_class": cls,
         "query_normalizations": known.QUERY_NORMALIZATIONS,
     }
-    if linear is not None and "_kv_shape" in vars(linear):
-        members["_kv_shape"] = linear._kv_shape
+    if parent is not None and "_kv_shape" in vars(parent):
+        members["_kv_shape"] = parent._kv_shape
     # Known classes have a registered drop-in; layers of others are rebuilt by the
     # container that holds them, so that their config need not name this class.
     return type(cls.__name__, (mixin, cls), members)

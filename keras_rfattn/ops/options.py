@@ -61,19 +61,6 @@ class Options:
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: arguments.pop(name) for name in names if name in arguments})
 
-    @classmethod
-    def only(cls, arguments):
-        """The options that keyword arguments are, or `TypeError` for any other."""
-        rest = dict(arguments)
-        options = cls.take(rest)
-        if rest:
-            names = [field.name for field in dataclasses.fields(cls)]
-            raise TypeError(
-                f"{sorted(rest)} are no arguments of this function. Received: {rest}. "
-                f"Beside those it names it takes {names}."
-            )
-        return options
-
     def config(self):
         """As a dict, for configs."""
         return dataclasses.asdict(self)

@@ -8,6 +8,9 @@ from keras import ops
 import keras_rfattn
 from keras_rfattn import feature_maps as maps
 from keras_rfattn.feature_maps import moments
+from keras_rfattn.feature_maps.stateless import essence
+from keras_rfattn.layers import attend
+from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
 
 DIM, HEADS, DRAWS = 6, 2, 40
@@ -177,3 +180,31 @@ def test_errors():
         maps.Conditioned("elu")
     with pytest.raises(ValueError, match="`up_to` must be one of"):
         maps.Conditioned("favor", up_to="whiten")
+
+
+def test_maps_of_one_name_in_two_modules_are_two():
+    # Programs are shared by what maps compute.
+    def mine(factor, module):
+        def key_features(self, x, stats=None):
+            return maps.FavorPlus.key_features(self, factor * x, stats)
+
+        body = {"__module__": module, "key_features": key_features}
+        return type("Mine", (maps.FavorPlus,), body)
+
+    x = ops.convert_to_tensor(np.float32(data(9)[0][None].swapaxes(1, 2)))
+    outputs = []
+    for factor, module in ((1.0, "one"), (2.0, "two")):
+        feature_map = maps.Conditioned(mine(factor, module)(8, seed=3), seed=3)
+        feature_map.build((None, None, HEADS, DIM))
+        mask = AttentionMask(causal=True)
+        outputs.append(h.to_numpy(attend(x, x, x, feature_map, mask)))
+    assert np.max(np.abs(outputs[0] - outputs[1])) > 1e-3
+
+
+def test_a_subclass_has_a_fingerprint_of_its_own():
+    class Own(maps.ProjectedElu):
+        pass
+
+    assert essence(Own(4, seed=0)) != essence(maps.ProjectedElu(4, seed=0))
+    # One class did both, in older files.
+    assert essence(maps.ProjectedElu(4, seed=0))[0] == "Elu"

@@ -193,7 +193,7 @@ def test_maps_without_vectors_take_none():
         feature_maps.Relu(projection=None)
 
 
-def test_maps_of_version_0_1_0_are_what_they_were():
+def test_maps_of_older_files_are_what_they_were():
     old = {"num_features": None, "projection": None, "seed": 3}
     assert type(feature_maps.Elu.from_config(old)) is feature_maps.Elu
     plain = feature_maps.Relu.from_config({**old, "epsilon": 0.5})
@@ -203,10 +203,11 @@ def test_maps_of_version_0_1_0_are_what_they_were():
     assert type(feature_maps.Elu.from_config(old)) is feature_maps.ProjectedElu
     for name in ("polynomial", "polysketch_learned"):
         config = feature_maps.get(name, seed=3).get_config()
-        again = feature_maps.FEATURE_MAPS[name].from_config(
-            {**config, "projection": None}
-        )
-        assert again.get_config() == config
+        cls = feature_maps.FEATURE_MAPS[name]
+        assert cls.from_config({**config, "projection": None}).get_config() == config
+        # Nothing is dropped in silence.
+        with pytest.raises((TypeError, ValueError), match="projection|random"):
+            cls.from_config({**config, "projection": "gaussian"})
 
 
 def test_wrong_arguments():

@@ -169,8 +169,9 @@ def test_low_precision(policy, name):
 
 
 class Normalizing(MultiHeadAttention):
-    query_normalizations = ("normalization",)
-    normalization = True
+    """A layer of one's own that normalizes its queries."""
+
+    query_norm = True
 
 
 def test_hybrids_warn_where_lengths_vary():
@@ -180,6 +181,15 @@ def test_hybrids_warn_where_lengths_vary():
             MultiHeadAttention(2, 4, feature_map=name).build(shape, shape)
         # Warnings of the package that no test expects are errors.
         Normalizing(2, 4, feature_map=name).build(shape, shape)
+
+
+def test_the_seed_of_dropout_is_keras_own_affair():
+    # A map given as an object has its own; what Keras takes is taken.
+    layer = MultiHeadAttention(2, 4, feature_map=feature_maps.FavorPlus(4), seed=-3)
+    again = MultiHeadAttention.from_config(layer.get_config())
+    assert again.feature_map.seed == layer.feature_map.seed
+    with pytest.raises(ValueError, match="`seed` must be a non-negative integer"):
+        MultiHeadAttention(2, 4, feature_map="favorplus", seed=-3)
 
 
 def test_arguments_that_linear_attention_cannot_keep():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from keras_rfattn.models import swap
 from tests import helpers as h
 from tests.models import families
 
@@ -383,3 +384,14 @@ def test_converter_takes_only_keras_cv():
     model, _ = families.build("vit")
     with pytest.raises(TypeError, match="keras_cv"):
         keras_rfattn.convert_vit(model)
+
+
+def test_subclasses_refuse_the_vllm_route_too():
+    class Mine(keras_hub.layers.CachedMultiHeadAttention):
+        pass
+
+    for cls in (keras_hub.layers.CachedMultiHeadAttention, Mine):
+        layer = cls(2, 4)
+        layer.__class__ = swap.linear_class(cls)
+        with pytest.raises(ValueError, match="vLLM route would run softmax"):
+            layer._compute_vllm_attention()

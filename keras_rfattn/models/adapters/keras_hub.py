@@ -9,11 +9,11 @@ import importlib
 import keras
 import keras_hub
 
+import keras_rfattn.models.adapters.known as known
+import keras_rfattn.models.saving as saving
+import keras_rfattn.models.survey as survey
+import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.linear_attention import LinearAttention
-from keras_rfattn.models import saving
-from keras_rfattn.models import survey
-from keras_rfattn.models import swap
-from keras_rfattn.models.adapters import known
 from keras_rfattn.ops.masks import interpret_mask
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
@@ -64,6 +64,10 @@ class DecoderMasks:
             known = mask.key_mask
             mask = mask.replace(key_mask=padding if known is None else known & padding)
         return mask.replace(causal=mask.causal or use_causal_mask, self_attention=True)
+
+
+# By the table's names.
+MASKS = {"DecoderMasks": DecoderMasks}
 
 
 class CachedAttention(LinearAttention):
@@ -189,6 +193,6 @@ def install():
         keras.saving.register_keras_serializable("keras_rfattn")(linear)
         swap.LINEAR_CLASSES[cls] = linear
     for cls, row in classes(known.BLOCKS):
-        survey.BLOCK_MIXINS[cls] = globals()[row.masks]
+        survey.BLOCK_MIXINS[cls] = MASKS[row.masks]
     saving.COMPANION_HOOKS.append(adjust_companions)
     register_all()

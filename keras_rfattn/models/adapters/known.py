@@ -3,8 +3,8 @@
 Rows go by class name, so that no library has to be imported to refuse a class of it.
 Attention classes without a row are refused, as their mathematics is not known;
 subclasses of a class that can be linear are too, unless they leave its computation
-alone. A class that can be linear in its own library's file (`keras_hub.py`) or by a
-layer of this package (`keras_rfattn.layers`).
+alone. What a class of Keras becomes stands in `swap`; those of a library become linear
+when it is imported (`keras_hub.py`).
 """
 
 from typing import NamedTuple
@@ -99,6 +99,7 @@ BLOCKS = {
     "DINOV2Attention": Known(HUB, causal=False),
     "DeiTEncoderBlock": Known(HUB, causal=False),
     "EdRecEncoderBlock": Known(HUB, causal=False),
+    # KerasCV has one of that name too, and it is alike.
     "TransformerEncoder": Known(HUB, causal=False),
     "ViTEncoderBlock": Known(HUB, causal=False),
     "WhisperEncoder": Known(HUB, causal=False),
