@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 
 from keras_rfattn import feature_maps
+from tests.conftest import own_maps
 from tests.environment import environment
 
 SCRIPT = """
 import sys
 import keras, numpy as np
 import keras_rfattn
+path, *maps = sys.argv[1:]
+for file in maps:
+    exec(compile(open(file).read(), file, "exec"), {"__name__": "a_map"})
 rng = np.random.default_rng(0)
 x = rng.normal(size=(2, 21, 8)).astype("float32")
 mask = np.ones((2, 1, 21), bool)
@@ -31,17 +35,18 @@ for name in keras_rfattn.feature_maps.list():
         results[f"{name} {causal}"] = keras.ops.convert_to_numpy(y)
     for weight in layer.feature_map.weights:
         results[f"{name} {weight.name}"] = keras.ops.convert_to_numpy(weight)
-np.savez(sys.argv[1], **results)
+np.savez(path, **results)
 """
 
 
-def results(backend, path):
+def results(backend, path, maps):
+    """What `SCRIPT` saves on a backend; `maps` are files of maps it does not know."""
     if backend == keras.backend.backend():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["-c", str(path)])
             exec(SCRIPT, {})
     else:
-        command = [sys.executable, "-c", SCRIPT, str(path)]
+        command = [sys.executable, "-c", SCRIPT, str(path), *map(str, maps)]
         subprocess.run(command, env=environment(backend), check=True)
     return dict(np.load(path))
 
@@ -49,7 +54,7 @@ def results(backend, path):
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     path = tmp_path_factory.mktemp("agree") / "here.npz"
-    return results(keras.backend.backend(), path)
+    return results(keras.backend.backend(), path, [])
 
 
 @pytest.mark.long
@@ -60,7 +65,7 @@ def test_layers_agree(other, request, tmp_path):
         pytest.skip("the same backend, or this pair is the other's to test")
     pytest.importorskip(other)
     here = request.getfixturevalue("here")
-    there = results(other, tmp_path / "there.npz")
+    there = results(other, tmp_path / "there.npz", own_maps(request.config))
     assert len(here) == len(there) >= 2 * len(feature_maps.FEATURE_MAPS)
     for name, expected in here.items():
         if name.endswith(("vectors", "draws")):

@@ -159,15 +159,15 @@ def test_a_window_as_long_as_the_sequence_is_exact(name, causal):
     h.assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("kind", ["full", "left"])
+@pytest.mark.parametrize(("disturbance", "kind"), [(100.0, "left"), (1e30, "full")])
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("disturbance", [100.0, 1e30])
 def test_the_future_does_not_matter(name, sliding, disturbance, kind):
     x = [h.to_numpy(a) for a in small_problem()]
     call = local(name, 5, sliding, True, h.padding_masks()[kind])
     expected = h.to_numpy(call(*(ops.convert_to_tensor(a) for a in x)))
-    for token in (7, 10, 31):
+    # At the start of a window, and within.
+    for token in (10, 33):
         disturbed = [a.copy() for a in x]
         for a in disturbed[1:]:
             a[:, token:] *= disturbance
