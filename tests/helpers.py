@@ -133,6 +133,17 @@ def input_size(feature_map):
 def featurize(feature_map, query, key, causal=True):
     """`(query_features, key_features)` of unscaled queries and keys."""
     query, key = ops.convert_to_tensor(query), ops.convert_to_tensor(key)
+    call = functools.partial(_featurize, feature_map, causal=causal)
+    is_usual = query.shape[1] == key.shape[1] == LENGTH
+    if keras.backend.backend() == "jax" and not is_usual:
+        # Operation by operation, each would be compiled for this length.
+        import jax
+
+        call = jax.jit(call)
+    return call(query, key)
+
+
+def _featurize(feature_map, query, key, causal):
     side = math.sqrt(feature_map.default_scale(query.shape[-1]))
     side = side * input_size(feature_map)
     query, key = query * side, key * side

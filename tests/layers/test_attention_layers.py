@@ -75,10 +75,9 @@ def test_weights_are_interchangeable(kind):
     assert len(linear.trainable_weights) == len(softmax.trainable_weights)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
+@pytest.mark.parametrize(("name", "kind"), h.over(list(KINDS)))
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
-def test_keras_masks_and_padding_content(kind, name):
+def test_keras_masks_and_padding_content(name, kind):
     _, layer = pair(kind, feature_map=name)
     x = data(2, 6, WIDTH)
     mask = np.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]], bool)
@@ -150,10 +149,11 @@ def in_float32(name):
     return layer, numpy(layer(x, x, use_causal_mask=True))
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
-@pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
+@pytest.mark.parametrize(
+    ("name", "policy"), h.over(["mixed_bfloat16", "mixed_float16", "bfloat16"])
+)
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
-def test_low_precision(policy, name):
+def test_low_precision(name, policy):
     layer, expected = in_float32(name)
     low = MultiHeadAttention(2, 4, feature_map=name, seed=0, dtype=policy)
     low.build((2, 6, WIDTH), (2, 6, WIDTH))

@@ -62,8 +62,11 @@ def clear_rows(output, expected, rtol):
     )
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("name", "dtype"), h.over(DTYPES))
+@pytest.mark.parametrize(
+    ("name", "dtype", "algorithm"),
+    [(*x, "causal") for x in h.over(DTYPES)]
+    + [(name, DTYPES[0], "bidirectional") for name in h.NAMES],
+)
 def test_finite_with_gradients(name, algorithm, dtype):
     feature_map, x = h.build(name), h.problem(size=SIZE / case(name).size)
     function, options = ALGORITHMS[algorithm]

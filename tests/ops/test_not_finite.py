@@ -28,15 +28,14 @@ MASK[0, :3], MASK[1, 30:] = False, False
 
 
 def windowed(sliding, is_causal, window=WINDOW):
-    def algorithm(query, key, value, mask, x):
-        kernel = h.build(x.name).exact_kernel
-        local = Local(x.query, x.key, kernel, window, sliding)
+    def algorithm(query, key, value, mask, tokens, kernel):
+        local = Local(*tokens, kernel, window, sliding)
         return local_attention(query, key, value, local, mask, is_causal)
 
     return algorithm
 
 
-def recurrent(query, key, value, mask, x):
+def recurrent(query, key, value, mask, tokens, kernel):
     """The first 20 tokens are the state's, and every query sees them all."""
     first = [None if a is None else a[:, :20] for a in key]
     state = init_state(
@@ -48,7 +47,7 @@ def recurrent(query, key, value, mask, x):
 
 
 def plain(function, **options):
-    return lambda query, key, value, mask, x: function(
+    return lambda query, key, value, mask, tokens, kernel: function(
         query, key, value, mask, **options
     )
 
@@ -77,26 +76,19 @@ CASES = [
 ]
 
 
-class Inputs(tuple):
-    query, key, name = (property(lambda self, i=i: self[i]) for i in range(3))
-
-
 def run(name, algorithm, x):
-    call = program(name, algorithm)
-    return h.to_numpy(call(*(ops.convert_to_tensor(a) for a in (*x, MASK))))
+    feature_map = h.build(name)
+    query, key, value, mask = (ops.convert_to_tensor(a) for a in (*x, MASK))
+    query, key = feature_map.prepare(query, key)
+    features = h.featurize(feature_map, query, key)
+    call = program(algorithm, feature_map.exact_kernel)
+    return h.to_numpy(call(*features, value, mask, (query, key)))
 
 
 @functools.cache
-def program(name, algorithm):
-    function, is_causal, _ = ALGORITHMS[algorithm]
-    feature_map = h.build(name)
-
-    def call(query, key, value, mask):
-        query, key = feature_map.prepare(query, key)
-        features = h.featurize(feature_map, query, key)
-        return function(*features, value, mask, Inputs((query, key, name)))
-
-    return h.compiled(call)
+def program(algorithm, kernel):
+    """One for all maps of a form."""
+    return h.compiled(ALGORITHMS[algorithm][0], kernel=kernel)
 
 
 def sees(algorithm, side, at):

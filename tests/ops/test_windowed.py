@@ -176,7 +176,7 @@ def test_the_future_does_not_matter(name, sliding, disturbance, kind):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]])
 @pytest.mark.parametrize("name", FORMS)
 def test_hidden_keys_may_hold_anything(name, shape):
     causal, sliding = shape
@@ -226,7 +226,7 @@ def test_token_by_token_is_the_parallel_pass(name, sliding):
     options = {"options": Options(window=5, sliding=sliding)}
     mask = AttentionMask(ops.convert_to_tensor(visible), causal=True)
     expected = h.to_numpy(attend(query, key, value, feature_map, mask, **options))
-    for i in (0, 3, 7, 8, 20, 36):
+    for i in (0, 7, 8, 36):
         mask = AttentionMask(ops.convert_to_tensor(visible), causal=True, offset=i)
         one = attend(query[:, i : i + 1], key, value, feature_map, mask, **options)
         h.assert_close(one, expected[:, i : i + 1])
