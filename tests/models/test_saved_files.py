@@ -289,6 +289,7 @@ def test_training_stops_at_nan_as_with_softmax(name):
     assert epochs == [1, 1]
 
 
+@pytest.mark.long
 def test_quantization_is_silent_about_maps(recwarn):
     model = make("functional", num_features=8)
     model.quantize("int8")

@@ -18,6 +18,9 @@ EXPECTED = np.load(FOLDER / "outputs.npz")
 keras.saving.register_keras_serializable("written_before")(make.Own)
 
 
+LONG = ("every_map",)
+
+
 def padded():
     return {k: make.segments()[k] for k in ("token_ids", "padding_mask")}
 
@@ -51,7 +54,10 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*not normalized")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in CASES],
+)
 def test_outputs_are_what_they_were(name):
     load, inputs = CASES[name]
     expected = EXPECTED[name.removesuffix(" weights")]
