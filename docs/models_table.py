@@ -20,7 +20,7 @@ def table():
     lines = ["| library | class | linear attention |", "|---|---|---|"]
     for name, row in rows:
         answer = "yes" if row.refused is None else f"refused: {row.refused}"
-        lines.append(f"| `{row.library}` | `{name}` | {answer} |")
+        lines.append(f"| `{row.package}` | `{name}` | {answer} |")
     return "\n".join(lines)
 
 

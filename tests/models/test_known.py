@@ -14,8 +14,8 @@ from keras_rfattn.models.survey import is_attention
 from keras_rfattn.models.survey import unsupported
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-HUB = sorted(n for n, x in known.ATTENTION.items() if x.library == known.HUB)
-BLOCKS = sorted(n for n, x in known.BLOCKS.items() if x.library == known.HUB)
+HUB = sorted(n for n, x in known.ATTENTION.items() if x.package == known.HUB)
+BLOCKS = sorted(n for n, x in known.BLOCKS.items() if x.package == known.HUB)
 
 
 def test_every_row_of_keras_hub_is_a_class_of_it():

@@ -84,7 +84,7 @@ class CachedAttention(LinearAttention):
 def classes(table):
     """`(class, row)` of the rows of a table that KerasHub has to be asked for."""
     for name, row in table.items():
-        if row.library == known.HUB and row.module is not None:
+        if row.package == known.HUB and row.module is not None:
             yield getattr(importlib.import_module(row.module), name), row
 
 

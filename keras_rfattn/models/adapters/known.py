@@ -16,7 +16,7 @@ class Known(NamedTuple):
     """What is known of an attention class, or of a block that holds attention.
 
     Attributes:
-        library: Package it belongs to.
+        package: What it belongs to, by its import name.
         module: Of an attention class that can be linear, and of a block with `masks`,
             where it is found; `None` for others.
         refused: Why linear attention cannot take its place.
@@ -32,7 +32,7 @@ class Known(NamedTuple):
             softmax is linear already, and exact.
     """
 
-    library: str
+    package: str
     module: str | None = None
     refused: str | None = None
     causal: bool | None = None
