@@ -14,12 +14,15 @@ from keras_rfattn.models import replace_attention
 from keras_rfattn.models import restore_attention
 from keras_rfattn.models.import_hook import register
 from keras_rfattn.models.import_hook import watch as _watch
+from keras_rfattn.uptraining import UptrainingReport
 from keras_rfattn.uptraining import calibrate
+from keras_rfattn.uptraining import uptrain
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionReport",
+    "UptrainingReport",
     "calibrate",
     "convert_vit",
     "describe_attention",
@@ -33,6 +36,7 @@ __all__ = [
     "register",
     "replace_attention",
     "restore_attention",
+    "uptrain",
 ]
 
 _watch()

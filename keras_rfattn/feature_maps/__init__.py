@@ -21,6 +21,7 @@ from keras_rfattn.feature_maps.favorpp import FavorPP
 from keras_rfattn.feature_maps.gaussian_mixture import HybridGaussianMixture
 from keras_rfattn.feature_maps.gaussian_mixture import PairCoefficient
 from keras_rfattn.feature_maps.gerf import Gerf
+from keras_rfattn.feature_maps.hedgehog import Hedgehog
 from keras_rfattn.feature_maps.hybrid import Hybrid
 from keras_rfattn.feature_maps.hybrid import HybridAngular
 from keras_rfattn.feature_maps.hybrid import HybridGaussian
@@ -62,6 +63,7 @@ FEATURE_MAPS.update({
     "polysketch_learned": PolySketchLearned,
     "elu": Elu,
     "relu": Relu,
+    "hedgehog": Hedgehog,
 })  # fmt: skip
 
 __all__ = [
@@ -83,6 +85,7 @@ __all__ = [
     "Geometric",
     "GeometricPositive",
     "Gerf",
+    "Hedgehog",
     "Hybrid",
     "HybridAngular",
     "HybridClustered",

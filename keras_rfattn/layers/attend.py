@@ -1,13 +1,17 @@
 """The parallel pass: projected queries, keys and values become an output."""
 
+import dataclasses
 import math
+from typing import Any
 
 from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.kernel_attention import exact_attention
+from keras_rfattn.ops.kernel_attention import softmax_attention
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
 from keras_rfattn.ops.options import Options
@@ -15,6 +19,141 @@ from keras_rfattn.ops.windowed import Local
 from keras_rfattn.ops.windowed import local_attention
 from keras_rfattn.ops.windowed import mixed
 from keras_rfattn.ops.windowed import near_keys
+
+# Of a feature that vanishes beside any weight of a window.
+NEGLIGIBLE = -1e5
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One call of an attention layer, and the ways to answer it.
+
+    Attributes:
+        query: `(B, T, N, H)`, not scaled, float32 or float64.
+        key: `(B, S, K, H)`, likewise; hidden keys are 0.
+        value: `(B, S, K, V)`; hidden values are 0.
+        mask: `AttentionMask`, without an offset; its `key_mask` is `(B, S)` or `None`.
+        scale: Factor on `q · k`.
+        feature_map: A `FeatureMap` built for K heads of dim H.
+        options: `ops.Options`.
+        training: Whether stored statistics are updated.
+        position: Of a lone query among the keys in cached decoding, else `None`.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    mask: AttentionMask
+    scale: float
+    feature_map: Any
+    options: Options
+    training: bool = False
+    position: Any = None
+
+    @property
+    def logit_scale(self):
+        """What a product of `scaled()` is a softmax logit times."""
+        return 1 / (math.sqrt(self.query.shape[-1]) * self.scale)
+
+    def scaled(self):
+        """Queries and keys, each times the square root of the scale."""
+        side = math.sqrt(self.scale)
+        return self.query * side, self.key * side
+
+    @property
+    def query_mask(self):
+        """Which queries are real tokens, `(B, T)`, or `None`."""
+        mask = self.mask
+        if mask.query_mask is None and mask.self_attention:
+            return mask.key_mask
+        return mask.query_mask
+
+    def without_window(self):
+        """The same call, to be answered by features alone."""
+        options = dataclasses.replace(self.options, window=None, sliding=False)
+        return dataclasses.replace(self, options=options)
+
+    def prepared(self):
+        """What features are of: `(query, key, stats)`."""
+        query, key = self.feature_map.prepare(self.query, self.key)
+        side, mask = math.sqrt(self.scale), self.mask
+        query, key = query * side, key * side
+        stats = self.feature_map.statistics(
+            query,
+            key,
+            self.query_mask,
+            mask.key_mask,
+            causal=mask.causal or not mask.self_attention,
+            training=self.training,
+        )
+        return query, key, stats
+
+    def softmax(self):
+        """The answer of softmax attention, O(T · S)."""
+        query, key = self.scaled()
+        key_mask, causal = self.mask.key_mask, self.mask.causal
+        query = query * self.logit_scale
+        return softmax_attention(query, key, self.value, key_mask, causal)
+
+    def zero(self):
+        """No attention: 0."""
+        shape = (*ops.shape(self.query)[:-1], self.value.shape[-1])
+        return ops.zeros(shape, dtype=self.value.dtype)
+
+    def mean_of_values(self):
+        """Uniform attention: the mean of the values a query sees."""
+        features = (_one_feature(x, 0.0) for x in (self.query, self.key))
+        key_mask = self.mask.key_mask
+        if self.mask.causal:
+            return causal(*features, self.value, key_mask, self.options.block_size)
+        return bidirectional(*features, self.value, key_mask)
+
+    def window_alone(self):
+        """What the window gives, without features; 0 where there is no window."""
+        window, mask = self.options.window, self.mask
+        if window is None:
+            return self.zero()
+        query, key, _ = self.prepared()
+        kernel = self.feature_map.exact_kernel
+        local = Local(query, key, kernel, window, self.options.sliding)
+        features = _one_feature(query, 0.0), _one_feature(key, NEGLIGIBLE)
+        return local_attention(*features, self.value, local, mask.key_mask, mask.causal)
+
+    def linear(self):
+        """The answer of the feature map, by the algorithm for the mask and window."""
+        query, key, stats = self.prepared()
+        value, mask, feature_map = self.value, self.mask, self.feature_map
+        kernel, key_mask, window = (
+            feature_map.exact_kernel, mask.key_mask, self.options.window,
+        )  # fmt: skip
+        if feature_map.is_exact:
+            return exact_attention(query, key, value, kernel, key_mask, mask.causal)
+        deferred = (
+            feature_map.deferred("query_features", query, stats),
+            feature_map.deferred("key_features", key, stats),
+        )
+        if window is None and mask.causal:
+            return causal(*deferred, value, key_mask, self.options.block_size)
+        if window is not None:
+            local = Local(query, key, kernel, window, self.options.sliding)
+            if mask.causal or mask.self_attention:
+                return local_attention(*deferred, value, local, key_mask, mask.causal)
+            if self.position is None:
+                raise ValueError(
+                    "A `window` needs self-attention, where queries and keys are the "
+                    f"same tokens. Received: window={window} in cross-attention. "
+                    "Leave such layers out (`exclude=`)."
+                )
+        features = tuple(x.compute() for x in deferred)
+        if window is None:
+            return bidirectional(*features, value, key_mask)
+        near = near_keys(key_mask, self.position, window, self.options.sliding)
+        return mixed(*features, value, key_mask, near, local)
+
+
+def _one_feature(x, log_scale):
+    """`Features` of width 1, `exp(log_scale)` for every token of x."""
+    return Features(None, ops.zeros_like(x[..., :1]) + log_scale)
 
 
 def attend(
@@ -39,8 +178,7 @@ def attend(
         scale: Factor on `q · k`; the map's default if `None`.
         options: `ops.Options`: window and block size.
         training: Whether stored statistics are updated.
-        recorder: Called with `(query, key, value, query_mask, key_mask, causal)`,
-            queries and keys scaled; may return an output to go on with.
+        recorder: Called with the `Attention`; may return an output to go on with.
 
     Returns:
         `(B, T, N, V)`. A row that sees no key is 0.
@@ -60,64 +198,23 @@ def attend(
         query, key, value, mask = _apply_offset(query, key, value, mask)
     if mask.causal:
         position = None
-    key_mask, query_mask = mask.key_mask, mask.query_mask
-    if key_mask is not None:
-        key_mask = ops.broadcast_to(key_mask, ops.shape(key)[:2])
+    if mask.key_mask is not None:
+        key_mask = ops.broadcast_to(mask.key_mask, ops.shape(key)[:2])
         mask = mask.replace(key_mask=key_mask)
         visible = key_mask[:, :, None, None]
         key, value = ops.where(visible, key, 0), ops.where(visible, value, 0)
-        if query_mask is None and mask.self_attention:
-            query_mask = key_mask
     if scale is None:
         scale = feature_map.default_scale(query.shape[-1])
-    side = math.sqrt(scale)
     wide = "float64" if query.dtype == "float64" else "float32"
-    query, key = ops.cast(query, wide), ops.cast(key, wide)
-    output = None
-    if recorder is not None:
-        recorded = query * side, key * side, value, query_mask, key_mask, mask.causal
-        output = recorder(*recorded)
-    if output is None:
-        query, key = feature_map.prepare(query, key)
-        query, key = query * side, key * side
-        partial = mask.causal or not mask.self_attention
-        stats = feature_map.statistics(
-            query, key, query_mask, key_mask, causal=partial, training=training
-        )
-        output = _dispatch(
-            query, key, value, feature_map, stats, mask, position, options
-        )
+    call = Attention(
+        ops.cast(query, wide), ops.cast(key, wide), value, mask, scale, feature_map,
+        options, training, position,
+    )  # fmt: skip
+    output = None if recorder is None else recorder(call)
+    output = call.linear() if output is None else output
     if mask.query_mask is not None:
         output = ops.where(mask.query_mask[:, :, None, None], output, 0)
     return output
-
-
-def _dispatch(query, key, value, feature_map, stats, mask, position, options):
-    """The algorithm for a map, a mask and a window; `position` is of a lone query."""
-    kernel, key_mask, window = feature_map.exact_kernel, mask.key_mask, options.window
-    if feature_map.is_exact:
-        return exact_attention(query, key, value, kernel, key_mask, mask.causal)
-    deferred = (
-        feature_map.deferred("query_features", query, stats),
-        feature_map.deferred("key_features", key, stats),
-    )
-    if window is None and mask.causal:
-        return causal(*deferred, value, key_mask, options.block_size)
-    if window is not None:
-        local = Local(query, key, kernel, window, options.sliding)
-        if mask.causal or mask.self_attention:
-            return local_attention(*deferred, value, local, key_mask, mask.causal)
-        if position is None:
-            raise ValueError(
-                "A `window` needs self-attention, where queries and keys are the same "
-                f"tokens. Received: window={window} in cross-attention. Leave such "
-                "layers out (`exclude=`)."
-            )
-    features = tuple(x.compute() for x in deferred)
-    if window is None:
-        return bidirectional(*features, value, key_mask)
-    near = near_keys(key_mask, position, window, options.sliding)
-    return mixed(*features, value, key_mask, near, local)
 
 
 def _apply_offset(query, key, value, mask):

@@ -34,7 +34,7 @@ class LinearAttention:
     is_from_config = False
     # Why weights could not be loaded.
     refusal = None
-    # Set while `keras_rfattn.layers.record` runs the model.
+    # Set while something watches the layer, or answers for it (see `attend`).
     recorder = None
     # Attributes that normalize queries where a layer has one of them.
     query_normalizations = ("query_norm", "_query_norm", "q_norm")
@@ -70,6 +70,8 @@ class LinearAttention:
             (inputs | kwargs).get(x) for x in ("query", "value", "key")
         )
         self._is_self_attention = query is value and (key is None or key is value)
+        if hasattr(self.recorder, "arguments"):
+            self.recorder.arguments.append((args, kwargs))
         return super().__call__(*args, **kwargs)
 
     def _compute_attention(

@@ -1,13 +1,11 @@
 """Watching a model's queries, keys and values at work."""
 
-import math
 from typing import NamedTuple
 
 import keras
 import numpy as np
 
 from keras_rfattn.layers.linear_attention import LinearAttention
-from keras_rfattn.ops import softmax_attention
 
 
 def progress(items, verbose):
@@ -30,14 +28,22 @@ def progress(items, verbose):
             bar.update(done, finalize=True)
 
 
-def _run(model, batch):
-    """The model on one batch, or `ValueError` that says what a batch must be."""
+def run(model, batch, function=None):
+    """The model on one batch, or `ValueError` that says what a batch must be.
+
+    Args:
+        model: A model.
+        batch: What it is given.
+        function: What is done with the batch, `model(batch)` if `None`.
+    """
     leaves = keras.tree.flatten(batch)
     holds_text = any(_is_text(x) for x in leaves)
     try:
         if holds_text:
             raise TypeError("strings are not tokens")
-        model(batch, training=False)
+        if function is None:
+            return model(batch, training=False)
+        return function(batch)
     except Exception as error:
         remedy = " Turn strings into tokens first, as `model.preprocessor` does."
         remedy = remedy if holds_text else ""
@@ -93,26 +99,23 @@ class Recorder:
     """Collects `Sequence`s; the layer goes on with softmax if `exact`."""
 
     def __init__(self, layer, exact, max_tokens):
-        self.num_heads, head_dim = layer._kv_shape()
-        scale = layer.feature_map.default_scale(head_dim)
-        self.logit_scale = 1 / (math.sqrt(head_dim) * scale)
+        self.num_heads, _ = layer._kv_shape()
         self.exact, self.max_tokens = exact, max_tokens
         self.sequences = []
 
-    def __call__(self, query, key, value, query_mask, key_mask, causal):
-        """Adds a batch; see `attend`."""
+    def __call__(self, call):
+        """Adds a batch, of an `Attention`."""
+        query, key = call.scaled()
+        key_mask, causal = call.mask.key_mask, call.mask.causal
         parts = (
-            self._tokens(query, query_mask),
+            self._tokens(query, call.query_mask),
             self._tokens(key, key_mask),
-            self._tokens(value, key_mask),
+            self._tokens(call.value, key_mask),
         )
         for q, k, v in zip(*parts, strict=True):
             if q.shape[1] and k.shape[1]:
-                self.sequences.append(Sequence(q, k, v, causal, self.logit_scale))
-        if self.exact:
-            query = query * self.logit_scale
-            return softmax_attention(query, key, value, key_mask, causal)
-        return None
+                self.sequences.append(Sequence(q, k, v, causal, call.logit_scale))
+        return call.softmax() if self.exact else None
 
     def _tokens(self, x, mask):
         """The real tokens of each row, evenly thinned, as `(K, n · G, ·)`."""
@@ -164,7 +167,7 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
         layer.recorder = recorder
     try:
         for batch in progress(data, verbose):
-            _run(model, batch)
+            run(model, batch)
     finally:
         for layer in layers:
             del layer.recorder

@@ -1,5 +1,7 @@
-"""Bringing a replaced model back to the quality of its softmax original."""
+"""What needs data: calibration, and training towards the softmax checkpoint."""
 
 from keras_rfattn.uptraining.calibrate import calibrate
+from keras_rfattn.uptraining.report import UptrainingReport
+from keras_rfattn.uptraining.uptrain import uptrain
 
-__all__ = ["calibrate"]
+__all__ = ["UptrainingReport", "calibrate", "uptrain"]

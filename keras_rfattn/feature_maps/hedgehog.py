@@ -1,0 +1,95 @@
+"""Learned maps that imitate softmax attention by a softmax over features."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn.feature_maps.arguments import check_num_features
+from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.precision import precise_einsum
+from keras_rfattn.ops.precision import wide_dtype
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Hedgehog(FeatureMap):
+    """`[softmax(Wx), softmax(-Wx)]`, with a trained W per head.
+
+    Queries and keys have a W of their own, the identity at first where it is square,
+    else orthogonal. Made to be trained against softmax attention (`uptrain`); before
+    that it is no estimate of it. The width is `2 · num_features`.
+
+    Args:
+        num_features: Number of rows of W, the head dim by default.
+        seed: Of W's first value where it is not square.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer.
+
+    Reference:
+        Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with
+        Softmax Mimicry" (2024), equation 6.
+    """
+
+    is_unbiased = False
+    is_symmetric = False
+
+    def __init__(self, num_features=None, **kwargs):
+        super().__init__(**kwargs)
+        if num_features is not None:
+            check_num_features(num_features)
+        self.num_features = num_features
+
+    @property
+    def rows(self):
+        """Number of rows of W."""
+        return self.num_features or self.head_dim
+
+    @property
+    def output_dim(self):
+        return 2 * self.rows
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.query_kernel = self.add_kernel("query_kernel")
+        self.key_kernel = self.add_kernel("key_kernel")
+
+    def add_kernel(self, name):
+        """A trained matrix per head, `(K, H, rows)`, kept in float32."""
+        shape = self.num_heads, self.head_dim, self.rows
+
+        def initializer(shape, dtype=None):
+            if self.rows == self.head_dim:
+                start = np.broadcast_to(np.eye(self.rows), shape)
+            else:
+                generator = np.random.Generator(np.random.Philox(self.seed))
+                start = generator.standard_normal((shape[0], *shape[1:]))
+                start, _ = np.linalg.qr(
+                    start if shape[1] >= shape[2] else start.swapaxes(-1, -2)
+                )
+                start = start if shape[1] >= shape[2] else start.swapaxes(-1, -2)
+            return ops.convert_to_tensor(start.astype(dtype))
+
+        return self.add_weight(
+            name=name, shape=shape, initializer=initializer, dtype="float32",
+            autocast=False,
+        )  # fmt: skip
+
+    def project(self, kernel, x):
+        """`W x` with the matrix of the head of x: `(..., N, H) -> (..., N, rows)`."""
+        x = ops.cast(x, wide_dtype(x))
+        kernel = self.per_head(ops.cast(kernel, x.dtype), x)
+        return precise_einsum("...nh,nhm->...nm", x, kernel)
+
+    def query_features(self, x, stats=None):
+        return self._features(self.project(self.query_kernel, x))
+
+    def key_features(self, x, stats=None):
+        return self._features(self.project(self.key_kernel, x))
+
+    def _features(self, z):
+        halves = [ops.log_softmax(z, axis=-1), ops.log_softmax(-z, axis=-1)]
+        return Features(None, ops.concatenate(halves, axis=-1))
+
+    def get_config(self):
+        return {**super().get_config(), "num_features": self.num_features}

@@ -1,0 +1,114 @@
+"""Rows of the attention matrix, which no algorithm forms: what training compares."""
+
+from keras import ops
+
+from keras_rfattn.ops.kernel_attention import finite_tokens
+from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.masks import heads_mask
+from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.sums import Reading
+from keras_rfattn.ops.sums import combine
+from keras_rfattn.ops.sums import normalize
+from keras_rfattn.ops.sums import query_shift
+
+
+def kernel_rows(kernel, query, key, visible):
+    """Normalized weights by a kernel, of finite queries and keys.
+
+    Args:
+        kernel: `ops.kernel_attention.Softmax()` or `Polynomial(degree)`.
+        query: Scaled queries, `(B, R, N, H)`.
+        key: Scaled keys, `(B, S, K, H)`.
+        visible: Boolean array that broadcasts to `(B, K, R · G, S)`.
+
+    Returns:
+        Array of shape `(B, K, R · G, S)`, groups beside their token; a row that sees no
+        key is 0.
+    """
+    return normalize(_by_kernel(kernel, query, key, visible), kernel)
+
+
+def feature_rows(query_features, key_features, visible, key_mask=None, local=None):
+    """Normalized weights by features, as their attention has them.
+
+    Args:
+        query_features: `Features` of R queries, `(B, R, N, M)`.
+        key_features: `Features` of shape `(B, S, K, M)`.
+        visible: Boolean array that broadcasts to `(B, K, R · G, S)`.
+        key_mask: Optional array of shape `(B, S)`, true for keys that some query sees.
+            Hidden keys may hold anything.
+        local: Optional `(kernel, query, key, near)`, as `kernel_rows` takes them: which
+            keys are weighed by the kernel itself.
+
+    Returns:
+        As `kernel_rows`.
+    """
+    num_kv_heads, mask = key_features.num_heads, heads_mask(key_mask)
+    query, query_spoiled = heads_first(query_features, num_kv_heads)
+    key, key_spoiled = heads_first(key_features, num_kv_heads)
+    key, key_spoiled = key.hidden(mask), hide(key_spoiled, mask)
+    maximum = ops.stop_gradient(ops.max(key.log_scale, axis=-2))
+    shift = query_shift(query, maximum)
+    maximum = ops.expand_dims(maximum, -2)
+    lifted = query._replace(log_scale=query.log_scale + maximum)
+    far = visible if local is None else visible & ~local[-1]
+
+    def products(method, *dtype):
+        rows = getattr(lifted, method)(shift[..., None], *dtype)
+        columns = getattr(key, method)(maximum, *dtype)
+        return ops.where(far, accumulated_matmul(rows, columns, transpose_b=True), 0)
+
+    dtype = query.log_scale.dtype
+    weights = products("expand", dtype)
+    denominator = bound = ops.sum(weights, axis=-1)
+    if query.is_signed:
+        bound = ops.sum(products("magnitudes", dtype), axis=-1)
+        bound = bound * (query.width if query.shares_scale else 1)
+    reading = Reading(shift, weights, denominator, bound)
+    if local is not None:
+        kernel, query_tokens, key_tokens, near = local
+        near = _by_kernel(kernel, query_tokens, key_tokens, visible & near)
+        reading = combine(near, reading)
+    spoiled = query_spoiled + ops.swapaxes(key_spoiled, -1, -2)
+    return normalize(reading, query) + ops.where(visible, spoiled, 0)
+
+
+def nearby(key_mask, rows, length, window, sliding=False, causal=False):
+    """Which keys a windowed query weighs by the kernel, as `local_attention` does.
+
+    Args:
+        key_mask: Array of shape `(B, T)`, true for visible keys, or `None`.
+        rows: Positions of the queries, integers `(R,)`.
+        length: T.
+        window: Positive integer, length of a window in tokens.
+        sliding: Whether the windows beside a query's own are exact too.
+        causal: Whether later windows are not seen anyway.
+
+    Returns:
+        Boolean array of shape `(B or 1, R, T)`.
+    """
+    positions = ops.arange(length, dtype="int32")[None]
+    rows = ops.cast(rows, "int32")[None]
+    if length is not None and length <= window:
+        return ops.ones((1, rows.shape[1], length), dtype="bool")
+    if key_mask is not None:
+        hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
+        first = ops.sum(ops.cast(hidden, "int32"), axis=1)[:, None]
+        # Before the first visible key counts as after the end.
+        positions, rows = ((x - first) % length for x in (positions, rows))
+    apart = (positions // window)[:, None, :] - (rows // window)[:, :, None]
+    least, most = (-1, 0 if causal else 1) if sliding else (0, 0)
+    return (apart >= least) & (apart <= most)
+
+
+def _by_kernel(kernel, query, key, visible):
+    num_kv_heads = key.shape[2]
+    query, key = (split_heads(x, num_kv_heads) for x in (query, key))
+    query, key, _ = finite_tokens(query, key, key)
+    weights, shift = kernel(query, key, visible)
+    total = ops.sum(weights, axis=-1)
+    seen = ops.any(ops.broadcast_to(visible, ops.shape(weights)), axis=-1)
+    bound = ops.maximum(total, ops.cast(seen, total.dtype))
+    return Reading(shift, weights, total, bound)

@@ -1,0 +1,221 @@
+"""Stage "attention": each layer against the softmax attention of the very same layer.
+
+Inputs come from the softmax path, so that layers learn side by side and one that
+fails does not spoil the next. The loss of a head is the relative squared error of its
+outputs plus the divergence of its attention rows (Zhang et al., "The Hedgehog & the
+Porcupine", 2024, equation 7; Zhang et al., "LoLCATs", 2024, equation 5, has outputs).
+"""
+
+import keras
+from keras import ops
+
+from keras_rfattn.layers.attend import Attention
+from keras_rfattn.ops import Softmax
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.rows import feature_rows
+from keras_rfattn.ops.rows import kernel_rows
+from keras_rfattn.ops.rows import nearby
+from keras_rfattn.uptraining.teacher import recording
+
+MAX_ROWS = 512
+TINY = 1e-9
+QUANTITIES = ("squared", "norm", "mean_of_v", "divergence", "rows")
+
+
+class AttentionStage(keras.Model):
+    """Trains maps, and queries and keys, by what attention layers put out.
+
+    Args:
+        teacher: `Teacher` of a model with linear attention.
+        layers: Its linear attention layers that learn.
+        below: Layers whose linear output goes on, so that what learns meets it; none
+            where all learn side by side.
+        window_dropout: Share of sequences for which a window is left out.
+    """
+
+    def __init__(self, teacher, layers, below=(), window_dropout=0.0):
+        super().__init__(dtype="float32", name="attention_stage")
+        self.teacher, self.model = teacher, teacher.model
+        self.first_values = list(teacher.copies.values())
+        self.learning, self.below = list(layers), list(below)
+        known = {id(x) for x in (*layers, *below)}
+        self.others = [x for x in teacher.layers if id(x) not in known]
+        self.window_dropout = window_dropout
+        self.error = keras.metrics.Mean("error")
+        self.mean_of_v = keras.metrics.Mean("mean_of_v")
+        self.zero = keras.metrics.Mean("zero")
+        self.built = True
+
+    def call(self, inputs):
+        """Per sequence, layer and head, `(B, L, N)`: a dict of `QUANTITIES`."""
+        x, noise = inputs["x"], inputs["noise"]
+        watchers = [Watcher() for _ in self.learning]
+        recorders = [
+            *zip(self.learning, watchers, strict=True),
+            *((layer, Attention.softmax) for layer in self.others),
+        ]
+        with self.teacher.weights(live=self.below), recording(recorders):
+            self.model(x, training=False)
+        found = []
+        for i, (layer, watcher) in enumerate(zip(self.learning, watchers, strict=True)):
+            students = watcher.calls
+            if self.teacher.trains(layer):
+                students = watcher.replayed(layer)
+            dropped = noise[:, i] < self.window_dropout
+            errors = [
+                layer_errors(*pair, dropped, noise[0, -1])
+                for pair in zip(watcher.calls, students, strict=True)
+            ]
+            found.append({k: sum(e[k] for e in errors) for k in QUANTITIES})
+        heads = max(f["norm"].shape[-1] for f in found)
+        return {k: ops.stack([_widened(f[k], heads) for f in found], 1)
+                for k in QUANTITIES}  # fmt: skip
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None,
+                     training=True):  # fmt: skip
+        error, divergence, mean_of_v, heads = relative(y_pred)
+        count = ops.maximum(ops.sum(heads), 1)
+        self.error.update_state(ops.sum(error) / count)
+        self.mean_of_v.update_state(ops.sum(mean_of_v) / count)
+        self.zero.update_state(1.0)
+        return ops.sum(error + divergence) / count
+
+
+class Watcher:
+    """A recorder that keeps what a layer was called with, and goes on with softmax."""
+
+    def __init__(self):
+        self.calls, self.arguments = [], []
+
+    def __call__(self, call):
+        self.calls.append(call)
+        return call.softmax()
+
+    def replayed(self, layer):
+        """The same calls with the weights that are in place now."""
+        calls = []
+
+        def catch(call):
+            calls.append(call)
+            return call.zero()
+
+        with recording([(layer, catch)]):
+            for args, kwargs in self.arguments:
+                layer(*args, **kwargs)
+        return calls
+
+
+def relative(sums):
+    """Errors over a batch, `(L, N)` each, and which heads there are."""
+    total = {key: ops.sum(ops.cast(x, "float32"), axis=0) for key, x in sums.items()}
+    norm = ops.maximum(total["norm"], TINY)
+    heads = ops.cast(total["norm"] > 0, "float32")
+    return (
+        total["squared"] / norm,
+        total["divergence"] / ops.maximum(total["rows"], 1),
+        total["mean_of_v"] / norm,
+        heads,
+    )
+
+
+def layer_errors(teacher, student, dropped, offset):
+    """How far a linear layer's attention is from softmax.
+
+    Args:
+        teacher: `layers.attend.Attention` with the queries and keys of softmax.
+        student: The same with those of the linear layer.
+        dropped: Booleans `(B,)`: for which sequences a window is left out.
+        offset: Number in [0, 1): which of many rows are compared.
+
+    Returns:
+        Dict of arrays `(B, N)`, sums over the rows compared: squared error of outputs,
+        squared norm, squared error of the mean of V, Kullback-Leibler divergence of
+        attention rows (0 for maps that are not positive), number of rows.
+    """
+    query, key = teacher.scaled()
+    num_heads, num_kv_heads = query.shape[2], key.shape[2]
+    groups, dtype = num_heads // num_kv_heads, key.dtype
+    rows, taken = _sampled_rows(query, offset)
+    visible, real = _visible(teacher, rows, groups)
+    query = taken(query) * teacher.logit_scale
+    wanted = kernel_rows(Softmax(), query, key, visible)
+    given = _student_rows(student, rows, taken, visible, dropped)
+
+    values = split_heads(ops.cast(teacher.value, dtype), num_kv_heads)
+    own = split_heads(ops.cast(student.value, dtype), num_kv_heads)
+    output = ops.matmul(wanted, values)
+    seen = ops.cast(visible, dtype) + ops.zeros_like(wanted)
+    uniform = seen / ops.maximum(ops.sum(seen, axis=-1, keepdims=True), 1)
+
+    def squares(x):
+        return per_head(ops.sum(ops.square(x), axis=-1))
+
+    def per_head(x):
+        x = ops.where(real[..., 0], x, 0)
+        shape = ops.shape(x)[0], num_kv_heads, -1, groups
+        return ops.reshape(ops.sum(ops.reshape(x, shape), axis=2), (-1, num_heads))
+
+    divergence = ops.zeros_like(wanted[..., 0])
+    if student.feature_map.is_positive:
+        ratio = ops.log(wanted + TINY) - ops.log(given + TINY)
+        divergence = ops.sum(ops.where(visible, wanted * ratio, 0), axis=-1)
+    return {
+        "squared": squares(output - ops.matmul(given, own)),
+        "norm": squares(output),
+        "mean_of_v": squares(output - ops.matmul(uniform, values)),
+        "divergence": per_head(divergence),
+        "rows": per_head(ops.ones_like(divergence)),
+    }
+
+
+def _sampled_rows(query, offset):
+    """Positions of the queries that are compared, and a function that takes them."""
+    length = query.shape[1]
+    if length is None or length <= MAX_ROWS:
+        return ops.arange(ops.shape(query)[1], dtype="int32"), lambda x: x
+    start = ops.cast(ops.cast(offset, "float32") * length, "int32")
+    rows = (ops.arange(MAX_ROWS, dtype="int32") * length) // MAX_ROWS
+    rows = (rows + start) % length
+    return rows, lambda x: ops.take(x, rows, axis=1)
+
+
+def _visible(call, rows, groups):
+    """Which keys rows see, `(B, 1, R · G, S)`, and which rows are real tokens."""
+    length, batch = ops.shape(call.key)[1], ops.shape(call.key)[0]
+    visible = ops.ones((batch, 1, 1, length), dtype="bool")
+    if call.mask.key_mask is not None:
+        visible = ops.cast(call.mask.key_mask, "bool")[:, None, None]
+    rows = ops.repeat(rows, groups)
+    if call.mask.causal:
+        keys = ops.arange(length, dtype="int32")
+        visible = visible & (rows[:, None] >= keys[None])[None, None]
+    real = ops.any(visible, axis=-1, keepdims=True)
+    if call.query_mask is not None:
+        mask = ops.take(ops.cast(call.query_mask, "bool"), rows, axis=1)
+        real = real & mask[:, None, :, None]
+    return visible, real | ops.zeros((batch, 1, ops.shape(rows)[0], 1), dtype="bool")
+
+
+def _student_rows(call, rows, taken, visible, dropped):
+    query, key, stats = call.prepared()
+    feature_map, options, mask = call.feature_map, call.options, call.mask
+    if feature_map.is_exact:
+        return kernel_rows(feature_map.exact_kernel, taken(query), key, visible)
+    local = None
+    if options.window is not None:
+        near = nearby(
+            mask.key_mask, rows, key.shape[1], options.window, options.sliding,
+            mask.causal,
+        ) & ~dropped[:, None, None]  # fmt: skip
+        near = ops.repeat(near, query.shape[2] // key.shape[2], axis=1)[:, None]
+        local = feature_map.exact_kernel, taken(query), key, near
+    return feature_rows(
+        feature_map.query_features(taken(query), stats),
+        feature_map.key_features(key, stats),
+        visible, mask.key_mask, local,
+    )  # fmt: skip
+
+
+def _widened(x, heads):
+    """`(B, N)` with zeros for heads that other layers have."""
+    return ops.pad(x, ((0, 0), (0, heads - x.shape[-1])))

@@ -1,0 +1,258 @@
+"""Batches whose order is a pure function of the seed and the step."""
+
+import re
+import unicodedata
+
+import keras
+import numpy as np
+
+SHORTEST = 16  # tokens that a batch of texts is padded to, doubled while too few
+
+
+def normalized(text):
+    """What two texts have in common that differ in case, spaces or punctuation."""
+    text = text.decode() if isinstance(text, bytes) else str(text)
+    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold()))
+
+
+class Batches:
+    """Batches of inputs, of anything that `keras.Model.fit` takes, without labels.
+
+    Args:
+        data: An array, a dict or list of arrays, `(x, y)` or `(x, y, weight)` of such,
+            or texts; a `keras.utils.PyDataset`; or a `tf.data.Dataset`, generator,
+            function that makes one, or list, of batches.
+        batch_size: Of arrays and texts.
+        seed: Of the order.
+        preprocessor: Of texts and images, or `None`.
+        exclude: Texts that are dropped, or `None`.
+        force: Whether anything goes through the preprocessor.
+
+    Attributes:
+        dropped: Number of texts that `exclude` has taken out so far.
+
+    Raises:
+        ValueError: If the data is empty, texts have no preprocessor, or what is not
+            text is to be excluded.
+    """
+
+    def __init__(self, data, batch_size, seed, preprocessor=None, exclude=None,
+                 force=False):  # fmt: skip
+        self.batch_size, self.seed, self.force = batch_size, seed, force
+        self.preprocessor, self.dropped = preprocessor, 0
+        self.exclude = None if exclude is None else {normalized(x) for x in exclude}
+        data = _inputs(data) if isinstance(data, tuple) else data
+        if isinstance(data, keras.utils.PyDataset):
+            self._at = self._of_dataset(data)
+        elif _is_table(data):
+            self._at = self._of_table(data)
+        else:
+            self._at = self._of_stream(data)
+
+    def __call__(self, step):
+        """The inputs of a step, NumPy arrays."""
+        return self._at(step)
+
+    def from_step(self, start):
+        """Iterates over the inputs of steps `start`, `start + 1`, ..."""
+        while True:
+            yield self(start)
+            start += 1
+
+    def _of_table(self, data):
+        data = keras.tree.map_structure(_array, _as_texts(data))
+        leaves = keras.tree.flatten(data)
+        lengths = {len(x) for x in leaves}
+        if len(lengths) != 1:
+            raise ValueError(
+                "All arrays of `data` must have the same number of rows. "
+                f"Received: {sorted(lengths)}."
+            )
+        (count,) = lengths
+        if self.exclude is not None:
+            kept = self._kept(leaves)
+            self.dropped = count - len(kept)
+            data = keras.tree.map_structure(lambda x: x[kept], data)
+            count = len(kept)
+        if not count:
+            raise ValueError(
+                "`data` must hold at least one row. Received: none"
+                + (f" after {self.dropped} were dropped." if self.dropped else ".")
+            )
+
+        def at(step):
+            places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+            epochs = places // count
+            rows = np.empty_like(places)
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                rows[here] = self._order(epoch, count)[places[here] % count]
+            return self._ready(keras.tree.map_structure(lambda x: x[rows], data))
+
+        return at
+
+    def _of_dataset(self, data):
+        count = data.num_batches
+        if count == 0:
+            raise ValueError("`data` must hold at least one batch. Received: none.")
+
+        def at(step):
+            if count is None:
+                return self._ready(_inputs(data[step]))
+            return self._ready(
+                _inputs(data[int(self._order(step // count, count)[step % count])])
+            )
+
+        return at
+
+    def _of_stream(self, data):
+        state = {"step": -1, "last": None, "iterator": None}
+
+        def batches():
+            empty = True
+            while True:
+                for item in data() if callable(data) else data:
+                    batch = self._filtered(_inputs(item))
+                    if batch is not None:
+                        empty = False
+                        yield batch
+                if empty or iter_is_spent(data):
+                    return
+                empty = True
+
+        def at(step):
+            if state["iterator"] is None or step < state["step"]:
+                if state["step"] >= 0 and iter_is_spent(data):
+                    raise ValueError(
+                        "A generator gives its batches once, and training goes back "
+                        f"to step {step}. Pass a function that makes the generator."
+                    )
+                state.update(step=-1, iterator=batches())
+            while state["step"] < step:
+                try:
+                    state["last"] = next(state["iterator"])
+                except StopIteration:
+                    raise ValueError(
+                        f"`data` ended after {state['step'] + 1} batches, and step "
+                        f"{step} needs one more. Pass a function that makes the "
+                        "generator, a dataset, or arrays, which can be gone through "
+                        "again."
+                    ) from None
+                state["step"] += 1
+            return self._ready(state["last"])
+
+        return at
+
+    def _order(self, epoch, count):
+        """Rows of an epoch, in their order."""
+        key = int(epoch), count
+        if getattr(self, "_known", (None,))[0] != key:
+            bits = np.random.Philox(np.random.SeedSequence([self.seed, int(epoch)]))
+            self._known = key, np.random.Generator(bits).permutation(count)
+        return self._known[1]
+
+    def _kept(self, leaves):
+        if not all(_is_text(x) for x in leaves):
+            raise ValueError(
+                "`exclude` drops texts that match, and `data` is not text. Received: "
+                f"{[getattr(x, 'dtype', type(x)) for x in leaves]}. Pass the texts "
+                "themselves, or drop them beforehand."
+            )
+        rows = zip(*(map(normalized, x) for x in leaves), strict=True)
+        return np.array(
+            [i for i, row in enumerate(rows) if not self.exclude.intersection(row)],
+            "int64",
+        )
+
+    def _filtered(self, batch):
+        if self.exclude is None:
+            return batch
+        batch = keras.tree.map_structure(_array, _as_texts(batch))
+        leaves = keras.tree.flatten(batch)
+        kept = self._kept(leaves)
+        self.dropped += len(leaves[0]) - len(kept)
+        if not len(kept):
+            return None
+        return keras.tree.map_structure(lambda x: x[kept], batch)
+
+    def _ready(self, batch):
+        """A batch as the model takes it."""
+        batch = keras.tree.map_structure(_array, _as_texts(batch))
+        leaves = keras.tree.flatten(batch)
+        is_raw = any(_is_text(x) or _is_image(x) for x in leaves)
+        if self.preprocessor is None:
+            if any(_is_text(x) for x in leaves):
+                raise ValueError(
+                    "`data` holds texts, and the model has no preprocessor. Received: "
+                    "preprocessor=None. Pass one (`preprocessor=`), such as a KerasHub "
+                    "tokenizer's, or tokens."
+                )
+            return batch
+        if not is_raw and not self.force:
+            return batch
+        batch = self.preprocessor(tuple(batch) if isinstance(batch, list) else batch)
+        batch = _inputs(batch) if isinstance(batch, tuple) else batch
+        return _trimmed(keras.tree.map_structure(_array, batch))
+
+
+def iter_is_spent(data):
+    """Whether going through `data` once uses it up."""
+    return not callable(data) and iter(data) is data
+
+
+def _inputs(item):
+    """Inputs without labels and weights, of what a dataset gives."""
+    return item[0] if isinstance(item, tuple) else item
+
+
+def _array(x):
+    return x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
+
+
+def _is_text(x):
+    return getattr(x, "dtype", None) is not None and x.dtype.kind in "OUS"
+
+
+def _is_image(x):
+    return x.dtype == np.uint8 and x.ndim == 4
+
+
+def _is_table(data):
+    """Whether `data` is rows at hand, rather than batches."""
+    if isinstance(data, (list, tuple)):
+        return bool(data) and all(
+            isinstance(x, (str, bytes, np.ndarray)) or keras.ops.is_tensor(x)
+            for x in data
+        )
+    return isinstance(data, (dict, np.ndarray)) or keras.ops.is_tensor(data)
+
+
+def _as_texts(data):
+    """Texts as arrays of objects, whatever holds them."""
+    if isinstance(data, (list, tuple)) and all(
+        isinstance(x, (str, bytes)) for x in data
+    ):
+        return np.array(data, dtype=object)
+    if "string" in str(getattr(data, "dtype", "")):
+        return np.asarray(data, dtype=object)
+    if isinstance(data, dict):
+        return {key: _as_texts(x) for key, x in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_as_texts(x) for x in data]
+    return data
+
+
+def _trimmed(batch):
+    """Without the padding that all rows share, but for lengths in powers of two."""
+    if not isinstance(batch, dict) or "padding_mask" not in batch:
+        return batch
+    mask = batch["padding_mask"].astype(bool)
+    used = np.flatnonzero(mask.any(0))
+    full, length = mask.shape[1], SHORTEST
+    # Padding on the left stays: positions count from there.
+    while length < (used[-1] + 1 if len(used) else full):
+        length *= 2
+    return {
+        key: x[:, :length] if x.ndim > 1 and x.shape[1] == full else x
+        for key, x in batch.items()
+    }

@@ -1,0 +1,73 @@
+"""What trains."""
+
+import contextlib
+
+from keras_rfattn.layers.checks import title
+
+TRAINABLE = ("maps", "query_key", "lora", "all")
+
+
+def chosen(model, layers, trainable, lora_rank):
+    """The variables that stage "attention" trains, and those that "features" trains.
+
+    Args:
+        model: A model with linear attention.
+        layers: Its linear attention layers.
+        trainable: One of `TRAINABLE`.
+        lora_rank: Rank of the adapters that `"lora"` adds where there are none.
+
+    Raises:
+        ValueError: If nothing is left to train.
+    """
+    maps = [v for layer in layers for v in layer.feature_map.variables if v.trainable]
+    sides = [x for layer in layers for x in (layer._query_dense, layer._key_dense)]
+    own = everything = []
+    if trainable == "query_key":
+        own = everything = [v for x in sides for v in x.variables if v.trainable]
+    elif trainable == "lora":
+        ends = [x for y in layers for x in (y._value_dense, y._output_dense)]
+        for dense in (*sides, *ends):
+            if not getattr(dense, "lora_enabled", False):
+                dense.enable_lora(lora_rank)
+        own, everything = (
+            [v for x in denses for v in (x.lora_kernel_a, x.lora_kernel_b)]
+            for denses in (sides, [*sides, *ends])
+        )
+    elif trainable == "all":
+        of_maps = {id(v) for v in maps}
+        own = [v for x in sides for v in x.variables if v.trainable]
+        everything = [
+            v for v in model.variables if v.trainable and id(v) not in of_maps
+        ]
+    if not maps and not everything:
+        mechanisms = sorted({type(x.feature_map).__name__ for x in layers})
+        raise ValueError(
+            f"Nothing would train: {title(model)} has {', '.join(mechanisms)}, without "
+            f"trainable weights. Received: trainable={trainable!r}. Use "
+            "trainable='query_key', or a learned map such as 'hedgehog'."
+        )
+    return _once([*maps, *own]), _once([*maps, *everything])
+
+
+@contextlib.contextmanager
+def only_training(model, variables):
+    """Of a model's variables these alone are trainable meanwhile."""
+    wanted = {id(v) for v in variables}
+    before = [(v, v.trainable) for v in model.variables]
+    try:
+        for variable, _ in before:
+            _set_trainable(variable, id(variable) in wanted)
+        yield
+    finally:
+        for variable, value in before:
+            _set_trainable(variable, value)
+
+
+def _set_trainable(variable, value):
+    # PyTorch refuses even `False` for some dtypes.
+    if variable.trainable != value:
+        variable.trainable = value
+
+
+def _once(variables):
+    return list({id(v): v for v in variables}.values())

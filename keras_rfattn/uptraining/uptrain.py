@@ -1,0 +1,178 @@
+"""From a softmax checkpoint to a linear model that is as good: `uptrain`."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn.feature_maps.arguments import check_seed
+from keras_rfattn.layers.checks import check_model
+from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.recording import run
+from keras_rfattn.uptraining.data import Batches
+from keras_rfattn.uptraining.features import OBJECTIVES
+from keras_rfattn.uptraining.selection import TRAINABLE
+from keras_rfattn.uptraining.selection import chosen
+from keras_rfattn.uptraining.teacher import linear_layers
+from keras_rfattn.uptraining.training import Training
+
+STAGES = ("calibrate", "attention", "features")
+ORDERS = ("together", "bottom_up")
+
+
+def uptrain(
+    model,
+    data,
+    *,
+    steps,
+    stages=STAGES,
+    trainable="maps",
+    batch_size=32,
+    optimizer=None,
+    seed=None,
+    callbacks=None,
+    verbose="auto",
+    order="together",
+    objective="auto",
+    window_dropout=0.25,
+    lora_rank=8,
+    exclude=None,
+    preprocessor=None,
+    checkpoint_dir=None,
+    save_every=100,
+    jit_compile="auto",
+):
+    """Trains a model with linear attention to be what it was with softmax.
+
+    The softmax checkpoint is the teacher, inside the same model: weights that do not
+    train are shared, of the others the first values are kept beside. Three stages, each
+    usable alone:
+
+    - `"calibrate"`: `keras_rfattn.calibrate` on the first batches, no gradients. Passed
+      over where no map learns that way.
+    - `"attention"`: every layer against the softmax attention of the very same layer,
+      on inputs of the softmax path: relative squared error of outputs, and divergence
+      of attention rows (of 512 query rows of a longer sequence).
+    - `"features"`: the linear model end to end against the softmax model: last hidden
+      states, or logits.
+
+    Dropout is inactive, and stored statistics of maps stay as calibrated.
+
+    Args:
+        model: A model changed by `replace_attention`.
+        data: What `keras.Model.fit` takes, labels ignored: an array, a dict of arrays,
+            `(x, y)`, a `keras.utils.PyDataset`, `tf.data.Dataset`, a generator or a
+            function that makes one, a list of batches; or texts or images, for the
+            model's own preprocessor.
+        steps: Number of training steps, shared out equally among the stages that train.
+        stages: Names of stages, in the order above.
+        trainable: `"maps"` (weights of feature maps alone), `"query_key"` (with the
+            query and key projections), `"lora"` (with adapters that Keras'
+            `enable_lora` adds to query, key, value and output projections) or `"all"`
+            (with whatever is trainable in the model). Stage `"attention"` trains maps,
+            queries and keys at most.
+        batch_size: Rows of a batch of arrays and texts.
+        optimizer: A Keras optimizer, its name or config; each stage begins with a fresh
+            copy. Adam by default, its rate falling by a cosine to a twentieth from 0.06
+            in stage `"attention"` and 0.02 in `"features"`, and from 0.001 where the
+            model's own weights train.
+        seed: Non-negative integer: of the data's order and of window dropout, which are
+            pure functions of it and the step. Drawn if `None`.
+        callbacks: Keras callbacks, for the stages that train.
+        verbose: As in `keras.Model.fit`: 0, 1, 2 or `"auto"`.
+        order: `"together"`, or `"bottom_up"`: stage `"attention"` layer after layer,
+            each on what the trained linear layers below it hand on.
+        objective: Of stage `"features"`: `"features"` (of a task's backbone),
+            `"logits"` or `"auto"`: logits of language models, else features.
+        window_dropout: Share of sequences (`"attention"`) and of batches
+            (`"features"`) for which a layer leaves its window out, so that features
+            learn too.
+        lora_rank: Rank of new adapters.
+        exclude: Texts not to train on, such as those of an evaluation; matches but for
+            case, spaces and punctuation are dropped from `data` and counted.
+        preprocessor: Of raw data; the model's own by default. If given, everything
+            goes through it.
+        checkpoint_dir: Folder for checkpoints. A call that finds one there goes on from
+            it and ends with the weights of an unbroken run.
+        save_every: Number of steps between checkpoints.
+        jit_compile: As in `keras.Model.compile`.
+
+    Returns:
+        An `UptrainingReport`, which prints as a table.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer.
+        ValueError: If an argument is invalid, the model has no linear attention,
+            nothing would train, or data is not what the model takes or has no real
+            token; the model is as it was then. Also if a loss is not finite (the last
+            good weights are kept), or a weight of the teacher changes meanwhile.
+    """
+    settings = {
+        "steps": steps, "stages": _listed(stages), "trainable": trainable,
+        "order": order, "objective": objective, "window_dropout": window_dropout,
+        "lora_rank": lora_rank, "batch_size": batch_size, "save_every": save_every,
+        "optimizer": None if optimizer is None else keras.optimizers.get(optimizer),
+        "callbacks": list(callbacks or []), "verbose": verbose,
+        "checkpoint_dir": checkpoint_dir, "jit_compile": jit_compile,
+    }  # fmt: skip
+    check_model(model)
+    layers = linear_layers(model)
+    _check(model, layers, settings)
+    check_seed(seed)
+    if seed is None:
+        seed = int(ops.convert_to_numpy(keras.random.SeedGenerator().state)[0])
+    own = getattr(model, "preprocessor", None)
+    batches = Batches(
+        data, batch_size, seed, own if preprocessor is None else preprocessor,
+        exclude, force=preprocessor is not None,
+    )  # fmt: skip
+    run(model, batches(0))
+    selected = chosen(model, layers, trainable, lora_rank)
+    selected = dict(zip(("attention", "features"), selected, strict=True))
+    selected = {name: x for name, x in selected.items() if name in settings["stages"]}
+    training = Training(model, layers, selected, batches, settings)
+    report = training.run()
+    if report.trained:
+        known = getattr(model, "_rfattn_trained", ())
+        names = tuple(dict.fromkeys((*known, *report.trained)))
+        object.__setattr__(model, "_rfattn_trained", names)
+    return report
+
+
+def _listed(stages):
+    return [stages] if isinstance(stages, str) else list(stages)
+
+
+def _check(model, layers, settings):
+    """Raises `ValueError` for arguments that make no sense."""
+    if not layers:
+        raise ValueError(
+            f"`model` has no linear attention to train. Received: {title(model)}. "
+            "Call `keras_rfattn.replace_attention(model, 'hedgehog')` first."
+        )
+    stages = settings["stages"]
+    known = [x for x in STAGES if x in stages]
+    if not stages or stages != known:
+        raise ValueError(
+            f"`stages` must be some of {STAGES}, once each and in that order. "
+            f"Received: stages={stages!r}."
+        )
+    for name, options in (
+        ("trainable", TRAINABLE), ("order", ORDERS), ("objective", OBJECTIVES),
+    ):  # fmt: skip
+        if settings[name] not in options:
+            raise ValueError(
+                f"`{name}` must be one of {options}. "
+                f"Received: {name}={settings[name]!r}."
+            )
+    for name in ("steps", "batch_size", "save_every", "lora_rank"):
+        value = settings[name]
+        is_integer = isinstance(value, (int, np.integer))
+        if not is_integer or isinstance(value, bool) or value < 1:
+            raise ValueError(
+                f"`{name}` must be a positive integer. Received: {name}={value!r}."
+            )
+    share = settings["window_dropout"]
+    if isinstance(share, bool) or not 0 <= share < 1:
+        raise ValueError(
+            f"`window_dropout` must be in [0, 1). Received: window_dropout={share!r}."
+        )
