@@ -1,5 +1,8 @@
 """How well random features approximate softmax attention, on real activations."""
 
+from keras_rfattn.diagnostics.attribute import Attribution
+from keras_rfattn.diagnostics.attribute import attribute
+from keras_rfattn.diagnostics.budget import Allotment
 from keras_rfattn.diagnostics.predict import log_moment
 from keras_rfattn.diagnostics.predict import predicted_variance
 from keras_rfattn.diagnostics.recommend import recommend
@@ -7,8 +10,11 @@ from keras_rfattn.diagnostics.report import ApproximationReport
 from keras_rfattn.diagnostics.report import approximation_report
 
 __all__ = [
+    "Allotment",
     "ApproximationReport",
+    "Attribution",
     "approximation_report",
+    "attribute",
     "log_moment",
     "predicted_variance",
     "recommend",

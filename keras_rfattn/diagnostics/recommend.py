@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from keras_rfattn import feature_maps
+from keras_rfattn.diagnostics.budget import adapted
+from keras_rfattn.diagnostics.budget import allot
 from keras_rfattn.diagnostics.errors import estimate
 from keras_rfattn.diagnostics.errors import head_errors
 from keras_rfattn.layers import LinearAttention
@@ -14,6 +16,7 @@ from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.recording import progress
 from keras_rfattn.models import replace_attention
 from keras_rfattn.models import restore_attention
+from keras_rfattn.models.survey import survey
 
 CANDIDATES = ("favor", "favorplus", "favorpp", "favorpp_dense")
 WIDTHS = (64, 128, 256, 512, 1024)
@@ -68,35 +71,45 @@ class Recommendation:
 
 
 def recommend(
-    model, data, error, candidates=CANDIDATES, widths=WIDTHS, max_tokens=512, seed=0,
-    verbose="auto",
+    model, data, error=None, candidates=CANDIDATES, widths=WIDTHS, max_tokens=512,
+    seed=0, verbose="auto", *, budget=None, length=None,
 ):  # fmt: skip
-    """Names the map and width that reach a wanted error without training.
+    """Names the map and width that reach a wanted error, or suit a budget, untrained.
 
     Measures the relative error of attention outputs, mean over layers and heads, on
-    the softmax model's activations; maps that learn from data learn from the same.
+    the softmax model's activations; maps that learn from data learn from the same, or,
+    under a budget, from the first half of the sequences only.
 
     Args:
         model: A model with softmax or linear attention, unchanged afterwards.
         data: An iterable of batches, each what `model(batch)` takes.
-        error: The wanted relative error, between 0 and 1.
+        error: The wanted relative error, between 0 and 1; the answer is one map and
+            width for all layers.
         candidates: Names of maps of kernel softmax.
         widths: Feature widths M to try, in increasing order.
         max_tokens: How many queries and keys of a sequence are used at most.
         seed: Of the random vectors.
         verbose: 0 for silence, 1 or `"auto"` for a progress bar, 2 for a line at the
             end, as in Keras.
+        budget: In place of `error`: multiplications per token, of all attention layers
+            together (`2 H m + 2 M V` for each head, `T (H + V)` where softmax is
+            kept). The answer is a map and width for each layer, or softmax, with the
+            least error.
+        length: Tokens T that softmax layers attend to, for their cost; the data's mean
+            by default.
 
     Returns:
-        A `Recommendation`.
+        A `Recommendation`; an `Allotment` for a budget, which `replace_attention`
+        takes as `feature_map`.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If `error` is not between 0 and 1, there is no attention, a
+        ValueError: If not one of `error` and `budget` is given, `error` is not between
+            0 and 1, `budget` too small or not positive, there is no attention, a
             candidate is no estimator of softmax, or widths are not positive integers.
     """
     check_model(model)
-    candidates, widths = _check_arguments(error, candidates, widths)
+    candidates, widths = _check_arguments(error, budget, candidates, widths)
     is_softmax = not any(
         isinstance(layer, LinearAttention) for layer in model._flatten_layers()
     )
@@ -104,15 +117,21 @@ def recommend(
         replace_attention(model, "favorplus", num_features=1, seed=0)
     try:
         found = record(model, data, True, max_tokens, verbose)
+        paths = {id(site.layer): site.path for site in survey(model).sites}
     finally:
         if is_softmax:
             restore_attention(model)
     if not found:
         raise ValueError(f"`data` must hold a real token. Received: {title(model)}.")
+    if budget is not None:
+        found = [(paths[id(layer)], layer, x) for _, layer, x in found]
+        return allot(found, candidates, widths, budget, length, seed, verbose)
     tried, best, control = [], None, np.nan
     for width in progress(sorted(widths), verbose):
         for name in candidates:
-            maps = [_adapted(name, width, seed + i, x) for i, x in enumerate(found)]
+            maps = [
+                adapted(name, width, seed + i, x) for i, (*_, x) in enumerate(found)
+            ]
             errors = [
                 head_errors(feature_map, sequences, head, estimates)
                 for feature_map, (_, _, sequences) in zip(maps, found, strict=True)
@@ -136,10 +155,18 @@ def recommend(
     return Recommendation(name, count, error, control, tuple(tried))
 
 
-def _check_arguments(error, candidates, widths):
+def _check_arguments(error, budget, candidates, widths):
     """Names and widths as lists; `ValueError` unless `recommend` can do with them."""
-    is_number = isinstance(error, (int, float, np.number))
-    if isinstance(error, bool) or not is_number or not 0 < error < 1:
+    if (error is None) == (budget is None):
+        raise ValueError(
+            "Give either an `error` that is wanted or a `budget` of multiplications. "
+            f"Received: error={error!r}, budget={budget!r}."
+        )
+    if budget is not None and (not _is_number(budget) or not budget > 0):
+        raise ValueError(
+            f"`budget` must be a positive number. Received: budget={budget!r}."
+        )
+    if error is not None and (not _is_number(error) or not 0 < error < 1):
         raise ValueError(f"`error` must be between 0 and 1. Received: error={error!r}.")
     widths = [widths] if isinstance(widths, (int, str, float)) else list(widths)
     integers = [
@@ -163,15 +190,5 @@ def _check_arguments(error, candidates, widths):
     return names, widths
 
 
-def _adapted(name, width, seed, found):
-    """A map of a given width for one layer, adapted to what the layer meets."""
-    _, _, sequences = found
-    per_vector = feature_maps.get(name, num_features=1, seed=0).output_dim
-    feature_map = feature_maps.get(
-        name, num_features=max(1, width // per_vector), seed=seed
-    )
-    heads, _, dim = sequences[0].key.shape
-    feature_map.build((None, None, heads, dim))
-    if feature_map.is_adaptive:
-        feature_map.adapt([(s.query, s.key) for s in sequences])
-    return feature_map
+def _is_number(x):
+    return isinstance(x, (int, float, np.number)) and not isinstance(x, bool)

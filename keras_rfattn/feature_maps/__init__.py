@@ -18,10 +18,12 @@ from keras_rfattn.feature_maps.conditioned import FavorPPDense
 from keras_rfattn.feature_maps.favor import Favor
 from keras_rfattn.feature_maps.favorplus import FavorPlus
 from keras_rfattn.feature_maps.favorpp import FavorPP
+from keras_rfattn.feature_maps.favorpp_learned import FavorPPLearned
 from keras_rfattn.feature_maps.gaussian_mixture import HybridGaussianMixture
 from keras_rfattn.feature_maps.gaussian_mixture import PairCoefficient
 from keras_rfattn.feature_maps.gerf import Gerf
 from keras_rfattn.feature_maps.hedgehog import Hedgehog
+from keras_rfattn.feature_maps.hedgehog import HedgehogGated
 from keras_rfattn.feature_maps.hybrid import Hybrid
 from keras_rfattn.feature_maps.hybrid import HybridAngular
 from keras_rfattn.feature_maps.hybrid import HybridGaussian
@@ -64,6 +66,8 @@ FEATURE_MAPS.update({
     "elu": Elu,
     "relu": Relu,
     "hedgehog": Hedgehog,
+    "hedgehog_gated": HedgehogGated,
+    "favorpp_learned": FavorPPLearned,
 })  # fmt: skip
 
 __all__ = [
@@ -79,6 +83,7 @@ __all__ = [
     "Favor",
     "FavorPP",
     "FavorPPDense",
+    "FavorPPLearned",
     "FavorPlus",
     "FeatureMap",
     "GaussianCoefficient",
@@ -86,6 +91,7 @@ __all__ = [
     "GeometricPositive",
     "Gerf",
     "Hedgehog",
+    "HedgehogGated",
     "Hybrid",
     "HybridAngular",
     "HybridClustered",

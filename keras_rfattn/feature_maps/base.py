@@ -132,16 +132,25 @@ class FeatureMap(keras.layers.Layer):
             shape: Shape for an initializer.
             dtype: `"float32"` or `"int32"`.
         """
-        initializer = value
-        if not callable(value) and not isinstance(value, str):
-            shape = value.shape
-
-            def initializer(shape, dtype=None):
-                return ops.convert_to_tensor(value.astype(dtype))
-
+        shape, initializer = _start(value, shape)
         return self.add_weight(
             name=name, shape=shape, initializer=initializer, dtype=dtype,
             trainable=False, autocast=False,
+        )  # fmt: skip
+
+    def add_trained(self, name, value, shape=None, **kwargs):
+        """A weight that training changes and no dtype policy casts, float32.
+
+        Args:
+            name: Name of the weight.
+            value: Its first value, a NumPy array; or an initializer, with `shape`.
+            shape: Shape for an initializer.
+            **kwargs: Of `keras.layers.Layer.add_weight`.
+        """
+        shape, initializer = _start(value, shape)
+        return self.add_weight(
+            name=name, shape=shape, initializer=initializer, dtype="float32",
+            autocast=False, **kwargs,
         )  # fmt: skip
 
     def reseeded(self, seed):
@@ -282,6 +291,17 @@ class FeatureMap(keras.layers.Layer):
 
     def get_config(self):
         return {**super().get_config(), "seed": self.seed}
+
+
+def _start(value, shape):
+    """Shape and initializer of a weight."""
+    if callable(value) or isinstance(value, str):
+        return shape, value
+
+    def initializer(shape, dtype=None):
+        return ops.convert_to_tensor(value.astype(dtype))
+
+    return value.shape, initializer
 
 
 def half_square(x):

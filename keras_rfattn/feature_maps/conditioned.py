@@ -52,6 +52,8 @@ class Conditioned(Adaptive, FeatureMap):
     """
 
     is_symmetric = False
+    # Whether matrices and centers are trained besides.
+    is_trained = False
 
     def __init__(self, feature_map="favorpp", up_to="balance", seed=None, **kwargs):
         inner = registry.get(feature_map)
@@ -99,10 +101,11 @@ class Conditioned(Adaptive, FeatureMap):
         self.inner.build(input_shape)
         heads, dim = self.num_heads, self.head_dim
         identity = np.broadcast_to(np.eye(dim, dtype="float32"), (heads, dim, dim))
-        self.query_matrix = self.add_fixed("query_matrix", identity)
-        self.key_matrix = self.add_fixed("key_matrix", identity)
-        self.query_center = self.add_fixed("query_center", "zeros", (heads, dim))
-        self.key_center = self.add_fixed("key_center", "zeros", (heads, dim))
+        add = self.add_trained if self.is_trained else self.add_fixed
+        self.query_matrix = add("query_matrix", identity)
+        self.key_matrix = add("key_matrix", identity)
+        self.query_center = add("query_center", "zeros", (heads, dim))
+        self.key_center = add("key_center", "zeros", (heads, dim))
 
     def redraw(self):
         self.inner.redraw()

@@ -192,6 +192,10 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
 
     def key_features(self, x, stats=None):
         """Features of `(..., S, K, H)`; `stats` is what `statistics` returns."""
+        return self.features_by(self.vectors, x, stats)
+
+    def features_by(self, vectors, x, stats):
+        """Features by random vectors `(K, H, m)`."""
         x = ops.cast(x, wide_dtype(x))
         if stats is None:
             stats = ops.zeros((self.num_heads, 1), dtype=x.dtype)
@@ -199,7 +203,7 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
             stats = stats[..., None]
         # (B or 1, K, 1 or H)
         a = ops.reshape(ops.cast(stats, x.dtype), (-1, *stats.shape[-2:]))
-        squares = ops.cast(ops.square(self.vectors), x.dtype)
+        squares = ops.cast(ops.square(vectors), x.dtype)
         if a.shape[-1] == 1:
             squares = ops.sum(squares, axis=1, keepdims=True)
         constant = ops.log(1 - 4 * a) * (self.head_dim / a.shape[-1] / 4)
@@ -210,7 +214,7 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
             ops.repeat(p, x.shape[-2] // self.num_heads, axis=1)[:, None]
             for p in (root, constant)
         )
-        exponent = self.project(x * root) + constant
+        exponent = self.project(x * root, vectors) + constant
         shared = half_square(x) + math.log(self.num_features) / 2
         return Features(None, exponent - shared)
 

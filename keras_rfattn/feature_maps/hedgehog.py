@@ -51,29 +51,20 @@ class Hedgehog(FeatureMap):
 
     def build(self, input_shape):
         super().build(input_shape)
-        self.query_kernel = self.add_kernel("query_kernel")
-        self.key_kernel = self.add_kernel("key_kernel")
+        start = self.first_kernel()
+        self.query_kernel = self.add_trained("query_kernel", start)
+        self.key_kernel = self.add_trained("key_kernel", start)
 
-    def add_kernel(self, name):
-        """A trained matrix per head, `(K, H, rows)`, kept in float32."""
+    def first_kernel(self):
+        """The W that training starts from, `(K, H, rows)`."""
         shape = self.num_heads, self.head_dim, self.rows
-
-        def initializer(shape, dtype=None):
-            if self.rows == self.head_dim:
-                start = np.broadcast_to(np.eye(self.rows), shape)
-            else:
-                generator = np.random.Generator(np.random.Philox(self.seed))
-                start = generator.standard_normal((shape[0], *shape[1:]))
-                start, _ = np.linalg.qr(
-                    start if shape[1] >= shape[2] else start.swapaxes(-1, -2)
-                )
-                start = start if shape[1] >= shape[2] else start.swapaxes(-1, -2)
-            return ops.convert_to_tensor(start.astype(dtype))
-
-        return self.add_weight(
-            name=name, shape=shape, initializer=initializer, dtype="float32",
-            autocast=False,
-        )  # fmt: skip
+        if self.rows == self.head_dim:
+            return np.broadcast_to(np.eye(self.rows), shape)
+        generator = np.random.Generator(np.random.Philox(self.seed))
+        tall = shape[0], max(shape[1:]), min(shape[1:])
+        start, triangle = np.linalg.qr(generator.standard_normal(tall))
+        start = start * np.sign(np.einsum("kii->ki", triangle))[:, None]
+        return start if tall == shape else start.swapaxes(-1, -2)
 
     def project(self, kernel, x):
         """`W x` with the matrix of the head of x: `(..., N, H) -> (..., N, rows)`."""
@@ -93,3 +84,56 @@ class Hedgehog(FeatureMap):
 
     def get_config(self):
         return {**super().get_config(), "num_features": self.num_features}
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class HedgehogGated(Hedgehog):
+    """`exp(Wx + b)` over its sum, and a trained Gaussian weight for keys.
+
+        φ_q(x) = softmax(W_q x + b_q) exp(u_q·x)
+        φ_k(x) = softmax(W_k x + b_k) exp(u_k·x - ‖L x‖²)
+
+    A design of this library: `Hedgehog` with one softmax over all features, whose two
+    halves are no longer tied (at first W is that of `Hedgehog` beside its negative),
+    with biases, and with the freedom to let a key count for more or less. Hedgehog
+    cannot: its keys' features all sum to 2.
+
+    Args:
+        num_features: Half the width, the head dim by default.
+        seed: Of W's first value where it is not square.
+    """
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        heads, dim = self.num_heads, self.head_dim
+        for side in ("query", "key"):
+            bias = self.add_trained(f"{side}_bias", "zeros", (heads, self.output_dim))
+            gate = self.add_trained(f"{side}_gate", "zeros", (heads, dim))
+            setattr(self, f"{side}_bias", bias)
+            setattr(self, f"{side}_gate", gate)
+        # A multiple of the identity: a gradient at 0 would be 0.
+        start = np.broadcast_to(0.3 * np.eye(dim), (heads, dim, dim))
+        self.key_form = self.add_trained("key_form", start)
+
+    def first_kernel(self):
+        start = super().first_kernel()
+        return np.concatenate([start, -start], axis=-1)
+
+    def query_features(self, x, stats=None):
+        return Features(None, self._exponent("query", x))
+
+    def key_features(self, x, stats=None):
+        exponent = self._exponent("key", x)
+        form = self.project(self.key_form, x)
+        return Features(
+            None, exponent - ops.sum(ops.square(form), axis=-1, keepdims=True)
+        )
+
+    def _exponent(self, side, x):
+        z = self.project(getattr(self, f"{side}_kernel"), x)
+        bias, gate = (
+            self.per_head(ops.cast(getattr(self, f"{side}_{name}"), z.dtype), x)
+            for name in ("bias", "gate")
+        )
+        weight = ops.sum(gate * ops.cast(x, z.dtype), axis=-1, keepdims=True)
+        return ops.log_softmax(z + bias, axis=-1) + weight

@@ -61,17 +61,22 @@ class RandomFeatureMap(FeatureMap):
         self.assign_vectors(draw)
         self.draws.assign(draw)
 
-    def project(self, x):
+    def project(self, x, vectors=None):
         """`w · x` for all vectors of the head of x: `(..., N, H) -> (..., N, m)`.
 
         N may be a multiple of the number K of heads the map was built for: query
         head n then uses the vectors of head `n // (N // K)`.
+
+        Args:
+            x: Array of shape `(..., N, H)`.
+            vectors: `(K, H, m)`, the map's own by default.
         """
+        vectors = self.vectors if vectors is None else vectors
         shape, groups = ops.shape(x), x.shape[-2] // self.num_heads
         if groups == 1:
-            return precise_einsum("...kh,khm->...km", x, self.vectors)
+            return precise_einsum("...kh,khm->...km", x, vectors)
         x = ops.reshape(x, (*shape[:-2], self.num_heads, groups, self.head_dim))
-        x = precise_einsum("...kgh,khm->...kgm", x, self.vectors)
+        x = precise_einsum("...kgh,khm->...kgm", x, vectors)
         return ops.reshape(x, (*shape[:-1], self.num_features))
 
     def get_config(self):

@@ -17,7 +17,7 @@ from keras_rfattn.layers.fingerprint import mark
 from keras_rfattn.ops.masks import interpret_mask
 
 # What a layer has only while it is linear.
-STATE = ("options", "_is_self_attention", "is_from_config", "refusal")
+STATE = ("options", "_is_self_attention", "is_from_config", "refusal", "trained")
 
 
 class LinearAttention:
@@ -34,6 +34,8 @@ class LinearAttention:
     is_from_config = False
     # Why weights could not be loaded.
     refusal = None
+    # Paths of the checkpoint's own weights, in the whole model, that were trained.
+    trained = ()
     # Set while something watches the layer, or answers for it (see `attend`).
     recorder = None
     # Attributes that normalize queries where a layer has one of them.
@@ -134,8 +136,10 @@ class LinearAttention:
 
     @classmethod
     def from_config(cls, config):
+        trained = config.get("trained", ())
+        config = {k: v for k, v in config.items() if k != "trained"}
         layer = super().from_config(config)
-        layer.is_from_config = True
+        layer.is_from_config, layer.trained = True, tuple(trained)
         return layer
 
     def get_config(self):
@@ -143,6 +147,7 @@ class LinearAttention:
             **super().get_config(),
             "feature_map": feature_maps.serialize(self.feature_map),
             **self.options.config(),
+            **({"trained": list(self.trained)} if self.trained else {}),
         }
 
 

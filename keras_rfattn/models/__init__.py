@@ -2,6 +2,7 @@
 
 from keras_rfattn.models.adapters.keras_cv import convert_vit
 from keras_rfattn.models.extend_positions import extend_positions
+from keras_rfattn.models.plan import Plan
 from keras_rfattn.models.presets import from_preset
 from keras_rfattn.models.replace import replace_attention
 from keras_rfattn.models.replace import restore_attention
@@ -11,6 +12,7 @@ from keras_rfattn.models.transformer_pp import transformer_pp
 
 __all__ = [
     "AttentionReport",
+    "Plan",
     "convert_vit",
     "describe_attention",
     "extend_positions",

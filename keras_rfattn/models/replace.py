@@ -4,6 +4,8 @@ Everything is checked, and every new weight made, before the first layer is touc
 How one layer changes is in `swap`, what its containers become in `saving`.
 """
 
+import warnings
+
 import keras_rfattn.models.report as report
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.survey as s
@@ -15,6 +17,8 @@ from keras_rfattn.layers.attend import check_window
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.models.plan import Plan
+from keras_rfattn.models.plan import matches
 from keras_rfattn.ops.options import Options
 
 
@@ -41,7 +45,9 @@ def replace_attention(
             layer, or any model with `keras.layers.MultiHeadAttention` or
             `keras.layers.GroupQueryAttention` inside.
         feature_map: Name of a mechanism (`keras_rfattn.feature_maps.list()`), a
-            `FeatureMap`, or its config. Each layer gets its own.
+            `FeatureMap`, or its config. Each layer gets its own. Or a `models.Plan`,
+            which names one for each layer or keeps it softmax, or what has one as
+            `plan`: the answer of `diagnostics.recommend`.
         num_features: Number of random vectors per head, for a map given by name.
         include: Layers to replace: a path or pattern (`fnmatch`), a list of those,
             or a callable `(path, layer) -> bool`. All by default.
@@ -68,12 +74,14 @@ def replace_attention(
     found = s.survey(model)
     selected = _replaceable(model, found, include, exclude)
     check_seed(seed)
-    template = feature_maps.resolve(feature_map, num_features, seed)
-    _check_statistics(template, selected)
-    check_window(options, template)
-    _check_window_sites(options.window, selected)
-    seed = template.seed if seed is None else seed
-    changes = [(site, _copy(template, seed, site), options) for site in selected]
+    changes = []
+    for sites, identifier in _assigned(feature_map, selected):
+        template = feature_maps.resolve(identifier, num_features, seed)
+        _check_statistics(template, sites)
+        check_window(options, template)
+        own = template.seed if seed is None else seed
+        changes += [(site, _copy(template, own, site), options) for site in sites]
+    _check_window_sites(options.window, [site for site, _, _ in changes])
     saving.commit(model, found, changes)
     return model
 
@@ -81,8 +89,8 @@ def replace_attention(
 def restore_attention(model):
     """Gives a model its softmax attention back, in place.
 
-    Projections stay as they are: bit for bit those of the checkpoint, unless they
-    were trained since.
+    Weights stay as they are: bit for bit those of the checkpoint, unless they were
+    trained since. A warning names those that `uptrain` has trained.
 
     Args:
         model: A model changed by `replace_attention`, or loaded from one.
@@ -101,6 +109,13 @@ def restore_attention(model):
         raise ValueError(
             "`model` has no linear attention to restore. Received: "
             f"model={title(model)}. It holds:\n{_listing(found.sites)}"
+        )
+    trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
+    if trained:
+        warnings.warn(
+            f"Softmax is back in {title(model)}, and not the checkpoint: `uptrain` has "
+            f"trained {len(trained)} of its own weights: {', '.join(trained)}.",
+            stacklevel=2,
         )
     for site in linear:
         swap.make_softmax(site.layer)
@@ -152,6 +167,28 @@ def _replaceable(model, found, include, exclude):
             "once on data first."
         )
     return selected
+
+
+def _assigned(feature_map, selected):
+    """`(sites, what they get)`, sites of one map together."""
+    plan = getattr(feature_map, "plan", feature_map)
+    if not isinstance(plan, Plan):
+        return [(selected, plan)]
+    paths = "\n".join(f"  {site.path}" for site in selected)
+    for pattern in plan.maps:
+        if not any(matches(site.path, pattern) for site in selected):
+            raise ValueError(
+                f"The plan's {pattern!r} matches no attention layer to be replaced. "
+                f"These are:\n{paths}"
+            )
+    found = [([site], plan.of(site.path)) for site in selected]
+    found = [(sites, choice) for sites, choice in found if choice is not None]
+    if not found:
+        raise ValueError(
+            f"The plan keeps every layer softmax. Received: {plan}. There is nothing "
+            "to replace."
+        )
+    return found
 
 
 def _check_statistics(template, selected):

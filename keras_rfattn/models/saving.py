@@ -218,6 +218,7 @@ def attention_config(container):
                 "path": site.path,
                 "feature_map": feature_maps.serialize(site.layer.feature_map),
                 **site.layer.options.config(),
+                "trained": list(site.layer.trained),
             }
             for site in s.survey(container).sites
             if site.is_linear
@@ -242,6 +243,7 @@ def apply_config(container, entry):
         feature_map = feature_maps.get(layer["feature_map"])
         options = Options.take(dict(layer))
         site.layer.is_from_config = True
+        site.layer.trained = tuple(layer.get("trained", ()))
         change = (site, feature_map, options)
         if site.layer.built:
             changes.append(change)

@@ -125,7 +125,7 @@ def refresh(layer):
 def _reduce(layer):
     """How a layer of a class that no import finds is pickled and copied."""
     config = layer.get_config()
-    feature_map = config.pop("feature_map")
+    feature_map, _ = config.pop("feature_map"), config.pop("trained", ())
     options = Options.take(config)
     arguments = _plain((config, layer.get_build_config(), feature_map))
     return unpickle, (original_class(layer), *arguments, options, layer.get_weights())

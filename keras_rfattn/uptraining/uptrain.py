@@ -131,10 +131,9 @@ def uptrain(
     selected = {name: x for name, x in selected.items() if name in settings["stages"]}
     training = Training(model, layers, selected, batches, settings)
     report = training.run()
-    if report.trained:
-        known = getattr(model, "_rfattn_trained", ())
-        names = tuple(dict.fromkeys((*known, *report.trained)))
-        object.__setattr__(model, "_rfattn_trained", names)
+    for layer in layers:
+        # What `restore_attention` cannot give back.
+        layer.trained = tuple(dict.fromkeys((*layer.trained, *report.trained)))
     return report
 
 

@@ -1,0 +1,113 @@
+"""What of a model's quality its window has, and what its features."""
+
+from dataclasses import dataclass
+
+from keras_rfattn.layers import LinearAttention
+from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.checks import check_model
+from keras_rfattn.layers.checks import title
+from keras_rfattn.models.survey import survey
+from keras_rfattn.models.swap import refresh
+
+ANSWERS = {
+    "as_it_is": None,
+    "window_only": Attention.window_alone,
+    "features_only": lambda call: call.without_window().linear(),
+    "mean_of_values": Attention.mean_of_values,
+    "no_attention": Attention.zero,
+    "softmax": Attention.softmax,
+}
+# What these equal where no layer has a window.
+WITHOUT_WINDOWS = {"window_only": "no_attention", "features_only": "as_it_is"}
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """A metric of a model, evaluated in six ways; prints as a table.
+
+    Attributes:
+        as_it_is: Of the model.
+        window_only: With the exact attention of its windows alone; without a window
+            that is no attention.
+        features_only: With features for all keys.
+        mean_of_values: With uniform attention.
+        no_attention: With attention that puts out 0.
+        softmax: With softmax attention by the weights that it has now.
+    """
+
+    as_it_is: float
+    window_only: float
+    features_only: float
+    mean_of_values: float
+    no_attention: float
+    softmax: float
+
+    @property
+    def share_of_features(self):
+        """Of what lies between window-only and softmax, the part the model reaches."""
+        gap = self.softmax - self.window_only
+        return (self.as_it_is - self.window_only) / gap if gap else float("nan")
+
+    def __str__(self):
+        lines = [
+            f"{name.replace('_', ' '):<16}{value:>10.4f}"
+            for name, value in vars(self).items()
+        ]
+        lines.append(f"features carry {self.share_of_features:.0%} of the way from "
+                     "window-only to softmax")  # fmt: skip
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def attribute(model, data, metric):
+    """Evaluates a model as it is, and with parts of its attention taken away.
+
+    A converted model with a window may live on the window alone; this tells.
+
+    Args:
+        model: A model with linear attention; unchanged afterwards.
+        data: What `metric` takes.
+        metric: A function `(model, data) -> number`. It must run `model` itself, as
+            functions compiled for others that share its layers do not notice.
+
+    Returns:
+        An `Attribution`.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer, or `metric` not callable.
+        ValueError: If there is no linear attention.
+    """
+    check_model(model)
+    if not callable(metric):
+        raise TypeError(
+            "`metric` must be a function `(model, data) -> number`. "
+            f"Received: metric={metric!r}."
+        )
+    layers = [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
+    if not layers:
+        raise ValueError(
+            f"`model` has no linear attention. Received: {title(model)}. Call "
+            "`replace_attention(model)` first."
+        )
+    has_windows = any(layer.options.window is not None for layer in layers)
+    found = {}
+    try:
+        for name, answer in ANSWERS.items():
+            same = None if has_windows else WITHOUT_WINDOWS.get(name)
+            if same is None:
+                _answer_by(model, layers, answer)
+                found[name] = float(metric(model, data))
+        for name, same in WITHOUT_WINDOWS.items():
+            found.setdefault(name, found[same])
+    finally:
+        _answer_by(model, layers, None)
+    return Attribution(**found)
+
+
+def _answer_by(model, layers, answer):
+    for layer in layers:
+        layer.recorder = answer
+    containers = [container for container, _ in survey(model).containers.values()]
+    for layer in (model, *containers):
+        refresh(layer)

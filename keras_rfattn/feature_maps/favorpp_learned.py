@@ -1,0 +1,174 @@
+"""FAVOR++ whose vectors, parameters and conditioning are trained."""
+
+import keras
+from keras import ops
+
+import keras_rfattn.feature_maps.registry as registry
+from keras_rfattn.feature_maps.conditioned import Conditioned
+from keras_rfattn.feature_maps.favorpp import FavorPP
+
+STARTS = ("favorplus", "favorpp", "favorpp_dense")
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class FavorPPLearned(Conditioned):
+    """FAVOR++, conditioned or not, and everything about it trained.
+
+    Vectors w (queries and keys have their own), A, the conditioning matrices and
+    centers, and a weight for every feature. At first it computes what the map computes
+    that it starts as, bit for bit: the estimate is unbiased until trained. Made for
+    `uptrain`, whose stage "calibrate" sets the start.
+
+    Args:
+        num_features: Number m of vectors, 256 by default.
+        start: What it is at first: `"favorplus"`, `"favorpp"` or `"favorpp_dense"`
+            (default), the latter two as calibrated. FAVOR+ before that.
+        projection: Of the first vectors: `"orthogonal"` (default), `"gaussian"` or a
+            `Projection`.
+        seed: Non-negative integer, or `None`.
+
+    Raises:
+        ValueError: If `start` is unknown.
+    """
+
+    is_trained = True
+    is_unbiased = False
+
+    def __init__(
+        self,
+        num_features=None,
+        start="favorpp_dense",
+        projection="orthogonal",
+        seed=None,
+        **kwargs,
+    ):
+        if start not in STARTS:
+            raise ValueError(
+                f"`start` must be one of {STARTS}. Received: start={start!r}."
+            )
+        is_dense = start == "favorpp_dense"
+        inner = TrainedOPRF(
+            num_features, per_direction=is_dense, projection=projection, seed=seed
+        )
+        super().__init__(inner, up_to="rotate", **kwargs)
+        self.start = start
+
+    @classmethod
+    def of(cls, feature_map):
+        """The learned map, built, that computes what another one computes.
+
+        Args:
+            feature_map: A built `FavorPlus` (no pairs), or a calibrated `FavorPP` or
+                `FavorPPDense`.
+
+        Raises:
+            ValueError: If it is another map, not built or not calibrated.
+        """
+        name = registry.name_of(feature_map)
+        is_known = name in STARTS and feature_map.built
+        is_known = is_known and not getattr(feature_map, "pair", False)
+        if not is_known or not getattr(feature_map, "is_calibrated", True):
+            raise ValueError(
+                "`feature_map` must be a built FavorPlus without pairs, or a FavorPP "
+                f"or FavorPPDense that is built and calibrated. Received: {name!r}, "
+                f"built={feature_map.built}."
+            )
+        source = getattr(feature_map, "inner", feature_map)
+        learned = cls(source.num_features, name, source.projection, feature_map.seed)
+        learned.build((None, None, feature_map.num_heads, feature_map.head_dim))
+        for weights in (learned.inner.query_vectors, learned.inner.key_vectors):
+            weights.assign(source.vectors)
+        if isinstance(source, FavorPP):
+            learned.inner.adopt(source.mean_square)
+        if source is not feature_map:
+            for side in ("query_matrix", "key_matrix", "query_center", "key_center"):
+                getattr(learned, side).assign(getattr(feature_map, side))
+        learned.updates.assign(getattr(feature_map, "updates", 0))
+        return learned
+
+    @property
+    def is_adaptive(self):
+        return self.start != "favorplus"
+
+    def log_moment(self, head=0, stats=None):
+        return None
+
+    def fit(self, samples):
+        if self.start == "favorpp_dense":
+            super().fit(samples)
+        else:
+            self.inner.adapt(samples)
+
+    def get_config(self):
+        inner = self.inner.get_config()
+        config = {**keras.layers.Layer.get_config(self), "start": self.start}
+        return config | {x: inner[x] for x in ("num_features", "projection", "seed")}
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class TrainedOPRF(FavorPP):
+    """The inside of `FavorPPLearned`: A and vectors are trained weights.
+
+    Args:
+        num_features: Number m of vectors.
+        **kwargs: Of `FavorPP`.
+    """
+
+    is_unbiased = False
+    is_symmetric = False
+
+    def __init__(self, num_features=None, **kwargs):
+        super().__init__(num_features, **{**kwargs, "statistics": "stored"})
+
+    def add_vectors(self):
+        shape = self.num_heads, self.head_dim, self.num_features
+        self.query_vectors = self.add_trained(
+            "query_vectors", self.initializer(0), shape
+        )
+        self.key_vectors = self.add_trained("key_vectors", self.initializer(0), shape)
+
+    def assign_vectors(self, draw):
+        for weight in (self.query_vectors, self.key_vectors):
+            weight.assign(self.initializer(draw)(weight.shape))
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        directions = self.head_dim if self.per_direction else 1
+        shape = self.num_heads, directions
+        self.parameter = self.add_trained("a", "zeros", shape, constraint=NotPositive())
+        shape = self.num_heads, self.num_features
+        self.log_weights = self.add_trained("log_weights", "zeros", shape)
+
+    def fit(self, samples):
+        super().fit(samples)
+        self.adopt(self.mean_square)
+
+    def adopt(self, mean_square):
+        """Sets A to the optimum for a mean square, as FAVOR++ computes it."""
+        a = self.optimal_a(ops.convert_to_tensor(mean_square))
+        self.parameter.assign(ops.reshape(a, self.parameter.shape))
+
+    def statistics(self, *args, **kwargs):
+        return None
+
+    def query_features(self, x, stats=None):
+        return self._weighed(self.query_vectors, x)
+
+    def key_features(self, x, stats=None):
+        return self._weighed(self.key_vectors, x)
+
+    def _weighed(self, vectors, x):
+        a = ops.convert_to_tensor(self.parameter)
+        a = a if self.per_direction else a[..., 0]
+        features = self.features_by(vectors, x, a)
+        weights = self.per_head(ops.convert_to_tensor(self.log_weights), x)
+        scale = features.log_scale + ops.cast(weights, features.log_scale.dtype) / 2
+        return features._replace(log_scale=scale)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class NotPositive(keras.constraints.Constraint):
+    """Keeps A at most 0, beyond which features need not have a variance."""
+
+    def __call__(self, w):
+        return ops.minimum(w, 0)

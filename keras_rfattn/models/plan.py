@@ -1,0 +1,37 @@
+"""A mechanism for each layer, for `replace_attention`."""
+
+import fnmatch
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which map each attention layer gets.
+
+    Attributes:
+        maps: Dict from a layer's path (or a pattern, `fnmatch`) to what
+            `replace_attention` takes as `feature_map`, or `None` to keep softmax. Of
+            several patterns that match the first counts; a layer that none matches
+            keeps softmax.
+    """
+
+    maps: dict
+
+    def __post_init__(self):
+        if not isinstance(self.maps, dict) or not self.maps:
+            raise ValueError(
+                "`maps` must be a dict from layer paths to feature maps, not empty. "
+                f"Received: maps={self.maps!r}."
+            )
+
+    def of(self, path):
+        """The map for a layer, or `None`."""
+        for pattern, feature_map in self.maps.items():
+            if matches(path, pattern):
+                return feature_map
+        return None
+
+
+def matches(path, pattern):
+    """Whether a layer's path is a pattern, or matches it."""
+    return path == pattern or fnmatch.fnmatch(path, pattern)
