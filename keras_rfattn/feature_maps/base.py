@@ -30,12 +30,13 @@ from keras import ops
 
 from keras_rfattn.feature_maps.stateless import FeatureFunction
 from keras_rfattn.feature_maps.stateless import of_finite_tokens
+from keras_rfattn.feature_maps.weights import Weights
 from keras_rfattn.kernels import values
 from keras_rfattn.ops.features import Deferred
 from keras_rfattn.ops.kernel_attention import Softmax
 
 
-class FeatureMap(keras.layers.Layer):
+class FeatureMap(Weights, keras.layers.Layer):
     """Base class of feature maps: the laws, and nothing random.
 
     A subclass writes `key_features`, and `query_features` if they differ; creates its
@@ -122,36 +123,6 @@ class FeatureMap(keras.layers.Layer):
             input_shape: Shape of the keys, `(..., K, H)`.
         """
         self.num_heads, self.head_dim = input_shape[-2:]
-
-    def add_fixed(self, name, value, shape=None, dtype="float32"):
-        """A weight that no optimizer changes and no dtype policy casts.
-
-        Args:
-            name: Name of the weight.
-            value: Its first value, a NumPy array; or an initializer, with `shape`.
-            shape: Shape for an initializer.
-            dtype: `"float32"` or `"int32"`.
-        """
-        shape, initializer = _start(value, shape)
-        return self.add_weight(
-            name=name, shape=shape, initializer=initializer, dtype=dtype,
-            trainable=False, autocast=False,
-        )  # fmt: skip
-
-    def add_trained(self, name, value, shape=None, **kwargs):
-        """A weight that training changes and no dtype policy casts, float32.
-
-        Args:
-            name: Name of the weight.
-            value: Its first value, a NumPy array; or an initializer, with `shape`.
-            shape: Shape for an initializer.
-            **kwargs: Of `keras.layers.Layer.add_weight`.
-        """
-        shape, initializer = _start(value, shape)
-        return self.add_weight(
-            name=name, shape=shape, initializer=initializer, dtype="float32",
-            autocast=False, **kwargs,
-        )  # fmt: skip
 
     def reseeded(self, seed):
         """The same map with another seed, not built."""
@@ -291,17 +262,6 @@ class FeatureMap(keras.layers.Layer):
 
     def get_config(self):
         return {**super().get_config(), "seed": self.seed}
-
-
-def _start(value, shape):
-    """Shape and initializer of a weight."""
-    if callable(value) or isinstance(value, str):
-        return shape, value
-
-    def initializer(shape, dtype=None):
-        return ops.convert_to_tensor(value.astype(dtype))
-
-    return value.shape, initializer
 
 
 def half_square(x):

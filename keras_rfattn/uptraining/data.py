@@ -21,7 +21,8 @@ class Batches:
     Args:
         data: An array, a dict or list of arrays, `(x, y)` or `(x, y, weight)` of such,
             or texts; a `keras.utils.PyDataset`; or a `tf.data.Dataset`, generator,
-            function that makes one, or list, of batches.
+            function that makes one, or list, of batches (not of arrays, which are the
+            inputs of a model that has several).
         batch_size: Of arrays and texts.
         seed: Of the order.
         preprocessor: Of texts and images, or `None`.
@@ -53,11 +54,13 @@ class Batches:
         """The inputs of a step, NumPy arrays."""
         return self._at(step)
 
-    def from_step(self, start):
-        """Iterates over the inputs of steps `start`, `start + 1`, ..."""
-        while True:
-            yield self(start)
-            start += 1
+    def with_noise(self, step, count):
+        """`{"x": inputs, "noise": numbers in [0, 1), (B, count)}` of a step."""
+        batch = self(step)
+        seed = np.random.SeedSequence([self.seed, 1, step])
+        generator = np.random.Generator(np.random.Philox(seed))
+        rows = len(keras.tree.flatten(batch)[0])
+        return {"x": batch, "noise": generator.random((rows, count), dtype="float32")}
 
     def _of_table(self, data):
         data = keras.tree.map_structure(_array, _as_texts(data))
@@ -221,10 +224,14 @@ def _is_table(data):
     """Whether `data` is rows at hand, rather than batches."""
     if isinstance(data, (list, tuple)):
         return bool(data) and all(
-            isinstance(x, (str, bytes, np.ndarray)) or keras.ops.is_tensor(x)
-            for x in data
+            isinstance(x, (str, bytes)) or _is_array(x) for x in data
         )
-    return isinstance(data, (dict, np.ndarray)) or keras.ops.is_tensor(data)
+    return isinstance(data, dict) or _is_array(data)
+
+
+def _is_array(x):
+    """Whether it is an array of some library."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _as_texts(data):

@@ -1,5 +1,6 @@
 """The stages of an uptraining, one after the other, from wherever it was left."""
 
+import itertools
 import time
 from typing import NamedTuple
 
@@ -14,8 +15,9 @@ from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.attention import relative
 from keras_rfattn.uptraining.calibrate import calibrate
 from keras_rfattn.uptraining.callbacks import NotFinite
-from keras_rfattn.uptraining.callbacks import Watch
 from keras_rfattn.uptraining.features import FeaturesStage
+from keras_rfattn.uptraining.fitting import fit_stage
+from keras_rfattn.uptraining.fitting import optimizer_for
 from keras_rfattn.uptraining.report import LayerResult
 from keras_rfattn.uptraining.report import StageResult
 from keras_rfattn.uptraining.report import UptrainingReport
@@ -28,9 +30,6 @@ from keras_rfattn.uptraining.teacher import Teacher
 from keras_rfattn.uptraining.teacher import checksum
 
 FEW = 4  # batches that calibrate, and that errors are measured on
-# Learning rates of maps by stage, and where a model's own weights train too.
-RATES = {"attention": 0.06, "features": 0.02}
-OWN_RATE = 0.001
 
 
 class Planned(NamedTuple):
@@ -126,7 +125,7 @@ class Training:
             ends = ()
             if stage.name == "calibrate":
                 calibrate(self.model, [self.batches(j) for j in range(FEW)], verbose=0)
-                self.save(i, 0, [], None)
+                self.save(i, 0, [])
             elif stage.steps:
                 first = sum(x.steps for x in plan[:i])
                 ends = self.train(
@@ -157,7 +156,7 @@ class Training:
         self.results = [StageResult(*row) for row in notes["results"]]
         return index, done, (arrays, notes["errors"])
 
-    def save(self, index, done, errors, optimizer):
+    def save(self, index, done, errors, optimizer=None):
         """A checkpoint after `done` steps of a stage."""
         arrays = {f"state{i}": x for i, x in enumerate(state_of(self.state))}
         if optimizer is not None:
@@ -181,60 +180,49 @@ class Training:
             done: Steps of it that a checkpoint has seen.
             kept: Its arrays and errors.
         """
-        settings = self.settings
-        trainer = self.trainer(stage)
         variables = self.selected[stage.name]
         if stage.layer is not None:
             own = {id(v) for v in self.layers[stage.layer].variables}
             variables = [v for v in variables if id(v) in own]
         if not variables:
             return ()
-        arrays, errors = kept or ({}, [])
-        with only_training(self.model, variables):
-            optimizer = self.optimizer(stage, variables)
-            trainer.compile(optimizer=optimizer, jit_compile=settings["jit_compile"])
-            optimizer = trainer.optimizer
-            optimizer.build(trainer.trainable_variables)
-            if done:
-                count = len(optimizer.variables)
-                values = [arrays[f"optimizer{i}"] for i in range(count)]
-                assign(optimizer.variables, values)
-            watch = Watch(
-                trainer.trainable_variables, done, list(errors),
-                lambda done, errors: self.save(index, done, errors, optimizer),
-                settings["save_every"], stage.steps,
-            )  # fmt: skip
-            if stage.steps > done:
-                self.fit(trainer, stage, first, done, watch)
-        return *watch.ends(), float(getattr(trainer, "control", 1.0))
+        trainer, of_maps = self.trainer(stage), {id(v) for v in self.of_maps}
+        optimizer = optimizer_for(
+            stage.name, stage.steps, any(id(v) not in of_maps for v in variables),
+            self.settings["optimizer"],
+            any(x.compute_dtype == "float16" for x in self.layers),
+        )  # fmt: skip
+        resumed = None
+        if done:
+            arrays, errors = kept
+            names = sorted((x for x in arrays if x.startswith("optimizer")), key=_place)
+            resumed = done, [arrays[x] for x in names], errors
+        zero = float(getattr(trainer, "control", 1.0))
+        if self.settings["verbose"]:
+            print(f"Stage '{stage.name}': {stage.steps - done} steps, zero attention "
+                  f"has an error of {zero:.3f}")  # fmt: skip
 
-    def fit(self, trainer, stage, first, done, watch):
-        """Keras' own `fit` for the steps left, under watch."""
-        if self.settings["verbose"] not in (0, "0"):
-            left = stage.steps - done
-            print(f"Stage {stage.name!r}: {left} steps, zero attention has an error of "
-                  f"{getattr(trainer, 'control', 1.0):.3f}")  # fmt: skip
+        def inputs(start):
+            for step in itertools.count(first + start):
+                yield (self.batches.with_noise(step, len(self.layers) + 1),)
+
+        def save(*what):
+            self.save(index, *what)
+
         try:
-            trainer.fit(
-                self.inputs(first + done),
-                steps_per_epoch=stage.steps - done,
-                epochs=1,
-                shuffle=False,
-                callbacks=[watch, *self.settings["callbacks"]],
-                verbose=self.settings["verbose"],
-            )
-        except NotFinite:
-            assign(watch.variables, watch.good)
-            step = watch.done
+            with only_training(self.model, variables):
+                ends = fit_stage(
+                    trainer, trainer.trainable_variables, inputs, stage.steps,
+                    optimizer, self.settings, save, resumed,
+                )  # fmt: skip
+        except NotFinite as error:
             raise ValueError(
-                f"The loss of stage {stage.name!r} is not finite at its step {step} "
-                f"(batch {first + step} of the data). The weights of step "
-                f"{max(step - 1, 0)}, the last good ones, are kept. Look for NaN in "
-                "that batch, or use a smaller learning rate."
+                f"The loss of stage '{stage.name}' is not finite at its step "
+                f"{error.step} (batch {first + error.step} of the data). The weights "
+                f"of step {max(error.step - 1, 0)}, the last good ones, are kept. "
+                "Look for NaN in that batch, or use a smaller learning rate."
             ) from None
-        finally:
-            for variable in watch.variables:
-                _forget_gradient(variable)
+        return *ends, zero
 
     def trainer(self, stage):
         """The Keras model that trains in a stage."""
@@ -253,40 +241,6 @@ class Training:
             settings["window_dropout"],
         )  # fmt: skip
 
-    def optimizer(self, stage, variables):
-        """A fresh copy of the optimizer, or the default one."""
-        optimizer = self.settings["optimizer"]
-        if optimizer is not None:
-            optimizer = type(optimizer).from_config(optimizer.get_config())
-        else:
-            maps = {id(v) for v in self.of_maps}
-            rate = OWN_RATE
-            if all(id(v) in maps for v in variables):
-                rate = RATES[stage.name]
-            warmup = max(1, stage.steps // 20)
-            optimizer = keras.optimizers.Adam(
-                keras.optimizers.schedules.CosineDecay(
-                    rate / 20, max(1, stage.steps - warmup), alpha=1 / 20,
-                    warmup_target=rate, warmup_steps=warmup,
-                )
-            )  # fmt: skip
-        if any(x.compute_dtype == "float16" for x in self.layers):
-            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-        return optimizer
-
-    def inputs(self, start):
-        """What the stages take, from a step of the data on."""
-        for step, batch in enumerate(self.batches.from_step(start), start):
-            yield (self.with_noise(batch, step),)
-
-    def with_noise(self, batch, step):
-        """A batch and its random numbers, `(B, L + 1)`."""
-        rows = len(keras.tree.flatten(batch)[0])
-        seed = np.random.SeedSequence([self.batches.seed, 1, step])
-        generator = np.random.Generator(np.random.Philox(seed))
-        noise = generator.random((rows, len(self.layers) + 1), dtype="float32")
-        return {"x": batch, "noise": noise}
-
     def measured(self):
         """Errors of heads on the first batches, `(L, N)`, and those of the mean of V.
 
@@ -294,13 +248,13 @@ class Training:
         """
         total = {name: 0 for name in QUANTITIES}
         for step in range(FEW):
-            inputs = self.with_noise(self.batches(step), step)
+            inputs = self.batches.with_noise(step, len(self.layers) + 1)
             inputs["noise"][:] = 1  # leaves no window out
             found = run(self.model, inputs, self.whole.predict_on_batch)
             total = {k: x + found[k].sum(0, keepdims=True) for k, x in total.items()}
         found = (keras.ops.convert_to_numpy(x) for x in relative(total))
         error, _, control, heads = found
-        if not np.any(heads):
+        if not np.all(np.any(total["rows"] > 0, axis=(0, 2))):
             raise ValueError("`data` must hold a real token. Received: padding alone.")
         return tuple(np.where(heads > 0, x, np.nan) for x in (error, control))
 
@@ -337,7 +291,6 @@ def _once(variables):
     return list({id(v): v for v in variables}.values())
 
 
-def _forget_gradient(variable):
-    """PyTorch keeps a gradient with each weight."""
-    if keras.backend.backend() == "torch":
-        variable.value.grad = None
+def _place(name):
+    """The number at the end of an array's name."""
+    return int(name.removeprefix("optimizer"))

@@ -1,0 +1,88 @@
+"""One training stage: Keras' own `fit`, with an optimizer of its own, under watch."""
+
+import keras
+
+from keras_rfattn.uptraining.callbacks import NotFinite
+from keras_rfattn.uptraining.callbacks import Watch
+from keras_rfattn.uptraining.resume import assign
+
+# Learning rates of maps by stage, and where a model's own weights train too.
+RATES = {"attention": 0.06, "features": 0.02}
+OWN_RATE = 0.001
+
+
+def fit_stage(
+    trainer, variables, inputs, steps, optimizer, settings, save, resumed=None
+):
+    """Trains for the steps that are left.
+
+    Args:
+        trainer: A Keras model with a loss of its own, `variables` alone trainable.
+        variables: Its trainable variables.
+        inputs: `step -> iterator` over what the trainer takes, from a step on.
+        steps: Of the stage.
+        optimizer: A fresh one.
+        settings: Arguments of `uptrain`.
+        save: `(steps done, errors, optimizer)`, called now and then.
+        resumed: `(steps done, values of the optimizer's variables, errors)`, or `None`.
+
+    Returns:
+        Mean errors of the first and of the last tenth of the steps.
+
+    Raises:
+        NotFinite: If a loss is not finite; the last good weights are in place.
+    """
+    done, slots, errors = resumed or (0, None, [])
+    trainer.compile(optimizer=optimizer, jit_compile=settings["jit_compile"])
+    optimizer.build(trainer.trainable_variables)
+    if slots is not None:
+        assign(optimizer.variables, slots)
+    watch = Watch(
+        variables, done, list(errors), lambda *x: save(*x, optimizer),
+        settings["save_every"], steps,
+    )  # fmt: skip
+    try:
+        if done < steps:
+            trainer.fit(
+                inputs(done), steps_per_epoch=steps - done, shuffle=False,
+                callbacks=[watch, *settings["callbacks"]], verbose=settings["verbose"],
+            )  # fmt: skip
+    except NotFinite as error:
+        assign(variables, watch.good)
+        error.step = watch.done
+        raise
+    finally:
+        for variable in variables:
+            _forget_gradient(variable)
+    return watch.ends()
+
+
+def optimizer_for(stage, steps, owns, given, is_float16):
+    """A fresh copy of the optimizer that was given, or the default one.
+
+    Args:
+        stage: Name of the stage.
+        steps: Of the stage.
+        owns: Whether weights besides those of maps train.
+        given: A Keras optimizer, or `None`.
+        is_float16: Whether losses have to be scaled.
+    """
+    if given is not None:
+        optimizer = type(given).from_config(given.get_config())
+    else:
+        rate, warmup = OWN_RATE if owns else RATES[stage], max(1, steps // 20)
+        optimizer = keras.optimizers.Adam(
+            keras.optimizers.schedules.CosineDecay(
+                rate / 20, max(1, steps - warmup), alpha=1 / 20, warmup_target=rate,
+                warmup_steps=warmup,
+            )
+        )  # fmt: skip
+    if is_float16 and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
+
+
+def _forget_gradient(variable):
+    """PyTorch keeps a gradient with each weight."""
+    if keras.backend.backend() == "torch":
+        variable.value.grad = None

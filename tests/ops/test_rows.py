@@ -1,0 +1,124 @@
+"""Rows of attention against the algorithms, which never form them."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn.layers.attend import Attention
+from keras_rfattn.ops import AttentionMask
+from keras_rfattn.ops import Options
+from keras_rfattn.ops.layout import merge_heads
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.uptraining import attention
+from tests import helpers as h
+from tests.feature_maps.cases import case
+
+CASES = {
+    "bidirectional": {},
+    "padded": {"mask": "scattered"},
+    "causal": {"causal": True},
+    "causal padded": {"causal": True, "mask": "left"},
+    "window": {"window": 8},
+    "window padded": {"window": 8, "mask": "left"},
+    "sliding causal": {"window": 5, "sliding": True, "causal": True},
+    "sliding": {"window": 5, "sliding": True, "mask": "middle"},
+    "all near": {"window": 64},
+}
+PAIRS = [
+    (name, label)
+    for name, label in h.over(list(CASES))
+    if name in h.WINDOWED or "window" not in CASES[label]
+]
+
+
+def attention_call(name, causal=False, mask=None, window=None, sliding=False):
+    feature_map, size = h.build(name), case(name).size
+    query, key, value = (ops.convert_to_tensor(x) for x in h.problem(size=size))
+    key_mask = None
+    if mask is not None:
+        key_mask = ops.convert_to_tensor(h.padding_masks()[mask])
+        visible = key_mask[:, :, None, None]
+        key, value = ops.where(visible, key, 0), ops.where(visible, value, 0)
+    return Attention(
+        query, key, value,
+        AttentionMask(key_mask=key_mask, causal=causal, self_attention=True),
+        feature_map.default_scale(h.HEAD_DIM), feature_map,
+        Options(block_size=h.BLOCK, window=window, sliding=sliding),
+    )  # fmt: skip
+
+
+def output_by_rows(call, dropped=False):
+    positions, taken = attention._sampled_rows(call.query, 0.0)
+    visible, _ = attention._visible(call, positions, h.HEADS // h.KV_HEADS)
+    dropped = ops.convert_to_tensor(np.full(h.BATCH, dropped))
+    rows = attention._student_rows(call, positions, taken, visible, dropped)
+    output = ops.matmul(rows, split_heads(call.value, h.KV_HEADS))
+    return merge_heads(output, h.HEADS, h.LENGTH)
+
+
+@pytest.mark.parametrize("name, label", PAIRS)
+def test_rows_times_values_are_the_output(name, label):
+    call = attention_call(name, **CASES[label])
+    signed = not call.feature_map.is_positive
+    real = np.ones((h.BATCH, h.LENGTH), bool)
+    if "mask" in CASES[label]:
+        # What rows of padding have is nobody's business.
+        real = h.padding_masks()[CASES[label]["mask"]]
+    h.assert_close(
+        h.to_numpy(output_by_rows(call))[real], h.to_numpy(call.linear())[real],
+        1e-3 if signed else 2e-5,
+    )  # fmt: skip
+
+
+def test_a_dropped_window_leaves_the_features():
+    call = attention_call("favorpp", window=8, causal=True)
+    expected = call.without_window().linear()
+    h.assert_close(output_by_rows(call, dropped=True), expected, 2e-5)
+    with pytest.raises(AssertionError, match="relative error"):
+        h.assert_close(call.linear(), expected, 2e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_are_those_of_outputs(causal):
+    call = attention_call("favorpp", causal=causal, mask="right")
+    dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
+    found = attention.layer_errors(call, call, dropped, 0.0)
+    real = h.padding_masks()["right"][:, :, None, None]
+
+    def squares(x):
+        return (np.where(real, h.to_numpy(x), 0) ** 2).sum((1, 3))
+
+    softmax, mean = call.softmax(), call.mean_of_values()
+    h.assert_close(found["squared"], squares(call.linear() - softmax), 1e-4)
+    h.assert_close(found["norm"], squares(softmax), 1e-4)
+    h.assert_close(found["mean_of_v"], squares(mean - softmax), 1e-4)
+    h.assert_close(found["rows"], np.broadcast_to(real.sum((1, 3)), (2, h.HEADS)))
+    # Of a distribution from another one, and of every row.
+    assert np.all(h.to_numpy(found["divergence"]) > 0)
+
+
+def test_of_many_rows_some_are_compared(monkeypatch):
+    call = attention_call("favorpp", causal=True)
+    dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
+    every = attention.layer_errors(call, call, dropped, 0.0)
+    monkeypatch.setattr(attention, "MAX_ROWS", 10)
+    some = [attention.layer_errors(call, call, dropped, x) for x in (0.0, 0.4)]
+    for found in some:
+        np.testing.assert_array_equal(h.to_numpy(found["rows"]), 10)
+        assert np.all(h.to_numpy(found["norm"]) < h.to_numpy(every["norm"]))
+    assert np.any(h.to_numpy(some[0]["squared"]) != h.to_numpy(some[1]["squared"]))
+
+
+def test_what_stands_for_a_window_alone_has_no_features():
+    call = attention_call("favorpp", window=5, sliding=True, causal=True)
+    query, key = call.scaled()
+    positions = np.arange(h.LENGTH)
+    apart = positions[:, None] // 5 - positions[None] // 5
+    near = (apart >= 0) & (apart <= 1) & (positions[:, None] >= positions[None])
+    groups = h.HEADS // h.KV_HEADS
+    q, k, v = (h.to_numpy(x).transpose(0, 2, 1, 3) for x in (query, key, call.value))
+    k, v = np.repeat(k, groups, axis=1), np.repeat(v, groups, axis=1)
+    weights = np.where(near, np.exp(q @ k.swapaxes(-1, -2)), 0)
+    expected = weights @ v / weights.sum(-1, keepdims=True)
+    h.assert_close(call.window_alone(), expected.transpose(0, 2, 1, 3), 1e-5)
+    assert not np.any(h.to_numpy(call.without_window().window_alone()))

@@ -1,0 +1,156 @@
+import keras
+import numpy as np
+import pytest
+
+from keras_rfattn.uptraining.data import Batches
+from keras_rfattn.uptraining.data import normalized
+
+ROWS = np.arange(10)
+
+
+def test_an_epoch_has_every_row_once_in_an_order_of_its_own():
+    batches = Batches(ROWS, 4, seed=3)
+    seen = np.concatenate([batches(step) for step in range(5)])
+    first, second = seen[:10], seen[10:]
+    assert sorted(first) == sorted(second) == list(ROWS)
+    assert list(first) != list(second) and list(first) != list(ROWS)
+
+
+def test_the_order_is_a_function_of_seed_and_step():
+    steps = [7, 0, 3, 7, 11]
+    a, b = Batches(ROWS, 4, seed=3), Batches(ROWS, 4, seed=3)
+    for step in steps:
+        np.testing.assert_array_equal(a(step), Batches(ROWS, 4, seed=3)(step))
+        np.testing.assert_array_equal(a(step), b(step))
+    other = Batches(ROWS, 4, seed=4)
+    assert any(np.any(a(step) != other(step)) for step in range(3))
+    noise = a.with_noise(2, 3)["noise"]
+    np.testing.assert_array_equal(noise, b.with_noise(2, 3)["noise"])
+    assert noise.shape == (4, 3) and np.any(noise != a.with_noise(1, 3)["noise"])
+
+
+def test_a_small_table_fills_a_batch():
+    assert sorted(Batches(ROWS[:2], 4, seed=0)(0)) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"a": ROWS, "b": 2 * ROWS},
+        ({"a": ROWS, "b": 2 * ROWS}, ROWS),
+        ({"a": ROWS, "b": 2 * ROWS}, ROWS, ROWS),
+    ],
+)
+def test_rows_stay_together_and_labels_go(data):
+    batch = Batches(data, 4, seed=0)(1)
+    assert set(batch) == {"a", "b"}
+    np.testing.assert_array_equal(batch["b"], 2 * batch["a"])
+
+
+def test_several_inputs_are_a_list():
+    a, b = Batches([ROWS, 3 * ROWS], 4, seed=0)(0)
+    np.testing.assert_array_equal(b, 3 * a)
+
+
+class Dataset(keras.utils.PyDataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return np.full(2, index), np.zeros(2)
+
+
+def test_batches_of_a_dataset_in_random_order():
+    batches = Batches(Dataset(), 99, seed=0)
+    seen = [int(batches(step)[0]) for step in range(10)]
+    assert sorted(seen[:5]) == sorted(seen[5:]) == list(range(5))
+    assert seen[:5] != seen[5:]
+
+
+def stream():
+    for i in range(3):
+        yield np.full(2, i), np.zeros(2)
+
+
+@pytest.mark.parametrize("kind", ["function", "list", "tf.data"])
+def test_streams_start_again(kind):
+    data = {"function": lambda: stream, "list": lambda: list(stream())}
+    if kind == "tf.data":
+        tf = pytest.importorskip("tensorflow")
+        data[kind] = lambda: tf.data.Dataset.range(3).map(
+            lambda i: (tf.fill([2], i), i)
+        )
+    batches = Batches(data[kind](), 99, seed=0)
+    assert [int(batches(step)[0]) for step in (0, 1, 4, 2)] == [0, 1, 1, 2]
+
+
+def test_a_generator_ends():
+    batches = Batches(stream(), 99, seed=0)
+    assert int(batches(1)[0]) == 1
+    with pytest.raises(ValueError, match="gives its batches once"):
+        batches(0)
+    batches = Batches(stream(), 99, seed=0)
+    with pytest.raises(ValueError, match="ended after 3 batches, and step 3"):
+        batches(3)
+
+
+def lengths(texts):
+    """Stands for a preprocessor: as many tokens as letters, of at most 64."""
+    ids = np.zeros((len(texts), 64), "int32")
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = 1
+    return {"token_ids": ids, "padding_mask": ids}, np.zeros(len(texts))
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "pair", "tensor", "stream"])
+def test_texts_go_through_the_preprocessor(kind):
+    texts = ["one", "two words", "a longer text than those", "four"]
+    data = {
+        "list": texts,
+        "array": np.array(texts),
+        "pair": (texts, [0, 1, 0, 1]),
+        "stream": lambda: iter([np.array(texts[:2]), np.array(texts[2:])]),
+    }
+    if kind == "tensor":
+        data[kind] = pytest.importorskip("tensorflow").constant(texts)
+    batches = Batches(data[kind], 4, seed=0, preprocessor=lengths)
+    batch = batches(0)
+    # Padding is cut off, but for a power of two.
+    assert set(batch) == {"token_ids", "padding_mask"}
+    assert batch["token_ids"].shape[1] == (16 if kind == "stream" else 32)
+    with pytest.raises(ValueError, match="has no preprocessor"):
+        Batches(data[kind], 4, seed=0)(0)
+
+
+def test_texts_of_an_evaluation_are_dropped_and_counted():
+    texts = ["A man sings.", "a  man SINGS", "Two men sing.", "“A man” sings!"]
+    batches = Batches(texts, 2, 0, lengths, exclude=["a man, sings"])
+    assert batches.dropped == 3
+    assert batches(0)["token_ids"].sum() == 2 * len(texts[2])
+    parts = np.array(texts[:2]), np.array(texts[2:])
+    batches = Batches(lambda: iter(parts), 2, 0, lengths, exclude=["a man, sings"])
+    assert len(batches(0)["token_ids"]) == 1 and batches.dropped == 3
+    with pytest.raises(ValueError, match="`data` is not text"):
+        Batches(ROWS, 2, 0, exclude=["a"])
+    with pytest.raises(ValueError, match="none after 3 were dropped"):
+        Batches(["a", "A", "a."], 2, 0, lengths, exclude=["a"])
+
+
+def test_normalized_texts():
+    assert normalized("  Héllo,\tWORLD ½ ") == normalized("héllo world 1⁄2")
+    assert normalized("a-b") == "a b" and normalized(b"A") == "a"
+    assert normalized("no") != normalized("not")
+
+
+@pytest.mark.parametrize("data", [np.zeros((0, 3)), [], {"a": ROWS, "b": ROWS[:3]}])
+def test_tables_that_are_none(data):
+    with pytest.raises(ValueError, match="at least one|same number|ended after 0"):
+        Batches(data, 4, seed=0)(0)
+
+
+def test_images_of_bytes_go_through_the_preprocessor():
+    images = np.zeros((3, 2, 2, 3), "uint8")
+    found = Batches(images, 3, 0, lambda x: (x / 255 + 1, None))(0)
+    np.testing.assert_array_equal(found, np.ones((3, 2, 2, 3)))
+    floats = images.astype("float32")
+    np.testing.assert_array_equal(Batches(floats, 3, 0, lengths)(0), floats)

@@ -1,0 +1,296 @@
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_rfattn
+from keras_rfattn.uptraining.training import Training
+from tests import helpers as h
+from tests.uptraining import models as m
+
+LEARNED = ("hedgehog", "hedgehog_gated", "favorpp_learned")
+
+
+def outputs(model, data=None):
+    model.predict_function = None
+    return model.predict(m.tokens() if data is None else data, verbose=0)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_learned_maps_come_near_and_leave_the_checkpoint_alone(name):
+    softmax = m.softmax_model()
+    wanted, before = outputs(softmax), m.weights(softmax)
+    model = keras_rfattn.replace_attention(softmax, name, seed=0)
+    report = m.uptrain(model, steps=60)
+    assert report.after < 0.8 * report.before
+    # A head that attends evenly would have the mean of V.
+    assert report.after < 0.7 * report.mean_of_v
+    features = report.stages[-1]
+    assert features.last < features.first < features.zero
+    assert report.trained == () and report.parameters > 0
+    keras_rfattn.restore_attention(model)
+    for a, b in zip(m.weights(model), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    h.assert_same(outputs(model), wanted)
+
+
+def test_stages_take_up_where_the_others_end():
+    both = m.linear_model()
+    report = m.uptrain(both, steps=16)
+    assert [(x.name, x.steps) for x in report.stages] == [
+        ("attention", 8), ("features", 8),
+    ]  # fmt: skip
+    alone = m.linear_model()
+    only = m.uptrain(alone, steps=8, stages="attention")
+    assert only.stages[0].last == pytest.approx(report.stages[0].last, rel=1e-4)
+    assert [x.name for x in only.stages] == ["attention"]
+
+
+def test_the_model_is_as_compiled_and_as_trainable_as_before():
+    model = m.linear_model()
+    model.layers[1].trainable = False
+    model.compile("sgd", "mse")
+    flags = [w.trainable for w in model.weights]
+    optimizer = model.optimizer
+    m.uptrain(model)
+    assert [w.trainable for w in model.weights] == flags
+    assert model.optimizer is optimizer
+    assert all(x.recorder is None for x in model.layers if hasattr(x, "feature_map"))
+    # Nothing of the teacher is left, in files neither.
+    assert len(model.weights) == len(m.linear_model().weights)
+
+
+def test_seeds_decide():
+    found = []
+    for seed in (0, 0, 1):
+        model = m.linear_model()
+        m.uptrain(model, seed=seed)
+        found.append(m.weights(model))
+    same, other = (
+        all(np.array_equal(a, b) for a, b in zip(found[0], x, strict=True))
+        for x in found[1:]
+    )
+    assert same and not other
+
+
+@pytest.mark.parametrize("trainable", ["query_key", "lora", "all"])
+def test_own_weights_train_against_what_they_were(trainable):
+    softmax = m.softmax_model()
+    wanted = outputs(softmax)
+    model = keras_rfattn.replace_attention(softmax, "favorpp", num_features=16, seed=0)
+    caught = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            stage = self.model
+            if stage.name == "features_stage" and batch == 3:
+                ((output, _),) = stage.teacher(stage.outputs, m.tokens())
+                caught.append(ops.convert_to_numpy(output))
+
+    report = m.uptrain(
+        model, trainable=trainable, callbacks=[Look()], lora_rank=2,
+        optimizer=keras.optimizers.Adam(0.01),
+    )  # fmt: skip
+    # Three steps into the second stage the teacher is the checkpoint still.
+    h.assert_close(caught[0], wanted, 1e-5)
+    trained = {path.split("/")[-2] for path in report.trained}
+    assert trained >= {"query", "key"}
+    assert ("attention_output" in trained) == (trainable != "query_key")
+    assert report.after < report.before
+    with pytest.warns(UserWarning, match="not the checkpoint.*attention_0/query"):
+        keras_rfattn.restore_attention(model)
+    if trainable != "lora":
+        with pytest.raises(AssertionError):
+            h.assert_close(outputs(model), wanted, 1e-5)
+
+
+def test_what_was_trained_is_known_after_loading(tmp_path):
+    model = m.linear_model("favorpp", num_features=8)
+    m.uptrain(model, trainable="query_key", steps=2)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    h.assert_same(outputs(loaded), outputs(model))
+    with pytest.warns(UserWarning, match="attention_1/key/bias"):
+        keras_rfattn.restore_attention(loaded)
+
+
+def test_bottom_up_meets_the_linear_layers_below():
+    model = m.linear_model()
+    first = model.get_layer("attention_0").feature_map
+    before = m.weights(first)
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            seen.append(m.weights(first))
+
+    report = m.uptrain(model, order="bottom_up", stages="attention", callbacks=[Look()])
+    assert [x.name for x in report.stages] == ["attention 0", "attention 1"]
+    assert np.any(seen[0][0] != before[0])
+    np.testing.assert_array_equal(seen[1][0], seen[0][0])
+    # The second layer's inputs are not those of the softmax path.
+    together = m.linear_model()
+    m.uptrain(together, stages="attention", steps=24)
+    maps = [x.get_layer("attention_1").feature_map for x in (model, together)]
+    assert np.any(m.weights(maps[0])[0] != m.weights(maps[1])[0])
+
+
+def test_logits_of_language_models():
+    softmax = m.softmax_model(causal=True)
+    logits = keras.layers.Dense(m.WORDS)(softmax.output)
+    model = keras.Model(softmax.input, logits)
+    keras_rfattn.replace_attention(model, "hedgehog", seed=0)
+    report = m.uptrain(model, stages="features", objective="logits", steps=30)
+    stage = report.stages[0]
+    assert stage.last < 0.9 * stage.first and stage.last < stage.zero
+
+
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
+def test_mixed_precision(dtype):
+    model = m.linear_model(dtype=dtype)
+    report = m.uptrain(model, steps=40)
+    assert report.after < 0.8 * report.before
+    assert all(w.dtype == "float32" for w in model.trainable_weights)
+
+
+def test_any_optimizer_and_gradient_accumulation():
+    model = m.linear_model()
+    optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=4)
+    before = m.weights(model)
+    m.uptrain(model, stages="attention", steps=3, optimizer=optimizer)
+    same = zip(m.weights(model), before, strict=True)
+    assert all(np.array_equal(a, b) for a, b in same)
+    m.uptrain(model, stages="attention", steps=4, optimizer=optimizer)
+    same = zip(m.weights(model), before, strict=True)
+    assert not all(np.array_equal(a, b) for a, b in same)
+
+
+@pytest.mark.parametrize("window_dropout", [0.0, 0.999])
+def test_windows_are_dropped_so_that_features_learn(window_dropout):
+    # A window over everything is softmax itself: nothing is left to learn.
+    model = m.linear_model("hedgehog_gated", window=m.TOKENS)
+    before = m.weights(model)
+    report = m.uptrain(model, window_dropout=window_dropout)
+    assert report.before == pytest.approx(0, abs=1e-6)
+    changed = max(
+        np.abs(a - b).max() for a, b in zip(m.weights(model), before, strict=True)
+    )
+    assert (changed > 1e-3) == (window_dropout > 0)
+
+
+def test_the_report():
+    model = m.linear_model()
+    report = m.uptrain(model)
+    text = str(report)
+    for part in ("attention_1", "zero attention", "mean of V", "peak memory", "seed 0"):
+        assert part in text
+    first = report.layers[0]
+    assert first.path == "attention_0" and len(first.after) == m.HEADS
+    assert report.peak_memory is None or report.peak_memory > 1e6
+    again = m.uptrain(model, steps=1, stages="attention")
+    assert again.before == pytest.approx(report.after, rel=1e-4)
+
+
+def test_progress_shows_the_error_and_that_of_no_attention(capsys):
+    m.uptrain(m.linear_model(), verbose=2)
+    text = capsys.readouterr().out
+    assert "Stage 'attention': 6 steps" in text and "Stage 'features'" in text
+    assert "error: " in text and "zero: 1.0000" in text
+
+
+class Poison(keras.utils.PyDataset):
+    """Batches of vectors, one of them with a NaN."""
+
+    def __init__(self, bad):
+        super().__init__()
+        self.bad = bad
+
+    @property
+    def num_batches(self):
+        return None
+
+    def __getitem__(self, index):
+        x = np.random.default_rng(index).normal(size=(4, 6, 8)).astype("float32")
+        if index == self.bad:
+            x[0, 0] = np.nan
+        return x
+
+
+def test_nan_stops_and_the_last_good_weights_stay():
+    def model():
+        keras.utils.set_random_seed(0)
+        x = keras.Input((6, 8))
+        attention = keras.layers.MultiHeadAttention(2, 4, name="attention")
+        result = keras.Model(x, attention(x, x))
+        return keras_rfattn.replace_attention(result, "hedgehog", seed=0)
+
+    arguments = {"stages": "attention", "optimizer": keras.optimizers.Adam(0.01)}
+    broken = model()
+    with pytest.raises(ValueError, match=r"not finite at its step 7 \(batch 7"):
+        m.uptrain(broken, Poison(7), steps=9, **arguments)
+    good = model()
+    m.uptrain(good, Poison(99), steps=6, **arguments)
+    for a, b in zip(m.weights(broken), m.weights(good), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_weights_that_turn_nan_are_not_kept():
+    model = m.linear_model()
+    with pytest.raises(ValueError, match="not finite"):
+        m.uptrain(model, optimizer=keras.optimizers.SGD(1e39), stages="attention")
+    assert all(np.all(np.isfinite(w)) for w in m.weights(model))
+
+
+def test_a_teacher_that_changes_is_noticed():
+    model = m.linear_model()
+
+    class Meddle(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            weight = model.get_layer("attention_0")._value_dense.kernel
+            weight.assign(weight + 1)
+
+    with pytest.raises(ValueError, match="Weights of the teacher changed.*'attention'"):
+        m.uptrain(model, callbacks=[Meddle()])
+
+
+BAD = {
+    "softmax": (dict(), "has no linear attention to train"),
+    "stage": ({"stages": ("attention", "logits")}, "`stages` must be some of"),
+    "order of stages": ({"stages": ("features", "attention")}, "in that order"),
+    "no stage": ({"stages": ()}, "`stages` must be some of"),
+    "steps": ({"steps": 0}, "`steps` must be a positive integer"),
+    "trainable": ({"trainable": "query"}, "`trainable` must be one of"),
+    "order": ({"order": "top_down"}, "`order` must be one of"),
+    "seed": ({"seed": -1}, "`seed` must be"),
+    "share": ({"window_dropout": 1}, "`window_dropout` must be in"),
+    "padding": ({"data": np.zeros((8, m.TOKENS), "int32")}, "must hold a real token"),
+    "shape": ({"data": np.ones((8, m.TOKENS, 3, 3))}, "Each batch of `data` must be"),
+    "texts": ({"data": ["some", "texts"]}, "has no preprocessor"),
+}
+
+
+@pytest.mark.parametrize("label", BAD)
+def test_bad_input_changes_nothing(label):
+    arguments, message = BAD[label]
+    model = m.softmax_model() if label == "softmax" else m.linear_model()
+    before, flags = m.weights(model), [w.trainable for w in model.weights]
+    with pytest.raises(ValueError, match=message):
+        m.uptrain(model, **arguments)
+    for a, b in zip(m.weights(model), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [w.trainable for w in model.weights] == flags
+
+
+def test_nothing_to_train():
+    model = m.linear_model("favorpp")
+    with pytest.raises(ValueError, match="Nothing would train.*query_key"):
+        m.uptrain(model)
+    with pytest.raises(TypeError, match="must be a Keras model"):
+        keras_rfattn.uptrain("bert", m.tokens(), steps=1)
+
+
+def test_steps_are_shared_out():
+    settings = {"stages": ["attention", "features"], "steps": 5, "order": "bottom_up"}
+    fake = type("T", (), {"settings": settings, "layers": [None, None]})
+    plan = [(x.name, x.steps, x.layer) for x in Training.plan(fake)]
+    assert plan == [("attention", 2, 0), ("attention", 1, 1), ("features", 2, None)]
