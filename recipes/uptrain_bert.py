@@ -241,15 +241,191 @@ def similarity(args, data):
         else:
             found = diagnostics.attribute(model, (tokenizer, pairs), correlation)
             row |= {"spearman": found.as_it_is, **vars(found)}
+            if args.save:
+                save(args, model, report, row)
         write(args, {"task": "similarity", "pairs": len(pairs), **row})
 
 
 def classification(args, data):
-    raise SystemExit("later")
+    """Fine-tunes from softmax, uptrained, replaced alone, and from scratch."""
+    rows = split(data, args.task, "dev", args.stride)
+    rows += split(data, args.task, "test", args.stride)
+    found = {arm: [] for arm in ("softmax", "uptrained", "replaced", "scratch")}
+    for seed in args.seeds:
+        for arm, results in found.items():
+            backbone, tokenizer = load(args)
+            if arm == "uptrained":
+                uptrained(args, data, seed, backbone, tokenizer)
+            elif arm != "softmax":
+                keras_rfattn.replace_attention(
+                    backbone, args.mechanism, num_features=args.num_features,
+                    window=args.window, seed=seed,
+                )  # fmt: skip
+            if arm == "scratch":
+                reinitialize(backbone, seed)
+            predicted = fine_tuned(args, data, backbone, tokenizer, rows, seed)
+            results.append(predicted)
+            row = {"task": args.task, "arm": arm, "seed": seed, "rows": len(rows)}
+            write(args, row | {"score": score(args.task, predicted, rows)})
+    for arm in ("softmax", "replaced", "scratch"):
+        low, high = interval(args.task, found["uptrained"], found[arm], rows)
+        row = {"task": args.task, "uptrained minus": arm, "95 %": [low, high]}
+        write(args, row | {"seeds": args.seeds})
+
+
+def reinitialize(model, seed):
+    """Weights as a fresh model has them: the checkpoint's spread, and no more of it."""
+    generator = np.random.default_rng(seed)
+    for weight in model.trainable_weights:
+        if len(weight.shape) > 1 and "feature_map" not in weight.path:
+            weight.assign(0.02 * generator.standard_normal(weight.shape))
+        elif "gamma" not in weight.path and "feature_map" not in weight.path:
+            weight.assign(0 * weight)
+
+
+def fine_tuned(args, data, backbone, tokenizer, rows, seed):
+    """Predictions for `rows` of a head trained with the whole model, `(rows, ·)`."""
+    keras.utils.set_random_seed(seed)
+    is_regression = args.task == "sts"
+    model = keras_hub.models.BertTextClassifier(
+        backbone, num_classes=1 if is_regression else 2
+    )
+    train = split(data, args.task, "train")
+    length = args.tokens * (1 if args.task == "sst2" else 2)
+    encode = preprocessor(tokenizer, length)
+
+    def inputs(texts):
+        if args.task != "sst2":
+            texts = tuple(map(list, zip(*texts, strict=True)))
+        # A tuple alone would be inputs and labels.
+        found = encode(texts, y=None)
+        return {k: ops.convert_to_numpy(x) for k, x in found.items()}
+
+    x, y = inputs([text for text, _ in train]), np.array([y for _, y in train])
+    generator = np.random.default_rng(seed)
+
+    some = np.concatenate(
+        [generator.choice(len(y), 32, replace=False) for _ in range(args.tune_steps)]
+    )
+    x, y = {k: v[some] for k, v in x.items()}, y[some]
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0, args.tune_steps, warmup_target=1e-4, warmup_steps=args.tune_steps // 10 + 1
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(rate), "mse" if is_regression else loss)
+    model.fit(x, y, batch_size=32, shuffle=False, verbose=0)
+    some = inputs([text for text, _ in rows])
+    return model.predict(some, batch_size=64, verbose=0)
+
+
+def score(task, predicted, rows, chosen=slice(None)):
+    wanted = np.array([y for _, y in rows])[chosen]
+    if task == "sts":
+        return float(spearmanr(wanted, predicted[chosen, 0])[0])
+    return float(np.mean(predicted[chosen].argmax(-1) == wanted))
+
+
+def interval(task, ours, theirs, rows, draws=2000):
+    """Paired bootstrap over rows and seeds of a difference of scores, 95 %."""
+    generator, found = np.random.default_rng(0), []
+    for _ in range(draws):
+        chosen = generator.integers(len(rows), size=len(rows))
+        seeds = generator.integers(len(ours), size=len(ours))
+        found.append(np.mean([
+            score(task, ours[i], rows, chosen) - score(task, theirs[i], rows, chosen)
+            for i in seeds
+        ]))  # fmt: skip
+    return np.quantile(found, [0.025, 0.975]).tolist()
 
 
 def long_text(args, data):
-    raise SystemExit("later")
+    """Cosine of pooled embeddings to those of softmax, on running text."""
+    for seed in args.seeds:
+        model, tokenizer = load(args)
+        if max(args.lengths) > model.max_sequence_length:
+            longest = max(args.lengths)
+            model = keras_rfattn.extend_positions(model, longest, method="tile")
+        wanted = {n: pooled_text(model, chunks(data, tokenizer, "test", n, 4))
+                  for n in args.lengths}  # fmt: skip
+        train = chunks(data, tokenizer, "valid", args.tokens, None)
+        keras_rfattn.replace_attention(
+            model, args.mechanism, num_features=args.num_features, window=args.window,
+            seed=seed,
+        )  # fmt: skip
+        before = {n: likeness(args, data, model, tokenizer, n, wanted) for n in wanted}
+        report = keras_rfattn.uptrain(
+            model, train, steps=args.steps, stages=args.stages, seed=seed, verbose=2,
+            trainable=args.trainable, batch_size=max(1, 2048 // args.tokens),
+        )  # fmt: skip
+        print(report, flush=True)
+        for n in wanted:
+            after = likeness(args, data, model, tokenizer, n, wanted)
+            row = {
+                "task": "long",
+                "tokens": n,
+                "seed": seed,
+                "before": before[n].as_it_is,
+            }
+            write(args, row | vars(after) | {"share": after.share_of_features})
+
+
+def chunks(data, tokenizer, part, length, count):
+    """Running text as rows of `length` tokens; all of it if `count` is `None`."""
+    text = (data / "wikitext2" / f"{part}.txt").read_text()
+    if count is not None:
+        text = text[: 12 * length * count]
+    ids, inner = np.asarray(tokenizer(text)), length - 2
+    count = len(ids) // inner if count is None else count
+    rows = ids[: count * inner].reshape(count, inner)
+    start, end = (tokenizer.token_to_id(x) for x in ("[CLS]", "[SEP]"))
+    rows = np.pad(rows, ((0, 0), (1, 1)))
+    rows[:, 0], rows[:, -1] = start, end
+    rows = rows.astype("int32")
+    return {"token_ids": rows, "padding_mask": 0 * rows + 1, "segment_ids": 0 * rows}
+
+
+def pooled_text(model, inputs):
+    found = []
+    for i in range(len(inputs["token_ids"])):
+        row = {k: x[i : i + 1] for k, x in inputs.items()}
+        output = model.predict_on_batch(row)["sequence_output"]
+        found.append(pooled(output, row["padding_mask"])[0])
+    return np.stack(found)
+
+
+def likeness(args, data, model, tokenizer, length, wanted):
+    """`Attribution` of the mean cosine to softmax's embeddings."""
+
+    def cosine(model, inputs):
+        return float(np.mean(np.sum(pooled_text(model, inputs) * wanted[length], -1)))
+
+    inputs = chunks(data, tokenizer, "test", length, 4)
+    return diagnostics.attribute(model, inputs, cosine)
+
+
+CARD = """# {model}, linear attention
+
+{mechanism}, uptrained with `keras_rfattn` from its softmax checkpoint.
+
+    python recipes/uptrain_bert.py {command}
+
+Rank correlation on STS 2012 to 2016: {as_it_is:.4f}, of softmax's {softmax:.4f} that is
+{share:.4f}. Controls: mean of V {mean_of_values:.4f}, no attention {no_attention:.4f},
+window alone {window_only:.4f}, features alone {features_only:.4f}.
+
+"""
+
+
+def save(args, model, report, row):
+    """A preset, and a card that says what it is."""
+    model.save_to_preset(args.save)
+    command = shlex.join(sys.argv[1:])
+    share = row["as_it_is"] / row["softmax"]
+    card = CARD.format(
+        model=type(model).__name__, mechanism=report.mechanism, command=command,
+        share=share, **row,
+    )  # fmt: skip
+    (pathlib.Path(args.save) / "README.md").write_text(card + f"```\n{report}\n```\n")
 
 
 if __name__ == "__main__":

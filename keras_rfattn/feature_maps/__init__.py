@@ -23,7 +23,6 @@ from keras_rfattn.feature_maps.gaussian_mixture import HybridGaussianMixture
 from keras_rfattn.feature_maps.gaussian_mixture import PairCoefficient
 from keras_rfattn.feature_maps.gerf import Gerf
 from keras_rfattn.feature_maps.hedgehog import Hedgehog
-from keras_rfattn.feature_maps.hedgehog import HedgehogGated
 from keras_rfattn.feature_maps.hybrid import Hybrid
 from keras_rfattn.feature_maps.hybrid import HybridAngular
 from keras_rfattn.feature_maps.hybrid import HybridGaussian
@@ -66,7 +65,6 @@ FEATURE_MAPS.update({
     "elu": Elu,
     "relu": Relu,
     "hedgehog": Hedgehog,
-    "hedgehog_gated": HedgehogGated,
     "favorpp_learned": FavorPPLearned,
 })  # fmt: skip
 
@@ -91,7 +89,6 @@ __all__ = [
     "GeometricPositive",
     "Gerf",
     "Hedgehog",
-    "HedgehogGated",
     "Hybrid",
     "HybridAngular",
     "HybridClustered",

@@ -83,7 +83,8 @@ class FavorPPLearned(Conditioned):
         if source is not feature_map:
             for side in ("query_matrix", "key_matrix", "query_center", "key_center"):
                 getattr(learned, side).assign(getattr(feature_map, side))
-        learned.updates.assign(getattr(feature_map, "updates", 0))
+        if learned.is_adaptive:
+            learned.updates.assign(feature_map.updates)
         return learned
 
     @property

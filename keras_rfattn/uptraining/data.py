@@ -193,7 +193,11 @@ class Batches:
             return batch
         if not is_raw and not self.force:
             return batch
-        batch = self.preprocessor(tuple(batch) if isinstance(batch, list) else batch)
+        if isinstance(batch, list):
+            # KerasHub takes a tuple alone to be inputs and labels.
+            batch = self.preprocessor(tuple(batch), y=None)
+        else:
+            batch = self.preprocessor(batch)
         batch = _inputs(batch) if isinstance(batch, tuple) else batch
         return _trimmed(keras.tree.map_structure(_array, batch))
 

@@ -78,7 +78,7 @@ class Training:
             "backend": keras.backend.backend(),
             "softmax weights": checksum(v.value for v in own),
             "first batch": checksum(keras.tree.flatten(self.batches(0))),
-            "trained": [[v.path, list(v.shape)] for v in self.trained],
+            "trained": [list(v.shape) for v in self.trained],
             "optimizer": repr(optimizer and optimizer.get_config()),
             "seed": self.batches.seed,
             "batch_size": self.batches.batch_size,

@@ -140,6 +140,8 @@ CASES = {
             ),
         },
     ),
+    "hedgehog": Case(config={"num_features": 7}),
+    "favorpp_learned": Case(config={"start": "favorpp"}),
     "hybrid_angular": Case(
         {"num_features": 4, "num_coefficients": 2},
         config={"num_coefficients": 3, "shared": False},

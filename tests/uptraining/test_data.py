@@ -94,8 +94,9 @@ def test_a_generator_ends():
         batches(3)
 
 
-def lengths(texts):
+def lengths(texts, y=None):
     """Stands for a preprocessor: as many tokens as letters, of at most 64."""
+    texts = texts[0] if isinstance(texts, tuple) else texts
     ids = np.zeros((len(texts), 64), "int32")
     for row, text in zip(ids, texts, strict=True):
         row[: len(text)] = 1
@@ -120,6 +121,21 @@ def test_texts_go_through_the_preprocessor(kind):
     assert batch["token_ids"].shape[1] == (16 if kind == "stream" else 32)
     with pytest.raises(ValueError, match="has no preprocessor"):
         Batches(data[kind], 4, seed=0)(0)
+
+
+def test_pairs_of_texts():
+    hub = pytest.importorskip("keras_hub")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "three"]
+    encode = hub.models.BertTextClassifierPreprocessor(
+        hub.models.BertTokenizer(words), sequence_length=32
+    )
+    left, right = np.array(["one", "two"]), np.array(["two three", "one"])
+    batch = Batches([left, right], 2, 0, encode)(0)
+    rows = {tuple(row[row > 0]) for row in batch["token_ids"]}
+    assert rows == {(2, 5, 3, 6, 7, 3), (2, 6, 3, 5, 3)}
+    assert batch["token_ids"].shape[1] == 16
+    dropped = Batches([left, right], 2, 0, encode, exclude=["Two, three"])
+    assert dropped.dropped == 1
 
 
 def test_texts_of_an_evaluation_are_dropped_and_counted():

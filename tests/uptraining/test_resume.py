@@ -1,0 +1,172 @@
+"""Interrupted anywhere and started again: bit for bit the weights of a whole run."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from keras_rfattn.uptraining.resume import Checkpoints
+from tests.environment import environment
+from tests.uptraining import models as m
+
+STEPS = 8
+
+
+def run(folder=None, feature_map="hedgehog", **arguments):
+    model = m.linear_model(
+        feature_map, **({"num_features": 8} if "pp" in feature_map else {})
+    )
+    arguments = {"steps": STEPS, "checkpoint_dir": folder, "save_every": 1} | arguments
+    report = m.uptrain(model, **arguments)
+    return m.weights(model), report
+
+
+class Stop(keras.callbacks.Callback):
+    """Raises after so many steps, stages together."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def broken(folder, steps, **arguments):
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, callbacks=[Stop(steps)], **arguments)
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("save_every, steps", [(1, 1), (1, 4), (3, 5), (3, 7)])
+def test_resumed_is_unbroken(tmp_path, save_every, steps):
+    expected, whole = run()
+    broken(tmp_path, steps, save_every=save_every)
+    found, report = run(tmp_path, save_every=save_every)
+    assert same(found, expected)
+    # Nor does the report know of the interruption.
+    assert report.layers == whole.layers
+    for a, b in zip(report.stages, whole.stages, strict=True):
+        assert (a.name, a.steps, a.zero) == (b.name, b.steps, b.zero)
+        assert (a.first, a.last) == pytest.approx((b.first, b.last), rel=1e-5)
+    # A third call finds nothing left to do.
+    assert same(run(tmp_path, save_every=save_every)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"feature_map": "favorpp", "trainable": "query_key"},
+        {"order": "bottom_up", "stages": "attention"},
+        {"feature_map": "favorpp_learned"},
+    ],
+)
+def test_of_every_kind(tmp_path, arguments):
+    expected, _ = run(**arguments)
+    broken(tmp_path, 3, **arguments)
+    assert same(run(tmp_path, **arguments)[0], expected)
+
+
+def files(folder):
+    return sorted(pathlib.Path(folder).iterdir())
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
+    expected, _ = run()
+    broken(tmp_path, 3)
+    *_, last = files(tmp_path)
+    content = last.read_bytes()
+    damages = [content[: len(content) // 2], b"", bytearray(content)]
+    damages[2][len(content) // 2] ^= 0xFF
+    for damaged in damages:
+        last.write_bytes(damaged)
+        with pytest.warns(UserWarning, match=f"{last.name}' is torn, and refused"):
+            assert same(run(tmp_path)[0], expected)
+        for file in files(tmp_path):
+            file.unlink()
+        broken(tmp_path, 3)
+        *_, last = files(tmp_path)
+
+
+def test_a_checkpoint_half_written_is_not_looked_at(tmp_path):
+    expected, _ = run()
+    broken(tmp_path, 3)
+    (tmp_path / "uptrain-000-0000004.partial").write_bytes(b"half of it")
+    assert same(run(tmp_path)[0], expected)
+
+
+def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
+    broken(tmp_path, 3)
+    with pytest.warns(UserWarning, match="seed was 0, is 1"):
+        with pytest.raises(ValueError, match="of another training.*seed was 0, is 1"):
+            run(tmp_path, seed=1)
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="first batch was"):
+        run(tmp_path, data=m.tokens()[::-1])
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="softmax weights"):
+        model = m.linear_model()
+        kernel = model.get_layer("attention_0")._query_dense.kernel
+        kernel.assign(2 * kernel)
+        m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path)
+
+
+def test_the_folder_keeps_the_last_two(tmp_path):
+    run(tmp_path)
+    assert [x.name for x in files(tmp_path)] == [
+        "uptrain-001-0000003.npz", "uptrain-001-0000004.npz",
+    ]  # fmt: skip
+    assert Checkpoints(None, {}).load() is None
+
+
+PROGRAM = """
+import sys
+import numpy as np
+from tests.uptraining import test_resume
+weights, _ = test_resume.run(sys.argv[1], callbacks=[test_resume.Line()])
+np.savez(sys.argv[2], *weights)
+"""
+
+
+class Line(keras.callbacks.Callback):
+    """Prints a line a step, for who wants to kill the process after it."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        print("step", flush=True)
+
+
+def start(folder, result):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(folder), str(result)],
+        env=environment(), cwd=pathlib.Path(__file__).parents[2],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.long
+def test_killed_processes_go_on(tmp_path):
+    expected, result = tmp_path / "expected.npz", tmp_path / "result.npz"
+    whole = start(tmp_path / "whole", expected)
+    # After random steps: of a run, then of the runs that go on from it.
+    kills = np.random.default_rng(5).integers(1, 4, 3)
+    for steps in kills:
+        process, lines = start(tmp_path / "killed", result), 0
+        for line in process.stdout:
+            lines += line == "step\n"
+            if lines == steps:
+                os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() in (-signal.SIGKILL, 0)
+    assert start(tmp_path / "killed", result).wait() == 0
+    assert whole.wait() == 0
+    with np.load(expected) as a, np.load(result) as b:
+        assert a.files == b.files and len(a.files) > 5
+        for name in a.files:
+            np.testing.assert_array_equal(a[name], b[name])
