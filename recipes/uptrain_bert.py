@@ -13,8 +13,8 @@ are dropped and counted. Every number stands beside softmax, zero attention, the
 of V, and `one_feature`: attention whose weights no query changes, trained alike.
 
 Cost of `similarity`: 8 minutes a seed on one core, and 4 for each evaluation. Expected
-there (docs/pages/results/uptraining.md): "hedgehog" of width 64, 400 steps, the
-checkpoint's own weights untouched, has 0.999 of softmax's rank correlation.
+(docs/pages/results/uptraining.md): "hedgehog" of width 64, 400 steps, the checkpoint's
+own weights untouched, has 0.991 of softmax's rank correlation, zero attention 0.897.
 """
 
 import argparse

@@ -52,9 +52,7 @@ class Watch(keras.callbacks.Callback):
         if self.done % self.save_every == 0 or self.done == self.last:
             self.save(self.done, self.errors)
 
-    def ends(self):
-        """Mean errors of the first and of the last tenth of the steps."""
-        count = max(1, len(self.errors) // 10)
-        return tuple(
-            float(np.mean(x)) for x in (self.errors[:count], self.errors[-count:])
-        )
+    def check_weights(self):
+        """Raises `NotFinite` if the last step, which no loss proves, left bad ones."""
+        if not all(np.all(np.isfinite(x)) for x in self.unproven):
+            raise NotFinite

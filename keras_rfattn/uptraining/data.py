@@ -8,6 +8,12 @@ import numpy as np
 
 SHORTEST = 16  # tokens that a batch of texts is padded to, doubled while too few
 
+HEAD = 4  # batches of a stream that can be asked for again
+
+
+class DataEnded(ValueError):
+    """The data has fewer batches than asked for."""
+
 
 def normalized(text):
     """What two texts have in common that differ in case, spaces or punctuation."""
@@ -53,6 +59,16 @@ class Batches:
     def __call__(self, step):
         """The inputs of a step, NumPy arrays."""
         return self._at(step)
+
+    def first(self, count):
+        """Iterates over the inputs of the first steps, fewer if there are no more."""
+        for step in range(count):
+            try:
+                yield self(step)
+            except DataEnded:
+                if step == 0:
+                    raise
+                return
 
     def with_noise(self, step, count):
         """`{"x": inputs, "noise": numbers in [0, 1), (B, count)}` of a step."""
@@ -110,6 +126,8 @@ class Batches:
 
     def _of_stream(self, data):
         state = {"step": -1, "last": None, "iterator": None}
+        # What is measured before and after, and calibrated on: generators go once.
+        head = {}
 
         def batches():
             empty = True
@@ -124,6 +142,8 @@ class Batches:
                 empty = True
 
         def at(step):
+            if step in head:
+                return self._ready(head[step])
             if state["iterator"] is None or step < state["step"]:
                 if state["step"] >= 0 and iter_is_spent(data):
                     raise ValueError(
@@ -135,13 +155,15 @@ class Batches:
                 try:
                     state["last"] = next(state["iterator"])
                 except StopIteration:
-                    raise ValueError(
+                    raise DataEnded(
                         f"`data` ended after {state['step'] + 1} batches, and step "
                         f"{step} needs one more. Pass a function that makes the "
                         "generator, a dataset, or arrays, which can be gone through "
                         "again."
                     ) from None
                 state["step"] += 1
+                if state["step"] < HEAD:
+                    head[state["step"]] = state["last"]
             return self._ready(state["last"])
 
         return at

@@ -27,7 +27,7 @@ def fit_stage(
         resumed: `(steps done, values of the optimizer's variables, errors)`, or `None`.
 
     Returns:
-        Mean errors of the first and of the last tenth of the steps.
+        The errors of all steps of the stage.
 
     Raises:
         NotFinite: If a loss is not finite; the last good weights are in place.
@@ -47,6 +47,7 @@ def fit_stage(
                 inputs(done), steps_per_epoch=steps - done, shuffle=False,
                 callbacks=[watch, *settings["callbacks"]], verbose=settings["verbose"],
             )  # fmt: skip
+            watch.check_weights()
     except NotFinite as error:
         assign(variables, watch.good)
         error.step = watch.done
@@ -54,7 +55,7 @@ def fit_stage(
     finally:
         for variable in variables:
             _forget_gradient(variable)
-    return watch.ends()
+    return watch.errors
 
 
 def optimizer_for(stage, steps, owns, given, is_float16):

@@ -26,6 +26,15 @@ class StageResult:
     last: float | None = None
     zero: float | None = None
 
+    @classmethod
+    def of(cls, name, errors, seconds, zero):
+        """The result of a stage with these errors, one a step."""
+        ends = ()
+        if errors:
+            count = max(1, len(errors) // 10)
+            ends = mean([errors[:count]]), mean([errors[-count:]]), zero
+        return cls(name, len(errors), seconds, *ends)
+
 
 @dataclass(frozen=True)
 class LayerResult:

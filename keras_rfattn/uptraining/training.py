@@ -1,6 +1,5 @@
 """The stages of an uptraining, one after the other, from wherever it was left."""
 
-import itertools
 import time
 from typing import NamedTuple
 
@@ -70,8 +69,11 @@ class Training:
 
     def identity(self):
         """What a checkpoint must have in common with this training."""
-        maps = {id(v) for v in self.of_maps}
-        own = [v for v in self.model.variables if id(v) not in maps]
+        others = {id(v) for v in self.of_maps}
+        if self.settings["trainable"] == "lora":
+            # Fresh adapters are random, and the softmax model is none the wiser.
+            others |= {id(v) for v in self.trained}
+        own = [v for v in self.model.variables if id(v) not in others]
         names = "stages", "steps", "trainable", "order", "objective", "window_dropout"
         optimizer = self.settings["optimizer"]
         return {
@@ -121,19 +123,17 @@ class Training:
         for i, stage in enumerate(plan):
             if i < index:
                 continue
-            start = time.perf_counter()
-            ends = ()
+            start, errors, zero = time.perf_counter(), [], None
             if stage.name == "calibrate":
-                calibrate(self.model, [self.batches(j) for j in range(FEW)], verbose=0)
+                calibrate(self.model, list(self.batches.first(FEW)), verbose=0)
                 self.save(i, 0, [])
             elif stage.steps:
                 first = sum(x.steps for x in plan[:i])
-                ends = self.train(
-                    stage, i, first, *((done, kept) if i == index else ())
-                )
+                left = (done, kept) if i == index else ()
+                errors, zero = self.train(stage, i, first, *left)
             name = stage.name if stage.layer is None else f"{stage.name} {stage.layer}"
             seconds = time.perf_counter() - start
-            self.results.append(StageResult(name, stage.steps, seconds, *ends))
+            self.results.append(StageResult.of(name, errors, seconds, zero))
             if checksum(v.value for v in self.frozen) != frozen:
                 raise ValueError(
                     f"Weights of the teacher changed during stage {name!r}, which does "
@@ -171,7 +171,7 @@ class Training:
         self.checkpoints.save((index, done), arrays, notes)
 
     def train(self, stage, index, first, done=0, kept=None):
-        """Runs a training stage; its first and last error, and that of no attention.
+        """Runs a training stage; its errors by step, and that of no attention.
 
         Args:
             stage: `Planned`.
@@ -185,7 +185,7 @@ class Training:
             own = {id(v) for v in self.layers[stage.layer].variables}
             variables = [v for v in variables if id(v) in own]
         if not variables:
-            return ()
+            return [], None
         trainer, of_maps = self.trainer(stage), {id(v) for v in self.of_maps}
         optimizer = optimizer_for(
             stage.name, stage.steps, any(id(v) not in of_maps for v in variables),
@@ -203,7 +203,7 @@ class Training:
                   f"has an error of {zero:.3f}")  # fmt: skip
 
         def inputs(start):
-            for step in itertools.count(first + start):
+            for step in range(first + start, first + stage.steps):
                 yield (self.batches.with_noise(step, len(self.layers) + 1),)
 
         def save(*what):
@@ -211,7 +211,7 @@ class Training:
 
         try:
             with only_training(self.model, variables):
-                ends = fit_stage(
+                errors = fit_stage(
                     trainer, trainer.trainable_variables, inputs, stage.steps,
                     optimizer, self.settings, save, resumed,
                 )  # fmt: skip
@@ -222,7 +222,7 @@ class Training:
                 f"of step {max(error.step - 1, 0)}, the last good ones, are kept. "
                 "Look for NaN in that batch, or use a smaller learning rate."
             ) from None
-        return *ends, zero
+        return errors, zero
 
     def trainer(self, stage):
         """The Keras model that trains in a stage."""
@@ -247,7 +247,7 @@ class Training:
         NaN for heads that a layer has less than others.
         """
         total = {name: 0 for name in QUANTITIES}
-        for step in range(FEW):
+        for step, _ in enumerate(self.batches.first(FEW)):
             inputs = self.batches.with_noise(step, len(self.layers) + 1)
             inputs["noise"][:] = 1  # leaves no window out
             found = run(self.model, inputs, self.whole.predict_on_batch)

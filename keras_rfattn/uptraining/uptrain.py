@@ -76,7 +76,8 @@ def uptrain(
             in stage `"attention"` and 0.02 in `"features"`, and from 0.001 where the
             model's own weights train.
         seed: Non-negative integer: of the data's order and of window dropout, which are
-            pure functions of it and the step. Drawn if `None`.
+            pure functions of it and the step. Drawn if `None`; 0 with a
+            `checkpoint_dir`.
         callbacks: Keras callbacks, for the stages that train.
         verbose: As in `keras.Model.fit`: 0, 1, 2 or `"auto"`.
         order: `"together"`, or `"bottom_up"`: stage `"attention"` layer after layer,
@@ -118,6 +119,8 @@ def uptrain(
     layers = linear_layers(model)
     _check(model, layers, settings)
     check_seed(seed)
+    if seed is None and checkpoint_dir is not None:
+        seed = 0
     if seed is None:
         seed = int(ops.convert_to_numpy(keras.random.SeedGenerator().state)[0])
     own = getattr(model, "preprocessor", None)

@@ -50,6 +50,9 @@ def tokens(rows=64):
 
 def uptrain(model, data=None, **arguments):
     arguments = {"steps": 12, "seed": 0, "verbose": 0, "batch_size": 16} | arguments
+    # TensorFlow would compile for longer than it trains.
+    compiles = "auto" if keras.backend.backend() == "jax" else False
+    arguments.setdefault("jit_compile", compiles)
     data = tokens() if data is None else data
     return keras_rfattn.uptrain(model, data, **arguments)
 

@@ -86,12 +86,15 @@ def test_streams_start_again(kind):
 
 def test_a_generator_ends():
     batches = Batches(stream(), 99, seed=0)
-    assert int(batches(1)[0]) == 1
-    with pytest.raises(ValueError, match="gives its batches once"):
-        batches(0)
-    batches = Batches(stream(), 99, seed=0)
+    # The first few are kept.
+    assert [int(batches(i)[0]) for i in (1, 0, 2)] == [1, 0, 2]
     with pytest.raises(ValueError, match="ended after 3 batches, and step 3"):
         batches(3)
+    assert len(list(Batches(stream(), 99, seed=0).first(4))) == 3
+    batches = Batches((np.full(2, i) for i in range(9)), 99, seed=0)
+    assert int(batches(8)[0]) == 8 and int(batches(2)[0]) == 2
+    with pytest.raises(ValueError, match="gives its batches once"):
+        batches(5)
 
 
 def lengths(texts, y=None):

@@ -17,11 +17,11 @@ def outputs(model, data=None):
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_learned_maps_come_near_and_leave_the_checkpoint_alone(name):
+def test_learned_maps_compiled_come_near_and_leave_the_checkpoint_alone(name):
     softmax = m.softmax_model()
     wanted, before = outputs(softmax), m.weights(softmax)
     model = keras_rfattn.replace_attention(softmax, name, seed=0)
-    report = m.uptrain(model, steps=60)
+    report = m.uptrain(model, steps=60, jit_compile="auto")
     assert report.after < 0.8 * report.before
     # A head that attends evenly would have the mean of V.
     assert report.after < 0.7 * report.mean_of_v
@@ -178,6 +178,28 @@ def test_windows_are_dropped_so_that_features_learn(window_dropout):
     assert (changed > 1e-3) == (window_dropout > 0)
 
 
+def test_generators_of_just_enough_batches():
+    rows = m.tokens()
+    expected = m.linear_model()
+    m.uptrain(expected, lambda: (rows[:16] for _ in range(9)))
+    model = m.linear_model()
+    report = m.uptrain(model, (rows[:16] for _ in range(12)))
+    assert sum(stage.steps for stage in report.stages) == 12
+    for a, b in zip(m.weights(model), m.weights(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="`data` ended after 11 batches"):
+        m.uptrain(m.linear_model(), (rows[:16] for _ in range(11)))
+
+
+def test_a_callback_may_stop_a_stage():
+    class Enough(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 2
+
+    report = m.uptrain(m.linear_model(), callbacks=[Enough()])
+    assert [stage.steps for stage in report.stages] == [3, 3]
+
+
 def test_the_report():
     model = m.linear_model()
     report = m.uptrain(model)
@@ -238,6 +260,11 @@ def test_weights_that_turn_nan_are_not_kept():
     model = m.linear_model()
     with pytest.raises(ValueError, match="not finite"):
         m.uptrain(model, optimizer=keras.optimizers.SGD(1e39), stages="attention")
+    with pytest.raises(ValueError, match="not finite at its step 1"):
+        # No loss has seen the weights of the only step.
+        m.uptrain(
+            model, optimizer=keras.optimizers.SGD(1e39), stages="features", steps=1
+        )
     assert all(np.all(np.isfinite(w)) for w in m.weights(model))
 
 
