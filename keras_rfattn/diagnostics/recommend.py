@@ -159,8 +159,9 @@ def _check_arguments(error, budget, candidates, widths):
     """Names and widths as lists; `ValueError` unless `recommend` can do with them."""
     if (error is None) == (budget is None):
         raise ValueError(
-            "Give either an `error` that is wanted or a `budget` of multiplications. "
-            f"Received: error={error!r}, budget={budget!r}."
+            "`error` must be a number between 0 and 1, or `budget` a number of "
+            f"multiplications, and not both. Received: error={error!r}, "
+            f"budget={budget!r}."
         )
     if budget is not None and (not _is_number(budget) or not budget > 0):
         raise ValueError(

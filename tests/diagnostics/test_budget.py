@@ -77,8 +77,8 @@ def test_plans_name_layers():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"budget": 10.0, "error": 0.1}, "either an `error`"),
-        ({}, "either an `error`"),
+        ({"budget": 10.0, "error": 0.1}, "and not both"),
+        ({}, "and not both"),
         ({"budget": -1}, "`budget` must be a positive number"),
         ({"budget": 1}, "does not pay for the narrowest"),
     ],
