@@ -28,7 +28,7 @@ class Hedgehog(FeatureMap):
 
     Reference:
         Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with
-        Softmax Mimicry" (2024), equation 6.
+        Softmax Mimicry" (2024).
     """
 
     is_unbiased = False

@@ -2,8 +2,8 @@
 
 Inputs come from the softmax path, so that layers learn side by side and one that
 fails does not spoil the next. The loss of a head is the relative squared error of its
-outputs plus the divergence of its attention rows (Zhang et al., "The Hedgehog & the
-Porcupine", 2024, equation 7; Zhang et al., "LoLCATs", 2024, equation 5, has outputs).
+outputs plus the divergence of its attention rows: rows are what "The Hedgehog & the
+Porcupine" (Zhang et al., 2024) compares, both what "LoLCATs" (Zhang et al., 2024) does.
 """
 
 import keras
