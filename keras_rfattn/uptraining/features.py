@@ -1,9 +1,9 @@
 """Stage "features": the linear model end to end against the frozen softmax model.
 
-What layers learn side by side piles up over depth; here the last hidden states are
-compared, by relative squared error and by cosine (as in the second stage of "ViT-AdaLA"),
-or the logits of a model with a head, by their Kullback-Leibler divergence (as in the
-second step of "RADLADS").
+Errors of layers that learn side by side pile up over depth; here the last hidden states
+are compared, by relative squared error and by cosine (as in the second stage of
+"ViT-AdaLA"), or the logits of a model with a head, by their Kullback-Leibler divergence
+(as in the second step of "RADLADS").
 """
 
 import keras
