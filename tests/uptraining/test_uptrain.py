@@ -60,6 +60,7 @@ def test_the_model_is_as_compiled_and_as_trainable_as_before():
     assert len(model.weights) == len(m.linear_model().weights)
 
 
+@pytest.mark.long
 def test_seeds_decide():
     found = []
     for seed in (0, 0, 1):
@@ -73,6 +74,7 @@ def test_seeds_decide():
     assert same and not other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trainable", ["query_key", "lora", "all"])
 def test_own_weights_train_against_what_they_were(trainable):
     softmax = m.softmax_model()
@@ -104,6 +106,7 @@ def test_own_weights_train_against_what_they_were(trainable):
             h.assert_close(outputs(model), wanted, 1e-5)
 
 
+@pytest.mark.long
 def test_what_was_trained_is_known_after_loading(tmp_path):
     model = m.linear_model("favorpp", num_features=8)
     m.uptrain(model, trainable="query_key", steps=2)
@@ -114,6 +117,7 @@ def test_what_was_trained_is_known_after_loading(tmp_path):
         keras_rfattn.restore_attention(loaded)
 
 
+@pytest.mark.long
 def test_bottom_up_meets_the_linear_layers_below():
     model = m.linear_model()
     first = model.get_layer("attention_0").feature_map
@@ -135,6 +139,7 @@ def test_bottom_up_meets_the_linear_layers_below():
     assert np.any(m.weights(maps[0])[0] != m.weights(maps[1])[0])
 
 
+@pytest.mark.long
 def test_logits_of_language_models():
     softmax = m.softmax_model(causal=True)
     logits = keras.layers.Dense(m.WORDS)(softmax.output)
@@ -145,6 +150,7 @@ def test_logits_of_language_models():
     assert stage.last < 0.9 * stage.first and stage.last < stage.zero
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision(dtype):
     model = m.linear_model(dtype=dtype)
@@ -153,6 +159,7 @@ def test_mixed_precision(dtype):
     assert all(w.dtype == "float32" for w in model.trainable_weights)
 
 
+@pytest.mark.long
 def test_any_optimizer_and_gradient_accumulation():
     model = m.linear_model()
     optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=4)
@@ -178,6 +185,7 @@ def test_windows_are_dropped_so_that_features_learn(window_dropout):
     assert (changed > 1e-3) == (window_dropout > 0)
 
 
+@pytest.mark.long
 def test_generators_of_just_enough_batches():
     rows = m.tokens()
     expected = m.linear_model()
