@@ -41,21 +41,39 @@ def fit_stage(
         variables, done, list(errors), lambda *x: save(*x, optimizer),
         settings["save_every"], steps,
     )  # fmt: skip
+    failed = []
     try:
         if done < steps:
             trainer.fit(
-                inputs(done), steps_per_epoch=steps - done, shuffle=False,
-                callbacks=[watch, *settings["callbacks"]], verbose=settings["verbose"],
-            )  # fmt: skip
+                remembering(inputs(done), failed),
+                steps_per_epoch=steps - done,
+                shuffle=False,
+                callbacks=[watch, *settings["callbacks"]],
+                verbose=settings["verbose"],
+            )
             watch.check_weights()
     except NotFinite as error:
         assign(variables, watch.good)
         error.step = watch.done
         raise
+    except Exception:
+        if failed:
+            # TensorFlow hides errors of data behind its own.
+            raise failed[0] from None
+        raise
     finally:
         for variable in variables:
             _forget_gradient(variable)
     return watch.errors
+
+
+def remembering(batches, failed):
+    """The same iterator; an error that ends it is kept in the list `failed`."""
+    try:
+        yield from batches
+    except Exception as error:
+        failed.append(error)
+        raise
 
 
 def optimizer_for(stage, steps, owns, given, is_float16):
