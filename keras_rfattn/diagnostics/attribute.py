@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from keras_rfattn.layers import LinearAttention
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import refresh
 
@@ -84,7 +84,7 @@ def attribute(model, data, metric):
             "`metric` must be a function `(model, data) -> number`. "
             f"Received: metric={metric!r}."
         )
-    layers = [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
+    layers = linear_layers(model)
     if not layers:
         raise ValueError(
             f"`model` has no linear attention. Received: {title(model)}. Call "

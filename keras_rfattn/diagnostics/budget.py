@@ -119,7 +119,7 @@ def allot(found, names, widths, budget, length, seed, verbose):
     for choices, (_, layer, sequences) in zip(options, found, strict=True):
         tokens = length or np.mean([s.key.shape[1] for s in sequences])
         _, _, dim = sequences[0].key.shape
-        heads, value_dim = _heads(layer, sequences), sequences[0].value.shape[-1]
+        heads, value_dim = _heads(layer), sequences[0].value.shape[-1]
         cost = heads * tokens * (dim + value_dim)
         choices.append(Choice("softmax", None, cost, 0.0))
     taken = _cheapest_errors(options, budget)
@@ -137,7 +137,7 @@ def _tried(name, width, seed, layer, known, held_out):
         head_errors(feature_map, held_out, head, estimates)
         for head in range(feature_map.num_heads)
     ]
-    heads, value_dim = _heads(layer, held_out), held_out[0].value.shape[-1]
+    heads, value_dim = _heads(layer), held_out[0].value.shape[-1]
     count, dim = feature_map.num_features, feature_map.head_dim
     cost = heads * 2 * (dim * count + feature_map.output_dim * value_dim)
     error = float(np.mean([e.output for e in errors]))
@@ -145,9 +145,9 @@ def _tried(name, width, seed, layer, known, held_out):
     return Choice(name, count, cost, error), control
 
 
-def _heads(layer, sequences):
-    query, key = sequences[0].query, sequences[0].key
-    return query.shape[0] * max(1, query.shape[1] // key.shape[1])
+def _heads(layer):
+    """Number of query heads."""
+    return getattr(layer, "num_query_heads", None) or layer._num_heads
 
 
 def _cheapest_errors(options, budget):

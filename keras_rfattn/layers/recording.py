@@ -1,5 +1,6 @@
 """Watching a model's queries, keys and values at work."""
 
+import contextlib
 from typing import NamedTuple
 
 import keras
@@ -133,6 +134,23 @@ class Recorder:
             yield row.astype("float64")
 
 
+@contextlib.contextmanager
+def recording(recorders):
+    """Sets the `recorder` of layers meanwhile; `recorders` are `(layer, recorder)`."""
+    try:
+        for layer, recorder in recorders:
+            layer.recorder = recorder
+        yield
+    finally:
+        for layer, _ in recorders:
+            vars(layer).pop("recorder", None)
+
+
+def linear_layers(model):
+    """The linear attention layers of a model."""
+    return [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
+
+
 def record(model, data, exact=True, max_tokens=1024, verbose=0):
     """Runs a model on data and keeps what its linear attention layers meet.
 
@@ -161,16 +179,11 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
             "`max_tokens` must be a positive integer. "
             f"Received: max_tokens={max_tokens!r}."
         )
-    layers = [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
+    layers = linear_layers(model)
     recorders = [Recorder(x, exact, max_tokens) for x in layers]
-    for layer, recorder in zip(layers, recorders, strict=True):
-        layer.recorder = recorder
-    try:
+    with recording(list(zip(layers, recorders, strict=True))):
         for batch in progress(data, verbose):
             run(model, batch)
-    finally:
-        for layer in layers:
-            del layer.recorder
     return [
         (layer.path, layer, recorder.sequences)
         for layer, recorder in zip(layers, recorders, strict=True)

@@ -10,12 +10,12 @@ import keras
 from keras import ops
 
 from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.recording import recording
 from keras_rfattn.ops import Softmax
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.rows import feature_rows
 from keras_rfattn.ops.rows import kernel_rows
 from keras_rfattn.ops.rows import nearby
-from keras_rfattn.uptraining.teacher import recording
 
 MAX_ROWS = 512
 TINY = 1e-9

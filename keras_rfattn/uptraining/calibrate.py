@@ -3,10 +3,10 @@
 import keras
 import numpy as np
 
-from keras_rfattn.layers import LinearAttention
 from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.recording import linear_layers
 
 
 def calibrate(model, data, exact=True, max_tokens=1024, verbose="auto"):
@@ -38,7 +38,7 @@ def calibrate(model, data, exact=True, max_tokens=1024, verbose="auto"):
             model takes, or a map cannot adapt to it; the model is unchanged then.
     """
     check_model(model)
-    layers = [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
+    layers = linear_layers(model)
     if not any(x.feature_map.is_adaptive for x in layers):
         raise ValueError(
             "`model` has no feature map that learns from data. Received: "

@@ -7,8 +7,8 @@ import keras
 import numpy as np
 
 SHORTEST = 16  # tokens that a batch of texts is padded to, doubled while too few
-
-HEAD = 4  # batches of a stream that can be asked for again
+# Batches that calibrate and that errors are measured on: streams give them again.
+HEAD = 4
 
 
 class DataEnded(ValueError):

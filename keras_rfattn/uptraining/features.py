@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from keras_rfattn.layers.attend import Attention
-from keras_rfattn.uptraining.teacher import recording
+from keras_rfattn.layers.recording import recording
 
 TINY = 1e-9
 OBJECTIVES = ("auto", "features", "logits")

@@ -46,7 +46,7 @@ def chosen(model, layers, trainable, lora_rank):
             f"trainable weights. Received: trainable={trainable!r}. Use "
             "trainable='query_key', or a learned map such as 'hedgehog'."
         )
-    return _once([*maps, *own]), _once([*maps, *everything])
+    return once([*maps, *own]), once([*maps, *everything])
 
 
 @contextlib.contextmanager
@@ -69,5 +69,6 @@ def _set_trainable(variable, value):
         variable.trainable = value
 
 
-def _once(variables):
+def once(variables):
+    """Each variable once, in order."""
     return list({id(v): v for v in variables}.values())

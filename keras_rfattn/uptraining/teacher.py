@@ -7,25 +7,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.layers import LinearAttention
 from keras_rfattn.layers.attend import Attention
-
-
-@contextlib.contextmanager
-def recording(recorders):
-    """Sets the `recorder` of layers meanwhile; `recorders` are `(layer, recorder)`."""
-    try:
-        for layer, recorder in recorders:
-            layer.recorder = recorder
-        yield
-    finally:
-        for layer, _ in recorders:
-            vars(layer).pop("recorder", None)
-
-
-def linear_layers(model):
-    """The linear attention layers of a model."""
-    return [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
+from keras_rfattn.layers.recording import recording
 
 
 class Teacher:
@@ -53,6 +36,14 @@ class Teacher:
             for v in trained
             if id(v) not in of_maps
         }
+
+    def changed(self):
+        """Paths of the weights that are no longer what they were at first."""
+        values = ((v, self.copies.get(id(v))) for v in self.model.variables)
+        return tuple(
+            v.path for v, first in values
+            if first is not None and not np.array_equal(*map(_array, (v, first)))
+        )  # fmt: skip
 
     def trains(self, layer):
         """Whether a layer's own weights train, and not its map alone."""
@@ -86,3 +77,7 @@ def checksum(arrays):
         array = np.ascontiguousarray(keras.ops.convert_to_numpy(array))
         total = zlib.crc32(array.reshape(-1).view(np.uint8), total)
     return total
+
+
+def _array(variable):
+    return ops.convert_to_numpy(variable.value)

@@ -14,6 +14,7 @@ from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.attention import relative
 from keras_rfattn.uptraining.calibrate import calibrate
 from keras_rfattn.uptraining.callbacks import NotFinite
+from keras_rfattn.uptraining.data import HEAD
 from keras_rfattn.uptraining.features import FeaturesStage
 from keras_rfattn.uptraining.fitting import fit_stage
 from keras_rfattn.uptraining.fitting import optimizer_for
@@ -24,11 +25,10 @@ from keras_rfattn.uptraining.report import peak_memory
 from keras_rfattn.uptraining.resume import Checkpoints
 from keras_rfattn.uptraining.resume import assign
 from keras_rfattn.uptraining.resume import state_of
+from keras_rfattn.uptraining.selection import once
 from keras_rfattn.uptraining.selection import only_training
 from keras_rfattn.uptraining.teacher import Teacher
 from keras_rfattn.uptraining.teacher import checksum
-
-FEW = 4  # batches that calibrate, and that errors are measured on
 
 
 class Planned(NamedTuple):
@@ -53,10 +53,10 @@ class Training:
     def __init__(self, model, layers, selected, batches, settings):
         self.model, self.layers, self.batches = model, layers, batches
         self.selected, self.settings = selected, settings
-        self.trained = _once(v for x in selected.values() for v in x)
+        self.trained = once(v for x in selected.values() for v in x)
         self.of_maps = [v for layer in layers for v in layer.feature_map.variables]
         # What a checkpoint has to bring back; the rest is the teacher's alone.
-        self.state = _once([*self.trained, *self.of_maps])
+        self.state = once([*self.trained, *self.of_maps])
         moving = {id(v) for v in self.state}
         self.frozen = [v for v in model.variables if id(v) not in moving]
         self.teacher = Teacher(model, layers, self.trained)
@@ -125,7 +125,7 @@ class Training:
                 continue
             start, errors, zero = time.perf_counter(), [], None
             if stage.name == "calibrate":
-                calibrate(self.model, list(self.batches.first(FEW)), verbose=0)
+                calibrate(self.model, list(self.batches.first(HEAD)), verbose=0)
                 self.save(i, 0, [])
             elif stage.steps:
                 first = sum(x.steps for x in plan[:i])
@@ -247,7 +247,7 @@ class Training:
         NaN for heads that a layer has less than others.
         """
         total = {name: 0 for name in QUANTITIES}
-        for step, _ in enumerate(self.batches.first(FEW)):
+        for step, _ in enumerate(self.batches.first(HEAD)):
             inputs = self.batches.with_noise(step, len(self.layers) + 1)
             inputs["noise"][:] = 1  # leaves no window out
             found = run(self.model, inputs, self.whole.predict_on_batch)
@@ -285,10 +285,6 @@ def _shared(total, parts):
     """Iterates over whole numbers that add up to `total`, as equal as can be."""
     for i in range(parts):
         yield total // parts + (i < total % parts)
-
-
-def _once(variables):
-    return list({id(v): v for v in variables}.values())
 
 
 def _place(name):

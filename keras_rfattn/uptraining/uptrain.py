@@ -7,12 +7,12 @@ from keras import ops
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.layers.recording import run
 from keras_rfattn.uptraining.data import Batches
 from keras_rfattn.uptraining.features import OBJECTIVES
 from keras_rfattn.uptraining.selection import TRAINABLE
 from keras_rfattn.uptraining.selection import chosen
-from keras_rfattn.uptraining.teacher import linear_layers
 from keras_rfattn.uptraining.training import Training
 
 STAGES = ("calibrate", "attention", "features")
@@ -133,11 +133,13 @@ def uptrain(
     selected = dict(zip(("attention", "features"), selected, strict=True))
     selected = {name: x for name, x in selected.items() if name in settings["stages"]}
     training = Training(model, layers, selected, batches, settings)
-    report = training.run()
-    for layer in layers:
-        # What `restore_attention` cannot give back.
-        layer.trained = tuple(dict.fromkeys((*layer.trained, *report.trained)))
-    return report
+    try:
+        return training.run()
+    finally:
+        # What `restore_attention` cannot give back, also of a training that broke off.
+        changed = training.teacher.changed()
+        for layer in layers:
+            layer.trained = tuple(dict.fromkeys((*layer.trained, *changed)))
 
 
 def _listed(stages):

@@ -276,6 +276,18 @@ def test_weights_that_turn_nan_are_not_kept():
     assert all(np.all(np.isfinite(w)) for w in m.weights(model))
 
 
+def test_a_training_that_breaks_off_says_what_it_has_changed():
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    model = m.linear_model("favorpp", num_features=8)
+    with pytest.raises(KeyboardInterrupt):
+        m.uptrain(model, trainable="query_key", callbacks=[Stop()])
+    with pytest.warns(UserWarning, match="not the checkpoint.*attention_0/query"):
+        keras_rfattn.restore_attention(model)
+
+
 def test_a_teacher_that_changes_is_noticed():
     model = m.linear_model()
 
