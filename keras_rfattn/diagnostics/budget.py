@@ -10,6 +10,7 @@ from keras_rfattn.diagnostics.errors import estimate
 from keras_rfattn.diagnostics.errors import head_errors
 from keras_rfattn.layers.recording import progress
 from keras_rfattn.models import Plan
+from keras_rfattn.models.report import multiplications
 
 
 class Choice(NamedTuple):
@@ -138,11 +139,10 @@ def _tried(name, width, seed, layer, known, held_out):
         for head in range(feature_map.num_heads)
     ]
     heads, value_dim = _heads(layer), held_out[0].value.shape[-1]
-    count, dim = feature_map.num_features, feature_map.head_dim
-    cost = heads * 2 * (dim * count + feature_map.output_dim * value_dim)
+    cost = heads * multiplications(feature_map, feature_map.head_dim, value_dim)
     error = float(np.mean([e.output for e in errors]))
     control = float(np.mean([e.mean_of_values for e in errors]))
-    return Choice(name, count, cost, error), control
+    return Choice(name, feature_map.num_features, cost, error), control
 
 
 def _heads(layer):

@@ -101,6 +101,11 @@ class FeatureMap(Weights, keras.layers.Layer):
         return self.num_features or self.head_dim
 
     @property
+    def num_projections(self):
+        """Number of vectors that a token is multiplied by; may need a built map."""
+        return self.num_features or 0
+
+    @property
     def features_per_scale(self):
         """Width of `log_scale`: M, or 1 where a token's features share one."""
         return self.output_dim

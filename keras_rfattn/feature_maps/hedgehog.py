@@ -41,13 +41,12 @@ class Hedgehog(FeatureMap):
         self.num_features = num_features
 
     @property
-    def rows(self):
-        """Number of rows of W."""
+    def num_projections(self):
         return self.num_features or self.head_dim
 
     @property
     def output_dim(self):
-        return 2 * self.rows
+        return 2 * self.num_projections
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -57,9 +56,9 @@ class Hedgehog(FeatureMap):
 
     def first_kernel(self):
         """The W that training starts from, `(K, H, rows)`."""
-        shape = self.num_heads, self.head_dim, self.rows
-        if self.rows == self.head_dim:
-            return np.broadcast_to(np.eye(self.rows), shape)
+        shape = self.num_heads, self.head_dim, self.num_projections
+        if self.num_projections == self.head_dim:
+            return np.broadcast_to(np.eye(self.num_projections), shape)
         generator = np.random.Generator(np.random.Philox(self.seed))
         tall = shape[0], max(shape[1:]), min(shape[1:])
         start, triangle = np.linalg.qr(generator.standard_normal(tall))

@@ -178,10 +178,15 @@ def crossover(feature_map, layer):
         return None
     _, head_dim = layer._kv_shape()
     value_dim = getattr(layer, "_value_dim", head_dim)
-    projected = feature_map.num_features or 0
-    width = feature_map.output_dim
-    operations = 2 * head_dim * projected + 2 * width * value_dim
-    return math.ceil(operations / (head_dim + value_dim))
+    return math.ceil(
+        multiplications(feature_map, head_dim, value_dim) / (head_dim + value_dim)
+    )
+
+
+def multiplications(feature_map, head_dim, value_dim):
+    """Of a query and its key in one head, by linear attention: `2 H m + 2 M V`."""
+    projected = feature_map.num_projections
+    return 2 * (head_dim * projected + feature_map.output_dim * value_dim)
 
 
 def _note(site):

@@ -5,6 +5,7 @@ import pytest
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps import FavorPPLearned
+from keras_rfattn.models.report import multiplications
 from tests import helpers as h
 
 X = h.problem(seed=3).key
@@ -68,6 +69,9 @@ def test_hedgehog_is_two_softmaxes_of_the_identity_at_first():
     default = feature_maps.get("hedgehog", seed=0)
     default.build((None, None, 2, 6))
     assert default.output_dim == 12 and default.num_features is None
+    # W x costs, whatever its size was called.
+    assert default.num_projections == 6
+    assert multiplications(default, 6, 5) == 2 * (6 * 6 + 12 * 5)
 
 
 @pytest.mark.parametrize("rows", [5, 40])
