@@ -39,8 +39,9 @@ def parse_arguments():
     parser.add_argument("--trainable", default="maps")
     stages = ["calibrate", "attention", "features"]
     parser.add_argument("--stages", nargs="+", default=stages)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=40, help="of a training text")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=64, help="of a training text")
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--stride", type=int, default=1, help="every n-th pair or row")
     parser.add_argument("--tune-steps", type=int, default=300, help="fine-tuning")
@@ -118,7 +119,7 @@ def uptrained(args, data, seed, backbone, tokenizer):
     report = keras_rfattn.uptrain(
         backbone, training_texts(data), steps=args.steps, stages=args.stages,
         trainable=args.trainable, seed=seed, verbose=2, exclude=evaluated_texts(data),
-        preprocessor=preprocessor(tokenizer, args.tokens),
+        batch_size=args.batch_size, preprocessor=preprocessor(tokenizer, args.tokens),
     )  # fmt: skip
     print(report, flush=True)
     return report, {
@@ -261,7 +262,7 @@ def long_text(args, data):
         before = {n: likeness(args, data, model, tokenizer, n, wanted) for n in wanted}
         report = keras_rfattn.uptrain(
             model, train, steps=args.steps, stages=args.stages, seed=seed, verbose=2,
-            trainable=args.trainable, batch_size=max(1, 2048 // args.tokens),
+            trainable=args.trainable, batch_size=args.batch_size,
         )  # fmt: skip
         print(report, flush=True)
         for n in wanted:

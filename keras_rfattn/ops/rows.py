@@ -81,7 +81,7 @@ def nearby(key_mask, rows, length, window, sliding=False, causal=False):
     Args:
         key_mask: Array of shape `(B, T)`, true for visible keys, or `None`.
         rows: Positions of the queries, integers `(R,)`.
-        length: T.
+        length: T, an integer or a scalar of them.
         window: Positive integer, length of a window in tokens.
         sliding: Whether the windows beside a query's own are exact too.
         causal: Whether later windows are not seen anyway.
@@ -91,8 +91,6 @@ def nearby(key_mask, rows, length, window, sliding=False, causal=False):
     """
     positions = ops.arange(length, dtype="int32")[None]
     rows = ops.cast(rows, "int32")[None]
-    if length is not None and length <= window:
-        return ops.ones((1, rows.shape[1], length), dtype="bool")
     if key_mask is not None:
         hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
         first = ops.sum(ops.cast(hidden, "int32"), axis=1)[:, None]

@@ -204,7 +204,7 @@ def _student_rows(call, rows, taken, visible, dropped):
     local = None
     if options.window is not None:
         near = nearby(
-            mask.key_mask, rows, key.shape[1], options.window, options.sliding,
+            mask.key_mask, rows, ops.shape(key)[1], options.window, options.sliding,
             mask.causal,
         ) & ~dropped[:, None, None]  # fmt: skip
         near = ops.repeat(near, query.shape[2] // key.shape[2], axis=1)[:, None]

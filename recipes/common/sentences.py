@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import re
 
 import keras_hub
 import numpy as np
@@ -68,7 +69,14 @@ def evaluated_texts(data):
 
 
 def training_texts(data):
+    """Texts without labels: training splits, STS pairs without a score, WikiText-2.
+
+    The clauses of them are texts too, as short as titles and questions are.
+    """
     texts = [s for *_, a, b in pairs_of(data, "*.train.tsv") for s in (a, b)]
+    for path in sorted((data / "sts").glob("*.test.tsv")):
+        rows = [x for x in rows_of(path) if len(x) > 2 and not x[0].strip()]
+        texts += [s for row in rows for s in row[1:3]]
     for task in ("sst2", "mrpc"):
         for text, _ in split(data, task, "train"):
             texts += [text] if isinstance(text, str) else text
@@ -76,6 +84,8 @@ def training_texts(data):
         for line in (data / "wikitext2" / f"{part}.txt").read_text().splitlines():
             if not line.strip().startswith("="):
                 texts += [x.strip() for x in line.split(" . ") if len(x) > 20]
+    clauses = [x for text in texts for x in re.split(r"\s*[,;:()]+\s+", text)]
+    texts += [x for x in clauses if 3 <= len(x.split()) <= 12]
     return list(dict.fromkeys(texts))
 
 

@@ -29,7 +29,8 @@ for name in keras_rfattn.feature_maps.list():
     # Signed maps divide by sums that nearly cancel: less so for small logits.
     size = 0.3 if layer.feature_map.is_positive else 0.1
     for weight in layer.trainable_weights:
-        weight.assign(rng.normal(size=weight.shape) * size)
+        value = (rng.normal(size=weight.shape) * size).astype("float32")
+        weight.assign(weight.constraint(value) if weight.constraint else value)
     for causal in (False, True):
         y = layer(x, x, attention_mask=mask, use_causal_mask=causal)
         results[f"{name} {causal}"] = keras.ops.convert_to_numpy(y)
