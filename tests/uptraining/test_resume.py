@@ -1,20 +1,19 @@
 """Interrupted anywhere and started again: bit for bit the weights of a whole run."""
 
+import multiprocessing
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 
 from keras_rfattn.uptraining.resume import Checkpoints
-from tests.environment import environment
 from tests.uptraining import models as m
 
 STEPS = 8
+KILLED_STEPS = 6
 
 
 def run(folder=None, feature_map="hedgehog", **arguments):
@@ -137,45 +136,72 @@ def test_the_folder_keeps_the_last_two(tmp_path):
     assert Checkpoints(None, {}).load() is None
 
 
-PROGRAM = """
-import sys
-import numpy as np
-from tests.uptraining import test_resume
-weights, _ = test_resume.run(sys.argv[1], callbacks=[test_resume.Line()])
-np.savez(sys.argv[2], *weights)
-"""
+class Doomed:
+    """Checkpoints whose process is killed at one of them, before, while or after."""
+
+    def __init__(self, position, phase):
+        self.position, self.phase, self.save = position, phase, Checkpoints.save
+
+    def install(self):
+        Checkpoints.save = lambda *args: self(*args)
+
+    def __call__(self, checkpoints, position, arrays, notes):
+        if position == self.position and self.phase == "before":
+            kill()
+        if position == self.position and self.phase == "while":
+            os.replace = kill
+        self.save(checkpoints, position, arrays, notes)
+        if position == self.position:
+            kill()
 
 
-class Line(keras.callbacks.Callback):
-    """Prints a line a step, for who wants to kill the process after it."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        print("step", flush=True)
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(folder, result):
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder), str(result)],
-        env=environment(), cwd=pathlib.Path(__file__).parents[2],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+def program(folder, result, *doom):
+    if keras.backend.backend() == "jax":
+        import jax
+
+        # What the first process compiles, the others read.
+        jax.config.update("jax_compilation_cache_dir", str(result.parent / "cache"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.run_functions_eagerly(True)
+    if doom:
+        Doomed(*doom).install()
+    found, _ = run(folder, "favorpp_learned", steps=2 * KILLED_STEPS)
+    np.savez(result, *found)
 
 
 @pytest.mark.long
 def test_killed_processes_go_on(tmp_path):
+    # Imports are done once; every process is forked before anything is computed.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+
+    def code(*args):
+        process = context.Process(target=program, args=args)
+        process.start()
+        process.join()
+        return process.exitcode
+
+    generator = np.random.default_rng(5)
+    dooms = [((0, 0), "while")]
+    for stage in (1, 2):
+        steps = generator.choice(KILLED_STEPS, 5, replace=False) + 1
+        phases = generator.choice(["before", "while", "after"], 5)
+        dooms += [
+            ((stage, int(step)), phase)
+            for step, phase in zip(sorted(steps), phases, strict=True)
+        ]
     expected, result = tmp_path / "expected.npz", tmp_path / "result.npz"
-    whole = start(tmp_path / "whole", expected)
-    # After random steps: of a run, then of the runs that go on from it.
-    kills = np.random.default_rng(5).integers(1, 4, 3)
-    for steps in kills:
-        process, lines = start(tmp_path / "killed", result), 0
-        for line in process.stdout:
-            lines += line == "step\n"
-            if lines == steps:
-                os.kill(process.pid, signal.SIGKILL)
-        assert process.wait() in (-signal.SIGKILL, 0)
-    assert start(tmp_path / "killed", result).wait() == 0
-    assert whole.wait() == 0
+    assert code(tmp_path / "whole", expected) == 0
+    for doom in dooms:
+        assert code(tmp_path / "killed", result, *doom) == -signal.SIGKILL, doom
+    assert code(tmp_path / "killed", result) == 0
     with np.load(expected) as a, np.load(result) as b:
         assert a.files == b.files and len(a.files) > 5
         for name in a.files:
