@@ -125,15 +125,20 @@ class Batches:
         return at
 
     def _of_stream(self, data):
-        state = {"step": -1, "last": None, "iterator": None}
+        state = {"step": -1, "last": None, "iterator": None, "counted": 0}
         # What is measured before and after, and calibrated on: generators go once.
         head = {}
 
         def batches():
             empty = True
             while True:
-                for item in data() if callable(data) else data:
-                    batch = self._filtered(_inputs(item))
+                for place, item in enumerate(data() if callable(data) else data):
+                    batch, dropped = self._filtered(_inputs(item))
+                    if place >= state["counted"]:
+                        self.dropped, state["counted"] = (
+                            self.dropped + dropped,
+                            place + 1,
+                        )
                     if batch is not None:
                         empty = False
                         yield batch
@@ -190,15 +195,16 @@ class Batches:
         )
 
     def _filtered(self, batch):
+        """A batch without what is excluded, `None` if empty, and how many rows less."""
         if self.exclude is None:
-            return batch
+            return batch, 0
         batch = keras.tree.map_structure(_array, _as_texts(batch))
         leaves = keras.tree.flatten(batch)
         kept = self._kept(leaves)
-        self.dropped += len(leaves[0]) - len(kept)
+        dropped = len(leaves[0]) - len(kept)
         if not len(kept):
-            return None
-        return keras.tree.map_structure(lambda x: x[kept], batch)
+            return None, dropped
+        return keras.tree.map_structure(lambda x: x[kept], batch), dropped
 
     def _ready(self, batch):
         """A batch as the model takes it."""

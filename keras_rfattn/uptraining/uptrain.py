@@ -129,6 +129,9 @@ def uptrain(
         exclude, force=preprocessor is not None,
     )  # fmt: skip
     run(model, batches(0))
+    if trainable == "lora":
+        # Adapters cannot be taken back: data is judged before they are added.
+        Training(model, layers, {}, batches, settings).measured()
     selected = chosen(model, layers, trainable, lora_rank)
     selected = dict(zip(("attention", "features"), selected, strict=True))
     selected = {name: x for name, x in selected.items() if name in settings["stages"]}

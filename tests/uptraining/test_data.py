@@ -149,6 +149,7 @@ def test_texts_of_an_evaluation_are_dropped_and_counted():
     parts = np.array(texts[:2]), np.array(texts[2:])
     batches = Batches(lambda: iter(parts), 2, 0, lengths, exclude=["a man, sings"])
     assert len(batches(0)["token_ids"]) == 1 and batches.dropped == 3
+    assert len(batches(3)["token_ids"]) == 1 and batches.dropped == 3
     with pytest.raises(ValueError, match="`data` is not text"):
         Batches(ROWS, 2, 0, exclude=["a"])
     with pytest.raises(ValueError, match="none after 3 were dropped"):

@@ -311,6 +311,10 @@ BAD = {
     "seed": ({"seed": -1}, "`seed` must be"),
     "share": ({"window_dropout": 1}, "`window_dropout` must be in"),
     "padding": ({"data": np.zeros((8, m.TOKENS), "int32")}, "must hold a real token"),
+    "padding, LoRA": (
+        {"data": np.zeros((8, m.TOKENS), "int32"), "trainable": "lora"},
+        "must hold a real token",
+    ),
     "shape": ({"data": np.ones((8, m.TOKENS, 3, 3))}, "Each batch of `data` must be"),
     "texts": ({"data": ["some", "texts"]}, "has no preprocessor"),
 }
