@@ -50,6 +50,8 @@ def parse_arguments():
     )
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("--results", default="uptrain_bert.jsonl", help="appended to")
+    parser.add_argument("--checkpoints", help="folder: interrupted runs go on, others "
+                        "begin with what they ended with")  # fmt: skip
     parser.add_argument("--save", help="folder for a preset with a model card")
     parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
     return parser.parse_args()
@@ -120,6 +122,7 @@ def uptrained(args, data, seed, backbone, tokenizer):
         backbone, training_texts(data), steps=args.steps, stages=args.stages,
         trainable=args.trainable, seed=seed, verbose=2, exclude=evaluated_texts(data),
         batch_size=args.batch_size, preprocessor=preprocessor(tokenizer, args.tokens),
+        checkpoint_dir=args.checkpoints and f"{args.checkpoints}/seed{seed}",
     )  # fmt: skip
     print(report, flush=True)
     return report, {
