@@ -258,7 +258,7 @@ def test_the_seed_decides(name):
     "projection",
     [kind(seed=3) for kind in KINDS.values()]
     + [projections.Orthogonal("sqrt_dim", seed=4)],
-    ids=repr,
+    ids=lambda x: "-".join(map(str, x.get_config().values())),
 )
 def test_config_round_trip(projection):
     config = keras.saving.serialize_keras_object(projection)
