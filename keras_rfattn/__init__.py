@@ -2,6 +2,7 @@
 
 from keras_rfattn import diagnostics
 from keras_rfattn import feature_maps
+from keras_rfattn import generation
 from keras_rfattn import layers
 from keras_rfattn import ops
 from keras_rfattn import projections
@@ -30,6 +31,7 @@ __all__ = [
     "extend_positions",
     "feature_maps",
     "from_preset",
+    "generation",
     "layers",
     "ops",
     "projections",

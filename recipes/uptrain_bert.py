@@ -39,9 +39,9 @@ def parse_arguments():
     parser.add_argument("--trainable", default="maps")
     stages = ["calibrate", "attention", "features"]
     parser.add_argument("--stages", nargs="+", default=stages)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--tokens", type=int, default=64, help="of a training text")
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--stride", type=int, default=1, help="every n-th pair or row")
     parser.add_argument("--tune-steps", type=int, default=300, help="fine-tuning")

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "feature_maps": {"projections", "ops", "kernels"},
     "layers": {"feature_maps", "ops"},
     "models": {"layers", "feature_maps", "projections", "ops"},
+    "generation": {"models", "layers", "ops"},
     "uptraining": {"models", "layers", "feature_maps", "projections", "ops"},
     "diagnostics": {
         "models", "layers", "feature_maps", "projections", "ops", "kernels",

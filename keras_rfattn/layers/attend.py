@@ -68,10 +68,14 @@ class Attention:
             return mask.key_mask
         return mask.query_mask
 
+    def replace(self, **changes):
+        """A copy with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
     def without_window(self):
         """The same call, to be answered by features alone."""
         options = dataclasses.replace(self.options, window=None, sliding=False)
-        return dataclasses.replace(self, options=options)
+        return self.replace(options=options)
 
     def prepared(self):
         """What features are of: `(query, key, stats)`."""
@@ -87,6 +91,13 @@ class Attention:
             training=self.training,
         )
         return query, key, stats
+
+    def deferred(self, query, key, stats):
+        """Features of what `prepared` gives, to be computed where they are needed."""
+        return (
+            self.feature_map.deferred("query_features", query, stats),
+            self.feature_map.deferred("key_features", key, stats),
+        )
 
     def softmax(self):
         """The answer of softmax attention, O(T · S)."""
@@ -128,10 +139,7 @@ class Attention:
         )  # fmt: skip
         if feature_map.is_exact:
             return exact_attention(query, key, value, kernel, key_mask, mask.causal)
-        deferred = (
-            feature_map.deferred("query_features", query, stats),
-            feature_map.deferred("key_features", key, stats),
-        )
+        deferred = self.deferred(query, key, stats)
         if window is None and mask.causal:
             return causal(*deferred, value, key_mask, self.options.block_size)
         if window is not None:

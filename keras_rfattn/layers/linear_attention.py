@@ -74,6 +74,8 @@ class LinearAttention:
         self._is_self_attention = query is value and (key is None or key is value)
         if hasattr(self.recorder, "arguments"):
             self.recorder.arguments.append((args, kwargs))
+        if hasattr(self.recorder, "around"):
+            return self.recorder.around(self, super().__call__, args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def _compute_attention(

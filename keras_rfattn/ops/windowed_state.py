@@ -95,7 +95,7 @@ def init_local_state(
     )
 
 
-def extend_local_state(state, key_features, value, key, key_mask=None):
+def extend_local_state(state, key_features, value, key, key_mask=None, passed=None):
     """Adds tokens to a state.
 
     Args:
@@ -104,6 +104,8 @@ def extend_local_state(state, key_features, value, key, key_mask=None):
         value: Array of shape `(B, S, K, V)`.
         key: Scaled keys, `(B, S, K, H)`.
         key_mask: Optional array of shape `(B, S)`, true for visible keys.
+        passed: Optional array of shape `(B, S)`, false for tokens at the end that do
+            not count as having been there at all, as padding after a text.
 
     Returns:
         The extended `LocalState`.
@@ -112,7 +114,9 @@ def extend_local_state(state, key_features, value, key, key_mask=None):
     window = state.key.shape[2] // near
     new = ops.ones(ops.shape(value)[:2], "bool")
     new = new if key_mask is None else ops.cast(key_mask, "bool")
-    moved = _Move(state.position, new, window, near)
+    passed = ops.ones_like(new) if passed is None else passed
+    elapsed = ops.sum(ops.cast(passed, "int32"), axis=1)
+    moved = _Move(state.position, new, elapsed, window, near)
 
     features = heads_first(key_features, num_kv_heads)
     value, key = (split_heads(x, num_kv_heads) for x in (value, key))
@@ -143,18 +147,19 @@ class _Move:
     Args:
         position: `(B,)`, tokens so far.
         new: `(B, S)`, which added ones are visible.
+        elapsed: `(B,)`, how many have passed.
         window: Length of a window.
         near: Number of near windows.
     """
 
-    def __init__(self, position, new, window, near):
+    def __init__(self, position, new, elapsed, window, near):
         self.near, length = near, ops.shape(new)[1]
         found = ops.any(new, axis=1)
         hidden = ops.where(
-            found, ops.cast(ops.argmax(ops.cast(new, "int32"), 1), "int32"), length
+            found, ops.cast(ops.argmax(ops.cast(new, "int32"), 1), "int32"), elapsed
         )
         skipped = ops.where(position > 0, 0, hidden)
-        self.position = position + length - skipped
+        self.position = position + elapsed - skipped
         before, own = (
             ops.maximum(x - 1, 0) // window for x in (position, self.position)
         )

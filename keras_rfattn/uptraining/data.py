@@ -1,24 +1,25 @@
 """Batches whose order is a pure function of the seed and the step."""
 
-import re
-import unicodedata
-
 import keras
 import numpy as np
 
-SHORTEST = 16  # tokens that a batch of texts is padded to, doubled while too few
+from keras_rfattn.uptraining.inputs import as_array
+from keras_rfattn.uptraining.inputs import as_texts
+from keras_rfattn.uptraining.inputs import inputs_of
+from keras_rfattn.uptraining.inputs import is_image
+from keras_rfattn.uptraining.inputs import is_table
+from keras_rfattn.uptraining.inputs import is_text
+from keras_rfattn.uptraining.inputs import normalized
+from keras_rfattn.uptraining.inputs import trimmed
+
 # Batches that calibrate and that errors are measured on: streams give them again.
 HEAD = 4
+# Batches of texts that are sorted by length together, so that little is padding.
+POOL = 32
 
 
 class DataEnded(ValueError):
     """The data has fewer batches than asked for."""
-
-
-def normalized(text):
-    """What two texts have in common that differ in case, spaces or punctuation."""
-    text = text.decode() if isinstance(text, bytes) else str(text)
-    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold()))
 
 
 class Batches:
@@ -29,7 +30,7 @@ class Batches:
             or texts; a `keras.utils.PyDataset`; or a `tf.data.Dataset`, generator,
             function that makes one, or list, of batches (not of arrays, which are the
             inputs of a model that has several).
-        batch_size: Of arrays and texts.
+        batch_size: Of arrays and texts; texts of similar lengths share a batch.
         seed: Of the order.
         preprocessor: Of texts and images, or `None`.
         exclude: Texts that are dropped, or `None`.
@@ -46,12 +47,12 @@ class Batches:
     def __init__(self, data, batch_size, seed, preprocessor=None, exclude=None,
                  force=False):  # fmt: skip
         self.batch_size, self.seed, self.force = batch_size, seed, force
-        self.preprocessor, self.dropped = preprocessor, 0
+        self.preprocessor, self.dropped, self._lengths = preprocessor, 0, None
         self.exclude = None if exclude is None else {normalized(x) for x in exclude}
-        data = _inputs(data) if isinstance(data, tuple) else data
+        data = inputs_of(data) if isinstance(data, tuple) else data
         if isinstance(data, keras.utils.PyDataset):
             self._at = self._of_dataset(data)
-        elif _is_table(data):
+        elif is_table(data):
             self._at = self._of_table(data)
         else:
             self._at = self._of_stream(data)
@@ -79,7 +80,7 @@ class Batches:
         return {"x": batch, "noise": generator.random((rows, count), dtype="float32")}
 
     def _of_table(self, data):
-        data = keras.tree.map_structure(_array, _as_texts(data))
+        data = keras.tree.map_structure(as_array, as_texts(data))
         leaves = keras.tree.flatten(data)
         lengths = {len(x) for x in leaves}
         if len(lengths) != 1:
@@ -92,12 +93,16 @@ class Batches:
             kept = self._kept(leaves)
             self.dropped = count - len(kept)
             data = keras.tree.map_structure(lambda x: x[kept], data)
-            count = len(kept)
+            leaves, count = keras.tree.flatten(data), len(kept)
         if not count:
             raise ValueError(
                 "`data` must hold at least one row. Received: none"
                 + (f" after {self.dropped} were dropped." if self.dropped else ".")
             )
+
+        if all(is_text(x) for x in leaves):
+            rows = zip(*leaves, strict=True)
+            self._lengths = np.array([sum(map(len, row)) for row in rows])
 
         def at(step):
             places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
@@ -117,9 +122,9 @@ class Batches:
 
         def at(step):
             if count is None:
-                return self._ready(_inputs(data[step]))
+                return self._ready(inputs_of(data[step]))
             return self._ready(
-                _inputs(data[int(self._order(step // count, count)[step % count])])
+                inputs_of(data[int(self._order(step // count, count)[step % count])])
             )
 
         return at
@@ -133,7 +138,7 @@ class Batches:
             empty = True
             while True:
                 for place, item in enumerate(data() if callable(data) else data):
-                    batch, dropped = self._filtered(_inputs(item))
+                    batch, dropped = self._filtered(inputs_of(item))
                     if place >= state["counted"]:
                         self.dropped, state["counted"] = (
                             self.dropped + dropped,
@@ -178,11 +183,24 @@ class Batches:
         key = int(epoch), count
         if getattr(self, "_known", (None,))[0] != key:
             bits = np.random.Philox(np.random.SeedSequence([self.seed, int(epoch)]))
-            self._known = key, np.random.Generator(bits).permutation(count)
+            generator = np.random.Generator(bits)
+            order = generator.permutation(count)
+            if self._lengths is not None:
+                order = self._grouped(order, generator)
+            self._known = key, order
         return self._known[1]
 
+    def _grouped(self, order, generator):
+        """The same rows, texts of similar lengths in a batch, batches in any order."""
+        size, parts = self.batch_size, []
+        for rows in np.split(order, range(POOL * size, len(order), POOL * size)):
+            whole = len(rows) // size * size
+            batches = rows[:whole][np.argsort(self._lengths[rows[:whole]])]
+            parts += [*generator.permutation(batches.reshape(-1, size)), rows[whole:]]
+        return np.concatenate(parts)
+
     def _kept(self, leaves):
-        if not all(_is_text(x) for x in leaves):
+        if not all(is_text(x) for x in leaves):
             raise ValueError(
                 "`exclude` drops texts that match, and `data` is not text. Received: "
                 f"{[getattr(x, 'dtype', type(x)) for x in leaves]}. Pass the texts "
@@ -198,7 +216,7 @@ class Batches:
         """A batch without what is excluded, `None` if empty, and how many rows less."""
         if self.exclude is None:
             return batch, 0
-        batch = keras.tree.map_structure(_array, _as_texts(batch))
+        batch = keras.tree.map_structure(as_array, as_texts(batch))
         leaves = keras.tree.flatten(batch)
         kept = self._kept(leaves)
         dropped = len(leaves[0]) - len(kept)
@@ -208,11 +226,11 @@ class Batches:
 
     def _ready(self, batch):
         """A batch as the model takes it."""
-        batch = keras.tree.map_structure(_array, _as_texts(batch))
+        batch = keras.tree.map_structure(as_array, as_texts(batch))
         leaves = keras.tree.flatten(batch)
-        is_raw = any(_is_text(x) or _is_image(x) for x in leaves)
+        is_raw = any(is_text(x) or is_image(x) for x in leaves)
         if self.preprocessor is None:
-            if any(_is_text(x) for x in leaves):
+            if any(is_text(x) for x in leaves):
                 raise ValueError(
                     "`data` holds texts, and the model has no preprocessor. Received: "
                     "preprocessor=None. Pass one (`preprocessor=`), such as a KerasHub "
@@ -226,72 +244,10 @@ class Batches:
             batch = self.preprocessor(tuple(batch), y=None)
         else:
             batch = self.preprocessor(batch)
-        batch = _inputs(batch) if isinstance(batch, tuple) else batch
-        return _trimmed(keras.tree.map_structure(_array, batch))
+        batch = inputs_of(batch) if isinstance(batch, tuple) else batch
+        return trimmed(keras.tree.map_structure(as_array, batch))
 
 
 def iter_is_spent(data):
     """Whether going through `data` once uses it up."""
     return not callable(data) and iter(data) is data
-
-
-def _inputs(item):
-    """Inputs without labels and weights, of what a dataset gives."""
-    return item[0] if isinstance(item, tuple) else item
-
-
-def _array(x):
-    return x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
-
-
-def _is_text(x):
-    return getattr(x, "dtype", None) is not None and x.dtype.kind in "OUS"
-
-
-def _is_image(x):
-    return x.dtype == np.uint8 and x.ndim == 4
-
-
-def _is_table(data):
-    """Whether `data` is rows at hand, rather than batches."""
-    if isinstance(data, (list, tuple)):
-        return bool(data) and all(
-            isinstance(x, (str, bytes)) or _is_array(x) for x in data
-        )
-    return isinstance(data, dict) or _is_array(data)
-
-
-def _is_array(x):
-    """Whether it is an array of some library."""
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _as_texts(data):
-    """Texts as arrays of objects, whatever holds them."""
-    if isinstance(data, (list, tuple)) and all(
-        isinstance(x, (str, bytes)) for x in data
-    ):
-        return np.array(data, dtype=object)
-    if "string" in str(getattr(data, "dtype", "")):
-        return np.asarray(data, dtype=object)
-    if isinstance(data, dict):
-        return {key: _as_texts(x) for key, x in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_as_texts(x) for x in data]
-    return data
-
-
-def _trimmed(batch):
-    """Without the padding that all rows share, but for lengths in powers of two."""
-    if not isinstance(batch, dict) or "padding_mask" not in batch:
-        return batch
-    mask = batch["padding_mask"].astype(bool)
-    used = np.flatnonzero(mask.any(0))
-    full, length = mask.shape[1], SHORTEST
-    # Padding on the left stays: positions count from there.
-    while length < (used[-1] + 1 if len(used) else full):
-        length *= 2
-    return {
-        key: x[:, :length] if x.ndim > 1 and x.shape[1] == full else x
-        for key, x in batch.items()
-    }

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn.uptraining.data import Batches
-from keras_rfattn.uptraining.data import normalized
+from keras_rfattn.uptraining.inputs import normalized
 
 ROWS = np.arange(10)
 
@@ -154,6 +154,20 @@ def test_texts_of_an_evaluation_are_dropped_and_counted():
         Batches(ROWS, 2, 0, exclude=["a"])
     with pytest.raises(ValueError, match="none after 3 were dropped"):
         Batches(["a", "A", "a."], 2, 0, lengths, exclude=["a"])
+
+
+def test_texts_of_similar_lengths_share_a_batch():
+    generator = np.random.default_rng(0)
+    texts = [f"{i:04}" + "x" * generator.integers(60) for i in range(1003)]
+    batches = Batches(texts, 10, 0, lambda x: np.array([[len(t)] for t in x]))
+    spread = [np.ptp(batches(step)) for step in range(100)]
+    assert np.mean(spread) < 5 and np.ptp([len(t) for t in texts]) > 50
+    # Neighbours in time differ all the same, and every text comes once an epoch.
+    means = [batches(step).mean() for step in range(100)]
+    assert np.mean(np.abs(np.diff(means))) > 10
+    batches = Batches(texts, 10, 0, lambda x: np.array([int(t[:4]) for t in x]))
+    rows = np.concatenate([batches(step) for step in range(101)])
+    assert sorted(rows[:1003]) == list(range(1003))
 
 
 def test_normalized_texts():

@@ -10,6 +10,7 @@ import keras
 import keras_hub
 
 import keras_rfattn.models.adapters.known as known
+import keras_rfattn.models.generation as generation
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
@@ -121,6 +122,8 @@ def model_carrier(cls):
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
     members = {"save_to_preset": _save_to_preset}
+    for base in cls.__mro__:
+        members |= generation.MEMBERS.get(base.__name__, {})
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
     return saving.carrier_class(cls, name=cls.__name__, members=members)

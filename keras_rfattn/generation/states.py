@@ -1,0 +1,99 @@
+"""Rows and files of states."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn.generation.streaming import check
+from keras_rfattn.generation.streaming import check_state
+from keras_rfattn.models.generation import Cache
+from keras_rfattn.ops.recurrent import State
+from keras_rfattn.ops.windowed_state import LocalState
+
+FORMAT = 1
+KINDS = {"state": State, "local": LocalState}
+
+
+def take_rows(state, rows):
+    """The rows of a state in another order; some may be dropped, or come twice.
+
+    Args:
+        state: A `Cache`.
+        rows: Integers, of the rows of the result.
+    """
+    rows = ops.convert_to_tensor(np.asarray(rows, "int32"))
+    return keras.tree.map_structure(lambda x: ops.take(x, rows, axis=0), state)
+
+
+def join_rows(states):
+    """States of one model, as one of all their rows."""
+    first, *others = states
+    for other in others:
+        keras.tree.assert_same_structure(first, other)
+    return keras.tree.map_structure(
+        lambda *x: ops.concatenate(x, axis=0), first, *others
+    )
+
+
+def save(path, state):
+    """Writes a state to an `.npz` file, bit for bit."""
+    arrays = {"format": np.array(FORMAT), "seen": _array(state.seen)}
+    for i, kept in state.layers.items():
+        kinds = [name for name, cls in KINDS.items() if isinstance(kept, cls)]
+        parts = kept._asdict() if kinds else {"pairs": kept}
+        for name, x in parts.items():
+            dtype = keras.backend.standardize_dtype(x.dtype)
+            arrays["/".join(([*kinds, "softmax"][0], i, name, dtype))] = _array(x)
+    with open(path, "wb") as file:
+        np.savez(file, **arrays)
+
+
+def load(path, model):
+    """Reads a state that `save` wrote, and nothing else: no object is unpickled.
+
+    Args:
+        path: Of the file.
+        model: The model that will go on with it.
+
+    Returns:
+        A `Cache`.
+
+    Raises:
+        TypeError: If `model` cannot be decoded with a state.
+        ValueError: If the file is no state, of another format or another model.
+    """
+    check(model)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        version = int(arrays.pop("format"))
+        seen = ops.convert_to_tensor(arrays.pop("seen"))
+        layers = {}
+        for key, x in arrays.items():
+            kind, i, name, dtype = key.split("/")
+            x = ops.cast(ops.convert_to_tensor(x), dtype)
+            layers.setdefault(i, (kind, {}))[1][name] = x
+        state = Cache(seen, {
+            i: KINDS[kind](**parts) if kind in KINDS else parts["pairs"]
+            for i, (kind, parts) in layers.items()
+        })  # fmt: skip
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"'{path}' must be a state that `keras_rfattn.generation.save` wrote. "
+            f"Received: a file that cannot be read so ({error!r})."
+        ) from error
+    if version != FORMAT:
+        raise ValueError(
+            f"'{path}' must be a state of format {FORMAT}. Received: format {version}. "
+            "Use the version of keras_rfattn that saved it."
+        )
+    check_state(model, state, seen.shape[0])
+    return state
+
+
+def _array(x):
+    # NumPy has no bfloat16; float32 holds it, and the name remembers it.
+    is_short = keras.backend.standardize_dtype(x.dtype) == "bfloat16"
+    return ops.convert_to_numpy(ops.cast(x, "float32") if is_short else x)

@@ -1,0 +1,154 @@
+"""Chunks of tokens through a model, and what a state must be for that."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.decoding import empty_state
+from keras_rfattn.models.generation import Cache
+from keras_rfattn.models.generation import context
+from keras_rfattn.models.generation import decodes
+from keras_rfattn.models.generation import empty_cache
+from keras_rfattn.models.generation import generating
+
+
+def prefill(model, tokens, padding_mask=None, max_length=None):
+    """Answers a first chunk of tokens.
+
+    Args:
+        model: A KerasHub `CausalLM` with linear attention.
+        tokens: Integers `(B, T)`.
+        padding_mask: `(B, T)`, true for real tokens; all if `None`. Padding enters no
+            state, wherever it is.
+        max_length: For models that keep softmax layers: how many tokens those can hold.
+
+    Returns:
+        `(logits, state)`: `(B, T, vocabulary)`, and a `Cache`.
+
+    Raises:
+        TypeError: If `model` is not such a model.
+        ValueError: If tokens are not of shape `(B, T)`, or `max_length` is missing.
+    """
+    check(model)
+    tokens = _tokens(tokens)
+    cache = empty_cache(model, tokens.shape[0], max_length or 1)
+    if cache.layers and max_length is None:
+        raise ValueError(
+            f"{title(model)} keeps {len(cache.layers)} softmax layers, whose keys and "
+            "values need room. Received: max_length=None. Pass the number of tokens "
+            "that will ever be seen."
+        )
+    return _forward(model, tokens, cache, 0, padding_mask)
+
+
+def step(model, tokens, state, padding_mask=None):
+    """Answers the tokens that come next, one or many.
+
+    Args:
+        model: The model of `prefill`.
+        tokens: Integers `(B, T)`.
+        state: What `prefill` or `step` returned; it can be used again.
+        padding_mask: As in `prefill`.
+
+    Returns:
+        `(logits, state)`.
+
+    Raises:
+        TypeError: If `model` or `state` are of another kind.
+        ValueError: If the state is of another model or batch size, or its rows have
+            seen different numbers of positions.
+    """
+    check(model)
+    tokens = _tokens(tokens)
+    check_state(model, state, tokens.shape[0])
+    seen = ops.convert_to_numpy(state.seen)
+    if len(set(seen.tolist())) != 1:
+        raise ValueError(
+            "All rows of a state must have seen as many positions. Received: "
+            f"{seen.tolist()}. Step through them separately (`take_rows`)."
+        )
+    return _forward(model, tokens, state, int(seen[0]), padding_mask)
+
+
+def check(model):
+    """Raises `TypeError` unless a model can be decoded with a state."""
+    is_task = any(cls.__name__ == "CausalLM" for cls in type(model).__mro__)
+    if not is_task or not any(x.is_linear and decodes(x) for x in context(model).sites):
+        raise TypeError(
+            "`model` must be a KerasHub CausalLM with linear attention. Received: "
+            f"{type(model).__name__}. Call `keras_rfattn.replace_attention` first."
+        )
+
+
+def check_state(model, state, batch_size):
+    """Raises unless a state is of a model and a batch size."""
+    if not isinstance(state, Cache):
+        raise TypeError(
+            "`state` must be what `keras_rfattn.generation.prefill` returned. "
+            f"Received: {type(state).__name__}."
+        )
+    wanted = _shapes(expected(model))
+    received = _shapes(state)
+    if wanted != received:
+        differs = sorted(
+            k for k in wanted | received if wanted.get(k) != received.get(k)
+        )
+        raise ValueError(
+            f"`state` must be of {title(model)}. Received: a state whose {differs[0]} "
+            f"is of shape {received.get(differs[0])} (batch left out), where the model "
+            f"has {wanted.get(differs[0])}."
+        )
+    rows = {x.shape[0] for x in keras.tree.flatten(state)}
+    if rows != {batch_size}:
+        raise ValueError(
+            "`state` must have a row for each row of tokens. Received: "
+            f"{sorted(rows)} rows of state and {batch_size} of tokens. Use "
+            "`take_rows` or `join_rows`."
+        )
+
+
+def expected(model):
+    """A state of the shapes that a model's have, of one row."""
+    cache = empty_cache(model, 1, 1)
+    for site in context(model).sites:
+        if site.is_linear and decodes(site):
+            cache.layers[f"{site.index}"] = empty_state(site.layer, 1)
+    return cache
+
+
+def _shapes(cache):
+    """Shapes without the batch, and without the length of keys and values, by name."""
+    found = {}
+    for i, kept in cache.layers.items():
+        if isinstance(kept, tuple):
+            parts = kept._asdict().items()
+            found |= {f"{name} of layer {i}": tuple(x.shape[1:]) for name, x in parts}
+        else:
+            found[f"cache of layer {i}"] = (*kept.shape[1:2], *kept.shape[3:])
+    return found
+
+
+def _forward(model, tokens, state, start, padding_mask):
+    hidden = None
+    if padding_mask is not None:
+        mask = ops.convert_to_numpy(padding_mask).astype(bool)
+        if mask.shape != tuple(tokens.shape):
+            raise ValueError(
+                "`padding_mask` must have the shape of `tokens`, "
+                f"{tuple(tokens.shape)}. Received: {mask.shape}."
+            )
+        hidden = ops.convert_to_tensor(np.pad(~mask, ((0, 0), (start, 0))))
+    with generating(model, hidden):
+        logits, _, state = model.call_with_cache(tokens, state, start)
+    return logits, state
+
+
+def _tokens(tokens):
+    tokens = ops.convert_to_tensor(tokens)
+    if len(tokens.shape) != 2 or 0 in tokens.shape:
+        raise ValueError(
+            "`tokens` must be integers of shape (B, T), at least one of each. "
+            f"Received: shape {tuple(tokens.shape)}."
+        )
+    return ops.cast(tokens, "int32")

@@ -1,0 +1,189 @@
+"""Decoding: a prompt in parallel, then token after token, with a state of one size."""
+
+import contextlib
+
+from keras import ops
+
+from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.masks import AttentionMask
+from keras_rfattn.ops.recurrent import extend_state
+from keras_rfattn.ops.recurrent import init_state
+from keras_rfattn.ops.recurrent import read_state
+from keras_rfattn.ops.windowed_state import extend_local_state
+from keras_rfattn.ops.windowed_state import init_local_state
+from keras_rfattn.ops.windowed_state import read_local_state
+
+# What attention classes call the layer that turns their queries and keys by position.
+ROTARY = ("rotary_embedding_layer", "rotary_embedding")
+
+
+def onward(call, state=None, passed=None):
+    """Answers tokens that come after those of a state.
+
+    Args:
+        call: A causal `layers.attend.Attention` of the new tokens alone; its
+            `mask.key_mask` says which of them enter the state.
+        state: `ops.State`, or `ops.LocalState` if the layer has a window; of no token
+            if `None`.
+        passed: `(B, T)`, for which tokens time goes on, as windows count it: all that
+            enter, and padding between them; `None` for all.
+
+    Returns:
+        `(output, state)`: `(B, T, N, V)`, what each token sees of the state and of the
+        new tokens up to itself, and the state after the last one.
+
+    Raises:
+        ValueError: If the map has no features.
+    """
+    feature_map, window = call.feature_map, call.options.window
+    if feature_map.is_exact:
+        raise ValueError(
+            "Decoding with a state of fixed size needs features. Received: a map that "
+            f"computes its kernel exactly ({type(feature_map).__name__}). Use another."
+        )
+    length, fresh = call.key.shape[1], state is None
+    if fresh:
+        (batch, _, *sizes), value_dim = ops.shape(call.key), call.value.shape[-1]
+        sizes = batch, *sizes, value_dim
+        state = _empty(feature_map, call.options, sizes, call.value.dtype)
+    if length != 1 and window is None:
+        *tokens, stats = call.prepared()
+        return causal(
+            *call.deferred(*tokens, stats), call.value, call.mask.key_mask,
+            call.options.block_size, state=state, return_state=True,
+        )  # fmt: skip
+    if length == 1:
+        return _one_more(call, state, passed)
+    if fresh:
+        _, key, stats = call.prepared()
+        features = feature_map.key_features(key, stats)
+        state = extend_local_state(
+            state, features, call.value, key, call.mask.key_mask, passed
+        )
+        return call.linear(), state
+    return _one_by_one(call, state, passed)
+
+
+def empty_state(layer, batch_size):
+    """The state of a linear layer before any token."""
+    feature_map, options = layer.feature_map, layer.options
+    heads, head_dim = layer._kv_shape()
+    value_dim = getattr(layer, "_value_dim", head_dim)
+    return _empty(feature_map, options, (batch_size, heads, head_dim, value_dim),
+                  layer.compute_dtype)  # fmt: skip
+
+
+def _empty(feature_map, options, sizes, dtype):
+    batch, heads, head_dim, value_dim = sizes
+    sizes = batch, heads, feature_map.output_dim, value_dim
+    scale_dim = feature_map.features_per_scale
+    if options.window is None:
+        return init_state(*sizes, scale_dim)
+    return init_local_state(
+        *sizes, head_dim, options.window, options.sliding, scale_dim, dtype
+    )
+
+
+def _one_more(call, state, passed):
+    query, key, stats = call.prepared()
+    key_features = call.feature_map.key_features(key, stats)
+    query_features = call.feature_map.query_features(query, stats)
+    if call.options.window is None:
+        state = extend_state(state, key_features, call.value, call.mask.key_mask)
+        return read_state(state, query_features, call.value.dtype), state
+    state = extend_local_state(
+        state, key_features, call.value, key, call.mask.key_mask, passed
+    )
+    kernel = call.feature_map.exact_kernel
+    return read_local_state(state, query_features, query, kernel), state
+
+
+def _one_by_one(call, state, passed):
+    """Tokens of a later chunk, whose windows begin where each row's do."""
+    (batch, length, heads, _), kind = ops.shape(call.query), type(state)
+    every = ops.ones((batch, length), dtype="bool")
+    enters = every if call.mask.key_mask is None else call.mask.key_mask
+    passed = every if passed is None else passed
+    output = ops.zeros((batch, length, heads, call.value.shape[-1]), call.value.dtype)
+
+    def step(i, output, *state):
+        def now(x):
+            return ops.slice(x, (0, i, *(0,) * (len(x.shape) - 2)), (
+                batch, 1, *ops.shape(x)[2:]))  # fmt: skip
+
+        one = call.replace(
+            query=now(call.query), key=now(call.key), value=now(call.value),
+            mask=call.mask.replace(key_mask=now(enters)),
+        )  # fmt: skip
+        found, state = _one_more(one, kind(*state), now(passed))
+        return i + 1, ops.slice_update(output, (0, i, 0, 0), found), *state
+
+    _, output, *state = ops.while_loop(
+        lambda i, *_: i < length, step, (ops.cast(0, "int32"), output, *state),
+        maximum_iterations=length,
+    )  # fmt: skip
+    return output, kind(*state)
+
+
+class Decoder:
+    """A layer's recorder while it decodes: answers with its state, and moves it on.
+
+    Args:
+        state: See `onward`.
+        enters: `(B, T)`, which of the new tokens enter the state.
+        passed: See `onward`.
+        start: Position of the first new token, for rotary embeddings.
+    """
+
+    def __init__(self, state, enters, passed, start):
+        self.state, self.enters = state, enters
+        self.passed, self.start = passed, start
+
+    def around(self, layer, function, args, kwargs):
+        """The layer's call by a block that passes a cache, without that cache."""
+        cache = kwargs.get("cache")
+        if cache is None:
+            # Not of the decoder: an encoder of images, say.
+            with contextlib.ExitStack() as stack:
+                stack.callback(setattr, layer, "recorder", self)
+                layer.recorder = None
+                return function(*args, **kwargs)
+        names = ("cache", "cache_update_index", "attention_mask")
+        kwargs = {k: x for k, x in kwargs.items() if k not in names}
+        mask = AttentionMask(self.enters, causal=True, self_attention=True)
+        with turned_from(layer, self.start):
+            output = function(*args, attention_mask=mask, **kwargs)
+        return output, cache
+
+    def __call__(self, call):
+        """The answer to an `Attention`."""
+        output, self.state = onward(call, self.state, self.passed)
+        return output
+
+
+@contextlib.contextmanager
+def turned_from(layer, start):
+    """Rotary embeddings of an attention layer begin at a position meanwhile."""
+    rotary = [getattr(layer, x) for x in ROTARY if getattr(layer, x, None) is not None]
+
+    def shifted(call):
+        def from_start(*args, start_index=0, **kwargs):
+            return call(*args, start_index=start_index + start, **kwargs)
+
+        return from_start
+
+    with contextlib.ExitStack() as stack:
+        for one in rotary:
+            stack.enter_context(answering(one, shifted(one.call)))
+        yield
+
+
+@contextlib.contextmanager
+def answering(layer, function):
+    """`function` is called in place of a layer's own `call` meanwhile."""
+    # Past Keras' tracking: it is gone before anything could be saved.
+    object.__setattr__(layer, "call", function)
+    try:
+        yield
+    finally:
+        object.__delattr__(layer, "call")

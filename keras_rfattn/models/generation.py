@@ -1,0 +1,205 @@
+"""Generation whose state does not grow: one state a linear layer, whatever the context.
+
+KerasHub's tasks hand each attention layer its part of one cache of keys and values.
+Here every layer has its own part of a `Cache`, its sums, and the task's own code runs
+around a placeholder that nobody reads. Softmax layers of a mixed model keep keys and
+values.
+"""
+
+import contextlib
+from typing import Any
+from typing import NamedTuple
+
+from keras import ops
+
+import keras_rfattn.models.survey as survey
+import keras_rfattn.models.swap as swap
+from keras_rfattn.layers.decoding import Decoder
+from keras_rfattn.layers.decoding import answering
+from keras_rfattn.layers.recording import recording
+from keras_rfattn.ops.recurrent import State
+from keras_rfattn.ops.windowed_state import LocalState
+
+STATES = (State, LocalState)
+
+
+class Cache(NamedTuple):
+    """What a model has seen so far; a pytree with the batch on axis 0.
+
+    Attributes:
+        seen: `(B,)`, how many positions, int32. A token at an earlier one is answered,
+            and does not enter a second time.
+        layers: Dict of what each attention layer keeps, by its number in the model:
+            `ops.State` or `ops.LocalState`, or keys and values `(B, 2, S, K, H)`.
+    """
+
+    seen: Any
+    layers: Any
+
+
+class Generating(NamedTuple):
+    """What is known while `generate` runs.
+
+    Attributes:
+        sites: `survey.Site` of each attention layer.
+        hidden: `(B, T)`, padding before the last real token of each row.
+        end: Position where generation begins: the first that some row has no token at.
+    """
+
+    sites: Any
+    hidden: Any = None
+    end: Any = None
+
+
+def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs):
+    """`CausalLM.call_with_cache` of a task with linear attention.
+
+    Args:
+        task: The task.
+        token_ids: Integers `(B, T)`, one token or many.
+        cache: `Cache`.
+        cache_update_index: Position of the first of them.
+        *args: Further arguments of the task's own.
+        **kwargs: Likewise.
+
+    Returns:
+        `(logits, hidden_states, cache)`.
+
+    Raises:
+        ValueError: If `cache` is not a `Cache`.
+    """
+    original, known = type(task).original_class.call_with_cache, context(task)
+    if not any(decodes(site) and site.is_linear for site in known.sites):
+        return original(task, token_ids, cache, cache_update_index, *args, **kwargs)
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"{type(task).__name__} has linear attention, whose cache is a "
+            "`keras_rfattn.generation.Cache`. Received: a cache of type "
+            f"{type(cache).__name__}. Use what `_build_cache`, or "
+            "`keras_rfattn.generation.prefill`, returns."
+        )
+    batch, length = ops.shape(token_ids)
+    positions = ops.cast(cache_update_index, "int32") + ops.arange(
+        length, dtype="int32"
+    )
+    passed, after = positions[None] >= cache.seen[:, None], positions[-1] + 1
+    is_prompt = not any(isinstance(x, STATES) for x in cache.layers.values())
+    if known.end is not None and is_prompt:
+        # The rest is not written yet.
+        passed, after = passed & (positions < known.end), known.end
+    enters = passed
+    if known.hidden is not None:
+        enters = passed & ~_hidden(known.hidden, positions, batch)
+
+    parts, longest = {}, 1
+    with contextlib.ExitStack() as stack:
+        for site in known.sites:
+            layer, kept = site.layer, cache.layers.get(f"{site.index}")
+            if site.is_linear:
+                part = Decoder(kept, enters, passed, cache_update_index)
+                stack.enter_context(recording([(layer, part)]))
+            elif kept is not None:
+                part, longest = Exact(layer.call, kept), kept.shape[2]
+                stack.enter_context(answering(layer, part))
+            else:
+                continue
+            parts[f"{site.index}"] = part
+        shape = batch, len(known.sites), 2, longest, 1, 1
+        placeholder = ops.zeros(shape, dtype=task.compute_dtype)
+        logits, hidden_states, _ = original(
+            task, token_ids, placeholder, cache_update_index, *args, **kwargs
+        )
+    states = {i: part.state for i, part in parts.items() if part.state is not None}
+    seen = ops.maximum(cache.seen, ops.cast(after, "int32"))
+    return logits, hidden_states, Cache(seen, states)
+
+
+class Exact:
+    """A softmax layer's `call`, with keys and values of its own for a placeholder."""
+
+    def __init__(self, function, state):
+        self.function, self.state = function, state
+
+    def __call__(self, *args, cache=None, **kwargs):
+        if cache is None:
+            return self.function(*args, **kwargs)
+        output, self.state = self.function(*args, cache=self.state, **kwargs)
+        return output, cache
+
+
+def context(task):
+    """`Generating` of a task, which `generate` looks up once."""
+    return vars(task).get("_generating") or Generating(survey.survey(task).sites)
+
+
+@contextlib.contextmanager
+def generating(task, hidden=None, end=None):
+    """A task is in the middle of something, see `Generating`."""
+    known = Generating(survey.survey(task).sites, hidden, end)
+    object.__setattr__(task, "_generating", known)
+    try:
+        yield
+    finally:
+        object.__delattr__(task, "_generating")
+
+
+def decodes(site):
+    """Whether an attention layer is one that generates with a cache."""
+    return site.causal and site.reason is None
+
+
+def empty_cache(task, batch_size, max_length):
+    """The cache before any token; of linear layers there is nothing in it yet."""
+    layers = {}
+    for site in context(task).sites:
+        if decodes(site) and not site.is_linear:
+            heads, head_dim = swap.linear_class(type(site.layer))._kv_shape(site.layer)
+            shape = (batch_size, 2, max_length, heads, head_dim)
+            layers[f"{site.index}"] = ops.zeros(shape, dtype=site.layer.compute_dtype)
+    return Cache(ops.zeros((batch_size,), dtype="int32"), layers)
+
+
+def _hidden(hidden, positions, batch):
+    """Which tokens at some positions are padding, `(B, T)`; samplers repeat rows."""
+    rows, length = ops.shape(hidden)
+    hidden = ops.take(hidden, ops.clip(positions, 0, length - 1), axis=1)
+    return ops.take(hidden, ops.arange(batch) // (batch // rows), axis=0)
+
+
+def build_cache(task, token_ids):
+    """`CausalLM._build_cache`: the prompt, in parallel."""
+    if not any(decodes(site) and site.is_linear for site in context(task).sites):
+        return type(task).original_class._build_cache(task, token_ids)
+    cache = empty_cache(task, *ops.shape(token_ids))
+    _, hidden_states, cache = task.call_with_cache(token_ids, cache, 0)
+    return hidden_states, cache
+
+
+def generate_step(task, inputs, stop_token_ids=None):
+    """`CausalLM.generate_step`, for padding wherever it is.
+
+    Padding before the last real token of a row, on the left or in between, stays where
+    it is and enters no state. A row without any token begins with the one it has.
+    """
+    mask = ops.cast(inputs["padding_mask"], "bool")
+    positions = ops.arange(ops.shape(mask)[1], dtype="int32")[None]
+    mask = mask | (~ops.any(mask, axis=1, keepdims=True) & (positions == 0))
+    last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
+    filled = positions <= last
+    hidden = filled & ~mask
+    inputs = {**inputs, "padding_mask": filled}
+    with generating(task, hidden, ops.min(last) + 1):
+        original = type(task).original_class.generate_step
+        found = original(task, inputs, stop_token_ids)
+    visible = ops.cast(found["padding_mask"], "bool") & ~hidden
+    return {**found, "padding_mask": visible}
+
+
+# Methods of KerasHub's tasks, by the name of the class that has them.
+MEMBERS = {
+    "CausalLM": {
+        "call_with_cache": call_with_cache,
+        "_build_cache": build_cache,
+        "generate_step": generate_step,
+    }
+}

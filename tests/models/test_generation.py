@@ -1,0 +1,189 @@
+"""Generation with a state of one size, against full passes over all tokens."""
+
+import pickle
+
+import keras
+import numpy as np
+import pytest
+
+import keras_rfattn
+from keras_rfattn import generation
+from tests.models import families
+
+pytest.importorskip("keras_hub")
+
+FAMILIES = ("gpt2", "opt")
+MECHANISMS = {
+    "favorpp": {"feature_map": "favorpp", "num_features": 16},
+    "window": {"feature_map": "favorplus", "num_features": 16, "window": 3},
+    "sliding": {
+        "feature_map": "favorplus", "num_features": 16, "window": 2, "sliding": True,
+    },
+    "signed": {"feature_map": "poisson", "num_features": 16},
+    "polynomial": {"feature_map": "polysketch"},
+    "mixed": {"feature_map": "favorpp", "num_features": 16, "exclude": "*_0/*"},
+}  # fmt: skip
+LENGTH = 12
+
+
+def linear(family="gpt2", mechanism="favorpp"):
+    model, _ = families.build(family)
+    generator = np.random.default_rng(3)
+    for weight in model.trainable_weights:
+        # As peaked as a trained model, so that attention to the wrong token is seen.
+        if weight.path.endswith(("query/kernel", "key/kernel")):
+            weight.assign(1.5 * generator.normal(size=weight.shape))
+    found = next((x for x in MECHANISMS[mechanism] if x == "exclude"), None)
+    arguments = dict(MECHANISMS[mechanism], seed=0)
+    if found:
+        paths = [x.path for x in keras_rfattn.describe_attention(model).kept]
+        arguments["exclude"] = paths[:1]
+    return keras_rfattn.replace_attention(model, **arguments)
+
+
+def tokens(rows=3, length=LENGTH):
+    return np.random.default_rng(0).integers(2, 60, (rows, length)).astype("int32")
+
+
+def full_pass(model, ids, mask=None):
+    """Logits of one parallel pass."""
+    mask = np.ones_like(ids) if mask is None else mask
+    found = model({"token_ids": ids, "padding_mask": mask.astype("int32")})
+    return keras.ops.convert_to_numpy(keras.ops.cast(found, "float32"))
+
+
+def array(x):
+    return keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
+
+
+def assert_near(found, expected, tolerance=1e-4):
+    scale = np.abs(expected).max()
+    assert scale > 0 and np.abs(found - expected).max() <= tolerance * scale
+
+
+@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (7, 5), (4, 1, 1, 6), (LENGTH,)])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_any_split_is_one_pass(mechanism, chunks):
+    model, ids = linear(mechanism=mechanism), tokens()
+    found, state, start = [], None, 0
+    for size in chunks:
+        part = ids[:, start : start + size]
+        if state is None:
+            logits, state = generation.prefill(model, part, max_length=LENGTH)
+        else:
+            logits, state = generation.step(model, part, state)
+        found.append(array(logits))
+        start += size
+    assert_near(np.concatenate(found, axis=1), full_pass(model, ids))
+    assert array(state.seen).tolist() == [LENGTH] * 3
+
+
+def masks():
+    mask = np.ones((3, LENGTH), bool)
+    mask[1, :4] = False
+    mask[2, [2, 3, 7]] = False
+    return mask
+
+
+@pytest.mark.parametrize("mechanism", ["favorpp", "window", "sliding"])
+def test_padding_enters_no_state(mechanism):
+    model, ids, mask = linear(mechanism=mechanism), tokens(), masks()
+    expected = full_pass(model, ids, mask)
+    ids = np.where(mask, ids, 1)
+    first, state = generation.prefill(model, ids[:, :5], mask[:, :5])
+    found = [array(first)]
+    for i in range(5, LENGTH):
+        now = slice(i, i + 1)
+        logits, state = generation.step(model, ids[:, now], state, mask[:, now])
+        found.append(array(logits))
+    found = np.concatenate(found, axis=1)
+    assert_near(found[mask], expected[mask])
+
+
+def test_rows_are_copied_dropped_and_joined():
+    model, ids = linear(), tokens()
+    expected = full_pass(model, ids[[2, 0, 0]])
+    _, state = generation.prefill(model, ids[:, :8])
+    logits, _ = generation.step(
+        model, ids[[2, 0, 0], 8:], generation.take_rows(state, [2, 0, 0])
+    )
+    assert_near(array(logits), expected[:, 8:])
+    parts = [generation.prefill(model, ids[i : i + 1, :8])[1] for i in (2, 0)]
+    logits, _ = generation.step(model, ids[[2, 0], 8:], generation.join_rows(parts))
+    assert_near(array(logits), expected[:2, 8:])
+
+
+@pytest.mark.parametrize("mechanism", ["favorpp", "sliding", "mixed"])
+def test_states_are_saved_bit_for_bit(tmp_path, mechanism):
+    model, ids = linear(mechanism=mechanism), tokens()
+    _, state = generation.prefill(model, ids[:, :7], max_length=LENGTH)
+    generation.save(tmp_path / "state.npz", state)
+    again = generation.load(tmp_path / "state.npz", model)
+    for a, b in zip(keras.tree.flatten(state), keras.tree.flatten(again), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(array(a), array(b))
+    one, other = (generation.step(model, ids[:, 7:], x)[0] for x in (state, again))
+    np.testing.assert_array_equal(array(one), array(other))
+
+
+def test_states_of_something_else_are_refused(tmp_path):
+    model, ids = linear(), tokens()
+    _, state = generation.prefill(model, ids)
+    file = tmp_path / "state.npz"
+    generation.save(file, state)
+    with pytest.raises(ValueError, match="must be of GPT2CausalLM.*Received"):
+        generation.load(file, linear(mechanism="window"))
+    with pytest.raises(ValueError, match="3\\] rows of state and 2 of tokens"):
+        generation.step(model, ids[:2], state)
+    with pytest.raises(TypeError, match="`state` must be what"):
+        generation.step(model, ids, [state])
+    with pytest.raises(ValueError, match=r"shape \(B, T\)"):
+        generation.prefill(model, ids[0])
+    with pytest.raises(ValueError, match="must have the shape of `tokens`"):
+        generation.prefill(model, ids, np.ones((3, 2)))
+    with pytest.raises(ValueError, match="softmax layers.*max_length=None"):
+        generation.prefill(linear(mechanism="mixed"), ids)
+    softmax, _ = families.build("gpt2")
+    with pytest.raises(TypeError, match="must be a KerasHub CausalLM with linear"):
+        generation.prefill(softmax, ids)
+    with pytest.raises(ValueError, match="whose cache is a .*Received: a cache of"):
+        model.call_with_cache(ids, np.zeros((3, 2, 2, LENGTH, 2, 8)), 0)
+    np.savez(tmp_path / "other.npz", format=2, seen=np.zeros(3, "int32"))
+    with pytest.raises(ValueError, match="must be a state of format 1"):
+        generation.load(tmp_path / "other.npz", model)
+    for content in (b"", file.read_bytes()[:-50], pickle.dumps(ids)):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be read so"):
+            generation.load(file, model)
+
+
+def greedy(model, ids, mask):
+    """What `generate` must give: the best token of a full pass, again and again."""
+    ids, mask = ids.copy(), mask.copy()
+    rows, length = mask.shape
+    last = np.where(mask, np.arange(length), 0).max(1)
+    for i in range(last.min() + 1, length):
+        best = full_pass(model, ids, mask)[:, i - 1].argmax(-1)
+        written = i > last
+        ids[written, i], mask[written, i] = best[written], True
+    return ids
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_generation(family, mechanism):
+    model, ids = linear(family, mechanism), tokens()
+    mask = np.arange(LENGTH) < np.array([4, 7, 1])[:, None]
+    if mechanism != "mixed":
+        # Softmax layers of KerasHub see padding when they generate.
+        mask[0, :2] = False
+        mask[1, 3] = False
+    ids = np.where(mask, ids, 0)
+    model.compile(sampler="greedy")
+    found = model.generate(
+        {"token_ids": ids.copy(), "padding_mask": mask.astype("int32")},
+        stop_token_ids=None,
+    )
+    np.testing.assert_array_equal(found["token_ids"], greedy(model, ids, mask))
+    hidden = ~mask & (np.cumsum(mask[:, ::-1], axis=1)[:, ::-1] > 0)
+    np.testing.assert_array_equal(array(found["padding_mask"]) > 0, ~hidden)
