@@ -65,7 +65,7 @@ def as_texts(data):
 
 
 def trimmed(batch):
-    """A batch without the padding that all rows share, but for lengths in powers of two."""
+    """Without the padding that all rows share, but for lengths in powers of two."""
     if not isinstance(batch, dict) or "padding_mask" not in batch:
         return batch
     mask = batch["padding_mask"].astype(bool)
