@@ -20,3 +20,17 @@ def check_model(model):
 def title(model):
     """How errors and reports name a model."""
     return f"{type(model).__name__} '{model.name}'"
+
+
+# What attention classes call their projections; a fused one stands for several sides.
+PROJECTIONS = {
+    "query": ("_query_dense", "query_dense", "q_proj", "_qkv_dense"),
+    "key": ("_key_dense", "key_dense", "k_proj", "_qkv_dense"),
+    "value": ("_value_dense", "value_dense", "v_proj", "_qkv_dense"),
+    "output": ("_output_dense", "output_dense", "o_proj"),
+}
+
+
+def projection(layer, side):
+    """A projection of an attention layer, by a key of `PROJECTIONS`."""
+    return next(getattr(layer, x) for x in PROJECTIONS[side] if hasattr(layer, x))

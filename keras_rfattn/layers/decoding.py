@@ -15,6 +15,8 @@ from keras_rfattn.ops.windowed_state import read_local_state
 
 # What attention classes call the layer that turns their queries and keys by position.
 ROTARY = ("rotary_embedding_layer", "rotary_embedding")
+# And the cache they are given.
+CACHES = ("cache", "self_attention_cache")
 
 
 def onward(call, state=None, passed=None):
@@ -141,19 +143,21 @@ class Decoder:
 
     def around(self, layer, function, args, kwargs):
         """The layer's call by a block that passes a cache, without that cache."""
-        cache = kwargs.get("cache")
+        cache = next((kwargs[x] for x in CACHES if x in kwargs), None)
         if cache is None:
             # Not of the decoder: an encoder of images, say.
             with contextlib.ExitStack() as stack:
                 stack.callback(setattr, layer, "recorder", self)
                 layer.recorder = None
                 return function(*args, **kwargs)
-        names = ("cache", "cache_update_index", "attention_mask")
+        names = (*CACHES, *(f"{x}_update_index" for x in CACHES), "attention_mask")
         kwargs = {k: x for k, x in kwargs.items() if k not in names}
+        vars(layer).pop("mask", None)
         mask = AttentionMask(self.enters, causal=True, self_attention=True)
         with turned_from(layer, self.start):
             output = function(*args, attention_mask=mask, **kwargs)
-        return output, cache
+        # Some classes always return a cache.
+        return output[0] if isinstance(output, tuple) else output, cache
 
     def __call__(self, call):
         """The answer to an `Attention`."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.stateless import essence
+from keras_rfattn.layers.checks import projection
 
 KEY = "attention_fingerprint"
 FORMAT = 2
@@ -116,23 +117,23 @@ def mark(layer):
     presence = Presence()
     for part in layer.feature_map._flatten_layers():
         part.presence = presence
-    projection = layer._query_dense
-    projection.save_own_variables = functools.partial(_save, projection, layer)
-    projection.load_own_variables = functools.partial(_load, projection, layer)
+    query = projection(layer, "query")
+    query.save_own_variables = functools.partial(_save, query, layer)
+    query.load_own_variables = functools.partial(_load, query, layer)
 
 
 def unmark(layer):
     """Undoes `mark`."""
     for name in ("save_own_variables", "load_own_variables"):
-        vars(layer._query_dense).pop(name, None)
+        vars(projection(layer, "query")).pop(name, None)
 
 
-def _save(projection, layer, store):
-    type(projection).save_own_variables(projection, store)
+def _save(query, layer, store):
+    type(query).save_own_variables(query, store)
     store[KEY] = fingerprint(layer).astype("int32")
 
 
-def _load(projection, layer, store):
+def _load(query, layer, store):
     arrays = {key: store[key] for key in store.keys() if key != KEY}
     is_marked, name = KEY in store.keys(), feature_maps.name_of(layer.feature_map)
     refusal = None
@@ -157,5 +158,5 @@ def _load(projection, layer, store):
         raise ValueError(
             f"Layer '{layer.name}' has the mechanism {name!r}, and {refusal}."
         )
-    type(projection).load_own_variables(projection, arrays)
+    type(query).load_own_variables(query, arrays)
     layer.is_from_config = False

@@ -20,6 +20,10 @@ from keras_rfattn.ops.masks import interpret_mask
 STATE = ("options", "_is_self_attention", "is_from_config", "refusal", "trained")
 
 
+# What attention classes call the number of tokens that a query sees at most.
+SLIDING_WINDOWS = ("_sliding_window", "sliding_window", "sliding_window_size")
+
+
 class LinearAttention:
     """Mixin that makes a Keras attention layer linear in sequence length.
 
@@ -93,6 +97,8 @@ class LinearAttention:
                 "Linear attention never forms attention scores. Received: "
                 "return_attention_scores=True. Keep this layer softmax (`exclude=`)."
             )
+        # Of a block that needs the argument itself for something else.
+        attention_mask = vars(self).pop("mask", attention_mask)
         num_kv_heads, _ = self._kv_shape()
         groups = key.shape[2] // num_kv_heads
         if groups > 1:
@@ -172,8 +178,9 @@ def warn_of_lengths(layer):
 
 def refusal(layer):
     """Why a layer's own arguments rule linear attention out, or `None`."""
-    window = getattr(layer, "_sliding_window", getattr(layer, "sliding_window", None))
-    if window is not None:
+    windows = (getattr(layer, name, None) for name in SLIDING_WINDOWS)
+    window = next((x for x in windows if x is not None), None)
+    if window and getattr(layer, "use_sliding_window_attention", True):
         return f"sliding window of {window} tokens"
     axes = getattr(layer, "_attention_axes", None)
     if axes is not None and tuple(axes) != (1,):

@@ -14,6 +14,7 @@ from keras import ops
 
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
+from keras_rfattn.layers.decoding import CACHES
 from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.layers.decoding import answering
 from keras_rfattn.layers.recording import recording
@@ -79,9 +80,8 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
             "`keras_rfattn.generation.prefill`, returns."
         )
     batch, length = ops.shape(token_ids)
-    positions = ops.cast(cache_update_index, "int32") + ops.arange(
-        length, dtype="int32"
-    )
+    start = ops.convert_to_tensor(cache_update_index, dtype="int32")
+    positions = start + ops.arange(length, dtype="int32")
     passed, after = positions[None] >= cache.seen[:, None], positions[-1] + 1
     is_prompt = not any(isinstance(x, STATES) for x in cache.layers.values())
     if known.end is not None and is_prompt:
@@ -96,7 +96,7 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
         for site in known.sites:
             layer, kept = site.layer, cache.layers.get(f"{site.index}")
             if site.is_linear:
-                part = Decoder(kept, enters, passed, cache_update_index)
+                part = Decoder(kept, enters, passed, start)
                 stack.enter_context(recording([(layer, part)]))
             elif kept is not None:
                 part, longest = Exact(layer.call, kept), kept.shape[2]
@@ -107,7 +107,7 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
         shape = batch, len(known.sites), 2, longest, 1, 1
         placeholder = ops.zeros(shape, dtype=task.compute_dtype)
         logits, hidden_states, _ = original(
-            task, token_ids, placeholder, cache_update_index, *args, **kwargs
+            task, token_ids, placeholder, start, *args, **kwargs
         )
     states = {i: part.state for i, part in parts.items() if part.state is not None}
     seen = ops.maximum(cache.seen, ops.cast(after, "int32"))
@@ -120,11 +120,12 @@ class Exact:
     def __init__(self, function, state):
         self.function, self.state = function, state
 
-    def __call__(self, *args, cache=None, **kwargs):
-        if cache is None:
+    def __call__(self, *args, **kwargs):
+        name = next((x for x in CACHES if kwargs.get(x) is not None), None)
+        if name is None:
             return self.function(*args, **kwargs)
-        output, self.state = self.function(*args, cache=self.state, **kwargs)
-        return output, cache
+        output, self.state = self.function(*args, **{**kwargs, name: self.state})
+        return output, kwargs[name]
 
 
 def context(task):

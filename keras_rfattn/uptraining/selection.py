@@ -2,6 +2,7 @@
 
 import contextlib
 
+from keras_rfattn.layers.checks import projection
 from keras_rfattn.layers.checks import title
 
 TRAINABLE = ("maps", "query_key", "lora", "all")
@@ -20,18 +21,18 @@ def chosen(model, layers, trainable, lora_rank):
         ValueError: If nothing is left to train.
     """
     maps = [v for layer in layers for v in layer.feature_map.variables if v.trainable]
-    sides = [x for layer in layers for x in (layer._query_dense, layer._key_dense)]
+    sides = once(projection(x, side) for x in layers for side in ("query", "key"))
     own = everything = []
     if trainable == "query_key":
         own = everything = [v for x in sides for v in x.variables if v.trainable]
     elif trainable == "lora":
-        ends = [x for y in layers for x in (y._value_dense, y._output_dense)]
-        for dense in (*sides, *ends):
+        ends = [projection(x, side) for x in layers for side in ("value", "output")]
+        for dense in once([*sides, *ends]):
             if not getattr(dense, "lora_enabled", False):
                 dense.enable_lora(lora_rank)
         own, everything = (
             [v for x in denses for v in (x.lora_kernel_a, x.lora_kernel_b)]
-            for denses in (sides, [*sides, *ends])
+            for denses in (sides, once([*sides, *ends]))
         )
     elif trainable == "all":
         of_maps = {id(v) for v in maps}
@@ -69,6 +70,6 @@ def _set_trainable(variable, value):
         variable.trainable = value
 
 
-def once(variables):
-    """Each variable once, in order."""
-    return list({id(v): v for v in variables}.values())
+def once(items):
+    """Each once, in order."""
+    return list({id(x): x for x in items}.values())

@@ -95,6 +95,82 @@ def opt():
     return models.OPTCausalLM(models.OPTBackbone(**TEXT)), tokens()
 
 
+GROUPED = dict(
+    vocabulary_size=60, num_layers=2, num_query_heads=4, num_key_value_heads=2,
+    hidden_dim=16, intermediate_dim=24, dropout=0.0,
+)  # fmt: skip
+EXPERTS = dict(
+    moe_intermediate_dim=12, num_experts=3, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def llama():
+    config = {k: v for k, v in GROUPED.items() if k != "dropout"}
+    return models.LlamaCausalLM(models.LlamaBackbone(**config)), tokens()
+
+
+def llama3():
+    config = {k: v for k, v in GROUPED.items() if k != "dropout"}
+    return models.Llama3CausalLM(models.Llama3Backbone(**config)), tokens()
+
+
+def mistral():
+    backbone = models.MistralBackbone(sliding_window=None, **GROUPED)
+    return models.MistralCausalLM(backbone), tokens()
+
+
+def mixtral():
+    backbone = models.MixtralBackbone(
+        sliding_window=None, num_experts=3, top_k=2, **GROUPED
+    )
+    return models.MixtralCausalLM(backbone), tokens()
+
+
+def qwen():
+    return models.QwenCausalLM(models.QwenBackbone(**GROUPED)), tokens()
+
+
+def qwen_moe():
+    backbone = models.QwenMoeBackbone(
+        shared_expert_intermediate_dim=12, top_k=2, **EXPERTS, **GROUPED
+    )
+    return models.QwenMoeCausalLM(backbone), tokens()
+
+
+def qwen3():
+    backbone = models.Qwen3Backbone(head_dim=8, sliding_window_size=None, **GROUPED)
+    return models.Qwen3CausalLM(backbone), tokens()
+
+
+def qwen3_moe():
+    backbone = models.Qwen3MoeBackbone(
+        head_dim=8, top_k=2, sliding_window_size=None,
+        norm_top_k_prob=True, **EXPERTS, **GROUPED,
+    )  # fmt: skip
+    return models.Qwen3MoeCausalLM(backbone), tokens()
+
+
+def phi3():
+    config = {k: v for k, v in GROUPED.items() if k != "dropout"}
+    return models.Phi3CausalLM(models.Phi3Backbone(**config)), tokens()
+
+
+def gpt_neo_x():
+    backbone = models.GPTNeoXBackbone(rotary_percentage=0.5, **TEXT)
+    return models.GPTNeoXCausalLM(backbone), tokens()
+
+
+def smollm3():
+    backbone = models.SmolLM3Backbone(
+        vocabulary_size=60, hidden_dim=16, intermediate_dim=24, num_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attention_bias=False,
+        attention_dropout=0.0, rope_layer_enabled_list=[True, False],
+        layer_types=["attention"] * 2, mlp_bias=False, layer_norm_epsilon=1e-5,
+        max_position_embeddings=64, rope_theta=10000.0, partial_rotary_factor=1.0,
+    )  # fmt: skip
+    return models.SmolLM3CausalLM(backbone), tokens()
+
+
 def vit():
     backbone = models.ViTBackbone((16, 16, 3), 4, mlp_dim=24, **VISION)
     return models.ViTImageClassifier(backbone, num_classes=3), images()
@@ -149,12 +225,29 @@ FAMILIES = {
     "bart": bart,
     "gpt2": gpt2,
     "opt": opt,
+    "llama": llama,
+    "llama3": llama3,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "qwen": qwen,
+    "qwen_moe": qwen_moe,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "phi3": phi3,
+    "gpt_neo_x": gpt_neo_x,
+    "smollm3": smollm3,
     "vit": vit,
     "deit": deit,
     "clip": clip,
     "siglip": siglip,
     "dinov2": dinov2,
 }
+
+
+QUERIES_AND_KEYS = tuple(
+    f"{x}/kernel"
+    for x in ("query", "key", "query_dense", "key_dense", "q_proj", "k_proj")
+) + ("query_key_value/kernel",)
 
 
 def build(name):
@@ -164,7 +257,7 @@ def build(name):
     rng = _rng()
     for weight in model.trainable_weights:
         # Freshly initialised attention is close to uniform.
-        if weight.path.endswith(("query/kernel", "key/kernel")):
+        if weight.path.endswith(QUERIES_AND_KEYS):
             weight.assign(rng.normal(size=weight.shape) * 0.7)
     return model, inputs
 

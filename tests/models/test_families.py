@@ -85,7 +85,7 @@ def fit_one_step(model, inputs):
     queries = [
         np.any(keras.ops.convert_to_numpy(w) != old)
         for w, old in zip(model.trainable_weights, before, strict=True)
-        if w.path.endswith("query/kernel")
+        if w.path.endswith(families.QUERIES_AND_KEYS)
     ]
     assert queries and any(queries)
 

@@ -12,7 +12,10 @@ from tests.models import families
 
 pytest.importorskip("keras_hub")
 
-FAMILIES = ("gpt2", "opt")
+FAMILIES = (
+    "gpt2", "opt", "llama", "llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3",
+    "qwen3_moe", "phi3", "gpt_neo_x", "smollm3",
+)  # fmt: skip
 MECHANISMS = {
     "favorpp": {"feature_map": "favorpp", "num_features": 16},
     "window": {"feature_map": "favorplus", "num_features": 16, "window": 3},
@@ -31,7 +34,7 @@ def linear(family="gpt2", mechanism="favorpp"):
     generator = np.random.default_rng(3)
     for weight in model.trainable_weights:
         # As peaked as a trained model, so that attention to the wrong token is seen.
-        if weight.path.endswith(("query/kernel", "key/kernel")):
+        if weight.path.endswith(families.QUERIES_AND_KEYS):
             weight.assign(1.5 * generator.normal(size=weight.shape))
     found = next((x for x in MECHANISMS[mechanism] if x == "exclude"), None)
     arguments = dict(MECHANISMS[mechanism], seed=0)
@@ -61,21 +64,30 @@ def assert_near(found, expected, tolerance=1e-4):
     assert scale > 0 and np.abs(found - expected).max() <= tolerance * scale
 
 
-@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (7, 5), (4, 1, 1, 6), (LENGTH,)])
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_any_split_is_one_pass(mechanism, chunks):
-    model, ids = linear(mechanism=mechanism), tokens()
-    found, state, start = [], None, 0
-    for size in chunks:
-        part = ids[:, start : start + size]
-        if state is None:
-            logits, state = generation.prefill(model, part, max_length=LENGTH)
-        else:
-            logits, state = generation.step(model, part, state)
-        found.append(array(logits))
-        start += size
-    assert_near(np.concatenate(found, axis=1), full_pass(model, ids))
-    assert array(state.seen).tolist() == [LENGTH] * 3
+@pytest.mark.parametrize(
+    ("family", "mechanism"),
+    [("llama", x) for x in MECHANISMS]
+    + [
+        pytest.param(x, "window", marks=pytest.mark.long)
+        for x in FAMILIES
+        if x != "llama"
+    ],
+)
+def test_any_split_is_one_pass(family, mechanism):
+    model, ids = linear(family, mechanism), tokens()
+    expected = full_pass(model, ids)
+    for chunks in [(4, 1, 1, 6), (1, 7, 4), (LENGTH,)]:
+        found, state, start = [], None, 0
+        for size in chunks:
+            part = ids[:, start : start + size]
+            if state is None:
+                logits, state = generation.prefill(model, part, max_length=LENGTH)
+            else:
+                logits, state = generation.step(model, part, state)
+            found.append(array(logits))
+            start += size
+        assert_near(np.concatenate(found, axis=1), expected)
+        assert array(state.seen).tolist() == [LENGTH] * 3
 
 
 def masks():
@@ -169,8 +181,16 @@ def greedy(model, ids, mask):
     return ids
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mechanism"),
+    [("gpt2", "favorpp"), ("llama", "window")]
+    + [
+        pytest.param(family, mechanism, marks=pytest.mark.long)
+        for family in FAMILIES
+        for mechanism in (MECHANISMS if family == "llama" else ["favorpp"])
+        if (family, mechanism) not in [("gpt2", "favorpp"), ("llama", "window")]
+    ],
+)
 def test_greedy_generation(family, mechanism):
     model, ids = linear(family, mechanism), tokens()
     mask = np.arange(LENGTH) < np.array([4, 7, 1])[:, None]

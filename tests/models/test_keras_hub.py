@@ -223,7 +223,7 @@ REFUSED = {
     "DebertaV3Backbone": ("disentangled", dict(bucket_size=8)),
     "T5Backbone": ("relative position bias", {}),
     "BloomBackbone": ("ALiBi", {}),
-    "LlamaBackbone": ("no adapter", dict(num_query_heads=2, num_key_value_heads=1)),
+    "ESMBackbone": ("no adapter", {}),
     "GemmaBackbone": (
         "soft cap",
         dict(num_query_heads=2, num_key_value_heads=1, head_dim=8),

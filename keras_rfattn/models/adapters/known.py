@@ -26,6 +26,8 @@ class Known(NamedTuple):
             as facts.
         builds_mask: Of a block, whether it hands its attention a dense mask of its own
             making whose meaning is not known here.
+        mixin: Of an attention class that can be linear, name of the mixin in its
+            library's file that makes it so.
         takes_dense: Of an attention class, whether its blocks build the causal mask
             instead of asking for it.
         is_pooling: Of a block, whether it attends with one query a sequence, where
@@ -37,9 +39,21 @@ class Known(NamedTuple):
     refused: str | None = None
     causal: bool | None = None
     masks: str | None = None
+    mixin: str = "CachedAttention"
     builds_mask: bool = False
     takes_dense: bool = False
     is_pooling: bool = False
+
+
+def _grouped(place):
+    """The row of a decoder's attention, with rotary embeddings and grouped heads."""
+    module = f"keras_hub.src.models.{place}"
+    return Known(HUB, module, mixin="RotaryAttention", takes_dense=True)
+
+
+def _decoder(place, masks="DecoderMasks"):
+    """The row of the block that holds it."""
+    return Known(HUB, f"keras_hub.src.models.{place}", masks=masks)
 
 
 ATTENTION = {
@@ -63,8 +77,16 @@ ATTENTION = {
     "CachedGemmaAttention": Known(
         HUB, refused="own cache layout, and soft cap in Gemma 2"
     ),
-    "CachedMistralAttention": Known(HUB, refused="sliding window"),
-    "CachedMixtralAttention": Known(HUB, refused="sliding window"),
+    "CachedMistralAttention": _grouped("mistral.mistral_attention"),
+    "CachedMixtralAttention": _grouped("mixtral.mixtral_attention"),
+    "GPTNeoXAttention": _grouped("gpt_neo_x.gpt_neo_x_attention"),
+    "LlamaAttention": _grouped("llama.llama_attention"),
+    "Phi3Attention": _grouped("phi3.phi3_attention"),
+    "QwenAttention": _grouped("qwen.qwen_attention"),
+    "QwenMoeAttention": _grouped("qwen_moe.qwen_moe_attention"),
+    "Qwen3Attention": _grouped("qwen3.qwen3_attention"),
+    "Qwen3MoeAttention": _grouped("qwen3_moe.qwen3_moe_attention"),
+    "SmolLM3Attention": _grouped("smollm3.smollm3_layers"),
     "CLIPAttention": Known(
         CV, refused="KerasCV's own CLIP; use the KerasHub CLIPBackbone"
     ),
@@ -96,6 +118,20 @@ ATTENTION = {
 
 BLOCKS = {
     "TransformerDecoder": Known(HUB, "keras_hub.layers", masks="DecoderMasks"),
+    "GPTNeoXDecoder": _decoder("gpt_neo_x.gpt_neo_x_decoder"),
+    "LlamaTransformerDecoder": _decoder("llama.llama_decoder"),
+    "MistralTransformerDecoder": _decoder("mistral.mistral_transformer_decoder"),
+    "MixtralTransformerDecoder": _decoder("mixtral.mixtral_decoder"),
+    "Phi3Decoder": _decoder("phi3.phi3_decoder"),
+    "QwenTransformerDecoder": _decoder("qwen.qwen_decoder"),
+    "QwenMoeTransformerDecoder": _decoder(
+        "qwen_moe.qwen_moe_decoder", "SparseDecoderMasks"
+    ),
+    "Qwen3TransformerDecoder": _decoder("qwen3.qwen3_decoder"),
+    "Qwen3MoeTransformerDecoder": _decoder(
+        "qwen3_moe.qwen3_moe_decoder", "SparseDecoderMasks"
+    ),
+    "SmolLM3DecoderLayer": _decoder("smollm3.smollm3_layers"),
     "DINOV2Attention": Known(HUB, causal=False),
     "DeiTEncoderBlock": Known(HUB, causal=False),
     "EdRecEncoderBlock": Known(HUB, causal=False),
