@@ -10,7 +10,7 @@ import keras_rfattn
 from keras_rfattn import generation
 from tests.models import families
 
-pytest.importorskip("keras_hub")
+keras_hub = pytest.importorskip("keras_hub")
 
 FAMILIES = (
     "gpt2", "opt", "llama", "llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3",
@@ -207,3 +207,125 @@ def test_greedy_generation(family, mechanism):
     np.testing.assert_array_equal(found["token_ids"], greedy(model, ids, mask))
     hidden = ~mask & (np.cumsum(mask[:, ::-1], axis=1)[:, ::-1] > 0)
     np.testing.assert_array_equal(array(found["padding_mask"]) > 0, ~hidden)
+
+
+SAMPLERS = {
+    "greedy": lambda s: s.GreedySampler(),
+    "beam": lambda s: s.BeamSampler(num_beams=3),
+    "contrastive": lambda s: s.ContrastiveSampler(k=3, alpha=0.3),
+    "top_k": lambda s: s.TopKSampler(k=4, seed=7),
+    "top_p": lambda s: s.TopPSampler(p=0.9, k=8, seed=7),
+    "random": lambda s: s.RandomSampler(seed=7),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "sampler"),
+    [("llama", "beam")]
+    + [pytest.param("gpt2", x, marks=pytest.mark.long) for x in SAMPLERS]
+    + [pytest.param("qwen3", "greedy", marks=pytest.mark.long)],
+)
+def test_a_window_over_everything_generates_what_softmax_does(family, sampler):
+    ids, lengths = tokens(), np.array([5, 3, 6])
+    mask = np.arange(LENGTH) < lengths[:, None]
+    ids, found = np.where(mask, ids, 0), []
+    for mechanism in (None, {"feature_map": "favorplus", "window": LENGTH}):
+        model = linear(family, "favorpp")
+        keras_rfattn.restore_attention(model)
+        if mechanism:
+            keras_rfattn.replace_attention(model, num_features=4, seed=0, **mechanism)
+        model.compile(sampler=SAMPLERS[sampler](keras_hub.samplers))
+        prompt = {"token_ids": ids.copy(), "padding_mask": mask.astype("int32")}
+        found.append(
+            np.asarray(model.generate(prompt, stop_token_ids=None)["token_ids"])
+        )
+    np.testing.assert_array_equal(*found)
+    # Not the same token over and over, which anything would generate.
+    assert len(np.unique(found[0][~mask])) >= 3
+
+
+def beam_search(model, ids, start, count):
+    """The best of `count` beams of one text, by full passes over all of them."""
+    beams, scores = (
+        np.repeat(ids, count, axis=0),
+        np.array([0.0] + [-1e9] * (count - 1)),
+    )
+    for i in range(start, ids.shape[1]):
+        mask = np.broadcast_to(np.arange(ids.shape[1]) < i, beams.shape)
+        logits = full_pass(model, beams, mask)[:, i - 1].astype("float64")
+        logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        total = scores[:, None] + logs
+        best = np.argsort(-total, axis=None)[:count]
+        rows, words = np.unravel_index(best, total.shape)
+        beams, scores = beams[rows].copy(), total[rows, words]
+        beams[:, i] = words
+    return beams[scores.argmax()]
+
+
+@pytest.mark.parametrize("mechanism", ["favorpp", "window"])
+def test_beam_search(mechanism):
+    model, ids = linear("llama", mechanism), tokens()
+    mask = np.broadcast_to(np.arange(LENGTH) < 5, ids.shape)
+    ids = np.where(mask, ids, 0)
+    model.compile(sampler=keras_hub.samplers.BeamSampler(num_beams=3))
+    found = model.generate(
+        {"token_ids": ids.copy(), "padding_mask": mask.astype("int32")},
+        stop_token_ids=None,
+    )
+    expected = [beam_search(model, row[None], 5, 3) for row in ids]
+    np.testing.assert_array_equal(found["token_ids"], expected)
+
+
+def test_edges():
+    model, ids = linear(), tokens()
+    model.compile(sampler="greedy")
+    full = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    found = model.generate(dict(full), stop_token_ids=None)["token_ids"]
+    np.testing.assert_array_equal(found, ids)
+    # A row without a token begins with the padding it has, one with an end token ends.
+    mask = np.zeros_like(ids)
+    mask[1:, :1] = 1
+    expected = greedy(model, ids, (mask > 0) | (np.arange(LENGTH) == 0))
+    found = model.generate(
+        {"token_ids": ids, "padding_mask": mask}, stop_token_ids=None
+    )["token_ids"]
+    np.testing.assert_array_equal(found, expected)
+    stop = [int(expected[1, 1])]
+    found = model.generate(
+        {"token_ids": ids[1:2], "padding_mask": mask[1:2]}, stop_token_ids=stop
+    )
+    np.testing.assert_array_equal(found["token_ids"][0, :2], expected[1, :2])
+    assert array(found["padding_mask"])[0].tolist() == [1, 1] + [0] * (LENGTH - 2)
+
+
+def test_the_state_has_one_size():
+    model, ids = linear(), tokens()
+    states = [generation.prefill(model, ids[:, :n])[1] for n in (1, 3, LENGTH)]
+    shapes = [[x.shape for x in keras.tree.flatten(state)] for state in states]
+    assert shapes[0] == shapes[1] == shapes[2]
+    dtypes = {keras.backend.standardize_dtype(x.dtype) for x in states[0].layers["0"]}
+    assert dtypes == {"float32", "int32"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_sums_are_wide_in_low_precision(policy, window):
+    found = []
+    for dtype in (policy, "float32"):
+        keras.utils.set_random_seed(0)
+        backbone = keras_hub.models.GPT2Backbone(**dict(families.TEXT, dtype=dtype))
+        model = keras_hub.models.GPT2CausalLM(backbone)
+        keras_rfattn.replace_attention(
+            model, "favorplus", num_features=16, seed=0, window=window
+        )
+        logits, state = generation.prefill(model, tokens()[:, :6])
+        parts = [array(logits)]
+        for i in range(6, LENGTH):
+            logits, state = generation.step(model, tokens()[:, i : i + 1], state)
+            parts.append(array(logits))
+        sums = state.layers["0"]
+        dtypes = {keras.backend.standardize_dtype(x.dtype) for x in sums[:4]}
+        assert dtypes == {"float32"}
+        found.append(np.concatenate(parts, axis=1))
+    assert_near(found[0], found[1], 0.05)

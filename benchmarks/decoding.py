@@ -1,0 +1,133 @@
+"""Time and memory of one more token, after contexts of any length.
+
+    python benchmarks/decoding.py [--contexts 512 1024 4096 16384 65536] [--batch 1 8]
+
+A GPT-2 of one layer, 12 heads of 64: softmax with its cache of keys and values beside
+each mechanism with its state, in one run, alternating. Printed are milliseconds a token
+(least and median), bytes that a sequence keeps, and how many times as fast as softmax.
+Values in a cache do not change the time of reading it, so that softmax's are zeros and
+states have seen 64 tokens.
+"""
+
+import argparse
+import json
+import os
+import time
+
+MECHANISMS = ("favorpp", "favorpp window 128", "hedgehog", "polysketch")
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    contexts = [512, 1024, 4096, 16384, 65536]
+    parser.add_argument("--contexts", nargs="+", type=int, default=contexts)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS)
+    parser.add_argument("--num-features", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--results", default="decoding.jsonl")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+import keras_rfattn
+from keras_rfattn import generation
+
+HEADS, DIM, SEEN = 12, 64, 64
+
+
+def build(mechanism, longest, num_features):
+    keras.utils.set_random_seed(0)
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=100, num_layers=1, num_heads=HEADS, hidden_dim=HEADS * DIM,
+        intermediate_dim=DIM, dropout=0.0, max_sequence_length=longest + 1,
+    )  # fmt: skip
+    model = keras_hub.models.GPT2CausalLM(backbone)
+    if mechanism != "softmax":
+        name, *window = mechanism.split(" window ")
+        takes_width = name not in ("hedgehog", "polysketch")
+        keras_rfattn.replace_attention(
+            model, name, num_features=num_features if takes_width else None, seed=0,
+            window=int(window[0]) if window else None,
+        )  # fmt: skip
+    return model
+
+
+def stepper(model, longest, batch):
+    """`(step, state)`: one more token, compiled as the backend does."""
+
+    def step(token, state, index):
+        logits, _, state = model.call_with_cache(token, state, index)
+        return logits, state
+
+    if not isinstance(model, keras_rfattn.models.saving.Carrier):
+        state = ops.zeros((batch, 1, 2, longest, HEADS, DIM))
+    else:
+        _, state = generation.prefill(model, np.ones((batch, SEEN), "int32"))
+    if keras.backend.backend() == "jax":
+        import jax
+
+        # The old state makes room for the new one, as in a loop.
+        return jax.jit(step, donate_argnums=1), state
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(step, jit_compile=True), state
+    return step, state
+
+
+def milliseconds(step, state, index, batch):
+    """The time of a token, and the state after it."""
+    token = ops.ones((batch, 1), dtype="int32")
+    index = ops.convert_to_tensor(index, dtype="int32")
+    start = time.perf_counter()
+    logits, state = step(token, state, index)
+    ops.convert_to_numpy(logits)
+    return 1000 * (time.perf_counter() - start), state
+
+
+def size(state):
+    """Bytes for one sequence."""
+    leaves = keras.tree.flatten(state)
+    return sum(ops.convert_to_numpy(x[:1]).nbytes for x in leaves)
+
+
+def main(args):
+    longest = max(args.contexts)
+    names = ["softmax", *args.mechanisms]
+    models = {name: build(name, longest, args.num_features) for name in names}
+    for batch in args.batch:
+        for context in args.contexts:
+            steps = {k: stepper(m, context, batch) for k, m in models.items()}
+            times = {name: [] for name in names}
+            for _ in range(args.rounds + 2):
+                for name, (step, state) in steps.items():
+                    found, state = milliseconds(step, state, context - 1, batch)
+                    times[name].append(found)
+                    steps[name] = step, state
+            softmax = float(np.median(times["softmax"][2:]))
+            for name, found in times.items():
+                row = {
+                    "backend": keras.backend.backend(), "batch": batch,
+                    "context": context, "mechanism": name,
+                    "ms": round(float(np.median(found[2:])), 3),
+                    "least": round(min(found[2:]), 3), "bytes": size(steps[name][1]),
+                    "times as fast": round(softmax / float(np.median(found[2:])), 2),
+                }  # fmt: skip
+                print(json.dumps(row), flush=True)
+                with open(args.results, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main(args)
