@@ -176,12 +176,17 @@ def warn_of_lengths(layer):
         )
 
 
-def refusal(layer):
-    """Why a layer's own arguments rule linear attention out, or `None`."""
-    windows = (getattr(layer, name, None) for name in SLIDING_WINDOWS)
-    window = next((x for x in windows if x is not None), None)
-    if window and getattr(layer, "use_sliding_window_attention", True):
-        return f"sliding window of {window} tokens"
+def refusal(layer, windows=True):
+    """Why a layer's own arguments rule linear attention out, or `None`.
+
+    Args:
+        layer: An attention layer.
+        windows: Whether a sliding window is such a reason.
+    """
+    found = (getattr(layer, name, None) for name in SLIDING_WINDOWS)
+    window = next((x for x in found if x is not None), None)
+    if windows and window and getattr(layer, "use_sliding_window_attention", True):
+        return f"sliding window of {window} tokens (`drop_sliding_window` ignores it)"
     axes = getattr(layer, "_attention_axes", None)
     if axes is not None and tuple(axes) != (1,):
         return f"attention over axes {tuple(axes)}; only sequences (axis 1) are linear"

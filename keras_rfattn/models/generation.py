@@ -146,7 +146,7 @@ def generating(task, hidden=None, end=None):
 
 def decodes(site):
     """Whether an attention layer is one that generates with a cache."""
-    return site.causal and site.reason is None
+    return site.causal and swap.linear_class(swap.original_class(site.layer))
 
 
 def empty_cache(task, batch_size, max_length):

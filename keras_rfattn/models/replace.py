@@ -33,6 +33,7 @@ def replace_attention(
     block_size=None,
     window=None,
     sliding=False,
+    drop_sliding_window=False,
 ):
     """Makes the attention of a model linear in sequence length, in place.
 
@@ -59,6 +60,8 @@ def replace_attention(
             of the softmax or polynomial kernel.
         sliding: Whether the window before a query's own is exact too (and, without
             causality, the one after).
+        drop_sliding_window: Whether to replace attention that sees the last tokens
+            alone (Mistral's) by attention that sees all.
 
     Returns:
         The model.
@@ -72,6 +75,8 @@ def replace_attention(
     check_model(model)
     options = Options(block_size, window, sliding)
     found = s.survey(model)
+    if drop_sliding_window:
+        s.drop_sliding_windows(found.sites)
     selected = _replaceable(model, found, include, exclude)
     check_seed(seed)
     changes = []

@@ -131,11 +131,19 @@ def is_cross(site):
     return False
 
 
-def unsupported(layer):
+def drop_sliding_windows(sites):
+    """Sites whose only obstacle is a sliding window have none any more."""
+    for site in sites:
+        if site.reason:
+            reason = unsupported(site.layer, windows=False)
+            site.reason = reason or _parent_reason(site.layer, site.parent)
+
+
+def unsupported(layer, windows=True):
     """Why an attention layer cannot be replaced, or `None` if it can be."""
     cls = type(layer)
     if linear_class(cls) is not None:
-        return refusal(layer)
+        return refusal(layer, windows)
     row = known.ATTENTION.get(cls.__name__, known.NOTHING)
     return row.refused or "no adapter for this class: its mathematics is not known"
 

@@ -276,6 +276,26 @@ def test_beam_search(mechanism):
     np.testing.assert_array_equal(found["token_ids"], expected)
 
 
+def test_sliding_windows_are_dropped_by_name_alone():
+    backbone = keras_hub.models.MistralBackbone(sliding_window=3, **families.GROUPED)
+    model, ids = keras_hub.models.MistralCausalLM(backbone), tokens()
+    softmax = full_pass(model, ids)
+    with pytest.raises(ValueError, match="window of 3 tokens .`drop_sliding_window`"):
+        keras_rfattn.replace_attention(model)
+    first = keras_rfattn.describe_attention(model).kept[0].path
+    arguments = {"window": LENGTH, "seed": 0, "drop_sliding_window": True}
+    keras_rfattn.replace_attention(model, "favorplus", exclude=first, **arguments)
+    logits, state = generation.prefill(model, ids[:, :5], max_length=LENGTH)
+    found = [array(logits)]
+    for i in range(5, LENGTH):
+        logits, state = generation.step(model, ids[:, i : i + 1], state)
+        found.append(array(logits))
+    assert_near(np.concatenate(found, axis=1), full_pass(model, ids))
+    # Each query sees one token more where it saw three: the same up to there.
+    assert_near(found[0][:, :3], softmax[:, :3])
+    assert np.abs(found[0][:, 4] - softmax[:, 4]).max() > 1e-4 * np.abs(softmax).max()
+
+
 def test_edges():
     model, ids = linear(), tokens()
     model.compile(sampler="greedy")
