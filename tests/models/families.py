@@ -1,5 +1,7 @@
 """Small models of every family, with inputs: builders by name."""
 
+import os
+
 import keras
 import keras_hub
 import numpy as np
@@ -244,6 +246,16 @@ FAMILIES = {
 }
 
 
+# Kin of Llama, of one adapter. They are compiled for minutes: elsewhere than on PyTorch
+# they are tested where the environment variable ALL_FAMILIES is set.
+KIN = ("llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3", "phi3")
+TESTED = [
+    name
+    for name in FAMILIES
+    if name not in KIN
+    or keras.backend.backend() == "torch"
+    or os.environ.get("ALL_FAMILIES")
+]
 QUERIES_AND_KEYS = tuple(
     f"{x}/kernel"
     for x in ("query", "key", "query_dense", "key_dense", "q_proj", "k_proj")

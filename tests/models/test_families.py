@@ -33,7 +33,7 @@ FAST = ("bert", "vit")
     "name",
     [
         pytest.param(name, marks=[] if name in FAST else [pytest.mark.long])
-        for name in families.FAMILIES
+        for name in families.TESTED
     ],
 )
 def test_family(name, folder):
