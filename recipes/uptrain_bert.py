@@ -8,10 +8,10 @@ Hedgehog (Zhang et al., 2024) and Chefs' Random Tables, table 2 (Likhosherstov e
     python recipes/uptrain_bert.py --data-dir DIR --task long --window 64
 
 DIR holds sts/, mrpc/, sst2/ and wikitext2/ as of docs/pages/guides/uptraining.md.
-Training texts have no labels: training splits, STS pairs without a score, WikiText-2, and
-clauses of these; sentences that are evaluated are dropped and counted. Every number stands
-beside softmax, zero attention, the mean of V, and `one_feature`: attention whose weights
-no query changes, trained alike.
+Training texts have no labels: training splits, STS pairs without a score, WikiText-2,
+and clauses of these; sentences that are evaluated are dropped and counted. Every number
+stands beside softmax, zero attention, the mean of V, and `one_feature`: attention whose
+weights no query changes, trained alike.
 
 Cost of `similarity`: 15 minutes a seed on one core, and 4 for each evaluation. Expected
 (docs/pages/results/uptraining.md): "favorpp_learned" of width 64, 600 steps, the
