@@ -345,3 +345,25 @@ def test_steps_are_shared_out():
     fake = type("T", (), {"settings": settings, "layers": [None, None]})
     plan = [(x.name, x.steps, x.layer) for x in Training.plan(fake)]
     assert plan == [("attention", 2, 0), ("attention", 1, 1), ("features", 2, None)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "trainable"),
+    [("llama", "maps"), ("gpt_neo_x", "query_key"), ("smollm3", "lora")],
+)
+def test_decoders_with_grouped_heads(family, trainable):
+    families = pytest.importorskip("tests.models.families")
+    model, data = families.build(family)
+    softmax = families.outputs(model, data)
+    keras_rfattn.replace_attention(model, "hedgehog", seed=0)
+    report = m.uptrain(
+        model, data, steps=20, trainable=trainable, batch_size=2, objective="features"
+    )
+    assert report.after < report.before
+    for stage in report.stages:
+        assert stage.last < stage.first
+    keras_rfattn.restore_attention(model)
+    restored = families.outputs(model, data)
+    same = all(np.array_equal(a, b) for a, b in zip(softmax, restored, strict=True))
+    assert same == (trainable == "maps")
