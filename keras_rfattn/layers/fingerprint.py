@@ -21,6 +21,8 @@ KEY = "attention_fingerprint"
 FORMAT = 2
 # Options that change what is computed.
 MEANING = ("window", "sliding")
+# What the config of a plain dtype policy is made of.
+POLICY = {"class_name": "", "config": {"name": ""}, "module": "", "registered_name": ""}
 # A map inside a map is known by its file too. Where files have moved since the first
 # marks were written, what they were called then.
 FORMER_MODULES = {
@@ -67,6 +69,8 @@ def _projections(config):
                 sorted((k, repr(v)) for k, v in own["config"].items() if k != "seed"),
             ]
         )
+        # Policies of quantized layers have more to their configs than those of others.
+        config = config | ({"dtype": POLICY} if "dtype" in config else {})
         return own + [
             _projections(config[k]) for k in sorted(config) if k != "projection"
         ]
