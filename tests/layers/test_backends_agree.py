@@ -59,11 +59,11 @@ def here(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("other", ["jax", "tensorflow", "torch"])
+@pytest.mark.parametrize("other", ["tensorflow", "torch"])
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_layers_agree(other, request, tmp_path):
-    if other <= keras.backend.backend():
-        pytest.skip("the same backend, or this pair is the other's to test")
+    if keras.backend.backend() != "jax":
+        pytest.skip("both others are compared with JAX, on JAX")
     pytest.importorskip(other)
     here = request.getfixturevalue("here")
     there = results(other, tmp_path / "there.npz", own_maps(request.config))
