@@ -7,6 +7,7 @@ from keras import ops
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.decoding import empty_state
 from keras_rfattn.models.generation import Cache
+from keras_rfattn.models.generation import call_with_cache
 from keras_rfattn.models.generation import context
 from keras_rfattn.models.generation import decodes
 from keras_rfattn.models.generation import empty_cache
@@ -73,11 +74,12 @@ def step(model, tokens, state, padding_mask=None):
 
 def check(model):
     """Raises `TypeError` unless a model can be decoded with a state."""
-    is_task = any(cls.__name__ == "CausalLM" for cls in type(model).__mro__)
+    is_task = getattr(type(model), "call_with_cache", None) is call_with_cache
     if not is_task or not any(x.is_linear and decodes(x) for x in context(model).sites):
         raise TypeError(
-            "`model` must be a KerasHub CausalLM with linear attention. Received: "
-            f"{type(model).__name__}. Call `keras_rfattn.replace_attention` first."
+            "`model` must be a KerasHub CausalLM of tokens alone, with linear "
+            f"attention. Received: {type(model).__name__}. Call "
+            "`keras_rfattn.replace_attention` first."
         )
 
 

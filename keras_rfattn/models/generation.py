@@ -7,6 +7,7 @@ values.
 """
 
 import contextlib
+import inspect
 from typing import Any
 from typing import NamedTuple
 
@@ -196,11 +197,16 @@ def generate_step(task, inputs, stop_token_ids=None):
     return {**found, "padding_mask": visible}
 
 
-# Methods of KerasHub's tasks, by the name of the class that has them.
-MEMBERS = {
-    "CausalLM": {
+def members(cls):
+    """Methods that a task's class gets; none for tasks of more than tokens."""
+    build = getattr(cls, "_build_cache", None)
+    is_causal = any(base.__name__ == "CausalLM" for base in cls.__mro__)
+    if not is_causal or build is None:
+        return {}
+    if list(inspect.signature(build).parameters) != ["self", "token_ids"]:
+        return {}
+    return {
         "call_with_cache": call_with_cache,
         "_build_cache": build_cache,
         "generate_step": generate_step,
     }
-}

@@ -157,7 +157,7 @@ def test_states_of_something_else_are_refused(tmp_path):
     with pytest.raises(ValueError, match="softmax layers.*max_length=None"):
         generation.prefill(linear(mechanism="mixed"), ids)
     softmax, _ = families.build("gpt2")
-    with pytest.raises(TypeError, match="must be a KerasHub CausalLM with linear"):
+    with pytest.raises(TypeError, match="must be a KerasHub CausalLM of tokens"):
         generation.prefill(softmax, ids)
     with pytest.raises(ValueError, match="whose cache is a .*Received: a cache of"):
         model.call_with_cache(ids, np.zeros((3, 2, 2, LENGTH, 2, 8)), 0)

@@ -162,9 +162,7 @@ def model_carrier(cls):
     """The carrier of a backbone or task class, registered under its own name."""
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
-    members = {"save_to_preset": _save_to_preset}
-    for base in cls.__mro__:
-        members |= generation.MEMBERS.get(base.__name__, {})
+    members = {"save_to_preset": _save_to_preset, **generation.members(cls)}
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
     return saving.carrier_class(cls, name=cls.__name__, members=members)
