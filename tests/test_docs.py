@@ -4,6 +4,7 @@ import importlib.util
 import pathlib
 import re
 
+import keras
 import pytest
 
 from keras_rfattn import feature_maps
@@ -35,6 +36,8 @@ def registry():
 @pytest.mark.parametrize("path", [README, *GUIDES, *OTHERS], ids=lambda p: p.stem)
 def test_every_block_runs(path, tmp_path, monkeypatch, registry):
     text = path.read_text()
+    if keras.backend.backend() == "tensorflow":
+        pytest.skip("run on JAX and PyTorch; TensorFlow compiles for minutes")
     if CHECKPOINT in text and importlib.util.find_spec(CHECKPOINT) is None:
         pytest.skip("needs the checkpoint of the README's commands")
     monkeypatch.chdir(tmp_path)

