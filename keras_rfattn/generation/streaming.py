@@ -12,6 +12,7 @@ from keras_rfattn.models.generation import context
 from keras_rfattn.models.generation import decodes
 from keras_rfattn.models.generation import empty_cache
 from keras_rfattn.models.generation import generating
+from keras_rfattn.models.generation import has_states
 
 
 def prefill(model, tokens, padding_mask=None, max_length=None):
@@ -75,7 +76,7 @@ def step(model, tokens, state, padding_mask=None):
 def check(model):
     """Raises `TypeError` unless a model can be decoded with a state."""
     is_task = getattr(type(model), "call_with_cache", None) is call_with_cache
-    if not is_task or not any(x.is_linear and decodes(x) for x in context(model).sites):
+    if not is_task or not has_states(context(model).sites):
         raise TypeError(
             "`model` must be a KerasHub CausalLM of tokens alone, with linear "
             f"attention. Received: {type(model).__name__}. Call "

@@ -71,7 +71,7 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
         ValueError: If `cache` is not a `Cache`.
     """
     original, known = type(task).original_class.call_with_cache, context(task)
-    if not any(decodes(site) and site.is_linear for site in known.sites):
+    if not has_states(known.sites):
         return original(task, token_ids, cache, cache_update_index, *args, **kwargs)
     if not isinstance(cache, Cache):
         raise ValueError(
@@ -150,6 +150,12 @@ def decodes(site):
     return site.causal and swap.linear_class(swap.original_class(site.layer))
 
 
+def has_states(sites):
+    """Whether linear layers generate with states: not maps that are their kernel."""
+    maps = [x.layer.feature_map for x in sites if x.is_linear and decodes(x)]
+    return bool(maps) and not any(x.is_exact for x in maps)
+
+
 def empty_cache(task, batch_size, max_length):
     """The cache before any token; of linear layers there is nothing in it yet."""
     layers = {}
@@ -170,7 +176,7 @@ def _hidden(hidden, positions, batch):
 
 def build_cache(task, token_ids):
     """`CausalLM._build_cache`: the prompt, in parallel."""
-    if not any(decodes(site) and site.is_linear for site in context(task).sites):
+    if not has_states(context(task).sites):
         return type(task).original_class._build_cache(task, token_ids)
     cache = empty_cache(task, *ops.shape(token_ids))
     _, hidden_states, cache = task.call_with_cache(token_ids, cache, 0)

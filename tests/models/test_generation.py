@@ -25,6 +25,7 @@ MECHANISMS = {
     },
     "signed": {"feature_map": "poisson", "num_features": 16},
     "polynomial": {"feature_map": "polysketch"},
+    "exact": {"feature_map": "polynomial"},
     "mixed": {"feature_map": "favorpp", "num_features": 16, "exclude": "*_0/*"},
 }  # fmt: skip
 LENGTH = 12
@@ -69,7 +70,7 @@ def assert_near(found, expected, tolerance=1e-4):
 
 @pytest.mark.parametrize(
     ("family", "mechanism"),
-    [("llama", x) for x in MECHANISMS]
+    [("llama", x) for x in MECHANISMS if x != "exact"]
     + [
         pytest.param(x, "window", marks=pytest.mark.long)
         for x in FAMILIES
@@ -198,8 +199,8 @@ def greedy(model, ids, mask):
 def test_greedy_generation(family, mechanism):
     model, ids = linear(family, mechanism), tokens()
     mask = np.arange(LENGTH) < np.array([4, 7, 1])[:, None]
-    if mechanism != "mixed":
-        # Softmax layers of KerasHub see padding when they generate.
+    if mechanism not in ("mixed", "exact"):
+        # KerasHub's own cache holds padding, and attention sees it.
         mask[0, :2] = False
         mask[1, 3] = False
     ids = np.where(mask, ids, 0)
