@@ -15,6 +15,7 @@ from keras_rfattn.ops.kernel_attention import softmax_attention
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
 from keras_rfattn.ops.options import Options
+from keras_rfattn.ops.packing import layout
 from keras_rfattn.ops.windowed import Local
 from keras_rfattn.ops.windowed import local_attention
 from keras_rfattn.ops.windowed import mixed
@@ -201,6 +202,12 @@ def attend(
     if 0 in (*query.shape[:2], key.shape[1]):
         # No query, or no key to see.
         return ops.zeros((*query.shape[:-1], value.shape[-1]), dtype=value.dtype)
+    if mask.segment_ids is not None:
+        tokens = query, key, value
+        return _by_text(
+            tokens, mask, feature_map=feature_map, scale=scale,
+            options=options, training=training, recorder=recorder,
+        )  # fmt: skip
     position = mask.offset if mask.causal else None
     if position is not None:
         query, key, value, mask = _apply_offset(query, key, value, mask)
@@ -223,6 +230,32 @@ def attend(
     if mask.query_mask is not None:
         output = ops.where(mask.query_mask[:, :, None, None], output, 0)
     return output
+
+
+def _by_text(tokens, mask, **arguments):
+    """Attention of packed rows: each text by itself."""
+    if not mask.self_attention or mask.offset is not None:
+        raise ValueError(
+            "`segment_ids` need self-attention over whole rows, where queries and keys "
+            "are the same tokens. Received: segment_ids in cross-attention, or in "
+            "decoding with a cache. Give each text a row of its own instead."
+        )
+    ids = ops.convert_to_tensor(mask.segment_ids)
+    if tuple(ids.shape) != tuple(tokens[0].shape[:2]):
+        raise ValueError(
+            "`segment_ids` must have the shape (B, T) of the tokens, "
+            f"{tuple(tokens[0].shape[:2])}. Received: shape {tuple(ids.shape)}."
+        )
+    texts = layout(ids, arguments["options"].max_segments)
+    real = ops.reshape(texts.real, (-1, texts.length))
+    key_mask, query_mask = (
+        None if x is None else texts.unpack(ops.broadcast_to(x, ops.shape(ids)))
+        for x in (mask.key_mask, mask.query_mask)
+    )
+    key_mask = real if key_mask is None else real & key_mask
+    mask = mask.replace(segment_ids=None, key_mask=key_mask, query_mask=query_mask)
+    output = attend(*(texts.unpack(x) for x in tokens), mask=mask, **arguments)
+    return texts.pack(output)
 
 
 def _apply_offset(query, key, value, mask):

@@ -3,12 +3,12 @@
 import keras
 
 from keras_rfattn.feature_maps import resolve
-from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.layers.linear_attention import Packable
 from keras_rfattn.ops.options import Options
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class GroupedQueryAttention(LinearAttention, keras.layers.GroupQueryAttention):
+class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
     """Grouped-query attention, linear in sequence length.
 
     Features of keys are computed once per key/value head and read by all query
@@ -24,7 +24,8 @@ class GroupedQueryAttention(LinearAttention, keras.layers.GroupQueryAttention):
         num_features: Number of random vectors, for a map given by name.
         seed: Seed of the random vectors (and of the inactive dropout).
         **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
-            `block_size`; and further arguments of `keras.layers.GroupQueryAttention`.
+            `block_size`, `max_segments`; and further arguments of
+            `keras.layers.GroupQueryAttention`.
     """
 
     # What `restore_attention` makes of a layer.

@@ -136,10 +136,12 @@ class LinearAttention:
             mask = mask.replace(key_mask=extra)
         if query_mask is not None:
             query_mask = ops.cast(query_mask, "bool")
+        segment_ids = vars(self).pop("segment_ids", mask.segment_ids)
         return mask.replace(
             query_mask=query_mask,
             causal=mask.causal or use_causal_mask,
             self_attention=self._is_self_attention,
+            segment_ids=segment_ids,
         )
 
     @classmethod
@@ -157,6 +159,53 @@ class LinearAttention:
             **self.options.config(),
             **({"trained": list(self.trained)} if self.trained else {}),
         }
+
+
+class Packable(LinearAttention):
+    """`LinearAttention` of the drop-ins, whose call takes `segment_ids` besides."""
+
+    def call(
+        self,
+        query,
+        value,
+        key=None,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+        segment_ids=None,
+    ):
+        """As the Keras layer's.
+
+        Args:
+            segment_ids: Integers `(B, T)` of rows that hold several texts: tokens see
+                those with an equal number alone, as if each text had a row of its own
+                (key padding still applies). Sums, windows and statistics begin anew
+                with each. The work is that of `max_segments` rows inside a compiled
+                function, and of the texts there are elsewhere.
+        """
+        if segment_ids is not None:
+            # Past Keras' tracking: `_compute_attention_mask` takes it away again.
+            object.__setattr__(self, "segment_ids", segment_ids)
+        return super().call(
+            query,
+            value,
+            key=key,
+            query_mask=query_mask,
+            value_mask=value_mask,
+            key_mask=key_mask,
+            attention_mask=attention_mask,
+            return_attention_scores=return_attention_scores,
+            training=training,
+            use_causal_mask=use_causal_mask,
+        )
+
+    def compute_output_spec(self, *args, segment_ids=None, **kwargs):
+        """As without `segment_ids`."""
+        return super().compute_output_spec(*args, **kwargs)
 
 
 def warn_of_lengths(layer):

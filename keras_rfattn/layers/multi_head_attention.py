@@ -3,12 +3,12 @@
 import keras
 
 from keras_rfattn.feature_maps import resolve
-from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.layers.linear_attention import Packable
 from keras_rfattn.ops.options import Options
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class MultiHeadAttention(LinearAttention, keras.layers.MultiHeadAttention):
+class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
     """Multi-head attention, linear in sequence length.
 
     Same call signature, projections and weight names as
@@ -25,7 +25,8 @@ class MultiHeadAttention(LinearAttention, keras.layers.MultiHeadAttention):
         num_features: Number of random vectors, for a map given by name.
         seed: Seed of the random vectors (and of the inactive dropout).
         **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
-            `block_size`; and further arguments of `keras.layers.MultiHeadAttention`.
+            `block_size`, `max_segments`; and further arguments of
+            `keras.layers.MultiHeadAttention`.
 
     Example:
     ```python

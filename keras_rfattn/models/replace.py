@@ -33,6 +33,7 @@ def replace_attention(
     block_size=None,
     window=None,
     sliding=False,
+    max_segments=None,
     drop_sliding_window=False,
 ):
     """Makes the attention of a model linear in sequence length, in place.
@@ -60,6 +61,8 @@ def replace_attention(
             of the softmax or polynomial kernel.
         sliding: Whether the window before a query's own is exact too (and, without
             causality, the one after).
+        max_segments: How many texts a packed row has at most, see
+            `layers.MultiHeadAttention.call`.
         drop_sliding_window: Whether to replace attention that sees the last tokens
             alone (Mistral's) by attention that sees all.
 
@@ -73,7 +76,7 @@ def replace_attention(
             unchanged then.
     """
     check_model(model)
-    options = Options(block_size, window, sliding)
+    options = Options(block_size, window, sliding, max_segments)
     found = s.survey(model)
     if drop_sliding_window:
         s.drop_sliding_windows(found.sites)

@@ -23,6 +23,8 @@ class AttentionMask:
             a statistic of the queries tells nothing of a future token.
         offset: Position of query 0 among the keys, when causal: query i then sees
             keys `j <= offset + i` (cached decoding).
+        segment_ids: Integers `(B, T)` of self-attention over packed rows: tokens see
+            those of their own text, that is of equal ids, alone. `None` for one text.
     """
 
     key_mask: Any = None
@@ -30,6 +32,7 @@ class AttentionMask:
     causal: bool = False
     self_attention: bool = False
     offset: Any = None
+    segment_ids: Any = None
 
     def replace(self, **changes):
         """A copy with some attributes changed."""

@@ -19,6 +19,8 @@ class Options:
             features take over beyond. `None` for features alone.
         sliding: Whether the window before a query's own is exact too (and, without
             causality, the one after).
+        max_segments: How many texts a packed row has at most, for `segment_ids` inside
+            compiled functions, where their values are not at hand.
 
     Raises:
         ValueError: If a number is not a positive integer, `sliding` not a boolean, or
@@ -28,6 +30,7 @@ class Options:
     block_size: int | None = None
     window: int | None = None
     sliding: bool = False
+    max_segments: int | None = None
 
     def __post_init__(self):
         if self.block_size is not None and not _is_positive_integer(self.block_size):
@@ -39,6 +42,13 @@ class Options:
             raise ValueError(
                 "`window` must be a positive number of tokens or `None`. "
                 f"Received: window={self.window!r}."
+            )
+        if self.max_segments is not None and not _is_positive_integer(
+            self.max_segments
+        ):
+            raise ValueError(
+                "`max_segments` must be a positive integer or `None`. "
+                f"Received: max_segments={self.max_segments!r}."
             )
         if not isinstance(self.sliding, bool):
             raise ValueError(

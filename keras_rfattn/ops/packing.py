@@ -1,0 +1,115 @@
+"""Packing: several texts in a row of the batch, none of which sees another.
+
+Each text gets a row of its own before attention and its place back after it, so that
+sums, windows, statistics and positions within windows begin anew with every text, in
+every algorithm. Tokens are moved by gathers alone; nothing is added across texts.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+from keras import ops
+
+from keras_rfattn.ops.layout import take_tokens
+
+# Lengths are rounded up to a multiple, for fewer shapes to compile.
+STEP = 16
+
+
+class Layout(NamedTuple):
+    """Where the tokens of packed rows go.
+
+    Attributes:
+        tokens: Position in its packed row of each token of each text, `(B, P · L)`.
+        real: Which of those there are, `(B, P · L)`.
+        slots: Position among them of each token of a packed row, `(B, T)`.
+        lost: Which tokens found no place, `(B, T)`.
+        texts: P, texts of a row.
+        length: L, tokens of a text.
+    """
+
+    tokens: Any
+    real: Any
+    slots: Any
+    lost: Any
+    texts: int
+    length: Any
+
+    def unpack(self, x):
+        """A row for each text: `(B, T, ...)` to `(B · P, L, ...)`."""
+        x = take_tokens(x, self.tokens)
+        return ops.reshape(x, (-1, self.length, *x.shape[2:]))
+
+    def pack(self, x):
+        """The way back; NaN for a token that was lost."""
+        shape = -1, self.texts * self.length, *x.shape[2:]
+        x = take_tokens(ops.reshape(x, shape), self.slots)
+        lost = ops.reshape(self.lost, (*ops.shape(self.lost), *(1,) * len(shape[2:])))
+        return ops.where(lost, ops.cast(float("nan"), x.dtype), x)
+
+
+def layout(segment_ids, max_segments=None):
+    """The `Layout` of packed rows.
+
+    Args:
+        segment_ids: Integers `(B, T)`; tokens of a row with equal ones are a text.
+        max_segments: How many texts a row has at most. Needed where the values of
+            `segment_ids` are not at hand, inside a compiled function: each row then
+            takes the room of that many texts of T tokens.
+
+    Returns:
+        A `Layout`.
+
+    Raises:
+        ValueError: If a row has more texts than `max_segments`, or that is needed and
+            not given.
+    """
+    length = ops.shape(segment_ids)[1]
+    order = ops.argsort(segment_ids, axis=1)
+    back = ops.argsort(order, axis=1)
+    found = take_tokens(ops.cast(segment_ids, "int32"), order)
+    begins = ops.cast(found[:, 1:] != found[:, :-1], "int32")
+    rank = ops.cumsum(ops.pad(begins, ((0, 0), (1, 0))), axis=1)
+    texts, most = _sizes(rank, length, max_segments)
+
+    members = ops.cast(rank[..., None] == ops.arange(texts, dtype="int32"), "int32")
+    counts = ops.sum(members, axis=1)
+    starts = ops.cumsum(counts, axis=1) - counts
+    places = ops.arange(most, dtype="int32")
+    tokens = ops.minimum(starts[..., None] + places, length - 1)
+    real = places < counts[..., None]
+
+    def flat(x):
+        return ops.reshape(x, (-1, texts * most))
+
+    rank = take_tokens(rank, back)
+    start = take_tokens(starts, ops.minimum(rank, texts - 1))
+    place = ops.cast(back, "int32") - start
+    lost = (rank >= texts) | (place >= most)
+    slots = ops.where(lost, 0, rank * most + place)
+    tokens = take_tokens(ops.cast(order, "int32"), flat(tokens))
+    return Layout(tokens, flat(real), slots, lost, texts, most)
+
+
+def _sizes(rank, length, max_segments):
+    """`(P, L)`: how many texts a row has, and tokens a text, at most."""
+    try:
+        rank = ops.convert_to_numpy(rank)
+        texts = int(rank.max()) + 1
+    except Exception:
+        if max_segments is None:
+            raise ValueError(
+                "Inside a compiled function, or a functional model, attention with "
+                "`segment_ids` must know how many texts a row has at most. Received: "
+                "max_segments=None. Set it where the layer is made, or "
+                "`replace_attention(..., max_segments=...)`."
+            ) from None
+        return max_segments, length
+    if max_segments is not None and texts > max_segments:
+        raise ValueError(
+            "A row of `segment_ids` has more texts than `max_segments`. Received: "
+            f"{texts} of them, max_segments={max_segments}."
+        )
+    longest = max(int((rank == i).sum(1).max()) for i in range(texts))
+    longest = min(length, -(-longest // STEP) * STEP)
+    return 1 << (texts - 1).bit_length(), longest
