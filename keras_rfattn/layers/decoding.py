@@ -143,15 +143,14 @@ class Decoder:
 
     def around(self, layer, function, args, kwargs):
         """The layer's call by a block that passes a cache, without that cache."""
-        cache = next((kwargs[x] for x in CACHES if x in kwargs), None)
+        cache, kwargs = without_cache(kwargs)
         if cache is None:
             # Not of the decoder: an encoder of images, say.
             with contextlib.ExitStack() as stack:
                 stack.callback(setattr, layer, "recorder", self)
                 layer.recorder = None
                 return function(*args, **kwargs)
-        names = (*CACHES, *(f"{x}_update_index" for x in CACHES), "attention_mask")
-        kwargs = {k: x for k, x in kwargs.items() if k not in names}
+        kwargs.pop("attention_mask", None)
         vars(layer).pop("mask", None)
         mask = AttentionMask(self.enters, causal=True, self_attention=True)
         with turned_from(layer, self.start):
@@ -163,6 +162,46 @@ class Decoder:
         """The answer to an `Attention`."""
         output, self.state = onward(call, self.state, self.passed)
         return output
+
+
+class CrossDecoder:
+    """The recorder of attention to what was encoded, which is summed up once.
+
+    Args:
+        state: `ops.State` of the encoder's tokens; `None` where they are yet to enter.
+    """
+
+    def __init__(self, state):
+        self.state = state
+
+    def around(self, layer, function, args, kwargs):
+        """The layer's call by a block that passes a cache, without that cache."""
+        cache, kwargs = without_cache(kwargs)
+        if self.state is not None:
+            # Nobody looks at them again: one is projected in place of all.
+            kwargs |= {"value": kwargs["value"][:, :1], "attention_mask": None}
+        return function(*args, **kwargs), cache
+
+    def __call__(self, call):
+        """The answer to an `Attention`."""
+        query, key, stats = call.prepared()
+        if self.state is None:
+            (batch, _, *sizes), value_dim = ops.shape(key), call.value.shape[-1]
+            sizes = batch, *sizes, value_dim
+            self.state = extend_state(
+                _empty(call.feature_map, call.options, sizes, call.value.dtype),
+                call.feature_map.key_features(key, stats), call.value,
+                call.mask.key_mask,
+            )  # fmt: skip
+        features = call.feature_map.query_features(query, stats)
+        return read_state(self.state, features, call.value.dtype)
+
+
+def without_cache(kwargs):
+    """`(cache, kwargs)` of a call: the cache it was given, and what else."""
+    names = (*CACHES, *(f"{x}_update_index" for x in CACHES))
+    cache = next((kwargs[x] for x in CACHES if x in kwargs), None)
+    return cache, {k: x for k, x in kwargs.items() if k not in names}
 
 
 @contextlib.contextmanager

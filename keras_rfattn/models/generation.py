@@ -80,8 +80,32 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
             f"{type(cache).__name__}. Use what `_build_cache`, or "
             "`keras_rfattn.generation.prefill`, returns."
         )
+    batch, start = ops.shape(token_ids)[0], _scalar(cache_update_index)
+    enters, passed, after = entering(known, cache, token_ids, start)
+
+    def decoder(state):
+        return Decoder(state, enters, passed, start)
+
+    with carried(known.sites, cache.layers, decoder) as (parts, blank):
+        logits, hidden_states, _ = original(
+            task, token_ids, blank(batch, task.compute_dtype), start, *args, **kwargs
+        )
+    return logits, hidden_states, Cache(after, kept(parts))
+
+
+def entering(known, cache, token_ids, start):
+    """Which new tokens enter states, for which time goes on, and `seen` after them.
+
+    Args:
+        known: `Generating`.
+        cache: `Cache` before them.
+        token_ids: Integers `(B, T)`.
+        start: Position of the first of them.
+
+    Returns:
+        `(enters, passed, seen)`: booleans `(B, T)` twice, and integers `(B,)`.
+    """
     batch, length = ops.shape(token_ids)
-    start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     positions = start + ops.arange(length, dtype="int32")
     passed, after = positions[None] >= cache.seen[:, None], positions[-1] + 1
     is_prompt = not any(isinstance(x, STATES) for x in cache.layers.values())
@@ -91,28 +115,45 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
     enters = passed
     if known.hidden is not None:
         enters = passed & ~_hidden(known.hidden, positions, batch)
+    return enters, passed, ops.maximum(cache.seen, ops.cast(after, "int32"))
 
+
+@contextlib.contextmanager
+def carried(sites, layers, decoder):
+    """Meanwhile, attention layers answer by what they keep.
+
+    Args:
+        sites: `survey.Site`s.
+        layers: What they keep, as in `Cache`.
+        decoder: `state -> recorder` of a linear layer.
+
+    Yields:
+        `(parts, blank)`: what answers, by number of the layer, with its `state`; and
+        `(batch_size, dtype) -> placeholder` of the one cache that nobody reads.
+    """
     parts, longest = {}, 1
     with contextlib.ExitStack() as stack:
-        for site in known.sites:
-            layer, kept = site.layer, cache.layers.get(f"{site.index}")
+        for site in sites:
+            layer, state = site.layer, layers.get(f"{site.index}")
             if site.is_linear:
-                part = Decoder(kept, enters, passed, start)
+                part = decoder(state)
                 stack.enter_context(recording([(layer, part)]))
-            elif kept is not None:
-                part, longest = Exact(layer.call, kept), kept.shape[2]
+            elif state is not None:
+                part, longest = Exact(layer.call, state), state.shape[2]
                 stack.enter_context(answering(layer, part))
             else:
                 continue
             parts[f"{site.index}"] = part
-        shape = batch, len(known.sites), 2, longest, 1, 1
-        placeholder = ops.zeros(shape, dtype=task.compute_dtype)
-        logits, hidden_states, _ = original(
-            task, token_ids, placeholder, start, *args, **kwargs
-        )
-    states = {i: part.state for i, part in parts.items() if part.state is not None}
-    seen = ops.maximum(cache.seen, ops.cast(after, "int32"))
-    return logits, hidden_states, Cache(seen, states)
+
+        def blank(batch_size, dtype):
+            return ops.zeros((batch_size, len(sites), 2, longest, 1, 1), dtype=dtype)
+
+        yield parts, blank
+
+
+def kept(parts):
+    """What layers keep after a call, as in `Cache`."""
+    return {i: part.state for i, part in parts.items() if part.state is not None}
 
 
 class Exact:
@@ -150,21 +191,36 @@ def decodes(site):
     return site.causal and swap.linear_class(swap.original_class(site.layer))
 
 
+def crosses(site):
+    """Whether an attention layer looks at what was encoded while it generates."""
+    is_known = swap.linear_class(swap.original_class(site.layer))
+    return is_known and survey.is_cross(site)
+
+
 def has_states(sites):
     """Whether linear layers generate with states: not maps that are their kernel."""
-    maps = [x.layer.feature_map for x in sites if x.is_linear and decodes(x)]
+    maps = [
+        x.layer.feature_map for x in sites if x.is_linear and (decodes(x) or crosses(x))
+    ]
     return bool(maps) and not any(x.is_exact for x in maps)
 
 
 def empty_cache(task, batch_size, max_length):
     """The cache before any token; of linear layers there is nothing in it yet."""
+    sites = [x for x in context(task).sites if decodes(x)]
+    seen = ops.zeros((batch_size,), dtype="int32")
+    return Cache(seen, empty_layers(sites, batch_size, max_length))
+
+
+def empty_layers(sites, batch_size, max_length):
+    """Room for the keys and values of softmax layers, as in `Cache`."""
     layers = {}
-    for site in context(task).sites:
-        if decodes(site) and not site.is_linear:
+    for site in sites:
+        if not site.is_linear:
             heads, head_dim = swap.linear_class(type(site.layer))._kv_shape(site.layer)
             shape = (batch_size, 2, max_length, heads, head_dim)
             layers[f"{site.index}"] = ops.zeros(shape, dtype=site.layer.compute_dtype)
-    return Cache(ops.zeros((batch_size,), dtype="int32"), layers)
+    return layers
 
 
 def _hidden(hidden, positions, batch):
@@ -189,18 +245,33 @@ def generate_step(task, inputs, stop_token_ids=None):
     Padding before the last real token of a row, on the left or in between, stays where
     it is and enters no state. A row without any token begins with the one it has.
     """
-    mask = ops.cast(inputs["padding_mask"], "bool")
+    return stepped(task, inputs, stop_token_ids, "padding_mask")
+
+
+def stepped(task, inputs, stop_token_ids, name):
+    """The task's own `generate_step`, told what of a prompt is padding.
+
+    Args:
+        task: The task.
+        inputs: Of `generate_step`.
+        stop_token_ids: Likewise.
+        name: What `inputs` call the mask of the prompt.
+    """
+    mask = ops.cast(inputs[name], "bool")
     positions = ops.arange(ops.shape(mask)[1], dtype="int32")[None]
     mask = mask | (~ops.any(mask, axis=1, keepdims=True) & (positions == 0))
     last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
     filled = positions <= last
     hidden = filled & ~mask
-    inputs = {**inputs, "padding_mask": filled}
     with generating(task, hidden, ops.min(last) + 1):
         original = type(task).original_class.generate_step
-        found = original(task, inputs, stop_token_ids)
-    visible = ops.cast(found["padding_mask"], "bool") & ~hidden
-    return {**found, "padding_mask": visible}
+        found = original(task, {**inputs, name: filled}, stop_token_ids)
+    visible = ops.cast(found[name], "bool") & ~hidden
+    return {**found, name: visible}
+
+
+def _scalar(index):
+    return ops.convert_to_tensor(index, dtype="int32")
 
 
 def members(cls):

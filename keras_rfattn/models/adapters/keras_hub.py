@@ -12,6 +12,7 @@ import keras_hub
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.generation as generation
 import keras_rfattn.models.saving as saving
+import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.linear_attention import LinearAttention
@@ -162,7 +163,8 @@ def model_carrier(cls):
     """The carrier of a backbone or task class, registered under its own name."""
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
-    members = {"save_to_preset": _save_to_preset, **generation.members(cls)}
+    members = {"save_to_preset": _save_to_preset}
+    members |= generation.members(cls) | seq2seq.members(cls)
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
     return saving.carrier_class(cls, name=cls.__name__, members=members)

@@ -1,0 +1,102 @@
+"""Generation of encoder-decoders: what was encoded is summed up once, and kept.
+
+The decoder's own attention generates as that of a `CausalLM` (`generation`). Of the
+encoder's tokens every linear layer keeps one `ops.State`, in which each new token looks
+itself up; softmax layers of a mixed model keep keys and values.
+"""
+
+import inspect
+
+from keras import ops
+
+import keras_rfattn.models.generation as generation
+from keras_rfattn.layers.decoding import CrossDecoder
+from keras_rfattn.layers.decoding import Decoder
+
+
+def initialize_cache(task, encoder_token_ids, decoder_token_ids):
+    """`Seq2SeqLM._initialize_cache`: a `Cache`, and what layers keep of the encoder."""
+    sites = generation.context(task).sites
+    if not generation.has_states(sites):
+        original = type(task).original_class._initialize_cache
+        return original(task, encoder_token_ids, decoder_token_ids)
+    cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))
+    crossing = [x for x in sites if generation.crosses(x)]
+    sizes = ops.shape(encoder_token_ids)
+    return cache, generation.empty_layers(crossing, *sizes)
+
+
+def call_decoder_with_cache(
+    task,
+    encoder_hidden_states,
+    encoder_padding_mask,
+    decoder_token_ids,
+    self_attention_cache=None,
+    self_attention_cache_update_index=None,
+    cross_attention_cache=None,
+    cross_attention_cache_update_index=None,
+):
+    """`Seq2SeqLM.call_decoder_with_cache` of a task with linear attention.
+
+    Args:
+        task: The task.
+        encoder_hidden_states: `(B, S, D)`.
+        encoder_padding_mask: `(B, S)`.
+        decoder_token_ids: Integers `(B, T)`, one token or many.
+        self_attention_cache: `Cache` of the decoder's own tokens.
+        self_attention_cache_update_index: Position of the first of `decoder_token_ids`.
+        cross_attention_cache: Dict of what each layer keeps of the encoder.
+        cross_attention_cache_update_index: 0 in the first call, then `None`.
+
+    Returns:
+        `(logits, hidden_states, self_attention_cache, cross_attention_cache)`.
+    """
+    original = type(task).original_class.call_decoder_with_cache
+    known, cache = generation.context(task), self_attention_cache
+    if not generation.has_states(known.sites):
+        return original(
+            task, encoder_hidden_states, encoder_padding_mask, decoder_token_ids, cache,
+            self_attention_cache_update_index, cross_attention_cache,
+            cross_attention_cache_update_index,
+        )  # fmt: skip
+    start = ops.convert_to_tensor(self_attention_cache_update_index, dtype="int32")
+    enters, passed, seen = generation.entering(known, cache, decoder_token_ids, start)
+
+    def decoder(state):
+        return Decoder(state, enters, passed, start)
+
+    own = [x for x in known.sites if generation.decodes(x)]
+    crossing = [x for x in known.sites if generation.crosses(x)]
+    size = ops.shape(decoder_token_ids)[0], task.compute_dtype
+    with (
+        generation.carried(own, cache.layers, decoder) as (parts, blank),
+        generation.carried(crossing, cross_attention_cache, CrossDecoder) as (
+            cross_parts, cross_blank,
+        ),
+    ):  # fmt: skip
+        logits, hidden_states, *_ = original(
+            task, encoder_hidden_states, encoder_padding_mask, decoder_token_ids,
+            blank(*size), start, cross_blank(*size), cross_attention_cache_update_index,
+        )  # fmt: skip
+    cache = generation.Cache(seen, generation.kept(parts))
+    return logits, hidden_states, cache, generation.kept(cross_parts)
+
+
+def generate_step(task, inputs, stop_token_ids=None):
+    """`Seq2SeqLM.generate_step`, for padding wherever it is in a prompt."""
+    return generation.stepped(task, inputs, stop_token_ids, "decoder_padding_mask")
+
+
+def members(cls):
+    """Methods that a task's class gets; none unless it encodes tokens."""
+    first = getattr(cls, "_initialize_cache", None)
+    if first is None or not hasattr(cls, "call_decoder_with_cache"):
+        return {}
+    names = ["self", "encoder_token_ids", "decoder_token_ids"]
+    if list(inspect.signature(first).parameters) != names:
+        return {}
+    return {
+        "_initialize_cache": initialize_cache,
+        "call_decoder_with_cache": call_decoder_with_cache,
+        "generate_step": generate_step,
+    }
