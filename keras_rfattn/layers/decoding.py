@@ -14,7 +14,7 @@ from keras_rfattn.ops.windowed_state import init_local_state
 from keras_rfattn.ops.windowed_state import read_local_state
 
 # What attention classes call the layer that turns their queries and keys by position.
-ROTARY = ("rotary_embedding_layer", "rotary_embedding")
+ROTARY = ("rotary_embedding_layer", "rotary_embedding", "rope_layer")
 # And the cache they are given.
 CACHES = ("cache", "self_attention_cache")
 

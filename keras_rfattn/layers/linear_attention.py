@@ -236,6 +236,9 @@ def refusal(layer, windows=True):
     window = next((x for x in found if x is not None), None)
     if windows and window and getattr(layer, "use_sliding_window_attention", True):
         return f"sliding window of {window} tokens (`drop_sliding_window` ignores it)"
+    cap = getattr(layer, "logit_soft_cap", None)
+    if cap is not None:
+        return f"soft cap of {cap} on its logits"
     axes = getattr(layer, "_attention_axes", None)
     if axes is not None and tuple(axes) != (1,):
         return f"attention over axes {tuple(axes)}; only sequences (axis 1) are linear"

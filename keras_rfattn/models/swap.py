@@ -39,7 +39,7 @@ def linear_class(cls):
     for base in LINEAR_CLASSES:
         names = ("call", "_compute_attention", "_compute_attention_mask")
         if issubclass(cls, base) and all(
-            getattr(cls, n) is getattr(base, n) for n in names
+            getattr(cls, n, None) is getattr(base, n, None) for n in names
         ):
             LINEAR_CLASSES[cls] = make_linear_class(cls, parent=LINEAR_CLASSES[base])
             return LINEAR_CLASSES[cls]

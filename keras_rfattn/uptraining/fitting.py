@@ -7,7 +7,7 @@ from keras_rfattn.uptraining.callbacks import Watch
 from keras_rfattn.uptraining.resume import assign
 
 # Learning rates of maps by stage, and where a model's own weights train too.
-RATES = {"attention": 0.06, "features": 0.005}
+RATES = {"attention": 0.02, "features": 0.005}
 OWN_RATE = 0.001
 
 

@@ -217,6 +217,72 @@ def dinov2():
     return backbone, images()
 
 
+def gemma():
+    config = {k: v for k, v in GROUPED.items() if k != "dropout"}
+    return models.GemmaCausalLM(models.GemmaBackbone(head_dim=6, **config)), tokens()
+
+
+def qwen3_5():
+    # Layers of its own linear attention between those of softmax.
+    backbone = models.Qwen3_5Backbone(
+        head_dim=8, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=4,
+        linear_value_head_dim=4, sliding_window_size=None, **GROUPED,
+    )  # fmt: skip
+    return backbone, tokens()
+
+
+def whisper():
+    backbone = models.WhisperBackbone(
+        num_mels=8, max_encoder_sequence_length=20, max_decoder_sequence_length=12,
+        **{k: v for k, v in TEXT.items() if k != "max_sequence_length"},
+    )  # fmt: skip
+    x = tokens()
+    return backbone, {
+        "encoder_features": _rng().normal(size=(2, 20, 8)).astype("float32"),
+        "decoder_token_ids": x["token_ids"],
+        "decoder_padding_mask": x["padding_mask"],
+    }
+
+
+def moonshine():
+    backbone = models.MoonshineBackbone(
+        vocabulary_size=60, filter_dim=16, encoder_num_layers=1, decoder_num_layers=2,
+        hidden_dim=16, intermediate_dim=24, encoder_num_heads=2, decoder_num_heads=2,
+    )  # fmt: skip
+    x = tokens()
+    mask = np.ones((2, 2048), "int32")
+    mask[1, 1200:] = 0
+    return backbone, {
+        "encoder_input_values": _rng().normal(size=(2, 2048, 1)).astype("float32"),
+        "encoder_padding_mask": mask,
+        "decoder_token_ids": x["token_ids"],
+        "decoder_padding_mask": x["padding_mask"],
+    }
+
+
+def esm():
+    config = {k: v for k, v in TEXT.items() if k != "max_sequence_length"}
+    x = tokens()
+    # Padding goes by the token.
+    x["token_ids"][x["padding_mask"] == 0] = 0
+    return models.ESMBackbone(**config), {"token_ids": x["token_ids"]}
+
+
+def roformer_v2():
+    config = {k: v for k, v in TEXT.items() if k != "max_sequence_length"}
+    x = segments()
+    # Padding goes by the token.
+    x["token_ids"][x.pop("padding_mask") == 0] = 0
+    return models.RoformerV2Backbone(head_size=8, **config), x
+
+
+def dinov3():
+    return models.DINOV3Backbone(
+        patch_size=4, intermediate_dim=24, image_shape=(16, 16, 3), **VISION
+    ), images()
+
+
 FAMILIES = {
     "bert": bert,
     "roberta": roberta,
@@ -243,6 +309,13 @@ FAMILIES = {
     "clip": clip,
     "siglip": siglip,
     "dinov2": dinov2,
+    "gemma": gemma,
+    "qwen3_5": qwen3_5,
+    "whisper": whisper,
+    "moonshine": moonshine,
+    "esm": esm,
+    "roformer_v2": roformer_v2,
+    "dinov3": dinov3,
 }
 
 
@@ -258,7 +331,16 @@ TESTED = [
 ]
 QUERIES_AND_KEYS = tuple(
     f"{x}/kernel"
-    for x in ("query", "key", "query_dense", "key_dense", "q_proj", "k_proj")
+    for x in (
+        "query",
+        "key",
+        "query_dense",
+        "key_dense",
+        "q_proj",
+        "k_proj",
+        "q_dense_layer",
+        "k_dense_layer",
+    )
 ) + ("query_key_value/kernel",)
 
 
@@ -277,4 +359,6 @@ def build(name):
 def outputs(model, inputs):
     """All outputs of a model, flat, as NumPy arrays."""
     flat = keras.tree.flatten(model(inputs, training=False))
-    return [keras.ops.convert_to_numpy(x) for x in flat]
+    found = [keras.ops.convert_to_numpy(x) for x in flat]
+    # Moonshine gives its mask, too.
+    return [x for x in found if x.dtype.kind == "f"]

@@ -14,7 +14,7 @@ keras_hub = pytest.importorskip("keras_hub")
 
 DECODERS = (
     "gpt2", "opt", "llama", "llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3",
-    "qwen3_moe", "phi3", "gpt_neo_x", "smollm3",
+    "qwen3_moe", "phi3", "gpt_neo_x", "smollm3", "gemma",
 )  # fmt: skip
 FAMILIES = [x for x in DECODERS if x in families.TESTED]
 MECHANISMS = {

@@ -10,118 +10,14 @@ import keras
 import keras_hub
 
 import keras_rfattn.models.adapters.known as known
+import keras_rfattn.models.adapters.mixins as mixins
 import keras_rfattn.models.generation as generation
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
-from keras_rfattn.layers.linear_attention import LinearAttention
-from keras_rfattn.ops.masks import AttentionMask
-from keras_rfattn.ops.masks import interpret_mask
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
-
-
-# What decoder blocks call their self-attention, and the cache that is handed to it.
-SELF_ATTENTION = ("_self_attention_layer", "attention", "self_attn")
-CACHES = ("self_attention_cache", "attention_cache")
-
-
-def self_attention(block):
-    """The self-attention layer of a decoder block."""
-    return next(getattr(block, x) for x in SELF_ATTENTION if hasattr(block, x))
-
-
-class DecoderMasks:
-    """Mixin of decoder blocks: causality as a fact instead of a dense mask."""
-
-    @staticmethod
-    def is_causal(block, layer):
-        """Whether `layer` of `block` is causal self-attention."""
-        return layer is self_attention(block)
-
-    @staticmethod
-    def is_cross(block, layer):
-        """Whether `layer` of `block` attends to the encoder's tokens."""
-        return not DecoderMasks.is_causal(block, layer)
-
-    def _compute_self_attention_mask(
-        self,
-        decoder_sequence,
-        decoder_padding_mask,
-        decoder_attention_mask,
-        **others,
-    ):
-        if not isinstance(self_attention(self), LinearAttention):
-            return super()._compute_self_attention_mask(
-                decoder_sequence=decoder_sequence,
-                decoder_padding_mask=decoder_padding_mask,
-                decoder_attention_mask=decoder_attention_mask,
-                **others,
-            )
-        length, causal = decoder_sequence.shape[1], others.get("use_causal_mask", True)
-        mask = interpret_mask(decoder_attention_mask, length, length)
-        padding = decoder_padding_mask
-        if padding is None:
-            padding = getattr(decoder_sequence, "_keras_mask", None)
-        name = next(x for x in CACHES if x in others)
-        if others[name] is not None:
-            offset = others[f"{name}_update_index"]
-            return mask.replace(causal=causal, offset=0 if offset is None else offset)
-        if padding is not None:
-            padding = keras.ops.cast(padding, "bool")
-            known = mask.key_mask
-            mask = mask.replace(key_mask=padding if known is None else known & padding)
-        return mask.replace(causal=mask.causal or causal, self_attention=True)
-
-
-class SparseDecoderMasks(DecoderMasks):
-    """Mixin of blocks that hand the mask to their experts too, which count rows."""
-
-    def _compute_self_attention_mask(self, decoder_sequence, **others):
-        mask = super()._compute_self_attention_mask(decoder_sequence, **others)
-        if not isinstance(mask, AttentionMask):
-            return mask
-        object.__setattr__(self_attention(self), "mask", mask)
-        # Of a dense mask they ask whether a row sees any key.
-        rows = keras.ops.ones_like(decoder_sequence[..., :1], dtype="bool")
-        if mask.key_mask is not None:
-            seen = keras.ops.cumsum(keras.ops.cast(mask.key_mask, "int32"), axis=1) > 0
-            rows = rows & seen[..., None]
-        return rows
-
-
-# By the table's names.
-MASKS = {"DecoderMasks": DecoderMasks, "SparseDecoderMasks": SparseDecoderMasks}
-
-
-class CachedAttention(LinearAttention):
-    """Mixin of KerasHub's attention classes."""
-
-    def _compute_vllm_attention(self, *args, **kwargs):
-        raise ValueError(
-            f"{type(self).__name__} is linear attention; KerasHub's vLLM route would "
-            "run softmax attention in its place. Serve the model without vLLM, or "
-            "call `restore_attention` first."
-        )
-
-
-class RotaryAttention(CachedAttention):
-    """Mixin of decoders' attention with rotary embeddings and grouped heads."""
-
-    def _kv_shape(self):
-        names = ("num_key_value_heads", "_num_key_value_heads", "num_heads")
-        heads = next(getattr(self, x) for x in names if hasattr(self, x))
-        # The head dim has many names, and its square root one.
-        return heads, round(self._inv_norm_factor**-2)
-
-    def _compute_attention(self, *args, **kwargs):
-        output, _ = super()._compute_attention(*args, **kwargs)
-        return output
-
-
-# By the table's names.
-MIXINS = {"CachedAttention": CachedAttention, "RotaryAttention": RotaryAttention}
 
 
 def classes(table):
@@ -233,10 +129,10 @@ def _adjust_companion(layer, backbone_cls, restore):
 def install():
     """Makes KerasHub's classes known to surgery; called once."""
     for cls, row in classes(known.ATTENTION):
-        linear = swap.make_linear_class(cls, mixin=MIXINS[row.mixin])
+        linear = swap.make_linear_class(cls, mixin=getattr(mixins, row.mixin))
         keras.saving.register_keras_serializable("keras_rfattn")(linear)
         swap.LINEAR_CLASSES[cls] = linear
     for cls, row in classes(known.BLOCKS):
-        survey.BLOCK_MIXINS[cls] = MASKS[row.masks]
+        survey.BLOCK_MIXINS[cls] = getattr(mixins, row.masks)
     saving.COMPANION_HOOKS.append(adjust_companions)
     register_all()

@@ -45,10 +45,13 @@ class Known(NamedTuple):
     is_pooling: bool = False
 
 
-def _grouped(place):
-    """The row of a decoder's attention, with rotary embeddings and grouped heads."""
+def _attention(place, mixin="RotaryAttention", takes_dense=True):
+    """The row of an attention class with a mixin of its own.
+
+    By default that of decoders with rotary embeddings and grouped heads.
+    """
     module = f"keras_hub.src.models.{place}"
-    return Known(HUB, module, mixin="RotaryAttention", takes_dense=True)
+    return Known(HUB, module, mixin=mixin, takes_dense=takes_dense)
 
 
 def _decoder(place, masks="DecoderMasks"):
@@ -74,19 +77,30 @@ ATTENTION = {
     "CachedGemma3Attention": Known(
         HUB, refused="sliding windows and query-key soft cap"
     ),
-    "CachedGemmaAttention": Known(
-        HUB, refused="own cache layout, and soft cap in Gemma 2"
+    "CachedGemmaAttention": _attention("gemma.gemma_attention", "GemmaAttention"),
+    "CachedMistralAttention": _attention("mistral.mistral_attention"),
+    "CachedMixtralAttention": _attention("mixtral.mixtral_attention"),
+    "DINOV3Attention": _attention(
+        "dinov3.dinov3_layers", "DINOV3Attention", takes_dense=False
     ),
-    "CachedMistralAttention": _grouped("mistral.mistral_attention"),
-    "CachedMixtralAttention": _grouped("mixtral.mixtral_attention"),
-    "GPTNeoXAttention": _grouped("gpt_neo_x.gpt_neo_x_attention"),
-    "LlamaAttention": _grouped("llama.llama_attention"),
-    "Phi3Attention": _grouped("phi3.phi3_attention"),
-    "QwenAttention": _grouped("qwen.qwen_attention"),
-    "QwenMoeAttention": _grouped("qwen_moe.qwen_moe_attention"),
-    "Qwen3Attention": _grouped("qwen3.qwen3_attention"),
-    "Qwen3MoeAttention": _grouped("qwen3_moe.qwen3_moe_attention"),
-    "SmolLM3Attention": _grouped("smollm3.smollm3_layers"),
+    "EsmSelfAttention": _attention(
+        "esm.esm_attention", "EsmAttention", takes_dense=False
+    ),
+    "GPTNeoXAttention": _attention("gpt_neo_x.gpt_neo_x_attention"),
+    "LlamaAttention": _attention("llama.llama_attention"),
+    "MoonshineMultiHeadAttention": _attention(
+        "moonshine.moonshine_multi_head_attention", "MoonshineAttention"
+    ),
+    "Phi3Attention": _attention("phi3.phi3_attention"),
+    "QwenAttention": _attention("qwen.qwen_attention"),
+    "QwenMoeAttention": _attention("qwen_moe.qwen_moe_attention"),
+    "Qwen3Attention": _attention("qwen3.qwen3_attention"),
+    "Qwen3MoeAttention": _attention("qwen3_moe.qwen3_moe_attention"),
+    "Qwen3_5Attention": _attention("qwen3_5.qwen3_5_attention"),
+    "RoformerAttention": _attention(
+        "roformer_v2.roformer_v2_attention", "RoformerAttention", takes_dense=False
+    ),
+    "SmolLM3Attention": _attention("smollm3.smollm3_layers"),
     "CLIPAttention": Known(
         CV, refused="KerasCV's own CLIP; use the KerasHub CLIPBackbone"
     ),
@@ -118,10 +132,12 @@ ATTENTION = {
 
 BLOCKS = {
     "TransformerDecoder": Known(HUB, "keras_hub.layers", masks="DecoderMasks"),
+    "GemmaDecoderBlock": _decoder("gemma.gemma_decoder_block", "GemmaMasks"),
     "GPTNeoXDecoder": _decoder("gpt_neo_x.gpt_neo_x_decoder"),
     "LlamaTransformerDecoder": _decoder("llama.llama_decoder"),
     "MistralTransformerDecoder": _decoder("mistral.mistral_transformer_decoder"),
     "MixtralTransformerDecoder": _decoder("mixtral.mixtral_decoder"),
+    "MoonshineDecoderBlock": _decoder("moonshine.moonshine_decoder"),
     "Phi3Decoder": _decoder("phi3.phi3_decoder"),
     "QwenTransformerDecoder": _decoder("qwen.qwen_decoder"),
     "QwenMoeTransformerDecoder": _decoder(
@@ -131,8 +147,13 @@ BLOCKS = {
     "Qwen3MoeTransformerDecoder": _decoder(
         "qwen3_moe.qwen3_moe_decoder", "SparseDecoderMasks"
     ),
+    "Qwen3_5TransformerDecoder": _decoder("qwen3_5.qwen3_5_decoder"),
     "SmolLM3DecoderLayer": _decoder("smollm3.smollm3_layers"),
     "DINOV2Attention": Known(HUB, causal=False),
+    "DINOV3Layer": Known(HUB, causal=False),
+    "ESMEncoder": Known(HUB, causal=False),
+    "RoformerV2Encoder": Known(HUB, causal=False),
+    "MoonshineEncoderBlock": Known(HUB, causal=False),
     "DeiTEncoderBlock": Known(HUB, causal=False),
     "EdRecEncoderBlock": Known(HUB, causal=False),
     # KerasCV has one of that name too, and it is alike.
@@ -142,8 +163,8 @@ BLOCKS = {
     "SigLIPMultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "MultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "EdRecDecoderBlock": Known(HUB, builds_mask=True),
-    "MoonshineDecoderBlock": Known(HUB, builds_mask=True),
-    "MoonshineEncoderBlock": Known(HUB, builds_mask=True),
+    # A prefix that attends both ways, then causal attention.
+    "PaliGemmaDecoderBlock": Known(HUB, builds_mask=True),
     "PARSeqDecoderBlock": Known(HUB, builds_mask=True),
 }
 

@@ -1,0 +1,237 @@
+"""What KerasHub's classes become: mixins of decoder blocks and of attention.
+
+Rows of `known` name them. A mixin of attention comes before the class it is of, and
+leaves projections, rotary embeddings, normalizations and scale to it.
+"""
+
+import keras
+
+from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.ops.masks import AttentionMask
+from keras_rfattn.ops.masks import interpret_mask
+
+# What decoder blocks call their self-attention, and the cache that is handed to it.
+SELF_ATTENTION = (
+    "_self_attention_layer", "attention", "self_attn", "self_attention",
+)  # fmt: skip
+CACHES = ("self_attention_cache", "attention_cache")
+
+
+def self_attention(block):
+    """The self-attention layer of a decoder block."""
+    return next(getattr(block, x) for x in SELF_ATTENTION if hasattr(block, x))
+
+
+class DecoderMasks:
+    """Mixin of decoder blocks: causality as a fact instead of a dense mask."""
+
+    @staticmethod
+    def is_causal(block, layer):
+        """Whether `layer` of `block` is causal self-attention."""
+        return layer is self_attention(block)
+
+    @staticmethod
+    def is_cross(block, layer):
+        """Whether `layer` of `block` attends to the encoder's tokens."""
+        return not DecoderMasks.is_causal(block, layer)
+
+    def _compute_self_attention_mask(
+        self,
+        decoder_sequence,
+        decoder_padding_mask,
+        **others,
+    ):
+        if not isinstance(self_attention(self), LinearAttention):
+            return super()._compute_self_attention_mask(
+                decoder_sequence=decoder_sequence,
+                decoder_padding_mask=decoder_padding_mask,
+                **others,
+            )
+        length, causal = decoder_sequence.shape[1], others.get("use_causal_mask", True)
+        mask = interpret_mask(others.get("decoder_attention_mask"), length, length)
+        padding = decoder_padding_mask
+        if padding is None:
+            padding = getattr(decoder_sequence, "_keras_mask", None)
+        name = next(x for x in CACHES if x in others)
+        if others[name] is not None:
+            offset = others[f"{name}_update_index"]
+            return mask.replace(causal=causal, offset=0 if offset is None else offset)
+        if padding is not None:
+            padding = keras.ops.cast(padding, "bool")
+            known = mask.key_mask
+            mask = mask.replace(key_mask=padding if known is None else known & padding)
+        return mask.replace(causal=mask.causal or causal, self_attention=True)
+
+
+class SparseDecoderMasks(DecoderMasks):
+    """Mixin of blocks that hand the mask to their experts too, which count rows."""
+
+    def _compute_self_attention_mask(self, decoder_sequence, **others):
+        mask = super()._compute_self_attention_mask(decoder_sequence, **others)
+        if not isinstance(mask, AttentionMask):
+            return mask
+        object.__setattr__(self_attention(self), "mask", mask)
+        # Of a dense mask they ask whether a row sees any key.
+        rows = keras.ops.ones_like(decoder_sequence[..., :1], dtype="bool")
+        if mask.key_mask is not None:
+            seen = keras.ops.cumsum(keras.ops.cast(mask.key_mask, "int32"), axis=1) > 0
+            rows = rows & seen[..., None]
+        return rows
+
+
+class GemmaMasks(DecoderMasks):
+    """Mixin of Gemma's blocks, whose method has another name."""
+
+    def _compute_attention_mask(self, x, padding_mask, cache, cache_update_index):
+        if not isinstance(self.attention, LinearAttention):
+            return super()._compute_attention_mask(
+                x, padding_mask, cache, cache_update_index
+            )
+        return self._compute_self_attention_mask(
+            decoder_sequence=x,
+            decoder_padding_mask=padding_mask,
+            self_attention_cache=cache,
+            self_attention_cache_update_index=cache_update_index,
+        )
+
+
+class CachedAttention(LinearAttention):
+    """Mixin of KerasHub's attention classes."""
+
+    def __call__(self, *args, **kwargs):
+        self.recalls = kwargs.get("cache") is not None
+        return super().__call__(*args, **kwargs)
+
+    def _compute_attention(self, query, key, value, attention_mask=None, **kwargs):
+        if not isinstance(attention_mask, AttentionMask):
+            mask = interpret_mask(attention_mask, query.shape[1], key.shape[1])
+            own = self._is_self_attention and not self.recalls
+            attention_mask = mask.replace(self_attention=own)
+        return super()._compute_attention(
+            query, key, value, attention_mask=attention_mask, **kwargs
+        )
+
+    def _compute_vllm_attention(self, *args, **kwargs):
+        raise ValueError(
+            f"{type(self).__name__} is linear attention; KerasHub's vLLM route would "
+            "run softmax attention in its place. Serve the model without vLLM, or "
+            "call `restore_attention` first."
+        )
+
+
+class RotaryAttention(CachedAttention):
+    """Mixin of decoders' attention with rotary embeddings and grouped heads."""
+
+    def _kv_shape(self):
+        names = ("num_key_value_heads", "_num_key_value_heads", "num_heads")
+        heads = next(getattr(self, x) for x in names if hasattr(self, x))
+        # The head dim has many names, and its square root one.
+        return heads, round(self._inv_norm_factor**-2)
+
+    def _compute_attention(self, *args, **kwargs):
+        output, _ = super()._compute_attention(*args, **kwargs)
+        return output
+
+
+class GemmaAttention(RotaryAttention):
+    """Mixin of Gemma's attention, which looks into its mask and has its own scale."""
+
+    def _kv_shape(self):
+        return self.num_key_value_heads, self.head_dim
+
+    def call(self, x, attention_mask=None, **kwargs):
+        """`(B, T, D) -> (B, T, D)`; the mask an `AttentionMask`."""
+        # Rows that see no key are 0 already.
+        object.__setattr__(self, "mask", attention_mask)
+        seen = keras.ops.ones((1, 1, 1), dtype="bool")
+        return super().call(x, attention_mask=seen, **kwargs)
+
+    def _compute_attention(self, query, key, value, attention_mask=None, **kwargs):
+        if not self.query_head_dim_normalize:
+            wanted = self.hidden_dim // self.num_query_heads
+            query = query * keras.ops.cast((self.head_dim / wanted) ** 0.5, query.dtype)
+        return super()._compute_attention(query, key, value, attention_mask, **kwargs)
+
+
+class MoonshineAttention(CachedAttention):
+    """Mixin of Moonshine's attention, which looks into its mask."""
+
+    def call(self, query, value, key, rotary_embedding=None, attention_mask=None,
+             **kwargs):  # fmt: skip
+        """As the class's own; the mask may be an `AttentionMask`."""
+        if isinstance(attention_mask, AttentionMask):
+            object.__setattr__(self, "mask", attention_mask)
+            attention_mask = None
+        return super().call(
+            query, value, key, rotary_embedding, attention_mask, **kwargs
+        )
+
+
+class RoformerAttention(LinearAttention):
+    """Mixin of RoFormer V2's attention, in whose call softmax stands itself."""
+
+    def _kv_shape(self):
+        return self.heads, self.head_size
+
+    def _turned(self, query, key):
+        return self.rotary_embedding_layer([query, key])
+
+    def call(self, x, attention_mask=None):
+        """`(B, T, D) -> (B, T, D)`; the mask `(B, T)` of tokens that keys may be.
+
+        The class's own hides padded queries in its place on JAX and TensorFlow.
+        """
+        ops = keras.ops
+        batch, length = ops.shape(x)[:2]
+        query, key, value = (
+            ops.reshape(dense(x), (batch, length, self.heads, self.head_size))
+            for dense in (self.q_dense, self.k_dense, self.v_dense)
+        )
+        query, key = self._turned(query, key)
+        mask = AttentionMask(self_attention=True)
+        if attention_mask is not None:
+            visible = ops.reshape(ops.cast(attention_mask, "bool"), (batch, length))
+            mask = mask.replace(key_mask=visible)
+        output, _ = self._compute_attention(query, key, value, attention_mask=mask)
+        return self.o_dense(ops.reshape(output, (batch, length, -1)))
+
+
+class EsmAttention(RoformerAttention):
+    """Mixin of ESM's attention: another rotary embedding, or none."""
+
+    def _turned(self, query, key):
+        return self.rotary_embedding_layer(query, key) if self.use_rotary else (
+            query, key,
+        )  # fmt: skip
+
+
+class DINOV3Attention(LinearAttention):
+    """Mixin of DINOv3's attention, in whose call softmax stands itself."""
+
+    def _kv_shape(self):
+        return self.num_heads, self.head_dim
+
+    def call(self, inputs, attention_mask=None, position_embeddings=None,
+             num_prefix_tokens=0, training=None):  # fmt: skip
+        """`(B, T, D) -> (B, T, D)`."""
+        ops = keras.ops
+        batch, length = ops.shape(inputs)[:2]
+        query, key, value = (
+            ops.reshape(
+                dense(inputs, training=training),
+                (batch, length, self.num_heads, self.head_dim),
+            )
+            for dense in (self.query_dense, self.key_dense, self.value_dense)
+        )
+        if position_embeddings is not None:
+            query, key = self._apply_rotary(
+                query, key, *position_embeddings, num_prefix_tokens
+            )
+        mask = interpret_mask(attention_mask, query.shape[1], key.shape[1])
+        output, _ = self._compute_attention(
+            query, key, value, mask.replace(self_attention=True), training
+        )
+        output = ops.reshape(output, (batch, length, -1))
+        return self.output_dense(
+            self.dropout(output, training=training), training=training
+        )
