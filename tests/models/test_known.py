@@ -1,13 +1,17 @@
 """The table of foreign classes is true of the libraries that are installed."""
 
+import importlib
 import importlib.util
+import inspect
 import pathlib
+import pkgutil
 import re
 
 import keras
 import keras_hub
 import pytest
 
+from keras_rfattn.models import survey
 from keras_rfattn.models import swap
 from keras_rfattn.models.adapters import known
 from keras_rfattn.models.survey import is_attention
@@ -61,3 +65,73 @@ def test_the_page_of_models_has_the_table():
     page = module.PAGE.read_text()
     assert module.written(page) == page, "run `python docs/models_table.py`"
     assert all(f"`{name}`" in page for name in known.ATTENTION)
+
+
+# They hold attention of a class that is known.
+HOLDERS = {
+    "DINOV2Attention": "MultiHeadAttention",
+    "Gemma3nAudioConformerAttention": "Gemma3nAudioAttention",
+    "Gemma4AudioConformerAttention": "Gemma4AudioAttention",
+    "MobileAttention": "MultiQueryAttention2d",
+    "SelfAttention": "FluxRoPEAttention",
+    "TwoWayMultiHeadAttention": "MultiHeadAttentionWithDownsampling",
+}
+
+
+def classes_of_keras_hub():
+    """Every layer class in the files of its backbones, by name."""
+    found = {}
+    for module in pkgutil.walk_packages(
+        keras_hub.src.models.__path__, "keras_hub.src.models."
+    ):
+        if module.name.endswith("_test"):
+            continue
+        for name, cls in vars(importlib.import_module(module.name)).items():
+            is_layer = isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
+            if is_layer and cls.__module__ == module.name:
+                found[name] = cls
+    return found
+
+
+def test_every_class_of_keras_hub_is_one_or_the_other():
+    found = classes_of_keras_hub()
+    assert len([x for x in found if x.endswith("Backbone")]) > 60
+    for name, cls in found.items():
+        source = inspect.getsource(cls)
+        weighs = re.search(r"dot_product_attention\(|einsum.*\n.*softmax", source)
+        if not weighs and not survey.LOOKS_LIKE_ATTENTION.search(name):
+            continue
+        if name in HOLDERS:
+            assert HOLDERS[name] in inspect.getsource(inspect.getmodule(cls))
+            assert known.ATTENTION[HOLDERS[name]]
+            continue
+        row = known.ATTENTION.get(name)
+        assert row is not None, f"{name} of {cls.__module__} has no row"
+        is_linear = swap.linear_class(cls) is not None
+        assert is_linear == (row.refused is None), name
+
+
+# What a reason claims, and what the class must then have.
+CLAIMS = {
+    "ALiBi": r"alibi",
+    "soft cap": r"soft_cap|softcap",
+    "sliding window": r"sliding_window|Gemma3Attention",
+    "sinks": r"sink",
+    "relative position": r"rel",
+    "downsampled": r"downsample",
+    "deformable": r"deformable",
+    "softmax inside its own call": r"softmax|dot_product_attention",
+}
+
+
+def test_reasons_are_true():
+    found, seen = classes_of_keras_hub(), set()
+    for name, row in known.ATTENTION.items():
+        if row.refused is None or name not in found:
+            continue
+        source = inspect.getsource(inspect.getmodule(found[name]))
+        for words, pattern in CLAIMS.items():
+            if words in row.refused:
+                seen.add(words)
+                assert re.search(pattern, source, re.I), (name, row.refused)
+    assert seen == set(CLAIMS)

@@ -73,6 +73,7 @@ ATTENTION = {
         KERAS,
         refused="a single head without projections; use MultiHeadAttention",
     ),
+    "Attention2d": Known(HUB, refused="attention over images (MobileNetV5)"),
     "BloomAttention": Known(HUB, refused="ALiBi position bias"),
     "CachedGemma3Attention": Known(
         HUB, refused="sliding windows and query-key soft cap"
@@ -104,27 +105,60 @@ ATTENTION = {
     "CLIPAttention": Known(
         CV, refused="KerasCV's own CLIP; use the KerasHub CLIPBackbone"
     ),
+    "Conv2DMultiHeadAttention": Known(HUB, refused="one head over an image (VAE)"),
+    "DFineMultiheadAttention": Known(
+        HUB, refused="softmax inside its own call, with masks of denoising groups"
+    ),
     "DFineMultiscaleDeformableAttention": Known(HUB, refused="deformable sampling"),
     "DisentangledSelfAttention": Known(
         HUB, refused="disentangled relative positions (DeBERTa)"
     ),
     "FalconAttention": Known(HUB, refused="ALiBi position bias"),
+    "FluxRoPEAttention": Known(
+        HUB, refused="softmax inside its own call, on queries and keys of its block"
+    ),
+    "Gemma3VisionAttention": Known(HUB, refused="softmax inside its own call"),
+    "Gemma3nAudioAttention": Known(HUB, refused="relative positions and soft cap"),
+    "Gemma3nTextAttention": Known(
+        HUB, refused="sliding windows, and keys shared between layers"
+    ),
+    "Gemma4AudioAttention": Known(HUB, refused="relative positions, in chunks"),
+    "Gemma4TextAttention": Known(
+        HUB, refused="sliding windows, and keys shared between layers"
+    ),
+    "Gemma4VisionAttention": Known(HUB, refused="soft cap and a scale of its own"),
     "GptOssAttention": Known(HUB, refused="attention sinks and sliding windows"),
+    "MMDiTBlock": Known(HUB, refused="joint attention of two streams inside its block"),
+    "MultiQueryAttention2d": Known(
+        HUB, refused="attention over images with reduced keys (MobileNetV5)"
+    ),
     "MultiHeadAttentionWithDownsampling": Known(
         HUB, refused="downsampled two-way attention (SAM)"
     ),
     "MultiHeadAttentionWithRelativePE": Known(
         HUB, refused="decomposed relative position bias (ViTDet)"
     ),
+    "PaliGemmaVitAttention": Known(HUB, refused="softmax inside its own call"),
+    "QFormerAttention": Known(
+        HUB, refused="a few learned queries, for which softmax is linear already"
+    ),
+    "Qwen3_5VisionAttention": Known(
+        HUB, refused="softmax inside its own call, image by image"
+    ),
+    "SAM3Attention": Known(HUB, refused="softmax inside its own call, with biases"),
+    "SAM3RoPEAttention": Known(HUB, refused="windows over images (SAM 3)"),
     "SegFormerMultiheadAttention": Known(
         HUB, refused="spatially reduced keys (SegFormer)"
     ),
+    "T5Gemma2Attention": Known(HUB, refused="soft cap and sliding windows"),
+    "T5Gemma2MergedAttention": Known(HUB, refused="soft cap and sliding windows"),
     "T5GemmaAttention": Known(HUB, refused="soft cap and sliding windows"),
     "T5MultiHeadAttention": Known(HUB, refused="relative position bias"),
     "TwoStreamRelativeAttention": Known(
         HUB, refused="relative positions and two streams (XLNet)"
     ),
     "VideoSwinWindowAttention": Known(CV, refused="shifted windows"),
+    "VideoPrismAttention": Known(HUB, refused="soft cap on its logits"),
     "WindowAttention": Known(
         CV, refused="shifted windows with relative position bias (Swin)"
     ),
