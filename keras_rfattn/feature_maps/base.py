@@ -69,6 +69,8 @@ class FeatureMap(Weights, keras.layers.Layer):
     assumes_equal_lengths = False
     # Number of random vectors, or what else decides the width; `None` if nothing does.
     num_features = None
+    # At which `uptrain` trains it against attention, by default.
+    learning_rate = 0.02
     # Of a map in an attention layer, where a file may be a softmax checkpoint's.
     presence = None
     # What fingerprints in files call the class, if not by its name.

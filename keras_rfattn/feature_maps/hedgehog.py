@@ -33,6 +33,7 @@ class Hedgehog(FeatureMap):
 
     is_unbiased = False
     is_symmetric = False
+    learning_rate = 0.06
 
     def __init__(self, num_features=None, **kwargs):
         super().__init__(**kwargs)

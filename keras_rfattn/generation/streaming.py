@@ -1,7 +1,6 @@
 """Chunks of tokens through a model, and what a state must be for that."""
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_rfattn.layers.checks import title
@@ -32,7 +31,7 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
         TypeError: If `model` is not such a model.
         ValueError: If tokens are not of shape `(B, T)`, or `max_length` is missing.
     """
-    check(model)
+    stream = check(model)
     tokens = _tokens(tokens)
     cache = empty_cache(model, tokens.shape[0], max_length or 1)
     if cache.layers and max_length is None:
@@ -41,7 +40,7 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
             "values need room. Received: max_length=None. Pass the number of tokens "
             "that will ever be seen."
         )
-    return _forward(model, tokens, cache, 0, padding_mask)
+    return stream(tokens, cache, 0, padding_mask)
 
 
 def step(model, tokens, state, padding_mask=None):
@@ -61,7 +60,7 @@ def step(model, tokens, state, padding_mask=None):
         ValueError: If the state is of another model or batch size, or its rows have
             seen different numbers of positions.
     """
-    check(model)
+    stream = check(model)
     tokens = _tokens(tokens)
     check_state(model, state, tokens.shape[0])
     seen = ops.convert_to_numpy(state.seen)
@@ -70,11 +69,14 @@ def step(model, tokens, state, padding_mask=None):
             "All rows of a state must have seen as many positions. Received: "
             f"{seen.tolist()}. Step through them separately (`take_rows`)."
         )
-    return _forward(model, tokens, state, int(seen[0]), padding_mask)
+    return stream(tokens, state, int(seen[0]), padding_mask)
 
 
 def check(model):
-    """Raises `TypeError` unless a model can be decoded with a state."""
+    """The `Stream` of a model; `TypeError` if it cannot be decoded with a state."""
+    stream = vars(model).get("stream_function")
+    if stream is not None:
+        return stream
     is_task = getattr(type(model), "call_with_cache", None) is call_with_cache
     if not is_task or not has_states(context(model).sites):
         raise TypeError(
@@ -82,6 +84,10 @@ def check(model):
             f"attention. Received: {type(model).__name__}. Call "
             "`keras_rfattn.replace_attention` first."
         )
+    stream = Stream(model)
+    # Past Keras' tracking; `swap.refresh` takes it away.
+    object.__setattr__(model, "stream_function", stream)
+    return stream
 
 
 def check_state(model, state, batch_size):
@@ -91,7 +97,7 @@ def check_state(model, state, batch_size):
             "`state` must be what `keras_rfattn.generation.prefill` returned. "
             f"Received: {type(state).__name__}."
         )
-    wanted = _shapes(expected(model))
+    wanted = check(model).shapes
     received = _shapes(state)
     if wanted != received:
         differs = sorted(
@@ -111,13 +117,66 @@ def check_state(model, state, batch_size):
         )
 
 
-def expected(model):
-    """A state of the shapes that a model's have, of one row."""
-    cache = empty_cache(model, 1, 1)
-    for site in context(model).sites:
-        if site.is_linear and decodes(site):
-            cache.layers[f"{site.index}"] = empty_state(site.layer, 1)
-    return cache
+class Stream:
+    """What `prefill` and `step` know of a model, and the program they compile once.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model):
+        self.model, self.sites = model, context(model).sites
+        one = empty_cache(model, 1, 1)
+        for site in self.sites:
+            if site.is_linear and decodes(site):
+                one.layers[f"{site.index}"] = empty_state(site.layer, 1)
+        self.shapes = _shapes(one)
+        self.function = self._compiled()
+
+    def __call__(self, tokens, state, start, padding_mask):
+        """`(logits, state)` of tokens from a position on."""
+        hidden = None
+        if padding_mask is not None:
+            mask = ops.convert_to_numpy(padding_mask).astype(bool)
+            if mask.shape != tuple(tokens.shape):
+                raise ValueError(
+                    "`padding_mask` must have the shape of `tokens`, "
+                    f"{tuple(tokens.shape)}. Received: {mask.shape}."
+                )
+            hidden = ops.convert_to_tensor(~mask)
+        start = ops.convert_to_tensor(start, dtype="int32")
+        return self.function(tokens, state, start, hidden)
+
+    def _forward(self, tokens, state, start, hidden):
+        with generating(self.model, hidden, origin=start, sites=self.sites):
+            logits, _, state = self.model.call_with_cache(tokens, state, start)
+        return logits, state
+
+    def _compiled(self):
+        """As the backend compiles `generate`."""
+        backend = keras.backend.backend()
+        if backend == "torch":
+            import torch
+
+            return torch.no_grad()(self._forward)
+        if getattr(self.model, "run_eagerly", False):
+            return self._forward
+        if backend == "tensorflow":
+            import tensorflow as tf
+
+            return tf.function(self._forward)
+        import jax
+
+        @jax.jit
+        def compiled(values, *args):
+            mapping = zip(self.model.variables, values, strict=True)
+            with keras.StatelessScope(state_mapping=list(mapping)):
+                return self._forward(*args)
+
+        def call(*args):
+            return compiled([x.value for x in self.model.variables], *args)
+
+        return call
 
 
 def _shapes(cache):
@@ -130,21 +189,6 @@ def _shapes(cache):
         else:
             found[f"cache of layer {i}"] = (*kept.shape[1:2], *kept.shape[3:])
     return found
-
-
-def _forward(model, tokens, state, start, padding_mask):
-    hidden = None
-    if padding_mask is not None:
-        mask = ops.convert_to_numpy(padding_mask).astype(bool)
-        if mask.shape != tuple(tokens.shape):
-            raise ValueError(
-                "`padding_mask` must have the shape of `tokens`, "
-                f"{tuple(tokens.shape)}. Received: {mask.shape}."
-            )
-        hidden = ops.convert_to_tensor(np.pad(~mask, ((0, 0), (start, 0))))
-    with generating(model, hidden):
-        logits, _, state = model.call_with_cache(tokens, state, start)
-    return logits, state
 
 
 def _tokens(tokens):

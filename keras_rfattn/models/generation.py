@@ -45,12 +45,14 @@ class Generating(NamedTuple):
     Attributes:
         sites: `survey.Site` of each attention layer.
         hidden: `(B, T)`, padding before the last real token of each row.
+        origin: Position of the first column of `hidden`.
         end: Position where generation begins: the first that some row has no token at.
     """
 
     sites: Any
     hidden: Any = None
     end: Any = None
+    origin: Any = 0
 
 
 def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs):
@@ -114,7 +116,7 @@ def entering(known, cache, token_ids, start):
         passed, after = passed & (positions < known.end), known.end
     enters = passed
     if known.hidden is not None:
-        enters = passed & ~_hidden(known.hidden, positions, batch)
+        enters = passed & ~_hidden(known.hidden, positions - known.origin, batch)
     return enters, passed, ops.maximum(cache.seen, ops.cast(after, "int32"))
 
 
@@ -176,9 +178,10 @@ def context(task):
 
 
 @contextlib.contextmanager
-def generating(task, hidden=None, end=None):
+def generating(task, hidden=None, end=None, origin=0, sites=None):
     """A task is in the middle of something, see `Generating`."""
-    known = Generating(survey.survey(task).sites, hidden, end)
+    sites = survey.survey(task).sites if sites is None else sites
+    known = Generating(sites, hidden, end, origin)
     object.__setattr__(task, "_generating", known)
     try:
         yield

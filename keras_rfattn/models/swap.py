@@ -115,7 +115,7 @@ def make_softmax(layer):
 
 def refresh(layer):
     """Makes a layer forget what it compiled, and PyTorch recount its weights."""
-    for name in ("train", "test", "predict", "generate"):
+    for name in ("train", "test", "predict", "generate", "stream"):
         if getattr(layer, f"{name}_function", None) is not None:
             setattr(layer, f"{name}_function", None)
     if keras.backend.backend() == "torch" and layer.built:

@@ -6,8 +6,8 @@ from keras_rfattn.uptraining.callbacks import NotFinite
 from keras_rfattn.uptraining.callbacks import Watch
 from keras_rfattn.uptraining.resume import assign
 
-# Learning rates of maps by stage, and where a model's own weights train too.
-RATES = {"attention": 0.02, "features": 0.005}
+# Learning rates of maps in stage "features", and where a model's own weights train too.
+FEATURES_RATE = 0.005
 OWN_RATE = 0.001
 
 
@@ -76,11 +76,11 @@ def remembering(batches, failed):
         raise
 
 
-def optimizer_for(stage, steps, owns, given, is_float16):
+def optimizer_for(rate, steps, owns, given, is_float16):
     """A fresh copy of the optimizer that was given, or the default one.
 
     Args:
-        stage: Name of the stage.
+        rate: Learning rate of maps in the stage.
         steps: Of the stage.
         owns: Whether weights besides those of maps train.
         given: A Keras optimizer, or `None`.
@@ -89,7 +89,7 @@ def optimizer_for(stage, steps, owns, given, is_float16):
     if given is not None:
         optimizer = type(given).from_config(given.get_config())
     else:
-        rate, warmup = OWN_RATE if owns else RATES[stage], max(1, steps // 20)
+        rate, warmup = OWN_RATE if owns else rate, max(1, steps // 20)
         optimizer = keras.optimizers.Adam(
             keras.optimizers.schedules.CosineDecay(
                 rate / 20, max(1, steps - warmup), alpha=1 / 20, warmup_target=rate,

@@ -16,6 +16,7 @@ from keras_rfattn.uptraining.calibrate import calibrate
 from keras_rfattn.uptraining.callbacks import NotFinite
 from keras_rfattn.uptraining.data import HEAD
 from keras_rfattn.uptraining.features import FeaturesStage
+from keras_rfattn.uptraining.fitting import FEATURES_RATE
 from keras_rfattn.uptraining.fitting import fit_stage
 from keras_rfattn.uptraining.fitting import optimizer_for
 from keras_rfattn.uptraining.report import LayerResult
@@ -187,8 +188,11 @@ class Training:
         if not variables:
             return [], None
         trainer, of_maps = self.trainer(stage), {id(v) for v in self.of_maps}
+        rate = FEATURES_RATE
+        if stage.name == "attention":
+            rate = min(x.feature_map.learning_rate for x in self.layers)
         optimizer = optimizer_for(
-            stage.name, stage.steps, any(id(v) not in of_maps for v in variables),
+            rate, stage.steps, any(id(v) not in of_maps for v in variables),
             self.settings["optimizer"],
             any(x.compute_dtype == "float16" for x in self.layers),
         )  # fmt: skip
