@@ -60,7 +60,7 @@ RUNS = {
     "generate_long": (
         "--data-dir data --layers 1 --prompt 64 --tokens 16 --chunk 32 "
         "--softmax-tokens 16 32 --num-features 8",
-        r"at 80 tokens: state 0\.1 MiB of [^\n]*\nplot: generate_long.png\n",
+        r"at 80 tokens: state 0\.0 MiB of [^\n]*\nplot: generate_long.png\n",
     ),
     "replace_bert_attention": (
         "--lengths 16 --num-features 16 --mechanisms favorpp elu --steps 2 "
