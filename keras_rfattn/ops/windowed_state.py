@@ -12,6 +12,7 @@ from typing import NamedTuple
 from keras import ops
 
 from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.kernel_attention import finite_tokens
 from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.kernel_attention import spoiled
@@ -125,8 +126,18 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
     empty = _sums(_empty_like(state), 0)
     sums = []
     for place in range(near + 1):
-        mask = heads_mask(new & (moved.place == place))
-        total = summarize(*admit(features, wide, mask), mask)
+        tokens, mask = (features, wide), new & (moved.place == place)
+        if place:
+            # The few tokens of one window, not all of a long chunk.
+            index, exists = moved.window(place)
+            mask = ops.take_along_axis(new, index, axis=1) & exists
+
+            def take(x, index=index[:, None, :, None]):
+                return ops.take_along_axis(x, index, axis=2)
+
+            tokens = map_features(take, features), take(wide)
+        mask = heads_mask(mask)
+        total = summarize(*admit(*tokens, mask), mask)
         for origin, part in enumerate(old):
             stays = moved.place_of(origin) == place
             total = merge_sums(total, _where(stays, part, empty))
@@ -153,17 +164,18 @@ class _Move:
     """
 
     def __init__(self, position, new, elapsed, window, near):
-        self.near, length = near, ops.shape(new)[1]
+        self.near, self.size, length = near, window, ops.shape(new)[1]
         found = ops.any(new, axis=1)
         hidden = ops.where(
             found, ops.cast(ops.argmax(ops.cast(new, "int32"), 1), "int32"), elapsed
         )
         skipped = ops.where(position > 0, 0, hidden)
-        self.position = position + elapsed - skipped
+        self.length, self.offset = length, position - skipped
+        self.elapsed, self.position = elapsed, position + elapsed - skipped
         before, own = (
             ops.maximum(x - 1, 0) // window for x in (position, self.position)
         )
-        self.shift = own - before
+        self.shift, self.own = own - before, own
         added = position[:, None] - skipped[:, None] + ops.arange(length, dtype="int32")
         # A token's place among beyond (0) and near windows.
         self.place = ops.clip(added // window - own[:, None] + near, 0, near)
@@ -175,6 +187,13 @@ class _Move:
         came = near * window + token - position[:, None] + skipped[:, None]
         source = ops.where(token < position[:, None], kept, came)
         self.source = ops.clip(source, 0, near * window + length - 1)
+
+    def window(self, place):
+        """The added tokens at a near place: `(indices, which exist)`, `(B, window)`."""
+        start = (self.own - self.near + place) * self.size - self.offset
+        index = start[:, None] + ops.arange(self.size, dtype="int32")
+        exists = (index >= 0) & (index < self.elapsed[:, None])
+        return ops.clip(index, 0, self.length - 1), exists
 
     def place_of(self, origin):
         """Where a window that was at `origin` is now, `(B,)`."""
