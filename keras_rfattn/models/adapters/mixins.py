@@ -103,6 +103,7 @@ class CachedAttention(LinearAttention):
         return super().__call__(*args, **kwargs)
 
     def _compute_attention(self, query, key, value, attention_mask=None, **kwargs):
+        attention_mask = vars(self).pop("mask", attention_mask)
         if not isinstance(attention_mask, AttentionMask):
             mask = interpret_mask(attention_mask, query.shape[1], key.shape[1])
             own = self._is_self_attention and not self.recalls
