@@ -223,10 +223,14 @@ REFUSED = {
     "DebertaV3Backbone": ("disentangled", dict(bucket_size=8)),
     "T5Backbone": ("relative position bias", {}),
     "BloomBackbone": ("ALiBi", {}),
-    "ESMBackbone": ("no adapter", {}),
     "GemmaBackbone": (
-        "soft cap",
-        dict(num_query_heads=2, num_key_value_heads=1, head_dim=8),
+        "soft cap of 50 on its logits",
+        dict(
+            num_query_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            attention_logit_soft_cap=50,
+        ),
     ),
 }
 
