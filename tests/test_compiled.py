@@ -111,3 +111,26 @@ def test_jit_gives_the_eager_numbers_and_traces_once(mechanism):
         error = np.max(np.abs(np.asarray(actual) - expected))
         assert error <= rtol * np.max(np.abs(expected))
     assert function._cache_size() == 1
+
+
+def test_features_of_keys_are_computed_once_for_each_kv_head():
+    keras_hub = pytest.importorskip("keras_hub")
+    length, width, found = 32, 16, {}
+    for kv_heads in (1, 2, 4):
+        model = keras_hub.models.LlamaBackbone(
+            vocabulary_size=50, num_layers=1, num_query_heads=4, hidden_dim=32,
+            num_key_value_heads=kv_heads, intermediate_dim=64,
+        )  # fmt: skip
+        keras_rfattn.replace_attention(model, "favorplus", num_features=width, seed=0)
+
+        def forward(token_ids, model=model):
+            inputs = {"token_ids": token_ids, "padding_mask": token_ids}
+            return model(inputs, training=False)
+
+        tokens = jax.ShapeDtypeStruct((1, length), "int32")
+        analysis = jax.jit(forward).lower(tokens).cost_analysis()
+        found[kv_heads] = analysis["transcendentals"]
+    # KerasHub repeats keys and values for the query heads that share them.
+    own = found[2] - found[1]
+    assert own >= length * width
+    assert found[4] - found[2] == pytest.approx(2 * own, rel=0.1)

@@ -6,6 +6,7 @@ overrides it and nothing else of the computation; projections, rotary embeddings
 and gates stay with the class it is mixed into.
 """
 
+import functools
 import warnings
 
 from keras import ops
@@ -82,6 +83,18 @@ class LinearAttention:
             return self.recorder.around(self, super().__call__, args, kwargs)
         return super().__call__(*args, **kwargs)
 
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        """As Keras', which on JAX and TensorFlow takes every argument for an array."""
+        parent = super().rematerialized_call
+
+        def split(*args, **kwargs):
+            arrays = {k: x for k, x in kwargs.items() if ops.is_tensor(x)}
+            fixed = {k: x for k, x in kwargs.items() if k not in arrays}
+            call = functools.partial(layer_call, **fixed)
+            return parent(call, *args, **arrays)(*args, **arrays)
+
+        return split
+
     def _compute_attention(
         self,
         query,
@@ -110,7 +123,9 @@ class LinearAttention:
             value,
             self.feature_map,
             mask=attention_mask,
-            training=bool(training),
+            # What runs again for the gradient must leave no trace: stored statistics
+            # stay as they are.
+            training=bool(training) and getattr(self, "_remat_mode", None) is None,
             recorder=self.recorder,
             options=self.options,
         )

@@ -1,5 +1,6 @@
 """The layers against the Keras layers they stand for."""
 
+import contextlib
 import functools
 
 import keras
@@ -305,3 +306,35 @@ def test_one_feature(name, size, causal):
     moved = numpy(layer(changed, changed, use_causal_mask=causal)) - output
     assert not causal or np.all(moved[:, :4] == 0)
     assert np.any(moved[:, 4:] != 0)
+
+
+def test_rematerialization_changes_no_number():
+    x = np.random.default_rng(0).normal(size=(2, 9, 8)).astype("float32")
+
+    def trained(feature_map, scope):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((9, 8))
+        with scope:
+            attention = keras.layers.MultiHeadAttention(2, 4)
+        output = attention(inputs, inputs, use_causal_mask=True)
+        model = keras.Model(inputs, output)
+        keras_rfattn.replace_attention(model, feature_map, num_features=8, seed=0)
+        before = [keras.ops.convert_to_numpy(w) for w in model.weights]
+        model.compile("sgd", "mse")
+        model.fit(x, x, epochs=2, verbose=0)
+        after = [keras.ops.convert_to_numpy(w) for w in model.weights]
+        moved = [np.any(a != b) for a, b in zip(before, after, strict=True)]
+        names = [w.path for w in model.weights]
+        return after, {n for n, m in zip(names, moved, strict=True) if m}
+
+    scope = keras.RematScope(mode="full")
+    plain, moved = trained("favorplus", contextlib.nullcontext())
+    again, _ = trained("favorplus", scope)
+    assert len(moved) == 8
+    for a, b in zip(plain, again, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    # What runs twice must not count a batch twice: statistics stay.
+    _, moved = trained("favorpp", contextlib.nullcontext())
+    assert any("feature_map" in name for name in moved)
+    _, moved = trained("favorpp", scope)
+    assert len(moved) == 8 and not any("feature_map" in name for name in moved)
