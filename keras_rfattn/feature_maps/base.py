@@ -169,7 +169,8 @@ class FeatureMap(Weights, keras.layers.Layer):
             training: Whether a moving average should be updated.
 
         Returns:
-            Anything that `query_features` and `key_features` take.
+            What `query_features` and `key_features` take: a pytree of arrays whose
+            first axis is B (or 1), or `None`.
         """
         return None
 

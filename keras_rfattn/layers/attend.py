@@ -12,10 +12,12 @@ from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.kernel_attention import exact_attention
 from keras_rfattn.ops.kernel_attention import softmax_attention
+from keras_rfattn.ops.loops import by_rows
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
+from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.options import Options
-from keras_rfattn.ops.packing import layout
+from keras_rfattn.ops.packing import by_text
 from keras_rfattn.ops.windowed import Local
 from keras_rfattn.ops.windowed import local_attention
 from keras_rfattn.ops.windowed import mixed
@@ -134,10 +136,17 @@ class Attention:
     def linear(self):
         """The answer of the feature map, by the algorithm for the mask and window."""
         query, key, stats = self.prepared()
-        value, mask, feature_map = self.value, self.mask, self.feature_map
-        kernel, key_mask, window = (
-            feature_map.exact_kernel, mask.key_mask, self.options.window,
-        )  # fmt: skip
+        arrays = query, key, self.value, self.mask.key_mask, stats
+        length = query.shape[1] or 1
+        if self.mask.causal:
+            length = min(length, self.options.block_length)
+        size = query.shape[2] * length * self.feature_map.output_dim
+        return by_rows(self._answer, arrays, size)
+
+    def _answer(self, query, key, value, visible, stats):
+        """`linear`, of what was prepared."""
+        mask, feature_map, key_mask = self.mask, self.feature_map, needed(visible)
+        kernel, window = feature_map.exact_kernel, self.options.window
         if feature_map.is_exact:
             return exact_attention(query, key, value, kernel, key_mask, mask.causal)
         deferred = self.deferred(query, key, stats)
@@ -156,8 +165,8 @@ class Attention:
         features = tuple(x.compute() for x in deferred)
         if window is None:
             return bidirectional(*features, value, key_mask)
-        near = near_keys(key_mask, self.position, window, self.options.sliding)
-        return mixed(*features, value, key_mask, near, local)
+        near = near_keys(visible, self.position, window, self.options.sliding)
+        return mixed(*features, value, visible, near, local)
 
 
 def _one_feature(x, log_scale):
@@ -203,9 +212,9 @@ def attend(
         # No query, or no key to see.
         return ops.zeros((*query.shape[:-1], value.shape[-1]), dtype=value.dtype)
     if mask.segment_ids is not None:
-        tokens = query, key, value
-        return _by_text(
-            tokens, mask, feature_map=feature_map, scale=scale,
+        tokens, limit = (query, key, value), options.max_segments
+        return by_text(
+            attend, tokens, mask, limit, feature_map=feature_map, scale=scale,
             options=options, training=training, recorder=recorder,
         )  # fmt: skip
     position = mask.offset if mask.causal else None
@@ -230,32 +239,6 @@ def attend(
     if mask.query_mask is not None:
         output = ops.where(mask.query_mask[:, :, None, None], output, 0)
     return output
-
-
-def _by_text(tokens, mask, **arguments):
-    """Attention of packed rows: each text by itself."""
-    if not mask.self_attention or mask.offset is not None:
-        raise ValueError(
-            "`segment_ids` need self-attention over whole rows, where queries and keys "
-            "are the same tokens. Received: segment_ids in cross-attention, or in "
-            "decoding with a cache. Give each text a row of its own instead."
-        )
-    ids = ops.convert_to_tensor(mask.segment_ids)
-    if tuple(ids.shape) != tuple(tokens[0].shape[:2]):
-        raise ValueError(
-            "`segment_ids` must have the shape (B, T) of the tokens, "
-            f"{tuple(tokens[0].shape[:2])}. Received: shape {tuple(ids.shape)}."
-        )
-    texts = layout(ids, arguments["options"].max_segments)
-    real = ops.reshape(texts.real, (-1, texts.length))
-    key_mask, query_mask = (
-        None if x is None else texts.unpack(ops.broadcast_to(x, ops.shape(ids)))
-        for x in (mask.key_mask, mask.query_mask)
-    )
-    key_mask = real if key_mask is None else real & key_mask
-    mask = mask.replace(segment_ids=None, key_mask=key_mask, query_mask=query_mask)
-    output = attend(*(texts.unpack(x) for x in tokens), mask=mask, **arguments)
-    return texts.pack(output)
 
 
 def _apply_offset(query, key, value, mask):

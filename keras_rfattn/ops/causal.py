@@ -114,11 +114,11 @@ def _causal(
 
 def _attend(sums, query, key, value, mask, groups, span, fallback):
     """What some blocks see of `sums` and of themselves, and the sums after them."""
-    if mask is None:
-        mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
     # Hidden rows leave before any product.
     key, value = admit(key, value, mask)
     prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
+    if mask is None:
+        mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
     (query, spoiled), (key, spoiled_keys) = query, key
     spoiled = spoiled + ops.repeat(onward(spoiled_keys), groups, axis=-2)
     spoiled = spoiled + prefix.spoiled[..., None, None]

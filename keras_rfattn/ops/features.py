@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import known_finite
 
 # Stands for -inf in exponents. Finite, so that a difference of two is 0, not NaN.
 LOWEST = -1e30
@@ -200,6 +201,8 @@ def map_features(function, features):
 def finite(features):
     """Clips exponents to finite numbers, whose differences are no NaN; NaN stays."""
     log_scale = features.log_scale
+    if known_finite(log_scale, limit=-LOWEST):
+        return features
     clipped = ops.clip(log_scale, LOWEST, -LOWEST)
     if keras.backend.backend() == "jax":
         # XLA may take the larger of NaN and a number to be the number.

@@ -7,6 +7,7 @@ relative to `exp(shift)` of its row, and 0 where not `visible`.
 
 import dataclasses
 
+import keras
 from keras import ops
 
 from keras_rfattn.ops.features import LOWEST
@@ -14,12 +15,14 @@ from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.not_finite import LARGEST
 from keras_rfattn.ops.not_finite import bounded
 from keras_rfattn.ops.not_finite import finite_values
 from keras_rfattn.ops.not_finite import onward
 from keras_rfattn.ops.not_finite import spoils
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import elementwise_max
+from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import precise_einsum
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.precision import wide_dtype
@@ -135,10 +138,30 @@ def exact_attention(query, key, value, kernel, key_mask=None, causal=False):
         visible = tokens[:, None] >= ops.arange(length)[None, :]
     if mask is not None:
         visible = visible & mask[..., None, :]
-    reading = read_exactly(kernel, *finite_tokens(*given), visible)
-    output = normalize(reading, kernel)
-    output = output + spoiled(*given, mask, groups, causal)
+    is_finite = known_finite(*given, limit=LARGEST)
+    tokens = given if is_finite else finite_tokens(*given)
+    if kernel == Softmax() and keras.backend.backend() == "torch":
+        plain = causal and groups == 1 and mask is None
+        output = _fused(*tokens, visible, plain)
+    else:
+        output = normalize(read_exactly(kernel, *tokens, visible), kernel)
+    if not is_finite:
+        output = output + spoiled(*given, mask, groups, causal)
     return ops.cast(merge_heads(output, num_heads, length), dtype)
+
+
+def _fused(query, key, value, visible, is_causal):
+    """Softmax attention by PyTorch's own operation; 0 for a row that sees no key."""
+    import torch
+
+    wide = query.dtype
+    value, seen = value.to(wide), visible.any(dim=-1, keepdim=True)
+    # A row without any key would be NaN, in the gradient too.
+    mask = None if is_causal else visible | ~seen
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=1.0
+    )
+    return torch.where(seen, output, 0)
 
 
 def finite_tokens(query, key, value):

@@ -71,8 +71,8 @@ def block_mask(key_mask, length, size):
 
 def take_apart(features):
     """Arrays, and what makes `Features` of them, `None` if they are."""
-    # Elsewhere all blocks are taken at once: nothing would be saved.
-    if keras.backend.backend() != "jax" or not isinstance(features, Deferred):
+    # On TensorFlow all blocks are taken at once: nothing would be saved.
+    if keras.backend.backend() == "tensorflow" or not isinstance(features, Deferred):
         return features.compute(), None
     function, *arrays = features
     return arrays, function
@@ -87,10 +87,12 @@ def in_blocks(arrays, function, num_kv_heads, block_size, groups=1):
     x, parameters = arrays
 
     def compute(block):
-        # The map knows tokens, and one block of them at a time.
-        tokens = merge_heads(block[:, :, 0], num_kv_heads * groups, block_size)
+        # The map knows tokens, and these blocks of them at a time.
+        count, size = block.shape[2], block_size * groups
+        rows = ops.reshape(block, (*ops.shape(block)[:2], -1, block.shape[-1]))
+        tokens = merge_heads(rows, num_kv_heads * groups, count * block_size)
         features = heads_first(function(tokens, parameters), num_kv_heads)
-        return map_features(lambda x: x[:, :, None], features)
+        return map_features(lambda x: cut_blocks(x, size), features)
 
     return cut_blocks(split_heads(x, num_kv_heads), block_size * groups), compute
 

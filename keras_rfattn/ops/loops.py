@@ -5,6 +5,9 @@ import functools
 import keras
 from keras import ops
 
+# Tokens, times heads, that PyTorch takes at once in `fold`, and numbers of features in
+# `by_rows`: what stays in a cache.
+AT_ONCE, NUMBERS = 2048, 2**19
 # What `keep` marks, for JAX.
 KEPT = "keras_rfattn"
 
@@ -73,8 +76,8 @@ def fold(step, carry, blocks):
 
     On JAX a loop, which computes a block again in the backward pass: all that a
     block needs fits in a cache, and none of it is kept for the gradient.
-    TensorFlow and PyTorch would pay for a loop operation by operation, and take
-    all blocks in one step.
+    PyTorch pays for a loop operation by operation, and takes as many blocks in one
+    step as fit in a cache; TensorFlow takes all of them.
 
     Args:
         step: `(carry, *blocks) -> (carry, output)` of any number of blocks.
@@ -84,8 +87,10 @@ def fold(step, carry, blocks):
     Returns:
         `(carry, output)`, the output of shape `(B, K, n, ...)`.
     """
-    if keras.backend.backend() != "jax":
+    if keras.backend.backend() == "tensorflow":
         return step(carry, *blocks)
+    if keras.backend.backend() == "torch":
+        return _by_groups(step, carry, blocks)
     import jax
     import jax.numpy as jnp
 
@@ -100,3 +105,50 @@ def fold(step, carry, blocks):
     first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), blocks)
     carry, output = jax.lax.scan(one, carry, first)
     return carry, jnp.moveaxis(output, 0, 2)
+
+
+def _by_groups(step, carry, blocks):
+    """`fold` over a few blocks at a time."""
+    sizes = [x.shape for x in keras.tree.flatten(blocks) if x is not None]
+    batch, heads, tokens = (max(x[i] for x in sizes) for i in (0, 1, 3))
+    count = max(x[2] for x in sizes)
+    group, outputs = max(1, AT_ONCE // (batch * heads * tokens)), []
+    for i in range(0, count, group):
+        part = keras.tree.map_structure(
+            lambda x: None if x is None else x[:, :, i : i + group],  # noqa: B023
+            blocks,
+        )
+        carry, output = step(carry, *part)
+        outputs.append(output)
+    return carry, outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=2)
+
+
+def by_rows(function, arrays, size):
+    """`function` of a few rows of the batch at a time on PyTorch, elsewhere of all.
+
+    Args:
+        function: Of arrays, to an array of shape `(B, ...)`.
+        arrays: What it takes: pytrees of arrays `(B, ...)` or `(1, ...)`, or `None`.
+        size: Numbers that a row makes it hold.
+
+    Returns:
+        What `function` gives of all rows.
+    """
+    leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
+    batch = max(x.shape[0] for x in leaves) if _is_torch() else 1
+    rows = max(1, NUMBERS // size) if batch > 1 else batch
+    if rows >= batch:
+        return function(*arrays)
+
+    def some(x, first):
+        return x if x is None or x.shape[0] == 1 else x[first : first + rows]
+
+    parts = [
+        function(*keras.tree.map_structure(lambda x: some(x, i), arrays))  # noqa: B023
+        for i in range(0, batch, rows)
+    ]
+    return ops.concatenate(parts, axis=0)
+
+
+def _is_torch():
+    return keras.backend.backend() == "torch"

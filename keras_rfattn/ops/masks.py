@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -121,6 +122,17 @@ def _decode_dense(mask, causal):
             f"Received: attention_mask.shape={tuple(mask.shape)}. {REMEDY}"
         )
     return AttentionMask(ops.convert_to_tensor(visible[:, 0]), causal=causal)
+
+
+def needed(key_mask):
+    """A mask, `None` if it hides nothing and PyTorch can tell at once."""
+    if key_mask is None or keras.backend.backend() != "torch":
+        return key_mask
+    import torch
+
+    if torch.compiler.is_compiling() or key_mask.device.type != "cpu":
+        return key_mask
+    return None if bool(key_mask.all()) else key_mask
 
 
 def heads_mask(key_mask):

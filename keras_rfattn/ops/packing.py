@@ -113,3 +113,40 @@ def _sizes(rank, length, max_segments):
     longest = max(int((rank == i).sum(1).max()) for i in range(texts))
     longest = min(length, -(-longest // STEP) * STEP)
     return 1 << (texts - 1).bit_length(), longest
+
+
+def by_text(attend, tokens, mask, max_segments, **arguments):
+    """Attention of packed rows: each text by itself.
+
+    Args:
+        attend: `(query, key, value, mask=, **arguments) -> output`.
+        tokens: Queries, keys and values, `(B, T, ·, ·)`.
+        mask: `AttentionMask` with `segment_ids`.
+        max_segments: As of `layout`.
+        **arguments: Further arguments of `attend`.
+
+    Raises:
+        ValueError: If attention is not among the tokens of whole rows, or as `layout`.
+    """
+    if not mask.self_attention or mask.offset is not None:
+        raise ValueError(
+            "`segment_ids` need self-attention over whole rows, where queries and keys "
+            "are the same tokens. Received: segment_ids in cross-attention, or in "
+            "decoding with a cache. Give each text a row of its own instead."
+        )
+    ids = ops.convert_to_tensor(mask.segment_ids)
+    if tuple(ids.shape) != tuple(tokens[0].shape[:2]):
+        raise ValueError(
+            "`segment_ids` must have the shape (B, T) of the tokens, "
+            f"{tuple(tokens[0].shape[:2])}. Received: shape {tuple(ids.shape)}."
+        )
+    texts = layout(ids, max_segments)
+    real = ops.reshape(texts.real, (-1, texts.length))
+    key_mask, query_mask = (
+        None if x is None else texts.unpack(ops.broadcast_to(x, ops.shape(ids)))
+        for x in (mask.key_mask, mask.query_mask)
+    )
+    key_mask = real if key_mask is None else real & key_mask
+    mask = mask.replace(segment_ids=None, key_mask=key_mask, query_mask=query_mask)
+    output = attend(*(texts.unpack(x) for x in tokens), mask=mask, **arguments)
+    return texts.pack(output)

@@ -66,7 +66,11 @@ def elementwise_max(a, b):
 
 def elementwise_min(a, b):
     """`min(a, b)` in the dtype of `a`."""
-    return -elementwise_max(-a, -b)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return torch.minimum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+    return ops.minimum(a, b)
 
 
 def precise_einsum(equation, a, b):
@@ -98,3 +102,15 @@ def representable(value):
     if keras.backend.standardize_dtype(value.dtype) == "float16":
         return ops.cast(value, "float32")
     return value
+
+
+def known_finite(*arrays, limit):
+    """Whether all entries are within a limit; only where that is cheap to ask."""
+    if keras.backend.backend() != "torch":
+        return False
+    import torch
+
+    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in arrays):
+        return False
+    ranges = (torch.aminmax(x.detach()) for x in arrays if x.numel())
+    return all(bool(-limit < low) and bool(high < limit) for low, high in ranges)

@@ -361,4 +361,4 @@ def outputs(model, inputs):
     flat = keras.tree.flatten(model(inputs, training=False))
     found = [keras.ops.convert_to_numpy(x) for x in flat]
     # Moonshine gives its mask, too.
-    return [x for x in found if x.dtype.kind == "f"]
+    return [x for x in found if x.dtype != bool]
