@@ -176,10 +176,10 @@ def _local(
     key, value = (
         cut_blocks(split_heads(x, num_kv_heads), window) for x in (key, value)
     )
-    mask = block_mask(mask, length, window)
-    if mask is None:
-        mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
-    key, value, mask = hide(key, mask), hide(value, mask), mask[..., None]
+    hidden = block_mask(mask, length, window)
+    key, value = hide(key, hidden), hide(value, hidden)
+    mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
+    mask = (mask if hidden is None else hidden)[..., None]
     near = [_beside(x, nearby) for x in (key, value, mask)]
     within = _within(window, groups, nearby) if causal else True
     rows = far_query, query, *near
@@ -191,10 +191,11 @@ def _local(
             keys = map_features(lambda x: _shift(x, offset), keys)
         else:
             keys = _shift(keys, offset)
-        return keys, _shift(value, offset), _shift(mask, offset)
+        seen = None if hidden is None and not offset else _shift(mask, offset)
+        return keys, _shift(value, offset), seen
 
     def sums_of(key, value, mask):
-        mask = mask[..., 0]
+        mask = None if mask is None else mask[..., 0]
         return summarize(*admit(compute_key(key), value, mask), mask)
 
     def look_up(sums, query, exact_query, key, value, mask):
@@ -216,8 +217,10 @@ def _local(
     if causal:
         _, output = fold(forward, tuple(start), (beyond(nearby[0]), rows))
     else:
-        before, _ = prefix_sums(sums_of(*beyond(nearby[0])), start)
-        after, _ = prefix_sums(_reversed(sums_of(*beyond(nearby[-1]))), start)
+        own = sums_of(*beyond(0))
+        left, right = (_shifted(own, start, x) for x in (nearby[0], nearby[-1]))
+        before, _ = prefix_sums(left, start)
+        after, _ = prefix_sums(_reversed(right), start)
         output = look_up(merge_sums(before, _reversed(after)), *rows)
     return ops.cast(join_blocks(output, num_heads, length), dtype)
 
@@ -235,6 +238,17 @@ def _shift(blocks, offset):
     if offset < 0:
         return ops.concatenate([zeros, blocks[:, :, :offset]], axis=2)
     return ops.concatenate([blocks[:, :, offset:], zeros], axis=2)
+
+
+def _shifted(sums, none, offset):
+    """Those of window i are what those of window `i + offset` were, or of no key."""
+
+    def shift(x, y):
+        y = ops.cast(y, x.dtype)[:, :, None]
+        parts = [y, x[:, :, :-1]] if offset < 0 else [x[:, :, 1:], y]
+        return ops.concatenate(parts, axis=2)
+
+    return Sums(*map(shift, sums, none)) if offset else sums
 
 
 def _reversed(sums):
