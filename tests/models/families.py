@@ -319,9 +319,10 @@ FAMILIES = {
 }
 
 
-# Kin of Llama, of one adapter. They are compiled for minutes: elsewhere than on PyTorch
-# they are tested where the environment variable ALL_FAMILIES is set.
-KIN = ("llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3", "phi3")
+# Kin of others, of one adapter or of its parts. They are compiled for minutes: elsewhere
+# than on PyTorch they are tested where the environment variable ALL_FAMILIES is set.
+KIN = ("llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3", "phi3", "gemma",
+       "qwen3_5", "moonshine", "esm")  # fmt: skip
 TESTED = [
     name
     for name in FAMILIES
