@@ -319,7 +319,7 @@ FAMILIES = {
 }
 
 
-# Kin of others, of one adapter or of its parts. They are compiled for minutes: elsewhere
+# Kin of others, of one adapter or of its parts. They compile for minutes: elsewhere
 # than on PyTorch they are tested where the environment variable ALL_FAMILIES is set.
 KIN = ("llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3", "phi3", "gemma",
        "qwen3_5", "moonshine", "esm")  # fmt: skip
