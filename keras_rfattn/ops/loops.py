@@ -109,10 +109,13 @@ def fold(step, carry, blocks):
 
 def _by_groups(step, carry, blocks):
     """`fold` over a few blocks at a time."""
-    sizes = [x.shape for x in keras.tree.flatten(blocks) if x is not None]
-    batch, heads, tokens = (max(x[i] for x in sizes) for i in (0, 1, 3))
-    count = max(x[2] for x in sizes)
-    group, outputs = max(1, AT_ONCE // (batch * heads * tokens)), []
+    leaves = [x for x in keras.tree.flatten(blocks) if x is not None]
+    batch, heads, tokens = (max(x.shape[i] for x in leaves) for i in (0, 1, 3))
+    count = max(x.shape[2] for x in leaves)
+    group = max(1, AT_ONCE // (batch * heads * tokens))
+    if group >= count or leaves[0].device.type != "cpu":
+        return step(carry, *blocks)
+    outputs = []
     for i in range(0, count, group):
         part = keras.tree.map_structure(
             lambda x: None if x is None else x[:, :, i : i + group],  # noqa: B023
@@ -120,7 +123,7 @@ def _by_groups(step, carry, blocks):
         )
         carry, output = step(carry, *part)
         outputs.append(output)
-    return carry, outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=2)
+    return carry, ops.concatenate(outputs, axis=2)
 
 
 def by_rows(function, arrays, size):
@@ -134,10 +137,12 @@ def by_rows(function, arrays, size):
     Returns:
         What `function` gives of all rows.
     """
+    if keras.backend.backend() != "torch":
+        return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
-    batch = max(x.shape[0] for x in leaves) if _is_torch() else 1
-    rows = max(1, NUMBERS // size) if batch > 1 else batch
-    if rows >= batch:
+    batch, rows = leaves[0].shape[0], max(1, NUMBERS // size)
+    is_fit = all(x.device.type == "cpu" and x.shape[0] in (1, batch) for x in leaves)
+    if rows >= batch or not is_fit:
         return function(*arrays)
 
     def some(x, first):
@@ -148,7 +153,3 @@ def by_rows(function, arrays, size):
         for i in range(0, batch, rows)
     ]
     return ops.concatenate(parts, axis=0)
-
-
-def _is_torch():
-    return keras.backend.backend() == "torch"

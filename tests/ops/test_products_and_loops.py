@@ -3,6 +3,10 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_rfattn.layers.attend import attend
+from keras_rfattn.ops import AttentionMask
+from keras_rfattn.ops import Options
+from keras_rfattn.ops import loops
 from keras_rfattn.ops.loops import exclusive_scan
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import precise_einsum
@@ -38,3 +42,23 @@ def test_exclusive_scan_keeps_what_came_before():
     )
     assert float(h.to_numpy(last[0])) == 25
     h.assert_same(before[0], np.array([10, 11, 13, 16, 20], "float32"))
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="groups are PyTorch's")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["favorpp", "polysketch", "favorplus"])
+def test_groups_change_no_number(monkeypatch, name, causal):
+    feature_map, x = h.build(name), h.problem()
+    visible = ops.convert_to_tensor(h.padding_masks()["scattered"])
+    mask = AttentionMask(key_mask=visible, causal=causal, self_attention=True)
+    window = 4 if name == "favorplus" else None
+    options = Options(block_size=h.BLOCK, window=window)
+    tensors = [ops.convert_to_tensor(a) for a in x]
+
+    def outputs(at_once, numbers):
+        monkeypatch.setattr(loops, "AT_ONCE", at_once)
+        monkeypatch.setattr(loops, "NUMBERS", numbers)
+        return h.to_numpy(attend(*tensors, feature_map, mask=mask, options=options))
+
+    whole, parts = outputs(10**9, 10**12), outputs(1, 1)
+    h.assert_close(parts, whole, rtol=1e-6)
