@@ -129,7 +129,7 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
         causal=False,
         training=False,
     ):
-        """The parameter A, `(K,)` or `(B, K)`, with an H per direction."""
+        """The parameter A, `(1, K)` or `(B, K)`, with an H per direction."""
         if causal and not self.is_causal_safe:
             raise ValueError(
                 "`statistics='batch'` measures the whole sequence and would leak "
@@ -143,7 +143,7 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
             measured = self.measure(query, key, query_mask, key_mask)
         if self.policy == "batch":
             return self.optimal_a(measured)
-        stored = ops.convert_to_tensor(self.mean_square)
+        stored = ops.convert_to_tensor(self.mean_square)[None]
         if self.policy == "auto" and not causal:
             stored = ops.where(ops.greater(self.updates, 0), stored, measured)
         # Before the update: a step must not see what it is about to store.
