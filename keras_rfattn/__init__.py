@@ -1,6 +1,7 @@
 """Linear attention for Keras 3, in place of a checkpoint's softmax attention."""
 
 from keras_rfattn import diagnostics
+from keras_rfattn import distribution
 from keras_rfattn import feature_maps
 from keras_rfattn import generation
 from keras_rfattn import layers
@@ -28,6 +29,7 @@ __all__ = [
     "convert_vit",
     "describe_attention",
     "diagnostics",
+    "distribution",
     "extend_positions",
     "feature_maps",
     "from_preset",

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "layers": {"feature_maps", "ops"},
     "models": {"layers", "feature_maps", "projections", "ops"},
     "generation": {"models", "layers", "ops"},
+    "distribution": {"models", "layers"},
     "uptraining": {"models", "layers", "feature_maps", "projections", "ops"},
     "diagnostics": {
         "models", "layers", "feature_maps", "projections", "ops", "kernels",

@@ -1,0 +1,122 @@
+"""Heads over the devices of a mesh, and feature maps with their heads."""
+
+import re
+
+import keras
+
+import keras_rfattn.models.survey as survey
+import keras_rfattn.models.swap as swap
+from keras_rfattn.layers.checks import PROJECTIONS
+from keras_rfattn.layers.checks import check_model
+
+
+def layout_map(model, mesh, axis="model"):
+    """Layouts that split a model over an axis of a device mesh.
+
+    Heads are split: query, key, value and output projections, and feature maps with
+    the key/value heads they are of; so are the inner neurons of the dense layers in
+    the same blocks, and the vocabulary of token embeddings. What the number of devices
+    does not divide, key/value heads above all, is on every device, as is everything
+    else.
+
+    Args:
+        model: A built model, replaced or not.
+        mesh: `keras.distribution.DeviceMesh`.
+        axis: Name of the axis of `mesh`.
+
+    Returns:
+        A `keras.distribution.LayoutMap` by the paths of the model's weights.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer.
+        ValueError: If the model is not built, or `mesh` has no such axis.
+    """
+    check_model(model)
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"`axis` must be one of the mesh, {list(mesh.axis_names)}. "
+            f"Received: axis={axis!r}."
+        )
+    size = mesh.shape[list(mesh.axis_names).index(axis)]
+    found = {}
+    for site in survey.survey(model).sites:
+        if swap.linear_class(swap.original_class(site.layer)):
+            found |= _of_attention(site.layer, size)
+            found |= _of_dense(site.parent, site.layer, size)
+    for layer in model._flatten_layers():
+        embeddings = getattr(layer, "embeddings", None)
+        if embeddings is not None and "token" in layer.name:
+            found[embeddings.path] = 0 if embeddings.shape[0] % size == 0 else None
+    layouts = keras.distribution.LayoutMap(mesh)
+    for weight in model.weights:
+        place = found.get(weight.path)
+        if place is not None:
+            names = [None] * len(weight.shape)
+            names[place] = axis
+            # The key is a pattern, looked for in the paths of optimizers' weights too.
+            layouts[f"^{re.escape(weight.path)}$"] = tuple(names)
+    return layouts
+
+
+def distribute(model, layouts):
+    """Lays the weights that a model has out; those made later follow by themselves.
+
+    Args:
+        model: The model.
+        layouts: What `layout_map` returned.
+    """
+    # The states of random generators, too.
+    for weight in model.variables:
+        layout = layouts[weight.path]
+        if layout is None:
+            layout = keras.distribution.TensorLayout(
+                [None] * len(weight.shape), layouts.device_mesh
+            )
+        weight._layout = layout
+        weight.assign(keras.distribution.distribute_tensor(weight.value, layout))
+
+
+def _of_attention(layer, size):
+    """Path and split axis of the weights of an attention layer."""
+    linear = swap.linear_class(swap.original_class(layer))
+    kv_heads, _ = linear._kv_shape(layer)
+    found = {}
+    for side in PROJECTIONS:
+        dense = next(
+            (getattr(layer, x) for x in PROJECTIONS[side] if hasattr(layer, x)), None
+        )
+        equation = getattr(dense, "equation", None)
+        if equation is None:
+            # Heads side by side, with others or in one axis: on every device.
+            continue
+        inputs, kernel, output = re.split(",|->", equation)
+        letter = (inputs if side == "output" else output)[-2]
+        heads = dense.kernel.shape[kernel.index(letter)]
+        if heads % size:
+            continue
+        found[dense.kernel.path] = kernel.index(letter)
+        if side != "output" and dense.bias is not None:
+            found[dense.bias.path] = 0
+    feature_map = getattr(layer, "feature_map", None)
+    if feature_map is not None and kv_heads % size == 0:
+        found |= {
+            weight.path: 0
+            for weight in feature_map.weights
+            if len(weight.shape) > 1 and weight.shape[0] == kv_heads
+        }
+    return found
+
+
+def _of_dense(block, attention, size):
+    """The same of dense layers beside attention, between which something is wider."""
+    own, found = {id(x) for x in attention._flatten_layers()}, {}
+    for layer in block._flatten_layers():
+        if not isinstance(layer, keras.layers.Dense) or id(layer) in own:
+            continue
+        inner = 1 if layer.kernel.shape[1] > layer.kernel.shape[0] else 0
+        wider = layer.kernel.shape[0] != layer.kernel.shape[1]
+        if wider and layer.kernel.shape[inner] % size == 0:
+            found[layer.kernel.path] = inner
+            if inner == 1 and layer.bias is not None:
+                found[layer.bias.path] = 0
+    return found

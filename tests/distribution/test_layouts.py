@@ -1,0 +1,92 @@
+"""On eight simulated devices a model computes and learns what it does on one."""
+
+import json
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import keras_rfattn
+from tests.environment import environment
+
+pytest.importorskip("keras_hub")
+
+PROGRAM = """
+import json, sys
+import keras, numpy as np
+import keras_rfattn
+from tests.models import families
+
+name, kind = sys.argv[1:]
+devices = keras.distribution.list_devices()
+if kind == "data":
+    keras.distribution.set_distribution(keras.distribution.DataParallel())
+model, inputs = families.build(name)
+keras_rfattn.replace_attention(model, "favorpp", num_features=16, seed=0)
+inputs = {k: np.repeat(x, 4, axis=0) for k, x in inputs.items()}
+split = 0
+if kind == "model":
+    mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"], devices)
+    layouts = keras_rfattn.distribution.layout_map(model, mesh)
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(
+        layout_map=layouts, batch_dim_name="batch"))
+    keras_rfattn.distribution.distribute(model, layouts)
+    for weight in model.weights:
+        split += len({str(x.index) for x in weight.value.addressable_shards}) == 2
+flat = keras.tree.flatten(model(inputs))
+first = [float(keras.ops.mean(keras.ops.abs(x))) for x in flat]
+trainer = keras.Model(model.input, keras.tree.flatten(model(model.input))[0])
+trainer.compile(keras.optimizers.SGD(0.1), "mse")
+y = np.zeros(flat[0].shape, "float32")
+losses = trainer.fit(inputs, y, batch_size=8, epochs=3, verbose=0).history["loss"]
+total = sum(float(keras.ops.sum(keras.ops.abs(w))) for w in model.trainable_weights)
+print(json.dumps([split, len(devices), *first, *losses, total]))
+"""
+
+
+def run(name, kind):
+    env = environment("jax")
+    if kind != "one":
+        env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, name, kind],
+        env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX simulates devices")
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_eight_devices_are_one(name):
+    _, devices, *expected = run(name, "one")
+    assert devices == 1 and expected[-2] != expected[-4]
+    for kind in ("data", "model") if name == "gpt2" else ("model",):
+        split, devices, *found = run(name, kind)
+        assert devices == 8 and (split > 10) == (kind == "model")
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_kv_heads_that_do_not_divide_stay_whole():
+    from tests.models import families
+
+    model, _ = families.build("llama")
+    keras_rfattn.replace_attention(model, "favorpp", num_features=16, seed=0)
+    devices = [f"cpu:{i}" for i in range(4)]
+    mesh = keras.distribution.DeviceMesh((4,), ["model"], devices)
+    names = {x.strip("^$").replace("\\", "") for x in _map(model, mesh)}
+    assert any(x.endswith("query/kernel") for x in names)
+    assert not any(x.endswith("key/kernel") or "feature_map" in x for x in names)
+    mesh = keras.distribution.DeviceMesh((2,), ["model"], devices[:2])
+    names = {x.strip("^$").replace("\\", "") for x in _map(model, mesh)}
+    assert any(x.endswith("key/kernel") for x in names)
+    assert any("feature_map/" in x for x in names)
+    with pytest.raises(ValueError, match=r"one of the mesh, \['model'\].*'heads'"):
+        keras_rfattn.distribution.layout_map(model, mesh, axis="heads")
+
+
+def _map(model, mesh):
+    return keras_rfattn.distribution.layout_map(model, mesh)
