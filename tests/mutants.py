@@ -55,8 +55,8 @@ MUTANTS = {
     ),
     "queries scaled twice": (
         "layers/attend.py",
-        "query, key = query * side, key * side\n        partial",
-        "query, key = query * side * side, key * side\n        partial",
+        "query, key = query * side, key * side\n        stats",
+        "query, key = query * side * side, key * side\n        stats",
         "tests/layers/test_attention_layers.py",
     ),
     "a sketch without its root of r": (
