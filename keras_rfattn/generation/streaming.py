@@ -75,7 +75,7 @@ def step(model, tokens, state, padding_mask=None):
 def check(model):
     """The `Stream` of a model; `TypeError` if it cannot be decoded with a state."""
     stream = vars(model).get("stream_function")
-    if stream is not None:
+    if stream is not None and stream.variables == variables_of(model):
         return stream
     is_task = getattr(type(model), "call_with_cache", None) is call_with_cache
     if not is_task or not has_states(context(model).sites):
@@ -117,6 +117,11 @@ def check_state(model, state, batch_size):
         )
 
 
+def variables_of(model):
+    """What a compiled program is of: adapters and quantization bring others."""
+    return [id(x) for x in model.variables]
+
+
 class Stream:
     """What `prefill` and `step` know of a model, and the program they compile once.
 
@@ -126,6 +131,7 @@ class Stream:
 
     def __init__(self, model):
         self.model, self.sites = model, context(model).sites
+        self.variables = variables_of(model)
         one = empty_cache(model, 1, 1)
         for site in self.sites:
             if site.is_linear and decodes(site):

@@ -82,7 +82,7 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
             f"{type(cache).__name__}. Use what `_build_cache`, or "
             "`keras_rfattn.generation.prefill`, returns."
         )
-    batch, start = ops.shape(token_ids)[0], _scalar(cache_update_index)
+    start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     enters, passed, after = entering(known, cache, token_ids, start)
 
     def decoder(state):
@@ -90,7 +90,12 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
 
     with carried(known.sites, cache.layers, decoder) as (parts, blank):
         logits, hidden_states, _ = original(
-            task, token_ids, blank(batch, task.compute_dtype), start, *args, **kwargs
+            task,
+            token_ids,
+            blank(ops.shape(token_ids)[0], task.compute_dtype),
+            start,
+            *args,
+            **kwargs,
         )
     return logits, hidden_states, Cache(after, kept(parts))
 
@@ -271,10 +276,6 @@ def stepped(task, inputs, stop_token_ids, name):
         found = original(task, {**inputs, name: filled}, stop_token_ids)
     visible = ops.cast(found[name], "bool") & ~hidden
     return {**found, name: visible}
-
-
-def _scalar(index):
-    return ops.convert_to_tensor(index, dtype="int32")
 
 
 def members(cls):

@@ -382,3 +382,15 @@ def test_quantized_and_adapted_models_stream_and_reload(tmp_path, way):
     again = keras.models.load_model(tmp_path / "model.keras")
     # KerasHub's softmax Llama in int4 does not reload exactly either.
     assert_near(full_pass(again, ids), expected, 0.02 if way == "int4" else 1e-5)
+
+
+def test_streams_follow_a_model_that_changes():
+    model, ids = linear(), tokens()
+    before = array(generation.prefill(model, ids)[0])
+    model.backbone.enable_lora(2)
+    for weight in model.trainable_weights:
+        if "lora" in weight.path:
+            weight.assign(0.3 * np.random.default_rng(0).normal(size=weight.shape))
+    after = array(generation.prefill(model, ids)[0])
+    assert np.abs(after - before).max() > 1e-2
+    assert_near(after, full_pass(model, ids))
