@@ -20,8 +20,8 @@ from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
 from keras_rfattn.ops.windowed import Local
 from keras_rfattn.ops.windowed import local_attention
-from keras_rfattn.ops.windowed import mixed
-from keras_rfattn.ops.windowed import near_keys
+from keras_rfattn.ops.windowed_cache import mixed
+from keras_rfattn.ops.windowed_cache import near_keys
 
 # Of a feature that vanishes beside any weight of a window.
 NEGLIGIBLE = -1e5

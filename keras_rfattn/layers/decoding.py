@@ -9,6 +9,8 @@ from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.recurrent import extend_state
 from keras_rfattn.ops.recurrent import init_state
 from keras_rfattn.ops.recurrent import read_state
+from keras_rfattn.ops.windowed import Local
+from keras_rfattn.ops.windowed_chunk import local_chunk
 from keras_rfattn.ops.windowed_state import extend_local_state
 from keras_rfattn.ops.windowed_state import init_local_state
 from keras_rfattn.ops.windowed_state import read_local_state
@@ -56,14 +58,15 @@ def onward(call, state=None, passed=None):
         )  # fmt: skip
     if length == 1:
         return _one_more(call, state, passed)
-    if fresh:
-        _, key, stats = call.prepared()
-        features = feature_map.key_features(key, stats)
-        state = extend_local_state(
-            state, features, call.value, key, call.mask.key_mask, passed
-        )
-        return call.linear(), state
-    return _one_by_one(call, state, passed)
+    query, key, stats = call.prepared()
+
+    def features(query, key):
+        return call.deferred(query, key, stats)
+
+    local = Local(query, key, feature_map.exact_kernel, window, call.options.sliding)
+    return local_chunk(
+        state, features, call.value, local, call.mask.key_mask, passed, is_empty=fresh
+    )
 
 
 def empty_state(layer, batch_size):
@@ -98,33 +101,6 @@ def _one_more(call, state, passed):
     )
     kernel = call.feature_map.exact_kernel
     return read_local_state(state, query_features, query, kernel), state
-
-
-def _one_by_one(call, state, passed):
-    """Tokens of a later chunk, whose windows begin where each row's do."""
-    (batch, length, heads, _), kind = ops.shape(call.query), type(state)
-    every = ops.ones((batch, length), dtype="bool")
-    enters = every if call.mask.key_mask is None else call.mask.key_mask
-    passed = every if passed is None else passed
-    output = ops.zeros((batch, length, heads, call.value.shape[-1]), call.value.dtype)
-
-    def step(i, output, *state):
-        def now(x):
-            return ops.slice(x, (0, i, *(0,) * (len(x.shape) - 2)), (
-                batch, 1, *ops.shape(x)[2:]))  # fmt: skip
-
-        one = call.replace(
-            query=now(call.query), key=now(call.key), value=now(call.value),
-            mask=call.mask.replace(key_mask=now(enters)),
-        )  # fmt: skip
-        found, state = _one_more(one, kind(*state), now(passed))
-        return i + 1, ops.slice_update(output, (0, i, 0, 0), found), *state
-
-    _, output, *state = ops.while_loop(
-        lambda i, *_: i < length, step, (ops.cast(0, "int32"), output, *state),
-        maximum_iterations=length,
-    )  # fmt: skip
-    return output, kind(*state)
 
 
 class Decoder:

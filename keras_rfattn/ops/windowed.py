@@ -25,10 +25,8 @@ from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.kernel_attention import spoiled
 from keras_rfattn.ops.layout import block_mask
 from keras_rfattn.ops.layout import cut_blocks
-from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.layout import in_blocks
 from keras_rfattn.ops.layout import join_blocks
-from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import one_block
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.layout import take_apart
@@ -36,7 +34,6 @@ from keras_rfattn.ops.layout import take_tokens
 from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.loops import fold
 from keras_rfattn.ops.loops import keep
-from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.precision import representable
@@ -144,10 +141,10 @@ def local_attention(
     if key_mask is not None:
         arrays, turn_back = from_first_visible(key_mask, arrays, functions)
     call = compiled(
-        _local, functions=functions, kernel=kernel, window=window, sliding=sliding,
-        causal=causal,
+        attend_windows, functions=functions, kernel=kernel, window=window,
+        sliding=sliding, causal=causal,
     )  # fmt: skip
-    output = call(*arrays)
+    output, _ = call(*arrays)
     if turn_back is None:
         return output
     output = turn_back(output)
@@ -158,10 +155,20 @@ def local_attention(
     return output
 
 
-def _local(
-    query_features, key_features, value, query, key, mask,
-    functions, kernel, window, sliding, causal,
+def attend_windows(
+    query_features, key_features, value, query, key, mask, far_mask=None, earlier=None,
+    *, functions, kernel, window, sliding, causal,
 ):  # fmt: skip
+    """`local_attention` of rows whose first token begins a window.
+
+    Args:
+        far_mask: `(B, T)`, which keys are ever summed; `mask` if `None`.
+        earlier: `Sums` of windows before the first, for causal attention.
+
+    Returns:
+        The output, and for causal attention the `Sums` of all that no further window
+        would weigh exactly, else `None`.
+    """
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     length, groups = ops.shape(value)[1], num_heads // num_kv_heads
     dtype, value = value.dtype, representable(value)
@@ -180,6 +187,8 @@ def _local(
     key, value = hide(key, hidden), hide(value, hidden)
     mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
     mask = (mask if hidden is None else hidden)[..., None]
+    summed = mask if far_mask is None else block_mask(far_mask, length, window)
+    summed = summed if far_mask is None else summed[..., None]
     near = [_beside(x, nearby) for x in (key, value, mask)]
     within = _within(window, groups, nearby) if causal else True
     rows = far_query, query, *near
@@ -191,7 +200,7 @@ def _local(
             keys = map_features(lambda x: _shift(x, offset), keys)
         else:
             keys = _shift(keys, offset)
-        seen = None if hidden is None and not offset else _shift(mask, offset)
+        seen = None if hidden is None and not offset else _shift(summed, offset)
         return keys, _shift(value, offset), seen
 
     def sums_of(key, value, mask):
@@ -213,16 +222,20 @@ def _local(
         before, last = prefix_sums(sums_of(*far), Sums(*sums))
         return tuple(last), look_up(before, *rows)
 
-    start = no_sums(compute_key(one_block(far_key)).features, value)
+    start, last = no_sums(compute_key(one_block(far_key)).features, value), None
+    if earlier is not None:
+        pairs = zip(earlier, start, strict=True)
+        start = Sums(*(ops.cast(x, y.dtype) for x, y in pairs))
     if causal:
-        _, output = fold(forward, tuple(start), (beyond(nearby[0]), rows))
+        last, output = fold(forward, tuple(start), (beyond(nearby[0]), rows))
     else:
         own = sums_of(*beyond(0))
         left, right = (_shifted(own, start, x) for x in (nearby[0], nearby[-1]))
         before, _ = prefix_sums(left, start)
         after, _ = prefix_sums(_reversed(right), start)
         output = look_up(merge_sums(before, _reversed(after)), *rows)
-    return ops.cast(join_blocks(output, num_heads, length), dtype)
+    output = ops.cast(join_blocks(output, num_heads, length), dtype)
+    return output, None if last is None else Sums(*last)
 
 
 def _beside(blocks, offsets):
@@ -260,41 +273,3 @@ def _within(window, groups, nearby):
     token = ops.repeat(ops.arange(window), groups)
     keys = ops.arange(window * len(nearby)) + window * nearby[0]
     return token[:, None] >= keys[None, :]
-
-
-def mixed(query_features, key_features, value, key_mask, near, local):
-    """One query a row; `near` keys exactly, the others by features.
-
-    Args:
-        query_features: `Features` of shape `(B, 1, N, M)`.
-        key_features: `Features` of shape `(B, S, K, M)`.
-        value: Array of shape `(B, S, K, V)`.
-        key_mask: Boolean array of shape `(B, S)`, true for visible keys.
-        near: Boolean array of shape `(B, S)`.
-        local: `Local`; its window is in `near`.
-
-    Returns:
-        Array of shape `(B, 1, N, V)` in the dtype of `value`.
-    """
-    num_kv_heads, num_heads = value.shape[2], query_features.num_heads
-    dtype, value = value.dtype, representable(value)
-    query, _ = heads_first(query_features, num_kv_heads)
-    features = heads_first(key_features, num_kv_heads)
-    tokens = [split_heads(x, num_kv_heads) for x in (local.query, local.key, value)]
-    mask, groups = heads_mask(key_mask), num_heads // num_kv_heads
-    far, close = heads_mask(key_mask & ~near), heads_mask(key_mask & near)
-    sums = summarize(*admit(features, tokens[-1], far), far)
-    reading = read(sums, query, query_shift(query, sums.maximum), value.dtype)
-    exact = read_exactly(local.kernel, *finite_tokens(*tokens), close[..., None, :])
-    output = normalize(combine(reading, exact), query)
-    output = output + spoiled(*tokens, mask, groups, causal=False)
-    return ops.cast(merge_heads(output, num_heads, 1), dtype)
-
-
-def near_keys(key_mask, position, window, sliding):
-    """Which keys share the window of the query at `position`: `(B, S)`."""
-    first = ops.argmax(ops.cast(key_mask, "int32"), axis=1)
-    first = ops.cast(first, "int32")[:, None]
-    positions = ops.arange(ops.shape(key_mask)[1], dtype="int32")[None]
-    own = (ops.cast(position, "int32") - first) // window
-    return (positions - first) // window >= own - (1 if sliding else 0)

@@ -117,13 +117,13 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
     new = new if key_mask is None else ops.cast(key_mask, "bool")
     passed = ops.ones_like(new) if passed is None else passed
     elapsed = ops.sum(ops.cast(passed, "int32"), axis=1)
-    moved = _Move(state.position, new, elapsed, window, near)
+    moved = Move(state.position, new, elapsed, window, near)
 
     features = heads_first(key_features, num_kv_heads)
     value, key = (split_heads(x, num_kv_heads) for x in (value, key))
     wide = representable(value)
-    old = [_sums(state, i) for i in range(near + 1)]
-    empty = _sums(_empty_like(state), 0)
+    old = [sums_at(state, i) for i in range(near + 1)]
+    empty = sums_at(_empty_like(state), 0)
     sums = []
     for place in range(near + 1):
         tokens, mask = (features, wide), new & (moved.place == place)
@@ -152,7 +152,7 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
     )
 
 
-class _Move:
+class Move:
     """Where tokens and windows of each row go when tokens are added.
 
     Args:
@@ -175,7 +175,7 @@ class _Move:
         before, own = (
             ops.maximum(x - 1, 0) // window for x in (position, self.position)
         )
-        self.shift, self.own = own - before, own
+        self.before, self.own, self.shift = before, own, own - before
         added = position[:, None] - skipped[:, None] + ops.arange(length, dtype="int32")
         # A token's place among beyond (0) and near windows.
         self.place = ops.clip(added // window - own[:, None] + near, 0, near)
@@ -205,7 +205,7 @@ class _Move:
         return ops.take_along_axis(both, self.source[:, None, :, None], axis=2)
 
 
-def _sums(state, place):
+def sums_at(state, place):
     """The sums of one place."""
     sums = [x[:, :, place] for x in state[:4]]
     return Sums(*sums, ops.zeros_like(sums[2][..., 0]))
@@ -240,7 +240,7 @@ def read_local_state(state, query_features, query, kernel):
     """
     num_kv_heads, value = state.key.shape[1], representable(state.value)
     features, _ = heads_first(query_features, num_kv_heads)
-    far = _sums(state, 0)
+    far = sums_at(state, 0)
     far = read(far, features, query_shift(features, far.maximum), value.dtype)
     length, num_heads = ops.shape(query)[1], query_features.num_heads
     query, visible = split_heads(query, num_kv_heads), state.visible[:, None]

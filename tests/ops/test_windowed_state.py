@@ -1,5 +1,7 @@
 """The windowed state, token by token, against the parallel pass."""
 
+import itertools
+
 import numpy as np
 import pytest
 from keras import ops
@@ -10,6 +12,7 @@ from keras_rfattn.ops import init_local_state
 from keras_rfattn.ops import local_attention
 from keras_rfattn.ops import read_local_state
 from keras_rfattn.ops.features import map_features
+from keras_rfattn.ops.windowed_chunk import local_chunk
 from tests import helpers as h
 from tests.feature_maps.cases import case
 
@@ -101,6 +104,43 @@ def test_prefill_then_steps(name, kind, sliding):
     h.assert_close(output, expected)
     whole = extended(empty(feature_map, sliding), arrays, mask)
     for a, b in zip(last, whole, strict=True):
+        a, b = h.to_numpy(a), h.to_numpy(b)
+        h.assert_close(a, b, 1e-4) if a.dtype.kind == "f" else h.assert_same(a, b)
+
+
+@pytest.mark.parametrize(("name", "kind", "sliding"), CASES)
+def test_chunks_are_the_parallel_pass(name, kind, sliding):
+    feature_map, arrays, mask = setup(name, kind)
+    query_features, key_features, value, query, key = arrays
+    stats = feature_map.statistics(query, key, causal=True)
+
+    def features(query, key):
+        return (
+            feature_map.deferred("query_features", query, stats),
+            feature_map.deferred("key_features", key, stats),
+        )
+
+    state, outputs = empty(feature_map, sliding), []
+    for start, stop in itertools.pairwise((0, 5, 12, 13, h.LENGTH)):
+        *_, now, tokens, keys = cut(arrays, start, stop)
+        local = Local(tokens, keys, feature_map.exact_kernel, WINDOW, sliding)
+        seen = ops.convert_to_tensor(mask[:, start:stop])
+        output, state = local_chunk(
+            state, features, now, local, seen, is_empty=start == 0
+        )
+        outputs.append(h.to_numpy(output))
+    expected = parallel(feature_map, arrays, mask, sliding)
+    h.assert_close(np.concatenate(outputs, axis=1), expected)
+    whole = extended(empty(feature_map, sliding), arrays, mask)
+    # What a slot without a token holds nobody reads.
+    state, whole = (
+        x._replace(**{
+            name: ops.where(x.visible[:, None, :, None], getattr(x, name), 0)
+            for name in ("key", "value")
+        })
+        for x in (state, whole)
+    )  # fmt: skip
+    for a, b in zip(state, whole, strict=True):
         a, b = h.to_numpy(a), h.to_numpy(b)
         h.assert_close(a, b, 1e-4) if a.dtype.kind == "f" else h.assert_same(a, b)
 

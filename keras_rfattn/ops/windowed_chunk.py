@@ -1,0 +1,129 @@
+"""Many tokens that follow a windowed state, in parallel.
+
+The tokens of a row's last windows, which the state keeps, and the new ones after them
+are laid out from the beginning of a window, and attended to as any sequence is; what
+came before enters as sums.
+"""
+
+from keras import ops
+
+from keras_rfattn.ops.features import map_features
+from keras_rfattn.ops.kernel_attention import exact_attention
+from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.layout import take_apart
+from keras_rfattn.ops.layout import take_tokens
+from keras_rfattn.ops.loops import compiled
+from keras_rfattn.ops.masks import heads_mask
+from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.sums import admit
+from keras_rfattn.ops.sums import settle
+from keras_rfattn.ops.sums import summarize
+from keras_rfattn.ops.windowed import attend_windows
+from keras_rfattn.ops.windowed_state import LocalState
+from keras_rfattn.ops.windowed_state import Move
+from keras_rfattn.ops.windowed_state import sums_at
+
+
+def local_chunk(
+    state, features, value, local, key_mask=None, passed=None, is_empty=False
+):
+    """Causal `local_attention` of tokens after those of a state.
+
+    Args:
+        state: A `LocalState`.
+        features: Function of scaled queries and keys that gives their `Features`,
+            or `Deferred`.
+        value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
+        local: `Local` of the new tokens.
+        key_mask: As in `extend_local_state`.
+        passed: As in `extend_local_state`.
+        is_empty: Whether no token has entered the state, which saves laying it out.
+
+    Returns:
+        `(output, state)`: `(B, S, N, V)`, and the extended `LocalState`.
+    """
+    query, key, kernel, window, sliding = local
+    near, num_kv_heads = 2 if sliding else 1, value.shape[2]
+    batch, length = ops.shape(value)[:2]
+    new = ops.ones((batch, length), "bool")
+    new = new if key_mask is None else ops.cast(key_mask, "bool")
+    passed = ops.ones_like(new) if passed is None else passed
+    elapsed = ops.sum(ops.cast(passed, "int32"), axis=1)
+    moved = Move(state.position, new, elapsed, window, near)
+
+    # Tokens since the first of each row, from the first that is laid out.
+    kept = 0 if is_empty else near * window
+    first = (moved.before - near + 1) * window
+    first = (ops.zeros_like(first) if is_empty else first)[:, None]
+    places = ops.arange(kept + length, dtype="int32")[None]
+    token = first + places
+    came = kept + token - moved.offset[:, None]
+    source = ops.where(token < state.position[:, None], places, came)
+    source = ops.clip(source, 0, kept + length - 1)
+
+    def lay_out(old, new):
+        if not is_empty:
+            new = ops.concatenate([ops.cast(old, new.dtype), new], axis=1)
+        return take_tokens(new, source)
+
+    def tokens_first(x):
+        return ops.transpose(x, (0, 2, 1, 3))
+
+    none = ops.zeros((batch, kept, *query.shape[2:]), dtype=query.dtype)
+    query = lay_out(none, query)
+    key = lay_out(tokens_first(state.key), key)
+    laid_value = lay_out(tokens_first(state.value), value)
+    exists = (token >= 0) & (token < moved.position[:, None])
+    visible = lay_out(state.visible, new) & exists
+    beyond = token < (moved.own[:, None] - near + 1) * window
+    far = sums_at(state, 0)
+    if is_empty and isinstance(length, int) and length <= window:
+        output = exact_attention(query, key, laid_value, kernel, visible, causal=True)
+    else:
+        arrays, functions = zip(*map(take_apart, features(query, key)), strict=True)
+        call = compiled(
+            attend_windows, functions=functions, kernel=kernel, window=window,
+            sliding=sliding, causal=True,
+        )  # fmt: skip
+        output, far = call(
+            *arrays, laid_value, query, key, visible, visible & beyond, far
+        )
+
+    own = moved.offset[:, None] + ops.arange(length, dtype="int32")
+    output = take_tokens(output, ops.clip(own - first, 0, kept + length - 1))
+    # Before a row's first visible token there is nothing to see.
+    output = ops.where((own >= 0)[:, :, None, None], output, 0)
+
+    slots = ops.arange(near * window, dtype="int32")[None]
+    slots = (moved.own[:, None] - near + 1) * window + slots - first
+    found = ops.clip(slots, 0, kept + length - 1)
+    query, key, laid_value = (take_tokens(x, found) for x in (query, key, laid_value))
+    visible = take_tokens(visible, found) & (slots >= 0) & (slots < kept + length)
+    key, laid_value = (
+        hide(split_heads(x, num_kv_heads), heads_mask(visible))
+        for x in (key, laid_value)
+    )
+    _, close = features(query, tokens_first(key))
+    close, wide = heads_first(close.compute(), num_kv_heads), representable(laid_value)
+    sums = [settle(far)]
+    for i in range(near):
+        part = slice(i * window, (i + 1) * window)
+
+        def take(x, part=part):
+            return x[:, :, part]
+
+        mask = heads_mask(visible[:, part])
+        tokens = map_features(take, close), take(wide)
+        sums.append(settle(summarize(*admit(*tokens, mask), mask)))
+    return output, LocalState(
+        *(
+            ops.cast(ops.stack(parts, axis=2), "float32")
+            for parts in zip(*sums, strict=True)
+        ),
+        ops.cast(key, "float32"),
+        laid_value,
+        visible,
+        moved.position,
+    )
