@@ -120,14 +120,16 @@ def test_chunks_are_the_parallel_pass(name, kind, sliding):
             feature_map.deferred("key_features", key, stats),
         )
 
+    def chunk(state, value, query, key, seen, is_empty):
+        local = Local(query, key, feature_map.exact_kernel, WINDOW, sliding)
+        return local_chunk(state, features, value, local, seen, is_empty=is_empty)
+
     state, outputs = empty(feature_map, sliding), []
-    for start, stop in itertools.pairwise((0, 5, 12, 13, h.LENGTH)):
-        *_, now, tokens, keys = cut(arrays, start, stop)
-        local = Local(tokens, keys, feature_map.exact_kernel, WINDOW, sliding)
+    first, further = (h.compiled(chunk, is_empty=x) for x in (True, False))
+    for start, stop in itertools.pairwise((0, *range(SPLIT, h.LENGTH + 1, 4))):
         seen = ops.convert_to_tensor(mask[:, start:stop])
-        output, state = local_chunk(
-            state, features, now, local, seen, is_empty=start == 0
-        )
+        call = further if start else first
+        output, state = call(state, *cut(arrays, start, stop)[2:], seen)
         outputs.append(h.to_numpy(output))
     expected = parallel(feature_map, arrays, mask, sliding)
     h.assert_close(np.concatenate(outputs, axis=1), expected)
