@@ -7,10 +7,12 @@
     )
     keras_rfattn.distribution.distribute(model, layouts)
 
-`keras.distribution.DataParallel` needs none of it.
+`keras.distribution.DataParallel` needs none of it. `SequenceParallel` divides
+sequences, for texts that no device could hold.
 """
 
 from keras_rfattn.distribution.layouts import distribute
 from keras_rfattn.distribution.layouts import layout_map
+from keras_rfattn.distribution.sequence import SequenceParallel
 
-__all__ = ["distribute", "layout_map"]
+__all__ = ["SequenceParallel", "distribute", "layout_map"]

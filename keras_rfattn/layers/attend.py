@@ -18,6 +18,8 @@ from keras_rfattn.ops.masks import interpret_mask
 from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
+from keras_rfattn.ops.sequence_parallel import over_devices
+from keras_rfattn.ops.sequence_parallel import sequence_axis
 from keras_rfattn.ops.windowed import Local
 from keras_rfattn.ops.windowed import local_attention
 from keras_rfattn.ops.windowed_cache import mixed
@@ -150,10 +152,17 @@ class Attention:
         if feature_map.is_exact:
             return exact_attention(query, key, value, kernel, key_mask, mask.causal)
         deferred = self.deferred(query, key, stats)
+        lengths, local = (query.shape[1], key.shape[1]), None
+        if window is not None:
+            local = Local(query, key, kernel, window, self.options.sliding)
+        devices = sequence_axis(*lengths, self.options, mask.causal)
+        if devices is not None and self.position is None:
+            return over_devices(
+                *deferred, value, local, key_mask, self.options, mask.causal, *devices
+            )
         if window is None and mask.causal:
             return causal(*deferred, value, key_mask, self.options.block_size)
         if window is not None:
-            local = Local(query, key, kernel, window, self.options.sliding)
             if mask.causal or mask.self_attention:
                 return local_attention(*deferred, value, local, key_mask, mask.causal)
             if self.position is None:

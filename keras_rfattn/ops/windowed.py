@@ -163,7 +163,7 @@ def attend_windows(
 
     Args:
         far_mask: `(B, T)`, which keys are ever summed; `mask` if `None`.
-        earlier: `Sums` of windows before the first, for causal attention.
+        earlier: `Sums` of keys that are in none of the windows, which all queries see.
 
     Returns:
         The output, and for causal attention the `Sums` of all that no further window
@@ -222,17 +222,18 @@ def attend_windows(
         before, last = prefix_sums(sums_of(*far), Sums(*sums))
         return tuple(last), look_up(before, *rows)
 
-    start, last = no_sums(compute_key(one_block(far_key)).features, value), None
+    none = no_sums(compute_key(one_block(far_key)).features, value)
+    start, last = none, None
     if earlier is not None:
-        pairs = zip(earlier, start, strict=True)
+        pairs = zip(earlier, none, strict=True)
         start = Sums(*(ops.cast(x, y.dtype) for x, y in pairs))
     if causal:
         last, output = fold(forward, tuple(start), (beyond(nearby[0]), rows))
     else:
         own = sums_of(*beyond(0))
-        left, right = (_shifted(own, start, x) for x in (nearby[0], nearby[-1]))
+        left, right = (_shifted(own, none, x) for x in (nearby[0], nearby[-1]))
         before, _ = prefix_sums(left, start)
-        after, _ = prefix_sums(_reversed(right), start)
+        after, _ = prefix_sums(_reversed(right), none)
         output = look_up(merge_sums(before, _reversed(after)), *rows)
     output = ops.cast(join_blocks(output, num_heads, length), dtype)
     return output, None if last is None else Sums(*last)

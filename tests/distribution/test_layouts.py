@@ -27,10 +27,16 @@ model, inputs = families.build(name)
 keras_rfattn.replace_attention(model, "favorpp", num_features=16, seed=0)
 inputs = {k: np.repeat(x, 4, axis=0) for k, x in inputs.items()}
 split = 0
-if kind == "model":
-    mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"], devices)
+if kind in ("model", "all"):
+    shape, names = ((4, 2), ["batch", "model"])
+    if kind == "all":
+        shape, names = (2, 2, 2), ["batch", "model", "sequence"]
+    mesh = keras.distribution.DeviceMesh(shape, names, devices)
     layouts = keras_rfattn.distribution.layout_map(model, mesh)
-    keras.distribution.set_distribution(keras.distribution.ModelParallel(
+    parallel = keras.distribution.ModelParallel
+    if kind == "all":
+        parallel = keras_rfattn.distribution.SequenceParallel
+    keras.distribution.set_distribution(parallel(
         layout_map=layouts, batch_dim_name="batch"))
     keras_rfattn.distribution.distribute(model, layouts)
     for weight in model.weights:
@@ -64,9 +70,9 @@ def run(name, kind):
 def test_eight_devices_are_one(name):
     _, devices, *expected = run(name, "one")
     assert devices == 1 and expected[-2] != expected[-4]
-    for kind in ("data", "model") if name == "gpt2" else ("model",):
+    for kind in ("data", "all") if name == "gpt2" else ("model",):
         split, devices, *found = run(name, kind)
-        assert devices == 8 and (split > 10) == (kind == "model")
+        assert devices == 8 and (split > 10) == (kind != "data")
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

@@ -1,0 +1,220 @@
+"""Attention of a sequence that lies over many devices, a stretch of tokens on each.
+
+Every device sums its own keys up, one exchange gives each the sums of all others,
+whose size does not depend on the length, and they are merged exactly. A device then
+reads what its queries may see: all sums, or under causality those of the devices
+before it, and its own tokens one by one. With a window the tokens beside its stretch
+come from its neighbours, and are not in the sums it reads.
+"""
+
+import functools
+
+import keras
+from keras import ops
+
+from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.features import Deferred
+from keras_rfattn.ops.features import map_features
+from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.layout import take_apart
+from keras_rfattn.ops.layout import take_tokens
+from keras_rfattn.ops.recurrent import State
+from keras_rfattn.ops.recurrent import extend_state
+from keras_rfattn.ops.recurrent import init_state
+from keras_rfattn.ops.recurrent import read_state
+from keras_rfattn.ops.recurrent import to_sums
+from keras_rfattn.ops.windowed import attend_windows
+
+
+def sequence_axis(query_length, key_length, options, is_causal):
+    """`(mesh, axis)` over which Keras' distribution divides sequences, or `None`.
+
+    Args:
+        query_length: Number of queries; which the devices have to divide.
+        key_length: Number of keys, likewise.
+        options: `Options`: a stretch holds the windows beside those of its neighbours.
+        is_causal: Whether query i sees keys `j <= i` only.
+    """
+    distribution = keras.distribution.distribution()
+    axis = getattr(distribution, "sequence_dim_name", None)
+    if axis is None or keras.backend.backend() != "jax":
+        return None
+    mesh, lengths = distribution.device_mesh.backend_mesh, (query_length, key_length)
+    size = mesh.shape[axis]
+    if size == 1 or not all(isinstance(x, int) and x % size == 0 for x in lengths):
+        return None
+    if options.window is not None:
+        nearby = options.window * (2 if options.sliding else 1)
+        if query_length != key_length:
+            return None
+        if key_length // size < nearby * (1 if is_causal else 2):
+            return None
+    return mesh, axis
+
+
+def over_devices(
+    query, key, value, local, key_mask, options, is_causal, mesh, axis
+):  # fmt: skip
+    """`bidirectional`, `causal` or `local_attention` over an axis of a mesh.
+
+    Args:
+        query: `Deferred` features of shape `(B, T, N, M)`.
+        key: `Deferred` features of shape `(B, S, K, M)`.
+        value: Array of shape `(B, S, K, V)`.
+        local: `Local`, if the options have a window.
+        key_mask: Array of shape `(B, S)`, or `None`.
+        options: `Options`.
+        is_causal: Whether query i sees keys `j <= i` only.
+        mesh: `jax.sharding.Mesh`; its other axes are left to the compiler.
+        axis: Name of the axis over which T and S are divided.
+
+    Returns:
+        Array of shape `(B, T, N, V)`, laid out as the queries are.
+    """
+    kernel = None if local is None else local.kernel
+    tokens = None if local is None else (local.query, local.key)
+    functions = query.function, key.function
+    call = _program(functions, kernel, options, is_causal, mesh, axis)
+    arrays = query.x, key.x, value, key_mask, tokens
+    return call(arrays, (query.parameters, key.parameters))
+
+
+@functools.cache
+def _program(functions, kernel, options, is_causal, mesh, axis):
+    import jax
+    from jax.sharding import PartitionSpec
+
+    body, tokens = (
+        functools.partial(_stretch, options=options),
+        PartitionSpec(None, axis),
+    )
+    if options.window is not None:
+        body = functools.partial(_windowed_stretch, kernel=kernel, options=options)
+
+    def on_a_device(arrays, parameters):
+        query, key, *arrays = arrays
+        query = Deferred(functions[0], query, parameters[0])
+        key = Deferred(functions[1], key, parameters[1])
+        return body(query, key, *arrays, is_causal=is_causal, axis=axis)
+
+    return jax.jit(
+        jax.shard_map(
+            on_a_device,
+            mesh=mesh,
+            in_specs=(tokens, PartitionSpec()),
+            out_specs=tokens,
+            axis_names={axis},
+            check_vma=False,
+        )  # fmt: skip
+    )
+
+
+def _stretch(query, key, value, mask, _, options, is_causal, axis):
+    """What a device's queries see."""
+    import jax
+
+    every = jax.lax.all_gather(_summed(key.compute(), value, mask), axis)
+    if not is_causal:
+        return read_state(_merged(every, None), query.compute(), value.dtype)
+    before = ops.arange(every[0].shape[0]) < jax.lax.axis_index(axis)
+    state, size = _merged(every, before), options.block_size
+    return causal(query, key, value, mask, size, state=state)
+
+
+def _windowed_stretch(
+    query, key, value, mask, tokens, kernel, options, is_causal, axis
+):  # fmt: skip
+    """The same with a window."""
+    import jax
+
+    size, place = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    (batch, length), window = ops.shape(value)[:2], options.window
+    left = window * (2 if options.sliding else 1)
+    right = 0 if is_causal else left
+    mask = ops.ones((batch, length), "bool") if mask is None else mask
+
+    # What each neighbour is given, and what lies between.
+    features, parts = key.compute(), []
+    for part in (slice(0, right), slice(right, length - left), slice(-left, None)):
+
+        def cut(x, part=part):
+            return x[:, part]
+
+        parts.append(_summed(map_features(cut, features), cut(value), cut(mask)))
+    parts = [ops.stack(x) for x in zip(*parts, strict=True)]
+    every = [jax.lax.all_gather(x, axis, tiled=True) for x in parts]
+    number = ops.arange(3 * size)
+    beyond = number < 3 * place - 1
+    if not is_causal:
+        beyond = beyond | (number > 3 * place + 3)
+    beyond = to_sums(_merged(every, beyond))
+
+    def with_neighbours(x):
+        before = [(i, i + 1) for i in range(size - 1)]
+        after = [(i + 1, i) for i in range(size - 1)]
+        parts = [jax.lax.ppermute(x[:, -left:], axis, before), x]
+        if right:
+            parts.append(jax.lax.ppermute(x[:, :right], axis, after))
+        return ops.concatenate(parts, axis=1)
+
+    # Rows are moved, so that a window begins at the first token laid out.
+    seen = ops.any(mask, axis=1)
+    first = place * length + ops.argmax(ops.cast(mask, "int32"), axis=1)
+    first = jax.lax.pmin(ops.where(seen, first, size * length), axis)
+    moved = ((place * length - left - first) % window)[:, None]
+    total = left + length + right
+    source = ops.arange(total + window)[None] - moved
+
+    def lay_out(x):
+        return take_tokens(with_neighbours(x), ops.clip(source, 0, total - 1))
+
+    visible = lay_out(mask) & (source >= 0) & (source < total)
+    features = (x._replace(x=lay_out(x.x)) for x in (query, key))
+    if not is_causal:
+        features = (x.compute() for x in features)
+    arrays, functions = zip(*map(take_apart, features), strict=True)
+    output, _ = attend_windows(
+        *arrays, *map(lay_out, (value, *tokens)), visible, None, beyond,
+        functions=functions, kernel=kernel, window=window, sliding=options.sliding,
+        causal=is_causal,
+    )  # fmt: skip
+    return take_tokens(output, moved + left + ops.arange(length)[None])
+
+
+def _summed(features, value, mask):
+    """The four arrays of a `State` of some tokens, of no token too."""
+    of_heads = heads_first(features, value.shape[2]).features
+    none = init_state(
+        ops.shape(value)[0], value.shape[2], of_heads.width, value.shape[-1],
+        of_heads.log_scale.shape[-1],
+    )  # fmt: skip
+    if not value.shape[1]:
+        return none[:4]
+    return extend_state(none, features, value, mask)[:4]
+
+
+def _merged(states, which):
+    """The `State` of some of many, whose arrays `(n, B, ...)` are given.
+
+    Args:
+        states: Maximum, numerator, normalizer and magnitude, as in `State`.
+        which: `(n,)`, which of them count; `None` for all.
+    """
+
+    def some(x, other):
+        if which is None:
+            return x
+        return ops.where(ops.reshape(which, (-1, *(1,) * (len(x.shape) - 1))), x, other)
+
+    maximum = some(states[0], LOWEST)
+    numerator, normalizer, magnitude = (some(x, 0) for x in states[1:])
+    highest = ops.max(maximum, axis=0)
+    factor = ops.exp(maximum - highest)
+    return State(
+        highest,
+        ops.sum(numerator * factor[..., None], axis=0),
+        ops.sum(normalizer * factor, axis=0),
+        ops.sum(magnitude * factor, axis=0),
+        ops.zeros(ops.shape(highest)[:1], "int32"),
+    )
