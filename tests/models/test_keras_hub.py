@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from keras_rfattn.models import generation
 from keras_rfattn.models import swap
 from tests import helpers as h
 from tests.models import families
@@ -166,6 +167,27 @@ def test_tasks_that_share_a_backbone_follow_it():
     assert "BertMaskedLM" in str(keras_rfattn.describe_attention(first))
     keras_rfattn.restore_attention(first)
     assert type(second) is models.BertMaskedLM
+
+
+def test_a_task_made_around_a_linear_backbone_follows_it():
+    model, inputs = families.build("llama")
+    task = type(model)(backbone=model.backbone)
+    task.compile(sampler="greedy")
+    keras_rfattn.replace_attention(model.backbone, "favorpp", num_features=16, seed=0)
+    later = swap.original_class(task)(backbone=model.backbone)
+    later.compile(sampler="greedy")
+    assert type(later) is type(task) is not swap.original_class(task)
+    prompt = dict(inputs, padding_mask=inputs["token_ids"] * 0)
+    prompt["padding_mask"][:, :4] = 1
+    cache = later._build_cache(keras.ops.convert_to_tensor(prompt["token_ids"]))[1]
+    assert isinstance(cache, generation.Cache)
+    first, second = (
+        np.asarray(x.generate(dict(prompt), stop_token_ids=None)["token_ids"])
+        for x in (task, later)
+    )
+    h.assert_same(first, second)
+    keras_rfattn.restore_attention(model.backbone)
+    assert type(later) is swap.original_class(task)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

@@ -3,6 +3,7 @@
 Imported by `keras_rfattn.models.import_hook` once `keras_hub` is.
 """
 
+import functools
 import gc
 import importlib
 
@@ -108,12 +109,18 @@ def adjust_companions(model, found, restore):
                 task.__class__ = type(task).original_class
         else:
             saving.carry(task)
-        if task.preprocessor is not None:
-            for layer in task.preprocessor._flatten_layers():
-                _adjust_companion(layer, type(task.backbone), restore)
+        _adjust_preprocessor(task, restore)
         swap.refresh(task)
     shared = [f"{type(t).__name__} '{t.name}'" for t in tasks if t is not model]
-    object.__setattr__(model, "_rfattn_shared_with", () if restore else tuple(shared))
+    vars(model).pop("_rfattn_shared_with", None)
+    if shared and not restore:
+        object.__setattr__(model, "_rfattn_shared_with", tuple(shared))
+
+
+def _adjust_preprocessor(task, restore):
+    if task.preprocessor is not None:
+        for layer in task.preprocessor._flatten_layers():
+            _adjust_companion(layer, type(task.backbone), restore)
 
 
 def _adjust_companion(layer, backbone_cls, restore):
@@ -126,8 +133,24 @@ def _adjust_companion(layer, backbone_cls, restore):
         layer.__class__ = companion_class(cls, backbone_cls)
 
 
+def follow_backbones():
+    """Lets a task that is made around a changed backbone follow it at once."""
+    original = Task.__init__
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        is_changed = isinstance(self.backbone, saving.Carrier)
+        if is_changed and not isinstance(self, saving.Carrier):
+            saving.carry(self)
+            _adjust_preprocessor(self, restore=False)
+
+    Task.__init__ = __init__
+
+
 def install():
     """Makes KerasHub's classes known to surgery; called once."""
+    follow_backbones()
     for cls, row in classes(known.ATTENTION):
         linear = swap.make_linear_class(cls, mixin=getattr(mixins, row.mixin))
         keras.saving.register_keras_serializable("keras_rfattn")(linear)
