@@ -164,7 +164,11 @@ def _errors(feature_map, sequence, head, estimate):
     values, shift = estimate.values[head], estimate.log_scale[head]
     visible = visibility(sequence)
     products = sequence.logit_scale * query @ key.T
-    logits = np.where(visible, products, -np.inf)
+    logits = products
+    if sequence.softmax is not None:
+        exact_query, exact_key = (x[head] for x in sequence.softmax)
+        logits = exact_query @ exact_key.T
+    logits = np.where(visible, logits, -np.inf)
     attention = np.exp(logits - logits.max(-1, keepdims=True))
     attention /= attention.sum(-1, keepdims=True)
 

@@ -12,6 +12,7 @@ from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.kernel_attention import exact_attention
 from keras_rfattn.ops.kernel_attention import softmax_attention
+from keras_rfattn.ops.kernel_attention import unit
 from keras_rfattn.ops.loops import by_rows
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
@@ -85,7 +86,10 @@ class Attention:
     def prepared(self):
         """What features are of: `(query, key, stats)`."""
         query, key = self.feature_map.prepare(self.query, self.key)
-        side, mask = math.sqrt(self.scale), self.mask
+        mask, temperature = self.mask, self.options.temperature
+        side = math.sqrt(self.scale)
+        if temperature is not None:
+            (query, _), (key, _), side = unit(query), unit(key), temperature**-0.5
         query, key = query * side, key * side
         stats = self.feature_map.statistics(
             query,

@@ -39,6 +39,8 @@ FORMER_MODULES = {
 def fingerprint(layer):
     """`[format, checksum]` of what a layer computes, whatever its seed and names."""
     options = [getattr(layer.options, name) for name in MEANING]
+    if layer.options.temperature is not None:
+        options.append(float(layer.options.temperature))
     config = feature_maps.serialize(layer.feature_map)
     of_map = _former(essence(layer.feature_map))
     return np.array([FORMAT, _checksum((of_map, options, _projections(config)))])

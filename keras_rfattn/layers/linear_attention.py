@@ -227,15 +227,16 @@ def warn_of_lengths(layer):
     """Warns of a hybrid whose queries and keys may have any length."""
     names = layer.query_normalizations
     normalizes = any(getattr(layer, name, None) is not None for name in names)
+    normalizes = normalizes or layer.options.temperature is not None
     if layer.feature_map.assumes_equal_lengths and not normalizes:
         name = feature_maps.name_of(layer.feature_map)
         warnings.warn(
             f"{name!r} in attention whose queries and keys are not normalized: its "
             "coefficients go by the angle or the distance between them, and its "
             "variance is small only where all have one length; signed estimates of "
-            "large variance can make a row's denominator vanish. Use 'favorpp_dense' "
-            "with `keras_rfattn.calibrate`, or a model that normalizes queries and "
-            "keys.",
+            "large variance can make a row's denominator vanish. Normalize them "
+            "(`temperature=`), which is another attention than the checkpoint's, or "
+            "use 'favorpp_dense' with `keras_rfattn.calibrate`.",
             stacklevel=2,
         )
 

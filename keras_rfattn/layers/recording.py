@@ -87,6 +87,8 @@ class Sequence(NamedTuple):
         causal: Whether query i sees keys `j <= i` only.
         logit_scale: What `query · key` is a softmax logit times; 1 for maps that
             estimate softmax, as their scale is softmax's.
+        softmax: Queries and keys as softmax attention has them, where features are of
+            normalized ones; `None` where `query` and `key` are those.
     """
 
     query: np.ndarray
@@ -94,6 +96,7 @@ class Sequence(NamedTuple):
     value: np.ndarray
     causal: bool
     logit_scale: float = 1.0
+    softmax: tuple | None = None
 
 
 class Recorder:
@@ -106,16 +109,24 @@ class Recorder:
 
     def __call__(self, call):
         """Adds a batch, of an `Attention`."""
-        query, key = call.scaled()
         key_mask, causal = call.mask.key_mask, call.mask.causal
-        parts = (
-            self._tokens(query, call.query_mask),
-            self._tokens(key, key_mask),
-            self._tokens(call.value, key_mask),
-        )
-        for q, k, v in zip(*parts, strict=True):
+
+        def tokens(query, key):
+            queries = self._tokens(query, call.query_mask)
+            return zip(queries, self._tokens(key, key_mask), strict=True)
+
+        given, scale = tokens(*call.scaled()), call.logit_scale
+        found = [(*x, scale, None) for x in given]
+        if call.options.temperature is not None:
+            prepared = tokens(*call.prepared()[:2])
+            found = [
+                (*x, 1.0, (scale * q, k))
+                for x, (q, k, *_) in zip(prepared, found, strict=True)
+            ]
+        values = self._tokens(call.value, key_mask)
+        for (q, k, *how), v in zip(found, values, strict=True):
             if q.shape[1] and k.shape[1]:
-                self.sequences.append(Sequence(q, k, v, causal, call.logit_scale))
+                self.sequences.append(Sequence(q, k, v, causal, *how))
         return call.softmax() if self.exact else None
 
     def _tokens(self, x, mask):

