@@ -28,6 +28,7 @@ def parse_arguments():
     parser.add_argument("--mechanisms", nargs="+", default=["softmax", "favorpp"])
     parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--window", type=int)
+    parser.add_argument("--block-size", type=int)
     parser.add_argument("--results", default="tpu.jsonl", help="appended to")
     return parser.parse_args()
 
@@ -66,8 +67,9 @@ def step(args, mechanism, length):
     )  # fmt: skip
     if mechanism != "softmax":
         keras_rfattn.replace_attention(
-            model, mechanism, num_features=args.num_features, window=args.window, seed=0
-        )
+            model, mechanism, num_features=args.num_features, window=args.window,
+            block_size=args.block_size, seed=0,
+        )  # fmt: skip
 
     def loss(trained, others, tokens):
         inputs = {"token_ids": tokens, "padding_mask": tokens >= 0}
@@ -102,7 +104,7 @@ def main(args):
             row = {
                 "chip": args.chip, "layers": args.layers, "mechanism": mechanism,
                 "num_features": args.num_features, "window": args.window,
-                "tokens": length,
+                "block_size": args.block_size, "tokens": length,
             }  # fmt: skip
             try:
                 program = compiled(*step(args, mechanism, length), args.chip)

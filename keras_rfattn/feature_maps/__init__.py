@@ -33,6 +33,7 @@ from keras_rfattn.feature_maps.monomials import PoissonPositive
 from keras_rfattn.feature_maps.polynomial import Polynomial
 from keras_rfattn.feature_maps.polysketch import PolySketch
 from keras_rfattn.feature_maps.polysketch import PolySketchLearned
+from keras_rfattn.feature_maps.polysketch import PolySketchLinear
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.feature_maps.projected import RandomFeatureMap
 from keras_rfattn.feature_maps.registry import FEATURE_MAPS
@@ -62,6 +63,7 @@ FEATURE_MAPS.update({
     "polynomial": Polynomial,
     "polysketch": PolySketch,
     "polysketch_learned": PolySketchLearned,
+    "polysketch_linear": PolySketchLinear,
     "elu": Elu,
     "relu": Relu,
     "hedgehog": Hedgehog,
@@ -100,6 +102,7 @@ __all__ = [
     "PoissonPositive",
     "PolySketch",
     "PolySketchLearned",
+    "PolySketchLinear",
     "Polynomial",
     "ProjectedElu",
     "ProjectedFeatureMap",

@@ -24,8 +24,14 @@ class PolynomialFeatureMap(FeatureMap):
     are scaled: with the default scale their product is `√head_dim` times their
     cosine. The 1 is part of the definition. All heads share the features.
 
+    The paper has neither that scale nor two normalizations: there the product is
+    `head_dim` times the cosine, which makes the 1 weigh `head_dim^{p/2}` times less.
+    `is_scaled=False, shares_norm=True` is the paper's.
+
     Args:
         degree: The even degree p, 4 by default.
+        is_scaled: Whether `q · k` is divided by `√head_dim`, as softmax attention's is.
+        shares_norm: Whether queries and keys pass the same normalization.
         **kwargs: Of the next class in the bases.
 
     Raises:
@@ -40,7 +46,9 @@ class PolynomialFeatureMap(FeatureMap):
     is_positive = False
     is_preparing = True
 
-    def __init__(self, degree=DEFAULT_DEGREE, **kwargs):
+    def __init__(
+        self, degree=DEFAULT_DEGREE, is_scaled=True, shares_norm=False, **kwargs
+    ):
         super().__init__(**kwargs)
         is_integer = isinstance(degree, int) and not isinstance(degree, bool)
         if not is_integer or degree < 2 or degree % 2:
@@ -48,11 +56,12 @@ class PolynomialFeatureMap(FeatureMap):
                 "`degree` must be a positive even integer. "
                 f"Received: degree={degree!r}."
             )
-        self.degree = degree
-        self.query_norm, self.key_norm = (
-            keras.layers.LayerNormalization(name=name, dtype="float32")
-            for name in ("query_norm", "key_norm")
-        )
+        self.degree, self.is_scaled, self.shares_norm = degree, is_scaled, shares_norm
+        self.query_norm = self._norm("query_norm")
+        self.key_norm = self.query_norm if shares_norm else self._norm("key_norm")
+
+    def _norm(self, name):
+        return keras.layers.LayerNormalization(name=name, dtype="float32")
 
     @property
     def exact_kernel(self):
@@ -62,10 +71,14 @@ class PolynomialFeatureMap(FeatureMap):
     def features_per_scale(self):
         return 1
 
+    def default_scale(self, head_dim):
+        return super().default_scale(head_dim) if self.is_scaled else 1.0
+
     def build(self, input_shape):
         super().build(input_shape)
         for norm in (self.query_norm, self.key_norm):
-            norm.build((None, self.head_dim))
+            if not norm.built:
+                norm.build((None, self.head_dim))
 
     def kernel_values(self, query, key):
         return values.polynomial(query, key, self.degree)
@@ -78,7 +91,13 @@ class PolynomialFeatureMap(FeatureMap):
         )
 
     def get_config(self):
-        return {**super().get_config(), "degree": self.degree}
+        config = {**super().get_config(), "degree": self.degree}
+        # Left out where they say nothing new: fingerprints of older files.
+        if not self.is_scaled:
+            config["is_scaled"] = False
+        if self.shares_norm:
+            config["shares_norm"] = True
+        return config
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

@@ -66,6 +66,9 @@ class PolySketch(Sketch, ProjectedFeatureMap):
         Kacham et al., "PolySketchFormer" (2024), algorithm 1 and theorem 1.1.
     """
 
+    # Whether its matrices are.
+    is_trained = False
+
     def __init__(
         self, num_features=None, degree=DEFAULT_DEGREE, projection="gaussian", **kwargs
     ):
@@ -80,8 +83,9 @@ class PolySketch(Sketch, ProjectedFeatureMap):
         for count in self.levels():
             shapes.append((count, dim, self.num_features))
             dim = self.num_features
+        add = self.add_trained if self.is_trained else self.add_fixed
         self.matrices = [
-            self.add_fixed(f"matrices_{level}", self.initializer(0, level), shape)
+            add(f"matrices_{level}", self.initializer(0, level), shape)
             for level, shape in enumerate(shapes)
         ]
 
@@ -98,6 +102,27 @@ class PolySketch(Sketch, ProjectedFeatureMap):
             sketch = sketch / math.sqrt(self.num_features)
         sketch, log_size = unit(sketch[..., 0, :])
         return Squared(sketch, self.degree * log_norm + 2 * log_size)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class PolySketchLinear(PolySketch):
+    """Learned linear polynomial sketch: the random one, whose matrices are trained.
+
+    Equal to `PolySketch` of the same seed at first, and after `redraw`, which starts it
+    over.
+
+    Args:
+        num_features: Sketch size r, 32 by default; features are r² wide.
+        degree: 2, 4 (default), 8, 16, ...
+        projection: `"gaussian"` (default), `"orthogonal"` or a `Projection`, where
+            training starts.
+        seed: Non-negative integer, or `None`.
+
+    Reference:
+        Kacham et al., "PolySketchFormer" (2024), section 2.3, matrices G.
+    """
+
+    is_trained = True
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

@@ -164,8 +164,9 @@ CASES = {
         config={"num_coefficients": 3, "num_clusters": [1, 2], "tau": 2.0},
         **HYBRID,
     ),
-    "polynomial": Case({"degree": 2}, config={"degree": 6}),
+    "polynomial": Case({"degree": 2}, config={"degree": 6, "is_scaled": False}),
     "polysketch": Case({"num_features": 4}, config={"degree": 8}),
+    "polysketch_linear": Case({"num_features": 4}, config={"shares_norm": True}),
     "polysketch_learned": Case(
         {"num_features": 4}, prepare=louder, config={"degree": 8}
     ),

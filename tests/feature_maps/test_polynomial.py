@@ -11,6 +11,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.polynomial import Polynomial
 from keras_rfattn.feature_maps.polysketch import PolySketch
 from keras_rfattn.feature_maps.polysketch import PolySketchLearned
+from keras_rfattn.feature_maps.polysketch import PolySketchLinear
 from keras_rfattn.layers.attend import attend
 from tests import helpers as h
 
@@ -249,3 +250,36 @@ def test_what_is_not_there_cannot_be_chosen():
             feature_maps.get("polynomial", **arguments)
     with pytest.raises(ValueError, match="no random vectors"):
         feature_maps.get("polysketch_learned", projection="gaussian")
+
+
+def test_the_papers_scale_and_normalization():
+    """`(q̂ · k̂)^p / (1 + Σ (q̂ · k̂)^p)` of layer-normalized vectors, as in 2.1."""
+    draw = np.random.default_rng(0).normal
+    query, key, value = (draw(size=(1, 6, 2, 8)).astype("float32") for _ in range(3))
+    feature_map = Polynomial(degree=2, is_scaled=False, shares_norm=True)
+    feature_map.build((None, None, 2, 8))
+    assert len(feature_map.weights) == 2
+    found = h.to_numpy(attend(*map(ops.convert_to_tensor, (query, key, value)),
+                              feature_map))  # fmt: skip
+
+    def normalized(x):
+        x = x.astype("float64")
+        variance = x.var(-1, keepdims=True) + feature_map.query_norm.epsilon
+        return (x - x.mean(-1, keepdims=True)) / np.sqrt(variance)
+
+    products = np.einsum("btnh,bsnh->bnts", normalized(query), normalized(key)) ** 2
+    weights = products / (1 + products.sum(-1, keepdims=True))
+    h.assert_close(found, np.einsum("bnts,bsnv->btnv", weights, value))
+    again = type(feature_map).from_config(feature_map.get_config())
+    assert not again.is_scaled and again.key_norm is again.query_norm
+
+
+def test_a_linear_sketch_starts_random_and_learns():
+    random, linear = (
+        build(cls, num_features=8) for cls in (PolySketch, PolySketchLinear)
+    )
+    x = unit_vectors(4, 1)
+    h.assert_same(sketch(linear, x), sketch(random, x))
+    assert linear.trainable_weights and not [
+        w for w in random.trainable_weights if "matrices" in w.path
+    ]

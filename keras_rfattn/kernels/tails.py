@@ -1,0 +1,78 @@
+"""How unlikely a large error of optimal positive features is: bounds, never violated.
+
+One draw of generalized exponential features with A < 0 is between 0 and a number that
+does not depend on the draw, so that Hoeffding's inequality holds for a mean of m.
+
+Source: Likhosherstov et al., "Chefs' Random Tables" (2022), theorems 4.2 and 4.3, where
+the factor `D² = (1 - 4A)^{d/2}` of a draw is left out of its largest value. With it the
+exponents are `D⁴ = (1 - 4A)^d` times smaller. As printed they are violated
+(`tests/kernels/test_tails.py`).
+"""
+
+import numpy as np
+
+
+def log_largest_draw(x, y, a):
+    """The logarithm of the largest value a draw of the Gaussian kernel's estimate has.
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        a: A, negative.
+
+    Returns:
+        Array of shape `(...)`: `(d/2) log(1 - 4A) - (1 - 4A) ‖x + y‖² / (8A) - ‖x‖² -
+        ‖y‖²`, at `ω = -√(1 - 4A) (x + y) / (4A)`.
+
+    Raises:
+        ValueError: If A is not negative: draws are not bounded then.
+    """
+    if not a < 0:
+        raise ValueError(f"Draws are bounded for negative A only. Received: a={a!r}.")
+    lengths = np.sum(x * x, -1) + np.sum(y * y, -1)
+    scale, z = 1 - 4 * a, np.sum((x + y) ** 2, -1)
+    return x.shape[-1] / 2 * np.log(scale) - scale * z / (8 * a) - lengths
+
+
+def log_tail(x, y, a, num_features, error):
+    """The logarithm of a bound on `P(|estimate - K(x, y)| >= error)` (theorem 4.2).
+
+    K is the Gaussian kernel `exp(-‖x - y‖² / 2)`, the estimate the mean of independent
+    draws.
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        a: A, negative.
+        num_features: Number m of draws.
+        error: Positive number, absolute.
+
+    Returns:
+        Array of shape `(...)`: `log 2 - 2 m error² / largest²`, at most 0.
+    """
+    exponent = 2 * num_features * error**2 * np.exp(-2 * log_largest_draw(x, y, a))
+    return np.minimum(np.log(2) - exponent, 0.0)
+
+
+def num_features_for(radius, dim, a, error, probability):
+    """How many draws make a softmax kernel's error small for a pair (theorem 4.3).
+
+    Args:
+        radius: Largest length R of queries and keys, before they are scaled by
+            `dim**-0.25` each.
+        dim: Head dim d.
+        a: A, negative.
+        error: Positive number, of the kernel `exp(q · k / √d)`, absolute.
+        probability: That it is exceeded, for any one pair.
+
+    Returns:
+        Number of draws, a float: `log(2 / probability) Γ D⁴ / (2 error²)` with the
+        paper's `Γ = exp(-3 R² / (√d A))` replaced by what a pair's largest draw gives,
+        `exp((2 - 1 / A) R² / √d)`.
+    """
+    if not a < 0:
+        raise ValueError(f"Draws are bounded for negative A only. Received: a={a!r}.")
+    square = radius**2 / np.sqrt(dim)
+    # Of softmax features the exponent has half of ‖x‖² + ‖y‖² less than Gaussian ones.
+    log_largest = dim / 2 * np.log(1 - 4 * a) - (1 - 4 * a) * square / (2 * a) - square
+    return np.log(2 / probability) * np.exp(2 * log_largest) / (2 * error**2)
