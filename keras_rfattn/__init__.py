@@ -16,6 +16,7 @@ from keras_rfattn.models import replace_attention
 from keras_rfattn.models import restore_attention
 from keras_rfattn.models.import_hook import register
 from keras_rfattn.models.import_hook import watch as _watch
+from keras_rfattn.uptraining import CalibrateAfter
 from keras_rfattn.uptraining import UptrainingReport
 from keras_rfattn.uptraining import calibrate
 from keras_rfattn.uptraining import uptrain
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionReport",
+    "CalibrateAfter",
     "UptrainingReport",
     "calibrate",
     "convert_vit",

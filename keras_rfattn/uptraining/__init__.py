@@ -1,7 +1,8 @@
 """What needs data: calibration, and training towards the softmax checkpoint."""
 
+from keras_rfattn.uptraining.calibrate import CalibrateAfter
 from keras_rfattn.uptraining.calibrate import calibrate
 from keras_rfattn.uptraining.report import UptrainingReport
 from keras_rfattn.uptraining.uptrain import uptrain
 
-__all__ = ["UptrainingReport", "calibrate", "uptrain"]
+__all__ = ["CalibrateAfter", "UptrainingReport", "calibrate", "uptrain"]

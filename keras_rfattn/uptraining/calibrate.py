@@ -9,6 +9,47 @@ from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.recording import linear_layers
 
 
+class CalibrateAfter(keras.callbacks.Callback):
+    """Calibrates a model once in the middle of training, for `fit(callbacks=[...])`.
+
+    Until then maps are what they were; afterwards what they measured stays as it is,
+    while all else trains on. With `"hybrid_clustered"` that is the delayed clustering
+    of the paper's speech models: queries and keys of the first steps have no clusters
+    worth finding.
+
+    Args:
+        data: As of `calibrate`; a callable that gives it is called when it is time.
+        steps: After how many batches, counted from the first of `fit`.
+        **kwargs: Further arguments of `calibrate`.
+
+    Raises:
+        ValueError: If `steps` is not a positive integer; and, once training begins,
+            if nothing in the model learns from data.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), section 4.3, HRF-C.
+    """
+
+    def __init__(self, data, steps, **kwargs):
+        super().__init__()
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(
+                f"`steps` must be a positive integer. Received: steps={steps!r}."
+            )
+        self.data, self.steps, self.kwargs = data, steps, {"verbose": 0, **kwargs}
+        self.seen = 0
+
+    def on_train_begin(self, logs=None):
+        _check_adaptive(self.model)
+        self.seen = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        if self.seen == self.steps:
+            data = self.data() if callable(self.data) else self.data
+            calibrate(self.model, data, **self.kwargs)
+
+
 def calibrate(model, data, exact=True, max_tokens=1024, verbose="auto"):
     """Measures what feature maps need to know of their data, and stores it.
 
@@ -38,12 +79,7 @@ def calibrate(model, data, exact=True, max_tokens=1024, verbose="auto"):
             model takes, or a map cannot adapt to it; the model is unchanged then.
     """
     check_model(model)
-    layers = linear_layers(model)
-    if not any(x.feature_map.is_adaptive for x in layers):
-        raise ValueError(
-            "`model` has no feature map that learns from data. Received: "
-            f"{title(model)}. Replace attention with 'favorpp' first."
-        )
+    layers = _check_adaptive(model)
     found = record(model, data, exact, max_tokens, verbose)
     if not found:
         raise ValueError(
@@ -61,3 +97,14 @@ def calibrate(model, data, exact=True, max_tokens=1024, verbose="auto"):
             weight.assign(value)
         raise
     return model
+
+
+def _check_adaptive(model):
+    """The linear layers of a model, one of which at least learns from data."""
+    layers = linear_layers(model)
+    if not any(x.feature_map.is_adaptive for x in layers):
+        raise ValueError(
+            "`model` has no feature map that learns from data. Received: "
+            f"{title(model)}. Replace attention with 'favorpp' first."
+        )
+    return layers
