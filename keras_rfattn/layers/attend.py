@@ -4,12 +4,16 @@ import dataclasses
 import math
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_rfattn import feature_maps
+from keras_rfattn.layers.cached import apply_offset
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.features import Deferred
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.features import Scaled
 from keras_rfattn.ops.kernel_attention import exact_attention
 from keras_rfattn.ops.kernel_attention import softmax_attention
 from keras_rfattn.ops.kernel_attention import unit
@@ -19,6 +23,7 @@ from keras_rfattn.ops.masks import interpret_mask
 from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
+from keras_rfattn.ops.precision import wide_dtype
 from keras_rfattn.ops.sequence_parallel import over_devices
 from keras_rfattn.ops.sequence_parallel import sequence_axis
 from keras_rfattn.ops.windowed import Local
@@ -35,7 +40,7 @@ class Attention:
     """One call of an attention layer, and the ways to answer it.
 
     Attributes:
-        query: `(B, T, N, H)`, not scaled, float32 or float64.
+        query: `(B, T, N, H)`, not scaled.
         key: `(B, S, K, H)`, likewise; hidden keys are 0.
         value: `(B, S, K, V)`; hidden values are 0.
         mask: `AttentionMask`, without an offset; its `key_mask` is `(B, S)` or `None`.
@@ -64,7 +69,11 @@ class Attention:
     def scaled(self):
         """Queries and keys, each times the square root of the scale."""
         side = math.sqrt(self.scale)
-        return self.query * side, self.key * side
+        return tuple(x * side for x in self.wide())
+
+    def wide(self):
+        """Queries and keys in float32 or float64."""
+        return tuple(ops.cast(x, wide_dtype(x)) for x in (self.query, self.key))
 
     @property
     def query_mask(self):
@@ -85,7 +94,7 @@ class Attention:
 
     def prepared(self):
         """What features are of: `(query, key, stats)`."""
-        query, key = self.feature_map.prepare(self.query, self.key)
+        query, key = self.feature_map.prepare(*self.wide())
         mask, temperature = self.mask, self.options.temperature
         side = math.sqrt(self.scale)
         if temperature is not None:
@@ -108,6 +117,21 @@ class Attention:
             self.feature_map.deferred("key_features", key, stats),
         )
 
+    def _narrow(self, deferred):
+        """The same features on JAX, of queries and keys as narrow as they came.
+
+        Those are what is kept for the gradient, in half the memory.
+        """
+        is_changed = self.feature_map.is_preparing or self.options.temperature
+        is_narrow = self.query.dtype != wide_dtype(self.query)
+        if keras.backend.backend() != "jax" or is_changed or not is_narrow:
+            return deferred
+        side = math.sqrt(self.scale)
+        return tuple(
+            Deferred(Scaled(x.function, side), token, x.parameters)
+            for x, token in zip(deferred, (self.query, self.key), strict=True)
+        )
+
     def softmax(self):
         """The answer of softmax attention, O(T · S)."""
         query, key = self.scaled()
@@ -122,7 +146,7 @@ class Attention:
 
     def mean_of_values(self):
         """Uniform attention: the mean of the values a query sees."""
-        features = (_one_feature(x, 0.0) for x in (self.query, self.key))
+        features = (_one_feature(x, 0.0) for x in self.wide())
         key_mask = self.mask.key_mask
         if self.mask.causal:
             return causal(*features, self.value, key_mask, self.options.block_size)
@@ -165,6 +189,7 @@ class Attention:
                 *deferred, value, local, key_mask, self.options, mask.causal, *devices
             )
         if window is None and mask.causal:
+            deferred = self._narrow(deferred)
             return causal(*deferred, value, key_mask, self.options.block_size)
         if window is not None:
             if mask.causal or mask.self_attention:
@@ -232,7 +257,7 @@ def attend(
         )  # fmt: skip
     position = mask.offset if mask.causal else None
     if position is not None:
-        query, key, value, mask = _apply_offset(query, key, value, mask)
+        query, key, value, mask = apply_offset(query, key, value, mask)
     if mask.causal:
         position = None
     if mask.key_mask is not None:
@@ -242,41 +267,14 @@ def attend(
         key, value = ops.where(visible, key, 0), ops.where(visible, value, 0)
     if scale is None:
         scale = feature_map.default_scale(query.shape[-1])
-    wide = "float64" if query.dtype == "float64" else "float32"
     call = Attention(
-        ops.cast(query, wide), ops.cast(key, wide), value, mask, scale, feature_map,
-        options, training, position,
-    )  # fmt: skip
+        query, key, value, mask, scale, feature_map, options, training, position
+    )
     output = None if recorder is None else recorder(call)
     output = call.linear() if output is None else output
     if mask.query_mask is not None:
         output = ops.where(mask.query_mask[:, :, None, None], output, 0)
     return output
-
-
-def _apply_offset(query, key, value, mask):
-    """Cached decoding: query i, at position `offset + i`, sees keys up to itself."""
-    length = ops.shape(query)[1]
-    plain = mask.replace(offset=None)
-    if isinstance(mask.offset, int) and mask.offset == 0:
-        if mask.key_mask is not None:
-            plain = plain.replace(key_mask=mask.key_mask[:, :length])
-        return query, key[:, :length], value[:, :length], plain
-    positions = ops.arange(ops.shape(key)[1])
-    if query.shape[1] == 1:
-        past = ops.cast(positions, "int32") <= ops.cast(mask.offset, "int32")
-        past = ops.broadcast_to(past[None], (ops.shape(key)[0], ops.shape(key)[1]))
-        if mask.key_mask is not None:
-            past = past & mask.key_mask
-        # Still attention over a part of the tokens: `self_attention` stays False,
-        # and no statistic of them is taken.
-        plain = AttentionMask(key_mask=past, query_mask=mask.query_mask)
-        return query, key, value, plain
-    raise ValueError(
-        "Cached decoding takes one token at a time after the prompt. Received: "
-        f"{length} queries at cache index {mask.offset}. Use a sampler that feeds "
-        "one token per step."
-    )
 
 
 def check_window(options, feature_map):

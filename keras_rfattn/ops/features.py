@@ -13,6 +13,7 @@ from keras import ops
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import known_finite
+from keras_rfattn.ops.precision import wide_dtype
 
 # Stands for -inf in exponents. Finite, so that a difference of two is 0, not NaN.
 LOWEST = -1e30
@@ -189,6 +190,22 @@ class Deferred(NamedTuple):
     def compute(self):
         """The `Features`, or `Marked`."""
         return self.function(self.x, self.parameters)
+
+
+class Scaled(NamedTuple):
+    """A function of `Deferred` that widens and scales what it is given first.
+
+    Attributes:
+        function: As of `Deferred`.
+        factor: A number.
+    """
+
+    function: Any
+    factor: float
+
+    def __call__(self, x, parameters):
+        x = ops.cast(x, wide_dtype(x))
+        return self.function(self.factor * x, parameters)
 
 
 def map_features(function, features):

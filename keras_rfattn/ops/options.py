@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import keras
 import numpy as np
 
-DEFAULT_BLOCK_SIZE = 128
+# What a CPU's cache holds; a TPU wants few long steps, and keeps the sums of each.
+DEFAULT_BLOCK_SIZE, TPU_BLOCK_SIZE = 128, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,8 +14,8 @@ class Options:
     """Choices of an attention algorithm, checked when made.
 
     Attributes:
-        block_size: Number of tokens in a block of causal attention, 128 if `None`.
-            Changes no number.
+        block_size: Number of tokens in a block of causal attention, 128
+            (512 on a TPU) if `None`. Changes no number.
         window: Number of tokens within which attention is exact: the sequence is cut
             into windows of so many, counted from a row's first visible token, and
             features take over beyond. `None` for features alone.
@@ -71,8 +73,15 @@ class Options:
 
     @property
     def block_length(self):
-        """`block_size`, or the default."""
-        return DEFAULT_BLOCK_SIZE if self.block_size is None else self.block_size
+        """`block_size`, or the default for the device."""
+        if self.block_size is not None:
+            return self.block_size
+        if keras.backend.backend() == "jax":
+            import jax
+
+            if jax.default_backend() == "tpu":
+                return TPU_BLOCK_SIZE
+        return DEFAULT_BLOCK_SIZE
 
     @classmethod
     def take(cls, arguments):
