@@ -75,39 +75,41 @@ def over_devices(
     kernel = None if local is None else local.kernel
     tokens = None if local is None else (local.query, local.key)
     functions = query.function, key.function
-    call = _program(functions, kernel, options, is_causal, mesh, axis)
     arrays = query.x, key.x, value, key_mask, tokens
-    return call(arrays, (query.parameters, key.parameters))
+    parameters = query.parameters, key.parameters
+    return _program()(
+        functions, kernel, options, is_causal, mesh, axis, arrays, parameters
+    )
 
 
 @functools.cache
-def _program(functions, kernel, options, is_causal, mesh, axis):
+def _program():
+    import jax
+
+    return jax.jit(_over_devices, static_argnums=range(6))
+
+
+def _over_devices(functions, kernel, options, is_causal, mesh, axis, *arguments):
     import jax
     from jax.sharding import PartitionSpec
 
-    body, tokens = (
-        functools.partial(_stretch, options=options),
-        PartitionSpec(None, axis),
-    )
+    tokens, body = PartitionSpec(None, axis), _stretch
     if options.window is not None:
-        body = functools.partial(_windowed_stretch, kernel=kernel, options=options)
+        body = functools.partial(_windowed_stretch, kernel=kernel)
 
     def on_a_device(arrays, parameters):
         query, key, *arrays = arrays
         query = Deferred(functions[0], query, parameters[0])
         key = Deferred(functions[1], key, parameters[1])
-        return body(query, key, *arrays, is_causal=is_causal, axis=axis)
+        return body(
+            query, key, *arrays, options=options, is_causal=is_causal, axis=axis
+        )
 
-    return jax.jit(
-        jax.shard_map(
-            on_a_device,
-            mesh=mesh,
-            in_specs=(tokens, PartitionSpec()),
-            out_specs=tokens,
-            axis_names={axis},
-            check_vma=False,
-        )  # fmt: skip
-    )
+    call = jax.shard_map(
+        on_a_device, mesh=mesh, in_specs=(tokens, PartitionSpec()), out_specs=tokens,
+        axis_names={axis}, check_vma=False,
+    )  # fmt: skip
+    return call(*arguments)
 
 
 def _stretch(query, key, value, mask, _, options, is_causal, axis):
