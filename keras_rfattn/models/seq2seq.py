@@ -15,7 +15,10 @@ from keras_rfattn.layers.decoding import Decoder
 
 
 def initialize_cache(task, encoder_token_ids, decoder_token_ids):
-    """`Seq2SeqLM._initialize_cache`: a `Cache`, and what layers keep of the encoder."""
+    """`Seq2SeqLM._initialize_cache`: a `Cache`, and a placeholder.
+
+    What layers keep of the encoder is in the `Cache` too, whose rows samplers repeat.
+    """
     sites = generation.context(task).sites
     if not generation.has_states(sites):
         original = type(task).original_class._initialize_cache
@@ -23,7 +26,8 @@ def initialize_cache(task, encoder_token_ids, decoder_token_ids):
     cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))
     crossing = [x for x in sites if generation.crosses(x)]
     sizes = ops.shape(encoder_token_ids)
-    return cache, generation.empty_layers(crossing, *sizes)
+    layers = cache.layers | generation.empty_layers(crossing, *sizes)
+    return cache._replace(layers=layers), ops.zeros((sizes[0], 1))
 
 
 def call_decoder_with_cache(
@@ -43,9 +47,9 @@ def call_decoder_with_cache(
         encoder_hidden_states: `(B, S, D)`.
         encoder_padding_mask: `(B, S)`.
         decoder_token_ids: Integers `(B, T)`, one token or many.
-        self_attention_cache: `Cache` of the decoder's own tokens.
+        self_attention_cache: `Cache`, of the encoder's tokens too.
         self_attention_cache_update_index: Position of the first of `decoder_token_ids`.
-        cross_attention_cache: Dict of what each layer keeps of the encoder.
+        cross_attention_cache: A placeholder, which is returned.
         cross_attention_cache_update_index: 0 in the first call, then `None`.
 
     Returns:
@@ -70,7 +74,7 @@ def call_decoder_with_cache(
     size = ops.shape(decoder_token_ids)[0], task.compute_dtype
     with (
         generation.carried(own, cache.layers, decoder) as (parts, blank),
-        generation.carried(crossing, cross_attention_cache, CrossDecoder) as (
+        generation.carried(crossing, cache.layers, CrossDecoder) as (
             cross_parts, cross_blank,
         ),
     ):  # fmt: skip
@@ -78,8 +82,8 @@ def call_decoder_with_cache(
             task, encoder_hidden_states, encoder_padding_mask, decoder_token_ids,
             blank(*size), start, cross_blank(*size), cross_attention_cache_update_index,
         )  # fmt: skip
-    cache = generation.Cache(seen, generation.kept(parts))
-    return logits, hidden_states, cache, generation.kept(cross_parts)
+    cache = generation.Cache(seen, generation.kept(parts | cross_parts))
+    return logits, hidden_states, cache, cross_attention_cache
 
 
 def generate_step(task, inputs, stop_token_ids=None):
