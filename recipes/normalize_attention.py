@@ -5,7 +5,8 @@ have one length, as in the paper's robotics models, which normalize them. On Min
 for several maps and temperatures: the fraction of estimated kernel values that are
 negative, and the relative error of attention outputs against the checkpoint's softmax.
 Beside them the mean of V, and softmax of the normalized vectors itself, which the maps
-estimate.
+estimate. Maps have equal numbers of vectors, and so hybrids far greater widths: it is
+a map before and after that can be compared.
 
     python recipes/normalize_attention.py --data-dir DIR
 

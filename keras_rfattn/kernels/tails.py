@@ -5,7 +5,7 @@ does not depend on the draw, so that Hoeffding's inequality holds for a mean of 
 
 Source: Likhosherstov et al., "Chefs' Random Tables" (2022), theorems 4.2 and 4.3, where
 the factor `D² = (1 - 4A)^{d/2}` of a draw is left out of its largest value. With it the
-exponents are `D⁴ = (1 - 4A)^d` times smaller. As printed they are violated
+exponents are `D⁴ = (1 - 4A)^d` times smaller. As printed 4.2 is violated
 (`tests/kernels/test_tails.py`).
 """
 
