@@ -24,10 +24,14 @@ MAY_IMPORT = {
         "models", "layers", "feature_maps", "projections", "ops", "kernels",
     },
 }  # fmt: skip
-# Adapters of a library, imported only once that library is.
+# Of a library, and imported only once that library is, or on its backend alone.
 FOREIGN = {
     "models/adapters/keras_hub.py": {"keras_hub"},
     "sklearn.py": {"sklearn"},
+    **{
+        f"ops/pallas/{name}.py": {"jax"}
+        for name in ("attention", "bidirectional", "blocks", "causal")
+    },
 }
 FILES = sorted(ROOT.rglob("*.py"))
 IDS = [str(file.relative_to(ROOT)) for file in FILES]

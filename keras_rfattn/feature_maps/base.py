@@ -63,6 +63,8 @@ class FeatureMap(Weights, keras.layers.Layer):
     is_adaptive = False
     # Whether attention is by the kernel alone, without features.
     is_exact = False
+    # Whether features are exponentials of products, which `exponents` gives.
+    has_exponents = False
     # Whether `prepare` changes queries and keys.
     is_preparing = False
     # Whether estimates are precise only for queries and keys of one length.
@@ -196,6 +198,13 @@ class FeatureMap(Weights, keras.layers.Layer):
         """
         weights = [v.value for v in self.variables]
         return Deferred(FeatureFunction(self, method), x, (stats, weights))
+
+    def exponents(self, method, x, stats=None):
+        """`ops.features.Exponents` of finite tokens, where the map `has_exponents`.
+
+        Args as of `deferred`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
 
     def status(self, causal):
         """Where parameters come from, for reports; nothing for most maps.

@@ -89,6 +89,10 @@ class Conditioned(Adaptive, FeatureMap):
         return self.inner.assumes_equal_lengths
 
     @property
+    def has_exponents(self):
+        return self.inner.has_exponents
+
+    @property
     def output_dim(self):
         return self.inner.output_dim
 
@@ -174,6 +178,17 @@ class Conditioned(Adaptive, FeatureMap):
             self._transform(x, self.key_matrix, self.key_center), stats
         )
         return _shift(features, self._center(self.query_center, x), x)
+
+    def exponents(self, method, x, stats=None):
+        is_query = method == "query_features"
+        matrix = self.query_matrix if is_query else self.key_matrix
+        center = self.query_center if is_query else self.key_center
+        other = self.key_center if is_query else self.query_center
+        moved = self._transform(x, matrix, center)
+        found = self.inner.exponents(method, moved, stats)
+        rest = x - self._center(center, x) if is_query else x
+        factor = ops.sum(self._center(other, x) * rest, axis=-1, keepdims=True)
+        return found._replace(term=found.term + factor)
 
     def _center(self, center, x):
         return ops.cast(self.per_head(center, x), wide_dtype(x))

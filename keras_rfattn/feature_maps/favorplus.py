@@ -9,6 +9,7 @@ from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.kernels.variance import log_moment_generalized_exponential
 from keras_rfattn.kernels.variance import log_moment_positive_pair
+from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.features import Features
 
 
@@ -33,6 +34,7 @@ class FavorPlus(ProjectedFeatureMap):
     """
 
     is_generalized_exponential = True
+    has_exponents = True
 
     def __init__(self, num_features=None, pair=False, **kwargs):
         super().__init__(num_features, **kwargs)
@@ -48,6 +50,14 @@ class FavorPlus(ProjectedFeatureMap):
             exponent = ops.concatenate([exponent, -exponent], axis=-1)
         square = half_square(ops.cast(x, exponent.dtype))
         return Features(None, exponent - (square + math.log(self.output_dim) / 2))
+
+    def exponents(self, method, x, stats=None):
+        vectors = ops.convert_to_tensor(self.vectors)
+        if self.pair:
+            vectors = ops.concatenate([vectors, -vectors], axis=-1)
+        bias = ops.zeros((1, self.num_heads, 1, self.output_dim), dtype=x.dtype)
+        term = -half_square(x) - math.log(self.output_dim) / 2
+        return Exponents(x, vectors[None], bias, term)
 
     def log_moment(self, head=0, stats=None):
         if self.pair:

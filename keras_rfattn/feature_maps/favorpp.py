@@ -12,6 +12,7 @@ from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.kernels.variance import log_moment_generalized_exponential
 from keras_rfattn.kernels.variance import log_moment_per_direction
+from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.not_finite import LARGEST
 from keras_rfattn.ops.not_finite import bounded
@@ -52,6 +53,8 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), equations 4 to 8.
     """
+
+    has_exponents = True
 
     def __init__(
         self,
@@ -196,6 +199,16 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
 
     def features_by(self, vectors, x, stats):
         """Features by random vectors `(K, H, m)`."""
+        x, _, constant, term = self.exponents_by(vectors, x, stats)
+        constant = ops.repeat(constant, x.shape[-2] // self.num_heads, axis=1)
+        constant = ops.swapaxes(constant, 1, 2)
+        return Features(None, self.project(x, vectors) + constant + term)
+
+    def exponents(self, method, x, stats=None):
+        return self.exponents_by(self.vectors, x, stats)
+
+    def exponents_by(self, vectors, x, stats):
+        """`Exponents` by random vectors `(K, H, m)`."""
         x = ops.cast(x, wide_dtype(x))
         if stats is None:
             stats = ops.zeros((self.num_heads, 1), dtype=x.dtype)
@@ -210,13 +223,10 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
         constant = ops.sum(constant, axis=-1, keepdims=True)
         constant = constant + precise_einsum("bkh,khm->bkm", a, squares)
         root = ops.sqrt(1 - 4 * a)
-        root, constant = (
-            ops.repeat(p, x.shape[-2] // self.num_heads, axis=1)[:, None]
-            for p in (root, constant)
-        )
-        exponent = self.project(x * root, vectors) + constant
+        root = ops.repeat(root, x.shape[-2] // self.num_heads, axis=1)[:, None]
         shared = half_square(x) + math.log(self.num_features) / 2
-        return Features(None, exponent - shared)
+        vectors = ops.convert_to_tensor(vectors)[None]
+        return Exponents(x * root, vectors, constant[:, :, None], -shared)
 
     def get_config(self):
         return {

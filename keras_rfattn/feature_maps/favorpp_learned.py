@@ -158,10 +158,19 @@ class TrainedOPRF(FavorPP):
     def key_features(self, x, stats=None):
         return self._weighed(self.key_vectors, x)
 
-    def _weighed(self, vectors, x):
+    def exponents(self, method, x, stats=None):
+        is_query = method == "query_features"
+        vectors = self.query_vectors if is_query else self.key_vectors
+        found = self.exponents_by(vectors, x, self._a())
+        weights = ops.convert_to_tensor(self.log_weights)[None, :, None]
+        return found._replace(bias=found.bias + weights / 2)
+
+    def _a(self):
         a = ops.convert_to_tensor(self.parameter)
-        a = a if self.per_direction else a[..., 0]
-        features = self.features_by(vectors, x, a)
+        return a if self.per_direction else a[..., 0]
+
+    def _weighed(self, vectors, x):
+        features = self.features_by(vectors, x, self._a())
         weights = self.per_head(ops.convert_to_tensor(self.log_weights), x)
         scale = features.log_scale + ops.cast(weights, features.log_scale.dtype) / 2
         return features._replace(log_scale=scale)

@@ -9,6 +9,8 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.cached import apply_offset
+from keras_rfattn.layers.implementation import by_kernels
+from keras_rfattn.layers.implementation import check_implementation
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import Deferred
@@ -179,6 +181,8 @@ class Attention:
         kernel, window = feature_map.exact_kernel, self.options.window
         if feature_map.is_exact:
             return exact_attention(query, key, value, kernel, key_mask, mask.causal)
+        if self.options.implementation == "pallas" and self.position is None:
+            return by_kernels(self, query, key, stats, value, key_mask)
         deferred = self.deferred(query, key, stats)
         lengths, local = (query.shape[1], key.shape[1]), None
         if window is not None:
@@ -244,7 +248,7 @@ def attend(
             would leak the future, or its kernel cannot be exact within a window.
     """
     options = Options() if options is None else options
-    check_window(options, feature_map)
+    check_options(options, feature_map)
     mask = interpret_mask(mask, query.shape[1], key.shape[1])
     if 0 in (*query.shape[:2], key.shape[1]):
         # No query, or no key to see.
@@ -277,8 +281,13 @@ def attend(
     return output
 
 
-def check_window(options, feature_map):
-    """Raises `ValueError` unless a map's kernel can be exact within a window."""
+def check_options(options, feature_map):
+    """Raises `ValueError` for options that a map cannot keep.
+
+    That is a window where its kernel cannot be exact, or Pallas kernels that do not
+    compute its features.
+    """
+    check_implementation(options, feature_map)
     if options.window is not None and feature_map.exact_kernel is None:
         raise ValueError(
             "A `window` of exact attention needs a kernel of which the features are an "

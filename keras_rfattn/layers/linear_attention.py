@@ -13,7 +13,7 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.layers.attend import check_window
+from keras_rfattn.layers.attend import check_options
 from keras_rfattn.layers.fingerprint import mark
 from keras_rfattn.ops.masks import interpret_mask
 
@@ -48,7 +48,7 @@ class LinearAttention:
 
     def _set_mechanism(self, feature_map, options):
         """Makes the layer the owner of a map, summed as `ops.Options` say."""
-        check_window(options, feature_map)
+        check_options(options, feature_map)
         self.feature_map, self.options = feature_map, options
 
     def _kv_shape(self):

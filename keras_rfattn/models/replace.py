@@ -13,7 +13,7 @@ import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.arguments import derive_seed
-from keras_rfattn.layers.attend import check_window
+from keras_rfattn.layers.attend import check_options
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.linear_attention import LinearAttention
@@ -35,6 +35,7 @@ def replace_attention(
     sliding=False,
     max_segments=None,
     temperature=None,
+    implementation="auto",
     drop_sliding_window=False,
 ):
     """Makes the attention of a model linear in sequence length, in place.
@@ -67,6 +68,8 @@ def replace_attention(
         temperature: Divides queries and keys by their lengths, and their cosine by
             this number: softmax attention of normalized vectors is what maps then
             estimate, and not the checkpoint's. What hybrids are made for.
+        implementation: `"xla"`; `"pallas"`, kernels for TPUs, on JAX and without
+            windows, of maps whose features are exponentials; or `"auto"`, XLA so far.
         drop_sliding_window: Whether to replace attention that sees the last tokens
             alone (Mistral's) by attention that sees all.
 
@@ -80,7 +83,9 @@ def replace_attention(
             unchanged then.
     """
     check_model(model)
-    options = Options(block_size, window, sliding, max_segments, temperature)
+    options = Options(
+        block_size, window, sliding, max_segments, temperature, implementation
+    )
     found = s.survey(model)
     if drop_sliding_window:
         s.drop_sliding_windows(found.sites)
@@ -90,7 +95,7 @@ def replace_attention(
     for sites, identifier in _assigned(feature_map, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
         _check_statistics(template, sites)
-        check_window(options, template)
+        check_options(options, template)
         own = template.seed if seed is None else seed
         changes += [(site, _copy(template, own, site), options) for site in sites]
     _check_window_sites(options.window, [site for site, _, _ in changes])

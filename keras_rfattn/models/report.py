@@ -8,6 +8,7 @@ import keras_rfattn.models.survey as s
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.implementation import told
 from keras_rfattn.models.swap import original_class
 
 
@@ -25,6 +26,7 @@ class Row:
         crossover: Length in tokens at which linear attention takes fewer
             operations than softmax, `None` for softmax.
         note: Why it was kept, or what to know about it.
+        implementation: Which program computes it and why, `None` for softmax.
     """
 
     path: str
@@ -35,6 +37,7 @@ class Row:
     parameters_added: int
     crossover: int | None
     note: str = ""
+    implementation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class AttentionReport:
                     f"{self.max_length} tokens (see `extend_positions`)"
                 )
             lines.append(text)
+        programs = dict.fromkeys(x.implementation for x in self.replaced)
+        lines += [f"computed by {x}" for x in programs]
         lines += [f"also changed, as it shares layers: {x}" for x in self.others]
         return lines
 
@@ -165,6 +170,7 @@ def _row(site):
         sum(math.prod(w.shape) for w in feature_map.weights),
         crossover(feature_map, layer),
         _note(site),
+        told(layer.options, feature_map),
     )
 
 

@@ -208,6 +208,22 @@ class Scaled(NamedTuple):
         return self.function(self.factor * x, parameters)
 
 
+class Exponents(NamedTuple):
+    """Exponential features before they are computed: `x · vectors + bias + term`.
+
+    Attributes:
+        x: Array of shape `(..., N, H)`.
+        vectors: `(1, K, H, M)`, for each group of N / K heads.
+        bias: `(B or 1, K, 1, M)`.
+        term: `(..., N, 1)`.
+    """
+
+    x: Any
+    vectors: Any
+    bias: Any
+    term: Any
+
+
 def map_features(function, features):
     """Applies a function of one array to all parts of `Features` or `Marked`."""
     if features is None or not isinstance(features, tuple):

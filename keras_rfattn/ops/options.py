@@ -8,6 +8,8 @@ import numpy as np
 # What a CPU's cache holds; a TPU wants few long steps, and keeps the sums of each.
 DEFAULT_BLOCK_SIZE, TPU_BLOCK_SIZE = 128, 512
 
+IMPLEMENTATIONS = ("auto", "xla", "pallas")
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -23,13 +25,16 @@ class Options:
             causality, the one after).
         max_segments: How many texts a packed row has at most, for `segment_ids` inside
             compiled functions, where their values are not at hand.
+        implementation: `"xla"`; `"pallas"`, the kernels of `ops/pallas` for TPUs; or
+            `"auto"`, which is XLA everywhere until the kernels were timed on a TPU.
         temperature: Positive number: queries and keys are divided by their lengths,
             and their product, a cosine, by it. `None` leaves them as they are, scaled
             as the model does.
 
     Raises:
         ValueError: If a number is not a positive integer, `sliding` not a boolean,
-            `sliding` is asked for without a window, or `temperature` is not positive.
+            `sliding` is asked for without a window, `temperature` is not positive, or
+            `implementation` is unknown.
     """
 
     block_size: int | None = None
@@ -37,6 +42,7 @@ class Options:
     sliding: bool = False
     max_segments: int | None = None
     temperature: float | None = None
+    implementation: str = "auto"
 
     def __post_init__(self):
         if self.block_size is not None and not _is_positive_integer(self.block_size):
@@ -60,6 +66,11 @@ class Options:
             raise ValueError(
                 "`temperature` must be a positive number or `None`. "
                 f"Received: temperature={self.temperature!r}."
+            )
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"`implementation` must be one of {IMPLEMENTATIONS}. "
+                f"Received: implementation={self.implementation!r}."
             )
         if not isinstance(self.sliding, bool):
             raise ValueError(

@@ -1,6 +1,6 @@
 """Compiles for TPUs in a process of its own, whose flags the TPU's compiler knows.
 
-python -m tests.tpu.program one v5e | many v5e:4x4
+python -m tests.tpu.program one v5e | kernels v5e | many v5e:4x4
 """
 
 import json
@@ -50,6 +50,25 @@ def one(chip):
     return found
 
 
+def kernels(chip):
+    """Bytes that programs of the Pallas kernels move, with their gradients."""
+    feature_map = h.build("favorpp", kv_heads=2, head_dim=64)
+    where, found = SingleDeviceSharding(devices(CHIPS[chip])[0]), []
+    for causal in (True, False):
+
+        def loss(*x, causal=causal):
+            mask = AttentionMask(causal=causal, self_attention=True)
+            options = Options(implementation="pallas")
+            return (
+                attend(*x, feature_map, mask, options=options).astype("float32").sum()
+            )
+
+        program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays(where, 1024))
+        assert "tpu_custom_call" in program.as_text()
+        found.append(program.compile().cost_analysis()["bytes accessed"])
+    return found
+
+
 def many(topology):
     """Shapes of what chips gather, at one length of a stretch and at twice that."""
     feature_map = h.build("favorpp", kv_heads=2, head_dim=64)
@@ -76,4 +95,8 @@ def many(topology):
 
 
 if __name__ == "__main__":
-    print(json.dumps({"one": one, "many": many}[sys.argv[1]](sys.argv[2])))
+    print(
+        json.dumps(
+            {"one": one, "kernels": kernels, "many": many}[sys.argv[1]](sys.argv[2])
+        )
+    )

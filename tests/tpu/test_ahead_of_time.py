@@ -51,6 +51,12 @@ def test_one_chip(chip):
     assert without > 0
 
 
+@pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e"])
+def test_kernels_compile(chip):
+    causal, bidirectional = run("kernels", chip)
+    assert causal > 0 and bidirectional > 0
+
+
 @pytest.mark.parametrize(("topology", "size"), [("v5e:2x2", 4), ("v5e:4x4", 16)])
 def test_chips_gather_the_same_at_any_length(topology, size):
     count, short, long = run("many", topology)

@@ -1,0 +1,76 @@
+"""Which program answers an attention call: XLA's, or the Pallas kernels."""
+
+import keras
+
+import keras_rfattn.feature_maps as feature_maps
+from keras_rfattn.ops.not_finite import bounded
+from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.precision import wide_dtype
+
+AUTO = "not timed on a TPU yet"
+
+
+def obstacle(options, feature_map):
+    """Why the Pallas kernels cannot answer, `None` if they can."""
+    if keras.backend.backend() != "jax":
+        return f"they run on JAX, not on {keras.backend.backend()}"
+    if options.window is not None:
+        return f"they have no windows (window={options.window})"
+    if not feature_map.has_exponents:
+        name = feature_maps.name_of(feature_map)
+        return f"features of {name!r} are not exponentials of products"
+    return None
+
+
+def check_implementation(options, feature_map):
+    """Raises `ValueError` if the Pallas kernels are asked for and cannot answer."""
+    reason = obstacle(options, feature_map)
+    if options.implementation == "pallas" and reason:
+        raise ValueError(
+            f"The Pallas kernels cannot answer this attention: {reason}. Received: "
+            "implementation='pallas'. Use 'auto' or 'xla'."
+        )
+
+
+def told(options, feature_map):
+    """Which program answers and why, for reports."""
+    if options.implementation != "auto":
+        return f"{options.implementation} as asked"
+    return f"xla ({obstacle(options, feature_map) or AUTO})"
+
+
+def by_kernels(call, query, key, stats, value, key_mask):
+    """The answer of the Pallas kernels.
+
+    Args:
+        call: `layers.attend.Attention`.
+        query: What features are of, `(B, T, N, H)`.
+        key: Likewise, `(B, S, K, H)`.
+        stats: What the map's `statistics` gave.
+        value: `(B, S, K, V)`.
+        key_mask: `(B, S)`, true for visible keys, or `None`.
+
+    Returns:
+        `(B, T, N, V)`.
+
+    Raises:
+        ValueError: Under a `keras.distribution`.
+    """
+    if keras.distribution.distribution() is not None:
+        raise ValueError(
+            "The Pallas kernels run on one device, and are not divided over several. "
+            "Received: implementation='pallas' under a `keras.distribution`. Use "
+            "'auto' or 'xla'."
+        )
+    # Only here, as other backends have no JAX.
+    from keras_rfattn.ops import pallas
+
+    tokens = [keras.ops.cast(x, wide_dtype(x)) for x in (query, key)]
+    sides = (
+        call.feature_map.exponents(f"{side}_features", bounded(x), stats)
+        for side, x in zip(("query", "key"), tokens, strict=True)
+    )
+    return pallas.attention(
+        *sides, value, [spoils(x) for x in tokens], key_mask, call.mask.causal,
+        call.options.block_size,
+    )  # fmt: skip

@@ -1,0 +1,209 @@
+"""What a kernel does with a block of queries and of keys, in two dimensions.
+
+Rows are queries `(R, ·)`, G of them beside each other for each of C tokens, or keys
+`(C, ·)`; features stand on the lanes, `(·, M)`, numbers of a row in an axis of 1. The
+numerator is kept transposed, `(V, M)`.
+
+Features are `exp(x · vectors + bias + term)`, the term one number a token: a query's
+cancels and is left out, a key's is `LOWEST` where it is hidden.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from keras_rfattn.ops.features import LOWEST
+
+# Exponents above what a query knows of the past that its block's product can hold.
+SPAN = 40.0
+# Blocks of a sequence one after the other.
+ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
+
+
+class State(NamedTuple):
+    """References to sums over keys, `(1, M)`, `(V, M)`, `(1, M)`.
+
+    Backwards the same sums over queries: of their gradients for the numerator, and of
+    what a change of the denominator costs for the normalizer.
+    """
+
+    maximum: Any
+    numerator: Any
+    normalizer: Any
+
+
+def dot(a, b, contract, precision=None):
+    """`a · b` over axis `contract[0]` of a and `contract[1]` of b, in float32."""
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(
+        a, b, axes, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def exponents(x, vectors, bias):
+    """`(·, H)` to `(·, M)`, at full precision: they are about to be exponentiated."""
+    x = x.astype(jnp.float32)
+    return dot(x, vectors, (1, 0), lax.Precision.HIGHEST) + bias
+
+
+def reset(state):
+    """No keys."""
+    state.maximum[...] = jnp.full(state.maximum.shape, LOWEST, jnp.float32)
+    state.numerator[...] = jnp.zeros(state.numerator.shape, jnp.float32)
+    state.normalizer[...] = jnp.zeros(state.normalizer.shape, jnp.float32)
+
+
+def add(state, exponent, rows, weights, among, dtype):
+    """Adds `exp(exponent)` of the rows that are `among`, to the running maximum.
+
+    Args:
+        state: `State`.
+        exponent: `(C, M)`.
+        rows: `(C, V)`, what the numerator sums.
+        weights: `(C, 1)`, what the normalizer sums.
+        among: Booleans `(C, 1)`.
+        dtype: Of the products.
+    """
+    exponent = jnp.where(among, exponent, LOWEST)
+    old = state.maximum[...]
+    new = jnp.maximum(old, jnp.max(exponent, axis=0, keepdims=True))
+    scale = jnp.exp(old - new)
+    features = jnp.where(among, jnp.exp(exponent - new), 0).astype(dtype)
+    numerator = dot(rows.astype(dtype), features, (0, 0))
+    normalizer = jnp.sum(features.astype(jnp.float32) * weights, axis=0, keepdims=True)
+    state.maximum[...] = new
+    state.numerator[...] = state.numerator[...] * scale + numerator
+    state.normalizer[...] = state.normalizer[...] * scale + normalizer
+
+
+def rebased(state, reference):
+    """Numerator and normalizer relative to a `reference`, at least the maximum."""
+    scale = jnp.exp(state.maximum[...] - reference)
+    return state.numerator[...] * scale, state.normalizer[...] * scale
+
+
+def look_up(features, numerator, normalizer, dtype):
+    """`(R, M)` features into sums: `(R, V)` and `(R, 1)`."""
+    features = features.astype(dtype)
+    found = dot(features, numerator.astype(dtype), (1, 1))
+    wide = features.astype(jnp.float32)
+    return found, jnp.sum(wide * normalizer, axis=1, keepdims=True)
+
+
+def divided(numerator, denominator):
+    """0 for a row that sees no key."""
+    is_seen = denominator > 0
+    return jnp.where(is_seen, numerator / jnp.where(is_seen, denominator, 1), 0)
+
+
+def visible_keys(term):
+    """Booleans `(C, 1)`."""
+    return term > LOWEST / 2
+
+
+def reference_of(maximum, exponent, among, first):
+    """The `(1, M)` that all queries from token `first` on may know.
+
+    The maximum before them, and the first key among them: if it is the first token's,
+    or if there is nothing before.
+    """
+    place = lax.broadcasted_iota(jnp.int32, among.shape, 0)
+    earliest = jnp.min(jnp.where(among, place, among.shape[0]))
+    row = jnp.where(place == earliest, exponent, LOWEST)
+    row = jnp.max(row, axis=0, keepdims=True)
+    known = jnp.where(maximum > LOWEST / 2, earliest == first, True)
+    return jnp.where(known, jnp.maximum(maximum, row), maximum)
+
+
+def is_held(exponent, reference, among):
+    """Whether a product relative to the reference holds all keys among."""
+    excess = jnp.where(among, exponent - reference, LOWEST)
+    return jnp.max(excess) <= SPAN
+
+
+def in_parts(held, size, step, reverse=False):
+    """Calls `step(first, last)` for the whole block, or token by token."""
+    count = jnp.where(held, 1, size)
+    length = jnp.where(held, size, 1)
+
+    def one(i, _):
+        i = count - 1 - i if reverse else i
+        step(i * length, (i + 1) * length)
+        return 0
+
+    lax.fori_loop(0, count, one, 0)
+
+
+def within(size, first, last, groups=1):
+    """Booleans `(size, 1)`: rows of tokens from `first` up to `last`, G for each."""
+    row = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+    return (row >= first * groups) & (row < last * groups)
+
+
+def past(rows, keys, groups):
+    """Booleans `(R, C)`: keys up to a row's own token."""
+    row = lax.broadcasted_iota(jnp.int32, (rows, keys), 0)
+    column = lax.broadcasted_iota(jnp.int32, (rows, keys), 1)
+    return row >= column * groups
+
+
+def at_start(function):
+    """Calls it at the first block of a sequence."""
+    pl.when(pl.program_id(2) == 0)(function)
+
+
+def clear(*refs):
+    """Sets them to 0."""
+    for ref in refs:
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+
+def accumulate(refs, values):
+    """Adds to outputs that all blocks of a sequence share."""
+    at_start(lambda: clear(*refs))
+    for ref, value in zip(refs, values, strict=True):
+        ref[...] += value
+
+
+def block(size, width, is_reversed=None):
+    """The block of `(B, K, ·, width)` at a step of the grid `(B, K, blocks)`."""
+    if is_reversed is None:
+        index = lambda b, k, i: (b, k, i, 0)  # noqa: E731
+    else:
+        index = lambda b, k, i: (b, k, is_reversed - 1 - i, 0)  # noqa: E731
+    return pl.BlockSpec((None, None, size, width), index)
+
+
+def row_of_block(width, is_reversed=None):
+    """The row `(1, width)` that a block has in `(B, K, blocks, 1, width)`."""
+    last = is_reversed
+    return pl.BlockSpec(
+        (None, None, None, 1, width),
+        lambda b, k, i: (b, k, i if last is None else last - 1 - i, 0, 0),
+    )
+
+
+def whole(x):
+    """All of a head's part of `(B or 1, K, ·, ·)`, whatever the step."""
+    rows, last = x.shape[2:]
+    is_shared = x.shape[0] == 1
+    return pl.BlockSpec(
+        (None, None, rows, last), lambda b, k, i: (0 if is_shared else b, k, 0, 0)
+    )
+
+
+def float32(*shape):
+    """The shape of an output."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def summed_to(gradient, like):
+    """A gradient in the shape and dtype of what it is of, which a batch may share."""
+    if gradient.shape[0] != like.shape[0]:
+        gradient = jnp.sum(gradient, axis=0, keepdims=True)
+    return gradient.astype(like.dtype)

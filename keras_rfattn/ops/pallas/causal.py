@@ -1,0 +1,257 @@
+"""Causal attention as one kernel: features, running maxima, sums and reading."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.pallas.blocks import ORDER
+from keras_rfattn.ops.pallas.blocks import State
+from keras_rfattn.ops.pallas.blocks import add
+from keras_rfattn.ops.pallas.blocks import at_start
+from keras_rfattn.ops.pallas.blocks import block
+from keras_rfattn.ops.pallas.blocks import clear
+from keras_rfattn.ops.pallas.blocks import divided
+from keras_rfattn.ops.pallas.blocks import dot
+from keras_rfattn.ops.pallas.blocks import exponents
+from keras_rfattn.ops.pallas.blocks import float32
+from keras_rfattn.ops.pallas.blocks import in_parts
+from keras_rfattn.ops.pallas.blocks import is_held
+from keras_rfattn.ops.pallas.blocks import look_up
+from keras_rfattn.ops.pallas.blocks import past
+from keras_rfattn.ops.pallas.blocks import rebased
+from keras_rfattn.ops.pallas.blocks import reference_of
+from keras_rfattn.ops.pallas.blocks import reset
+from keras_rfattn.ops.pallas.blocks import row_of_block
+from keras_rfattn.ops.pallas.blocks import summed_to
+from keras_rfattn.ops.pallas.blocks import visible_keys
+from keras_rfattn.ops.pallas.blocks import whole
+from keras_rfattn.ops.pallas.blocks import within
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def causal(query, key, value, term, query_vectors, key_vectors, query_bias, key_bias,
+           size):  # fmt: skip
+    """Causal linear attention by exponential features.
+
+    Args:
+        query: `(B, K, T · G, H)`, the G queries of a token beside each other.
+        key: `(B, K, T, H)`.
+        value: `(B, K, T, V)`; its dtype is that of the products.
+        term: `(B, K, T, 1)`, float32: of a key's exponents, `LOWEST` if it is hidden.
+        query_vectors: `(1, K, H, M)`, float32.
+        key_vectors: Likewise.
+        query_bias: `(B or 1, K, 1, M)`, float32.
+        key_bias: Likewise.
+        size: Tokens of a block, which divide T.
+
+    Returns:
+        `(B, K, T · G, V)`, float32; 0 for a row that sees no key.
+    """
+    return _forward(
+        query, key, value, term, query_vectors, key_vectors, query_bias, key_bias, size
+    )[0]
+
+
+def _forward(query, key, value, term, *parameters_and_size):
+    *parameters, size = parameters_and_size
+    batch, heads, length = term.shape[:3]
+    groups, width = query.shape[2] // length, parameters[0].shape[-1]
+    rows, count = size * groups, length // size
+    output = pl.pallas_call(
+        functools.partial(_forward_kernel, groups=groups),
+        grid=(batch, heads, count),
+        in_specs=[
+            block(rows, query.shape[-1]), block(size, key.shape[-1]),
+            block(size, value.shape[-1]), block(size, 1), *map(whole, parameters),
+        ],
+        out_specs=[
+            block(rows, value.shape[-1]), block(rows, 1), block(rows, 1),
+            row_of_block(width),
+        ],
+        out_shape=[
+            float32(*query.shape[:3], value.shape[-1]), float32(*query.shape[:3], 1),
+            float32(*query.shape[:3], 1), float32(batch, heads, count, 1, width),
+        ],
+        scratch_shapes=_scratch(width, value.shape[-1]),
+        compiler_params=ORDER,
+    )(query, key, value, term, *parameters)  # fmt: skip
+    return output
+
+
+def _scratch(width, value_dim):
+    shapes = (1, width), (value_dim, width), (1, width)
+    return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
+
+
+def _forward_kernel(query, key, value, term, query_vectors, key_vectors, query_bias,
+                    key_bias, output, shift, denominator, reference, *state,
+                    groups):  # fmt: skip
+    state, dtype, size = State(*state), value.dtype, term.shape[0]
+    at_start(lambda: reset(state))
+    keys = exponents(key[...], key_vectors[...], key_bias[...]) + term[...]
+    queries = exponents(query[...], query_vectors[...], query_bias[...])
+    visible, values = visible_keys(term[...]), value[...]
+    causally = past(queries.shape[0], size, groups)
+    known = reference_of(state.maximum[...], keys, visible, 0)
+    reference[...] = known
+
+    def step(first, last):
+        among = visible & within(size, first, last)
+        known = reference_of(state.maximum[...], keys, among, first)
+        lifted = queries + known
+        relative = jnp.max(lifted, axis=1, keepdims=True)
+        features = jnp.exp(lifted - relative)
+        found, total = look_up(features, *rebased(state, known), dtype)
+        beside = jnp.where(among, jnp.exp(keys - known), 0)
+        weights = dot(features, beside, (1, 1))
+        weights = jnp.where(causally, weights, 0).astype(dtype)
+        found = found + dot(weights, values, (1, 0))
+        total += jnp.sum(weights.astype(jnp.float32), axis=1, keepdims=True)
+        now = within(queries.shape[0], first, last, groups)
+        output[...] = jnp.where(now, divided(found, total), output[...])
+        shift[...] = jnp.where(now, relative, shift[...])
+        denominator[...] = jnp.where(now, total, denominator[...])
+        add(state, keys, values, 1.0, among, dtype)
+
+    clear(output, shift, denominator)
+    in_parts(is_held(keys, known, visible), size, step)
+
+
+def _save(*arguments):
+    output, shift, denominator, reference = _forward(*arguments)
+    saved = (*arguments[:-1], output, shift, denominator, reference)
+    return output, saved
+
+
+def _gradient(size, saved, gradient):
+    *inputs, output, shift, denominator, reference = saved
+    query, key, value, term, *parameters = inputs
+    # What a unit of each weight is worth beside the output, before it is divided.
+    gradient = divided(gradient, denominator)
+    worth = jnp.sum(gradient * output, axis=-1, keepdims=True)
+    of_rows = gradient, worth, shift, denominator
+    batch, heads, length = term.shape[:3]
+    groups, width = query.shape[2] // length, parameters[0].shape[-1]
+    rows, count = size * groups, length // size
+    dims = query.shape[-1], value.shape[-1]
+
+    def specs(order=None):
+        return [
+            block(rows, dims[0], order), block(size, dims[0], order),
+            block(size, dims[1], order), block(size, 1, order), *map(whole, parameters),
+            block(rows, dims[1], order), *[block(rows, 1, order)] * 3,
+            row_of_block(width, order),
+        ]  # fmt: skip
+
+    shared = [float32(batch, heads, dims[0], width), float32(batch, heads, 1, width)]
+    kernel = functools.partial(
+        pl.pallas_call, grid=(batch, heads, count), compiler_params=ORDER,
+        scratch_shapes=_scratch(width, dims[1]),
+    )  # fmt: skip
+    arguments = query, key, value, term, *parameters, *of_rows, reference
+    of_query, of_query_vectors, of_query_bias = kernel(
+        functools.partial(_query_kernel, groups=groups),
+        in_specs=specs(),
+        out_specs=[block(rows, dims[0]), *map(whole, shared)],
+        out_shape=[float32(*query.shape), *shared],
+    )(*arguments)
+    of_key, of_value, of_term, of_key_vectors, of_key_bias = kernel(
+        functools.partial(_key_kernel, groups=groups),
+        in_specs=specs(count),
+        out_specs=[
+            block(size, dims[0], count), block(size, dims[1], count),
+            block(size, 1, count), *map(whole, shared),
+        ],
+        out_shape=[
+            float32(*key.shape), float32(*value.shape), float32(*term.shape), *shared,
+        ],
+    )(*arguments)  # fmt: skip
+    found = (
+        of_query, of_key, of_value, of_term, of_query_vectors, of_key_vectors,
+        of_query_bias, of_key_bias,
+    )  # fmt: skip
+    return tuple(summed_to(x, y) for x, y in zip(found, inputs, strict=True))
+
+
+def _query_kernel(query, key, value, term, query_vectors, key_vectors, query_bias,
+                  key_bias, gradient, worth, shift, denominator, reference, of_query,
+                  of_vectors, of_bias, *state, groups):  # fmt: skip
+    state, dtype, size = State(*state), value.dtype, term.shape[0]
+    at_start(lambda: reset(state))
+    keys = exponents(key[...], key_vectors[...], key_bias[...]) + term[...]
+    queries = exponents(query[...], query_vectors[...], query_bias[...])
+    visible, values = visible_keys(term[...]), value[...]
+    gradients, worths = gradient[...], worth[...]
+    benefit = dot(gradients.astype(dtype), values, (1, 1)) - worths
+    benefit = jnp.where(past(queries.shape[0], size, groups), benefit, 0)
+
+    clear(of_query)
+    at_start(lambda: clear(of_vectors, of_bias))
+    held = is_held(keys, reference[...], visible)
+
+    def step(first, last):
+        among = visible & within(size, first, last)
+        known = reference_of(state.maximum[...], keys, among, first)
+        now = within(queries.shape[0], first, last, groups) & (denominator[...] > 0)
+        features = jnp.exp(jnp.where(now, queries + known - shift[...], LOWEST))
+        numerator, normalizer = rebased(state, known)
+        slope = dot(gradients.astype(dtype), numerator.astype(dtype), (1, 0))
+        slope = slope - worths * normalizer
+        beside = jnp.where(among, jnp.exp(keys - known), 0)
+        slope = features * (slope + dot(benefit, beside, (1, 0)))
+        of_query[...] += dot(slope, query_vectors[...], (1, 1))
+        of_vectors[...] += dot(query[...].astype(jnp.float32), slope, (0, 0))
+        of_bias[...] += jnp.sum(slope, axis=0, keepdims=True)
+        add(state, keys, values, 1.0, among, dtype)
+
+    in_parts(held, size, step)
+
+
+def _key_kernel(query, key, value, term, query_vectors, key_vectors, query_bias,
+                key_bias, gradient, worth, shift, denominator, reference, of_key,
+                of_value, of_term, of_vectors, of_bias, *state, groups):  # fmt: skip
+    state, dtype, size = State(*state), value.dtype, term.shape[0]
+    at_start(lambda: reset(state))
+    keys = exponents(key[...], key_vectors[...], key_bias[...]) + term[...]
+    queries = exponents(query[...], query_vectors[...], query_bias[...])
+    visible, values = visible_keys(term[...]), value[...]
+    gradients, worths = gradient[...], worth[...]
+    causally = past(queries.shape[0], size, groups)
+    benefit = dot(gradients.astype(dtype), values, (1, 1)) - worths
+    benefit = jnp.where(causally, benefit, 0)
+    seeing = denominator[...] > 0
+
+    clear(of_key, of_value, of_term)
+    at_start(lambda: clear(of_vectors, of_bias))
+    held = is_held(keys, reference[...], visible)
+
+    def step(first, last):
+        among = visible & within(size, first, last)
+        own = jnp.max(jnp.where(among, keys, LOWEST), axis=0, keepdims=True)
+        known = jnp.where(held, reference[...], own)
+        now = seeing & within(queries.shape[0], first, last, groups)
+        features = jnp.exp(jnp.where(now, queries + known - shift[...], LOWEST))
+        beside = jnp.where(among, jnp.exp(keys - known), 0)
+        # What later queries see of these keys.
+        later = jnp.where(among, jnp.exp(keys + state.maximum[...]), 0)
+        weights = jnp.where(causally, dot(features, beside, (1, 1)), 0).astype(dtype)
+        of_value[...] += dot(later.astype(dtype), state.numerator[...].astype(dtype),
+                             (1, 1))  # fmt: skip
+        of_value[...] += dot(weights, gradients.astype(dtype), (0, 0))
+        slope = dot(values, state.numerator[...].astype(dtype), (1, 0))
+        slope = later * (slope - state.normalizer[...])
+        slope += beside * dot(benefit, features, (0, 0))
+        of_key[...] += dot(slope, key_vectors[...], (1, 1))
+        of_term[...] += jnp.sum(slope, axis=1, keepdims=True)
+        of_vectors[...] += dot(key[...].astype(jnp.float32), slope, (0, 0))
+        of_bias[...] += jnp.sum(slope, axis=0, keepdims=True)
+        add(state, queries - shift[...], gradients, worths, now, dtype)
+
+    in_parts(held, size, step, reverse=True)
+
+
+causal.defvjp(_save, _gradient)
