@@ -26,6 +26,7 @@ from keras_rfattn.feature_maps.hedgehog import Hedgehog
 from keras_rfattn.feature_maps.hybrid import Hybrid
 from keras_rfattn.feature_maps.hybrid import HybridAngular
 from keras_rfattn.feature_maps.hybrid import HybridGaussian
+from keras_rfattn.feature_maps.kernel_coefficient import KernelCoefficient
 from keras_rfattn.feature_maps.monomials import Geometric
 from keras_rfattn.feature_maps.monomials import GeometricPositive
 from keras_rfattn.feature_maps.monomials import Poisson
@@ -96,6 +97,7 @@ __all__ = [
     "HybridClustered",
     "HybridGaussian",
     "HybridGaussianMixture",
+    "KernelCoefficient",
     "PairCoefficient",
     "PlainRelu",
     "Poisson",

@@ -1,0 +1,148 @@
+"""Coefficients that fire where x is near a linear function of y."""
+
+import keras
+import numpy as np
+from keras import ops
+
+import keras_rfattn.feature_maps.algebra as algebra
+import keras_rfattn.feature_maps.registry as registry
+from keras_rfattn.feature_maps.adaptive import Adaptive
+from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.coefficients import Coefficient
+from keras_rfattn.ops.precision import precise_einsum
+from keras_rfattn.ops.precision import wide_dtype
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
+    """`λ = constant + factor · exp(-‖x + M y‖² / (2 c²))`, for any M and c.
+
+    The Gaussian is the softmax kernel of `x / c` and `-M y / c` times
+    `exp(-‖x‖²/2c²) exp(-‖M y‖²/2c²)`, so that any softmax map estimates it. Without a
+    matrix M is -I, which fires where x is near y: trigonometric features then have
+    no variance for equal inputs, positive ones for opposite inputs, and a hybrid, whose
+    coefficients are nested in these, for both.
+
+    Args:
+        feature_map: A map of kernel softmax, its name or config; `"favorplus"` by
+            default.
+        matrix: M, `(H, H)` numbers for all heads or `(K, H, H)`; -I if `None`.
+        width: c > 0, how near is near.
+        constant: Of λ.
+        factor: Of the Gaussian, not 0.
+        seed: Of the inner map; its own if `None`.
+
+    Raises:
+        ValueError: If the map estimates another kernel than softmax, `width` is not
+            positive, `factor` is 0, or `matrix` has not two or three axes of which the
+            last are equal.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), equation 20, section F.
+    """
+
+    def __init__(
+        self, feature_map="favorplus", matrix=None, width=1.0, constant=0.0,
+        factor=1.0, seed=None, **kwargs,
+    ):  # fmt: skip
+        inner = registry.get(feature_map)
+        if inner.kernel != "softmax":
+            raise ValueError(
+                "`feature_map` must estimate softmax. Received: "
+                f"feature_map={feature_map!r}, of kernel {inner.kernel!r}."
+            )
+        if not width > 0 or factor == 0:
+            raise ValueError(
+                "`width` must be positive and `factor` not 0. Received: "
+                f"width={width}, factor={factor}."
+            )
+        if matrix is not None:
+            matrix = np.asarray(matrix, "float32")
+            if matrix.ndim not in (2, 3) or matrix.shape[-1] != matrix.shape[-2]:
+                raise ValueError(
+                    "`matrix` must have shape (H, H) or (K, H, H). Received: "
+                    f"matrix.shape={matrix.shape}."
+                )
+        seed = inner.seed if seed is None else seed
+        super().__init__(seed=seed, **kwargs)
+        self.inner, self.matrix, self.width = inner.reseeded(self.seed), matrix, width
+        self.constant, self.factor = constant, factor
+        self.num_features = inner.num_features
+
+    @property
+    def is_adaptive(self):
+        return self.inner.is_adaptive
+
+    @property
+    def is_causal_safe(self):
+        return self.inner.is_causal_safe
+
+    @property
+    def assumes_equal_lengths(self):
+        return self.inner.assumes_equal_lengths
+
+    @property
+    def output_dim(self):
+        return self.inner.output_dim
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        shape = self.num_heads, self.head_dim, self.head_dim
+        found = -np.eye(self.head_dim) if self.matrix is None else self.matrix
+        if found.shape not in (shape, shape[1:]):
+            raise ValueError(
+                f"`matrix` must have shape {shape[1:]} or {shape} here. Received: "
+                f"matrix.shape={found.shape}."
+            )
+        found = np.broadcast_to(found, shape).astype("float32")
+        self.weight = self.add_fixed("matrix", found)
+        self.inner.build(input_shape)
+
+    def redraw(self):
+        self.inner.redraw()
+
+    def fit(self, samples):
+        matrix = ops.convert_to_numpy(self.weight)
+        samples = [
+            (q / self.width, -k @ matrix.swapaxes(-1, -2) / self.width)
+            for q, k in samples
+        ]
+        self.inner.adapt(samples)
+
+    def statistics(self, query, key, *args, **kwargs):
+        return self.inner.statistics(
+            self._placed(query, False), self._placed(key, True), *args, **kwargs
+        )
+
+    def query_features(self, x, stats=None):
+        x = self._placed(x, False)
+        features = _windowed(self.inner.query_features(x, stats), x)
+        return algebra.scale(features, self.factor)
+
+    def key_features(self, x, stats=None):
+        x = self._placed(x, True)
+        return _windowed(self.inner.key_features(x, stats), x)
+
+    def _placed(self, x, is_key):
+        """`x / c`, of keys `-M x / c`."""
+        x = ops.cast(x, wide_dtype(x)) / self.width
+        if is_key:
+            x = -precise_einsum("...nh,nih->...ni", x, self.per_head(self.weight, x))
+        return x
+
+    def get_config(self):
+        matrix = self.matrix if self.matrix is None else self.matrix.tolist()
+        return {
+            **super().get_config(),
+            "feature_map": registry.serialize(self.inner),
+            "matrix": matrix,
+            "width": self.width,
+            "constant": self.constant,
+            "factor": self.factor,
+        }
+
+
+def _windowed(features, x):
+    """Features times `exp(-‖x‖²/2)`."""
+    return features._replace(log_scale=features.log_scale - half_square(x))
