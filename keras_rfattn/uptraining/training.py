@@ -59,7 +59,7 @@ class Training:
         # What a checkpoint has to bring back; the rest is the teacher's alone.
         self.state = once([*self.trained, *self.of_maps])
         moving = {id(v) for v in self.state}
-        self.frozen = [v for v in model.variables if id(v) not in moving]
+        self.frozen = [v for v in model.weights if id(v) not in moving]
         self.teacher = Teacher(model, layers, self.trained)
         self.whole = AttentionStage(
             self.teacher, layers, window_dropout=settings["window_dropout"]
@@ -74,7 +74,7 @@ class Training:
         if self.settings["trainable"] == "lora":
             # Fresh adapters are random, and the softmax model is none the wiser.
             others |= {id(v) for v in self.trained}
-        own = [v for v in self.model.variables if id(v) not in others]
+        own = [v for v in self.model.weights if id(v) not in others]
         names = "stages", "steps", "trainable", "order", "objective", "window_dropout"
         optimizer = self.settings["optimizer"]
         return {

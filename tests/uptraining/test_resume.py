@@ -114,6 +114,22 @@ def test_training_goes_on_from_the_one_before_it(tmp_path):
         assert same(run(tmp_path)[0], expected)
 
 
+def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
+    # Each process that loads a checkpoint draws them anew.
+    def uptrained(state, **arguments):
+        model = m.linear_model()
+        model.dropout = keras.layers.Dropout(0.1, seed=state)
+        assert len(model.variables) > len(model.weights)
+        m.uptrain(
+            model, steps=STEPS, checkpoint_dir=tmp_path, save_every=1, **arguments
+        )
+        return m.weights(model)
+
+    with pytest.raises(KeyboardInterrupt):
+        uptrained(1, callbacks=[Stop(3)])
+    assert same(uptrained(2), run()[0])
+
+
 def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
     broken(tmp_path, 3)
     with pytest.warns(UserWarning, match="seed was 0, is 1"):
