@@ -165,7 +165,7 @@ def _parent_reason(layer, parent):
     cls = original_class(parent)
     row, name = known.block(cls), cls.__name__
     if row.builds_mask:
-        return f"its block ({name}) builds a dense mask of a meaning not known here"
+        return f"its block ({name}) builds a dense mask {row.builds_mask}"
     takes_dense = known.attention(type(layer)).takes_dense
     if takes_dense and block_mixin(cls) is None and row.causal is None:
         return f"its block ({name}) builds the causal mask, and has no adapter"

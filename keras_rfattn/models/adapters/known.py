@@ -24,8 +24,8 @@ class Known(NamedTuple):
             decides.
         masks: Of a block, name of the mixin in its library's file that builds its masks
             as facts.
-        builds_mask: Of a block, whether it hands its attention a dense mask of its own
-            making whose meaning is not known here.
+        builds_mask: Of a block that hands its attention a dense mask of its own
+            making, what the mask does.
         mixin: Of an attention class that can be linear, name of the mixin in its
             library's file that makes it so.
         takes_dense: Of an attention class, whether its blocks build the causal mask
@@ -40,7 +40,7 @@ class Known(NamedTuple):
     causal: bool | None = None
     masks: str | None = None
     mixin: str = "CachedAttention"
-    builds_mask: bool = False
+    builds_mask: str = ""
     takes_dense: bool = False
     is_pooling: bool = False
 
@@ -196,10 +196,13 @@ BLOCKS = {
     "WhisperEncoder": Known(HUB, causal=False),
     "SigLIPMultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "MultiHeadAttentionPooling": Known(HUB, is_pooling=True),
-    "EdRecDecoderBlock": Known(HUB, builds_mask=True),
-    # A prefix that attends both ways, then causal attention.
-    "PaliGemmaDecoderBlock": Known(HUB, builds_mask=True),
-    "PARSeqDecoderBlock": Known(HUB, builds_mask=True),
+    "EdRecDecoderBlock": Known(HUB, builds_mask="of a meaning not known here"),
+    "PaliGemmaDecoderBlock": Known(
+        HUB,
+        builds_mask="that shows image and prompt to all tokens, and causality after "
+        "them (prefix-LM)",
+    ),
+    "PARSeqDecoderBlock": Known(HUB, builds_mask="of a meaning not known here"),
 }
 
 # What attention classes call the normalization of their queries.
