@@ -28,6 +28,8 @@ import sys
 import time
 
 TASKS = ("similarity", "sst2", "mrpc", "sts", "long")
+# Tokens of a text, or of a pair, in fine-tuning: hardly any is longer.
+TUNED_TOKENS = {"sst2": 48, "mrpc": 96, "sts": 96}
 
 
 def parse_arguments():
@@ -68,6 +70,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import keras_hub
 import numpy as np
+from common.one_feature import OneFeature
 from common.sentences import chunks
 from common.sentences import correlation
 from common.sentences import evaluated_texts
@@ -82,28 +85,6 @@ from scipy.stats import spearmanr
 
 import keras_rfattn
 from keras_rfattn import diagnostics
-from keras_rfattn import feature_maps
-
-
-@feature_maps.register("one_feature")
-class OneFeature(feature_maps.FeatureMap):
-    """The control: weights `exp(u·k)`, whatever the query; uniform before training."""
-
-    kernel, is_unbiased, is_symmetric, num_features = "one", False, False, 1
-
-    def build(self, input_shape):
-        super().build(input_shape)
-        shape = self.num_heads, self.head_dim
-        self.gate = self.add_trained("gate", "zeros", shape)
-
-    def query_features(self, x, stats=None):
-        return keras_rfattn.ops.Features(None, 0 * ops.cast(x[..., :1], "float32"))
-
-    def key_features(self, x, stats=None):
-        x = ops.cast(x, "float32")
-        gate = self.per_head(ops.convert_to_tensor(self.gate), x)
-        scale = ops.sum(gate * x, axis=-1, keepdims=True)
-        return keras_rfattn.ops.Features(None, scale)
 
 
 def main(args):
@@ -113,13 +94,20 @@ def main(args):
     task(args, pathlib.Path(args.data_dir))
 
 
-def uptrained(args, data, seed, backbone, tokenizer):
-    """Replaces attention and uptrains; `(report, row of results)`."""
-    feature_map, start = args.mechanism, time.time()
+def replace(args, backbone, seed):
+    feature_map = args.mechanism
+    if feature_map == "one_feature":
+        feature_map = OneFeature(seed=seed)
     keras_rfattn.replace_attention(
         backbone, feature_map, num_features=args.num_features, window=args.window,
         seed=seed,
     )  # fmt: skip
+
+
+def uptrained(args, data, seed, backbone, tokenizer):
+    """Replaces attention and uptrains; `(report, row of results)`."""
+    start = time.time()
+    replace(args, backbone, seed)
     report = keras_rfattn.uptrain(
         backbone, training_texts(data), steps=args.steps, stages=args.stages,
         trainable=args.trainable, seed=seed, verbose=2, exclude=evaluated_texts(data),
@@ -169,10 +157,7 @@ def classification(args, data):
             if arm == "uptrained":
                 uptrained(args, data, seed, backbone, tokenizer)
             elif arm != "softmax":
-                keras_rfattn.replace_attention(
-                    backbone, args.mechanism, num_features=args.num_features,
-                    window=args.window, seed=seed,
-                )  # fmt: skip
+                replace(args, backbone, seed)
             if arm == "scratch":
                 reinitialize(backbone, seed)
             predicted = fine_tuned(args, data, backbone, tokenizer, rows, seed)
@@ -203,8 +188,7 @@ def fine_tuned(args, data, backbone, tokenizer, rows, seed):
         backbone, num_classes=1 if is_regression else 2
     )
     train = split(data, args.task, "train")
-    length = args.tokens * (1 if args.task == "sst2" else 2)
-    encode = preprocessor(tokenizer, length)
+    encode = preprocessor(tokenizer, TUNED_TOKENS[args.task])
 
     def inputs(texts):
         if args.task != "sst2":
@@ -257,13 +241,10 @@ def long_text(args, data):
         if max(args.lengths) > model.max_sequence_length:
             longest = max(args.lengths)
             model = keras_rfattn.extend_positions(model, longest, method="tile")
-        wanted = {n: pooled_text(model, chunks(data, tokenizer, "test", n, 4))
+        wanted = {n: pooled_text(model, tested(data, tokenizer, n))
                   for n in args.lengths}  # fmt: skip
         train = chunks(data, tokenizer, "valid", args.tokens, None)
-        keras_rfattn.replace_attention(
-            model, args.mechanism, num_features=args.num_features, window=args.window,
-            seed=seed,
-        )  # fmt: skip
+        replace(args, model, seed)
         before = {n: likeness(args, data, model, tokenizer, n, wanted) for n in wanted}
         report = keras_rfattn.uptrain(
             model, train, steps=args.steps, stages=args.stages, seed=seed, verbose=2,
@@ -287,8 +268,12 @@ def likeness(args, data, model, tokenizer, length, wanted):
     def cosine(model, inputs):
         return float(np.mean(np.sum(pooled_text(model, inputs) * wanted[length], -1)))
 
-    inputs = chunks(data, tokenizer, "test", length, 4)
-    return diagnostics.attribute(model, inputs, cosine)
+    return diagnostics.attribute(model, tested(data, tokenizer, length), cosine)
+
+
+def tested(data, tokenizer, length):
+    """As much text at every length: 16,384 tokens."""
+    return chunks(data, tokenizer, "test", length, max(1, 16384 // length))
 
 
 CARD = """# {model}, linear attention

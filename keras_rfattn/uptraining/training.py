@@ -127,7 +127,6 @@ class Training:
             start, errors, zero = time.perf_counter(), [], None
             if stage.name == "calibrate":
                 calibrate(self.model, list(self.batches.first(HEAD)), verbose=0)
-                self.save(i, 0, [])
             elif stage.steps:
                 first = sum(x.steps for x in plan[:i])
                 left = (done, kept) if i == index else ()
@@ -141,6 +140,8 @@ class Training:
                     "not train them. Received: other values than at its start. Remove "
                     "the callback, or whatever else, that changes them."
                 )
+            # A callback may have ended the stage early: it is over all the same.
+            self.save(i + 1, 0, [])
         return self.report()
 
     def resumed(self):

@@ -38,9 +38,9 @@ class Stop(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def broken(folder, steps, **arguments):
+def broken(folder, steps, callbacks=(), **arguments):
     with pytest.raises(KeyboardInterrupt):
-        run(folder, callbacks=[Stop(steps)], **arguments)
+        run(folder, callbacks=[*callbacks, Stop(steps)], **arguments)
 
 
 def same(a, b):
@@ -114,6 +114,23 @@ def test_training_goes_on_from_the_one_before_it(tmp_path):
         assert same(run(tmp_path)[0], expected)
 
 
+class StopEarly(keras.callbacks.Callback):
+    """Ends a stage after two steps."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.stop_training = True
+
+
+def test_a_stage_that_a_callback_ended_stays_ended(tmp_path):
+    expected, report = run(callbacks=[StopEarly()])
+    assert [x.steps for x in report.stages] == [2, 2]
+    # In the first step of the next stage, of which nothing is saved.
+    broken(tmp_path, 3, save_every=10, callbacks=[StopEarly()])
+    found, _ = run(tmp_path, save_every=10, callbacks=[StopEarly()])
+    assert same(found, expected)
+
+
 def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
     # Each process that loads a checkpoint draws them anew.
     def uptrained(state, **arguments):
@@ -147,7 +164,7 @@ def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
 def test_the_folder_keeps_the_last_two(tmp_path):
     run(tmp_path)
     assert [x.name for x in files(tmp_path)] == [
-        "uptrain-001-0000003.npz", "uptrain-001-0000004.npz",
+        "uptrain-001-0000004.npz", "uptrain-002-0000000.npz",
     ]  # fmt: skip
     assert Checkpoints(None, {}).load() is None
 
