@@ -222,7 +222,7 @@ def test_killed_processes_go_on(tmp_path):
         return process.exitcode
 
     generator = np.random.default_rng(5)
-    dooms = [((0, 0), "while")]
+    dooms = [((1, 0), "while")]
     for stage in (1, 2):
         steps = generator.choice(KILLED_STEPS, 5, replace=False) + 1
         phases = generator.choice(["before", "while", "after"], 5)
