@@ -53,6 +53,41 @@ def test_shapes_and_ranges(name, side):
             assert feature_map.features_per_scale == feature_map.output_dim
 
 
+@pytest.mark.parametrize("pair", [False, True])
+def test_exponents_of_pairs(pair):
+    check_exponents(feature_maps.FavorPlus(6, pair=pair, seed=0), "key_features")
+
+
+@pytest.mark.parametrize("side", ["query_features", "key_features"])
+@pytest.mark.parametrize("name", h.NAMES)
+def test_exponents_are_those_of_features(name, side):
+    feature_map = h.build(name)
+    if feature_map.has_exponents:
+        check_exponents(feature_map, side)
+    else:
+        with pytest.raises(NotImplementedError, match="has no `exponents`"):
+            feature_map.exponents(side, h.problem().key)
+
+
+def check_exponents(feature_map, side):
+    if not feature_map.built:
+        feature_map.build((None, None, h.KV_HEADS, h.HEAD_DIM))
+    x = ops.convert_to_tensor(h.problem().query)
+    stats = feature_map.statistics(x, x, causal=True)
+    found = feature_map.exponents(side, x, stats)
+    shape = h.KV_HEADS, h.HEAD_DIM, feature_map.output_dim
+    assert tuple(found.vectors.shape) == (1, *shape)
+    assert tuple(found.bias.shape[1:]) == (h.KV_HEADS, 1, feature_map.output_dim)
+    # Groups of query heads share what a key head has.
+    groups = h.HEADS // h.KV_HEADS
+    vectors, bias = (ops.repeat(p, groups, axis=1) for p in found[1:3])
+    products = ops.einsum("btnh,onhm->btnm", found.x, vectors)
+    actual = products + ops.swapaxes(bias, 1, 2) + found.term
+    expected = getattr(feature_map, side)(x, stats)
+    assert expected.values is None
+    h.assert_close(actual, expected.log_scale, 1e-5)
+
+
 # Whose values alone are negative somewhere; what others adapt to here may leave them
 # positive.
 SIGNED = ("favor", "complex_exponential", "hybrid_angular")
