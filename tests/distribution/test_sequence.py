@@ -55,6 +55,8 @@ cases = [
     ("favorpp", True, Options()), ("favorpp", False, Options()),
     ("favorpp", False, Options(window=4, sliding=True)),
     ("polysketch", True, Options(window=4, sliding=True)),
+    # Longer than the stretch of a device: left to the compiler.
+    ("favorpp", True, Options(window=24)),
 ]
 errors = []
 for case in cases:
@@ -98,7 +100,7 @@ def test_many_devices_are_one():
     )
     assert result.returncode == 0, result.stderr[-3000:]
     errors, numbers, same, changed = json.loads(result.stdout.splitlines()[-1])
-    assert len(errors) == 16 and 0 < max(errors) < 1e-5
+    assert len(errors) == 20 and 0 < max(errors) < 1e-5
     for short, long in numbers:
         assert short == long > 0
     assert same and changed
