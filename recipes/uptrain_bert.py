@@ -153,6 +153,8 @@ def classification(args, data):
     found = {arm: [] for arm in ("softmax", "uptrained", "replaced", "scratch")}
     for seed in args.seeds:
         for arm, results in found.items():
+            # Of dropout too.
+            keras.utils.set_random_seed(seed)
             backbone, tokenizer = load(args.preset)
             if arm == "uptrained":
                 uptrained(args, data, seed, backbone, tokenizer)

@@ -70,9 +70,18 @@ RUNS = {
         "--mechanisms hybrid_angular",
         r"its softmax +0.5 +0.000 +\d.\d+\nmean of V +\d.\d+\nzero +1.000\n",
     ),
+    "imitate_policy": (
+        "--smoke",
+        "check: degrees: imitating hybrid_angular < imitating no_attention: "
+        + YES_OR_NO,
+    ),
     "plot_variance": (
         "--smoke --plot plot.png",
         f"check: the limits are 1, within [^\n]*: {YES_OR_NO}plot: plot.png\n",
+    ),
+    "pretrain_bert": (
+        "--data-dir data --smoke --mechanisms softmax elu",
+        r"'mechanism': 'elu', 'start': 'uptrained', [^\n]*'no_attention': \d[^\n]*\n",
     ),
     "replace_bert_attention": (
         "--lengths 16 --num-features 16 --mechanisms favorpp elu --steps 2 "
@@ -99,6 +108,18 @@ RUNS = {
         "--mechanisms softmax favorplus",
         r"favorplus +seed 0: +\S+% after 2 steps, \S+ min\n",
     ),
+    "uptrain_gpt2": (
+        "--data-dir data --smoke --mechanisms favorpp_learned",
+        r"  long parts: as_it_is \d+\.\d+, [^\n]*no_attention \d[^\n]*\n",
+    ),
+    "uptrain_speech": (
+        "--data-dir data --smoke",
+        r"uptrained +no_attention +\d[^\n]*\n(check: [^\n]*\n)*",
+    ),
+    "uptrain_vit": (
+        "--smoke",
+        r"patches +softmax +favorplus +favorpp +steps/s\n4 +\d[^\n]*\n",
+    ),
     "uptrain_bert": (
         "--data-dir data --smoke --window 16 --save preset",
         r'"spearman": -?0\.\d+, [^\n]*"no_attention": -?0\.\d+, "softmax": [^\n]*\n',
@@ -118,6 +139,7 @@ def folder(tmp_path):
         text = tmp_path / "data" / "wikitext2" / f"{part}.txt"
         text.write_text("\n = Title = \n \n" + "\n".join(map(" ".join, lines)))
     write_uci(tmp_path / "data" / "uci", generator)
+    write_digits(tmp_path / "data" / "spoken_digits", generator)
     write_sentences(tmp_path / "data", generator, words)
     return tmp_path
 
@@ -142,6 +164,22 @@ def write_sentences(folder, generator, words):
         rows = (x.split("\t") for x in lines(20, 1, lambda i: str(i % 2)).splitlines())
         text = "".join(f"{sentence}\t{label}\n" for label, sentence in rows)
         (folder / "sst2" / f"{part}.tsv").write_text(text)
+
+
+def write_digits(folder, generator):
+    """Noise, as takes by two speakers that train and two that do not."""
+    folder.mkdir()
+    names = np.repeat(["a", "b", "theo", "yweweler"], 30)
+    lengths = generator.integers(1600, 4000, len(names)).astype("int32")
+    np.savez(
+        folder / "spoken_digits.npz",
+        samples=generator.normal(size=lengths.sum(), scale=1000).astype("int16"),
+        lengths=lengths,
+        digit=generator.integers(2, size=len(names)).astype("uint8"),
+        speaker=names,
+        index=np.tile(np.arange(30), 4).astype("uint8"),
+        rate=np.int32(8000),
+    )
 
 
 def write_uci(folder, generator):

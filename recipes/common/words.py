@@ -1,0 +1,52 @@
+"""WikiText-2 as words, and an LSTM over them; not a recipe itself."""
+
+import collections
+import pathlib
+
+import keras
+import numpy as np
+
+BATCH = 16
+
+
+def load(data_dir, vocabulary_size, length):
+    """Rows of word numbers `(n, length + 1)`: training, watched, test.
+
+    Trained on the first 90 % of `valid.txt` and watched on the rest, as WikiText-2's
+    training split may not be at hand. Words are numbered as they first appear, rare
+    ones are `<unk>`.
+    """
+    folder = pathlib.Path(data_dir) / "wikitext2"
+    texts = [(folder / f"{part}.txt").read_text().split() for part in ("valid", "test")]
+    counts = collections.Counter(texts[0])
+    common = {word for word, _ in counts.most_common(vocabulary_size - 1)} - {"<unk>"}
+    number = {word: i + 1 for i, word in enumerate(w for w in counts if w in common)}
+    rows = []
+    for text in texts:
+        ids = np.array([number.get(word, 0) for word in text], "int32")
+        starts = range(0, len(ids) - length, length)
+        rows.append(np.stack([ids[i : i + length + 1] for i in starts]))
+    watched = max(1, len(rows[0]) // 10)
+    return rows[0][:-watched], rows[0][-watched:], rows[1]
+
+
+def fit(model, data, watched, epochs):
+    """Trains on `(x, y)` while the watched loss falls; how many epochs it took."""
+    stop = keras.callbacks.EarlyStopping("val_loss", restore_best_weights=True)
+    history = model.fit(
+        *data, batch_size=BATCH, epochs=epochs, callbacks=[stop],
+        validation_data=watched, verbose=2,
+    )  # fmt: skip
+    return len(history.epoch)
+
+
+def perplexity(states, classes, targets):
+    """Of the full softmax over `states @ classes.T`."""
+    total, targets = 0.0, targets.ravel()
+    states = states.reshape(len(targets), -1)
+    for i in range(0, len(states), 4096):
+        logits = states[i : i + 4096] @ classes.T
+        logits -= logits.max(-1, keepdims=True)
+        own = np.take_along_axis(logits, targets[i : i + 4096, None], 1)[:, 0]
+        total += np.sum(np.log(np.exp(logits).sum(-1)) - own)
+    return float(np.exp(total / len(targets)))

@@ -1,0 +1,195 @@
+"""A robot steers by depth images: hybrid features against wide positive ones.
+
+Hybrid Random Features, section 4.4 and figure 4 (Choromanski et al., 2022), reduced: an
+angular hybrid of 8 x 8 random vectors is to do as well as FAVOR+ of 256, at fewer
+multiplications. In place of a simulator and evolution strategies a small vision
+Transformer imitates an expert. Scenes of boxes and cylinders are ray-cast to depth
+images of 32 x 24 pixels as in the paper, cut into patches; the expert knows the scene
+and names one of 17 steering angles, which the output at the goal's token has to tell.
+
+    KERAS_BACKEND=torch python recipes/imitate_policy.py --seeds 0 1 2 3 4
+
+Queries and keys have length one (`temperature=1`), as in the paper, for both maps, for
+FAVOR+ with as many multiplications as the hybrid, and for their exact counterpart,
+"softmax_unit". Beside them softmax, uniform attention (the mean of V) and no attention,
+the expert itself, and going straight for the goal. Told are agreement with the expert
+and its angles on new scenes, and how often a robot so steered reaches the goal.
+
+Multiplications are those of attention, for a token in a head: of queries and keys with
+random vectors, those that make features of projections, and those with values. The
+hybrid's width is 4 m (n + 1) = 288, above 256: it saves projections alone. "ranking" is
+the count with one value for each token, as where attention only ranks them, which is
+what the paper's quadruped uses it for.
+Cost: not run as a whole yet.
+"""
+
+import argparse
+import os
+import time
+
+HYBRID = {"num_features": 8, "num_coefficients": 8}
+UNIT = {"temperature": 1.0}
+PATCH = 4
+TOKENS = 1 + 24 * 32 // PATCH**2
+MECHANISMS = {
+    "hybrid_angular": ("hybrid_angular", HYBRID, UNIT),
+    "favorplus-256": ("favorplus", {"num_features": 256}, UNIT),
+    "favorplus-158": ("favorplus", {"num_features": 158}, UNIT),
+    # Attention is exact within a window, and all tokens are in one.
+    "softmax_unit": ("favorplus", {"num_features": 1}, {**UNIT, "window": TOKENS}),
+}
+ARMS = [*MECHANISMS, "softmax", "uniform", "no_attention"]
+LAYERS, HEADS, DIM = 2, 2, 64
+BATCH, STEPS, RATE, WEIGHT_DECAY = 32, 800, 1e-3, 1e-2
+TRAINED, TESTED, EPISODES, MOVES = 8000, 1000, 200, 40
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM",
+                        help=", ".join(ARMS))  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--results", default="imitate_policy.jsonl", help="appended to")
+    parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import keras_hub
+import numpy as np
+from common import controls
+from common import training
+from common.scenes import STEERING
+from common.scenes import Scenes
+from keras import layers
+from keras import ops
+
+
+def observations(count, generator):
+    """What policies see in scenes with nothing to touch, and the expert's choices."""
+    found, left = [], count
+    while left > 0:
+        scenes = Scenes(500, generator).scatter(generator)
+        free = ~scenes.has_crashed()
+        rows = {**scenes.observe(), "choice": scenes.expert()}
+        found.append({name: x[free][:left] for name, x in rows.items()})
+        left -= free.sum()
+    found = {name: np.concatenate([x[name] for x in found]) for name in found[0]}
+    return found, found.pop("choice")
+
+
+def success(choose, count):
+    """Share of robots that come to the goal and touch nothing on their way."""
+    scenes = Scenes(count, np.random.default_rng(1_000_000))
+    starts = ~scenes.has_crashed()
+    alive, arrived = starts.copy(), np.zeros(count, bool)
+    for _ in range(MOVES):
+        scenes.move(choose(scenes))
+        alive &= arrived | ~scenes.has_crashed()
+        arrived |= scenes.arrivals() & alive
+    return float(arrived.sum() / starts.sum())
+
+
+def policy(seed):
+    """Logits of angles, by the output at the goal's token."""
+    keras.utils.set_random_seed(seed)
+    image = keras.Input((24, 32, 1), name="image")
+    goal = keras.Input((3,), name="goal")
+    x = layers.Reshape((TOKENS - 1, DIM))(layers.Conv2D(DIM, PATCH, PATCH)(image))
+    x = x + keras_hub.layers.PositionEmbedding(TOKENS - 1)(x)
+    x = ops.concatenate([layers.Dense(DIM)(goal)[:, None], x], axis=1)
+    for _ in range(LAYERS):
+        x = keras_hub.layers.TransformerEncoder(
+            2 * DIM, HEADS, activation="gelu", normalize_first=True
+        )(x)
+    x = layers.LayerNormalization()(x[:, 0])
+    return keras.Model([image, goal], layers.Dense(len(STEERING))(x))
+
+
+def multiplications(arm, values=DIM // HEADS):
+    """Of attention, for a token in a head, with so many values for each."""
+    dim = DIM // HEADS
+    if arm == "no_attention":
+        return 0
+    if arm == "uniform":
+        return values
+    if arm.startswith("softmax"):
+        return TOKENS * (dim + values)
+    vectors = width = products = MECHANISMS[arm][1]["num_features"]
+    if arm == "hybrid_angular":
+        width = 4 * vectors * (HYBRID["num_coefficients"] + 1)
+        vectors, products = vectors + HYBRID["num_coefficients"], width
+    # Twice: keys with values and their number, and queries with the sums.
+    return 2 * (vectors * dim + products + width * (values + 1))
+
+
+def main(args):
+    steps, trained, tested, episodes = STEPS, TRAINED, TESTED, EPISODES
+    if args.smoke:
+        steps, trained, tested, episodes = 2, 64, 32, 8
+        args.arms = ["hybrid_angular", "softmax_unit", "no_attention"]
+    rows = []
+
+    def tell(row, choose, test):
+        x, wanted = test
+        chosen = choose(x)
+        row["agreement"] = float(np.mean(chosen == wanted))
+        row["success"] = success(lambda scenes: choose(scenes.observe()), episodes)
+        away = np.abs(STEERING[chosen] - STEERING[wanted])
+        rows.append(row | {"degrees": float(np.rad2deg(away.mean()))})
+        print(rows[-1], flush=True)
+        training.record(args, rows[-1])
+
+    for seed in args.seeds:
+        generator = np.random.default_rng(seed)
+        train, test = observations(trained, generator), observations(tested, generator)
+        tell({"seed": seed, "start": "given", "arm": "straight"}, straight_on, test)
+        for arm in args.arms:
+            begin, model = time.time(), policy(seed)
+            row = {"seed": seed, "start": "imitating", "arm": arm}
+            row |= controls.set_attention(model, arm, MECHANISMS.get(arm), seed)
+            row["multiplications"] = multiplications(arm)
+            row["ranking"] = multiplications(arm, values=1)
+            row["loss"] = fit(model, *train, steps, seed)
+            row["minutes"] = (time.time() - begin) / 60
+            tell(row, lambda x, m=model: np.argmax(m.predict(x, verbose=0), -1), test)
+    expert = success(Scenes.expert, episodes)
+    print(f"the expert reaches the goal in a share of {expert:.3f}")
+    names = "width", "multiplications", "ranking", "agreement", "success", "degrees"
+    others = "favorplus-256", "favorplus-158", "uniform", "no_attention"
+    pairs = [("hybrid_angular", arm) for arm in others]
+    pairs = [[("imitating", arm) for arm in pair] for pair in pairs]
+    controls.summarize(rows, names, pairs)
+
+
+def straight_on(x):
+    """Numbers of the angles nearest to the goal's."""
+    angle = np.arctan2(x["goal"][:, 1], x["goal"][:, 0])
+    return np.abs(STEERING - angle[:, None]).argmin(-1)
+
+
+def fit(model, x, choices, steps, seed):
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0, steps, warmup_target=RATE, warmup_steps=steps // 10 + 1
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(rate, WEIGHT_DECAY, clipnorm=1.0), loss)
+    generator = np.random.default_rng(seed)
+
+    def batches():
+        while True:
+            some = generator.integers(len(choices), size=BATCH)
+            yield {name: part[some] for name, part in x.items()}, choices[some]
+
+    history = model.fit(batches(), steps_per_epoch=steps, verbose=2, shuffle=False)
+    return history.history["loss"][-1]
+
+
+if __name__ == "__main__":
+    main(args)

@@ -1,0 +1,174 @@
+"""A masked language model with softmax and with linear attention, from scratch and not.
+
+Chefs' Random Tables, table 2 (Likhosherstov et al., 2022), at a size for one core: a
+BERT of KerasHub is trained to tell masked characters, 15 % of them, with softmax and
+with the paper's mechanisms. Each of these is trained from scratch, for as many steps
+and for a tenth of them, and from the softmax model ("Uptrain") for a tenth of the
+steps: half of them `uptrain`, half on masked characters again. All share rates, batches
+and masks.
+
+    python recipes/pretrain_bert.py --data-dir DIR --seeds 0 1 2
+
+DIR holds `wikitext2/{valid,test}.txt` (WikiText-2): the first 90 % of valid are for
+training, test is for loss and accuracy on masked characters. FAVOR++ takes its A from
+the sequence at hand ("batch", as in the paper) or from an average that training keeps
+("stored").
+
+Controls: uniform attention (the mean of V) and no attention, trained alike; and of each
+trained model these by its own weights.
+Cost: not run as a whole yet.
+"""
+
+import argparse
+import os
+import pathlib
+import time
+
+WIDTH = {"num_features": 256}
+MECHANISMS = {
+    "softmax": None,
+    "favorpp, batch": ("favorpp", {"statistics": "batch", **WIDTH}, {}),
+    "favorpp, stored": ("favorpp", {"statistics": "stored", **WIDTH}, {}),
+    "favorplus": ("favorplus", WIDTH, {}),
+    "relu": ("relu", WIDTH, {}),
+    "elu": ("elu", {}, {}),
+    "uniform": None,
+    "no_attention": None,
+}
+STARTS = ("scratch", "scratch, a tenth", "uptrained")
+FULL = {
+    "context": 128, "tested": 2048, "steps": 1600,
+    "model": {"num_layers": 2, "num_heads": 2, "hidden_dim": 128,
+              "intermediate_dim": 512},
+}  # fmt: skip
+SMOKE = {
+    "context": 16, "tested": 16, "steps": 40,
+    "model": {"num_layers": 1, "num_heads": 1, "hidden_dim": 8, "intermediate_dim": 8},
+}  # fmt: skip
+BATCH, RATE, WEIGHT_DECAY, MASKED = 8, 1e-3, 0.05, 0.15
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--mechanisms", nargs="+", choices=list(MECHANISMS),
+                        default=list(MECHANISMS), metavar="NAME",
+                        help=", ".join(MECHANISMS))  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--results", default="pretrain_bert.jsonl", help="appended to")
+    parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import keras_hub
+import numpy as np
+from common import characters
+from common import controls
+from common import training
+
+import keras_rfattn
+from keras_rfattn import diagnostics
+
+
+def main(args):
+    vars(args).update(SMOKE if args.smoke else FULL)
+    text = characters.load(args.data_dir)
+    starts = np.arange(args.tested) * args.context
+    rows = text.test[starts[:, None] + np.arange(args.context)]
+    test = masked(rows, text.vocabulary, np.random.default_rng(0))
+    for seed in args.seeds:
+        # Every other arm is uptrained from it.
+        names = ["softmax", *(x for x in args.mechanisms if x != "softmax")]
+        weights = None
+        for name in names:
+            for start in STARTS:
+                began = time.time()
+                model = bert(args, text.vocabulary, seed)
+                if start == "uptrained":
+                    model.set_weights(weights)
+                row = {"mechanism": name, "start": start, "seed": seed}
+                row |= trained(model, name, start, args, text, test, seed)
+                if weights is None:
+                    weights = model.get_weights()
+                row["minutes"] = round((time.time() - began) / 60, 2)
+                training.record(args, row)
+                print(row, flush=True)
+
+
+def masked(rows, vocabulary, generator):
+    """`(inputs, labels)`, masked as BERT's are: 80 % of the chosen, 10 % random."""
+    count = max(1, round(MASKED * rows.shape[1]))
+    chosen = np.argsort(generator.random(rows.shape), axis=1)[:, :count]
+    chosen = np.sort(chosen, axis=1).astype("int32")
+    labels = np.take_along_axis(rows, chosen, axis=1)
+    draws, tokens = generator.random(labels.shape), rows.copy()
+    others = generator.integers(vocabulary, size=draws.shape)
+    given = np.where(draws < 0.9, others, labels)
+    np.put_along_axis(tokens, chosen, np.where(draws < 0.8, vocabulary, given), axis=1)
+    inputs = {"token_ids": tokens, "mask_positions": chosen}
+    inputs |= {"segment_ids": 0 * rows, "padding_mask": 0 * rows + 1}
+    return inputs, labels
+
+
+def bert(args, vocabulary, seed):
+    """A masked language model; the last token is the mask."""
+    keras.utils.set_random_seed(seed)
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary + 1, max_sequence_length=args.context, dropout=0.0, **args.model
+    )
+    model = keras_hub.models.BertMaskedLM(backbone)
+    for weight in model.trainable_weights:
+        if weight.path.endswith("kernel"):
+            # BERT's first weights are meant for a width of 768.
+            weight.assign((768 / backbone.hidden_dim) ** 0.5 * weight)
+    return model
+
+
+def trained(model, name, start, args, text, test, seed):
+    """Trains an arm; what it is on the test text."""
+    generator = np.random.default_rng([seed, STARTS.index(start)])
+    steps = args.steps if start == "scratch" else args.steps // 10
+    rows = characters.pieces(text.train, steps * BATCH, args.context, generator)
+    inputs, labels = masked(rows, text.vocabulary, generator)
+    controls.set_attention(model, name, MECHANISMS[name], seed)
+    first = 0
+    if start == "uptrained" and MECHANISMS[name] is not None:
+        first = steps // 2
+        some = {k: x[: first * BATCH] for k, x in inputs.items()}
+        report = keras_rfattn.uptrain(
+            model, some, steps=first, batch_size=BATCH, trainable="query_key",
+            seed=seed, verbose=2,
+        )  # fmt: skip
+        print(report, flush=True)
+    left = steps - first
+    warmup = max(1, left // 20)
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0, left - warmup, warmup_target=RATE, warmup_steps=warmup
+    )
+    model.compile(
+        keras.optimizers.AdamW(rate, WEIGHT_DECAY, clipnorm=1.0),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()],
+    )
+    some = {k: x[first * BATCH :] for k, x in inputs.items()}
+    model.fit(some, labels[first * BATCH :], batch_size=BATCH, verbose=2)
+    loss, accuracy = model.evaluate(*test, batch_size=32, verbose=0)
+    row = {"steps": steps, "loss": loss, "accuracy": accuracy}
+    if MECHANISMS[name] is not None:
+        row["parts"] = vars(diagnostics.attribute(model, test, accuracy_of))
+    return row
+
+
+def accuracy_of(model, test):
+    return model.evaluate(*test, batch_size=32, verbose=0)[1]
+
+
+if __name__ == "__main__":
+    main(args)

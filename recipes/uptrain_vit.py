@@ -1,0 +1,243 @@
+"""A vision transformer, pretrained with softmax attention and trained on with linear.
+
+Chefs' Random Tables, figure 4 (Likhosherstov et al., 2022), at a size for one core. A
+small ViT is pretrained as a masked autoencoder (He et al., 2022) with softmax; then it
+learns to classify, from scratch and uptrained: from the weights of the autoencoder. As
+in the paper all weights train, on labels alone. All arms take equal steps at one rate,
+where the paper's take 200 epochs from scratch and 50 after pretraining.
+
+    KERAS_BACKEND=torch python recipes/uptrain_vit.py --data-dir DIR --seeds 0 1 2
+
+DIR holds cifar10/cifar10_small.npz: `x_train`, `x_test` (images of 32 x 32 x 3, uint8),
+`y_train`, `y_test`. Or `--images FOLDER`, one folder of images a class, a fifth of them
+for testing; or neither: scikit-learn's digits. `--model keras_cv` takes KerasCV's ViT,
+in place, and `--model converted` what `keras_rfattn.convert_vit` makes of it once it is
+pretrained; both on TensorFlow alone, as KerasCV's ViT.
+
+Then steps per second of training by number of patches (the figure's right half), all
+maps and softmax in turns.
+
+Controls train alike: softmax, uniform attention (the mean of V), no attention. "error"
+is the relative error of attention outputs before training, against softmax; where it
+is not below "mean of V", the map does nothing yet for these weights. Sizes and rates
+were fixed beforehand.
+Cost: not run as a whole yet.
+"""
+
+import argparse
+import os
+import pathlib
+import statistics
+import time
+
+LAYERS, HEADS, DIM, MLP = 4, 2, 64, 128
+GRID = 8  # patches a side
+HIDDEN, DECODER = 0.75, 64  # share of patches hidden; width of the decoder
+BATCH, STEPS, ARM_STEPS = 64, 4000, 800
+RATE, WEIGHT_DECAY = 1e-3, 0.05
+WIDTH = {"num_features": 16}
+MECHANISMS = {name: (name, WIDTH, {}) for name in ("favorplus", "favorpp")}
+ARMS = ["softmax", *MECHANISMS, "uniform", "no_attention"]
+STARTS, HALVES = ["scratch", "uptrained"], ["accuracy", "speed"]
+# The paper's numbers of patches are 8², 16², 32², 40² and 44².
+SPEED_GRIDS, SPEED_PATCH, SPEED_BATCH, SPEED_STEPS = (8, 16, 32, 44), 4, 4, 5
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=pathlib.Path)
+    parser.add_argument("--images", type=pathlib.Path, help="folders of images")
+    parser.add_argument("--model", default="keras_hub",
+                        choices=["keras_hub", "keras_cv", "converted"])  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--halves", nargs="+", choices=HALVES, default=HALVES,
+                        help="of the figure")  # fmt: skip
+    parser.add_argument("--results", default="uptrain_vit.jsonl", help="appended to")
+    parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import keras_hub
+import numpy as np
+from common import controls
+from common import images
+from common import training
+from keras import layers
+from keras import ops
+
+import keras_rfattn
+from keras_rfattn import diagnostics
+
+
+def main(args):
+    if "accuracy" in args.halves:
+        accuracy(args)
+    if "speed" in args.halves:
+        speed(args)
+
+
+def accuracy(args):
+    steps, arm_steps = (2, 2) if args.smoke else (STEPS, ARM_STEPS)
+    arms = ["favorpp", "no_attention"] if args.smoke else ARMS
+    data, rows = images.load(args.data_dir, args.images), []
+    if args.smoke:
+        data = [x[:64] for x in data]
+    for seed in args.seeds:
+        begin = time.time()
+        pretrained = vit(args.model, seed, data[0].shape[1:])
+        row = {"seed": seed, "start": "pretraining", "model": args.model}
+        row["loss"] = pretrain(pretrained, data[0], seed, steps)
+        training.record(args, row | {"minutes": (time.time() - begin) / 60})
+        if args.model == "converted":
+            pretrained = keras_rfattn.convert_vit(pretrained)
+        for start in STARTS:
+            for arm in arms:
+                row = {"seed": seed, "start": start, "arm": arm, "model": args.model}
+                rows.append(row | classified(row, pretrained, data, arm_steps))
+                print(rows[-1], flush=True)
+                training.record(args, rows[-1])
+    best = "uptrained", "favorpp"
+    pairs = (("uptrained", "favorplus"), best), (("scratch", "favorpp"), best)
+    controls.summarize(rows, ("error", "mean of V", "train", "test"), pairs)
+
+
+def vit(model, seed, shape, grid=GRID):
+    """A backbone of `grid` x `grid` patches."""
+    keras.utils.set_random_seed(seed)
+    sizes = {"num_heads": HEADS, "mlp_dim": MLP, "attention_dropout": 0.0}
+    if model == "keras_hub":
+        return keras_hub.models.ViTBackbone(
+            image_shape=shape, patch_size=shape[0] // grid, num_layers=LAYERS,
+            hidden_dim=DIM, dropout_rate=0.0, **sizes,
+        )  # fmt: skip
+    if keras.backend.backend() != "tensorflow":
+        raise SystemExit("KerasCV's ViT runs on TensorFlow: KERAS_BACKEND=tensorflow")
+    from keras_cv.src.models.legacy.vit import ViT
+
+    return ViT(
+        include_rescaling=False, include_top=False, input_shape=shape, project_dim=DIM,
+        patch_size=shape[0] // grid, transformer_layer_num=LAYERS, mlp_dropout=0.0,
+        activation=keras.activations.gelu, **sizes,
+    )  # fmt: skip
+
+
+def parts(backbone):
+    """Layers from pixels (0 to 1) to tokens, and from tokens to outputs."""
+    names = [type(layer).__name__ for layer in backbone.layers]
+    cut = 1 + next(i for i, x in enumerate(names) if "PatchingAndEmbedding" in x)
+    first = backbone.layers[1:cut]
+    if isinstance(backbone, keras_hub.models.ViTBackbone):
+        first = [layers.Rescaling(2.0, -1.0), *first]  # KerasCV's has it inside
+    return first, backbone.layers[cut:]
+
+
+def through(some_layers, x):
+    for layer in some_layers:
+        x = layer(x)
+    return x
+
+
+def adamw(steps, **options):
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0, steps, warmup_target=RATE, warmup_steps=steps // 10 + 1
+    )
+    return keras.optimizers.AdamW(rate, WEIGHT_DECAY, clipnorm=1.0, **options)
+
+
+def pretrain(backbone, x, seed, steps):
+    """Masked autoencoding: the encoder sees a quarter of the patches."""
+    first, rest = parts(backbone)
+    count, size = GRID**2, x.shape[1] // GRID
+    shown = round(count * (1 - HIDDEN))
+    pixels = keras.Input(x.shape[1:])
+    order = keras.Input((count,), dtype="int32")
+    tokens = through(first, pixels)
+    visible = ops.take_along_axis(tokens[:, 1:], order[:, :shown, None], axis=1)
+    encoded = through(rest, ops.concatenate([tokens[:, :1], visible], axis=1))
+    # Patches that are hidden are 0 here: a mask token would do what the bias does.
+    y = layers.Dense(DECODER)(encoded[:, 1:])
+    y = ops.pad(y, ((0, 0), (0, count - shown), (0, 0)))
+    y = ops.take_along_axis(y, ops.argsort(order, axis=1)[..., None], axis=1)
+    y = y + keras_hub.layers.PositionEmbedding(count)(y)
+    y = keras_hub.layers.TransformerEncoder(2 * DECODER, HEADS, activation="gelu")(y)
+    y = layers.Dense(size * size * x.shape[-1])(y)
+    y = ops.take_along_axis(y, order[:, shown:, None], axis=1)
+    model = keras.Model([pixels, order], y)
+    generator = np.random.default_rng(seed)
+    data = images.hidden_batches(x, GRID, shown, BATCH, generator)
+    model.compile(adamw(steps, beta_2=0.95), "mse")
+    history = model.fit(data, steps_per_epoch=steps, verbose=2, shuffle=False)
+    return history.history["loss"][-1]
+
+
+def classifier(backbone, classes, shape):
+    first, rest = parts(backbone)
+    pixels = keras.Input(shape)
+    y = through(rest, through(first, pixels))
+    return keras.Model(pixels, layers.Dense(classes)(ops.mean(y[:, 1:], axis=1)))
+
+
+def compiled(model, steps):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(adamw(steps), loss)
+    return model
+
+
+def classified(row, pretrained, data, steps):
+    """Trains a classifier, and gives what is to be told of it."""
+    begin, (x, y, tested, wanted) = time.time(), data
+    seed, arm, kind = row["seed"], row["arm"], row["model"]
+    backbone = vit("keras_hub" if kind == "converted" else kind, seed, x.shape[1:])
+    if row["start"] == "uptrained":
+        backbone.set_weights(pretrained.get_weights())
+    model = classifier(backbone, int(y.max()) + 1, x.shape[1:])
+    found = {"steps": steps}
+    found |= controls.set_attention(model, arm, MECHANISMS.get(arm), seed)
+    if arm in MECHANISMS:
+        mean = diagnostics.approximation_report(model, [x[:32]], verbose=0).mean
+        found |= {"error": mean.output, "mean of V": mean.mean_of_values}
+    generator = np.random.default_rng(seed)
+    compiled(model, steps).fit(
+        images.batches(x, y, BATCH, generator), steps_per_epoch=steps, verbose=2,
+        shuffle=False,
+    )  # fmt: skip
+    found["train"], found["test"] = (
+        float(np.mean(model.predict(a, verbose=0).argmax(-1) == b))
+        for a, b in ((x[: len(tested)], y[: len(tested)]), (tested, wanted))
+    )
+    return found | {"minutes": (time.time() - begin) / 60}
+
+
+def speed(args):
+    """Steps per second of training, median of steps that take turns."""
+    grids, steps = ((2,), 1) if args.smoke else (SPEED_GRIDS, SPEED_STEPS)
+    arms = ["softmax", *MECHANISMS]
+    print(f"{'patches':<8}" + "".join(f"{arm:>12}" for arm in arms) + "  steps/s")
+    for grid in grids:
+        side = grid * SPEED_PATCH
+        x = np.zeros((SPEED_BATCH, side, side, 3), "float32")
+        y, models, times = np.zeros(SPEED_BATCH, "int32"), {}, {arm: [] for arm in arms}
+        for arm in arms:
+            model = classifier(vit("keras_hub", 0, x.shape[1:], grid), 10, x.shape[1:])
+            controls.set_attention(model, arm, MECHANISMS.get(arm), 0)
+            models[arm] = compiled(model, steps)
+            model.train_on_batch(x, y)
+        for _ in range(steps):
+            for arm, model in models.items():
+                begin = time.perf_counter()
+                model.train_on_batch(x, y)
+                times[arm].append(time.perf_counter() - begin)
+        found = {arm: 1 / statistics.median(x) for arm, x in times.items()}
+        print(f"{grid**2:<8}" + "".join(f"{x:12.3f}" for x in found.values()))
+        training.record(args, {"patches": grid**2, "steps per second": found})
+
+
+if __name__ == "__main__":
+    main(args)
