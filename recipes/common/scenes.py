@@ -57,17 +57,17 @@ class Scenes:
         return np.where(is_hit, near, np.inf).min(-1)
 
     def observe(self):
-        """What policies see: depth images, and where the goal is."""
+        """What policies see: depth images, and the goal as a bump over angles."""
         column, row = np.meshgrid(
             np.linspace(-1, 1, COLUMNS), np.linspace(0.75, -0.75, ROWS)
         )
         rays = np.stack([np.ones_like(row), -column, row], -1).reshape(-1, 3)
-        ground = np.where(
-            rays[:, 2] < 0, -CAMERA / np.minimum(rays[:, 2], -1e-9), RANGE
-        )
+        # Rays to the sky meet the ground as far away as nobody sees.
+        ground = -CAMERA / np.minimum(rays[:, 2], -1e-9)
         depth = np.minimum(np.minimum(self.cast(rays), ground), RANGE) / RANGE
         angle, distance = self.toward_goal()
-        goal = np.stack([np.cos(angle), np.sin(angle), distance / RANGE], -1)
+        bumps = np.exp(-(((angle[:, None] - STEERING) / np.deg2rad(5)) ** 2))
+        goal = np.concatenate([bumps, distance[:, None] / RANGE], -1)
         image = depth.reshape(-1, ROWS, COLUMNS, 1)
         return {"image": np.float32(image), "goal": np.float32(goal)}
 
