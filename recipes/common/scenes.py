@@ -66,7 +66,8 @@ class Scenes:
         ground = -CAMERA / np.minimum(rays[:, 2], -1e-9)
         depth = np.minimum(np.minimum(self.cast(rays), ground), RANGE) / RANGE
         angle, distance = self.toward_goal()
-        bumps = np.exp(-(((angle[:, None] - STEERING) / np.deg2rad(5)) ** 2))
+        angle = np.clip(angle, STEERING[0], STEERING[-1])[:, None]
+        bumps = np.exp(-(((angle - STEERING) / np.deg2rad(5)) ** 2))
         goal = np.concatenate([bumps, distance[:, None] / RANGE], -1)
         image = depth.reshape(-1, ROWS, COLUMNS, 1)
         return {"image": np.float32(image), "goal": np.float32(goal)}
