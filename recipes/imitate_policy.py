@@ -4,22 +4,26 @@ Hybrid Random Features, section 4.4 and figure 4 (Choromanski et al., 2022), red
 angular hybrid of 8 x 8 random vectors is to do as well as FAVOR+ of 256, at fewer
 multiplications. In place of a simulator and evolution strategies a small vision
 Transformer imitates an expert. Scenes of boxes and cylinders are ray-cast to depth
-images of 32 x 24 pixels as in the paper, cut into patches; the expert knows the scene
-and names one of 17 steering angles, which the output at the goal's token has to tell.
+images of 32 x 24 pixels as in the paper, cut into patches. The expert knows the scene
+and gives each of 17 steering angles a chance by how free its way is and how near to the
+goal it leads, which the output at the goal's token has to tell (cross entropy).
 
     KERAS_BACKEND=torch python recipes/imitate_policy.py --seeds 0 1 2 3 4
 
 Queries and keys have length one (`temperature=1`), as in the paper, for both maps, for
 FAVOR+ with as many multiplications as the hybrid, and for their exact counterpart,
 "softmax_unit". Beside them softmax, uniform attention (the mean of V) and no attention,
-the expert itself, and going straight for the goal. Told are agreement with the expert
-and its angles on new scenes, and how often a robot so steered reaches the goal.
+the expert itself, and going straight for the goal. Told are agreement with the angle
+of most chance on new scenes, degrees away from it, and how often a robot so steered
+reaches the goal. Sizes, steps, rate and the expert's chances were set with softmax and
+no attention, on scenes of another seed.
 
 Multiplications are those of attention, for a token in a head: of queries and keys with
 random vectors, those that make features of projections, and those with values. The
 hybrid's width is 4 m (n + 1) = 288, above 256: it saves projections alone. "ranking" is
 the count with one value for each token, as where attention only ranks them, which is
-what the paper's quadruped uses it for.
+what the paper's quadruped uses it for. Softmax takes fewer than all of them at 49
+tokens; more than the hybrid above 322, more than FAVOR+ above 528.
 Cost: not run as a whole yet.
 """
 
@@ -72,16 +76,16 @@ from keras import ops
 
 
 def observations(count, generator):
-    """What policies see in scenes with nothing to touch, and the expert's choices."""
+    """What policies see in scenes with nothing to touch, and the expert's chances."""
     found, left = [], count
     while left > 0:
         scenes = Scenes(500, generator).scatter(generator)
         free = ~scenes.has_crashed()
-        rows = {**scenes.observe(), "choice": scenes.expert()}
+        rows = {**scenes.observe(), "chances": scenes.expert()}
         found.append({name: x[free][:left] for name, x in rows.items()})
         left -= free.sum()
     found = {name: np.concatenate([x[name] for x in found]) for name in found[0]}
-    return found, found.pop("choice")
+    return found, found.pop("chances")
 
 
 def success(choose, count):
@@ -137,8 +141,7 @@ def main(args):
     rows = []
 
     def tell(row, choose, test):
-        x, wanted = test
-        chosen = choose(x)
+        chosen, wanted = choose(test[0]), test[1].argmax(-1)
         row["agreement"] = float(np.mean(chosen == wanted))
         row["success"] = success(lambda scenes: choose(scenes.observe()), episodes)
         away = np.abs(STEERING[chosen] - STEERING[wanted])
@@ -159,7 +162,7 @@ def main(args):
             row["loss"] = fit(model, *train, steps, seed)
             row["minutes"] = (time.time() - begin) / 60
             tell(row, lambda x, m=model: np.argmax(m.predict(x, verbose=0), -1), test)
-    expert = success(Scenes.expert, episodes)
+    expert = success(lambda scenes: scenes.expert().argmax(-1), episodes)
     print(f"the expert reaches the goal in a share of {expert:.3f}")
     names = "width", "multiplications", "ranking", "agreement", "success", "degrees"
     others = "favorplus-256", "favorplus-158", "uniform", "no_attention"
@@ -173,18 +176,18 @@ def straight_on(x):
     return np.argmax(x["goal"][:, :-1], -1)
 
 
-def fit(model, x, choices, steps, seed):
+def fit(model, x, chances, steps, seed):
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, steps, warmup_target=RATE, warmup_steps=steps // 10 + 1
     )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.AdamW(rate, WEIGHT_DECAY, clipnorm=1.0), loss)
     generator = np.random.default_rng(seed)
 
     def batches():
         while True:
-            some = generator.integers(len(choices), size=BATCH)
-            yield {name: part[some] for name, part in x.items()}, choices[some]
+            some = generator.integers(len(chances), size=BATCH)
+            yield {name: part[some] for name, part in x.items()}, chances[some]
 
     history = model.fit(batches(), steps_per_epoch=steps, verbose=2, shuffle=False)
     return history.history["loss"][-1]

@@ -85,6 +85,10 @@ class FeatureMap(Weights, keras.layers.Layer):
             method = getattr(cls, name)
             if not hasattr(method, "marked"):
                 setattr(cls, name, of_finite_tokens(method))
+        # Exponents of a parent say nothing of features that a subclass changes.
+        features = min(_owner(cls, x) for x in ("query_features", "key_features"))
+        if features < _owner(cls, "exponents"):
+            cls.has_exponents = False
 
     def __init__(self, *, seed=None, **kwargs):
         super().__init__(**kwargs)
@@ -202,7 +206,14 @@ class FeatureMap(Weights, keras.layers.Layer):
     def exponents(self, method, x, stats=None):
         """`ops.features.Exponents` of finite tokens, where the map `has_exponents`.
 
-        Args as of `deferred`.
+        Args as of `deferred`; x is float32 or float64.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
+
+    def common_exponent(self, method, x, stats=None):
+        """What the exponents of all features of a token have besides, `(..., N, 1)`.
+
+        Args as of `exponents`. Apart, as attention does not depend on a query's.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
 
@@ -279,6 +290,11 @@ class FeatureMap(Weights, keras.layers.Layer):
 
     def get_config(self):
         return {**super().get_config(), "seed": self.seed}
+
+
+def _owner(cls, name):
+    """How far up the class is that defines a method."""
+    return next(i for i, x in enumerate(cls.__mro__) if name in vars(x))
 
 
 def half_square(x):

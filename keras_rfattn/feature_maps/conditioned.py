@@ -183,12 +183,21 @@ class Conditioned(Adaptive, FeatureMap):
         is_query = method == "query_features"
         matrix = self.query_matrix if is_query else self.key_matrix
         center = self.query_center if is_query else self.key_center
+        x = x - self._center(center, x)
+        found = self.inner.exponents(method, x, stats)
+        # The product with the matrix is one with the vectors, which are few.
+        vectors = precise_einsum("kih,bkim->bkhm", matrix, found.vectors)
+        return found._replace(vectors=vectors)
+
+    def common_exponent(self, method, x, stats=None):
+        is_query = method == "query_features"
+        matrix = self.query_matrix if is_query else self.key_matrix
+        center = self.query_center if is_query else self.key_center
         other = self.key_center if is_query else self.query_center
-        moved = self._transform(x, matrix, center)
-        found = self.inner.exponents(method, moved, stats)
+        inner = self._transform(x, matrix, center)
+        inner = self.inner.common_exponent(method, inner, stats)
         rest = x - self._center(center, x) if is_query else x
-        factor = ops.sum(self._center(other, x) * rest, axis=-1, keepdims=True)
-        return found._replace(term=found.term + factor)
+        return inner + ops.sum(self._center(other, x) * rest, axis=-1, keepdims=True)
 
     def _center(self, center, x):
         return ops.cast(self.per_head(center, x), wide_dtype(x))

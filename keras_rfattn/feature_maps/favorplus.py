@@ -6,15 +6,15 @@ import keras
 from keras import ops
 
 from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.kernels.variance import log_moment_generalized_exponential
 from keras_rfattn.kernels.variance import log_moment_positive_pair
 from keras_rfattn.ops.features import Exponents
-from keras_rfattn.ops.features import Features
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class FavorPlus(ProjectedFeatureMap):
+class FavorPlus(Exponential, ProjectedFeatureMap):
     """FAVOR+, positive features: `exp(w·x - ‖x‖²/2) / √m`.
 
     Their products average to the softmax kernel `exp(x · y)`. Precise where x and
@@ -34,7 +34,6 @@ class FavorPlus(ProjectedFeatureMap):
     """
 
     is_generalized_exponential = True
-    has_exponents = True
 
     def __init__(self, num_features=None, pair=False, **kwargs):
         super().__init__(num_features, **kwargs)
@@ -44,20 +43,15 @@ class FavorPlus(ProjectedFeatureMap):
     def output_dim(self):
         return (2 if self.pair else 1) * self.num_features
 
-    def key_features(self, x, stats=None):
-        exponent = self.project(x)
-        if self.pair:
-            exponent = ops.concatenate([exponent, -exponent], axis=-1)
-        square = half_square(ops.cast(x, exponent.dtype))
-        return Features(None, exponent - (square + math.log(self.output_dim) / 2))
-
     def exponents(self, method, x, stats=None):
         vectors = ops.convert_to_tensor(self.vectors)
         if self.pair:
             vectors = ops.concatenate([vectors, -vectors], axis=-1)
         bias = ops.zeros((1, self.num_heads, 1, self.output_dim), dtype=x.dtype)
-        term = -half_square(x) - math.log(self.output_dim) / 2
-        return Exponents(x, vectors[None], bias, term)
+        return Exponents(x, vectors[None], bias)
+
+    def common_exponent(self, method, x, stats=None):
+        return -half_square(x) - math.log(self.output_dim) / 2
 
     def log_moment(self, head=0, stats=None):
         if self.pair:

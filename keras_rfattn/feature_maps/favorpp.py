@@ -8,23 +8,22 @@ from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.kernels.variance import log_moment_generalized_exponential
 from keras_rfattn.kernels.variance import log_moment_per_direction
 from keras_rfattn.ops.features import Exponents
-from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.not_finite import LARGEST
 from keras_rfattn.ops.not_finite import bounded
 from keras_rfattn.ops.not_finite import spoils
 from keras_rfattn.ops.precision import precise_einsum
-from keras_rfattn.ops.precision import wide_dtype
 
 POLICIES = ("auto", "batch", "stored")
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class FavorPP(Adaptive, ProjectedFeatureMap):
+class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
     """FAVOR++: `D exp(A‖w‖² + B w·x - ‖x‖²/2) / √m` with the best real A <= 0.
 
     `B = √(1 - 4A)` and `D = (1 - 4A)^(d/4)` keep the products' average at the
@@ -53,8 +52,6 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), equations 4 to 8.
     """
-
-    has_exponents = True
 
     def __init__(
         self,
@@ -193,23 +190,11 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
         rho = 2 * d / (root + 2 * z + d)
         return (1 - 1 / rho) / 8
 
-    def key_features(self, x, stats=None):
-        """Features of `(..., S, K, H)`; `stats` is what `statistics` returns."""
-        return self.features_by(self.vectors, x, stats)
-
-    def features_by(self, vectors, x, stats):
-        """Features by random vectors `(K, H, m)`."""
-        x, _, constant, term = self.exponents_by(vectors, x, stats)
-        constant = ops.repeat(constant, x.shape[-2] // self.num_heads, axis=1)
-        constant = ops.swapaxes(constant, 1, 2)
-        return Features(None, self.project(x, vectors) + constant + term)
-
     def exponents(self, method, x, stats=None):
         return self.exponents_by(self.vectors, x, stats)
 
     def exponents_by(self, vectors, x, stats):
         """`Exponents` by random vectors `(K, H, m)`."""
-        x = ops.cast(x, wide_dtype(x))
         if stats is None:
             stats = ops.zeros((self.num_heads, 1), dtype=x.dtype)
         elif not self.per_direction:
@@ -222,11 +207,12 @@ class FavorPP(Adaptive, ProjectedFeatureMap):
         constant = ops.log(1 - 4 * a) * (self.head_dim / a.shape[-1] / 4)
         constant = ops.sum(constant, axis=-1, keepdims=True)
         constant = constant + precise_einsum("bkh,khm->bkm", a, squares)
-        root = ops.sqrt(1 - 4 * a)
-        root = ops.repeat(root, x.shape[-2] // self.num_heads, axis=1)[:, None]
-        shared = half_square(x) + math.log(self.num_features) / 2
-        vectors = ops.convert_to_tensor(vectors)[None]
-        return Exponents(x * root, vectors, constant[:, :, None], -shared)
+        vectors = ops.cast(ops.convert_to_tensor(vectors), x.dtype)
+        vectors = vectors * ops.sqrt(1 - 4 * a)[..., None]
+        return Exponents(x, vectors, constant[:, :, None])
+
+    def common_exponent(self, method, x, stats=None):
+        return -half_square(x) - math.log(self.num_features) / 2
 
     def get_config(self):
         return {

@@ -94,6 +94,9 @@ class FavorPPLearned(Conditioned):
     def log_moment(self, head=0, stats=None):
         return None
 
+    def statistics(self, *args, **kwargs):
+        return None
+
     def fit(self, samples):
         if self.start == "favorpp_dense":
             super().fit(samples)
@@ -152,28 +155,13 @@ class TrainedOPRF(FavorPP):
     def statistics(self, *args, **kwargs):
         return None
 
-    def query_features(self, x, stats=None):
-        return self._weighed(self.query_vectors, x)
-
-    def key_features(self, x, stats=None):
-        return self._weighed(self.key_vectors, x)
-
     def exponents(self, method, x, stats=None):
         is_query = method == "query_features"
         vectors = self.query_vectors if is_query else self.key_vectors
-        found = self.exponents_by(vectors, x, self._a())
-        weights = ops.convert_to_tensor(self.log_weights)[None, :, None]
-        return found._replace(bias=found.bias + weights / 2)
-
-    def _a(self):
         a = ops.convert_to_tensor(self.parameter)
-        return a if self.per_direction else a[..., 0]
-
-    def _weighed(self, vectors, x):
-        features = self.features_by(vectors, x, self._a())
-        weights = self.per_head(ops.convert_to_tensor(self.log_weights), x)
-        scale = features.log_scale + ops.cast(weights, features.log_scale.dtype) / 2
-        return features._replace(log_scale=scale)
+        found = self.exponents_by(vectors, x, a if self.per_direction else a[..., 0])
+        weights = ops.convert_to_tensor(self.log_weights)[None, :, None]
+        return found._replace(bias=found.bias + ops.cast(weights, x.dtype) / 2)
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

@@ -6,9 +6,14 @@ import weakref
 import keras
 from keras import ops
 
+from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.features import Marked
+from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.not_finite import bounded
+from keras_rfattn.ops.not_finite import limited
 from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import add_into
 from keras_rfattn.ops.precision import wide_dtype
 
 IGNORED = ("name", "trainable", "dtype", "seed", "projection")
@@ -43,6 +48,37 @@ class FeatureFunction:
         with keras.StatelessScope(pairs):
             method = getattr(type(feature_map), self.method)
             return method.marked(feature_map, x, stats)
+
+    def heads_first(self, x, parameters, is_relative=False):
+        """The same of `(B, K, R, H)`, as `Marked` `(B, K, R, M)`.
+
+        Args:
+            x: G rows beside each other for each token, of the heads of a group.
+            parameters: As in a call.
+            is_relative: Whether a factor for each token may be left out.
+        """
+        feature_map, (stats, values) = self.reference(), parameters
+        tokens = ops.swapaxes(x, 1, 2)
+        if not feature_map.has_exponents:
+            found = limited(self(tokens, parameters))
+            return map_features(lambda x: ops.swapaxes(x, 1, 2), found)
+        tokens = ops.cast(tokens, wide_dtype(tokens))
+        spoiled, tokens = spoils(tokens), bounded(tokens)
+        pairs = list(zip(feature_map.variables, values, strict=True))
+        with keras.StatelessScope(pairs):
+            found = feature_map.exponents(self.method, tokens, stats)
+            common = None
+            if not is_relative:
+                common = feature_map.common_exponent(self.method, tokens, stats)
+        # Heads first from here on: what follows is as wide as the features.
+        rows, vectors, bias = found
+        exponents = accumulated_matmul(
+            ops.swapaxes(rows, 1, 2), ops.cast(vectors, rows.dtype), is_precise=True
+        )
+        exponents = add_into(exponents, ops.cast(bias, rows.dtype))
+        if common is not None:
+            exponents = add_into(exponents, ops.swapaxes(common, 1, 2))
+        return Marked(Features(None, exponents), ops.swapaxes(spoiled, 1, 2))
 
 
 def essence(feature_map):

@@ -204,9 +204,9 @@ class Attention:
                     f"same tokens. Received: window={window} in cross-attention. "
                     "Leave such layers out (`exclude=`)."
                 )
-        features = tuple(x.compute() for x in deferred)
         if window is None:
-            return bidirectional(*features, value, key_mask)
+            return bidirectional(*deferred, value, key_mask)
+        features = tuple(x.compute() for x in deferred)
         near = near_keys(visible, self.position, window, self.options.sliding)
         return mixed(*features, value, visible, near, local)
 
@@ -266,8 +266,10 @@ def attend(
         position = None
     if mask.key_mask is not None:
         key_mask = ops.broadcast_to(mask.key_mask, ops.shape(key)[:2])
+        key_mask = needed(key_mask) if position is None else key_mask
         mask = mask.replace(key_mask=key_mask)
-        visible = key_mask[:, :, None, None]
+    if mask.key_mask is not None:
+        visible = mask.key_mask[:, :, None, None]
         key, value = ops.where(visible, key, 0), ops.where(visible, value, 0)
     if scale is None:
         scale = feature_map.default_scale(query.shape[-1])
@@ -276,8 +278,9 @@ def attend(
     )
     output = None if recorder is None else recorder(call)
     output = call.linear() if output is None else output
-    if mask.query_mask is not None:
-        output = ops.where(mask.query_mask[:, :, None, None], output, 0)
+    query_mask = needed(mask.query_mask)
+    if query_mask is not None:
+        output = ops.where(query_mask[:, :, None, None], output, 0)
     return output
 
 

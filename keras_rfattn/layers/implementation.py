@@ -66,11 +66,13 @@ def by_kernels(call, query, key, stats, value, key_mask):
     from keras_rfattn.ops import pallas
 
     tokens = [keras.ops.cast(x, wide_dtype(x)) for x in (query, key)]
+    feature_map, kept = call.feature_map, [bounded(x) for x in tokens]
     sides = (
-        call.feature_map.exponents(f"{side}_features", bounded(x), stats)
-        for side, x in zip(("query", "key"), tokens, strict=True)
+        feature_map.exponents(f"{side}_features", x, stats)
+        for side, x in zip(("query", "key"), kept, strict=True)
     )
+    term = feature_map.common_exponent("key_features", kept[1], stats)
     return pallas.attention(
-        *sides, value, [spoils(x) for x in tokens], key_mask, call.mask.causal,
+        *sides, term, value, [spoils(x) for x in tokens], key_mask, call.mask.causal,
         call.options.block_size,
     )  # fmt: skip

@@ -9,7 +9,6 @@ from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import normalize
-from keras_rfattn.ops.sums import query_shift
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize
 
@@ -18,8 +17,8 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     """Linear attention without causality, O((T + S) · M · V).
 
     Args:
-        query_features: `Features` of shape `(B, T, N, M)`.
-        key_features: `Features` of shape `(B, S, K, M)`.
+        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred`.
+        key_features: The same of shape `(B, S, K, M)`.
         value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
         key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden
             keys and values may hold anything, NaN included.
@@ -30,13 +29,12 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     """
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     dtype, value = value.dtype, representable(value)
-    query, spoiled = heads_first(query_features, num_kv_heads)
+    query, spoiled = heads_first(query_features, num_kv_heads, True)
     key = heads_first(key_features, num_kv_heads)
     mask = heads_mask(key_mask)
     key, value = admit(key, split_heads(value, num_kv_heads), mask)
     sums = summarize(key, value, mask)
-    shift = query_shift(query, sums.maximum)
-    reading = read(sums, query, shift, value.dtype)
+    reading = read(sums, query, value.dtype)
     spoiled = spoiled + sums.spoiled[..., None, None]
     output = normalize(reading, query) + spoiled
     length = ops.shape(output)[2] * num_kv_heads // num_heads

@@ -93,7 +93,7 @@ def _causal(
     dtype, value = value.dtype, representable(value)
 
     query, query_features = in_blocks(
-        query, functions[0], num_kv_heads, block_size, groups
+        query, functions[0], num_kv_heads, block_size, groups, is_relative=True
     )
     key, key_features = in_blocks(key, functions[1], num_kv_heads, block_size)
     heads = cut_blocks(split_heads(value, num_kv_heads), block_size)

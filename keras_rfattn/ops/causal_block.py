@@ -64,7 +64,7 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     own = weigh_values(weights, mask, value, shift)
     if not key.shares_scale:
         own = _replace_rows(own, beyond, query, key, value, mask, groups, fallback)
-    before = read(rebase(prefix, reference), query, shift, dtype)
+    before = read(rebase(prefix, reference), query, dtype, shift)
     return combine(before, own)
 
 

@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import exp_of_difference
 from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import wide_dtype
 
@@ -80,7 +81,7 @@ class Features(NamedTuple):
 
     def expand(self, shift, dtype):
         """`values * exp(log_scale - shift)`, computed wide, rounded once to `dtype`."""
-        scale = ops.exp(self.log_scale - shift)
+        scale = exp_of_difference(self.log_scale, shift)
         if self.values is not None:
             scale = scale * ops.cast(self.values, scale.dtype)
         return ops.cast(scale, dtype)
@@ -174,6 +175,7 @@ class Deferred(NamedTuple):
     Attributes:
         function: Pure `(x, parameters) -> Features` (or `Marked`), `(..., N, H) ->
             (..., N, M)`; hashable, as calls whose functions are equal share a program.
+            Its method `heads_first` takes `(B, K, R, H)`, groups beside their token.
         x: Array of shape `(..., N, H)`.
         parameters: Pytree of arrays.
     """
@@ -204,24 +206,28 @@ class Scaled(NamedTuple):
     factor: float
 
     def __call__(self, x, parameters):
-        x = ops.cast(x, wide_dtype(x))
-        return self.function(self.factor * x, parameters)
+        return self.function(self._scaled(x), parameters)
+
+    def heads_first(self, x, parameters, is_relative=False):
+        """As of the function."""
+        return self.function.heads_first(self._scaled(x), parameters, is_relative)
+
+    def _scaled(self, x):
+        return self.factor * ops.cast(x, wide_dtype(x))
 
 
 class Exponents(NamedTuple):
-    """Exponential features before they are computed: `x · vectors + bias + term`.
+    """What tells exponential features of a token apart: `x · vectors + bias`.
 
     Attributes:
-        x: Array of shape `(..., N, H)`.
-        vectors: `(1, K, H, M)`, for each group of N / K heads.
+        x: Array of shape `(B, ..., N, H)`.
+        vectors: `(B or 1, K, H, M)`, for each group of N / K heads.
         bias: `(B or 1, K, 1, M)`.
-        term: `(..., N, 1)`.
     """
 
     x: Any
     vectors: Any
     bias: Any
-    term: Any
 
 
 def map_features(function, features):

@@ -4,18 +4,23 @@ import keras
 from keras import ops
 
 from keras_rfattn.ops.features import Deferred
-from keras_rfattn.ops.features import Marked
-from keras_rfattn.ops.features import finite
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.not_finite import mark
+from keras_rfattn.ops.not_finite import limited
 
 
-def heads_first(features, num_kv_heads):
-    """`(B, T, N, M)` features as `Marked` `(B, K, T · G, M)`, groups by token."""
-    features, spoiled = mark(features)
-    marked = Marked(finite(features), spoiled)
-    return map_features(lambda x: split_heads(x, num_kv_heads), marked)
+def heads_first(features, num_kv_heads, is_relative=False):
+    """`(B, T, N, M)` features as `Marked` `(B, K, T · G, M)`, groups by token.
+
+    Args:
+        features: `Features`, `Marked` or `Deferred`.
+        num_kv_heads: K.
+        is_relative: Whether a factor for each token may be left out.
+    """
+    if isinstance(features, Deferred):
+        x = split_heads(features.x, num_kv_heads)
+        return features.function.heads_first(x, features.parameters, is_relative)
+    return map_features(lambda x: split_heads(x, num_kv_heads), limited(features))
 
 
 def split_heads(x, num_kv_heads):
@@ -71,14 +76,13 @@ def block_mask(key_mask, length, size):
 
 def take_apart(features):
     """Arrays, and what makes `Features` of them, `None` if they are."""
-    # On TensorFlow all blocks are taken at once: nothing would be saved.
-    if keras.backend.backend() == "tensorflow" or not isinstance(features, Deferred):
-        return features.compute(), None
+    if not isinstance(features, Deferred):
+        return features, None
     function, *arrays = features
     return arrays, function
 
 
-def in_blocks(arrays, function, num_kv_heads, block_size, groups=1):
+def in_blocks(arrays, function, num_kv_heads, block_size, groups=1, is_relative=False):
     """Arrays of shape `(B, K, T / C, C · G, ·)`, and what makes `Features` of some."""
     if function is None:
         features = heads_first(arrays, num_kv_heads)
@@ -88,11 +92,9 @@ def in_blocks(arrays, function, num_kv_heads, block_size, groups=1):
 
     def compute(block):
         # The map knows tokens, and these blocks of them at a time.
-        count, size = block.shape[2], block_size * groups
         rows = ops.reshape(block, (*ops.shape(block)[:2], -1, block.shape[-1]))
-        tokens = merge_heads(rows, num_kv_heads * groups, count * block_size)
-        features = heads_first(function(tokens, parameters), num_kv_heads)
-        return map_features(lambda x: cut_blocks(x, size), features)
+        features = function.heads_first(rows, parameters, is_relative)
+        return map_features(lambda x: cut_blocks(x, block_size * groups), features)
 
     return cut_blocks(split_heads(x, num_kv_heads), block_size * groups), compute
 

@@ -7,7 +7,7 @@ from keras import ops
 
 # Tokens, times heads, that PyTorch takes at once in `fold`, and numbers of features in
 # `by_rows`: what stays in a cache.
-AT_ONCE, NUMBERS = 2048, 2**19
+AT_ONCE, NUMBERS = 2048, 2**20
 # What `keep` marks, for JAX.
 KEPT = "keras_rfattn"
 

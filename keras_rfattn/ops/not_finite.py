@@ -9,6 +9,8 @@ import keras
 from keras import ops
 
 from keras_rfattn.ops.features import Marked
+from keras_rfattn.ops.features import finite
+from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import wide_dtype
 
 # Entries of queries and keys beyond this count as this: their squares, summed over a
@@ -18,6 +20,8 @@ LARGEST = 1e13
 
 def spoils(x):
     """NaN for tokens `(..., D)` that are not finite, else 0: `(..., 1)`."""
+    if known_finite(x, limit=float("inf")):
+        return ops.zeros_like(x[..., :1], dtype=wide_dtype(x))
     zero, nan = (ops.convert_to_tensor(c, wide_dtype(x)) for c in (0, float("nan")))
     return ops.where(_all_within(x, float("inf")), zero, nan)
 
@@ -34,6 +38,8 @@ def onward(spoiled):
 
 def bounded(x):
     """Queries or keys with entries in ±`LARGEST`, and 0 for NaN."""
+    if known_finite(x, limit=LARGEST):
+        return x
     # Without gradient where something is cut off, which costs less than one.
     cut = ops.nan_to_num(ops.clip(ops.stop_gradient(x), -LARGEST, LARGEST), nan=0.0)
     return ops.where(_all_within(x, LARGEST), x, cut)
@@ -41,6 +47,8 @@ def bounded(x):
 
 def finite_values(value):
     """Values `(..., V)` with 0 for tokens that are not finite."""
+    if known_finite(value, limit=float("inf")):
+        return value
     return ops.where(_all_within(value, float("inf")), value, 0)
 
 
@@ -51,6 +59,12 @@ def _all_within(x, limit):
         # Fewer passes. The largest of NaN and others is NaN here, but not in XLA.
         return ops.max(x, axis=-1, keepdims=True) < limit
     return ops.all(x < limit, axis=-1, keepdims=True)
+
+
+def limited(features):
+    """`Marked`, with exponents whose differences are no NaN."""
+    features, spoiled = mark(features)
+    return Marked(finite(features), spoiled)
 
 
 def mark(features):

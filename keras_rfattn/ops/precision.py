@@ -15,7 +15,7 @@ def wide_dtype(*arrays):
     return "float64" if "float64" in names else "float32"
 
 
-def accumulated_matmul(a, b, transpose_a=False, transpose_b=False):
+def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=False):
     """`a @ b` with operands as they are and sums in float32.
 
     Args:
@@ -24,6 +24,7 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False):
             dtype of `a`.
         transpose_a: Whether `a` is given transposed.
         transpose_b: Whether `b` is given transposed.
+        is_precise: Whether no operand is rounded, as in `precise_einsum`.
 
     Returns:
         Array of shape `(..., i, k)`, float32 (float64 for float64 operands).
@@ -43,8 +44,9 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False):
             (rank - 2 if transpose_a else rank - 1,),
             (rank - 1 if transpose_b else rank - 2,),
         )
+        precision = jax.lax.Precision.HIGHEST if is_precise else None
         return jax.lax.dot_general(
-            a, b, (axes, (lead, lead)), preferred_element_type=dtype
+            a, b, (axes, (lead, lead)), precision, preferred_element_type=dtype
         )
     a, b = ops.cast(a, dtype), ops.cast(b, dtype)
     a = ops.swapaxes(a, -1, -2) if transpose_a else a
@@ -71,6 +73,18 @@ def elementwise_min(a, b):
 
         return torch.minimum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
     return ops.minimum(a, b)
+
+
+def exp_of_difference(a, b):
+    """`exp(a - b)`, on PyTorch with one array less: large ones cost more than sums."""
+    if keras.backend.backend() == "torch":
+        return (a - b).exp_()
+    return ops.exp(a - b)
+
+
+def add_into(x, term):
+    """`x + term` of the shape of x, an array that is not used again."""
+    return x.add_(term) if keras.backend.backend() == "torch" else x + term
 
 
 def precise_einsum(equation, a, b):

@@ -20,7 +20,6 @@ from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import merge_sums
 from keras_rfattn.ops.sums import normalize
-from keras_rfattn.ops.sums import query_shift
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import settle
 from keras_rfattn.ops.sums import summarize
@@ -110,8 +109,7 @@ def read_state(state, query_features, dtype=None):
     sums = to_sums(state)
     dtype = dtype or "float32"
     products = "float32" if dtype == "float16" else dtype
-    shift = query_shift(query, sums.maximum)
-    reading = read(sums, query, shift, products)
+    reading = read(sums, query, products)
     output = normalize(reading, query) + ops.cast(spoiled, reading.numerator.dtype)
     num_heads = query_features.num_heads
     length = ops.shape(output)[2] * num_kv_heads // num_heads

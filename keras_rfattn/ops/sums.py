@@ -10,6 +10,7 @@ and meets a sum that holds a 1, so a denominator of a positive map is at least 1
 from typing import Any
 from typing import NamedTuple
 
+import keras
 from keras import ops
 
 from keras_rfattn.ops.features import LOWEST
@@ -78,12 +79,12 @@ def summarize(key, value, mask=None):
     maximum = ops.stop_gradient(ops.max(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
     rows = key.expand(shift, value.dtype)
-    if key.is_exponential:
-        # Where no key is visible the maximum is `LOWEST` too.
-        rows = hide(rows, mask)
-    numerator = accumulated_matmul(rows, value, transpose_a=True)
-    dtype = numerator.dtype
-    normalizer = ops.sum(ops.cast(rows, dtype), axis=-2)
+    # The normalizer is the sum of a value 1, which a hidden key does not have: where no
+    # key is visible the maximum is `LOWEST` too.
+    ones = hide(ops.ones_like(value[..., :1]), mask)
+    both = ops.concatenate([value, ones], axis=-1)
+    both = accumulated_matmul(rows, both, transpose_a=True)
+    numerator, normalizer, dtype = both[..., :-1], both[..., -1], both.dtype
     if key.is_exponential:
         magnitude = normalizer
     else:
@@ -129,25 +130,32 @@ def query_shift(query, maximum):
     return ops.stop_gradient(ops.max(exponent, axis=-1))
 
 
-def read(sums, query, shift, dtype):
+def read(sums, query, dtype, shift=None):
     """Looks queries up in `sums`, but for their mark, which is added to the output.
 
     Args:
         sums: `Sums` with leading dimensions `(...)`.
         query: `Features` of shape `(..., R, M)`.
-        shift: Array of shape `(..., R)`, at least `query_shift(query, maximum)`.
         dtype: Compute dtype of the products.
+        shift: Array of shape `(..., R)`, at least `query_shift(query, maximum)`, which
+            it is if `None`.
 
     Returns:
         A `Reading` relative to `shift`.
     """
     log_scale = query.log_scale + ops.expand_dims(sums.maximum, -2)
+    if shift is None:
+        shift = ops.stop_gradient(ops.max(log_scale, axis=-1))
     shifted = query._replace(log_scale=log_scale)
-    rows = shifted.expand(shift[..., None], dtype)
-    numerator = accumulated_matmul(rows, ops.cast(sums.numerator, dtype))
-    wide = numerator.dtype
+    rows, wide = shifted.expand(shift[..., None], dtype), wide_dtype(sums.numerator)
     column = ops.cast(ops.expand_dims(sums.normalizer, -1), wide)
-    denominator = accumulated_matmul(ops.cast(rows, wide), column)[..., 0]
+    if keras.backend.standardize_dtype(rows.dtype) == wide:
+        both = ops.concatenate([ops.cast(sums.numerator, wide), column], axis=-1)
+        both = accumulated_matmul(rows, both)
+        numerator, denominator = both[..., :-1], both[..., -1]
+    else:
+        numerator = accumulated_matmul(rows, ops.cast(sums.numerator, dtype))
+        denominator = accumulated_matmul(ops.cast(rows, wide), column)[..., 0]
     if query.is_exponential:
         bound = denominator
     else:

@@ -45,7 +45,6 @@ from keras_rfattn.ops.sums import merge_sums
 from keras_rfattn.ops.sums import no_sums
 from keras_rfattn.ops.sums import normalize
 from keras_rfattn.ops.sums import prefix_sums
-from keras_rfattn.ops.sums import query_shift
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize
 
@@ -133,9 +132,6 @@ def local_attention(
     if key.shape[1] is not None and key.shape[1] <= window:
         return exact_attention(query, key, value, kernel, key_mask, causal)
     features = query_features, key_features
-    if not causal:
-        # All windows are read at once.
-        features = (x.compute() for x in features)
     arrays, functions = zip(*(take_apart(x) for x in features), strict=True)
     arrays, turn_back = [*arrays, value, query, key, key_mask], None
     if key_mask is not None:
@@ -209,7 +205,7 @@ def attend_windows(
 
     def look_up(sums, query, exact_query, key, value, mask):
         query, _ = compute_query(query)
-        far = read(sums, query, query_shift(query, sums.maximum), value.dtype)
+        far = read(sums, query, value.dtype)
         visible = ops.swapaxes(mask, -1, -2) & within
         tokens, mask = (exact_query, key, value), mask[..., 0]
         near = read_exactly(kernel, *finite_tokens(*tokens), visible)

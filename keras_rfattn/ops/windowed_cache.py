@@ -13,7 +13,6 @@ from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import combine
 from keras_rfattn.ops.sums import normalize
-from keras_rfattn.ops.sums import query_shift
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize
 
@@ -40,7 +39,7 @@ def mixed(query_features, key_features, value, key_mask, near, local):
     mask, groups = heads_mask(key_mask), num_heads // num_kv_heads
     far, close = heads_mask(key_mask & ~near), heads_mask(key_mask & near)
     sums = summarize(*admit(features, tokens[-1], far), far)
-    reading = read(sums, query, query_shift(query, sums.maximum), value.dtype)
+    reading = read(sums, query, value.dtype)
     exact = read_exactly(local.kernel, *finite_tokens(*tokens), close[..., None, :])
     output = normalize(combine(reading, exact), query)
     output = output + spoiled(*tokens, mask, groups, causal=False)

@@ -27,7 +27,6 @@ from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import combine
 from keras_rfattn.ops.sums import merge_sums
 from keras_rfattn.ops.sums import normalize
-from keras_rfattn.ops.sums import query_shift
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import settle
 from keras_rfattn.ops.sums import summarize
@@ -241,7 +240,7 @@ def read_local_state(state, query_features, query, kernel):
     num_kv_heads, value = state.key.shape[1], representable(state.value)
     features, _ = heads_first(query_features, num_kv_heads)
     far = sums_at(state, 0)
-    far = read(far, features, query_shift(features, far.maximum), value.dtype)
+    far = read(far, features, value.dtype)
     length, num_heads = ops.shape(query)[1], query_features.num_heads
     query, visible = split_heads(query, num_kv_heads), state.visible[:, None]
     groups = num_heads // num_kv_heads

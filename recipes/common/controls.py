@@ -20,7 +20,7 @@ def set_attention(model, name, mechanism, seed):
         seed: Of the random vectors.
 
     Returns:
-        A dict of the width of the features; empty for a control.
+        A dict of the width of the features; empty for a control, or with a window.
     """
     if name == "softmax":
         return {}
@@ -36,7 +36,7 @@ def set_attention(model, name, mechanism, seed):
         # Of hybrids whose queries and keys have any length: what is measured.
         warnings.filterwarnings("ignore", ".* not normalized")
         keras_rfattn.replace_attention(model, feature_map, seed=seed, **options)
-    if name == "uniform":
+    if name == "uniform" or "window" in options:
         return {}
     return {"width": keras_rfattn.describe_attention(model).replaced[0].width}
 

@@ -3,9 +3,11 @@
 import numpy as np
 
 ROWS, COLUMNS = 24, 32
-# Meters. The expert keeps a margin that the robot does not need.
+# Meters; the expert keeps a margin that the robot does not need.
 OBSTACLES, CAMERA, RANGE, RADIUS, MARGIN = 6, 0.5, 8.0, 0.2, 0.1
 STRIDE, REACHED, AHEAD = 0.25, 0.4, 3.0
+# Radians for which a chance falls to a third; of a way that is blocked at once.
+SOFTNESS, BLOCKED = 0.1, 4.0
 STEERING = np.deg2rad(np.linspace(-40, 40, 17))
 
 
@@ -73,12 +75,14 @@ class Scenes:
         return {"image": np.float32(image), "goal": np.float32(goal)}
 
     def expert(self):
-        """Numbers of the angles with a free way that are nearest to the goal's."""
+        """Chances of the angles: those with a free way, near to the goal's."""
         rays = np.stack([np.cos(STEERING), np.sin(STEERING), 0 * STEERING], -1)
         angle, distance = self.toward_goal()
         needed = np.minimum(distance, AHEAD)[:, None]
         free = np.minimum(self.cast(rays, RADIUS + MARGIN), needed) / needed
-        return np.argmin(np.abs(STEERING - angle[:, None]) + 4 * (1 - free), -1)
+        costs = np.abs(STEERING - angle[:, None]) + BLOCKED * (1 - free)
+        chances = np.exp((costs.min(-1, keepdims=True) - costs) / SOFTNESS)
+        return np.float32(chances / chances.sum(-1, keepdims=True))
 
     def move(self, choices):
         self.heading = self.heading + STEERING[choices]

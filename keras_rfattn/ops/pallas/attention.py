@@ -18,13 +18,14 @@ from keras_rfattn.ops.precision import representable
 BLOCK_SIZE, ROWS = 256, 16
 
 
-def attention(query, key, value, spoiled, key_mask=None, is_causal=False,
+def attention(query, key, term, value, spoiled, key_mask=None, is_causal=False,
               block_size=None):  # fmt: skip
     """Linear attention by exponential features.
 
     Args:
         query: `Exponents` of finite tokens `(B, T, N, H)`.
         key: `Exponents` of finite tokens `(B, S, K, H)`.
+        term: `(B, S, K, 1)`, what all exponents of a key have besides.
         value: `(B, S, K, V)`; its dtype is the compute dtype.
         spoiled: `(B, T, N, 1)` and `(B, S, K, 1)`: NaN for queries and keys that were
             not finite, else 0.
@@ -40,7 +41,7 @@ def attention(query, key, value, spoiled, key_mask=None, is_causal=False,
     value = hide(split_heads(representable(value), num_kv_heads), mask)
     query_spoiled, key_spoiled = (split_heads(x, num_kv_heads) for x in spoiled)
     key_spoiled = hide(key_spoiled, mask) + spoils(value)
-    term = split_heads(key.term, num_kv_heads)
+    term = split_heads(term, num_kv_heads)
     if mask is not None:
         term = jnp.where(mask[..., None], term, LOWEST)
     tokens = split_heads(query.x, num_kv_heads), split_heads(key.x, num_kv_heads)

@@ -42,7 +42,7 @@ def causal(query, key, value, term, query_vectors, key_vectors, query_bias, key_
         key: `(B, K, T, H)`.
         value: `(B, K, T, V)`; its dtype is that of the products.
         term: `(B, K, T, 1)`, float32: of a key's exponents, `LOWEST` if it is hidden.
-        query_vectors: `(1, K, H, M)`, float32.
+        query_vectors: `(B or 1, K, H, M)`, float32.
         key_vectors: Likewise.
         query_bias: `(B or 1, K, 1, M)`, float32.
         key_bias: Likewise.

@@ -1,0 +1,40 @@
+"""Maps whose features are exponentials of products, and nothing else."""
+
+from keras import ops
+
+from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.precision import precise_einsum
+
+
+class Exponential:
+    """Mixin of maps that write `exponents` and `common_exponent` alone.
+
+    Algorithms that know them compute features where and in the order they need them;
+    for all others the features are computed here.
+    """
+
+    has_exponents = True
+
+    def query_features(self, x, stats=None):
+        """Features of scaled queries `(B, ..., N, H)`."""
+        return self._features("query_features", x, stats)
+
+    def key_features(self, x, stats=None):
+        """Features of scaled keys `(B, ..., K, H)`."""
+        return self._features("key_features", x, stats)
+
+    def _features(self, method, x, stats):
+        own, vectors, bias = self.exponents(method, x, stats)
+        shape, groups = ops.shape(x), x.shape[-2] // self.num_heads
+        lead = tuple(shape[:-2])
+        own = ops.reshape(own, (*lead, self.num_heads, groups, self.head_dim))
+        if vectors.shape[0] == 1:
+            products = precise_einsum("...kgh,khm->...kgm", own, vectors[0])
+        else:
+            products = precise_einsum("b...kgh,bkhm->b...kgm", own, vectors)
+        middle = (1,) * (len(lead) - 1)
+        products = products + ops.reshape(
+            bias, (-1, *middle, self.num_heads, 1, self.output_dim)
+        )
+        products = ops.reshape(products, (*shape[:-1], self.output_dim))
+        return Features(None, products + self.common_exponent(method, x, stats))
