@@ -29,7 +29,7 @@ import keras
 from keras import ops
 
 from keras_rfattn.feature_maps.stateless import FeatureFunction
-from keras_rfattn.feature_maps.stateless import of_finite_tokens
+from keras_rfattn.feature_maps.stateless import complete
 from keras_rfattn.feature_maps.weights import Weights
 from keras_rfattn.kernels import values
 from keras_rfattn.ops.features import Deferred
@@ -80,15 +80,7 @@ class FeatureMap(Weights, keras.layers.Layer):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        for name in ("query_features", "key_features"):
-            # Looked up, as it may come from a mixin.
-            method = getattr(cls, name)
-            if not hasattr(method, "marked"):
-                setattr(cls, name, of_finite_tokens(method))
-        # Exponents of a parent say nothing of features that a subclass changes.
-        features = min(_owner(cls, x) for x in ("query_features", "key_features"))
-        if features < _owner(cls, "exponents"):
-            cls.has_exponents = False
+        complete(cls)
 
     def __init__(self, *, seed=None, **kwargs):
         super().__init__(**kwargs)
@@ -290,11 +282,6 @@ class FeatureMap(Weights, keras.layers.Layer):
 
     def get_config(self):
         return {**super().get_config(), "seed": self.seed}
-
-
-def _owner(cls, name):
-    """How far up the class is that defines a method."""
-    return next(i for i, x in enumerate(cls.__mro__) if name in vars(x))
 
 
 def half_square(x):

@@ -13,6 +13,7 @@ from keras_rfattn.feature_maps.moments import balance
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.moments import second_moments
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import precise_einsum
 from keras_rfattn.ops.precision import wide_dtype
 
@@ -186,7 +187,10 @@ class Conditioned(Adaptive, FeatureMap):
         x = x - self._center(center, x)
         found = self.inner.exponents(method, x, stats)
         # The product with the matrix is one with the vectors, which are few.
-        vectors = precise_einsum("kih,bkim->bkhm", matrix, found.vectors)
+        matrix = ops.cast(ops.convert_to_tensor(matrix)[None], x.dtype)
+        vectors = accumulated_matmul(
+            matrix, found.vectors, transpose_a=True, is_precise=True
+        )
         return found._replace(vectors=vectors)
 
     def common_exponent(self, method, x, stats=None):

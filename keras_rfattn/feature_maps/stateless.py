@@ -33,8 +33,18 @@ class FeatureFunction:
 
     def __init__(self, feature_map, method):
         self.reference, self.method = weakref.ref(feature_map), method
+
+    @functools.cached_property
+    def identity(self):
+        """What equal functions share."""
+        feature_map = self.reference()
         shape = feature_map.num_heads, feature_map.head_dim
-        self.identity = type(feature_map), repr(essence(feature_map)), method, shape
+        return type(feature_map), repr(essence(feature_map)), self.method, shape
+
+    @property
+    def is_exponential(self):
+        """Whether `heads_first` gives exponents alone, which nothing else holds."""
+        return self.reference().has_exponents
 
     def __eq__(self, other):
         return isinstance(other, FeatureFunction) and self.identity == other.identity
@@ -96,6 +106,24 @@ def _essence(config):
     if isinstance(config, (list, tuple)):
         return [_essence(item) for item in config]
     return config
+
+
+def complete(cls):
+    """Makes a subclass of `FeatureMap` keep law 7, and say what it knows alone."""
+    names = "query_features", "key_features"
+    for name in names:
+        # Looked up, as it may come from a mixin.
+        method = getattr(cls, name)
+        if not hasattr(method, "marked"):
+            setattr(cls, name, of_finite_tokens(method))
+    # Exponents of a parent say nothing of features that a subclass changes.
+    if min(_owner(cls, name) for name in names) < _owner(cls, "exponents"):
+        cls.has_exponents = False
+
+
+def _owner(cls, name):
+    """How far up the class is that defines a method."""
+    return next(i for i, x in enumerate(cls.__mro__) if name in vars(x))
 
 
 def of_finite_tokens(method):

@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_rfattn.ops.features import Deferred
 from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
@@ -29,13 +30,20 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     """
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     dtype, value = value.dtype, representable(value)
-    query, spoiled = heads_first(query_features, num_kv_heads, True)
+    mask, is_own = heads_mask(key_mask), _is_own(key_features)
+    # One side after the other: half the memory, and the same for both.
     key = heads_first(key_features, num_kv_heads)
-    mask = heads_mask(key_mask)
     key, value = admit(key, split_heads(value, num_kv_heads), mask)
-    sums = summarize(key, value, mask)
-    reading = read(sums, query, value.dtype)
+    sums = summarize(key, value, mask, is_own)
+    del key
+    query, spoiled = heads_first(query_features, num_kv_heads, True)
+    reading = read(sums, query, value.dtype, is_last=_is_own(query_features))
     spoiled = spoiled + sums.spoiled[..., None, None]
     output = normalize(reading, query) + spoiled
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(merge_heads(output, num_heads, length), dtype)
+
+
+def _is_own(features):
+    """Whether their exponents are computed here, and held by nothing else."""
+    return isinstance(features, Deferred) and features.is_exponential

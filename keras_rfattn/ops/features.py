@@ -79,9 +79,15 @@ class Features(NamedTuple):
             return self.log_scale
         return ops.broadcast_to(self.log_scale, ops.shape(self.values))
 
-    def expand(self, shift, dtype):
-        """`values * exp(log_scale - shift)`, computed wide, rounded once to `dtype`."""
-        scale = exp_of_difference(self.log_scale, shift)
+    def expand(self, shift, dtype, is_last=False):
+        """`values * exp(log_scale - shift)`, computed wide, rounded once to `dtype`.
+
+        Args:
+            shift: Array that broadcasts to `log_scale`.
+            dtype: Of the result.
+            is_last: Whether nothing else holds `log_scale`, which may be overwritten.
+        """
+        scale = exp_of_difference(self.log_scale, shift, is_last)
         if self.values is not None:
             scale = scale * ops.cast(self.values, scale.dtype)
         return ops.cast(scale, dtype)
@@ -133,7 +139,7 @@ class Squared(NamedTuple):
         """The same as `Features`, of width r²."""
         return Features(self_tensor(self.values), self.log_scale)
 
-    def expand(self, shift, dtype):
+    def expand(self, shift, dtype, is_last=False):
         """As of `Features`, of width r²."""
         # Half the exponent for each factor: r numbers are scaled, not r².
         scale = ops.exp((self.log_scale - shift) / 2)
@@ -189,6 +195,11 @@ class Deferred(NamedTuple):
         """The length of the axis before the last."""
         return self.x.shape[-2]
 
+    @property
+    def is_exponential(self):
+        """Whether `heads_first` gives exponents alone, which nothing else holds."""
+        return self.function.is_exponential
+
     def compute(self):
         """The `Features`, or `Marked`."""
         return self.function(self.x, self.parameters)
@@ -204,6 +215,11 @@ class Scaled(NamedTuple):
 
     function: Any
     factor: float
+
+    @property
+    def is_exponential(self):
+        """As of the function."""
+        return self.function.is_exponential
 
     def __call__(self, x, parameters):
         return self.function(self._scaled(x), parameters)

@@ -75,10 +75,18 @@ def elementwise_min(a, b):
     return ops.minimum(a, b)
 
 
-def exp_of_difference(a, b):
-    """`exp(a - b)`, on PyTorch with one array less: large ones cost more than sums."""
+def exp_of_difference(a, b, is_last=False):
+    """`exp(a - b)`, of the shape of a.
+
+    On PyTorch in place where that can be: fresh memory costs a CPU more than the sum.
+
+    Args:
+        a: Array.
+        b: Array.
+        is_last: Whether nothing else holds `a`.
+    """
     if keras.backend.backend() == "torch":
-        return (a - b).exp_()
+        return (a.sub_(b) if is_last else a - b).exp_()
     return ops.exp(a - b)
 
 

@@ -20,6 +20,7 @@ from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.not_finite import finite_values
 from keras_rfattn.ops.not_finite import spoils
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import add_into
 from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import wide_dtype
 
@@ -64,13 +65,14 @@ def admit(key, value, mask=None):
     return Marked(key.features.hidden(mask), spoiled), finite_values(value)
 
 
-def summarize(key, value, mask=None):
+def summarize(key, value, mask=None, is_last=False):
     """Sums keys and values over S.
 
     Args:
         key: `Marked` of shape `(..., S, M)`, as `admit` gives them.
         value: Array of shape `(..., S, V)`, likewise; its dtype is the compute dtype.
         mask: The mask given to `admit`.
+        is_last: Whether nothing else holds the features, which may be overwritten.
 
     Returns:
         `Sums`, in float32 (float64 for float64 features).
@@ -78,7 +80,7 @@ def summarize(key, value, mask=None):
     key, spoiled = key
     maximum = ops.stop_gradient(ops.max(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
-    rows = key.expand(shift, value.dtype)
+    rows = key.expand(shift, value.dtype, is_last)
     # The normalizer is the sum of a value 1, which a hidden key does not have: where no
     # key is visible the maximum is `LOWEST` too.
     ones = hide(ops.ones_like(value[..., :1]), mask)
@@ -130,7 +132,7 @@ def query_shift(query, maximum):
     return ops.stop_gradient(ops.max(exponent, axis=-1))
 
 
-def read(sums, query, dtype, shift=None):
+def read(sums, query, dtype, shift=None, is_last=False):
     """Looks queries up in `sums`, but for their mark, which is added to the output.
 
     Args:
@@ -139,15 +141,21 @@ def read(sums, query, dtype, shift=None):
         dtype: Compute dtype of the products.
         shift: Array of shape `(..., R)`, at least `query_shift(query, maximum)`, which
             it is if `None`.
+        is_last: Whether nothing else holds the features, which may be overwritten.
 
     Returns:
         A `Reading` relative to `shift`.
     """
-    log_scale = query.log_scale + ops.expand_dims(sums.maximum, -2)
+    raised = ops.expand_dims(sums.maximum, -2)
+    log_scale = query.log_scale
+    log_scale = add_into(log_scale, raised) if is_last else log_scale + raised
     if shift is None:
         shift = ops.stop_gradient(ops.max(log_scale, axis=-1))
     shifted = query._replace(log_scale=log_scale)
-    rows, wide = shifted.expand(shift[..., None], dtype), wide_dtype(sums.numerator)
+    # Of signed features the exponents are needed again.
+    is_last = query.is_exponential
+    rows = shifted.expand(shift[..., None], dtype, is_last)
+    wide = wide_dtype(sums.numerator)
     column = ops.cast(ops.expand_dims(sums.normalizer, -1), wide)
     if keras.backend.standardize_dtype(rows.dtype) == wide:
         both = ops.concatenate([ops.cast(sums.numerator, wide), column], axis=-1)
