@@ -50,7 +50,7 @@ import keras
 from keras_rfattn import feature_maps
 from keras_rfattn import ops
 from keras_rfattn.layers.linear_attention import attend
-from keras_rfattn.ops.causal import DEFAULT_BLOCK_SIZE
+from keras_rfattn.ops.options import Options
 
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 BUDGET = 0.4 * MEMORY  # of a softmax
@@ -119,7 +119,7 @@ class Problem:
         return program, program.memory_analysis().temp_size_in_bytes
 
     def flops(self):
-        h, m, c = self.shape[-1], self.map.output_dim, DEFAULT_BLOCK_SIZE
+        h, m, c = self.shape[-1], self.map.output_dim, Options().block_length
         each = 8 * h * m + (2 * c * (m + h) if self.causal else 0)
         return each * self.shape[2] * (3 if self.gradient else 1)
 

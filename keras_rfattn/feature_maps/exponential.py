@@ -24,7 +24,7 @@ class Exponential:
         return self._features("key_features", x, stats)
 
     def _features(self, method, x, stats):
-        own, vectors, bias = self.exponents(method, x, stats)
+        own, vectors, bias, _ = self.exponents(method, x, stats)
         shape, groups = ops.shape(x), x.shape[-2] // self.num_heads
         lead = tuple(shape[:-2])
         own = ops.reshape(own, (*lead, self.num_heads, groups, self.head_dim))

@@ -6,14 +6,11 @@ import weakref
 import keras
 from keras import ops
 
-from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.not_finite import bounded
 from keras_rfattn.ops.not_finite import limited
 from keras_rfattn.ops.not_finite import spoils
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import add_into
 from keras_rfattn.ops.precision import wide_dtype
 
 IGNORED = ("name", "trainable", "dtype", "seed", "projection")
@@ -41,11 +38,6 @@ class FeatureFunction:
         shape = feature_map.num_heads, feature_map.head_dim
         return type(feature_map), repr(essence(feature_map)), self.method, shape
 
-    @property
-    def is_exponential(self):
-        """Whether `heads_first` gives exponents alone, which nothing else holds."""
-        return self.reference().has_exponents
-
     def __eq__(self, other):
         return isinstance(other, FeatureFunction) and self.identity == other.identity
 
@@ -59,13 +51,14 @@ class FeatureFunction:
             method = getattr(type(feature_map), self.method)
             return method.marked(feature_map, x, stats)
 
-    def heads_first(self, x, parameters, is_relative=False):
+    def heads_first(self, x, parameters, is_relative=False, is_lazy=False):
         """The same of `(B, K, R, H)`, as `Marked` `(B, K, R, M)`.
 
         Args:
             x: G rows beside each other for each token, of the heads of a group.
             parameters: As in a call.
             is_relative: Whether a factor for each token may be left out.
+            is_lazy: Whether the features may be `Exponents`, yet to be computed.
         """
         feature_map, (stats, values) = self.reference(), parameters
         tokens = ops.swapaxes(x, 1, 2)
@@ -80,15 +73,12 @@ class FeatureFunction:
             common = None
             if not is_relative:
                 common = feature_map.common_exponent(self.method, tokens, stats)
-        # Heads first from here on: what follows is as wide as the features.
-        rows, vectors, bias = found
-        exponents = accumulated_matmul(
-            ops.swapaxes(rows, 1, 2), ops.cast(vectors, rows.dtype), is_precise=True
-        )
-        exponents = add_into(exponents, ops.cast(bias, rows.dtype))
+        # Heads first before what is as wide as the features.
         if common is not None:
-            exponents = add_into(exponents, ops.swapaxes(common, 1, 2))
-        return Marked(Features(None, exponents), ops.swapaxes(spoiled, 1, 2))
+            common = ops.swapaxes(common, 1, 2)
+        found = found._replace(x=ops.swapaxes(found.x, 1, 2), common=common)
+        found = found if is_lazy else found.compute()
+        return Marked(found, ops.swapaxes(spoiled, 1, 2))
 
 
 def essence(feature_map):

@@ -169,10 +169,13 @@ class Attention:
         """The answer of the feature map, by the algorithm for the mask and window."""
         query, key, stats = self.prepared()
         arrays = query, key, self.value, self.mask.key_mask, stats
-        length = query.shape[1] or 1
+        length, heads = query.shape[1] or 1, query.shape[2]
         if self.mask.causal:
             length = min(length, self.options.block_length)
-        size = query.shape[2] * length * self.feature_map.output_dim
+        elif self.options.window is None:
+            # Which takes some heads at a time.
+            heads = 1
+        size = heads * length * self.feature_map.output_dim
         return by_rows(self._answer, arrays, size)
 
     def _answer(self, query, key, value, visible, stats):

@@ -2,10 +2,12 @@
 
 from keras import ops
 
-from keras_rfattn.ops.features import Deferred
+from keras_rfattn.ops.features import Exponents
+from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.loops import by_heads
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.sums import admit
@@ -30,20 +32,26 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     """
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     dtype, value = value.dtype, representable(value)
-    mask, is_own = heads_mask(key_mask), _is_own(key_features)
-    # One side after the other: half the memory, and the same for both.
-    key = heads_first(key_features, num_kv_heads)
-    key, value = admit(key, split_heads(value, num_kv_heads), mask)
-    sums = summarize(key, value, mask, is_own)
-    del key
-    query, spoiled = heads_first(query_features, num_kv_heads, True)
-    reading = read(sums, query, value.dtype, is_last=_is_own(query_features))
-    spoiled = spoiled + sums.spoiled[..., None, None]
-    output = normalize(reading, query) + spoiled
+    query = heads_first(query_features, num_kv_heads, is_relative=True, is_lazy=True)
+    key = heads_first(key_features, num_kv_heads, is_lazy=True)
+    value = split_heads(value, num_kv_heads)
+    rows = max(query.spoiled.shape[2] or 1, value.shape[2] or 1)
+    size = (value.shape[0] or 1) * rows * key.features.width
+    output = by_heads(_attend, (query, key, value, heads_mask(key_mask)), size)
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(merge_heads(output, num_heads, length), dtype)
 
 
-def _is_own(features):
-    """Whether their exponents are computed here, and held by nothing else."""
-    return isinstance(features, Deferred) and features.is_exponential
+def _attend(query, key, value, mask):
+    """Some heads of it, `(B, K, R, V)`."""
+    # What is computed here may be overwritten; one side after the other, in the memory
+    # of one.
+    are_own = [isinstance(x.features, Exponents) for x in (query, key)]
+    key = Marked(key.features.compute(), key.spoiled)
+    key, value = admit(key, value, mask)
+    sums = summarize(key, value, mask, is_last=are_own[1])
+    del key
+    features = query.features.compute()
+    reading = read(sums, features, value.dtype, is_last=are_own[0])
+    spoiled = query.spoiled + sums.spoiled[..., None, None]
+    return normalize(reading, features) + spoiled

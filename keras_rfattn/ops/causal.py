@@ -54,7 +54,7 @@ def causal(
         value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
         key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden
             keys and values may hold anything, NaN included.
-        block_size: Length of a block, 128 by default (512 on a TPU). Any positive
+        block_size: Length of a block, by the device if `None` (`Options`). Any positive
             integer, and no effect on the result.
         state: Optional `State` of earlier tokens, which every query sees.
         return_state: Whether to return the state after the last token too.

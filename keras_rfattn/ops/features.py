@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import add_into
 from keras_rfattn.ops.precision import exp_of_difference
 from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import wide_dtype
@@ -195,11 +196,6 @@ class Deferred(NamedTuple):
         """The length of the axis before the last."""
         return self.x.shape[-2]
 
-    @property
-    def is_exponential(self):
-        """Whether `heads_first` gives exponents alone, which nothing else holds."""
-        return self.function.is_exponential
-
     def compute(self):
         """The `Features`, or `Marked`."""
         return self.function(self.x, self.parameters)
@@ -216,34 +212,43 @@ class Scaled(NamedTuple):
     function: Any
     factor: float
 
-    @property
-    def is_exponential(self):
-        """As of the function."""
-        return self.function.is_exponential
-
     def __call__(self, x, parameters):
         return self.function(self._scaled(x), parameters)
 
-    def heads_first(self, x, parameters, is_relative=False):
+    def heads_first(self, x, parameters, *choices):
         """As of the function."""
-        return self.function.heads_first(self._scaled(x), parameters, is_relative)
+        return self.function.heads_first(self._scaled(x), parameters, *choices)
 
     def _scaled(self, x):
         return self.factor * ops.cast(x, wide_dtype(x))
 
 
 class Exponents(NamedTuple):
-    """What tells exponential features of a token apart: `x · vectors + bias`.
+    """Exponential features before they are computed: `x · vectors + bias + common`.
 
     Attributes:
-        x: Array of shape `(B, ..., N, H)`.
+        x: Array of shape `(B, ..., N, H)`, or `(B, K, R, H)` heads first.
         vectors: `(B or 1, K, H, M)`, for each group of N / K heads.
         bias: `(B or 1, K, 1, M)`.
+        common: `(..., 1)`, what the exponents of a token share, or `None`.
     """
 
     x: Any
     vectors: Any
     bias: Any
+    common: Any = None
+
+    @property
+    def width(self):
+        """How many features there are."""
+        return self.vectors.shape[-1]
+
+    def compute(self):
+        """The `Features` `(B, K, R, M)`, heads first."""
+        x, vectors, bias, common = self
+        found = accumulated_matmul(x, ops.cast(vectors, x.dtype), is_precise=True)
+        found = add_into(found, ops.cast(bias, x.dtype))
+        return Features(None, found if common is None else add_into(found, common))
 
 
 def map_features(function, features):

@@ -9,17 +9,20 @@ from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.not_finite import limited
 
 
-def heads_first(features, num_kv_heads, is_relative=False):
+def heads_first(features, num_kv_heads, is_relative=False, is_lazy=False):
     """`(B, T, N, M)` features as `Marked` `(B, K, T · G, M)`, groups by token.
 
     Args:
         features: `Features`, `Marked` or `Deferred`.
         num_kv_heads: K.
         is_relative: Whether a factor for each token may be left out.
+        is_lazy: Whether the features may be `Exponents`, yet to be computed.
     """
     if isinstance(features, Deferred):
         x = split_heads(features.x, num_kv_heads)
-        return features.function.heads_first(x, features.parameters, is_relative)
+        return features.function.heads_first(
+            x, features.parameters, is_relative, is_lazy
+        )
     return map_features(lambda x: split_heads(x, num_kv_heads), limited(features))
 
 
@@ -44,6 +47,15 @@ def merge_heads(x, num_heads, length):
     x = ops.reshape(x, (batch, num_kv_heads, length, groups, width))
     x = ops.transpose(x, (0, 2, 1, 3, 4))
     return ops.reshape(x, (batch, length, num_heads, width))
+
+
+def last_apart(x):
+    """`(..., V + 1)` as `(..., V)` and `(...)`."""
+    if keras.backend.backend() == "torch":
+        # One array in the gradient, where each slice would be one.
+        rest, last = x.split([x.shape[-1] - 1, 1], -1)
+        return rest, last[..., 0]
+    return x[..., :-1], x[..., -1]
 
 
 def cut_blocks(x, size):

@@ -6,8 +6,8 @@ import keras
 from keras import ops
 
 # Tokens, times heads, that PyTorch takes at once in `fold`, and numbers of features in
-# `by_rows`: what stays in a cache.
-AT_ONCE, NUMBERS = 2048, 2**20
+# `by_rows` and `by_heads`: what stays in a cache. A step costs PyTorch more than JAX.
+AT_ONCE, NUMBERS = 2048, {"torch": 2**20, "jax": 2**18}
 # What `keep` marks, for JAX.
 KEPT = "keras_rfattn"
 
@@ -38,7 +38,7 @@ def exclusive_scan(combine, start, elements):
     return ops.scan(lambda carry, x: (combine(carry, x), carry), start, elements)
 
 
-def compiled(function, **options):
+def compiled(function, /, **options):
     """`function` with its `options` set: on JAX one program, for all calls of a shape.
 
     Without it a loop would be compiled again in every call outside of a jit.
@@ -116,11 +116,7 @@ def _by_groups(step, carry, blocks):
     if group >= count or leaves[0].device.type != "cpu":
         return step(carry, *blocks)
     outputs = []
-    for i in range(0, count, group):
-        part = keras.tree.map_structure(
-            lambda x: None if x is None else x[:, :, i : i + group],  # noqa: B023
-            blocks,
-        )
+    for part in _cut(blocks, group, 2):
         carry, output = step(carry, *part)
         outputs.append(output)
     return carry, ops.concatenate(outputs, axis=2)
@@ -140,16 +136,93 @@ def by_rows(function, arrays, size):
     if keras.backend.backend() != "torch":
         return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
-    batch, rows = leaves[0].shape[0], max(1, NUMBERS // size)
+    batch, rows = leaves[0].shape[0], max(1, NUMBERS["torch"] // size)
     is_fit = all(x.device.type == "cpu" and x.shape[0] in (1, batch) for x in leaves)
     if rows >= batch or not is_fit:
         return function(*arrays)
 
-    def some(x, first):
-        return x if x is None or x.shape[0] == 1 else x[first : first + rows]
-
-    parts = [
-        function(*keras.tree.map_structure(lambda x: some(x, i), arrays))  # noqa: B023
-        for i in range(0, batch, rows)
-    ]
+    parts = [function(*part) for part in _cut(arrays, rows, 0)]
     return ops.concatenate(parts, axis=0)
+
+
+def by_heads(function, arrays, size):
+    """`function` of a few heads at a time where a CPU's cache would not hold all.
+
+    Args:
+        function: Of a module, of arrays, to an array of shape `(B, K, ...)`.
+        arrays: What it takes: pytrees of arrays `(·, K, ...)` or `(·, 1, ...)`, or
+            `None`.
+        size: Numbers that a head makes it hold.
+
+    Returns:
+        What `function` gives of all heads.
+    """
+    backend = keras.backend.backend()
+    leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
+    count = max(x.shape[1] for x in leaves)
+    most = max(1, NUMBERS.get(backend, count * size) // size)
+    heads = max(i for i in range(1, count + 1) if count % i == 0 and i <= most)
+    if heads == count:
+        return function(*arrays)
+    if backend == "torch":
+        if leaves[0].device.type != "cpu":
+            return function(*arrays)
+        parts = [function(*part) for part in _cut(arrays, heads, 1)]
+        return ops.concatenate(parts, axis=1)
+    if keras.distribution.distribution() is not None:
+        # Heads may be on many devices.
+        return function(*arrays)
+    return compiled(_heads_in_turn, function=function, heads=heads)(arrays)
+
+
+def _heads_in_turn(arrays, function, heads):
+    """`by_heads` on JAX; all heads at once for a gradient, which keeps them all."""
+    import jax
+    import jax.numpy as jnp
+
+    def at_once(arrays):
+        return function(*arrays)
+
+    def in_turn(arrays):
+        leaves, tree = jax.tree.flatten(arrays)
+        count = max(x.shape[1] for x in leaves)
+        are_cut = [x.shape[1] == count for x in leaves]
+
+        def cut(x):
+            x = x.reshape(x.shape[0], count // heads, heads, *x.shape[2:])
+            return jnp.moveaxis(x, 1, 0)
+
+        def one(parts):
+            parts = iter(parts)
+            some = [
+                next(parts) if is_cut else x
+                for x, is_cut in zip(leaves, are_cut, strict=True)
+            ]
+            return function(*jax.tree.unflatten(tree, some))
+
+        parts = [cut(x) for x, is_cut in zip(leaves, are_cut, strict=True) if is_cut]
+        found = jnp.moveaxis(jax.lax.map(one, parts), 0, 1)
+        return found.reshape(found.shape[0], count, *found.shape[3:])
+
+    @jax.custom_jvp
+    def attend(arrays):
+        return jax.lax.platform_dependent(arrays, cpu=in_turn, default=at_once)
+
+    @attend.defjvp
+    def gradient(primals, tangents):
+        return jax.jvp(at_once, primals, tangents)
+
+    return attend(arrays)
+
+
+def _cut(arrays, size, axis):
+    """Pytrees of `size` entries along an axis each; what has one is in all of them."""
+    # Not by slices: in the gradient each would be as large as all.
+    parts = [
+        x if x is None or x.shape[axis] == 1 else x.split(size, axis)
+        for x in keras.tree.flatten(arrays)
+    ]
+    count = max(len(x) for x in parts if isinstance(x, tuple))
+    for i in range(count):
+        leaves = [x[i] if isinstance(x, tuple) else x for x in parts]
+        yield keras.tree.pack_sequence_as(arrays, leaves)

@@ -15,6 +15,7 @@ from keras import ops
 
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Marked
+from keras_rfattn.ops.layout import last_apart
 from keras_rfattn.ops.loops import exclusive_scan
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.not_finite import finite_values
@@ -86,7 +87,7 @@ def summarize(key, value, mask=None, is_last=False):
     ones = hide(ops.ones_like(value[..., :1]), mask)
     both = ops.concatenate([value, ones], axis=-1)
     both = accumulated_matmul(rows, both, transpose_a=True)
-    numerator, normalizer, dtype = both[..., :-1], both[..., -1], both.dtype
+    (numerator, normalizer), dtype = last_apart(both), both.dtype
     if key.is_exponential:
         magnitude = normalizer
     else:
@@ -159,8 +160,7 @@ def read(sums, query, dtype, shift=None, is_last=False):
     column = ops.cast(ops.expand_dims(sums.normalizer, -1), wide)
     if keras.backend.standardize_dtype(rows.dtype) == wide:
         both = ops.concatenate([ops.cast(sums.numerator, wide), column], axis=-1)
-        both = accumulated_matmul(rows, both)
-        numerator, denominator = both[..., :-1], both[..., -1]
+        numerator, denominator = last_apart(accumulated_matmul(rows, both))
     else:
         numerator = accumulated_matmul(rows, ops.cast(sums.numerator, dtype))
         denominator = accumulated_matmul(ops.cast(rows, wide), column)[..., 0]

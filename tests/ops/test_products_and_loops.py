@@ -44,21 +44,26 @@ def test_exclusive_scan_keeps_what_came_before():
     h.assert_same(before[0], np.array([10, 11, 13, 16, 20], "float32"))
 
 
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="groups are PyTorch's")
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", ["favorpp", "polysketch", "favorplus"])
-def test_groups_change_no_number(monkeypatch, name, causal):
+@pytest.mark.parametrize("name", ["favorpp_dense", "polysketch", "favorplus", "elu"])
+def test_what_is_taken_at_once_changes_no_number(monkeypatch, name, causal, masked):
+    # Rows, heads and blocks in turn, where a cache would not hold all.
     feature_map, x = h.build(name), h.problem()
-    visible = ops.convert_to_tensor(h.padding_masks()["scattered"])
-    mask = AttentionMask(key_mask=visible, causal=causal, self_attention=True)
+    visible = h.padding_masks()["scattered"] if masked else None
     window = 4 if name == "favorplus" else None
     options = Options(block_size=h.BLOCK, window=window)
-    tensors = [ops.convert_to_tensor(a) for a in x]
 
-    def outputs(at_once, numbers):
+    def computed(at_once, numbers):
         monkeypatch.setattr(loops, "AT_ONCE", at_once)
-        monkeypatch.setattr(loops, "NUMBERS", numbers)
-        return h.to_numpy(attend(*tensors, feature_map, mask=mask, options=options))
+        monkeypatch.setattr(loops, "NUMBERS", {"jax": numbers, "torch": numbers})
 
-    whole, parts = outputs(10**9, 10**12), outputs(1, 1)
-    h.assert_close(parts, whole, rtol=1e-6)
+        def function(*arrays):
+            mask = AttentionMask(visible, causal=causal, self_attention=True)
+            return attend(*arrays, feature_map, mask=mask, options=options)
+
+        tensors = [ops.convert_to_tensor(a) for a in x]
+        return [function(*tensors), *h.gradients(function, *x)]
+
+    for part, whole in zip(computed(1, 1), computed(10**9, 10**12), strict=True):
+        h.assert_close(part, whole, rtol=1e-5)
