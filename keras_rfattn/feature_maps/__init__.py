@@ -15,6 +15,7 @@ from keras_rfattn.feature_maps.coefficients import GaussianCoefficient
 from keras_rfattn.feature_maps.complex_exponential import ComplexExponential
 from keras_rfattn.feature_maps.conditioned import Conditioned
 from keras_rfattn.feature_maps.conditioned import FavorPPDense
+from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.favor import Favor
 from keras_rfattn.feature_maps.favorplus import FavorPlus
 from keras_rfattn.feature_maps.favorpp import FavorPP
@@ -80,6 +81,7 @@ __all__ = [
     "Conditioned",
     "Elementwise",
     "Elu",
+    "Exponential",
     "FEATURE_MAPS",
     "Favor",
     "FavorPP",

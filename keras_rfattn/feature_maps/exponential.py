@@ -9,8 +9,10 @@ from keras_rfattn.ops.precision import precise_einsum
 class Exponential:
     """Mixin of maps that write `exponents` and `common_exponent` alone.
 
-    Algorithms that know them compute features where and in the order they need them;
-    for all others the features are computed here.
+    It comes before `FeatureMap` or `ProjectedFeatureMap` in the bases. Algorithms that
+    know them compute features where and in the order they need them; for all others the
+    features are computed here. A subclass that changes features must change `exponents`
+    too: otherwise its features are computed by its own methods.
     """
 
     has_exponents = True

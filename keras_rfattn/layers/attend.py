@@ -173,8 +173,7 @@ class Attention:
         if self.mask.causal:
             length = min(length, self.options.block_length)
         elif self.options.window is None:
-            # Which takes some heads at a time.
-            heads = 1
+            heads = 1  # of those that it takes in turn
         size = heads * length * self.feature_map.output_dim
         return by_rows(self._answer, arrays, size)
 
@@ -265,8 +264,7 @@ def attend(
     position = mask.offset if mask.causal else None
     if position is not None:
         query, key, value, mask = apply_offset(query, key, value, mask)
-    if mask.causal:
-        position = None
+    position = None if mask.causal else position
     if mask.key_mask is not None:
         key_mask = ops.broadcast_to(mask.key_mask, ops.shape(key)[:2])
         key_mask = needed(key_mask) if position is None else key_mask

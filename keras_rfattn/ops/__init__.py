@@ -14,6 +14,7 @@ Public layout is ``(B, T, N, H)``. Every algorithm takes
 
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import Polynomial
@@ -37,6 +38,7 @@ from keras_rfattn.ops.windowed_state import read_local_state
 
 __all__ = [
     "AttentionMask",
+    "Exponents",
     "Features",
     "Local",
     "LocalState",

@@ -1,0 +1,207 @@
+"""Linear attention against what people use today on PyTorch, side by side in one run.
+
+    KERAS_BACKEND=jax python benchmarks/peers.py [--causal] [--lengths 1024 4096 8192]
+
+Ours runs on the chosen backend, features included; the others on PyTorch in the same
+process: `scaled_dot_product_attention`, and of FAVOR+ with as many features
+`performer-pytorch` and `pytorch-fast-transformers` (its C++), each if it is installed.
+All get the same queries, keys and values. They take turns, forward, and forward with
+backward. Told are the least milliseconds, and the median over turns of their time
+by ours: how many times as fast ours is. `share of matmul` is the rate of the products
+that ours needs (features 4 H M, sums 2 M H, look-up 2 M H for a token and head, within
+causal blocks 2 C (M + H); backward twice that) by the rate of a product of two matrices
+of 512 x 512 in the same run.
+"""
+
+import argparse
+import json
+import os
+import time
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--num-features", type=int, default=256)
+    parser.add_argument("--mechanism", default="favorpp")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--threads", type=int, help="of PyTorch and JAX; all if unset")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", default="peers.jsonl", help="appended to")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before imports that take seconds
+    args = parse_arguments()
+    if args.threads == 1:
+        flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import torch
+from keras import ops
+
+from keras_rfattn import feature_maps
+from keras_rfattn.layers.attend import attend
+from keras_rfattn.ops import AttentionMask
+from keras_rfattn.ops import Options
+
+
+def ours(args, tokens):
+    """`(forward, both)` of this library, each without arguments."""
+    feature_map = feature_maps.get(
+        args.mechanism, num_features=args.num_features, seed=0
+    )
+    feature_map.build((None, None, args.heads, args.head_dim))
+    mask = AttentionMask(causal=args.causal, self_attention=True)
+
+    def attention(*tokens):
+        return attend(*tokens, feature_map, mask=mask)
+
+    if keras.backend.backend() == "torch":
+        return on_torch(attention, tokens)
+    if keras.backend.backend() != "jax":
+        raise ValueError("Runs on JAX and PyTorch. Received: KERAS_BACKEND=tensorflow")
+    import jax
+
+    tokens = [ops.convert_to_tensor(x) for x in tokens]
+    forward = jax.jit(attention)
+    both = jax.jit(
+        jax.grad(lambda *x: ops.sum(ops.square(attention(*x))), argnums=(0, 1, 2))
+    )
+    return (
+        lambda: jax.block_until_ready(forward(*tokens)),
+        lambda: jax.block_until_ready(both(*tokens)),
+    )
+
+
+def on_torch(attention, tokens):
+    """`(forward, both)` of a function of PyTorch tensors `(B, T, N, H)`."""
+    tokens = [torch.from_numpy(x) for x in tokens]
+
+    def forward():
+        with torch.no_grad():
+            return attention(*tokens)
+
+    def both():
+        x = [x.clone().requires_grad_() for x in tokens]
+        attention(*x).square().sum().backward()
+
+    return forward, both
+
+
+def peers(args):
+    """Functions of tensors `(B, T, N, H)`, of what is installed."""
+    found = {"torch SDPA": heads_first(
+        lambda *x: torch.nn.functional.scaled_dot_product_attention(
+            *x, is_causal=args.causal
+        )
+    )}  # fmt: skip
+    try:
+        from performer_pytorch import FastAttention
+    except ImportError:
+        print("performer-pytorch is not installed")
+    else:
+        performer = FastAttention(args.head_dim, args.num_features, causal=args.causal)
+        found["performer-pytorch"] = heads_first(performer)
+    try:
+        from fast_transformers.attention import CausalLinearAttention
+        from fast_transformers.attention import LinearAttention
+        from fast_transformers.feature_maps import Favor
+        from fast_transformers.masking import FullMask
+        from fast_transformers.masking import LengthMask
+        from fast_transformers.masking import TriangularCausalMask
+    except ImportError:
+        print("pytorch-fast-transformers is not installed")
+    else:
+        kind = CausalLinearAttention if args.causal else LinearAttention
+        layer = kind(args.head_dim, Favor.factory(n_dims=args.num_features))
+
+        def fast(query, key, value):
+            length = query.shape[1]
+            mask = TriangularCausalMask if args.causal else FullMask
+            lengths = LengthMask(torch.full((len(query),), length))
+            return layer(query, key, value, mask(length), lengths, lengths)
+
+        found["fast-transformers"] = fast
+    return found
+
+
+def heads_first(attention):
+    def call(*tokens):
+        return attention(*(x.transpose(1, 2) for x in tokens)).transpose(1, 2)
+
+    return call
+
+
+def seconds(run):
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def matmul_rate(backend):
+    """Operations a second of a product of two matrices."""
+    size, count = 512, 20
+    x = torch.randn(size, size)
+    run = lambda: x @ x  # noqa: E731
+    if backend == "jax":
+        import jax
+
+        y, product = ops.convert_to_tensor(x.numpy()), jax.jit(lambda x: x @ x)
+        run = lambda: jax.block_until_ready(product(y))  # noqa: E731
+    run()
+    return 2 * size**3 / min(seconds(run) for _ in range(count))
+
+
+def operations(args, length):
+    h, m, c = args.head_dim, args.num_features, Options().block_length
+    each = 8 * h * m + (2 * c * (m + h) if args.causal else 0)
+    return each * length * args.heads * args.batch
+
+
+def main(args):
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    backend, generator = keras.backend.backend(), np.random.default_rng(0)
+    for length in args.lengths:
+        shape = args.batch, length, args.heads, args.head_dim
+        tokens = [generator.standard_normal(shape).astype("float32") for _ in range(3)]
+        runs = {"ours": ours(args, tokens)}
+        runs |= {name: on_torch(x, tokens) for name, x in peers(args).items()}
+        rate = matmul_rate(backend)
+        for i, direction in enumerate(("forward", "forward + backward")):
+            times = {name: [] for name in runs}
+            for _ in range(args.rounds + 1):
+                for name, both in runs.items():
+                    times[name].append(seconds(both[i]))
+            # The first round compiles.
+            times = {name: np.array(x[1:]) for name, x in times.items()}
+            for name, found in times.items():
+                row = {
+                    "backend": backend, "causal": args.causal, "batch": args.batch,
+                    "heads": args.heads, "head dim": args.head_dim,
+                    "features": args.num_features, "threads": args.threads,
+                    "length": length, "direction": direction, "name": name,
+                    "ms": round(1000 * found.min(), 1),
+                    "ours times as fast": round(
+                        float(np.median(found / times["ours"])), 2
+                    ),
+                }  # fmt: skip
+                if name == "ours":
+                    count = operations(args, length) * (1, 3)[i]
+                    row["share of matmul"] = round(count / found.min() / rate, 2)
+                print(json.dumps(row), flush=True)
+                with open(args.results, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main(args)
