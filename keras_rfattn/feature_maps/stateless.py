@@ -38,6 +38,11 @@ class FeatureFunction:
         shape = feature_map.num_heads, feature_map.head_dim
         return type(feature_map), repr(essence(feature_map)), self.method, shape
 
+    @property
+    def is_exponential(self):
+        """Whether `heads_first` gives exponents alone, which nothing else holds."""
+        return self.reference().has_exponents
+
     def __eq__(self, other):
         return isinstance(other, FeatureFunction) and self.identity == other.identity
 

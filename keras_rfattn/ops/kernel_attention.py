@@ -1,8 +1,8 @@
 """Attention by the kernel itself, token by token: what features estimate.
 
 A kernel is a frozen object, so that programs compiled for equal ones are shared. It
-weighs queries `(..., R, H)` and keys `(..., S, H)` into weights `(..., R, S)`, each
-relative to `exp(shift)` of its row, and 0 where not `visible`.
+weighs finite queries `(..., R, H)` and keys `(..., S, H)` into weights `(..., R, S)`,
+each relative to `exp(shift)` of its row, and 0 where not `visible` (`None`: all are).
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from keras_rfattn.ops.not_finite import onward
 from keras_rfattn.ops.not_finite import spoils
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import elementwise_max
+from keras_rfattn.ops.precision import exp_of_difference
 from keras_rfattn.ops.precision import known_finite
-from keras_rfattn.ops.precision import precise_einsum
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.precision import wide_dtype
 from keras_rfattn.ops.sums import Reading
@@ -46,8 +46,7 @@ class Softmax:
 
     def __call__(self, query, key, visible):
         """`(weights, shift)`: `(..., R, S)` and `(..., R)`."""
-        logits = precise_einsum("...rh,...sh->...rs", query, key)
-        return _exponentiate(ops.clip(logits, LOWEST, -LOWEST), visible)
+        return _exponentiate(_products(query, key), visible)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +67,23 @@ class Polynomial:
     def __call__(self, query, key, visible):
         """`(weights, shift)`: `(..., R, S)` and `(..., R)`."""
         (query, query_scale), (key, key_scale) = unit(query), unit(key)
-        products = precise_einsum("...rh,...sh->...rs", query, key)
+        products = _products(query, key)
         scale = query_scale + ops.swapaxes(key_scale, -1, -2)
         scale, shift = _exponentiate(self.degree * scale, visible)
         return scale * products**self.degree, shift
 
 
+def _products(query, key):
+    return accumulated_matmul(query, key, transpose_b=True, is_precise=True)
+
+
 def _exponentiate(exponent, visible):
-    exponent = ops.where(visible, exponent, LOWEST)
-    shift = ops.stop_gradient(ops.max(exponent, axis=-1))
-    weights = ops.exp(exponent - ops.expand_dims(shift, -1))
-    return ops.where(visible, weights, 0), shift
+    if visible is not None:
+        exponent = ops.where(visible, exponent, LOWEST)
+    # Half of it, so that hidden weights vanish where nothing is visible, too.
+    shift = elementwise_max(ops.max(exponent, axis=-1), LOWEST / 2)
+    shift = ops.stop_gradient(shift)
+    return exp_of_difference(exponent, ops.expand_dims(shift, -1), is_last=True), shift
 
 
 def unit(x):
@@ -99,7 +104,7 @@ def read_exactly(kernel, query, key, value, visible):
         query: Array of shape `(..., R, H)`.
         key: Array of shape `(..., S, H)`.
         value: Array of shape `(..., S, V)`.
-        visible: Boolean array that broadcasts to `(..., R, S)`.
+        visible: Boolean array that broadcasts to `(..., R, S)`, or `None` for all.
     """
     weights, shift = kernel(query, key, visible)
     rounded = ops.cast(weights, value.dtype)
@@ -136,12 +141,11 @@ def exact_attention(query, key, value, kernel, key_mask=None, causal=False):
     key, value = (split_heads(x, num_kv_heads) for x in (key, value))
     mask = heads_mask(key_mask)
     given = query, key, value
-    visible = ops.ones((1, ops.shape(key)[2]), dtype="bool")
+    visible = None if mask is None else mask[..., None, :]
     if causal:
         tokens = ops.repeat(ops.arange(length), groups)
-        visible = tokens[:, None] >= ops.arange(length)[None, :]
-    if mask is not None:
-        visible = visible & mask[..., None, :]
+        past = tokens[:, None] >= ops.arange(length)[None, :]
+        visible = past if visible is None else visible & past
     is_finite = known_finite(*given, limit=LARGEST)
     tokens = given if is_finite else finite_tokens(*given)
     if kernel == Softmax() and keras.backend.backend() == "torch":
@@ -158,14 +162,16 @@ def _fused(query, key, value, visible, is_causal):
     """Softmax attention by PyTorch's own operation; 0 for a row that sees no key."""
     import torch
 
-    wide = query.dtype
-    value, seen = value.to(wide), visible.any(dim=-1, keepdim=True)
-    # A row without any key would be NaN, in the gradient too.
-    mask = None if is_causal else visible | ~seen
+    wide, seen, mask = query.dtype, None, None
+    value = value.to(wide)
+    if visible is not None and not is_causal:
+        seen = visible.any(dim=-1, keepdim=True)
+        # A row without any key would be NaN, in the gradient too.
+        mask = visible | ~seen
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=is_causal, scale=1.0
     )
-    return torch.where(seen, output, 0)
+    return output if seen is None else torch.where(seen, output, 0)
 
 
 def finite_tokens(query, key, value):

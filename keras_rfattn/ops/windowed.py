@@ -175,6 +175,7 @@ def attend_windows(
         query_features, functions[0], num_kv_heads, window, groups
     )
     far_key, compute_key = in_blocks(key_features, functions[1], num_kv_heads, window)
+    are_own = [x is not None and x.is_exponential for x in functions]
     query = cut_blocks(split_heads(query, num_kv_heads), window * groups)
     key, value = (
         cut_blocks(split_heads(x, num_kv_heads), window) for x in (key, value)
@@ -201,12 +202,14 @@ def attend_windows(
 
     def sums_of(key, value, mask):
         mask = None if mask is None else mask[..., 0]
-        return summarize(*admit(compute_key(key), value, mask), mask)
+        return summarize(*admit(compute_key(key), value, mask), mask, are_own[1])
 
     def look_up(sums, query, exact_query, key, value, mask):
         query, _ = compute_query(query)
-        far = read(sums, query, value.dtype)
-        visible = ops.swapaxes(mask, -1, -2) & within
+        far = read(sums, query, value.dtype, is_last=are_own[0])
+        # Windows beside its own may be the zeros after an end.
+        is_all = hidden is None and within is True and len(nearby) == 1
+        visible = None if is_all else ops.swapaxes(mask, -1, -2) & within
         tokens, mask = (exact_query, key, value), mask[..., 0]
         near = read_exactly(kernel, *finite_tokens(*tokens), visible)
         reading = Reading(*(keep(x) for x in combine(far, near)))
