@@ -35,8 +35,11 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     query = heads_first(query_features, num_kv_heads, is_relative=True, is_lazy=True)
     key = heads_first(key_features, num_kv_heads, is_lazy=True)
     value = split_heads(value, num_kv_heads)
-    rows = max(query.spoiled.shape[2] or 1, value.shape[2] or 1)
-    size = (value.shape[0] or 1) * rows * key.features.width
+    batch, *lengths = value.shape[0], value.shape[2], query.spoiled.shape[2]
+    size = None
+    # Dimensions of a symbolic shape are no numbers.
+    if all(isinstance(x, int) for x in (batch, *lengths)):
+        size = max(1, batch * max(lengths)) * key.features.width
     output = by_heads(_attend, (query, key, value, heads_mask(key_mask)), size)
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(merge_heads(output, num_heads, length), dtype)

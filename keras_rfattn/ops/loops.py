@@ -152,12 +152,14 @@ def by_heads(function, arrays, size):
         function: Of a module, of arrays, to an array of shape `(B, K, ...)`.
         arrays: What it takes: pytrees of arrays `(·, K, ...)` or `(·, 1, ...)`, or
             `None`.
-        size: Numbers that a head makes it hold.
+        size: Numbers that a head makes it hold; all heads are taken if `None`.
 
     Returns:
         What `function` gives of all heads.
     """
     backend = keras.backend.backend()
+    if size is None:
+        return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
     count = max(x.shape[1] for x in leaves)
     most = max(1, NUMBERS.get(backend, count * size) // size)
