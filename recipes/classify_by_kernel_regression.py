@@ -72,7 +72,6 @@ from scipy.spatial.distance import cdist
 from keras_rfattn import feature_maps
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.layout import heads_first
-from keras_rfattn.ops.sums import query_shift
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize as summarize_keys
 
@@ -201,8 +200,7 @@ def estimated(registered, count, sigma, train, labels, x, y, seed):
     value = np.tile(one_hot, (1, DRAWS, 1, 1))
     sums = summarize_keys(key, ops.convert_to_tensor(value))
     query, _ = features(feature_map, feature_map.query_features, sigma * x)
-    shift = query_shift(query, sums.maximum)
-    scores = read(sums, query, shift, "float32").numerator
+    scores = read(sums, query, "float32").numerator
     guess = ops.convert_to_numpy(ops.argmax(scores, axis=-1))
     return float(np.mean(guess == y))
 
