@@ -3,12 +3,10 @@
     python benchmarks/devices.py [--devices 8] [--lengths 512 1024 2048 4096]
 
 A GPT-2 of two layers, made linear, forward and backward, over simulated devices: data,
-heads (`layout_map`) or tokens (`SequenceParallel`) divided; and softmax attention with
-its tokens divided, where the compiler gathers what it needs. Told are bytes that a
-device receives, by the kind of exchange, read from the compiled program; no time, as
-simulated devices have none. Divided heads and tokens exchange activations for the dense
-layers besides, which grow with the length as everything of a token does: `attention`
-is what an attention call alone exchanges.
+heads (`layout_map`) or tokens (`SequenceParallel`) divided; `--mechanism softmax` to
+compare. Told are bytes that a device receives, by the kind of exchange, read from the
+compiled program; no time, as simulated devices have none. `attention` is what an
+attention call alone exchanges.
 """
 
 import argparse
