@@ -50,11 +50,16 @@ class FeatureFunction:
         return hash(self.identity)
 
     def __call__(self, x, parameters):
-        feature_map, (stats, values) = self.reference(), parameters
-        pairs = list(zip(feature_map.variables, values, strict=True))
-        with keras.StatelessScope(pairs):
+        feature_map, stats, scope = self._given(parameters)
+        with scope:
             method = getattr(type(feature_map), self.method)
             return method.marked(feature_map, x, stats)
+
+    def _given(self, parameters):
+        """The map, its statistics, and a scope in which its weights are those given."""
+        feature_map, (stats, values) = self.reference(), parameters
+        pairs = list(zip(feature_map.variables, values, strict=True))
+        return feature_map, stats, keras.StatelessScope(pairs)
 
     def heads_first(self, x, parameters, is_relative=False, is_lazy=False):
         """The same of `(B, K, R, H)`, as `Marked` `(B, K, R, M)`.
@@ -65,15 +70,14 @@ class FeatureFunction:
             is_relative: Whether a factor for each token may be left out.
             is_lazy: Whether the features may be `Exponents`, yet to be computed.
         """
-        feature_map, (stats, values) = self.reference(), parameters
+        feature_map, stats, scope = self._given(parameters)
         tokens = ops.swapaxes(x, 1, 2)
         if not feature_map.has_exponents:
             found = limited(self(tokens, parameters))
             return map_features(lambda x: ops.swapaxes(x, 1, 2), found)
         tokens = ops.cast(tokens, wide_dtype(tokens))
         spoiled, tokens = spoils(tokens), bounded(tokens)
-        pairs = list(zip(feature_map.variables, values, strict=True))
-        with keras.StatelessScope(pairs):
+        with scope:
             found = feature_map.exponents(self.method, tokens, stats)
             common = None
             if not is_relative:
