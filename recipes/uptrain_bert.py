@@ -28,8 +28,6 @@ import sys
 import time
 
 TASKS = ("similarity", "sst2", "mrpc", "sts", "long")
-# Tokens of a text, or of a pair, in fine-tuning: hardly any is longer.
-TUNED_TOKENS = {"sst2": 48, "mrpc": 96, "sts": 96}
 
 
 def parse_arguments():
@@ -48,6 +46,8 @@ def parse_arguments():
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--stride", type=int, default=1, help="every n-th pair or row")
+    parser.add_argument("--tune", choices=["last", "first"], default="last",
+                        help="fine-tune what is linear, or the other way")  # fmt: skip
     parser.add_argument("--tune-steps", type=int, default=300, help="fine-tuning")
     parser.add_argument(
         "--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096]
@@ -68,7 +68,6 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
-import keras_hub
 import numpy as np
 from common.one_feature import OneFeature
 from common.sentences import chunks
@@ -78,10 +77,9 @@ from common.sentences import load
 from common.sentences import pairs_of
 from common.sentences import pooled_text
 from common.sentences import preprocessor
-from common.sentences import split
 from common.sentences import training_texts
-from keras import ops
-from scipy.stats import spearmanr
+from common.tuning import Task
+from common.tuning import reinitialize
 
 import keras_rfattn
 from keras_rfattn import diagnostics
@@ -147,93 +145,59 @@ def similarity(args, data):
 
 
 def classification(args, data):
-    """Fine-tunes from softmax, uptrained, replaced alone, and from scratch."""
-    rows = split(data, args.task, "dev", args.stride)
-    rows += split(data, args.task, "test", args.stride)
-    found = {arm: [] for arm in ("softmax", "uptrained", "replaced", "scratch")}
+    """Softmax, uptrained, replaced alone, and from scratch, all fine-tuned."""
+    task = Task(data, args.task, args.tune_steps, args.stride)
+    arms = tuned_first if args.tune == "first" else tuned_last
+    found = {}
     for seed in args.seeds:
-        for arm, results in found.items():
-            # Of dropout too.
-            keras.utils.set_random_seed(seed)
-            backbone, tokenizer = load(args.preset)
-            if arm == "uptrained":
-                uptrained(args, data, seed, backbone, tokenizer)
-            elif arm != "softmax":
-                replace(args, backbone, seed)
-            if arm == "scratch":
-                reinitialize(backbone, seed)
-            predicted = fine_tuned(args, data, backbone, tokenizer, rows, seed)
-            results.append(predicted)
-            row = {"task": args.task, "arm": arm, "seed": seed, "rows": len(rows)}
-            write(args, row | {"score": score(args.task, predicted, rows)})
+        for arm, model in arms(args, data, task, seed):
+            predicted = task.predictions(model)
+            found.setdefault(arm, []).append(predicted)
+            row = {"task": args.task, "arm": arm, "seed": seed, "rows": len(task.rows)}
+            row["score"] = task.score(predicted)
+            if arm == "uptrained" and not args.no_controls:
+                row |= vars(diagnostics.attribute(model, task, Task.judge))
+            write(args, row)
     for arm in ("softmax", "replaced", "scratch"):
-        low, high = interval(args.task, found["uptrained"], found[arm], rows)
-        row = {"task": args.task, "uptrained minus": arm, "95 %": [low, high]}
-        write(args, row | {"seeds": args.seeds})
+        row = {"task": args.task, "uptrained minus": arm, "seeds": args.seeds}
+        write(args, row | {"95 %": task.interval(found["uptrained"], found[arm])})
 
 
-def reinitialize(model, seed):
-    """Weights as a fresh model has them: the checkpoint's spread, and no more of it."""
-    generator = np.random.default_rng(seed)
-    for weight in model.trainable_weights:
-        if len(weight.shape) > 1 and "feature_map" not in weight.path:
-            weight.assign(0.02 * generator.standard_normal(weight.shape))
-        elif "gamma" not in weight.path and "feature_map" not in weight.path:
-            weight.assign(0 * weight)
+def tuned_last(args, data, task, seed):
+    """Pairs of an arm and a classifier: a linear model is fine-tuned."""
+    for arm in ("softmax", "replaced", "uptrained", "scratch"):
+        # Of dropout too.
+        keras.utils.set_random_seed(seed)
+        backbone, tokenizer = load(args.preset)
+        if arm == "uptrained":
+            uptrained(args, data, seed, backbone, tokenizer)
+        elif arm != "softmax":
+            replace(args, backbone, seed)
+        if arm == "scratch":
+            reinitialize(backbone, seed)
+        yield arm, task.fine_tuned(backbone, tokenizer, seed)
 
 
-def fine_tuned(args, data, backbone, tokenizer, rows, seed):
-    """Predictions for `rows` of a head trained with the whole model, `(rows, ·)`."""
+def tuned_first(args, data, task, seed):
+    """The same: a fine-tuned model is made linear, by texts of the task, no labels."""
     keras.utils.set_random_seed(seed)
-    is_regression = args.task == "sts"
-    model = keras_hub.models.BertTextClassifier(
-        backbone, num_classes=1 if is_regression else 2
-    )
-    train = split(data, args.task, "train")
-    encode = preprocessor(tokenizer, TUNED_TOKENS[args.task])
-
-    def inputs(texts):
-        if args.task != "sst2":
-            texts = tuple(map(list, zip(*texts, strict=True)))
-        # A tuple alone would be inputs and labels.
-        found = encode(texts, y=None)
-        return {k: ops.convert_to_numpy(x) for k, x in found.items()}
-
-    x, y = inputs([text for text, _ in train]), np.array([y for _, y in train])
-    generator = np.random.default_rng(seed)
-
-    some = np.concatenate(
-        [generator.choice(len(y), 32, replace=False) for _ in range(args.tune_steps)]
-    )
-    x, y = {k: v[some] for k, v in x.items()}, y[some]
-    rate = keras.optimizers.schedules.CosineDecay(
-        0.0, args.tune_steps, warmup_target=1e-4, warmup_steps=args.tune_steps // 10 + 1
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(rate), "mse" if is_regression else loss)
-    model.fit(x, y, batch_size=32, shuffle=False, verbose=0)
-    some = inputs([text for text, _ in rows])
-    return model.predict(some, batch_size=64, verbose=0)
-
-
-def score(task, predicted, rows, chosen=slice(None)):
-    wanted = np.array([y for _, y in rows])[chosen]
-    if task == "sts":
-        return float(spearmanr(wanted, predicted[chosen, 0])[0])
-    return float(np.mean(predicted[chosen].argmax(-1) == wanted))
-
-
-def interval(task, ours, theirs, rows, draws=2000):
-    """Paired bootstrap over rows and seeds of a difference of scores, 95 %."""
-    generator, found = np.random.default_rng(0), []
-    for _ in range(draws):
-        chosen = generator.integers(len(rows), size=len(rows))
-        seeds = generator.integers(len(ours), size=len(ours))
-        found.append(np.mean([
-            score(task, ours[i], rows, chosen) - score(task, theirs[i], rows, chosen)
-            for i in seeds
-        ]))  # fmt: skip
-    return np.quantile(found, [0.025, 0.975]).tolist()
+    model = task.fine_tuned(*load(args.preset), seed)
+    yield "softmax", model
+    # The old optimizer has no slots for what the maps will train.
+    model.compile()
+    replace(args, model, seed)
+    yield "replaced", model
+    report = keras_rfattn.uptrain(
+        model, task.texts(), steps=args.steps, stages=args.stages, seed=seed,
+        trainable=args.trainable, batch_size=args.batch_size, verbose=2,
+    )  # fmt: skip
+    print(report, flush=True)
+    yield "uptrained", model
+    keras.utils.set_random_seed(seed)
+    backbone, tokenizer = load(args.preset)
+    replace(args, backbone, seed)
+    reinitialize(backbone, seed)
+    yield "scratch", task.fine_tuned(backbone, tokenizer, seed)
 
 
 def long_text(args, data):

@@ -281,9 +281,9 @@ def _check_optimizer(model, feature_maps_):
     optimizer = getattr(model, "optimizer", None)
     if trainable and optimizer is not None and optimizer.built:
         raise ValueError(
-            "The model's optimizer is built and has no slots for the new trainable "
-            f"weights {trainable}. Replace attention before training, or compile "
-            "the model with a new optimizer first."
+            f"The model's optimizer is built and has no slots for the {len(trainable)} "
+            f"new trainable weights, such as {trainable[0]!r}. Replace attention "
+            "before training, or compile the model with a new optimizer first."
         )
 
 

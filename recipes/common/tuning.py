@@ -1,0 +1,109 @@
+"""Fine-tuning a BERT on SST-2, MRPC or STS, and its scores; not a recipe itself."""
+
+import keras
+import keras_hub
+import numpy as np
+from common.sentences import preprocessor
+from common.sentences import split
+from keras import ops
+from scipy.stats import spearmanr
+
+# Tokens of a text, or of a pair: hardly any is longer.
+TOKENS = {"sst2": 48, "mrpc": 96, "sts": 96}
+BATCH, RATE = 32, 1e-4
+
+
+class Task:
+    """A data set: what a model is fine-tuned on, and what it is judged by.
+
+    Args:
+        data: Folder.
+        name: `"sst2"`, `"mrpc"` or `"sts"`.
+        steps: Number of steps of fine-tuning.
+        stride: Every n-th row is judged.
+    """
+
+    def __init__(self, data, name, steps, stride=1):
+        self.name, self.steps, self.tokenizer = name, steps, None
+        self.train = split(data, name, "train")
+        parts = [split(data, name, part, stride) for part in ("dev", "test")]
+        self.rows = parts[0] + parts[1]
+
+    def inputs(self, texts):
+        if self.name != "sst2":
+            texts = tuple(map(list, zip(*texts, strict=True)))
+        # A tuple alone would be inputs and labels.
+        found = preprocessor(self.tokenizer, TOKENS[self.name])(texts, y=None)
+        return {k: ops.convert_to_numpy(x) for k, x in found.items()}
+
+    def texts(self):
+        """Inputs of the training rows without labels, and without what is judged by."""
+        judged = {sentence for text, _ in self.rows for sentence in sentences(text)}
+        return self.inputs(
+            [text for text, _ in self.train if not judged & {*sentences(text)}]
+        )
+
+    def fine_tuned(self, backbone, tokenizer, seed):
+        """A classifier, or regressor, trained with the whole model."""
+        keras.utils.set_random_seed(seed)
+        self.tokenizer = tokenizer
+        is_regression = self.name == "sts"
+        model = keras_hub.models.BertTextClassifier(
+            backbone, num_classes=1 if is_regression else 2
+        )
+        x = self.inputs([text for text, _ in self.train])
+        y = np.array([y for _, y in self.train])
+        generator = np.random.default_rng(seed)
+        some = np.concatenate(
+            [generator.choice(len(y), BATCH, replace=False) for _ in range(self.steps)]
+        )
+        x, y = {k: v[some] for k, v in x.items()}, y[some]
+        rate = keras.optimizers.schedules.CosineDecay(
+            0.0, self.steps, warmup_target=RATE, warmup_steps=self.steps // 10 + 1
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(rate), "mse" if is_regression else loss)
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        return model
+
+    def predictions(self, model):
+        texts = self.inputs([text for text, _ in self.rows])
+        return model.predict(texts, batch_size=64, verbose=0)
+
+    @staticmethod
+    def judge(model, task):
+        """As `keras_rfattn.diagnostics.attribute` calls it."""
+        return task.score(task.predictions(model))
+
+    def score(self, predicted, chosen=slice(None)):
+        """Accuracy, or rank correlation, on the rows `chosen`."""
+        wanted = np.array([y for _, y in self.rows])[chosen]
+        if self.name == "sts":
+            return float(spearmanr(wanted, predicted[chosen, 0])[0])
+        return float(np.mean(predicted[chosen].argmax(-1) == wanted))
+
+    def interval(self, ours, theirs, draws=2000):
+        """Paired bootstrap over rows and seeds of a difference of scores, 95 %."""
+        generator, found, count = np.random.default_rng(0), [], len(self.rows)
+        for _ in range(draws):
+            chosen = generator.integers(count, size=count)
+            seeds = generator.integers(len(ours), size=len(ours))
+            found.append(np.mean([
+                self.score(ours[i], chosen) - self.score(theirs[i], chosen)
+                for i in seeds
+            ]))  # fmt: skip
+        return np.quantile(found, [0.025, 0.975]).tolist()
+
+
+def sentences(text):
+    return [text] if isinstance(text, str) else text
+
+
+def reinitialize(model, seed):
+    """Weights as a fresh model has them: the checkpoint's spread, and no more of it."""
+    generator = np.random.default_rng(seed)
+    for weight in model.trainable_weights:
+        if len(weight.shape) > 1 and "feature_map" not in weight.path:
+            weight.assign(0.02 * generator.standard_normal(weight.shape))
+        elif "gamma" not in weight.path and "feature_map" not in weight.path:
+            weight.assign(0 * weight)
