@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 import warnings
-from pydoc_data.topics import topics
 
 
 def parse_arguments():
@@ -51,6 +50,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import keras_nlp
 import numpy as np
+from common import made_up
 
 import keras_rfattn
 
@@ -66,18 +66,6 @@ PAIRS = [
     ("How do I reset my password?", "The flight leaves at seven in the morning."),
     ("She finished the marathon in four hours.", "The soup needs more salt."),
 ]
-
-WORDS = (
-    "woman child teacher doctor dog bird engineer company team king writer farmer "
-    "bank government student nurse driver singer minister player scientist car",
-    "want see watch write buy sell build find carry open close lose move change "
-    "help hold paint play read show start stop teach visit win break eat follow",
-    "house book letter game song price market window door train river picture bread "
-    "law car phone story question answer road computer table money horse team water",
-    "today yesterday_evening in_the_garden at_school near_the_station in_London "
-    "slowly quickly every_morning after_the_meeting on_the_street for_two_years "
-    "with_a_friend before_dinner without_a_reason in_the_rain at_nine_o'clock",
-)
 
 
 def main(args):
@@ -247,7 +235,7 @@ def check_reload(model, tokenizer, args):
 
 
 def uptrain(model, tokenizer, args):
-    """Hedgehog, a learned map, trained on sentences put together from `WORDS`."""
+    """Hedgehog, a learned map, trained on sentences made up for it."""
     softmax = similarities(model, tokenizer)
     control = np.abs(uniform_control(model, tokenizer) - softmax).mean()
     keras_rfattn.replace_attention(model, "hedgehog", seed=args.seed)
@@ -257,7 +245,7 @@ def uptrain(model, tokenizer, args):
         return np.abs(similarities(model, tokenizer) - softmax).mean()
 
     before, start = moved(), time.perf_counter()
-    texts = sentences(np.random.default_rng(args.seed), 32 * args.steps)
+    texts = made_up.sentences(np.random.default_rng(args.seed), 32 * args.steps)
     report = keras_rfattn.uptrain(
         model, encode(tokenizer, texts), steps=args.steps, seed=args.seed, verbose=2
     )
@@ -267,29 +255,6 @@ def uptrain(model, tokenizer, args):
         f"{moved():.3f} after {(time.perf_counter() - start) / 60:.1f} minutes of "
         f"uptraining (uniform attention: {control:.3f})"
     )
-
-
-def sentences(generator, count):
-    """Simple ones, a third with two clauses; Python's manual for longer words."""
-    manual = [x for topic in topics.values() for x in topic.split(". ")]
-    manual = [x for x in manual if len(x) > 40 and "::=" not in x]
-
-    def clause():
-        who, does, what, where = (generator.choice(x.split()) for x in WORDS)
-        many = generator.random() < 0.5
-        subject = f"The {who}s" if many else f"{generator.choice(['A', 'One'])} {who}"
-        return f"{subject} {does}{'' if many else 's'} the {what} {where}".replace(
-            "_", " "
-        )
-
-    found = []
-    for kind in generator.random(count):
-        if kind < 0.25:
-            found.append(generator.choice(manual))
-        else:
-            joint = generator.choice([" and ", ", but ", " when ", "; "])
-            found.append(joint.join(clause() for _ in range(1 + (kind > 0.7))) + ".")
-    return found
 
 
 def plot(times, path):
