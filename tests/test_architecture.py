@@ -78,7 +78,7 @@ def test_the_walk_sees_imports():
     # Else all of the above would hold of an empty set.
     found = folders(ROOT / "feature_maps" / "projected.py")
     assert found == {"projections", "ops", "kernels"}
-    assert folders(ROOT / "layers" / "attend.py") == {"feature_maps", "ops"}
+    assert folders(ROOT / "layers" / "implementation.py") == {"feature_maps", "ops"}
 
 
 def module(file):

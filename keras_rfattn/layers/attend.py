@@ -7,10 +7,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_rfattn import feature_maps
 from keras_rfattn.layers.cached import apply_offset
 from keras_rfattn.layers.implementation import by_kernels
-from keras_rfattn.layers.implementation import check_implementation
+from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import Deferred
@@ -26,6 +25,8 @@ from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
 from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.prefix import after_prefix
+from keras_rfattn.ops.prefix import check_prefix
 from keras_rfattn.ops.sequence_parallel import over_devices
 from keras_rfattn.ops.sequence_parallel import sequence_axis
 from keras_rfattn.ops.windowed import Local
@@ -137,9 +138,9 @@ class Attention:
     def softmax(self):
         """The answer of softmax attention, O(T · S)."""
         query, key = self.scaled()
-        key_mask, causal = self.mask.key_mask, self.mask.causal
-        query = query * self.logit_scale
-        return softmax_attention(query, key, self.value, key_mask, causal)
+        mask, query = self.mask, query * self.logit_scale
+        masks = mask.key_mask, mask.causal, mask.prefix_mask
+        return softmax_attention(query, key, self.value, *masks)
 
     def zero(self):
         """No attention: 0."""
@@ -149,9 +150,12 @@ class Attention:
     def mean_of_values(self):
         """Uniform attention: the mean of the values a query sees."""
         features = (_one_feature(x, 0.0) for x in self.wide())
-        key_mask = self.mask.key_mask
-        if self.mask.causal:
-            return causal(*features, self.value, key_mask, self.options.block_size)
+        mask, key_mask = self.mask, self.mask.key_mask
+        size = self.options.block_size
+        if mask.prefix_mask is not None:
+            return after_prefix(*features, self.value, mask.prefix_mask, key_mask, size)
+        if mask.causal:
+            return causal(*features, self.value, key_mask, size)
         return bidirectional(*features, self.value, key_mask)
 
     def window_alone(self):
@@ -168,7 +172,8 @@ class Attention:
     def linear(self):
         """The answer of the feature map, by the algorithm for the mask and window."""
         query, key, stats = self.prepared()
-        arrays = query, key, self.value, self.mask.key_mask, stats
+        masks = self.mask.key_mask, self.mask.prefix_mask
+        arrays = query, key, self.value, *masks, stats
         length, heads = query.shape[1] or 1, query.shape[2]
         if self.mask.causal:
             length = min(length, self.options.block_length)
@@ -177,15 +182,19 @@ class Attention:
         size = heads * length * self.feature_map.output_dim
         return by_rows(self._answer, arrays, size)
 
-    def _answer(self, query, key, value, visible, stats):
+    def _answer(self, query, key, value, visible, prefix, stats):
         """`linear`, of what was prepared."""
         mask, feature_map, key_mask = self.mask, self.feature_map, needed(visible)
         kernel, window = feature_map.exact_kernel, self.options.window
         if feature_map.is_exact:
-            return exact_attention(query, key, value, kernel, key_mask, mask.causal)
+            masks = key_mask, mask.causal, prefix
+            return exact_attention(query, key, value, kernel, *masks)
         if self.options.implementation == "pallas" and self.position is None:
             return by_kernels(self, query, key, stats, value, key_mask)
         deferred = self.deferred(query, key, stats)
+        if prefix is not None:
+            size = self.options.block_size
+            return after_prefix(*deferred, value, prefix, key_mask, size)
         lengths, local = (query.shape[1], key.shape[1]), None
         if window is not None:
             local = Local(query, key, kernel, window, self.options.sliding)
@@ -255,6 +264,7 @@ def attend(
     if 0 in (*query.shape[:2], key.shape[1]):
         # No query, or no key to see.
         return ops.zeros((*query.shape[:-1], value.shape[-1]), dtype=value.dtype)
+    check_prefix(mask, options)
     if mask.segment_ids is not None:
         tokens, limit = (query, key, value), options.max_segments
         return by_text(
@@ -283,18 +293,3 @@ def attend(
     if query_mask is not None:
         output = ops.where(query_mask[:, :, None, None], output, 0)
     return output
-
-
-def check_options(options, feature_map):
-    """Raises `ValueError` for options that a map cannot keep.
-
-    That is a window where its kernel cannot be exact, or Pallas kernels that do not
-    compute its features.
-    """
-    check_implementation(options, feature_map)
-    if options.window is not None and feature_map.exact_kernel is None:
-        raise ValueError(
-            "A `window` of exact attention needs a kernel of which the features are an "
-            f"estimate, softmax or polynomial. Received: window={options.window} for "
-            f"{feature_maps.name_of(feature_map)!r}, of kernel {feature_map.kernel!r}."
-        )

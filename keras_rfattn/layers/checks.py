@@ -24,11 +24,15 @@ def title(model):
 
 # What attention classes call their projections; a fused one stands for several sides.
 PROJECTIONS = {
-    "query": ("_query_dense", "query_dense", "q_proj", "q_dense", "_qkv_dense"),
-    "key": ("_key_dense", "key_dense", "k_proj", "k_dense", "_qkv_dense"),
-    "value": ("_value_dense", "value_dense", "v_proj", "v_dense", "_qkv_dense"),
-    "output": ("_output_dense", "output_dense", "o_proj", "o_dense"),
-}
+    "query": (
+        "_query_dense", "query_dense", "q_proj", "q_dense", "query_proj", "_qkv_dense"
+    ),
+    "key": ("_key_dense", "key_dense", "k_proj", "k_dense", "key_proj", "_qkv_dense"),
+    "value": (
+        "_value_dense", "value_dense", "v_proj", "v_dense", "value_proj", "_qkv_dense"
+    ),
+    "output": ("_output_dense", "output_dense", "o_proj", "o_dense", "out_proj"),
+}  # fmt: skip
 
 
 def projection(layer, side):

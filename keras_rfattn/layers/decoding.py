@@ -1,6 +1,7 @@
 """Decoding: a prompt in parallel, then token after token, with a state of one size."""
 
 import contextlib
+from functools import partial
 
 from keras import ops
 
@@ -111,11 +112,13 @@ class Decoder:
         enters: `(B, T)`, which of the new tokens enter the state.
         passed: See `onward`.
         start: Position of the first new token, for rotary embeddings.
+        is_prefix: Whether the new tokens, the first ones, all see each other.
     """
 
-    def __init__(self, state, enters, passed, start):
+    def __init__(self, state, enters, passed, start, is_prefix=False):
         self.state, self.enters = state, enters
         self.passed, self.start = passed, start
+        self.is_prefix = is_prefix
 
     def around(self, layer, function, args, kwargs):
         """The layer's call by a block that passes a cache, without that cache."""
@@ -128,7 +131,8 @@ class Decoder:
                 return function(*args, **kwargs)
         kwargs.pop("attention_mask", None)
         vars(layer).pop("mask", None)
-        mask = AttentionMask(self.enters, causal=True, self_attention=True)
+        causal = not self.is_prefix
+        mask = AttentionMask(self.enters, causal=causal, self_attention=causal)
         with turned_from(layer, self.start):
             output = function(*args, attention_mask=mask, **kwargs)
         # Some classes always return a cache.
@@ -136,7 +140,8 @@ class Decoder:
 
     def __call__(self, call):
         """The answer to an `Attention`."""
-        output, self.state = onward(call, self.state, self.passed)
+        answer = looked_up if self.is_prefix else partial(onward, passed=self.passed)
+        output, self.state = answer(call, self.state)
         return output
 
 
@@ -160,17 +165,23 @@ class CrossDecoder:
 
     def __call__(self, call):
         """The answer to an `Attention`."""
-        query, key, stats = call.prepared()
-        if self.state is None:
-            (batch, _, *sizes), value_dim = ops.shape(key), call.value.shape[-1]
-            sizes = batch, *sizes, value_dim
-            self.state = extend_state(
-                _empty(call.feature_map, call.options, sizes, call.value.dtype),
-                call.feature_map.key_features(key, stats), call.value,
-                call.mask.key_mask,
-            )  # fmt: skip
-        features = call.feature_map.query_features(query, stats)
-        return read_state(self.state, features, call.value.dtype)
+        output, self.state = looked_up(call, self.state)
+        return output
+
+
+def looked_up(call, state=None):
+    """`(output, state)` of queries that see all of a state, at first all keys."""
+    query, key, stats = call.prepared()
+    if state is None:
+        (batch, _, *sizes), value_dim = ops.shape(key), call.value.shape[-1]
+        sizes = batch, *sizes, value_dim
+        state = extend_state(
+            _empty(call.feature_map, call.options, sizes, call.value.dtype),
+            call.feature_map.key_features(key, stats), call.value,
+            call.mask.key_mask,
+        )  # fmt: skip
+    features = call.feature_map.query_features(query, stats)
+    return read_state(state, features, call.value.dtype), state
 
 
 def without_cache(kwargs):

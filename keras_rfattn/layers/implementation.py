@@ -32,6 +32,21 @@ def check_implementation(options, feature_map):
         )
 
 
+def check_options(options, feature_map):
+    """Raises `ValueError` for options that a map cannot keep.
+
+    That is a window where its kernel cannot be exact, or Pallas kernels that do not
+    compute its features.
+    """
+    check_implementation(options, feature_map)
+    if options.window is not None and feature_map.exact_kernel is None:
+        raise ValueError(
+            "A `window` of exact attention needs a kernel of which the features are an "
+            f"estimate, softmax or polynomial. Received: window={options.window} for "
+            f"{feature_maps.name_of(feature_map)!r}, of kernel {feature_map.kernel!r}."
+        )
+
+
 def told(options, feature_map):
     """Which program answers and why, for reports."""
     if options.implementation != "auto":

@@ -13,8 +13,8 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.layers.attend import check_options
 from keras_rfattn.layers.fingerprint import mark
+from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.ops.masks import interpret_mask
 
 # What a layer has only while it is linear.

@@ -256,7 +256,7 @@ def generate_step(task, inputs, stop_token_ids=None):
     return stepped(task, inputs, stop_token_ids, "padding_mask")
 
 
-def stepped(task, inputs, stop_token_ids, name):
+def stepped(task, inputs, stop_token_ids, name, origin=0):
     """The task's own `generate_step`, told what of a prompt is padding.
 
     Args:
@@ -264,6 +264,7 @@ def stepped(task, inputs, stop_token_ids, name):
         inputs: Of `generate_step`.
         stop_token_ids: Likewise.
         name: What `inputs` call the mask of the prompt.
+        origin: Position of its first column.
     """
     mask = ops.cast(inputs[name], "bool")
     positions = ops.arange(ops.shape(mask)[1], dtype="int32")[None]
@@ -271,7 +272,7 @@ def stepped(task, inputs, stop_token_ids, name):
     last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
     filled = positions <= last
     hidden = filled & ~mask
-    with generating(task, hidden, ops.min(last) + 1):
+    with generating(task, hidden, ops.min(last) + 1, origin):
         original = type(task).original_class.generate_step
         found = original(task, {**inputs, name: filled}, stop_token_ids)
     visible = ops.cast(found[name], "bool") & ~hidden

@@ -13,9 +13,9 @@ import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.arguments import derive_seed
-from keras_rfattn.layers.attend import check_options
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.models.plan import Plan
 from keras_rfattn.models.plan import matches
@@ -99,6 +99,7 @@ def replace_attention(
         own = template.seed if seed is None else seed
         changes += [(site, _copy(template, own, site), options) for site in sites]
     _check_window_sites(options.window, [site for site, _, _ in changes])
+    _check_prefix_sites(options, [site for site, _, _ in changes])
     saving.commit(model, found, changes)
     return model
 
@@ -228,6 +229,18 @@ def _check_window_sites(window, selected):
             f"tokens. Received: window={window}, and query and value are different "
             "tensors at:\n"
             f"{_listing(cross)}\nLeave these out with `exclude`."
+        )
+
+
+def _check_prefix_sites(options, selected):
+    prefix = [site for site in selected if s.has_prefix(site)]
+    is_plain = options.window is None and options.implementation != "pallas"
+    if prefix and not is_plain:
+        raise ValueError(
+            "Attention in which all tokens see a prompt (prefix-LM) has no windows and "
+            f"no Pallas kernels. Received: window={options.window}, implementation="
+            f"{options.implementation!r} for:\n{_listing(prefix)}\nUse window=None and "
+            "implementation='xla', or leave these out with `exclude`."
         )
 
 

@@ -215,7 +215,7 @@ def attention_config(container):
         "layers": [
             {
                 "index": site.index,
-                "path": site.path,
+                "path": site.lasting,
                 "feature_map": feature_maps.serialize(site.layer.feature_map),
                 **site.layer.options.config(),
                 "trained": list(site.layer.trained),

@@ -7,6 +7,7 @@ from dataclasses import field
 from typing import Any
 
 import keras
+from keras.src.utils.naming import to_snake_case
 
 import keras_rfattn.models.adapters.known as known
 from keras_rfattn.layers.linear_attention import LinearAttention
@@ -26,6 +27,8 @@ class Site:
 
     Attributes:
         path: Names of the layers from the model (excluded) to the layer.
+        lasting: The same without the numbers of automatic names, which differ where
+            the model is made again.
         layer: The layer.
         parent: The layer that holds it.
         index: Position among all attention layers of the model; stable where
@@ -35,6 +38,7 @@ class Site:
     """
 
     path: str
+    lasting: str
     layer: Any
     parent: Any
     index: int
@@ -58,7 +62,7 @@ def survey(model):
     """Walks a model: attention layers in a stable order, each once."""
     found, seen = Survey(), {}
 
-    def visit(layer, path):
+    def visit(layer, path="", lasting=""):
         """Returns the indices of the sites at or below `layer`."""
         if id(layer) in seen:
             return seen[id(layer)]
@@ -67,24 +71,33 @@ def survey(model):
             if not isinstance(child, keras.layers.Layer) or child is layer:
                 continue
             child_path = f"{path}/{child.name}" if path else child.name
+            known_as = f"{lasting}/{_lasting_name(child)}".removeprefix("/")
             if id(child) in seen:
                 indices.extend(seen[id(child)])
             elif is_attention(child):
                 indices.append(len(found.sites))
                 seen[id(child)] = [len(found.sites)]
-                found.sites.append(_site(child, layer, child_path, len(found.sites)))
+                paths = child_path, known_as
+                found.sites.append(_site(child, layer, *paths, len(found.sites)))
             else:
-                indices.extend(visit(child, child_path))
+                indices.extend(visit(child, child_path, known_as))
         if indices:
             found.containers[id(layer)] = (layer, indices)
         return indices
 
-    visit(model, "")
+    visit(model)
     return found
 
 
-def _site(layer, parent, path, index):
-    site = Site(path, layer, parent, index, causal=_causality(layer, parent))
+def _lasting_name(layer):
+    automatic = to_snake_case(original_class(layer).__name__)
+    is_automatic = re.fullmatch(rf"{automatic}_\d+", layer.name)
+    return automatic if is_automatic else layer.name
+
+
+def _site(layer, parent, path, lasting, index):
+    causal = _causality(layer, parent)
+    site = Site(path, lasting, layer, parent, index, causal=causal)
     if not site.is_linear:
         site.reason = unsupported(layer) or _parent_reason(layer, parent)
     return site
@@ -129,6 +142,12 @@ def is_cross(site):
         if any(x is not None and x is not given["query"] for x in others):
             return True
     return False
+
+
+def has_prefix(site):
+    """Whether all tokens see those of a prompt, whatever comes after it."""
+    mixin = block_mixin(original_class(site.parent))
+    return mixin is not None and mixin.has_prefix
 
 
 def drop_sliding_windows(sites):

@@ -118,7 +118,9 @@ def read_exactly(kernel, query, key, value, visible):
     return Reading(shift, numerator, denominator, bound)
 
 
-def exact_attention(query, key, value, kernel, key_mask=None, causal=False):
+def exact_attention(
+    query, key, value, kernel, key_mask=None, causal=False, prefix_mask=None
+):
     """Attention by a kernel, O(T · S).
 
     Args:
@@ -129,6 +131,8 @@ def exact_attention(query, key, value, kernel, key_mask=None, causal=False):
         key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden
             keys and values may hold anything, NaN included.
         causal: Whether query i sees keys `j <= i` only.
+        prefix_mask: Optional array of shape `(B, S)`, true for keys that all queries
+            see, if causal.
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key
@@ -145,15 +149,22 @@ def exact_attention(query, key, value, kernel, key_mask=None, causal=False):
     if causal:
         tokens = ops.repeat(ops.arange(length), groups)
         past = tokens[:, None] >= ops.arange(length)[None, :]
+        if prefix_mask is not None:
+            past = past | heads_mask(prefix_mask)[..., None, :]
         visible = past if visible is None else visible & past
     is_finite = known_finite(*given, limit=LARGEST)
     tokens = given if is_finite else finite_tokens(*given)
     if kernel == Softmax() and keras.backend.backend() == "torch":
-        plain = causal and groups == 1 and mask is None
+        plain = causal and groups == 1 and mask is None and prefix_mask is None
         output = _fused(*tokens, visible, plain)
     else:
         output = normalize(read_exactly(kernel, *tokens, visible), kernel)
     if not is_finite:
+        if prefix_mask is not None:
+            prefix = heads_mask(prefix_mask)
+            own = prefix if mask is None else prefix & mask
+            output = output + spoiled(*given, own, groups, False)
+            mask = ~prefix if mask is None else mask & ~prefix
         output = output + spoiled(*given, mask, groups, causal)
     return ops.cast(merge_heads(output, num_heads, length), dtype)
 
@@ -202,7 +213,7 @@ def spoiled(query, key, value, mask, groups, causal):
     return spoils(query) + keys
 
 
-def softmax_attention(query, key, value, key_mask=None, causal=False):
+def softmax_attention(query, key, value, key_mask=None, causal=False, prefix_mask=None):
     """`softmax(q · k) v` over the visible keys, O(T · S).
 
     Args:
@@ -211,9 +222,11 @@ def softmax_attention(query, key, value, key_mask=None, causal=False):
         value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
         key_mask: Optional array of shape `(B, S)`, true for visible keys.
         causal: Whether query i sees keys `j <= i` only.
+        prefix_mask: Optional array of shape `(B, S)`, true for keys that all queries
+            see, if causal.
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
         0.
     """
-    return exact_attention(query, key, value, Softmax(), key_mask, causal)
+    return exact_attention(query, key, value, Softmax(), key_mask, causal, prefix_mask)

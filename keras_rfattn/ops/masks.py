@@ -26,6 +26,8 @@ class AttentionMask:
             keys `j <= offset + i` (cached decoding).
         segment_ids: Integers `(B, T)` of self-attention over packed rows: tokens see
             those of their own text, that is of equal ids, alone. `None` for one text.
+        prefix_mask: `(B, S)` booleans of causal self-attention: keys that queries
+            before them see too (prefix-LM). `None` for none.
     """
 
     key_mask: Any = None
@@ -34,6 +36,7 @@ class AttentionMask:
     self_attention: bool = False
     offset: Any = None
     segment_ids: Any = None
+    prefix_mask: Any = None
 
     def replace(self, **changes):
         """A copy with some attributes changed."""

@@ -188,7 +188,10 @@ def _visible(call, rows, groups):
     rows = ops.repeat(rows, groups)
     if call.mask.causal:
         keys = ops.arange(length, dtype="int32")
-        visible = visible & (rows[:, None] >= keys[None])[None, None]
+        past = (rows[:, None] >= keys[None])[None, None]
+        if call.mask.prefix_mask is not None:
+            past = past | ops.cast(call.mask.prefix_mask, "bool")[:, None, None]
+        visible = visible & past
     real = ops.any(visible, axis=-1, keepdims=True)
     if call.query_mask is not None:
         mask = ops.take(ops.cast(call.query_mask, "bool"), rows, axis=1)

@@ -10,9 +10,11 @@ import importlib
 import keras
 import keras_hub
 
+import keras_rfattn.models.adapters.encoders as encoders
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.adapters.mixins as mixins
 import keras_rfattn.models.generation as generation
+import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.survey as survey
@@ -61,7 +63,8 @@ def model_carrier(cls):
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
     members = {"save_to_preset": _save_to_preset}
-    members |= generation.members(cls) | seq2seq.members(cls)
+    for family in (generation, prefix_lm, seq2seq):
+        members |= family.members(cls)
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
     return saving.carrier_class(cls, name=cls.__name__, members=members)
@@ -152,7 +155,8 @@ def install():
     """Makes KerasHub's classes known to surgery; called once."""
     follow_backbones()
     for cls, row in classes(known.ATTENTION):
-        linear = swap.make_linear_class(cls, mixin=getattr(mixins, row.mixin))
+        mixin = getattr(mixins, row.mixin, None) or getattr(encoders, row.mixin)
+        linear = swap.make_linear_class(cls, mixin=mixin)
         keras.saving.register_keras_serializable("keras_rfattn")(linear)
         swap.LINEAR_CLASSES[cls] = linear
     for cls, row in classes(known.BLOCKS):

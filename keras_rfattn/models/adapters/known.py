@@ -92,6 +92,9 @@ ATTENTION = {
     "MoonshineMultiHeadAttention": _attention(
         "moonshine.moonshine_multi_head_attention", "MoonshineAttention"
     ),
+    "PaliGemmaVitAttention": _attention(
+        "pali_gemma.pali_gemma_vit", "PaliGemmaVitAttention", takes_dense=False
+    ),
     "Phi3Attention": _attention("phi3.phi3_attention"),
     "QwenAttention": _attention("qwen.qwen_attention"),
     "QwenMoeAttention": _attention("qwen_moe.qwen_moe_attention"),
@@ -138,7 +141,6 @@ ATTENTION = {
     "MultiHeadAttentionWithRelativePE": Known(
         HUB, refused="decomposed relative position bias (ViTDet)"
     ),
-    "PaliGemmaVitAttention": Known(HUB, refused="softmax inside its own call"),
     "QFormerAttention": Known(
         HUB, refused="a few learned queries, for which softmax is linear already"
     ),
@@ -166,6 +168,10 @@ ATTENTION = {
 
 BLOCKS = {
     "TransformerDecoder": Known(HUB, "keras_hub.layers", masks="DecoderMasks"),
+    # Before Gemma's, whose subclass it is.
+    "PaliGemmaDecoderBlock": _decoder(
+        "pali_gemma.pali_gemma_decoder_block", "PaliGemmaMasks"
+    ),
     "GemmaDecoderBlock": _decoder("gemma.gemma_decoder_block", "GemmaMasks"),
     "GPTNeoXDecoder": _decoder("gpt_neo_x.gpt_neo_x_decoder"),
     "LlamaTransformerDecoder": _decoder("llama.llama_decoder"),
@@ -189,6 +195,7 @@ BLOCKS = {
     "RoformerV2Encoder": Known(HUB, causal=False),
     "MoonshineEncoderBlock": Known(HUB, causal=False),
     "DeiTEncoderBlock": Known(HUB, causal=False),
+    "PaliGemmaVitEncoderBlock": Known(HUB, causal=False),
     "EdRecEncoderBlock": Known(HUB, causal=False),
     # KerasCV has one of that name too, and it is alike.
     "TransformerEncoder": Known(HUB, causal=False),
@@ -197,11 +204,6 @@ BLOCKS = {
     "SigLIPMultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "MultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "EdRecDecoderBlock": Known(HUB, builds_mask="of a meaning not known here"),
-    "PaliGemmaDecoderBlock": Known(
-        HUB,
-        builds_mask="that shows image and prompt to all tokens, and causality after "
-        "them (prefix-LM)",
-    ),
     "PARSeqDecoderBlock": Known(HUB, builds_mask="of a meaning not known here"),
 }
 

@@ -25,6 +25,9 @@ def self_attention(block):
 class DecoderMasks:
     """Mixin of decoder blocks: causality as a fact instead of a dense mask."""
 
+    # Whether all tokens see those of a prompt.
+    has_prefix = False
+
     @staticmethod
     def is_causal(block, layer):
         """Whether `layer` of `block` is causal self-attention."""
@@ -92,6 +95,41 @@ class GemmaMasks(DecoderMasks):
             decoder_padding_mask=padding_mask,
             self_attention_cache=cache,
             self_attention_cache_update_index=cache_update_index,
+        )
+
+
+class PaliGemmaMasks(GemmaMasks):
+    """Mixin of PaliGemma's blocks: causal after image and prompt (prefix-LM)."""
+
+    has_prefix = True
+
+    def _compute_attention_mask(
+        self, x, padding_mask, cache, cache_update_index, response_mask=None
+    ):
+        given = x, padding_mask, cache, cache_update_index
+        if not isinstance(self.attention, LinearAttention):
+            # Past Gemma's mixin, whose method has one argument less.
+            return super(GemmaMasks, self)._compute_attention_mask(
+                *given, response_mask
+            )
+        if padding_mask is None:
+            return super()._compute_attention_mask(*given)
+        length = keras.ops.shape(x)[1]
+
+        def with_image(mask, value):
+            mask = keras.ops.cast(mask, "bool")
+            image = length - keras.ops.shape(mask)[1]
+            return keras.ops.pad(mask, ((0, 0), (image, 0)), constant_values=value)
+
+        prompt = with_image(padding_mask, True)
+        if response_mask is None:
+            # Not of self-attention, so that no statistic is taken which generation,
+            # token by token, could not take.
+            return AttentionMask(prompt, query_mask=prompt)
+        response = with_image(response_mask, False)
+        prompt = prompt & ~response
+        return AttentionMask(
+            prompt | response, causal=True, self_attention=True, prefix_mask=prompt
         )
 
 
@@ -165,74 +203,4 @@ class MoonshineAttention(CachedAttention):
             attention_mask = None
         return super().call(
             query, value, key, rotary_embedding, attention_mask, **kwargs
-        )
-
-
-class RoformerAttention(LinearAttention):
-    """Mixin of RoFormer V2's attention, in whose call softmax stands itself."""
-
-    def _kv_shape(self):
-        return self.heads, self.head_size
-
-    def _turned(self, query, key):
-        return self.rotary_embedding_layer([query, key])
-
-    def call(self, x, attention_mask=None):
-        """`(B, T, D) -> (B, T, D)`; the mask `(B, T)` of tokens that keys may be.
-
-        The class's own hides padded queries in its place on JAX and TensorFlow.
-        """
-        ops = keras.ops
-        batch, length = ops.shape(x)[:2]
-        query, key, value = (
-            ops.reshape(dense(x), (batch, length, self.heads, self.head_size))
-            for dense in (self.q_dense, self.k_dense, self.v_dense)
-        )
-        query, key = self._turned(query, key)
-        mask = AttentionMask(self_attention=True)
-        if attention_mask is not None:
-            visible = ops.reshape(ops.cast(attention_mask, "bool"), (batch, length))
-            mask = mask.replace(key_mask=visible)
-        output, _ = self._compute_attention(query, key, value, attention_mask=mask)
-        return self.o_dense(ops.reshape(output, (batch, length, -1)))
-
-
-class EsmAttention(RoformerAttention):
-    """Mixin of ESM's attention: another rotary embedding, or none."""
-
-    def _turned(self, query, key):
-        return self.rotary_embedding_layer(query, key) if self.use_rotary else (
-            query, key,
-        )  # fmt: skip
-
-
-class DINOV3Attention(LinearAttention):
-    """Mixin of DINOv3's attention, in whose call softmax stands itself."""
-
-    def _kv_shape(self):
-        return self.num_heads, self.head_dim
-
-    def call(self, inputs, attention_mask=None, position_embeddings=None,
-             num_prefix_tokens=0, training=None):  # fmt: skip
-        """`(B, T, D) -> (B, T, D)`."""
-        ops = keras.ops
-        batch, length = ops.shape(inputs)[:2]
-        query, key, value = (
-            ops.reshape(
-                dense(inputs, training=training),
-                (batch, length, self.num_heads, self.head_dim),
-            )
-            for dense in (self.query_dense, self.key_dense, self.value_dense)
-        )
-        if position_embeddings is not None:
-            query, key = self._apply_rotary(
-                query, key, *position_embeddings, num_prefix_tokens
-            )
-        mask = interpret_mask(attention_mask, query.shape[1], key.shape[1])
-        output, _ = self._compute_attention(
-            query, key, value, mask.replace(self_attention=True), training
-        )
-        output = ops.reshape(output, (batch, length, -1))
-        return self.output_dense(
-            self.dropout(output, training=training), training=training
         )

@@ -1,0 +1,108 @@
+"""Mixins of KerasHub's encoders in whose own calls softmax stands.
+
+As those of `mixins`, but the call is written here, on the class's own projections.
+"""
+
+import keras
+
+from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.ops.masks import AttentionMask
+from keras_rfattn.ops.masks import interpret_mask
+
+
+class RoformerAttention(LinearAttention):
+    """Mixin of RoFormer V2's attention, in whose call softmax stands itself."""
+
+    def _kv_shape(self):
+        return self.heads, self.head_size
+
+    def _turned(self, query, key):
+        return self.rotary_embedding_layer([query, key])
+
+    def call(self, x, attention_mask=None):
+        """`(B, T, D) -> (B, T, D)`; the mask `(B, T)` of tokens that keys may be.
+
+        The class's own hides padded queries in its place on JAX and TensorFlow.
+        """
+        ops = keras.ops
+        batch, length = ops.shape(x)[:2]
+        query, key, value = (
+            ops.reshape(dense(x), (batch, length, self.heads, self.head_size))
+            for dense in (self.q_dense, self.k_dense, self.v_dense)
+        )
+        query, key = self._turned(query, key)
+        mask = AttentionMask(self_attention=True)
+        if attention_mask is not None:
+            visible = ops.reshape(ops.cast(attention_mask, "bool"), (batch, length))
+            mask = mask.replace(key_mask=visible)
+        output, _ = self._compute_attention(query, key, value, attention_mask=mask)
+        return self.o_dense(ops.reshape(output, (batch, length, -1)))
+
+
+class EsmAttention(RoformerAttention):
+    """Mixin of ESM's attention: another rotary embedding, or none."""
+
+    def _turned(self, query, key):
+        return self.rotary_embedding_layer(query, key) if self.use_rotary else (
+            query, key,
+        )  # fmt: skip
+
+
+class PaliGemmaVitAttention(LinearAttention):
+    """Mixin of PaliGemma's attention over images, in whose call softmax stands."""
+
+    def _kv_shape(self):
+        return self.num_heads, self.head_dim
+
+    def call(self, x, attention_mask=None, return_attention_scores=None,
+             training=False):  # fmt: skip
+        """`(B, T, D) -> ((B, T, D), None)`; the class's own also gives scores."""
+        ops = keras.ops
+        if attention_mask is not None:
+            raise ValueError(
+                "Attention over images takes no mask. Received: attention_mask of "
+                f"shape {tuple(attention_mask.shape)}. Leave it out."
+            )
+        batch, length = ops.shape(x)[:2]
+        query, key, value = (
+            ops.reshape(dense(x), (batch, length, self.num_heads, self.head_dim))
+            for dense in (self.query_proj, self.key_proj, self.value_proj)
+        )
+        output, _ = self._compute_attention(
+            query, key, value, AttentionMask(self_attention=True), training,
+            bool(return_attention_scores),
+        )  # fmt: skip
+        output = ops.reshape(output, (batch, length, -1))
+        return self.out_proj(output, training=training), None
+
+
+class DINOV3Attention(LinearAttention):
+    """Mixin of DINOv3's attention, in whose call softmax stands itself."""
+
+    def _kv_shape(self):
+        return self.num_heads, self.head_dim
+
+    def call(self, inputs, attention_mask=None, position_embeddings=None,
+             num_prefix_tokens=0, training=None):  # fmt: skip
+        """`(B, T, D) -> (B, T, D)`."""
+        ops = keras.ops
+        batch, length = ops.shape(inputs)[:2]
+        query, key, value = (
+            ops.reshape(
+                dense(inputs, training=training),
+                (batch, length, self.num_heads, self.head_dim),
+            )
+            for dense in (self.query_dense, self.key_dense, self.value_dense)
+        )
+        if position_embeddings is not None:
+            query, key = self._apply_rotary(
+                query, key, *position_embeddings, num_prefix_tokens
+            )
+        mask = interpret_mask(attention_mask, query.shape[1], key.shape[1])
+        output, _ = self._compute_attention(
+            query, key, value, mask.replace(self_attention=True), training
+        )
+        output = ops.reshape(output, (batch, length, -1))
+        return self.output_dense(
+            self.dropout(output, training=training), training=training
+        )

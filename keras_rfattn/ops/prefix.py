@@ -1,0 +1,59 @@
+"""Causal attention after a prefix, which all queries see (prefix-LM)."""
+
+from keras import ops
+
+from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.masks import heads_mask
+from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.recurrent import count_visible
+from keras_rfattn.ops.recurrent import to_state
+from keras_rfattn.ops.sums import admit
+from keras_rfattn.ops.sums import summarize
+
+
+def after_prefix(
+    query_features, key_features, value, prefix_mask, key_mask=None, block_size=None
+):
+    """Linear attention in which query i sees keys `j <= i` and those of a prefix.
+
+    Args:
+        query_features: As `ops.causal` takes them, of shape `(B, T, N, M)`.
+        key_features: Likewise, `(B, T, K, M)`.
+        value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
+        prefix_mask: Booleans `(B, T)`, true for keys of the prefix.
+        key_mask: Optional booleans `(B, T)`, true for visible keys.
+        block_size: As of `ops.causal`.
+
+    Returns:
+        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key
+        is 0.
+    """
+    others = ops.logical_not(prefix_mask)
+    if key_mask is not None:
+        prefix_mask, others = prefix_mask & key_mask, others & key_mask
+    num_kv_heads, mask = value.shape[2], heads_mask(prefix_mask)
+    heads = split_heads(representable(value), num_kv_heads)
+    key = heads_first(key_features, num_kv_heads)
+    state = to_state(
+        summarize(*admit(key, heads, mask), mask), count_visible(value, prefix_mask)
+    )
+    return causal(query_features, key_features, value, others, block_size, state=state)
+
+
+def check_prefix(mask, options):
+    """Raises `ValueError` for what attention after a prefix cannot keep."""
+    asked = {
+        "window": options.window is not None,
+        "segment_ids": mask.segment_ids is not None,
+        "offset": mask.offset is not None,
+        "implementation='pallas'": options.implementation == "pallas",
+    }
+    asked = sorted(k for k, x in asked.items() if x)
+    if mask.prefix_mask is not None and (asked or not mask.causal):
+        raise ValueError(
+            "A prefix that all queries see (`prefix_mask`, prefix-LM) needs causal "
+            "attention, by features alone and computed by XLA. Received: "
+            f"causal={mask.causal}, and also {asked}. Leave these out."
+        )

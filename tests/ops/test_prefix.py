@@ -1,0 +1,95 @@
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn.layers.attend import attend
+from keras_rfattn.ops import AttentionMask
+from keras_rfattn.ops import Options
+from keras_rfattn.ops import quadratic
+from keras_rfattn.ops.prefix import after_prefix
+from tests import helpers as h
+
+LENGTH = 13
+
+
+def masks():
+    """A prefix in two pieces; hidden keys in the prefix and after it."""
+    prefix, visible = np.zeros((2, LENGTH), bool), np.ones((2, LENGTH), bool)
+    prefix[0, :5], prefix[1, 1:3], prefix[1, 6:8] = True, True, True
+    visible[0, [2, 9]], visible[1, [0, 6]] = False, False
+    return prefix, visible
+
+
+def definition(feature_map, x, prefix, visible):
+    """Each query by itself, over the keys that it sees."""
+    query, key = h.featurize(feature_map, x.query, x.key)
+    rows = []
+    for i in range(LENGTH):
+        one = type(query)(*(None if y is None else y[:, i : i + 1] for y in query))
+        seen = (prefix | (np.arange(LENGTH) <= i)) & visible
+        rows.append(quadratic(one, key, ops.convert_to_tensor(x.value), seen))
+    return ops.concatenate(rows, axis=1)
+
+
+@pytest.mark.parametrize("name", h.FORMS)
+def test_matches_the_definition(name):
+    feature_map, x = h.build(name), h.problem(length=LENGTH)
+    prefix, visible = masks()
+
+    def call(query, key, value, block_size=4):
+        features = h.featurize(feature_map, query, key)
+        return after_prefix(
+            *features, ops.convert_to_tensor(value), ops.convert_to_tensor(prefix),
+            ops.convert_to_tensor(visible), block_size,
+        )  # fmt: skip
+
+    expected = h.to_numpy(definition(feature_map, x, prefix, visible))
+    found = h.to_numpy(call(*x))
+    tolerance = 1e-5 if feature_map.is_positive else 1e-3
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+    # What is hidden may hold anything; what is not finite reaches all that see it.
+    for row, column, rows in ((0, 2, []), (0, 3, range(LENGTH)), (0, 7, range(7, 13))):
+        value = x.value.copy()
+        value[row, column] = np.nan
+        bad = np.isnan(h.to_numpy(call(x.query, x.key, value))).any((-1, -2))
+        assert np.flatnonzero(bad[row]).tolist() == list(rows) and not bad[1].any()
+
+
+def test_gradients_match_the_definition():
+    feature_map, x = h.build("favorpp"), h.problem(length=LENGTH)
+    prefix, visible = masks()
+    mask = AttentionMask(visible, causal=True, self_attention=True, prefix_mask=prefix)
+
+    def fast(query, key, value):
+        found = after_prefix(
+            *h.featurize(feature_map, query, key), value, prefix, visible, 4
+        )
+        return ops.sum(ops.sin(found))
+
+    def slow(query, key, value):
+        same = type(x)(query, key, value)
+        return ops.sum(ops.sin(definition(feature_map, same, prefix, visible)))
+
+    found, expected = h.gradients(fast, *x), h.gradients(slow, *x)
+    h.assert_gradients_close(found, expected, 1e-4)
+    with pytest.raises(ValueError, match=r"prefix-LM.*\['window'\]"):
+        attend(*x, feature_map, mask, options=Options(window=4))
+
+
+def test_softmax_has_the_same_mask():
+    from keras_rfattn.ops.kernel_attention import softmax_attention
+
+    x, (prefix, visible) = h.problem(length=LENGTH), masks()
+    seen = (prefix[:, None] | np.tri(LENGTH, dtype=bool)) & visible[:, None]
+    groups = x.query.shape[2] // x.key.shape[2]
+    logits = np.einsum("btnh,bsnh->bnts", x.query, np.repeat(x.key, groups, 2))
+    logits = np.where(seen[:, None], logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bnts,bsnv->btnv", weights, np.repeat(x.value, groups, 2))
+    found = softmax_attention(
+        *(ops.convert_to_tensor(y) for y in x), ops.convert_to_tensor(visible), True,
+        ops.convert_to_tensor(prefix),
+    )  # fmt: skip
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(found), expected, atol=2e-5)
