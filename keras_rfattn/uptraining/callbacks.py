@@ -19,7 +19,7 @@ class Watch(keras.callbacks.Callback):
         variables: Those that train.
         done: Steps of the stage that were done before.
         errors: Their errors.
-        save: Called with `(steps done, errors)` every `save_every` steps and at the
+        save: Called with `(steps done, errors)` every `save_every` steps, but at the
             end.
         save_every: Number of steps.
         last: Number of steps of the stage.
@@ -49,7 +49,8 @@ class Watch(keras.callbacks.Callback):
         self.good, self.unproven = self.unproven, state_of(self.variables)
         self.errors.append(float(step["error"]))
         self.done += 1
-        if self.done % self.save_every == 0 or self.done == self.last:
+        # What the optimizer does at the end of a stage comes after its last step.
+        if self.done % self.save_every == 0 and self.done != self.last:
             self.save(self.done, self.errors)
 
     def check_weights(self):

@@ -48,7 +48,19 @@ class Batches:
                  force=False):  # fmt: skip
         self.batch_size, self.seed, self.force = batch_size, seed, force
         self.preprocessor, self.dropped, self._lengths = preprocessor, 0, None
+        # PyTorch's loaders give a list of inputs and labels.
+        self.is_loader = type(data).__module__.startswith("torch.utils.data")
+        if isinstance(exclude, (str, bytes)):
+            raise ValueError(
+                "`exclude` must be a list of texts. Received: a single one, "
+                f"exclude={exclude!r:.80}. Put it into a list."
+            )
         self.exclude = None if exclude is None else {normalized(x) for x in exclude}
+        if data is None:
+            raise ValueError(
+                "`data` must be arrays, texts, a dataset or a function that makes a "
+                "generator. Received: data=None."
+            )
         data = inputs_of(data) if isinstance(data, tuple) else data
         if isinstance(data, keras.utils.PyDataset):
             self._at = self._of_dataset(data)
@@ -138,6 +150,7 @@ class Batches:
             empty = True
             while True:
                 for place, item in enumerate(data() if callable(data) else data):
+                    item = tuple(item) if is_pair(self.is_loader, item) else item
                     batch, dropped = self._filtered(inputs_of(item))
                     if place >= state["counted"]:
                         self.dropped, state["counted"] = (
@@ -246,6 +259,11 @@ class Batches:
             batch = self.preprocessor(batch)
         batch = inputs_of(batch) if isinstance(batch, tuple) else batch
         return trimmed(keras.tree.map_structure(as_array, batch))
+
+
+def is_pair(is_loader, item):
+    """Whether what a stream gives is a list of inputs and labels."""
+    return is_loader and isinstance(item, list)
 
 
 def iter_is_spent(data):

@@ -49,8 +49,17 @@ class FeaturesStage(keras.Model):
             if isinstance(x, dict) and isinstance(names, dict):
                 x = {name: x[name] for name in names}
         found = model(x, training=False)
+        if isinstance(found, (list, tuple)):
+            found = {f"{i}": x for i, x in enumerate(found)}
         named = found if isinstance(found, dict) else {"": found}
         named = {k: v for k, v in named.items() if not isinstance(v, (list, tuple))}
+        named = {k: v for k, v in named.items() if ops.is_tensor(v)}
+        if not named:
+            raise ValueError(
+                "Stage 'features' compares what the model puts out. Received: "
+                f"{type(self.model).__name__}, whose output holds no tensor. Leave the "
+                "stage out (`stages=`)."
+            )
         tokens = {k: v for k, v in named.items() if len(v.shape) == 3}
         return [(v, mask_of(k, v, x)) for k, v in (tokens or named).items()]
 

@@ -1,6 +1,9 @@
 """One training stage: Keras' own `fit`, with an optimizer of its own, under watch."""
 
+import itertools
+
 import keras
+import numpy as np
 
 from keras_rfattn.uptraining.callbacks import NotFinite
 from keras_rfattn.uptraining.callbacks import Watch
@@ -45,7 +48,7 @@ def fit_stage(
     try:
         if done < steps:
             trainer.fit(
-                remembering(inputs(done), failed),
+                as_dataset(remembering(inputs(done), failed)),
                 steps_per_epoch=steps - done,
                 shuffle=False,
                 callbacks=[watch, *settings["callbacks"]],
@@ -65,6 +68,31 @@ def fit_stage(
         for variable in variables:
             _forget_gradient(variable)
     return watch.errors
+
+
+def as_dataset(batches):
+    """The same batches; on TensorFlow a dataset whose sequences may differ in length.
+
+    Keras looks at two batches there, and refuses what is longer than these.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return batches
+    import tensorflow as tf
+
+    first = next(batches)
+
+    def signature(x):
+        # Images keep their size.
+        lead = 2 if x.ndim in (2, 3) else 1
+        return tf.TensorSpec((None,) * lead + x.shape[lead:], x.dtype)
+
+    (one,) = first
+    if not isinstance(one["x"], (dict, np.ndarray)):
+        return itertools.chain([first], batches)
+    return tf.data.Dataset.from_generator(
+        lambda: itertools.chain([first], batches),
+        output_signature=(keras.tree.map_structure(signature, one),),
+    )
 
 
 def remembering(batches, failed):

@@ -1,6 +1,5 @@
 """What a batch of data is: arrays, texts or images."""
 
-import re
 import unicodedata
 
 import keras
@@ -12,7 +11,10 @@ SHORTEST = 16  # tokens that a batch of texts is padded to, doubled while too fe
 def normalized(text):
     """What two texts have in common that differ in case, spaces or punctuation."""
     text = text.decode() if isinstance(text, bytes) else str(text)
-    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold()))
+    text = unicodedata.normalize("NFKC", text).casefold()
+    # Letters, their marks, and numbers.
+    kept = (x if unicodedata.category(x)[0] in "LMN" else " " for x in text)
+    return " ".join("".join(kept).split())
 
 
 def inputs_of(item):

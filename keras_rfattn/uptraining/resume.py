@@ -10,6 +10,8 @@ import zlib
 import numpy as np
 from keras import ops
 
+from keras_rfattn import feature_maps
+
 FORMAT = 1
 KEPT = 2  # files: were one torn, there is the one before it
 
@@ -24,6 +26,15 @@ class Checkpoints:
 
     def __init__(self, folder, identity):
         self.folder = None if folder is None else pathlib.Path(folder)
+        if (
+            self.folder is not None
+            and self.folder.exists()
+            and not self.folder.is_dir()
+        ):
+            raise ValueError(
+                "`checkpoint_dir` must be a folder, or a path where one can be made. "
+                f"Received: checkpoint_dir={str(folder)!r}, a file."
+            )
         self.identity = json.loads(json.dumps(identity))
 
     def save(self, position, arrays, notes):
@@ -96,6 +107,21 @@ class Checkpoints:
             f"{n} was {theirs.get(n)!r:.60}, is {ours.get(n)!r:.60}" for n in names
         )
         return "; ".join(found)
+
+
+def mechanism(layer):
+    """What a linear attention layer computes by, as plain values."""
+    found = feature_maps.serialize(layer.feature_map), layer.options.config()
+    return [*map(_without_names, found), layer.compute_dtype]
+
+
+def _without_names(config):
+    """Without names, which are automatic and differ from one process to the next."""
+    if isinstance(config, dict):
+        return {k: _without_names(x) for k, x in config.items() if k != "name"}
+    if isinstance(config, (list, tuple)):
+        return [_without_names(x) for x in config]
+    return config
 
 
 def _read(path):

@@ -8,18 +8,21 @@ from keras_rfattn.layers.checks import title
 TRAINABLE = ("maps", "query_key", "lora", "all")
 
 
-def chosen(model, layers, trainable, lora_rank):
-    """The variables that stage "attention" trains, and those that "features" trains.
+def chosen(model, layers, trainable, lora_rank, stages):
+    """The variables that stages train, by name of the stage.
 
     Args:
         model: A model with linear attention.
         layers: Its linear attention layers.
         trainable: One of `TRAINABLE`.
         lora_rank: Rank of the adapters that `"lora"` adds where there are none.
+        stages: Names of those that train.
 
     Raises:
-        ValueError: If nothing is left to train.
+        ValueError: If nothing is left to train in a stage.
     """
+    if not stages:
+        return {}
     maps = [v for layer in layers for v in layer.feature_map.variables if v.trainable]
     sides = once(projection(x, side) for x in layers for side in ("query", "key"))
     own = everything = []
@@ -40,14 +43,18 @@ def chosen(model, layers, trainable, lora_rank):
         everything = [
             v for v in model.variables if v.trainable and id(v) not in of_maps
         ]
-    if not maps and not everything:
+    found = {"attention": once([*maps, *own]), "features": once([*maps, *everything])}
+    empty = [name for name in stages if not found[name]]
+    if empty:
         mechanisms = sorted({type(x.feature_map).__name__ for x in layers})
+        frozen = "" if trainable == "maps" else ", and its own weights are frozen"
         raise ValueError(
-            f"Nothing would train: {title(model)} has {', '.join(mechanisms)}, without "
-            f"trainable weights. Received: trainable={trainable!r}. Use "
-            "trainable='query_key', or a learned map such as 'hedgehog'."
+            f"Nothing would train in {empty}: {title(model)} has "
+            f"{', '.join(mechanisms)}, without trainable weights{frozen}. Received: "
+            f"trainable={trainable!r}. Use a learned map such as 'hedgehog', or "
+            "trainable='query_key' with queries and keys whose `trainable` is True."
         )
-    return once([*maps, *own]), once([*maps, *everything])
+    return {name: found[name] for name in stages}
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """The stages of an uptraining, one after the other, from wherever it was left."""
 
 import time
-from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -19,25 +18,19 @@ from keras_rfattn.uptraining.features import FeaturesStage
 from keras_rfattn.uptraining.fitting import FEATURES_RATE
 from keras_rfattn.uptraining.fitting import fit_stage
 from keras_rfattn.uptraining.fitting import optimizer_for
+from keras_rfattn.uptraining.plan import planned
 from keras_rfattn.uptraining.report import LayerResult
 from keras_rfattn.uptraining.report import StageResult
 from keras_rfattn.uptraining.report import UptrainingReport
 from keras_rfattn.uptraining.report import peak_memory
 from keras_rfattn.uptraining.resume import Checkpoints
 from keras_rfattn.uptraining.resume import assign
+from keras_rfattn.uptraining.resume import mechanism
 from keras_rfattn.uptraining.resume import state_of
 from keras_rfattn.uptraining.selection import once
 from keras_rfattn.uptraining.selection import only_training
 from keras_rfattn.uptraining.teacher import Teacher
 from keras_rfattn.uptraining.teacher import checksum
-
-
-class Planned(NamedTuple):
-    """A stage that is to be run: its steps, and which layer if bottom up."""
-
-    name: str
-    steps: int
-    layer: int | None = None
 
 
 class Training:
@@ -71,9 +64,12 @@ class Training:
     def identity(self):
         """What a checkpoint must have in common with this training."""
         others = {id(v) for v in self.of_maps}
+        shapes = [list(v.shape) for v in self.trained]
         if self.settings["trainable"] == "lora":
-            # Fresh adapters are random, and the softmax model is none the wiser.
-            others |= {id(v) for v in self.trained}
+            # Fresh adapters are random, and the softmax model is none the wiser; nor
+            # are they there when checkpoints are looked at first.
+            others |= {id(v) for v in self.model.weights if "lora_" in v.name}
+            shapes = self.settings["lora_rank"]
         own = [v for v in self.model.weights if id(v) not in others]
         names = "stages", "steps", "trainable", "order", "objective", "window_dropout"
         optimizer = self.settings["optimizer"]
@@ -81,28 +77,13 @@ class Training:
             "backend": keras.backend.backend(),
             "softmax weights": checksum(v.value for v in own),
             "first batch": checksum(keras.tree.flatten(self.batches(0))),
-            "trained": [list(v.shape) for v in self.trained],
+            "trained": shapes,
+            "mechanisms": [mechanism(layer) for layer in self.layers],
             "optimizer": repr(optimizer and optimizer.get_config()),
             "seed": self.batches.seed,
             "batch_size": self.batches.batch_size,
             **{name: self.settings[name] for name in names},
         }
-
-    def plan(self):
-        """All stages, in order."""
-        stages, total = self.settings["stages"], self.settings["steps"]
-        training = [x for x in stages if x != "calibrate"]
-        shares = _shared(total, len(training))
-        for name in stages:
-            if name == "calibrate":
-                if any(x.feature_map.is_adaptive for x in self.layers):
-                    yield Planned(name, 0)
-            elif name == "attention" and self.settings["order"] == "bottom_up":
-                parts = _shared(next(shares), len(self.layers))
-                for i, steps in enumerate(parts):
-                    yield Planned(name, steps, i)
-            else:
-                yield Planned(name, next(shares))
 
     def run(self):
         """Runs what is left of the plan.
@@ -116,11 +97,15 @@ class Training:
         at_first, frozen = state_of(self.state), checksum(v.value for v in self.frozen)
         try:
             self.before, self.control = self.measured()
+            if "features" in self.selected:
+                # Now: a model without outputs to compare, and the control before
+                # anything trains.
+                self.whole_model = self.features_trainer()
             index, done, kept = self.resumed()
         except Exception:
             assign(self.state, at_first)
             raise
-        plan = list(self.plan())
+        plan = list(planned(self.settings, self.layers))
         for i, stage in enumerate(plan):
             if i < index:
                 continue
@@ -229,15 +214,19 @@ class Training:
             ) from None
         return errors, zero
 
+    def features_trainer(self):
+        """That of stage "features", with the error of no attention."""
+        trainer = FeaturesStage(
+            self.teacher, self.settings["objective"], self.settings["window_dropout"]
+        )
+        trainer.control = trainer.without_attention(self.batches(0))
+        return trainer
+
     def trainer(self, stage):
         """The Keras model that trains in a stage."""
         settings = self.settings
         if stage.name == "features":
-            trainer = FeaturesStage(
-                self.teacher, settings["objective"], settings["window_dropout"]
-            )
-            trainer.control = trainer.without_attention(self.batches(0))
-            return trainer
+            return self.whole_model
         if stage.layer is None:
             return self.whole
         i = stage.layer
@@ -284,12 +273,6 @@ class Training:
             seed=self.batches.seed,
             peak_memory=peak_memory(),
         )
-
-
-def _shared(total, parts):
-    """Iterates over whole numbers that add up to `total`, as equal as can be."""
-    for i in range(parts):
-        yield total // parts + (i < total % parts)
 
 
 def _place(name):

@@ -1,5 +1,7 @@
 """From a softmax checkpoint to a linear model that is as good: `uptrain`."""
 
+import warnings
+
 import keras
 import numpy as np
 from keras import ops
@@ -17,6 +19,7 @@ from keras_rfattn.uptraining.training import Training
 
 STAGES = ("calibrate", "attention", "features")
 ORDERS = ("together", "bottom_up")
+INTEGERS = ("steps", "batch_size", "save_every", "lora_rank")
 
 
 def uptrain(
@@ -112,7 +115,7 @@ def uptrain(
         "order": order, "objective": objective, "window_dropout": window_dropout,
         "lora_rank": lora_rank, "batch_size": batch_size, "save_every": save_every,
         "optimizer": None if optimizer is None else keras.optimizers.get(optimizer),
-        "callbacks": list(callbacks or []), "verbose": verbose,
+        "callbacks": _callbacks(callbacks), "verbose": verbose,
         "checkpoint_dir": checkpoint_dir, "jit_compile": jit_compile,
     }  # fmt: skip
     check_model(model)
@@ -122,19 +125,27 @@ def uptrain(
     if seed is None and checkpoint_dir is not None:
         seed = 0
     if seed is None:
-        seed = int(ops.convert_to_numpy(keras.random.SeedGenerator().state)[0])
+        seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
+    # As plain numbers, which checkpoints and reports hold.
+    for name in INTEGERS:
+        settings[name] = int(settings[name])
+    settings["window_dropout"] = float(window_dropout)
+    batch_size, seed = settings["batch_size"], int(seed)
+    _warn_of_another_teacher(model, layers)
     own = getattr(model, "preprocessor", None)
     batches = Batches(
         data, batch_size, seed, own if preprocessor is None else preprocessor,
         exclude, force=preprocessor is not None,
     )  # fmt: skip
     run(model, batches(0))
-    if trainable == "lora":
-        # Adapters cannot be taken back: data is judged before they are added.
-        Training(model, layers, {}, batches, settings).measured()
-    selected = chosen(model, layers, trainable, lora_rank)
-    selected = dict(zip(("attention", "features"), selected, strict=True))
-    selected = {name: x for name, x in selected.items() if name in settings["stages"]}
+    asked = [x for x in settings["stages"] if x != "calibrate"]
+    if trainable == "lora" and asked:
+        # Adapters cannot be taken back: data and checkpoints are judged before they are
+        # added.
+        beforehand = Training(model, layers, {}, batches, settings)
+        beforehand.measured()
+        beforehand.checkpoints.load()
+    selected = chosen(model, layers, trainable, settings["lora_rank"], asked)
     training = Training(model, layers, selected, batches, settings)
     try:
         return training.run()
@@ -143,6 +154,32 @@ def uptrain(
         changed = training.teacher.changed()
         for layer in layers:
             layer.trained = tuple(dict.fromkeys((*layer.trained, *changed)))
+
+
+def _callbacks(given):
+    if isinstance(given, keras.callbacks.CallbackList):
+        given = given.callbacks
+    single = isinstance(given, keras.callbacks.Callback)
+    found = [given] if single else list(given or [])
+    others = [x for x in found if not isinstance(x, keras.callbacks.Callback)]
+    if others:
+        raise ValueError(
+            f"`callbacks` must be Keras callbacks. Received: callbacks={others!r:.80}."
+        )
+    return found
+
+
+def _warn_of_another_teacher(model, layers):
+    changed = sorted({path for layer in layers for path in layer.trained})
+    if changed:
+        warnings.warn(
+            f"{len(changed)} weights of {title(model)}'s own, such as {changed[0]!r}, "
+            "were trained since it was a softmax model. The teacher is softmax "
+            "attention with these weights as they are now, not the checkpoint's. To "
+            "be taught by the checkpoint, run all stages in one call, or restore it "
+            "from its files.",
+            stacklevel=3,
+        )
 
 
 def _listed(stages):
@@ -171,7 +208,7 @@ def _check(model, layers, settings):
                 f"`{name}` must be one of {options}. "
                 f"Received: {name}={settings[name]!r}."
             )
-    for name in ("steps", "batch_size", "save_every", "lora_rank"):
+    for name in INTEGERS:
         value = settings[name]
         is_integer = isinstance(value, (int, np.integer))
         if not is_integer or isinstance(value, bool) or value < 1:
@@ -179,7 +216,8 @@ def _check(model, layers, settings):
                 f"`{name}` must be a positive integer. Received: {name}={value!r}."
             )
     share = settings["window_dropout"]
-    if isinstance(share, bool) or not 0 <= share < 1:
+    is_number = isinstance(share, (int, float, np.number))
+    if not is_number or isinstance(share, bool) or not 0 <= share < 1:
         raise ValueError(
             f"`window_dropout` must be in [0, 1). Received: window_dropout={share!r}."
         )

@@ -174,6 +174,8 @@ def test_normalized_texts():
     assert normalized("  Héllo,\tWORLD ½ ") == normalized("héllo world 1⁄2")
     assert normalized("a-b") == "a b" and normalized(b"A") == "a"
     assert normalized("no") != normalized("not")
+    # Vowels that are marks.
+    assert normalized("की") != normalized("का")
 
 
 @pytest.mark.parametrize("data", [np.zeros((0, 3)), [], {"a": ROWS, "b": ROWS[:3]}])

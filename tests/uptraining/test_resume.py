@@ -70,9 +70,15 @@ def test_resumed_compiled_is_unbroken(tmp_path, save_every, steps):
         {"order": "bottom_up", "stages": "attention"},
         {"feature_map": "favorpp_learned"},
         {"feature_map": "favorpp", "trainable": "lora"},
+        # Averages take the place of weights after the last step of a stage, the fourth.
+        {"use_ema": True},
     ],
 )
 def test_of_every_kind(tmp_path, arguments):
+    arguments = dict(arguments)
+    if arguments.pop("use_ema", False):
+        arguments["optimizer"] = keras.optimizers.Adam(0.05, use_ema=True)
+        broken(tmp_path, 4, **arguments)
     expected, _ = run(**arguments)
     broken(tmp_path, 3, **arguments)
     assert same(run(tmp_path, **arguments)[0], expected)
@@ -159,12 +165,28 @@ def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
         kernel = model.get_layer("attention_0")._query_dense.kernel
         kernel.assign(2 * kernel)
         m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path)
+    for arguments in ({"window": 4}, {"seed": 1}, {"dtype": "mixed_bfloat16"}):
+        with pytest.warns(UserWarning), pytest.raises(ValueError, match="mechanisms"):
+            model = m.linear_model(**arguments)
+            m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path)
+
+
+def test_what_is_refused_gets_no_adapters(tmp_path):
+    broken(tmp_path, 3)
+    model = m.linear_model()
+    count = len(model.weights)
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="trainable was"):
+        m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path, trainable="lora")
+    assert len(model.weights) == count
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="`checkpoint_dir` must be a folder"):
+        m.uptrain(model, checkpoint_dir=tmp_path / "file")
 
 
 def test_the_folder_keeps_the_last_two(tmp_path):
     run(tmp_path)
     assert [x.name for x in files(tmp_path)] == [
-        "uptrain-001-0000004.npz", "uptrain-002-0000000.npz",
+        "uptrain-001-0000003.npz", "uptrain-002-0000000.npz",
     ]  # fmt: skip
     assert Checkpoints(None, {}).load() is None
 

@@ -4,7 +4,7 @@ import pytest
 from keras import ops
 
 import keras_rfattn
-from keras_rfattn.uptraining.training import Training
+from keras_rfattn.uptraining.plan import planned
 from tests import helpers as h
 from tests.uptraining import models as m
 
@@ -344,10 +344,81 @@ def test_nothing_to_train():
         keras_rfattn.uptrain("bert", m.tokens(), steps=1)
 
 
+def test_calibration_alone():
+    model = m.linear_model("favorpp", num_features=8)
+    report = m.uptrain(model, stages="calibrate", trainable="lora")
+    assert [x.name for x in report.stages] == ["calibrate"]
+    assert not any("lora" in x.path for x in model.weights)
+
+
+def test_numbers_and_callbacks_of_other_kinds():
+    model, seen = m.linear_model(), []
+    callback = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.append(1))
+    report = m.uptrain(
+        model, steps=np.int64(2), seed=np.int32(3), window_dropout=np.float32(0.25),
+        callbacks=callback,
+    )  # fmt: skip
+    assert report.seed == 3 and sum(seen) == 2
+    with pytest.raises(ValueError, match="`callbacks` must be Keras callbacks"):
+        m.uptrain(model, callbacks=["checkpoint"])
+    with pytest.raises(ValueError, match="Received: data=None"):
+        keras_rfattn.uptrain(model, None, steps=2)
+
+
+def test_a_second_uptraining_has_another_teacher():
+    model = m.linear_model()
+    m.uptrain(model, steps=2, stages="attention", trainable="query_key")
+    with pytest.warns(UserWarning, match="as they are now, not the checkpoint's"):
+        m.uptrain(model, steps=2, stages="features")
+
+
+@pytest.mark.parametrize("kind", ["list", "none"])
+def test_outputs_without_names(kind):
+    softmax = m.softmax_model()
+
+    class Outer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = softmax
+
+        def call(self, x):
+            y = self.inner(x)
+            return [y, keras.ops.mean(y, axis=1)] if kind == "list" else None
+
+    model = Outer()
+    model(m.tokens())
+    keras_rfattn.replace_attention(model, "hedgehog", seed=0)
+    if kind == "list":
+        report = m.uptrain(model, steps=20)
+        assert report.stages[-1].last < 0.5 * report.stages[-1].zero
+        return
+    before = m.weights(model)
+    with pytest.raises(ValueError, match="Outer, whose output holds no tensor"):
+        m.uptrain(model)
+    for a, b in zip(m.weights(model), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_batches_of_any_length():
+    # Keras looks at the first two on TensorFlow.
+    rows = m.tokens()
+    inputs = {k: keras.Input((None,), name=k) for k in ("tokens", "padding_mask")}
+    x = keras.layers.Embedding(m.WORDS, 8)(inputs["tokens"])
+    x = keras.layers.MultiHeadAttention(2, 4)(x, x, key_mask=inputs["padding_mask"])
+    model = keras.Model(inputs, x)
+    keras_rfattn.replace_attention(model, "hedgehog", seed=0)
+
+    def batches():
+        for length in (5, 5, 12, 7, 5, 12):
+            yield {"tokens": rows[:8, :length], "padding_mask": rows[:8, :length] > 0}
+
+    report = m.uptrain(model, batches, steps=6, stages="attention")
+    assert report.stages[-1].steps == 6
+
+
 def test_steps_are_shared_out():
     settings = {"stages": ["attention", "features"], "steps": 5, "order": "bottom_up"}
-    fake = type("T", (), {"settings": settings, "layers": [None, None]})
-    plan = [(x.name, x.steps, x.layer) for x in Training.plan(fake)]
+    plan = [(x.name, x.steps, x.layer) for x in planned(settings, [None, None])]
     assert plan == [("attention", 2, 0), ("attention", 1, 1), ("features", 2, None)]
 
 

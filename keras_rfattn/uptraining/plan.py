@@ -1,0 +1,34 @@
+"""The stages of an uptraining, in order, and how steps are shared out among them."""
+
+from typing import NamedTuple
+
+
+class Planned(NamedTuple):
+    """A stage that is to be run: its steps, and which layer if bottom up."""
+
+    name: str
+    steps: int
+    layer: int | None = None
+
+
+def planned(settings, layers):
+    """Iterates over `Planned` stages of `uptrain` with some settings."""
+    stages, total = settings["stages"], settings["steps"]
+    training = [x for x in stages if x != "calibrate"]
+    shares = _shared(total, len(training))
+    for name in stages:
+        if name == "calibrate":
+            if any(x.feature_map.is_adaptive for x in layers):
+                yield Planned(name, 0)
+        elif name == "attention" and settings["order"] == "bottom_up":
+            parts = _shared(next(shares), len(layers))
+            for i, steps in enumerate(parts):
+                yield Planned(name, steps, i)
+        else:
+            yield Planned(name, next(shares))
+
+
+def _shared(total, parts):
+    """Iterates over whole numbers that add up to `total`, as equal as can be."""
+    for i in range(parts):
+        yield total // parts + (i < total % parts)
