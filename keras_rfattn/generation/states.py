@@ -6,11 +6,12 @@ from keras import ops
 
 from keras_rfattn.generation.streaming import check
 from keras_rfattn.generation.streaming import check_state
+from keras_rfattn.generation.streaming import mark_of
 from keras_rfattn.models.generation import Cache
 from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.windowed_state import LocalState
 
-FORMAT = 1
+FORMAT = 2
 KINDS = {"state": State, "local": LocalState}
 
 
@@ -20,24 +21,51 @@ def take_rows(state, rows):
     Args:
         state: A `Cache`.
         rows: Integers, of the rows of the result.
+
+    Raises:
+        ValueError: If `rows` are no integers, or there are no such rows.
     """
-    rows = ops.convert_to_tensor(np.asarray(rows, "int32"))
+    rows, count = np.asarray(rows), ops.shape(state.seen)[0]
+    is_index = rows.ndim == 1 and np.issubdtype(rows.dtype, np.integer)
+    if not is_index or not np.all((rows >= -count) & (rows < count)):
+        raise ValueError(
+            f"`rows` must be integers, positions among the {count} rows of the state. "
+            f"Received: rows={rows.tolist()!r:.80}."
+        )
+    rows = ops.convert_to_tensor(rows.astype("int32") % count)
     return keras.tree.map_structure(lambda x: ops.take(x, rows, axis=0), state)
 
 
 def join_rows(states):
-    """States of one model, as one of all their rows."""
+    """States of one model, as one of all their rows.
+
+    Raises:
+        ValueError: If there is none, or they are of different models.
+    """
+    states = list(states)
+    kinds = [_kind(x) for x in states]
+    if not states or any(x != kinds[0] for x in kinds):
+        raise ValueError(
+            "`states` must be states of one model, at least one. Received: "
+            f"{len(states)} states" + (" of different models." if states else ".")
+        )
     first, *others = states
-    for other in others:
-        keras.tree.assert_same_structure(first, other)
     return keras.tree.map_structure(
         lambda *x: ops.concatenate(x, axis=0), first, *others
     )
 
 
+def _kind(state):
+    """What states of one model have in common."""
+    leaves = keras.tree.flatten(state._replace(model=0))
+    shapes = [(tuple(x.shape[1:]), str(x.dtype)) for x in leaves if hasattr(x, "shape")]
+    return sorted(state.layers), shapes, set(np.unique(_array(state.model)).tolist())
+
+
 def save(path, state):
     """Writes a state to an `.npz` file, bit for bit."""
-    arrays = {"format": np.array(FORMAT), "seen": _array(state.seen)}
+    arrays = {"format": np.array(FORMAT), "seen": _array(state.seen),
+              "model": _array(state.model)}  # fmt: skip
     for i, kept in state.layers.items():
         kinds = [name for name, cls in KINDS.items() if isinstance(kept, cls)]
         parts = kept._asdict() if kinds else {"pairs": kept}
@@ -66,17 +94,27 @@ def load(path, model):
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        version = int(arrays.pop("format"))
-        seen = ops.convert_to_tensor(arrays.pop("seen"))
+        version = arrays.pop("format").item()
+        if version == FORMAT:
+            given = [arrays.pop(name) for name in ("seen", "model")]
+            for x in given:
+                if x.ndim != 1 or x.dtype != np.int32 or np.any(x < 0):
+                    raise ValueError("positions and marks are no counts")
+            seen, model_mark = map(ops.convert_to_tensor, given)
+            bad = [k for k, x in arrays.items() if not np.all(np.isfinite(x))]
+            if bad:
+                raise ValueError(f"{bad[0]} is not finite")
+        else:
+            arrays = {}
         layers = {}
         for key, x in arrays.items():
             kind, i, name, dtype = key.split("/")
             x = ops.cast(ops.convert_to_tensor(x), dtype)
             layers.setdefault(i, (kind, {}))[1][name] = x
-        state = Cache(seen, {
+        layers = {
             i: KINDS[kind](**parts) if kind in KINDS else parts["pairs"]
             for i, (kind, parts) in layers.items()
-        })  # fmt: skip
+        }
     except FileNotFoundError:
         raise
     except Exception as error:
@@ -89,6 +127,8 @@ def load(path, model):
             f"'{path}' must be a state of format {FORMAT}. Received: format {version}. "
             "Use the version of keras_rfattn that saved it."
         )
+    state = Cache(seen, layers, model_mark)
+    check(model).mark = mark_of(check(model).sites)
     check_state(model, state, seen.shape[0])
     return state
 

@@ -1,10 +1,16 @@
 """Chunks of tokens through a model, and what a state must be for that."""
 
+import zlib
+
 import keras
+import numpy as np
 from keras import ops
 
+from keras_rfattn.layers.checks import projection
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.decoding import empty_state
+from keras_rfattn.layers.fingerprint import fingerprint
+from keras_rfattn.models.carried import sums_up
 from keras_rfattn.models.generation import Cache
 from keras_rfattn.models.generation import call_with_cache
 from keras_rfattn.models.generation import context
@@ -36,10 +42,13 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
     cache = empty_cache(model, tokens.shape[0], max_length or 1)
     if cache.layers and max_length is None:
         raise ValueError(
-            f"{title(model)} keeps {len(cache.layers)} softmax layers, whose keys and "
-            "values need room. Received: max_length=None. Pass the number of tokens "
-            "that will ever be seen."
+            f"{title(model)} keeps {len(cache.layers)} layers of softmax, or of maps "
+            "that are their kernel, whose keys and values need room. Received: "
+            "max_length=None. Pass the number of tokens that will ever be seen."
         )
+    # Weights may have changed since the last one.
+    stream.mark = mark_of(stream.sites)
+    cache = cache._replace(model=cache.model + stream.mark)
     return stream(tokens, cache, 0, padding_mask)
 
 
@@ -97,7 +106,8 @@ def check_state(model, state, batch_size):
             "`state` must be what `keras_rfattn.generation.prefill` returned. "
             f"Received: {type(state).__name__}."
         )
-    wanted = check(model).shapes
+    stream = check(model)
+    wanted = stream.shapes
     received = _shapes(state)
     if wanted != received:
         differs = sorted(
@@ -107,6 +117,13 @@ def check_state(model, state, batch_size):
             f"`state` must be of {title(model)}. Received: a state whose {differs[0]} "
             f"is of shape {received.get(differs[0])} (batch left out), where the model "
             f"has {wanted.get(differs[0])}."
+        )
+    found = set(ops.convert_to_numpy(state.model).tolist())
+    if found - {int(stream.mark)}:
+        raise ValueError(
+            f"`state` must be of {title(model)} as it is. Received: a state of a model "
+            "with other weights, random vectors or options. Use that model, or "
+            "`prefill` again."
         )
     rows = {x.shape[0] for x in keras.tree.flatten(state)}
     if rows != {batch_size}:
@@ -134,9 +151,12 @@ class Stream:
         self.variables = variables_of(model)
         one = empty_cache(model, 1, 1)
         for site in self.sites:
-            if site.is_linear and decodes(site):
+            if sums_up(site) and decodes(site):
                 one.layers[f"{site.index}"] = empty_state(site.layer, 1)
-        self.shapes = _shapes(one)
+        self.shapes, self.mark = _shapes(one), mark_of(self.sites)
+        tables = [getattr(x, "sequence_length", None) for x in model._flatten_layers()
+                  if type(x).__name__ == "PositionEmbedding"]  # fmt: skip
+        self.positions = min((x for x in tables if x is not None), default=None)
         self.function = self._compiled()
 
     def __call__(self, tokens, state, start, padding_mask):
@@ -149,9 +169,31 @@ class Stream:
                     "`padding_mask` must have the shape of `tokens`, "
                     f"{tuple(tokens.shape)}. Received: {mask.shape}."
                 )
-            hidden = ops.convert_to_tensor(~mask)
+            hidden = None if mask.all() else ops.convert_to_tensor(~mask)
+        self._check_room(tokens, state, start, hidden)
         start = ops.convert_to_tensor(start, dtype="int32")
         return self.function(tokens, state, start, hidden)
+
+    def _check_room(self, tokens, state, start, hidden):
+        rooms = [x.shape[2] for x in state.layers.values() if not isinstance(x, tuple)]
+        if rooms and hidden is not None:
+            raise ValueError(
+                f"{title(self.model)} keeps layers with keys and values, which cannot "
+                "leave padding out from chunk to chunk. Received: a `padding_mask` "
+                "that hides tokens. Make rows without padding (`take_rows`, "
+                "`join_rows`), or all layers linear."
+            )
+        end, positions = (
+            start + tokens.shape[1],
+            [self.positions] * bool(self.positions),
+        )
+        if end > min([*rooms, *positions], default=end):
+            raise ValueError(
+                f"{title(self.model)} has room for keys and values of {rooms[:1]} "
+                f"tokens (`max_length` of `prefill`) and {positions} learned "
+                f"positions. Received: tokens up to position {end}. Pass a longer "
+                "`max_length`, or use `keras_rfattn.extend_positions` first."
+            )
 
     def _forward(self, tokens, state, start, hidden):
         with generating(self.model, hidden, origin=start, sites=self.sites):
@@ -185,16 +227,36 @@ class Stream:
         return call
 
 
+def mark_of(sites):
+    """A number that tells mechanisms, random vectors and projections apart."""
+    found = 0
+    for site in sites:
+        if site.is_linear:
+            found = zlib.crc32(fingerprint(site.layer).tobytes(), found)
+            variables = site.layer.feature_map.variables
+            for x in [*variables, *projection(site.layer, "query").variables[:1]]:
+                x = ops.convert_to_numpy(ops.cast(x, "float32"))
+                found = zlib.crc32(x.tobytes(), found)
+    return np.int32(found & 0x7FFFFFFF)
+
+
 def _shapes(cache):
     """Shapes without the batch, and without the length of keys and values, by name."""
     found = {}
     for i, kept in cache.layers.items():
         if isinstance(kept, tuple):
             parts = kept._asdict().items()
-            found |= {f"{name} of layer {i}": tuple(x.shape[1:]) for name, x in parts}
+            found |= {
+                f"{name} of layer {i}": _shape(x, x.shape[1:]) for name, x in parts
+            }
         else:
-            found[f"cache of layer {i}"] = (*kept.shape[1:2], *kept.shape[3:])
+            shape = *kept.shape[1:2], *kept.shape[3:]
+            found[f"cache of layer {i}"] = _shape(kept, shape)
     return found
+
+
+def _shape(x, shape):
+    return *shape, keras.backend.standardize_dtype(x.dtype)
 
 
 def _tokens(tokens):

@@ -271,9 +271,9 @@ def attend(
             attend, tokens, mask, limit, feature_map=feature_map, scale=scale,
             options=options, training=training, recorder=recorder,
         )  # fmt: skip
-    position = mask.offset if mask.causal else None
+    position, taken = mask.offset if mask.causal else None, None
     if position is not None:
-        query, key, value, mask = apply_offset(query, key, value, mask)
+        query, key, value, mask, taken = apply_offset(query, key, value, mask)
     position = None if mask.causal else position
     if mask.key_mask is not None:
         key_mask = ops.broadcast_to(mask.key_mask, ops.shape(key)[:2])
@@ -289,6 +289,7 @@ def attend(
     )
     output = None if recorder is None else recorder(call)
     output = call.linear() if output is None else output
+    output = output if taken is None else taken(output)
     query_mask = needed(mask.query_mask)
     if query_mask is not None:
         output = ops.where(query_mask[:, :, None, None], output, 0)

@@ -15,10 +15,10 @@ from keras import ops
 
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
-from keras_rfattn.layers.decoding import CACHES
 from keras_rfattn.layers.decoding import Decoder
-from keras_rfattn.layers.decoding import answering
-from keras_rfattn.layers.recording import recording
+from keras_rfattn.models.carried import carried
+from keras_rfattn.models.carried import empty_layers
+from keras_rfattn.models.carried import kept
 from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.windowed_state import LocalState
 
@@ -33,10 +33,13 @@ class Cache(NamedTuple):
             and does not enter a second time.
         layers: Dict of what each attention layer keeps, by its number in the model:
             `ops.State` or `ops.LocalState`, or keys and values `(B, 2, S, K, H)`.
+        model: `(B,)`, a number that tells the model whose cache it is, int32; 0 inside
+            of `generate`.
     """
 
     seen: Any
     layers: Any
+    model: Any
 
 
 class Generating(NamedTuple):
@@ -88,7 +91,8 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
     def decoder(state):
         return Decoder(state, enters, passed, start)
 
-    with carried(known.sites, cache.layers, decoder) as (parts, blank):
+    is_hidden = hidden_keys(known, ops.shape(token_ids)[0])
+    with carried(known.sites, cache.layers, decoder, is_hidden) as (parts, blank):
         logits, hidden_states, _ = original(
             task,
             token_ids,
@@ -97,7 +101,7 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
             *args,
             **kwargs,
         )
-    return logits, hidden_states, Cache(after, kept(parts))
+    return logits, hidden_states, Cache(after, kept(parts), cache.model)
 
 
 def entering(known, cache, token_ids, start):
@@ -123,58 +127,6 @@ def entering(known, cache, token_ids, start):
     if known.hidden is not None:
         enters = passed & ~_hidden(known.hidden, positions - known.origin, batch)
     return enters, passed, ops.maximum(cache.seen, ops.cast(after, "int32"))
-
-
-@contextlib.contextmanager
-def carried(sites, layers, decoder):
-    """Meanwhile, attention layers answer by what they keep.
-
-    Args:
-        sites: `survey.Site`s.
-        layers: What they keep, as in `Cache`.
-        decoder: `state -> recorder` of a linear layer.
-
-    Yields:
-        `(parts, blank)`: what answers, by number of the layer, with its `state`; and
-        `(batch_size, dtype) -> placeholder` of the one cache that nobody reads.
-    """
-    parts, longest = {}, 1
-    with contextlib.ExitStack() as stack:
-        for site in sites:
-            layer, state = site.layer, layers.get(f"{site.index}")
-            if site.is_linear:
-                part = decoder(state)
-                stack.enter_context(recording([(layer, part)]))
-            elif state is not None:
-                part, longest = Exact(layer.call, state), state.shape[2]
-                stack.enter_context(answering(layer, part))
-            else:
-                continue
-            parts[f"{site.index}"] = part
-
-        def blank(batch_size, dtype):
-            return ops.zeros((batch_size, len(sites), 2, longest, 1, 1), dtype=dtype)
-
-        yield parts, blank
-
-
-def kept(parts):
-    """What layers keep after a call, as in `Cache`."""
-    return {i: part.state for i, part in parts.items() if part.state is not None}
-
-
-class Exact:
-    """A softmax layer's `call`, with keys and values of its own for a placeholder."""
-
-    def __init__(self, function, state):
-        self.function, self.state = function, state
-
-    def __call__(self, *args, **kwargs):
-        name = next((x for x in CACHES if kwargs.get(x) is not None), None)
-        if name is None:
-            return self.function(*args, **kwargs)
-        output, self.state = self.function(*args, **{**kwargs, name: self.state})
-        return output, kwargs[name]
 
 
 def context(task):
@@ -206,35 +158,32 @@ def crosses(site):
 
 
 def has_states(sites):
-    """Whether linear layers generate with states: not maps that are their kernel."""
-    maps = [
-        x.layer.feature_map for x in sites if x.is_linear and (decodes(x) or crosses(x))
-    ]
-    return bool(maps) and not any(x.is_exact for x in maps)
+    """Whether some layer that generates is linear."""
+    return any(x.is_linear and (decodes(x) or crosses(x)) for x in sites)
 
 
 def empty_cache(task, batch_size, max_length):
     """The cache before any token; of linear layers there is nothing in it yet."""
     sites = [x for x in context(task).sites if decodes(x)]
     seen = ops.zeros((batch_size,), dtype="int32")
-    return Cache(seen, empty_layers(sites, batch_size, max_length))
+    return Cache(seen, empty_layers(sites, batch_size, max_length), 0 * seen)
 
 
-def empty_layers(sites, batch_size, max_length):
-    """Room for the keys and values of softmax layers, as in `Cache`."""
-    layers = {}
-    for site in sites:
-        if not site.is_linear:
-            heads, head_dim = swap.linear_class(type(site.layer))._kv_shape(site.layer)
-            shape = (batch_size, 2, max_length, heads, head_dim)
-            layers[f"{site.index}"] = ops.zeros(shape, dtype=site.layer.compute_dtype)
-    return layers
+def hidden_keys(known, batch):
+    """`length -> (B, length)`: which of the first keys are padding, or `None`."""
+    if known.hidden is None:
+        return None
+    return lambda length: _hidden(
+        known.hidden, ops.arange(length, dtype="int32") - known.origin, batch
+    )
 
 
 def _hidden(hidden, positions, batch):
     """Which tokens at some positions are padding, `(B, T)`; samplers repeat rows."""
     rows, length = ops.shape(hidden)
     hidden = ops.take(hidden, ops.clip(positions, 0, length - 1), axis=1)
+    # An image before them is never padding.
+    hidden = hidden & (positions >= 0)
     return ops.take(hidden, ops.arange(batch) // (batch // rows), axis=0)
 
 

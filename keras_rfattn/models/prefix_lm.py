@@ -10,6 +10,8 @@ from keras import ops
 
 import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import Decoder
+from keras_rfattn.models.carried import carried
+from keras_rfattn.models.carried import kept
 
 BUILD = ["self", "token_ids", "img_embeddings", "padding_mask"]
 
@@ -65,7 +67,8 @@ def call_with_cache(
         return Decoder(state, enters, None, 0, is_prefix=True)
 
     original = type(task).original_class.call_with_cache
-    with generation.carried(known.sites, cache.layers, decoder) as (parts, blank):
+    is_hidden = generation.hidden_keys(known, ops.shape(token_ids)[0])
+    with carried(known.sites, cache.layers, decoder, is_hidden) as (parts, blank):
         logits, hidden_states, _ = original(
             task,
             token_ids,
@@ -74,7 +77,8 @@ def call_with_cache(
             img_embeddings,
             padding_mask,
         )
-    return logits, hidden_states, generation.Cache(seen, generation.kept(parts))
+    cache = generation.Cache(seen, kept(parts), cache.model)
+    return logits, hidden_states, cache
 
 
 def generate_step(task, inputs, stop_token_ids=None):

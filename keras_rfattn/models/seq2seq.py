@@ -12,6 +12,9 @@ from keras import ops
 import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import CrossDecoder
 from keras_rfattn.layers.decoding import Decoder
+from keras_rfattn.models.carried import carried
+from keras_rfattn.models.carried import empty_layers
+from keras_rfattn.models.carried import kept
 
 
 def initialize_cache(task, encoder_token_ids, decoder_token_ids):
@@ -26,7 +29,7 @@ def initialize_cache(task, encoder_token_ids, decoder_token_ids):
     cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))
     crossing = [x for x in sites if generation.crosses(x)]
     sizes = ops.shape(encoder_token_ids)
-    layers = cache.layers | generation.empty_layers(crossing, *sizes)
+    layers = cache.layers | empty_layers(crossing, *sizes)
     return cache._replace(layers=layers), ops.zeros((sizes[0], 1))
 
 
@@ -73,8 +76,10 @@ def call_decoder_with_cache(
     crossing = [x for x in known.sites if generation.crosses(x)]
     size = ops.shape(decoder_token_ids)[0], task.compute_dtype
     with (
-        generation.carried(own, cache.layers, decoder) as (parts, blank),
-        generation.carried(crossing, cache.layers, CrossDecoder) as (
+        carried(
+            own, cache.layers, decoder, generation.hidden_keys(known, size[0])
+        ) as (parts, blank),
+        carried(crossing, cache.layers, CrossDecoder) as (
             cross_parts, cross_blank,
         ),
     ):  # fmt: skip
@@ -82,7 +87,8 @@ def call_decoder_with_cache(
             task, encoder_hidden_states, encoder_padding_mask, decoder_token_ids,
             blank(*size), start, cross_blank(*size), cross_attention_cache_update_index,
         )  # fmt: skip
-    cache = generation.Cache(seen, generation.kept(parts | cross_parts))
+    layers = kept(parts | cross_parts)
+    cache = generation.Cache(seen, layers, cache.model)
     return logits, hidden_states, cache, cross_attention_cache
 
 

@@ -67,7 +67,7 @@ def layout(segment_ids, max_segments=None):
     length = ops.shape(segment_ids)[1]
     order = ops.argsort(segment_ids, axis=1)
     back = ops.argsort(order, axis=1)
-    found = take_tokens(ops.cast(segment_ids, "int32"), order)
+    found = take_tokens(segment_ids, order)
     begins = ops.cast(found[:, 1:] != found[:, :-1], "int32")
     rank = ops.cumsum(ops.pad(begins, ((0, 0), (1, 0))), axis=1)
     texts, most = _sizes(rank, length, max_segments)

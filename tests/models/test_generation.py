@@ -74,7 +74,7 @@ def assert_near(found, expected, tolerance=1e-4):
 
 @pytest.mark.parametrize(
     ("family", "mechanism"),
-    [("llama", x) for x in MECHANISMS if x != "exact"]
+    [("llama", x) for x in MECHANISMS]
     + [
         pytest.param(x, "window", marks=pytest.mark.long)
         for x in FAMILIES
@@ -162,15 +162,31 @@ def test_states_of_something_else_are_refused(tmp_path):
         generation.prefill(model, ids[0])
     with pytest.raises(ValueError, match="must have the shape of `tokens`"):
         generation.prefill(model, ids, np.ones((3, 2)))
-    with pytest.raises(ValueError, match="softmax layers.*max_length=None"):
+    with pytest.raises(ValueError, match="layers of softmax.*max_length=None"):
         generation.prefill(linear(mechanism="mixed"), ids)
     softmax, _ = families.build("gpt2")
     with pytest.raises(TypeError, match="must be a KerasHub CausalLM of tokens"):
         generation.prefill(softmax, ids)
     with pytest.raises(ValueError, match="whose cache is a .*Received: a cache of"):
         model.call_with_cache(ids, np.zeros((3, 2, 2, LENGTH, 2, 8)), 0)
-    np.savez(tmp_path / "other.npz", format=2, seen=np.zeros(3, "int32"))
-    with pytest.raises(ValueError, match="must be a state of format 1"):
+    # As wide, of other random vectors; and of another checkpoint.
+    other = linear(mechanism="favorpp")
+    keras_rfattn.restore_attention(other)
+    arguments = dict(MECHANISMS["favorpp"], seed=1)
+    keras_rfattn.replace_attention(other, **arguments)
+    for one in (other, linear("opt")):
+        with pytest.raises(ValueError, match="must be of .*(as it is|Received)"):
+            generation.step(one, ids, state)
+        with pytest.raises(ValueError, match="must be of .*(as it is|Received)"):
+            generation.load(file, one)
+    for rows in ([True, False, True], [0.7], [3], [[0]]):
+        with pytest.raises(ValueError, match="`rows` must be integers"):
+            generation.take_rows(state, rows)
+    for states in ([], [state, generation.prefill(other, ids)[1]]):
+        with pytest.raises(ValueError, match="must be states of one model"):
+            generation.join_rows(states)
+    np.savez(tmp_path / "other.npz", format=1, seen=np.zeros(3, "int32"))
+    with pytest.raises(ValueError, match="must be a state of format 2"):
         generation.load(tmp_path / "other.npz", model)
     for content in (b"", file.read_bytes()[:-50], pickle.dumps(ids)):
         file.write_bytes(content)
@@ -203,10 +219,8 @@ def greedy(model, ids, mask):
 def test_greedy_generation(family, mechanism):
     model, ids = linear(family, mechanism), tokens()
     mask = np.arange(LENGTH) < np.array([4, 7, 1])[:, None]
-    if mechanism not in ("mixed", "exact"):
-        # KerasHub's own cache holds padding, and attention sees it.
-        mask[0, :2] = False
-        mask[1, 3] = False
+    mask[0, :2] = False
+    mask[1, 3] = False
     ids = np.where(mask, ids, 0)
     model.compile(sampler="greedy")
     found = model.generate(
@@ -303,6 +317,18 @@ def test_sliding_windows_are_dropped_by_name_alone():
     # Each query sees one token more where it saw three: the same up to there.
     assert_near(found[0][:, :3], softmax[:, :3])
     assert np.abs(found[0][:, 4] - softmax[:, 4]).max() > 1e-4 * np.abs(softmax).max()
+
+
+def test_there_is_an_end_to_the_room():
+    model, ids = linear(mechanism="mixed"), tokens()
+    _, state = generation.prefill(model, ids[:, :6], max_length=8)
+    with pytest.raises(ValueError, match=r"room for .*\[8\].*up to position 9"):
+        generation.step(model, ids[:, 6:9], state)
+    with pytest.raises(ValueError, match="cannot leave padding out"):
+        generation.step(model, ids[:, 6:8], state, np.array([[0, 1]] * 3))
+    _, state = generation.prefill(linear(), ids)
+    with pytest.raises(ValueError, match=r"\[12\] learned positions.*position 13"):
+        generation.step(linear(), ids[:, :1], state)
 
 
 def test_edges():
