@@ -128,7 +128,8 @@ def load(path, model):
             "Use the version of keras_rfattn that saved it."
         )
     state = Cache(seen, layers, model_mark)
-    check(model).mark = mark_of(check(model).sites)
+    stream = check(model)
+    stream.mark = mark_of(model, stream.sites)
     check_state(model, state, seen.shape[0])
     return state
 

@@ -18,6 +18,7 @@ from keras_rfattn.models.generation import decodes
 from keras_rfattn.models.generation import empty_cache
 from keras_rfattn.models.generation import generating
 from keras_rfattn.models.generation import has_states
+from keras_rfattn.models.swap import original_class
 
 
 def prefill(model, tokens, padding_mask=None, max_length=None):
@@ -47,7 +48,7 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
             "max_length=None. Pass the number of tokens that will ever be seen."
         )
     # Weights may have changed since the last one.
-    stream.mark = mark_of(stream.sites)
+    stream.mark = mark_of(model, stream.sites)
     cache = cache._replace(model=cache.model + stream.mark)
     return stream(tokens, cache, 0, padding_mask)
 
@@ -153,7 +154,7 @@ class Stream:
         for site in self.sites:
             if sums_up(site) and decodes(site):
                 one.layers[f"{site.index}"] = empty_state(site.layer, 1)
-        self.shapes, self.mark = _shapes(one), mark_of(self.sites)
+        self.shapes, self.mark = _shapes(one), mark_of(model, self.sites)
         tables = [getattr(x, "sequence_length", None) for x in model._flatten_layers()
                   if type(x).__name__ == "PositionEmbedding"]  # fmt: skip
         self.positions = min((x for x in tables if x is not None), default=None)
@@ -227,9 +228,9 @@ class Stream:
         return call
 
 
-def mark_of(sites):
-    """A number that tells mechanisms, random vectors and projections apart."""
-    found = 0
+def mark_of(model, sites):
+    """A number that tells classes, mechanisms, random vectors and projections apart."""
+    found = zlib.crc32(original_class(model).__name__.encode())
     for site in sites:
         if site.is_linear:
             found = zlib.crc32(fingerprint(site.layer).tobytes(), found)
