@@ -47,7 +47,7 @@ class AttentionStage(keras.Model):
         self.built = True
 
     def call(self, inputs):
-        """Per sequence, layer and head, `(B, L, N)`: a dict of `QUANTITIES`."""
+        """Per layer and head, `(1, L, N)`, over the batch: a dict of `QUANTITIES`."""
         x, noise = inputs["x"], inputs["noise"]
         watchers = [Watcher() for _ in self.learning]
         recorders = [
@@ -66,7 +66,12 @@ class AttentionStage(keras.Model):
                 layer_errors(*pair, dropped, noise[0, -1])
                 for pair in zip(watcher.calls, students, strict=True)
             ]
-            found.append({k: sum(e[k] for e in errors) for k in QUANTITIES})
+            # Layers may cut a batch into other rows, each its own.
+            found.append({
+                k: sum((ops.sum(e[k], axis=0, keepdims=True) for e in errors),
+                       ops.zeros((1, layer._kv_shape()[0])) if not errors else 0)
+                for k in QUANTITIES
+            })  # fmt: skip
         heads = max(f["norm"].shape[-1] for f in found)
         return {k: ops.stack([_widened(f[k], heads) for f in found], 1)
                 for k in QUANTITIES}  # fmt: skip
@@ -206,6 +211,9 @@ def _student_rows(call, rows, taken, visible, dropped):
         return kernel_rows(feature_map.exact_kernel, taken(query), key, visible)
     local = None
     if options.window is not None:
+        batch, given = ops.shape(key)[0], ops.shape(dropped)[0]
+        if not isinstance(batch, int) or batch != given:
+            dropped = ops.repeat(dropped, batch // given)
         near = nearby(
             mask.key_mask, rows, ops.shape(key)[1], options.window, options.sliding,
             mask.causal,

