@@ -4,7 +4,7 @@ Hedgehog (Zhang et al., 2024) and Chefs' Random Tables, table 2 (Likhosherstov e
 2022), on the MiniLM checkpoint of replace_bert_attention.py, or any BERT-like preset.
 
     python recipes/uptrain_bert.py --data-dir DIR --task similarity --seeds 0 1 2
-    python recipes/uptrain_bert.py --data-dir DIR --task sst2       (or mrpc, sts)
+    python recipes/uptrain_bert.py --data-dir DIR --task sst2 --tune first   (or mrpc)
     python recipes/uptrain_bert.py --data-dir DIR --task long --window 64
 
 DIR holds sts/, mrpc/, sst2/ and wikitext2/ as of docs/pages/guides/uptraining.md.
