@@ -34,8 +34,12 @@ def pytest_configure(config):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def pytest_collection_modifyitems(items):
-    """Fast tests try algorithms and layers with a map of each form, once each."""
+def pytest_collection_modifyitems(config, items):
+    """Fast tests try algorithms and layers with a map of each form, once each.
+
+    All of them try all maps on PyTorch, which compiles nothing; elsewhere where the
+    environment variable ALL_MAPS is set, or `--map` names one.
+    """
     from tests.helpers import FORMS
     from tests.helpers import NAMES
 
@@ -50,7 +54,14 @@ def pytest_collection_modifyitems(items):
         key = item.path, item.originalname, name
         if name in NAMES and (name not in FORMS or key in seen):
             item.add_marker(pytest.mark.long)
+            item.add_marker(pytest.mark.every_map)
         seen.add(key)
+    is_all = os.environ.get("ALL_MAPS") or config.getoption("--map")
+    if is_all or os.environ.get("KERAS_BACKEND") == "torch":
+        return
+    left_out = [x for x in items if "every_map" in x.keywords]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [x for x in items if "every_map" not in x.keywords]
 
 
 def pytest_collection_finish():

@@ -249,7 +249,8 @@ def test_killed_processes_go_on(tmp_path):
         steps = generator.choice(KILLED_STEPS, 5, replace=False) + 1
         phases = generator.choice(["before", "while", "after"], 5)
         dooms += [
-            ((stage, int(step)), phase)
+            # The last step of a stage is kept as the beginning of the next.
+            ((stage, int(step)) if step < KILLED_STEPS else (stage + 1, 0), phase)
             for step, phase in zip(sorted(steps), phases, strict=True)
         ]
     expected, result = tmp_path / "expected.npz", tmp_path / "result.npz"
