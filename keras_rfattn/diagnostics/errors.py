@@ -134,7 +134,10 @@ def visibility(sequence):
     rows, keys = sequence.query.shape[1], sequence.key.shape[1]
     if not sequence.causal:
         return np.ones((rows, keys), bool)
-    return np.repeat(np.tri(keys, dtype=bool), rows // keys, axis=0)
+    visible = np.tri(keys, dtype=bool)
+    if sequence.prefix is not None:
+        visible |= sequence.prefix
+    return np.repeat(visible, rows // keys, axis=0)
 
 
 def head_errors(feature_map, sequences, head, estimates=None):

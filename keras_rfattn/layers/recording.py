@@ -1,6 +1,7 @@
 """Watching a model's queries, keys and values at work."""
 
 import contextlib
+import itertools
 from typing import NamedTuple
 
 import keras
@@ -89,6 +90,8 @@ class Sequence(NamedTuple):
             estimate softmax, as their scale is softmax's.
         softmax: Queries and keys as softmax attention has them, where features are of
             normalized ones; `None` where `query` and `key` are those.
+        prefix: `(S,)`, which keys queries before them see too (prefix-LM); `None` for
+            none.
     """
 
     query: np.ndarray
@@ -97,6 +100,7 @@ class Sequence(NamedTuple):
     causal: bool
     logit_scale: float = 1.0
     softmax: tuple | None = None
+    prefix: np.ndarray | None = None
 
 
 class Recorder:
@@ -124,25 +128,38 @@ class Recorder:
                 for x, (q, k, *_) in zip(prepared, found, strict=True)
             ]
         values = self._tokens(call.value, key_mask)
-        for (q, k, *how), v in zip(found, values, strict=True):
+        prefixes = self._prefixes(call)
+        for (q, k, *how), v, prefix in zip(found, values, prefixes, strict=True):
             if q.shape[1] and k.shape[1]:
-                self.sequences.append(Sequence(q, k, v, causal, *how))
+                self.sequences.append(Sequence(q, k, v, causal, *how, prefix))
         return call.softmax() if self.exact else None
 
     def _tokens(self, x, mask):
         """The real tokens of each row, evenly thinned, as `(K, n · G, ·)`."""
+        for row in self._real(x, mask):
+            groups = row.shape[1] // self.num_heads
+            row = row.reshape(len(row), self.num_heads, groups, row.shape[-1])
+            row = row.transpose(1, 0, 2, 3)
+            row = row.reshape(self.num_heads, -1 if row.size else 0, row.shape[-1])
+            yield row.astype("float64")
+
+    def _prefixes(self, call):
+        """Which of the kept keys are of the prefix, row by row."""
+        prefix = call.mask.prefix_mask
+        if prefix is None:
+            return itertools.repeat(None, len(call.key))
+        found = self._real(prefix, call.mask.key_mask)
+        return (row.astype(bool) for row in found)
+
+    def _real(self, x, mask):
+        """What belongs to the real tokens of each row, evenly thinned."""
         x = keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
         real = np.ones(x.shape[:2], bool)
         if mask is not None:
             real = keras.ops.convert_to_numpy(mask).astype(bool)
         for row, kept in zip(x, real, strict=True):
             row = row[kept]
-            row = row[:: max(1, -(-len(row) // self.max_tokens))]
-            groups = row.shape[1] // self.num_heads
-            row = row.reshape(len(row), self.num_heads, groups, row.shape[-1])
-            row = row.transpose(1, 0, 2, 3)
-            row = row.reshape(self.num_heads, -1 if row.size else 0, row.shape[-1])
-            yield row.astype("float64")
+            yield row[:: max(1, -(-len(row) // self.max_tokens))]
 
 
 @contextlib.contextmanager

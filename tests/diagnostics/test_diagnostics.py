@@ -7,7 +7,10 @@ from keras_rfattn import diagnostics
 from keras_rfattn import feature_maps
 from keras_rfattn.diagnostics import errors
 from keras_rfattn.layers import record
+from keras_rfattn.layers.attend import attend
+from keras_rfattn.layers.recording import Recorder
 from keras_rfattn.layers.recording import Sequence
+from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
 from tests.feature_maps.cases import case
 
@@ -52,6 +55,29 @@ def test_recorded_sequences_are_what_softmax_attention_meets(causal):
     h.assert_close(last[0].query, query[0].transpose(1, 0, 2), 1e-4)
     assert np.any(linear.predict(data[0], verbose=0) != expected)
     assert linear.get_layer("first").recorder is None
+
+
+def test_a_prefix_is_recorded():
+    feature_map, x = h.build("favorpp"), h.problem(length=9)
+    prefix, visible = np.zeros((2, 9), bool), np.ones((2, 9), bool)
+    prefix[0, :4] = prefix[1, 2:6] = True
+    visible[0, 2] = visible[1, 0] = False
+    mask = AttentionMask(
+        key_mask=visible, prefix_mask=prefix, causal=True, self_attention=True
+    )
+    layer = keras_rfattn.layers.MultiHeadAttention(x.value.shape[2], 4)
+    layer.build((2, 9, 8), (2, 9, 8))
+    recorder = Recorder(layer, True, 1024)
+    arrays = [keras.ops.convert_to_tensor(y) for y in x]
+    output = h.to_numpy(attend(*arrays, feature_map, mask, recorder=recorder))
+    for row, found in enumerate(recorder.sequences):
+        logits = found.query @ found.key.swapaxes(-1, -2)
+        weights = np.where(errors.visibility(found), np.exp(logits), 0)
+        expected = weights / weights.sum(-1, keepdims=True) @ found.value
+        heads, real = expected.shape[0], visible[row]
+        expected = expected.reshape(heads, real.sum(), -1, expected.shape[-1])
+        expected = expected.transpose(1, 0, 2, 3).reshape(output[row, real].shape)
+        h.assert_close(output[row, real], expected, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["elu", "relu"])
