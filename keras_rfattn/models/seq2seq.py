@@ -5,7 +5,10 @@ encoder's tokens every linear layer keeps one `ops.State`, in which each new tok
 itself up; softmax layers of a mixed model keep keys and values.
 """
 
+import contextlib
 import inspect
+from typing import Any
+from typing import NamedTuple
 
 from keras import ops
 
@@ -67,29 +70,61 @@ def call_decoder_with_cache(
             cross_attention_cache_update_index,
         )  # fmt: skip
     start = ops.convert_to_tensor(self_attention_cache_update_index, dtype="int32")
-    enters, passed, seen = generation.entering(known, cache, decoder_token_ids, start)
+    with answered(task, known, cache, decoder_token_ids, start) as found:
+        logits, hidden_states, *_ = original(
+            task, encoder_hidden_states, encoder_padding_mask, decoder_token_ids,
+            found.blank, start, found.cross_blank, cross_attention_cache_update_index,
+        )  # fmt: skip
+        cache = found.cache()
+    return logits, hidden_states, cache, cross_attention_cache
+
+
+class Answered(NamedTuple):
+    """A decoder whose layers answer by what they keep.
+
+    Attributes:
+        blank: Placeholder for the cache of self-attention.
+        cross_blank: Placeholder for that of cross-attention.
+        cache: Function that gives the `Cache` after a call.
+    """
+
+    blank: Any
+    cross_blank: Any
+    cache: Any
+
+
+@contextlib.contextmanager
+def answered(task, known, cache, token_ids, start):
+    """Meanwhile, the decoder's attention layers answer by a `Cache`.
+
+    Args:
+        task: The task.
+        known: `generation.Generating`.
+        cache: `Cache` before the call.
+        token_ids: Integers `(B, T)`, one token or many.
+        start: Position of the first of them.
+
+    Yields:
+        `Answered`.
+    """
+    enters, passed, seen = generation.entering(known, cache, token_ids, start)
 
     def decoder(state):
         return Decoder(state, enters, passed, start)
 
     own = [x for x in known.sites if generation.decodes(x)]
     crossing = [x for x in known.sites if generation.crosses(x)]
-    size = ops.shape(decoder_token_ids)[0], task.compute_dtype
+    size = ops.shape(token_ids)[0], task.compute_dtype
+    is_hidden = generation.hidden_keys(known, size[0])
     with (
-        carried(
-            own, cache.layers, decoder, generation.hidden_keys(known, size[0])
-        ) as (parts, blank),
-        carried(crossing, cache.layers, CrossDecoder) as (
-            cross_parts, cross_blank,
-        ),
-    ):  # fmt: skip
-        logits, hidden_states, *_ = original(
-            task, encoder_hidden_states, encoder_padding_mask, decoder_token_ids,
-            blank(*size), start, cross_blank(*size), cross_attention_cache_update_index,
-        )  # fmt: skip
-    layers = kept(parts | cross_parts)
-    cache = generation.Cache(seen, layers, cache.model)
-    return logits, hidden_states, cache, cross_attention_cache
+        carried(own, cache.layers, decoder, is_hidden) as (parts, blank),
+        carried(crossing, cache.layers, CrossDecoder) as (cross_parts, cross_blank),
+    ):
+
+        def after():
+            return generation.Cache(seen, kept(parts | cross_parts), cache.model)
+
+        yield Answered(blank(*size), cross_blank(*size), after)
 
 
 def generate_step(task, inputs, stop_token_ids=None):

@@ -229,7 +229,7 @@ def qwen3_5():
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=4,
         linear_value_head_dim=4, sliding_window_size=None, **GROUPED,
     )  # fmt: skip
-    return backbone, tokens()
+    return models.Qwen3_5CausalLM(backbone), tokens()
 
 
 def whisper():

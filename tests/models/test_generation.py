@@ -214,6 +214,12 @@ def greedy(model, ids, mask):
         for family in FAMILIES
         for mechanism in (MECHANISMS if family == "llama" else ["favorpp"])
         if (family, mechanism) not in [("gpt2", "favorpp"), ("llama", "window")]
+    ]
+    # Beside layers of its own that keep a state.
+    + [
+        pytest.param("qwen3_5", mechanism, marks=pytest.mark.long)
+        for mechanism in ("favorpp", "exact")
+        if "qwen3_5" in families.TESTED
     ],
 )
 def test_greedy_generation(family, mechanism):

@@ -114,3 +114,46 @@ def test_the_encoder_is_summed_up_once():
         steps.append(keras.ops.convert_to_numpy(logits))
     assert sizes[0] == sizes[1] and len(sizes[0]) > 10
     assert np.isfinite(steps).all() and np.abs(steps[0] - steps[1]).max() > 1e-4
+
+
+def is_cross(path, layer):
+    """Of Moonshine, whose layers have no telling names."""
+    return "decoder" in path and not layer.use_causal_mask
+
+
+SPEECH = {
+    "favorpp": {"feature_map": "favorpp", "num_features": 16},
+    "window": {"feature_map": "favorplus", "window": 3, "exclude": is_cross},
+    "cross": {"feature_map": "favorpp", "include": is_cross},
+    "own": {"feature_map": "favorpp", "exclude": is_cross},
+}
+
+
+def moonshine(mechanism):
+    backbone, inputs = families.build("moonshine")
+    generator = np.random.default_rng(3)
+    for weight in backbone.trainable_weights:
+        if weight.path.endswith(families.QUERIES_AND_KEYS):
+            weight.assign(1.5 * generator.normal(size=weight.shape))
+    model = keras_hub.models.MoonshineAudioToText(backbone)
+    keras_rfattn.replace_attention(model, **SPEECH[mechanism], seed=0)
+    ids = generator.integers(2, 60, (2, LENGTH)).astype("int32")
+    mask = np.arange(LENGTH) < np.array([3, 5])[:, None]
+    if mechanism != "cross":
+        mask[1, 1] = False
+    inputs["decoder_token_ids"] = np.where(mask, ids, 0)
+    inputs["decoder_padding_mask"] = mask.astype("int32")
+    return model, inputs
+
+
+@pytest.mark.skipif("moonshine" not in families.TESTED, reason="set ALL_FAMILIES")
+@pytest.mark.parametrize("mechanism", SPEECH)
+def test_speech(mechanism):
+    model, inputs = moonshine(mechanism)
+    model.compile(sampler="greedy")
+    found = model.generate(
+        {k: x.copy() for k, x in inputs.items()}, stop_token_ids=None
+    )
+    expected = greedy(model, inputs)
+    np.testing.assert_array_equal(found["decoder_token_ids"], expected)
+    assert len(np.unique(expected)) > 5

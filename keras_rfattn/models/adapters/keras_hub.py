@@ -13,6 +13,8 @@ import keras_hub
 import keras_rfattn.models.adapters.encoders as encoders
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.adapters.mixins as mixins
+import keras_rfattn.models.audio_to_text as audio_to_text
+import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
 import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
@@ -63,7 +65,7 @@ def model_carrier(cls):
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
     members = {"save_to_preset": _save_to_preset}
-    for family in (generation, prefix_lm, seq2seq):
+    for family in (generation, prefix_lm, gated_delta, seq2seq, audio_to_text):
         members |= family.members(cls)
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)

@@ -1,0 +1,91 @@
+"""Generation of Moonshine: speech is summed up once, text is generated token by token.
+
+As for encoder-decoders of text (`seq2seq`); the task takes speech, and runs the whole
+prompt through its decoder while it makes its caches.
+"""
+
+import inspect
+
+from keras import ops
+
+import keras_rfattn.models.generation as generation
+import keras_rfattn.models.seq2seq as seq2seq
+from keras_rfattn.models.carried import sums_up
+
+BUILD = ["self", "encoder_input_values", "encoder_padding_mask", "decoder_token_ids",
+         "decoder_padding_mask"]  # fmt: skip
+
+
+def build_cache(
+    task,
+    encoder_input_values,
+    encoder_padding_mask,
+    decoder_token_ids,
+    decoder_padding_mask,
+):
+    """`_build_cache` of the task.
+
+    Returns:
+        `(hidden_states, cache, cross_cache, encoder_hidden_states, encoder_mask)`;
+        `cross_cache` has the keys and values of softmax layers, and is a placeholder
+        where there are none.
+    """
+    known = generation.context(task)
+    original = type(task).original_class._build_cache
+    given = (
+        encoder_input_values, encoder_padding_mask, decoder_token_ids,
+        decoder_padding_mask,
+    )  # fmt: skip
+    if not generation.has_states(known.sites):
+        return original(task, *given)
+    cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))
+    start = ops.convert_to_tensor(0, dtype="int32")
+    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as found:
+        hidden_states, _, cross, *encoded = original(task, *given)
+        cache = found.cache()
+    if all(sums_up(x) for x in known.sites if generation.crosses(x)):
+        cross = found.cross_blank
+    return hidden_states, cache, cross, *encoded
+
+
+def call_decoder_with_cache(
+    task,
+    encoder_hidden_states,
+    encoder_padding_mask,
+    decoder_token_ids,
+    self_attention_cache=None,
+    self_attention_cache_update_index=None,
+    cross_attention_cache=None,
+):
+    """`call_decoder_with_cache` of the task; see `seq2seq.call_decoder_with_cache`.
+
+    Returns:
+        `(logits, hidden_states, self_attention_cache, cross_attention_cache)`.
+    """
+    known, cache = generation.context(task), self_attention_cache
+    original = type(task).original_class.call_decoder_with_cache
+    encoded = encoder_hidden_states, encoder_padding_mask
+    index = self_attention_cache_update_index
+    if not generation.has_states(known.sites):
+        return original(
+            task, *encoded, decoder_token_ids, cache, index, cross_attention_cache
+        )
+    start = ops.convert_to_tensor(index, dtype="int32")
+    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as found:
+        logits, hidden_states, *_ = original(
+            task, *encoded, decoder_token_ids, found.blank, start, cross_attention_cache
+        )
+        cache = found.cache()
+    return logits, hidden_states, cache, cross_attention_cache
+
+
+def members(cls):
+    """Methods that a task's class gets, if it turns speech into text."""
+    build = getattr(cls, "_build_cache", None)
+    if build is None or list(inspect.signature(build).parameters) != BUILD:
+        return {}
+    return {
+        "_build_cache": build_cache,
+        "call_decoder_with_cache": call_decoder_with_cache,
+        "generate_step": seq2seq.generate_step,
+    }

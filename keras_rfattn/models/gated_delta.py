@@ -1,0 +1,133 @@
+"""Generation beside layers of Qwen 3.5's own linear attention, gated delta networks.
+
+Those layers keep the last inputs of a convolution, and a matrix. KerasHub lets padding
+into both, and the last token of a prompt a second time. Here a prompt enters them up to
+the token before generation begins, padding is the zeros that a full pass makes of it,
+and nothing comes after it.
+"""
+
+import contextlib
+import inspect
+
+from keras import ops
+
+import keras_rfattn.models.generation as generation
+from keras_rfattn.layers.decoding import Decoder
+from keras_rfattn.layers.decoding import answering
+from keras_rfattn.models.carried import carried
+from keras_rfattn.models.carried import kept
+
+BUILD = ["self", "token_ids", "padding_mask", "img_embeddings", "vision_indices",
+         "position_ids"]  # fmt: skip
+# What such layers keep, in a `generation.Cache`.
+KEPT = ("conv", "recurrent")
+
+
+def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs):
+    """`call_with_cache` of the task.
+
+    Args:
+        task: The task.
+        token_ids: Integers `(B, T)`, one token or many.
+        cache: `generation.Cache`, or the empty one with which KerasHub begins.
+        cache_update_index: Position of the first token.
+        *args: Further arguments of the task's own.
+        **kwargs: Likewise.
+
+    Returns:
+        `(logits, hidden_states, cache)`.
+
+    Raises:
+        ValueError: If `cache` is neither.
+    """
+    known = generation.context(task)
+    original = type(task).original_class.call_with_cache
+    if not generation.has_states(known.sites):
+        return original(task, token_ids, cache, cache_update_index, *args, **kwargs)
+    batch, length = ops.shape(token_ids)
+    cache = begun(task, cache, cache_update_index, batch, length)
+    start = ops.convert_to_tensor(cache_update_index, dtype="int32")
+    # The sampler asks for the last token of the prompt once more.
+    count = None if known.end is None or length == 1 else known.end - 1
+    known = known._replace(end=count)
+    enters, passed, seen = generation.entering(known, cache, token_ids, start)
+
+    def decoder(state):
+        return Decoder(state, enters, passed, start)
+
+    is_hidden = generation.hidden_keys(known, batch)
+    with (
+        carried(known.sites, cache.layers, decoder, is_hidden) as (parts, blank),
+        entered(task, enters, count),
+    ):
+        blank = blank(batch, task.compute_dtype)[:, :1]
+        blank = ops.repeat(blank, task.backbone.num_layers, axis=1)
+        given = blank, *(cache.layers[x] for x in KEPT)
+        logits, hidden_states, found = original(
+            task, token_ids, given, start, *args, **kwargs
+        )
+    layers = kept(parts) | dict(zip(KEPT, found[1:], strict=True))
+    return logits, hidden_states, generation.Cache(seen, layers, cache.model)
+
+
+def begun(task, cache, start, batch, length):
+    """A `generation.Cache`, also of what KerasHub begins with."""
+    if isinstance(cache, generation.Cache):
+        return cache
+    if isinstance(start, int) and start == 0 and isinstance(cache, tuple):
+        empty = generation.empty_cache(task, batch, length)
+        own = dict(zip(KEPT, cache[1:], strict=True))
+        return empty._replace(layers=empty.layers | own)
+    raise ValueError(
+        f"{type(task).__name__} has linear attention, whose cache is a "
+        f"`keras_rfattn.generation.Cache`. Received: {type(cache).__name__}. Use what "
+        "`_build_cache` returns."
+    )
+
+
+@contextlib.contextmanager
+def entered(task, enters, count=None):
+    """Meanwhile, gated delta networks let some tokens in and leave others out.
+
+    Args:
+        task: The task.
+        enters: `(B, T)`, tokens that are not padding.
+        count: If not `None`, the first tokens after which there is nothing yet. They
+            are moved to the end for what is kept, and their outputs back; those of
+            later tokens mean nothing.
+    """
+    blocks = task.backbone.transformer_layers
+    layers = [x._linear_attn for x in blocks if hasattr(x, "_linear_attn")]
+    length = ops.shape(enters)[1]
+    positions = ops.arange(length, dtype="int32")
+
+    def rolled(x, by):
+        return ops.take(x, (positions + by) % length, axis=1)
+
+    def of(call):
+        def answer(hidden_states, attention_mask=None, **kwargs):
+            x = ops.where(enters[..., None], hidden_states, 0)
+            if count is None:
+                return call(x, **kwargs)
+            output, state = call(rolled(x, count), **kwargs)
+            return rolled(output, length - count), state
+
+        return answer
+
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(answering(layer, of(layer.call)))
+        yield
+
+
+def generate_step(task, inputs, stop_token_ids=None):
+    """`generate_step` of the task, for padding wherever it is."""
+    return generation.stepped(task, inputs, stop_token_ids, "padding_mask")
+
+
+def members(cls):
+    """Methods that a task's class gets, if it has such layers."""
+    build = getattr(cls, "_build_cache", None)
+    if build is None or list(inspect.signature(build).parameters) != BUILD:
+        return {}
+    return {"call_with_cache": call_with_cache, "generate_step": generate_step}
