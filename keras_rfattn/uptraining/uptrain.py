@@ -19,6 +19,7 @@ from keras_rfattn.uptraining.training import Training
 
 STAGES = ("calibrate", "attention", "features")
 ORDERS = ("together", "bottom_up")
+VERBOSITIES = ("auto", 0, 1, 2)
 INTEGERS = ("steps", "batch_size", "save_every", "lora_rank")
 
 
@@ -202,6 +203,7 @@ def _check(model, layers, settings):
         )
     for name, options in (
         ("trainable", TRAINABLE), ("order", ORDERS), ("objective", OBJECTIVES),
+        ("verbose", VERBOSITIES),
     ):  # fmt: skip
         if settings[name] not in options:
             raise ValueError(

@@ -312,6 +312,7 @@ BAD = {
     "steps": ({"steps": 0}, "`steps` must be a positive integer"),
     "trainable": ({"trainable": "query"}, "`trainable` must be one of"),
     "order": ({"order": "top_down"}, "`order` must be one of"),
+    "verbose": ({"verbose": 3}, "`verbose` must be one of"),
     "seed": ({"seed": -1}, "`seed` must be"),
     "share": ({"window_dropout": 1}, "`window_dropout` must be in"),
     "padding": ({"data": np.zeros((8, m.TOKENS), "int32")}, "must hold a real token"),
