@@ -7,12 +7,13 @@ from keras import ops
 from keras_rfattn.generation.streaming import check
 from keras_rfattn.generation.streaming import check_state
 from keras_rfattn.generation.streaming import mark_of
+from keras_rfattn.models.gated_delta import Delta
 from keras_rfattn.models.generation import Cache
 from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.windowed_state import LocalState
 
 FORMAT = 2
-KINDS = {"state": State, "local": LocalState}
+KINDS = {"state": State, "local": LocalState, "delta": Delta}
 
 
 def take_rows(state, rows):

@@ -6,19 +6,25 @@ import keras
 import numpy as np
 from keras import ops
 
+import keras_rfattn.models.gated_delta as gated_delta
+import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.checks import projection
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.decoding import empty_state
 from keras_rfattn.layers.fingerprint import fingerprint
 from keras_rfattn.models.carried import sums_up
 from keras_rfattn.models.generation import Cache
-from keras_rfattn.models.generation import call_with_cache
 from keras_rfattn.models.generation import context
 from keras_rfattn.models.generation import decodes
-from keras_rfattn.models.generation import empty_cache
 from keras_rfattn.models.generation import generating
 from keras_rfattn.models.generation import has_states
 from keras_rfattn.models.swap import original_class
+
+# What tasks that can be streamed begin with, by how they are called.
+EMPTY = {
+    generation.call_with_cache: generation.empty_cache,
+    gated_delta.call_with_cache: gated_delta.empty_cache,
+}
 
 
 def prefill(model, tokens, padding_mask=None, max_length=None):
@@ -40,10 +46,11 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
     """
     stream = check(model)
     tokens = _tokens(tokens)
-    cache = empty_cache(model, tokens.shape[0], max_length or 1)
-    if cache.layers and max_length is None:
+    cache = stream.empty(model, tokens.shape[0], max_length or 1)
+    pairs = keys_and_values(cache)
+    if pairs and max_length is None:
         raise ValueError(
-            f"{title(model)} keeps {len(cache.layers)} layers of softmax, or of maps "
+            f"{title(model)} keeps {len(pairs)} layers of softmax, or of maps "
             "that are their kernel, whose keys and values need room. Received: "
             "max_length=None. Pass the number of tokens that will ever be seen."
         )
@@ -87,7 +94,7 @@ def check(model):
     stream = vars(model).get("stream_function")
     if stream is not None and stream.variables == variables_of(model):
         return stream
-    is_task = getattr(type(model), "call_with_cache", None) is call_with_cache
+    is_task = getattr(type(model), "call_with_cache", None) in EMPTY
     if not is_task or not has_states(context(model).sites):
         raise TypeError(
             "`model` must be a KerasHub CausalLM of tokens alone, with linear "
@@ -135,6 +142,11 @@ def check_state(model, state, batch_size):
         )
 
 
+def keys_and_values(cache):
+    """Those of a cache, of layers that keep them."""
+    return [x for x in cache.layers.values() if not isinstance(x, tuple)]
+
+
 def variables_of(model):
     """What a compiled program is of: adapters and quantization bring others."""
     return [id(x) for x in model.variables]
@@ -150,7 +162,8 @@ class Stream:
     def __init__(self, model):
         self.model, self.sites = model, context(model).sites
         self.variables = variables_of(model)
-        one = empty_cache(model, 1, 1)
+        self.empty = EMPTY[type(model).call_with_cache]
+        one = self.empty(model, 1, 1)
         for site in self.sites:
             if sums_up(site) and decodes(site):
                 one.layers[f"{site.index}"] = empty_state(site.layer, 1)
@@ -176,7 +189,7 @@ class Stream:
         return self.function(tokens, state, start, hidden)
 
     def _check_room(self, tokens, state, start, hidden):
-        rooms = [x.shape[2] for x in state.layers.values() if not isinstance(x, tuple)]
+        rooms = [x.shape[2] for x in keys_and_values(state)]
         if rooms and hidden is not None:
             raise ValueError(
                 f"{title(self.model)} keeps layers with keys and values, which cannot "

@@ -8,6 +8,8 @@ and nothing comes after it.
 
 import contextlib
 import inspect
+from typing import Any
+from typing import NamedTuple
 
 from keras import ops
 
@@ -19,8 +21,43 @@ from keras_rfattn.models.carried import kept
 
 BUILD = ["self", "token_ids", "padding_mask", "img_embeddings", "vision_indices",
          "position_ids"]  # fmt: skip
-# What such layers keep, in a `generation.Cache`.
-KEPT = ("conv", "recurrent")
+
+
+class Delta(NamedTuple):
+    """What all such layers keep, under the name "delta" in `generation.Cache.layers`.
+
+    Attributes:
+        conv: `(B, layers, channels, size - 1)`, the last inputs of convolutions.
+        recurrent: `(B, layers, heads, key dim, value dim)`, float32.
+    """
+
+    conv: Any
+    recurrent: Any
+
+
+def gated_layers(task):
+    """The gated delta networks of a task."""
+    blocks = task.backbone.transformer_layers
+    return [x._linear_attn for x in blocks if hasattr(x, "_linear_attn")]
+
+
+def empty_cache(task, batch_size, max_length):
+    """`generation.empty_cache`, of such layers too."""
+    empty = generation.empty_cache(task, batch_size, max_length)
+    layer = next(iter(gated_layers(task)), None)
+    sizes = 1, 1, 1, 1, 1
+    if layer is not None:
+        channels = 2 * layer.key_dim + layer.value_dim
+        sizes = (
+            channels, layer.conv_kernel_size - 1,
+            layer.num_v_heads, layer.head_k_dim, layer.head_v_dim,
+        )  # fmt: skip
+    start = batch_size, task.backbone.num_layers
+    kept = Delta(
+        ops.zeros((*start, *sizes[:2]), dtype=task.compute_dtype),
+        ops.zeros((*start, *sizes[2:]), dtype="float32"),
+    )
+    return empty._replace(layers=empty.layers | {"delta": kept})
 
 
 def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs):
@@ -62,11 +99,11 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
     ):
         blank = blank(batch, task.compute_dtype)[:, :1]
         blank = ops.repeat(blank, task.backbone.num_layers, axis=1)
-        given = blank, *(cache.layers[x] for x in KEPT)
+        given = blank, *cache.layers["delta"]
         logits, hidden_states, found = original(
             task, token_ids, given, start, *args, **kwargs
         )
-    layers = kept(parts) | dict(zip(KEPT, found[1:], strict=True))
+    layers = kept(parts) | {"delta": Delta(*found[1:])}
     return logits, hidden_states, generation.Cache(seen, layers, cache.model)
 
 
@@ -75,9 +112,7 @@ def begun(task, cache, start, batch, length):
     if isinstance(cache, generation.Cache):
         return cache
     if isinstance(start, int) and start == 0 and isinstance(cache, tuple):
-        empty = generation.empty_cache(task, batch, length)
-        own = dict(zip(KEPT, cache[1:], strict=True))
-        return empty._replace(layers=empty.layers | own)
+        return empty_cache(task, batch, length)
     raise ValueError(
         f"{type(task).__name__} has linear attention, whose cache is a "
         f"`keras_rfattn.generation.Cache`. Received: {type(cache).__name__}. Use what "
@@ -96,8 +131,6 @@ def entered(task, enters, count=None):
             are moved to the end for what is kept, and their outputs back; those of
             later tokens mean nothing.
     """
-    blocks = task.backbone.transformer_layers
-    layers = [x._linear_attn for x in blocks if hasattr(x, "_linear_attn")]
     length = ops.shape(enters)[1]
     positions = ops.arange(length, dtype="int32")
 
@@ -115,7 +148,7 @@ def entered(task, enters, count=None):
         return answer
 
     with contextlib.ExitStack() as stack:
-        for layer in layers:
+        for layer in gated_layers(task):
             stack.enter_context(answering(layer, of(layer.call)))
         yield
 

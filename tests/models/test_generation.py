@@ -17,6 +17,8 @@ DECODERS = (
     "qwen3_moe", "phi3", "gpt_neo_x", "smollm3", "gemma",
 )  # fmt: skip
 FAMILIES = [x for x in DECODERS if x in families.TESTED]
+# With layers of its own that keep a state.
+BESIDE = [x for x in ["qwen3_5"] if x in families.TESTED]
 MECHANISMS = {
     "favorpp": {"feature_map": "favorpp", "num_features": 16},
     "window": {"feature_map": "favorplus", "num_features": 16, "window": 3},
@@ -77,7 +79,7 @@ def assert_near(found, expected, tolerance=1e-4):
     [("llama", x) for x in MECHANISMS]
     + [
         pytest.param(x, "window", marks=pytest.mark.long)
-        for x in FAMILIES
+        for x in [*FAMILIES, *BESIDE]
         if x != "llama"
     ],
 )
@@ -106,9 +108,13 @@ def masks():
     return mask
 
 
-@pytest.mark.parametrize("mechanism", ["favorpp", "window", "sliding"])
-def test_padding_enters_no_state(mechanism):
-    model, ids, mask = linear(mechanism=mechanism), tokens(), masks()
+@pytest.mark.parametrize(
+    ("family", "mechanism"),
+    [("gpt2", x) for x in ("favorpp", "window", "sliding")]
+    + [pytest.param(x, "favorpp", marks=pytest.mark.long) for x in BESIDE],
+)
+def test_padding_enters_no_state(family, mechanism):
+    model, ids, mask = linear(family, mechanism), tokens(), masks()
     expected = full_pass(model, ids, mask)
     ids = np.where(mask, ids, 1)
     first, state = generation.prefill(model, ids[:, :5], mask[:, :5])
@@ -134,9 +140,13 @@ def test_rows_are_copied_dropped_and_joined():
     assert_near(array(logits), expected[:2, 8:])
 
 
-@pytest.mark.parametrize("mechanism", ["favorpp", "sliding", "mixed"])
-def test_states_are_saved_bit_for_bit(tmp_path, mechanism):
-    model, ids = linear(mechanism=mechanism), tokens()
+@pytest.mark.parametrize(
+    ("family", "mechanism"),
+    [("gpt2", x) for x in ("favorpp", "sliding", "mixed")]
+    + [pytest.param(x, "favorpp", marks=pytest.mark.long) for x in BESIDE],
+)
+def test_states_are_saved_bit_for_bit(tmp_path, family, mechanism):
+    model, ids = linear(family, mechanism), tokens()
     _, state = generation.prefill(model, ids[:, :7], max_length=LENGTH)
     generation.save(tmp_path / "state.npz", state)
     again = generation.load(tmp_path / "state.npz", model)
@@ -215,11 +225,10 @@ def greedy(model, ids, mask):
         for mechanism in (MECHANISMS if family == "llama" else ["favorpp"])
         if (family, mechanism) not in [("gpt2", "favorpp"), ("llama", "window")]
     ]
-    # Beside layers of its own that keep a state.
     + [
-        pytest.param("qwen3_5", mechanism, marks=pytest.mark.long)
+        pytest.param(family, mechanism, marks=pytest.mark.long)
+        for family in BESIDE
         for mechanism in ("favorpp", "exact")
-        if "qwen3_5" in families.TESTED
     ],
 )
 def test_greedy_generation(family, mechanism):
