@@ -179,6 +179,21 @@ def linear_layers(model):
     return [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
 
 
+def in_order(model, layers, batch):
+    """Attention layers in the order in which a batch meets them, others last."""
+    met = {}
+
+    def meeting(layer):
+        def recorder(call):
+            met[id(layer)] = layer
+
+        return recorder
+
+    with recording([(x, meeting(x)) for x in layers]):
+        run(model, batch)
+    return [*met.values(), *(x for x in layers if id(x) not in met)]
+
+
 def record(model, data, exact=True, max_tokens=1024, verbose=0):
     """Runs a model on data and keeps what its linear attention layers meet.
 

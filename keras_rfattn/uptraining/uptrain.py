@@ -9,8 +9,8 @@ from keras import ops
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.recording import in_order
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.layers.recording import run
 from keras_rfattn.uptraining.data import Batches
 from keras_rfattn.uptraining.features import OBJECTIVES
 from keras_rfattn.uptraining.selection import TRAINABLE
@@ -138,7 +138,7 @@ def uptrain(
         data, batch_size, seed, own if preprocessor is None else preprocessor,
         exclude, force=preprocessor is not None,
     )  # fmt: skip
-    run(model, batches(0))
+    layers = in_order(model, layers, batches(0))
     asked = [x for x in settings["stages"] if x != "calibrate"]
     if trainable == "lora" and asked:
         # Adapters cannot be taken back: data and checkpoints are judged before they are

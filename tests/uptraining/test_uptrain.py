@@ -4,6 +4,8 @@ import pytest
 from keras import ops
 
 import keras_rfattn
+from keras_rfattn.layers.recording import in_order
+from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.uptraining.plan import planned
 from tests import helpers as h
 from tests.uptraining import models as m
@@ -137,6 +139,31 @@ def test_bottom_up_meets_the_linear_layers_below():
     m.uptrain(together, stages="attention", steps=24)
     maps = [x.get_layer("attention_1").feature_map for x in (model, together)]
     assert np.any(m.weights(maps[0])[0] != m.weights(maps[1])[0])
+
+
+class Backwards(keras.Model):
+    """Makes its layers in another order than it calls them."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("last", "first"):
+            layer = keras.layers.MultiHeadAttention(1, 4, name=name)
+            layer.build((None, 5, 4), (None, 5, 4))
+            setattr(self, name, layer)
+
+    def call(self, x):
+        x = x + self.first(x, x)
+        return x + self.last(x, x)
+
+
+def test_bottom_up_goes_by_what_tokens_meet():
+    model, data = Backwards(), np.ones((2, 5, 4), "float32")
+    model(data)
+    keras_rfattn.replace_attention(model, "hedgehog", seed=0)
+    layers = linear_layers(model)
+    assert [x.name for x in layers] == ["last", "first"]
+    assert [x.name for x in in_order(model, layers, data)] == ["first", "last"]
+    assert in_order(keras.Sequential([keras.layers.ReLU()]), layers, data) == layers
 
 
 @pytest.mark.long
