@@ -57,13 +57,7 @@ def greedy(model, inputs):
     return ids
 
 
-@pytest.mark.parametrize(
-    "mechanism",
-    ["favorpp", "first"]
-    + [pytest.param(x, marks=pytest.mark.long) for x in MECHANISMS],
-)
-def test_greedy_generation(mechanism):
-    model, inputs = linear(mechanism)
+def assert_greedy(model, inputs):
     model.compile(sampler="greedy")
     found = model.generate(
         {k: x.copy() for k, x in inputs.items()}, stop_token_ids=None
@@ -71,6 +65,15 @@ def test_greedy_generation(mechanism):
     expected = greedy(model, inputs)
     np.testing.assert_array_equal(found["decoder_token_ids"], expected)
     assert len(np.unique(expected)) > 5
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    ["favorpp", "first"]
+    + [pytest.param(x, marks=pytest.mark.long) for x in MECHANISMS],
+)
+def test_greedy_generation(mechanism):
+    assert_greedy(*linear(mechanism))
 
 
 def test_beam_search():
@@ -149,11 +152,4 @@ def moonshine(mechanism):
 @pytest.mark.skipif("moonshine" not in families.TESTED, reason="set ALL_FAMILIES")
 @pytest.mark.parametrize("mechanism", SPEECH)
 def test_speech(mechanism):
-    model, inputs = moonshine(mechanism)
-    model.compile(sampler="greedy")
-    found = model.generate(
-        {k: x.copy() for k, x in inputs.items()}, stop_token_ids=None
-    )
-    expected = greedy(model, inputs)
-    np.testing.assert_array_equal(found["decoder_token_ids"], expected)
-    assert len(np.unique(expected)) > 5
+    assert_greedy(*moonshine(mechanism))
