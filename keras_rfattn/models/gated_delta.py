@@ -87,7 +87,7 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
     # The sampler asks for the last token of the prompt once more.
     count = None if known.end is None or length == 1 else known.end - 1
     known = known._replace(end=count)
-    enters, passed, seen = generation.entering(known, cache, token_ids, start)
+    enters, passed, seen = generation.entering(known, cache, batch, length, start)
 
     def decoder(state):
         return Decoder(state, enters, passed, start)

@@ -58,15 +58,18 @@ class Generating(NamedTuple):
     origin: Any = 0
 
 
-def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs):
+def call_with_cache(
+    task, token_ids, cache, cache_update_index, *args, before=0, **kwargs
+):
     """`CausalLM.call_with_cache` of a task with linear attention.
 
     Args:
         task: The task.
         token_ids: Integers `(B, T)`, one token or many.
         cache: `Cache`.
-        cache_update_index: Position of the first of them.
+        cache_update_index: Position of the first of them, or of what is before them.
         *args: Further arguments of the task's own.
+        before: Number of positions that the task puts before them, as of an image.
         **kwargs: Likewise.
 
     Returns:
@@ -86,17 +89,18 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
             "`keras_rfattn.generation.prefill`, returns."
         )
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
-    enters, passed, after = entering(known, cache, token_ids, start)
+    batch, length = ops.shape(token_ids)
+    enters, passed, after = entering(known, cache, batch, before + length, start)
 
     def decoder(state):
         return Decoder(state, enters, passed, start)
 
-    is_hidden = hidden_keys(known, ops.shape(token_ids)[0])
+    is_hidden = hidden_keys(known, batch)
     with carried(known.sites, cache.layers, decoder, is_hidden) as (parts, blank):
         logits, hidden_states, _ = original(
             task,
             token_ids,
-            blank(ops.shape(token_ids)[0], task.compute_dtype),
+            blank(batch, task.compute_dtype),
             start,
             *args,
             **kwargs,
@@ -104,19 +108,19 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
     return logits, hidden_states, Cache(after, kept(parts), cache.model)
 
 
-def entering(known, cache, token_ids, start):
+def entering(known, cache, batch, length, start):
     """Which new tokens enter states, for which time goes on, and `seen` after them.
 
     Args:
         known: `Generating`.
         cache: `Cache` before them.
-        token_ids: Integers `(B, T)`.
+        batch: Number of rows.
+        length: Number of new tokens T of each.
         start: Position of the first of them.
 
     Returns:
         `(enters, passed, seen)`: booleans `(B, T)` twice, and integers `(B,)`.
     """
-    batch, length = ops.shape(token_ids)
     positions = start + ops.arange(length, dtype="int32")
     passed, after = positions[None] >= cache.seen[:, None], positions[-1] + 1
     is_prompt = not any(isinstance(x, STATES) for x in cache.layers.values())
@@ -205,7 +209,7 @@ def generate_step(task, inputs, stop_token_ids=None):
     return stepped(task, inputs, stop_token_ids, "padding_mask")
 
 
-def stepped(task, inputs, stop_token_ids, name, origin=0):
+def stepped(task, inputs, stop_token_ids, name, before=None):
     """The task's own `generate_step`, told what of a prompt is padding.
 
     Args:
@@ -213,16 +217,20 @@ def stepped(task, inputs, stop_token_ids, name, origin=0):
         inputs: Of `generate_step`.
         stop_token_ids: Likewise.
         name: What `inputs` call the mask of the prompt.
-        origin: Position of its first column.
+        before: What the backbone calls the number of positions before the prompt.
     """
+    original = type(task).original_class.generate_step
+    sites = context(task).sites
+    if not has_states(sites):
+        return original(task, inputs, stop_token_ids)
+    origin = 0 if before is None else getattr(task.backbone, before)
     mask = ops.cast(inputs[name], "bool")
     positions = ops.arange(ops.shape(mask)[1], dtype="int32")[None]
     mask = mask | (~ops.any(mask, axis=1, keepdims=True) & (positions == 0))
     last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
     filled = positions <= last
     hidden = filled & ~mask
-    with generating(task, hidden, ops.min(last) + 1, origin):
-        original = type(task).original_class.generate_step
+    with generating(task, hidden, origin + ops.min(last) + 1, origin, sites):
         found = original(task, {**inputs, name: filled}, stop_token_ids)
     visible = ops.cast(found[name], "bool") & ~hidden
     return {**found, name: visible}

@@ -83,8 +83,8 @@ def call_with_cache(
 
 def generate_step(task, inputs, stop_token_ids=None):
     """`generate_step` of the task, for padding wherever it is."""
-    origin = task.backbone.image_sequence_length
-    return generation.stepped(task, inputs, stop_token_ids, "padding_mask", origin)
+    image = "image_sequence_length"
+    return generation.stepped(task, inputs, stop_token_ids, "padding_mask", image)
 
 
 def members(cls):

@@ -107,15 +107,16 @@ def answered(task, known, cache, token_ids, start):
     Yields:
         `Answered`.
     """
-    enters, passed, seen = generation.entering(known, cache, token_ids, start)
+    batch, length = ops.shape(token_ids)
+    enters, passed, seen = generation.entering(known, cache, batch, length, start)
 
     def decoder(state):
         return Decoder(state, enters, passed, start)
 
     own = [x for x in known.sites if generation.decodes(x)]
     crossing = [x for x in known.sites if generation.crosses(x)]
-    size = ops.shape(token_ids)[0], task.compute_dtype
-    is_hidden = generation.hidden_keys(known, size[0])
+    size = batch, task.compute_dtype
+    is_hidden = generation.hidden_keys(known, batch)
     with (
         carried(own, cache.layers, decoder, is_hidden) as (parts, blank),
         carried(crossing, cache.layers, CrossDecoder) as (cross_parts, cross_blank),

@@ -29,19 +29,27 @@ class Task:
         parts = [split(data, name, part, stride) for part in ("dev", "test")]
         self.rows = parts[0] + parts[1]
 
+    def preprocessor(self):
+        return preprocessor(self.tokenizer, TOKENS[self.name])
+
+    def columns(self, texts):
+        """A list of texts, or a tuple of two for pairs."""
+        if self.name == "sst2":
+            return texts
+        return tuple(map(list, zip(*texts, strict=True)))
+
     def inputs(self, texts):
-        if self.name != "sst2":
-            texts = tuple(map(list, zip(*texts, strict=True)))
         # A tuple alone would be inputs and labels.
-        found = preprocessor(self.tokenizer, TOKENS[self.name])(texts, y=None)
+        found = self.preprocessor()(self.columns(texts), y=None)
         return {k: ops.convert_to_numpy(x) for k, x in found.items()}
 
     def texts(self):
-        """Inputs of the training rows without labels, and without what is judged by."""
+        """The training rows without labels, and without what is judged by."""
         judged = {sentence for text, _ in self.rows for sentence in sentences(text)}
-        return self.inputs(
+        found = self.columns(
             [text for text, _ in self.train if not judged & {*sentences(text)}]
         )
+        return found if self.name == "sst2" else [np.array(x, object) for x in found]
 
     def fine_tuned(self, backbone, tokenizer, seed):
         """A classifier, or regressor, trained with the whole model."""

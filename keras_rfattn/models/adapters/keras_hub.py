@@ -16,6 +16,7 @@ import keras_rfattn.models.adapters.mixins as mixins
 import keras_rfattn.models.audio_to_text as audio_to_text
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
+import keras_rfattn.models.image_to_text as image_to_text
 import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
@@ -23,6 +24,9 @@ import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
+GENERATING = (
+    generation, prefix_lm, image_to_text, gated_delta, seq2seq, audio_to_text
+)  # fmt: skip
 
 
 def classes(table):
@@ -65,7 +69,7 @@ def model_carrier(cls):
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
     members = {"save_to_preset": _save_to_preset}
-    for family in (generation, prefix_lm, gated_delta, seq2seq, audio_to_text):
+    for family in GENERATING:
         members |= family.members(cls)
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
