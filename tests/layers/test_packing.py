@@ -10,6 +10,7 @@ from keras_rfattn.layers import GroupedQueryAttention
 from keras_rfattn.layers import MultiHeadAttention
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
+from tests.marks import on_torch
 
 DIM, HEADS, LENGTH = 8, 2, 15
 # Texts of row 0 and of row 1; one of the second is not in one piece.
@@ -68,7 +69,11 @@ def one_by_one(layer, x, visible, causal):
 @pytest.mark.parametrize(
     ("mechanism", "kv_heads"),
     [("favorpp", HEADS), ("sliding", 1)]
-    + [pytest.param(x, HEADS, marks=pytest.mark.long) for x in MECHANISMS],
+    + [
+        pytest.param(x, HEADS, marks=[pytest.mark.long, on_torch])
+        for x in MECHANISMS
+        if x != "favorpp"
+    ],
 )
 def test_packed_is_separate(mechanism, kv_heads, causal):
     layer, x = made(mechanism, kv_heads), inputs()

@@ -1,10 +1,10 @@
 """Small models of every family, with inputs: builders by name."""
 
-import os
-
 import keras
 import keras_hub
 import numpy as np
+
+from tests.marks import RUNS_ALL
 
 models = keras_hub.models
 TEXT = dict(
@@ -319,17 +319,10 @@ FAMILIES = {
 }
 
 
-# Kin of others, of one adapter or of its parts. They compile for minutes: elsewhere
-# than on PyTorch they are tested where the environment variable ALL_FAMILIES is set.
+# Kin of others, of one adapter or of its parts.
 KIN = ("llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3", "phi3", "gemma",
        "qwen3_5", "moonshine", "esm")  # fmt: skip
-TESTED = [
-    name
-    for name in FAMILIES
-    if name not in KIN
-    or keras.backend.backend() == "torch"
-    or os.environ.get("ALL_FAMILIES")
-]
+TESTED = [name for name in FAMILIES if name not in KIN or RUNS_ALL]
 QUERIES_AND_KEYS = tuple(
     f"{x}/kernel"
     for x in (

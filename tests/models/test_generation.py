@@ -8,6 +8,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import generation
+from tests.marks import RUNS_ALL
 from tests.models import families
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -33,8 +34,11 @@ MECHANISMS = {
 LENGTH = 12
 # Of which every length is compiled, on others than PyTorch.
 CHUNKS = [(4, 1, 1, 6), (1, 7, 4), (LENGTH,)]
-if keras.backend.backend() != "torch":
+GENERATING = list(MECHANISMS)
+if not RUNS_ALL:
     CHUNKS = CHUNKS[:1]
+    # Whose states are of different kinds.
+    GENERATING = ["favorpp", "window", "sliding", "mixed"]
 
 
 def linear(family="gpt2", mechanism="favorpp"):
@@ -222,7 +226,7 @@ def greedy(model, ids, mask):
     + [
         pytest.param(family, mechanism, marks=pytest.mark.long)
         for family in FAMILIES
-        for mechanism in (MECHANISMS if family == "llama" else ["favorpp"])
+        for mechanism in (GENERATING if family == "llama" else ["favorpp"])
         if (family, mechanism) not in [("gpt2", "favorpp"), ("llama", "window")]
     ]
     + [

@@ -1,7 +1,5 @@
 """PaliGemma: image and prompt see each other, what is generated comes after them."""
 
-import os
-
 import keras
 import numpy as np
 import pytest
@@ -9,16 +7,12 @@ import pytest
 import keras_rfattn
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
+from tests.marks import on_torch
 from tests.models.families import QUERIES_AND_KEYS
 
 keras_hub = pytest.importorskip("keras_hub")
 
 LENGTH = 9
-# Kin of Gemma, which is compiled for long: see `families.KIN`.
-elsewhere = pytest.mark.skipif(
-    keras.backend.backend() != "torch" and not os.environ.get("ALL_FAMILIES"),
-    reason="set ALL_FAMILIES",
-)
 
 
 def paligemma():
@@ -75,7 +69,7 @@ def test_the_mask_is_kept():
     np.testing.assert_array_equal(logits(model, x), expected)
 
 
-@elsewhere
+@on_torch
 def test_who_sees_whom():
     model, x = replace(paligemma(), num_features=8), inputs()
     before = logits(model, x)
@@ -96,11 +90,11 @@ def test_who_sees_whom():
     ("feature_map", "arguments"),
     [
         ("favorpp", {"num_features": 16}),
-        pytest.param("polynomial", {}, marks=elsewhere),
+        pytest.param("polynomial", {}, marks=on_torch),
         pytest.param(
-            "favorplus", {"exclude": "*_0/*"}, marks=[elsewhere, pytest.mark.long]
+            "favorplus", {"exclude": "*_0/*"}, marks=[on_torch, pytest.mark.long]
         ),
-        pytest.param("polysketch", {}, marks=[elsewhere, pytest.mark.long]),
+        pytest.param("polysketch", {}, marks=[on_torch, pytest.mark.long]),
     ],
 )
 def test_generation_is_by_full_passes(feature_map, arguments):
@@ -140,7 +134,7 @@ def test_windows_and_streams_are_refused():
         keras_rfattn.generation.prefill(model, np.ones((1, 2), "int32"))
 
 
-@elsewhere
+@on_torch
 def test_it_trains_and_is_saved(tmp_path):
     model, x = replace(paligemma(), "hedgehog"), inputs()
     report = keras_rfattn.uptrain(

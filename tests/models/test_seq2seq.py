@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from tests.marks import on_torch
 from tests.models import families
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -149,7 +150,7 @@ def moonshine(mechanism):
     return model, inputs
 
 
-@pytest.mark.skipif("moonshine" not in families.TESTED, reason="set ALL_FAMILIES")
+@on_torch
 @pytest.mark.parametrize("mechanism", SPEECH)
 def test_speech(mechanism):
     assert_greedy(*moonshine(mechanism))

@@ -8,6 +8,7 @@ from keras_rfattn.layers.recording import in_order
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.uptraining.plan import planned
 from tests import helpers as h
+from tests.marks import on_torch
 from tests.uptraining import models as m
 
 LEARNED = ("hedgehog", "favorpp_learned")
@@ -453,7 +454,11 @@ def test_steps_are_shared_out():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "trainable"),
-    [("llama", "maps"), ("gpt_neo_x", "query_key"), ("smollm3", "lora")],
+    [
+        ("llama", "maps"),
+        pytest.param("gpt_neo_x", "query_key", marks=on_torch),
+        pytest.param("smollm3", "lora", marks=on_torch),
+    ],
 )
 def test_decoders_with_grouped_heads(family, trainable):
     families = pytest.importorskip("tests.models.families")
