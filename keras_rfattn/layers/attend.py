@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_rfattn.layers.cached import apply_offset
+from keras_rfattn.layers.cached import among_keys
 from keras_rfattn.layers.implementation import by_kernels
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.ops.bidirectional import bidirectional
@@ -31,8 +31,6 @@ from keras_rfattn.ops.sequence_parallel import over_devices
 from keras_rfattn.ops.sequence_parallel import sequence_axis
 from keras_rfattn.ops.windowed import Local
 from keras_rfattn.ops.windowed import local_attention
-from keras_rfattn.ops.windowed_cache import mixed
-from keras_rfattn.ops.windowed_cache import near_keys
 
 # Of a feature that vanishes beside any weight of a window.
 NEGLIGIBLE = -1e5
@@ -51,7 +49,6 @@ class Attention:
         feature_map: A `FeatureMap` built for K heads of dim H.
         options: `ops.Options`.
         training: Whether stored statistics are updated.
-        position: Of a lone query among the keys in cached decoding, else `None`.
     """
 
     query: Any
@@ -62,7 +59,6 @@ class Attention:
     feature_map: Any
     options: Options
     training: bool = False
-    position: Any = None
 
     @property
     def logit_scale(self):
@@ -189,7 +185,7 @@ class Attention:
         if feature_map.is_exact:
             masks = key_mask, mask.causal, prefix
             return exact_attention(query, key, value, kernel, *masks)
-        if self.options.implementation == "pallas" and self.position is None:
+        if self.options.implementation == "pallas":
             return by_kernels(self, query, key, stats, value, key_mask)
         deferred = self.deferred(query, key, stats)
         if prefix is not None:
@@ -199,27 +195,22 @@ class Attention:
         if window is not None:
             local = Local(query, key, kernel, window, self.options.sliding)
         devices = sequence_axis(*lengths, self.options, mask.causal)
-        if devices is not None and self.position is None:
+        if devices is not None:
             return over_devices(
                 *deferred, value, local, key_mask, self.options, mask.causal, *devices
             )
         if window is None and mask.causal:
             deferred = self._narrow(deferred)
             return causal(*deferred, value, key_mask, self.options.block_size)
-        if window is not None:
-            if mask.causal or mask.self_attention:
-                return local_attention(*deferred, value, local, key_mask, mask.causal)
-            if self.position is None:
-                raise ValueError(
-                    "A `window` needs self-attention, where queries and keys are the "
-                    f"same tokens. Received: window={window} in cross-attention. "
-                    "Leave such layers out (`exclude=`)."
-                )
         if window is None:
             return bidirectional(*deferred, value, key_mask)
-        features = tuple(x.compute() for x in deferred)
-        near = near_keys(visible, self.position, window, self.options.sliding)
-        return mixed(*features, value, visible, near, local)
+        if mask.causal or mask.self_attention:
+            return local_attention(*deferred, value, local, key_mask, mask.causal)
+        raise ValueError(
+            "A `window` needs self-attention, where queries and keys are the same "
+            f"tokens. Received: window={window} in cross-attention. Leave such layers "
+            "out (`exclude=`)."
+        )
 
 
 def _one_feature(x, log_scale):
@@ -271,26 +262,27 @@ def attend(
             attend, tokens, mask, limit, feature_map=feature_map, scale=scale,
             options=options, training=training, recorder=recorder,
         )  # fmt: skip
-    position, taken = mask.offset if mask.causal else None, None
-    if position is not None:
-        query, key, value, mask, taken = apply_offset(query, key, value, mask)
-    position = None if mask.causal else position
+    if mask.causal and mask.offset is not None:
+        *tokens, plain, taken = among_keys(query, key, value, mask)
+        output = attend(*tokens, feature_map, plain, scale, options, training, recorder)
+        return _hidden(taken(output), mask.query_mask)
     if mask.key_mask is not None:
         key_mask = ops.broadcast_to(mask.key_mask, ops.shape(key)[:2])
-        key_mask = needed(key_mask) if position is None else key_mask
-        mask = mask.replace(key_mask=key_mask)
+        mask = mask.replace(key_mask=needed(key_mask))
     if mask.key_mask is not None:
         visible = mask.key_mask[:, :, None, None]
         key, value = ops.where(visible, key, 0), ops.where(visible, value, 0)
     if scale is None:
         scale = feature_map.default_scale(query.shape[-1])
-    call = Attention(
-        query, key, value, mask, scale, feature_map, options, training, position
-    )
+    call = Attention(query, key, value, mask, scale, feature_map, options, training)
     output = None if recorder is None else recorder(call)
     output = call.linear() if output is None else output
-    output = output if taken is None else taken(output)
-    query_mask = needed(mask.query_mask)
-    if query_mask is not None:
-        output = ops.where(query_mask[:, :, None, None], output, 0)
-    return output
+    return _hidden(output, mask.query_mask)
+
+
+def _hidden(output, query_mask):
+    """An output that is 0 at padding."""
+    query_mask = needed(query_mask)
+    if query_mask is None:
+        return output
+    return ops.where(query_mask[:, :, None, None], output, 0)

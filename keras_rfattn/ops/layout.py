@@ -134,5 +134,11 @@ def take_tokens(x, index):
         import tensorflow as tf
 
         return tf.gather(x, index, axis=1, batch_dims=1)
+    if keras.backend.backend() == "torch":
+        # Whole tokens at once: Keras' way reads an index for each of their numbers.
+        (batch, length), size = ops.shape(x)[:2], ops.shape(index)
+        start = length * ops.arange(batch, dtype=index.dtype)[:, None]
+        found = x.flatten(0, 1).index_select(0, (start + index).flatten())
+        return found.reshape(*size, *x.shape[2:])
     index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
     return ops.take_along_axis(x, index, axis=1)

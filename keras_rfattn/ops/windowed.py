@@ -35,6 +35,7 @@ from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.loops import fold
 from keras_rfattn.ops.loops import keep
 from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.sums import Reading
@@ -197,11 +198,12 @@ def attend_windows(
             keys = map_features(lambda x: _shift(x, offset), keys)
         else:
             keys = _shift(keys, offset)
-        seen = None if hidden is None and not offset else _shift(summed, offset)
+        is_all = hidden is None and far_mask is None and not offset
+        seen = None if is_all else _shift(summed, offset)
         return keys, _shift(value, offset), seen
 
     def sums_of(key, value, mask):
-        mask = None if mask is None else mask[..., 0]
+        mask = None if mask is None else needed(mask[..., 0])
         return summarize(*admit(compute_key(key), value, mask), mask, are_own[1])
 
     def look_up(sums, query, exact_query, key, value, mask):

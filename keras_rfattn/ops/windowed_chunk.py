@@ -16,6 +16,7 @@ from keras_rfattn.ops.layout import take_tokens
 from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import settle
@@ -46,6 +47,7 @@ def local_chunk(
     """
     query, key, kernel, window, sliding = local
     near, num_kv_heads = 2 if sliding else 1, value.shape[2]
+    is_empty = is_empty or needed(state.position == 0) is None
     batch, length = ops.shape(value)[:2]
     new = ops.ones((batch, length), "bool")
     new = new if key_mask is None else ops.cast(key_mask, "bool")
@@ -88,7 +90,7 @@ def local_chunk(
             sliding=sliding, causal=True,
         )  # fmt: skip
         output, far = call(
-            *arrays, laid_value, query, key, visible, visible & beyond, far
+            *arrays, laid_value, query, key, needed(visible), visible & beyond, far
         )
 
     own = moved.offset[:, None] + ops.arange(length, dtype="int32")

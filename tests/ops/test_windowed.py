@@ -230,6 +230,10 @@ def test_token_by_token_is_the_parallel_pass(name, sliding):
         mask = AttentionMask(ops.convert_to_tensor(visible), causal=True, offset=i)
         one = attend(query[:, i : i + 1], key, value, feature_map, mask, **options)
         h.assert_close(one, expected[:, i : i + 1])
+        hidden = mask.replace(query_mask=ops.convert_to_tensor([[False], [True]]))
+        one = attend(query[:, i : i + 1], key, value, feature_map, hidden, **options)
+        h.assert_close(one[1], expected[1, i : i + 1])
+        assert not h.to_numpy(one[0]).any()
 
 
 def test_cross_attention_has_no_windows():
