@@ -149,7 +149,8 @@ def by_heads(function, arrays, size):
     """`function` of a few heads at a time where a CPU's cache would not hold all.
 
     Args:
-        function: Of a module, of arrays, to an array of shape `(B, K, ...)`.
+        function: Hashable, of arrays, to an array of shape `(B, K, ...)`; what is equal
+            shares a program.
         arrays: What it takes: pytrees of arrays `(·, K, ...)` or `(·, 1, ...)`, or
             `None`.
         size: Numbers that a head makes it hold; all heads are taken if `None`.

@@ -33,6 +33,7 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
         Array of shape `(B, T, N, V)` in the dtype of `value`.
     """
     num_heads, num_kv_heads = query_features.log_scale.shape[2], value.shape[2]
+    value = ops.convert_to_tensor(value)
     dtype = wide_dtype(query_features.log_scale, value)
 
     def per_query_head(x):

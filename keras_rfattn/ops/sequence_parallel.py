@@ -24,7 +24,8 @@ from keras_rfattn.ops.recurrent import extend_state
 from keras_rfattn.ops.recurrent import init_state
 from keras_rfattn.ops.recurrent import read_state
 from keras_rfattn.ops.recurrent import to_sums
-from keras_rfattn.ops.windowed import attend_windows
+from keras_rfattn.ops.windows import all_windows
+from keras_rfattn.ops.windows import causal_windows
 
 
 def sequence_axis(query_length, key_length, options, is_causal):
@@ -173,14 +174,14 @@ def _windowed_stretch(
 
     visible = lay_out(mask) & (source >= 0) & (source < total)
     features = (x._replace(x=lay_out(x.x)) for x in (query, key))
-    if not is_causal:
-        features = (x.compute() for x in features)
     arrays, functions = zip(*map(take_apart, features), strict=True)
-    output, _ = attend_windows(
-        *arrays, *map(lay_out, (value, *tokens)), visible, None, beyond,
-        functions=functions, kernel=kernel, window=window, sliding=options.sliding,
-        causal=is_causal,
+    tokens = map(lay_out, (value, *tokens))
+    attend = causal_windows if is_causal else all_windows
+    output = attend(
+        *arrays, *tokens, visible, earlier=beyond, functions=functions, kernel=kernel,
+        window=window, sliding=options.sliding,
     )  # fmt: skip
+    output = output[0] if is_causal else output
     return take_tokens(output, moved + left + ops.arange(length)[None])
 
 

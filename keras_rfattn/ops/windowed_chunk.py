@@ -21,10 +21,10 @@ from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import settle
 from keras_rfattn.ops.sums import summarize
-from keras_rfattn.ops.windowed import attend_windows
 from keras_rfattn.ops.windowed_state import LocalState
 from keras_rfattn.ops.windowed_state import Move
 from keras_rfattn.ops.windowed_state import sums_at
+from keras_rfattn.ops.windows import causal_windows
 
 
 def local_chunk(
@@ -86,8 +86,8 @@ def local_chunk(
     else:
         arrays, functions = zip(*map(take_apart, features(query, key)), strict=True)
         call = compiled(
-            attend_windows, functions=functions, kernel=kernel, window=window,
-            sliding=sliding, causal=True,
+            causal_windows, functions=functions, kernel=kernel, window=window,
+            sliding=sliding,
         )  # fmt: skip
         output, far = call(
             *arrays, laid_value, query, key, needed(visible), visible & beyond, far

@@ -1,0 +1,259 @@
+"""Windows of a sequence that begins with one: exact inside, sums of the others beyond.
+
+What `local_attention` is made of, and chunks of tokens and stretches of devices too.
+"""
+
+import dataclasses
+from typing import Any
+
+from keras import ops
+
+from keras_rfattn.ops.features import Deferred
+from keras_rfattn.ops.features import Exponents
+from keras_rfattn.ops.features import Marked
+from keras_rfattn.ops.features import map_features
+from keras_rfattn.ops.kernel_attention import finite_tokens
+from keras_rfattn.ops.kernel_attention import read_exactly
+from keras_rfattn.ops.kernel_attention import spoiled
+from keras_rfattn.ops.layout import block_mask
+from keras_rfattn.ops.layout import cut_blocks
+from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.layout import in_blocks
+from keras_rfattn.ops.layout import join_blocks
+from keras_rfattn.ops.layout import one_block
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.loops import by_heads
+from keras_rfattn.ops.loops import fold
+from keras_rfattn.ops.loops import keep
+from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.masks import needed
+from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.sums import Reading
+from keras_rfattn.ops.sums import Sums
+from keras_rfattn.ops.sums import admit
+from keras_rfattn.ops.sums import combine
+from keras_rfattn.ops.sums import merge_sums
+from keras_rfattn.ops.sums import no_sums
+from keras_rfattn.ops.sums import normalize
+from keras_rfattn.ops.sums import prefix_sums
+from keras_rfattn.ops.sums import read
+from keras_rfattn.ops.sums import summarize
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """What is exact for a query.
+
+    Attributes:
+        kernel: As in `Local`.
+        size: Length of a window in tokens.
+        groups: Queries of a token, beside each other.
+        sliding: Whether the windows beside its own are exact too.
+        is_causal: Whether a query sees no key after its token.
+    """
+
+    kernel: Any
+    size: int
+    groups: int
+    sliding: bool
+    is_causal: bool
+
+    @property
+    def nearby(self):
+        """Windows, counted from its own, whose keys a query weighs exactly."""
+        after = self.sliding and not self.is_causal
+        return range(-1 if self.sliding else 0, 2 if after else 1)
+
+    def cut(self, query, key, value, mask):
+        """Tokens as windows: `(query, key, value, mask, hidden)`.
+
+        Args:
+            query: `(B, K, T · G, H)`.
+            key: `(B, K, T, H)`.
+            value: `(B, K, T, V)`.
+            mask: Blocks `(B, 1, n, C)`, or `None` if all keys exist.
+
+        Returns:
+            Arrays `(B, K, n, C · G, H)` and `(B, K, n, C, ·)`, hidden ones 0; and which
+            exist, `(B, 1, n, C, 1)`.
+        """
+        query = cut_blocks(query, self.size * self.groups)
+        key, value = (hide(cut_blocks(x, self.size), mask) for x in (key, value))
+        if mask is None:
+            mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
+        return query, key, value, mask[..., None]
+
+    def beside(self, blocks):
+        """Blocks with those nearby beside them, C each."""
+        return ops.concatenate([shifted(blocks, x) for x in self.nearby], axis=3)
+
+    def answer(self, sums, features, query, key, value, mask, is_all, is_last):
+        """What queries see of `sums`, and exactly of what is `beside` them.
+
+        Args:
+            sums: `Sums` of each window, or of the first of several.
+            features: `Features` of the queries, `(B, K, n, C · G, M)`.
+            query: `(B, K, n, C · G, H)`.
+            key: `beside` of the keys; likewise `value` and `mask`.
+            is_all: Whether no key is hidden.
+            is_last: Whether nothing else holds the features.
+        """
+        far = read(sums, features, value.dtype, is_last=is_last)
+        within = self._within() if self.is_causal else True
+        # Windows beside its own may be the zeros after an end.
+        is_all = is_all and within is True and len(self.nearby) == 1
+        visible = None if is_all else ops.swapaxes(mask, -1, -2) & within
+        tokens, mask = (query, key, value), mask[..., 0]
+        near = read_exactly(self.kernel, *finite_tokens(*tokens), visible)
+        reading = Reading(*(keep(x) for x in combine(far, near)))
+        beside = spoiled(*tokens, mask, self.groups, self.is_causal)
+        beside = beside + sums.spoiled[..., None, None]
+        return normalize(reading, features) + beside
+
+    def _within(self):
+        """`(C · G, C · len(nearby))`: the keys nearby that are not after the query."""
+        token = ops.repeat(ops.arange(self.size), self.groups)
+        keys = ops.arange(self.size * len(self.nearby)) + self.size * self.nearby[0]
+        return token[:, None] >= keys[None, :]
+
+    def __call__(self, query_features, key_features, query, key, value, mask, earlier):
+        """All windows of some heads at once, not causal, `(B, K, T · G, V)`."""
+        features = query_features.features, key_features.features
+        are_own = [isinstance(x, Exponents) for x in features]
+
+        def cut(marked, size):
+            marked = Marked(marked.features.compute(), marked.spoiled)
+            return map_features(lambda x: cut_blocks(x, size), marked)
+
+        query, key, value, exists = self.cut(query, key, value, mask)
+        tokens = cut(key_features, self.size)
+        own = summarize(*admit(tokens, value, mask), mask, are_own[1])
+        none = no_sums(map_features(lambda x: x[:, :, 0], tokens.features), value)
+        del tokens
+        left, right = (_moved(own, none, self.nearby[i]) for i in (0, -1))
+        start = none if earlier is None else _cast(earlier, none)
+        before, _ = prefix_sums(left, start)
+        after, _ = prefix_sums(_reversed(right), none)
+        features, _ = cut(query_features, self.size * self.groups)
+        near = (self.beside(x) for x in (key, value, exists))
+        output = self.answer(
+            merge_sums(before, _reversed(after)), features, query, *near, mask is None,
+            are_own[0],
+        )  # fmt: skip
+        shape = ops.shape(output)
+        return ops.reshape(output, (*shape[:2], -1, shape[-1]))
+
+
+def all_windows(
+    query_features, key_features, value, query, key, mask, earlier=None,
+    *, functions, kernel, window, sliding,
+):  # fmt: skip
+    """`local_attention` of rows whose first token begins a window, not causal.
+
+    Args:
+        earlier: `Sums` of keys that are in none of the windows, which all queries see.
+    """
+    num_heads, num_kv_heads = query.shape[2], value.shape[2]
+    length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
+    features = [
+        heads_first(
+            x if function is None else Deferred(function, *x), num_kv_heads,
+            is_lazy=True,
+        )
+        for x, function in zip((query_features, key_features), functions, strict=True)
+    ]  # fmt: skip
+    windows, size = Windows(kernel, window, groups, sliding, False), None
+    sizes = value.shape[0], length
+    # Dimensions of a symbolic shape are no numbers.
+    if all(isinstance(x, int) for x in sizes):
+        size = max(1, sizes[0] * length) * groups * features[1].features.width
+    query, key, value = (
+        split_heads(x, num_kv_heads) for x in (query, key, representable(value))
+    )
+    mask = block_mask(mask, length, window)
+    output = by_heads(windows, (*features, query, key, value, mask, earlier), size)
+    return ops.cast(join_blocks(output[:, :, None], num_heads, length), dtype)
+
+
+def causal_windows(
+    query_features, key_features, value, query, key, mask, far_mask=None, earlier=None,
+    *, functions, kernel, window, sliding,
+):  # fmt: skip
+    """The same, causal.
+
+    Args:
+        far_mask: `(B, T)`, which keys are ever summed; `mask` if `None`.
+        earlier: `Sums` of keys that are in none of the windows, which all queries see.
+
+    Returns:
+        The output, and the `Sums` of all that no further window would weigh exactly.
+    """
+    num_heads, num_kv_heads = query.shape[2], value.shape[2]
+    length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
+    windows = Windows(kernel, window, groups, sliding, True)
+    far_query, compute_query = in_blocks(
+        query_features, functions[0], num_kv_heads, window, groups
+    )
+    far_key, compute_key = in_blocks(key_features, functions[1], num_kv_heads, window)
+    are_own = [x is not None and x.is_exponential for x in functions]
+    hidden = block_mask(mask, length, window)
+    tokens = [split_heads(x, num_kv_heads) for x in (query, key, representable(value))]
+    query, key, value, exists = windows.cut(*tokens, hidden)
+    summed = exists if far_mask is None else block_mask(far_mask, length, window)
+    summed = summed if far_mask is None else summed[..., None]
+    rows = far_query, query, *map(windows.beside, (key, value, exists))
+
+    def beyond(offset):
+        """What is summed before window i: keys of window `i + offset`."""
+        keys = far_key
+        if isinstance(keys, tuple):
+            keys = map_features(lambda x: shifted(x, offset), keys)
+        else:
+            keys = shifted(keys, offset)
+        is_all = hidden is None and far_mask is None and not offset
+        return keys, shifted(value, offset), None if is_all else shifted(summed, offset)
+
+    def forward(sums, far, rows):
+        keys, value, mask = far
+        mask = None if mask is None else needed(mask[..., 0])
+        own = summarize(*admit(compute_key(keys), value, mask), mask, are_own[1])
+        before, last = prefix_sums(own, Sums(*sums))
+        features, *rows = rows
+        features, _ = compute_query(features)
+        is_all = hidden is None
+        return tuple(last), windows.answer(before, features, *rows, is_all, are_own[0])
+
+    start = no_sums(compute_key(one_block(far_key)).features, value)
+    start = start if earlier is None else _cast(earlier, start)
+    last, output = fold(forward, tuple(start), (beyond(windows.nearby[0]), rows))
+    output = ops.cast(join_blocks(output, num_heads, length), dtype)
+    return output, Sums(*last)
+
+
+def shifted(blocks, offset):
+    """Block i is what was block `i + offset`, or zeros."""
+    if offset == 0:
+        return blocks
+    zeros = ops.zeros_like(blocks[:, :, : abs(offset)])
+    if offset < 0:
+        return ops.concatenate([zeros, blocks[:, :, :offset]], axis=2)
+    return ops.concatenate([blocks[:, :, offset:], zeros], axis=2)
+
+
+def _moved(sums, none, offset):
+    """Those of window i are what those of window `i + offset` were, or of no key."""
+
+    def move(x, y):
+        y = ops.cast(y, x.dtype)[:, :, None]
+        parts = [y, x[:, :, :-1]] if offset < 0 else [x[:, :, 1:], y]
+        return ops.concatenate(parts, axis=2)
+
+    return Sums(*map(move, sums, none)) if offset else sums
+
+
+def _cast(sums, like):
+    return Sums(*(ops.cast(x, y.dtype) for x, y in zip(sums, like, strict=True)))
+
+
+def _reversed(sums):
+    return Sums(*(ops.flip(x, axis=2) for x in sums))
