@@ -57,4 +57,4 @@ def _attend(query, key, value, mask):
     features = query.features.compute()
     reading = read(sums, features, value.dtype, is_last=are_own[0])
     spoiled = query.spoiled + sums.spoiled[..., None, None]
-    return normalize(reading, features) + spoiled
+    return normalize(reading, features, spoiled, value.dtype)

@@ -18,18 +18,17 @@ from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.layout import take_apart
 from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.loops import fold
-from keras_rfattn.ops.loops import keep
 from keras_rfattn.ops.not_finite import onward
 from keras_rfattn.ops.options import Options
+from keras_rfattn.ops.precision import quotient
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.recurrent import count_visible
 from keras_rfattn.ops.recurrent import to_state
 from keras_rfattn.ops.recurrent import to_sums
-from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
+from keras_rfattn.ops.sums import guarded
 from keras_rfattn.ops.sums import no_sums
-from keras_rfattn.ops.sums import normalize
 from keras_rfattn.ops.sums import prefix_sums
 from keras_rfattn.ops.sums import summarize
 
@@ -107,13 +106,13 @@ def _causal(
     if state is not None:
         given = zip(to_sums(state), start, strict=True)
         start = Sums(*(ops.cast(x, y.dtype) for x, y in given))
-    last, output = fold(step, tuple(start), (query, key, heads, mask))
-    output = join_blocks(output, num_heads, length)
-    return ops.cast(output, dtype), Sums(*last)
+    last, found = fold(step, tuple(start), (query, key, heads, mask))
+    found = (join_blocks(x, num_heads, length) for x in found)
+    return quotient(*found, dtype), Sums(*last)
 
 
 def _attend(sums, query, key, value, mask, groups, span, fallback):
-    """What some blocks see of `sums` and of themselves, and the sums after them."""
+    """The sums after some blocks, and what `quotient` takes of their queries."""
     # Hidden rows leave before any product.
     key, value = admit(key, value, mask)
     prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
@@ -123,6 +122,4 @@ def _attend(sums, query, key, value, mask, groups, span, fallback):
     spoiled = spoiled + ops.repeat(onward(spoiled_keys), groups, axis=-2)
     spoiled = spoiled + prefix.spoiled[..., None, None]
     reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
-    reading = Reading(*(keep(x) for x in reading))
-    output = normalize(reading, query) + spoiled
-    return tuple(last), ops.cast(output, value.dtype)
+    return tuple(last), (reading.numerator, guarded(reading, query), spoiled)

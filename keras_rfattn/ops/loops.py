@@ -8,8 +8,6 @@ from keras import ops
 # Tokens, times heads, that PyTorch takes at once in `fold`, and numbers of features in
 # `by_rows` and `by_heads`: what stays in a cache. A step costs PyTorch more than JAX.
 AT_ONCE, NUMBERS = 2048, {"torch": 2**20, "jax": 2**18}
-# What `keep` marks, for JAX.
-KEPT = "keras_rfattn"
 
 
 def exclusive_scan(combine, start, elements):
@@ -62,15 +60,6 @@ def _jit():
     return jax.jit(call, static_argnums=(0, 1))
 
 
-def keep(x):
-    """Marks an array that `fold` keeps for the gradient, not to compute it again."""
-    if keras.backend.backend() != "jax":
-        return x
-    import jax
-
-    return jax.ad_checkpoint.checkpoint_name(x, KEPT)
-
-
 def fold(step, carry, blocks):
     """Runs `step` over blocks, one at a time where that saves memory and time.
 
@@ -80,12 +69,12 @@ def fold(step, carry, blocks):
     step as fit in a cache; TensorFlow takes all of them.
 
     Args:
-        step: `(carry, *blocks) -> (carry, output)` of any number of blocks.
+        step: `(carry, *blocks) -> (carry, found)` of any number of blocks.
         carry: Tuple of arrays.
         blocks: Pytrees of arrays of shape `(B, K, n, ...)`.
 
     Returns:
-        `(carry, output)`, the output of shape `(B, K, n, ...)`.
+        `(carry, found)`, which are pytrees of arrays of shape `(B, K, n, ...)` too.
     """
     if keras.backend.backend() == "tensorflow":
         return step(carry, *blocks)
@@ -94,17 +83,15 @@ def fold(step, carry, blocks):
     import jax
     import jax.numpy as jnp
 
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-
-    @functools.partial(jax.checkpoint, policy=policy)
+    @jax.checkpoint
     def one(carry, blocks):
         blocks = jax.tree.map(lambda x: x[:, :, None], blocks)
-        carry, output = step(carry, *blocks)
-        return carry, output[:, :, 0]
+        carry, found = step(carry, *blocks)
+        return carry, jax.tree.map(lambda x: x[:, :, 0], found)
 
     first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), blocks)
-    carry, output = jax.lax.scan(one, carry, first)
-    return carry, jnp.moveaxis(output, 0, 2)
+    carry, found = jax.lax.scan(one, carry, first)
+    return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)
 
 
 def _by_groups(step, carry, blocks):
@@ -115,11 +102,11 @@ def _by_groups(step, carry, blocks):
     group = max(1, AT_ONCE // (batch * heads * tokens))
     if group >= count or leaves[0].device.type != "cpu":
         return step(carry, *blocks)
-    outputs = []
+    parts = []
     for part in _cut(blocks, group, 2):
-        carry, output = step(carry, *part)
-        outputs.append(output)
-    return carry, ops.concatenate(outputs, axis=2)
+        carry, found = step(carry, *part)
+        parts.append(found)
+    return carry, keras.tree.map_structure(lambda *x: ops.concatenate(x, 2), *parts)
 
 
 def by_rows(function, arrays, size):

@@ -5,6 +5,8 @@ both decide whether linear attention is right: an exponent rounded to bfloat16 i
 off by a factor, and a running sum kept in bfloat16 stops growing at 256.
 """
 
+import functools
+
 import keras
 from keras import ops
 
@@ -93,6 +95,43 @@ def exp_of_difference(a, b, is_last=False):
 def add_into(x, term):
     """`x + term` of the shape of x, an array that is not used again."""
     return x.add_(term) if keras.backend.backend() == "torch" else x + term
+
+
+def quotient(numerator, denominator, mark, dtype):
+    """`numerator / denominator + mark`; a gradient keeps that, and the denominator.
+
+    Of V float32 numbers a query, which numerators are, JAX would keep all.
+
+    Args:
+        numerator: Array of shape `(..., V)`.
+        denominator: Array of shape `(..., 1)`.
+        mark: 0 or NaN, `(..., 1)`, or such a number.
+        dtype: Of the result.
+    """
+    if keras.backend.backend() == "jax":
+        return _quotient()(numerator, denominator, mark, dtype)
+    return ops.cast(numerator / denominator + mark, dtype)
+
+
+@functools.cache
+def _quotient():
+    import jax
+    import jax.numpy as jnp
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+    def divide(numerator, denominator, mark, dtype):
+        return (numerator / denominator + mark).astype(dtype)
+
+    @divide.defjvp
+    def gradient(dtype, primals, tangents):
+        output = divide(*primals, dtype)
+        _, denominator, mark = primals
+        up, down, _ = tangents
+        # A NaN that nothing reads leaves no NaN in the gradient.
+        found = jnp.where(jnp.isnan(mark), 0, output).astype(up.dtype)
+        return output, ((up - found * down) / denominator).astype(dtype)
+
+    return divide
 
 
 def precise_einsum(equation, a, b):

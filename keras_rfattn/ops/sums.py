@@ -23,6 +23,7 @@ from keras_rfattn.ops.not_finite import spoils
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import add_into
 from keras_rfattn.ops.precision import elementwise_max
+from keras_rfattn.ops.precision import quotient
 from keras_rfattn.ops.precision import wide_dtype
 
 # Below this fraction of the sum of magnitudes a signed denominator is rounding
@@ -187,12 +188,25 @@ def combine(a, b):
     )
 
 
-def normalize(reading, features):
-    """Numerator over denominator; 0 for a row that sees no key, as its numerator is.
+def normalize(reading, features, mark=0, dtype=None):
+    """Numerator over `guarded` denominator; 0 for a row that sees no key.
 
-    A positive map's denominator is used as it is. A signed map's denominator D can
-    come near 0 by cancellation; with `bound = Σ_j Σ_m exp(log_scale_i + log_scale_j)`
-    (every |value| taken as 1) it is replaced by
+    Args:
+        reading: A `Reading`.
+        features: What was read with, for `is_signed` and `has_offset`.
+        mark: 0 or NaN, `(..., R, 1)`: whether what a row sees is not finite.
+        dtype: Of the result, the numerator's by default.
+    """
+    dtype = reading.numerator.dtype if dtype is None else dtype
+    return quotient(reading.numerator, guarded(reading, features), mark, dtype)
+
+
+def guarded(reading, features):
+    """The denominator of each row, `(..., R, 1)`; 1 for one that sees no key.
+
+    A positive map's is used as it is. A signed map's denominator D can come near 0 by
+    cancellation; with `bound = Σ_j Σ_m exp(log_scale_i + log_scale_j)` (every |value|
+    taken as 1) it is replaced by
 
         sign(D) · max(|D|, GUARD · bound),  sign(0) = 1
 
@@ -215,8 +229,7 @@ def normalize(reading, features):
         denominator = elementwise_max(denominator, 0)
         shift = ops.where(seen, reading.shift, 0)
         denominator = denominator + ops.cast(ops.exp(-shift), denominator.dtype)
-    denominator = ops.where(seen, denominator, 1)
-    return reading.numerator / denominator[..., None]
+    return ops.where(seen, denominator, 1)[..., None]
 
 
 def no_sums(key, value):

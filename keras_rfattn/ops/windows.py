@@ -24,17 +24,16 @@ from keras_rfattn.ops.layout import one_block
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.loops import by_heads
 from keras_rfattn.ops.loops import fold
-from keras_rfattn.ops.loops import keep
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.masks import needed
+from keras_rfattn.ops.precision import quotient
 from keras_rfattn.ops.precision import representable
-from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import combine
+from keras_rfattn.ops.sums import guarded
 from keras_rfattn.ops.sums import merge_sums
 from keras_rfattn.ops.sums import no_sums
-from keras_rfattn.ops.sums import normalize
 from keras_rfattn.ops.sums import prefix_sums
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize
@@ -88,7 +87,7 @@ class Windows:
         return ops.concatenate([shifted(blocks, x) for x in self.nearby], axis=3)
 
     def answer(self, sums, features, query, key, value, mask, is_all, is_last):
-        """What queries see of `sums`, and exactly of what is `beside` them.
+        """What `quotient` takes: of `sums`, and exactly of what is `beside` queries.
 
         Args:
             sums: `Sums` of each window, or of the first of several.
@@ -105,10 +104,10 @@ class Windows:
         visible = None if is_all else ops.swapaxes(mask, -1, -2) & within
         tokens, mask = (query, key, value), mask[..., 0]
         near = read_exactly(self.kernel, *finite_tokens(*tokens), visible)
-        reading = Reading(*(keep(x) for x in combine(far, near)))
+        reading = combine(far, near)
         beside = spoiled(*tokens, mask, self.groups, self.is_causal)
         beside = beside + sums.spoiled[..., None, None]
-        return normalize(reading, features) + beside
+        return reading.numerator, guarded(reading, features), beside
 
     def _within(self):
         """`(C · G, C · len(nearby))`: the keys nearby that are not after the query."""
@@ -136,10 +135,11 @@ class Windows:
         after, _ = prefix_sums(_reversed(right), none)
         features, _ = cut(query_features, self.size * self.groups)
         near = (self.beside(x) for x in (key, value, exists))
-        output = self.answer(
+        found = self.answer(
             merge_sums(before, _reversed(after)), features, query, *near, mask is None,
             are_own[0],
         )  # fmt: skip
+        output = quotient(*found, value.dtype)
         shape = ops.shape(output)
         return ops.reshape(output, (*shape[:2], -1, shape[-1]))
 
@@ -225,9 +225,10 @@ def causal_windows(
 
     start = no_sums(compute_key(one_block(far_key)).features, value)
     start = start if earlier is None else _cast(earlier, start)
-    last, output = fold(forward, tuple(start), (beyond(windows.nearby[0]), rows))
-    output = ops.cast(join_blocks(output, num_heads, length), dtype)
-    return output, Sums(*last)
+    blocks = beyond(windows.nearby[0]), rows
+    last, found = fold(forward, tuple(start), blocks)
+    found = (join_blocks(x, num_heads, length) for x in found)
+    return quotient(*found, dtype), Sums(*last)
 
 
 def shifted(blocks, offset):
