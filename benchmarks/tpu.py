@@ -58,7 +58,7 @@ def device(chip):
     return topology.devices[0]
 
 
-def step(args, mechanism, length):
+def step(args, mechanism, length, batch=1):
     """`(function, its arguments)`: gradients of a mean square, and SGD."""
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     keras.utils.set_random_seed(0)
@@ -86,7 +86,7 @@ def step(args, mechanism, length):
 
     parts = model.trainable_variables, model.non_trainable_variables
     variables = [[v.value for v in part] for part in parts]
-    return update, (*variables, jax.ShapeDtypeStruct((1, length), "int32"))
+    return update, (*variables, jax.ShapeDtypeStruct((batch, length), "int32"))
 
 
 def compiled(function, arguments, chip):

@@ -187,16 +187,12 @@ def tuned_first(args, data, task, seed):
     model.compile()
     replace(args, model, seed)
     yield "replaced", model
-    # Layers, then what they pile up, then what the task makes of that.
-    for stages, objective, steps in (
-        (args.stages, "features", args.steps), (["features"], "logits", args.steps // 3)
-    ):  # fmt: skip
-        report = keras_rfattn.uptrain(
-            model, task.texts(), steps=steps, stages=stages, seed=seed, verbose=2,
-            trainable=args.trainable, batch_size=args.batch_size, objective=objective,
-            preprocessor=task.preprocessor(),
-        )  # fmt: skip
-        print(report, flush=True)
+    report = keras_rfattn.uptrain(
+        model, task.texts(), steps=args.steps, stages=args.stages, seed=seed, verbose=2,
+        trainable=args.trainable, batch_size=args.batch_size, objective="features",
+        preprocessor=task.preprocessor(),
+    )  # fmt: skip
+    print(report, flush=True)
     yield "uptrained", model
     keras.utils.set_random_seed(seed)
     backbone, tokenizer = load(args.preset)

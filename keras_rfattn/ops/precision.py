@@ -122,14 +122,17 @@ def _quotient():
     def divide(numerator, denominator, mark, dtype):
         return (numerator / denominator + mark).astype(dtype)
 
+    # Else what is made of the output on the way would be kept instead.
+    @jax.checkpoint
+    def tangent(output, denominator, mark, up, down):
+        # A NaN that nothing reads leaves no NaN in the gradient.
+        found = jnp.where(jnp.isnan(mark), 0, output).astype(up.dtype)
+        return ((up - found * down) / denominator).astype(output.dtype)
+
     @divide.defjvp
     def gradient(dtype, primals, tangents):
         output = divide(*primals, dtype)
-        _, denominator, mark = primals
-        up, down, _ = tangents
-        # A NaN that nothing reads leaves no NaN in the gradient.
-        found = jnp.where(jnp.isnan(mark), 0, output).astype(up.dtype)
-        return output, ((up - found * down) / denominator).astype(dtype)
+        return output, tangent(output, *primals[1:], *tangents[:2])
 
     return divide
 

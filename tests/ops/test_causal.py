@@ -259,3 +259,18 @@ def test_scan_of_many_blocks():
     tensors = ops.convert_to_tensor(value), ops.convert_to_tensor(mask)
     output = h.compiled(causal, block_size=h.BLOCK)(query, key, *tensors)
     h.assert_close(output, h.reference(query, key, value, mask).output)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="of JAX")
+def test_a_gradient_keeps_outputs_and_no_numerators():
+    import jax
+
+    feature_map, x = h.build("favorplus"), h.problem()
+    features = h.featurize(feature_map, x.query, x.key)
+    value = ops.cast(x.value, "bfloat16")
+    output, gradient = jax.vjp(lambda v: causal(*features, v, block_size=4), value)
+    kept = [(a.shape, a.dtype.name) for a in jax.tree.leaves(gradient)]
+    assert (output.shape, "bfloat16") in kept
+    width = output.shape[-1]
+    wide = [shape for shape, dtype in kept if dtype == "float32"]
+    assert wide and not [shape for shape in wide if shape[-1] == width]
