@@ -9,12 +9,13 @@ operations by their rate, and bytes by theirs, whichever is more; what is exchan
 comes on top. **Nothing is timed**: a real step takes longer, by a factor that is not
 known without a chip.
 
-Operations and bytes are the compiler's own counts (benchmarks/tpu.py). It counts a loop
-once, so that linear attention is counted at sequences of one block, 1 and 4 of them,
-and goes on in proportion to tokens; softmax, which has no loop, at three lengths, and
-goes on as a parabola. Over several chips a sequence is divided (`SequenceParallel`):
-each gathers the sums of all others in every layer, forward and backward, and gradients
-of all weights are added up. Whether softmax would fit is not asked.
+Operations and bytes are the compiler's own counts (benchmarks/tpu.py) of one layer and
+of two, which tell those of twelve. It counts a loop once, so that linear attention is
+counted at sequences of one block, 1 and 4 of them, and goes on in proportion to tokens;
+softmax, which has no loop, at three lengths, and goes on as a parabola. Over several
+chips a sequence is divided (`SequenceParallel`): each gathers the sums of all others in
+every layer, forward and backward, and gradients of all weights are added up. Whether
+softmax would fit is not asked.
 """
 
 import argparse
@@ -43,13 +44,32 @@ if __name__ == "__main__":  # before imports that take seconds
 
 import numpy as np
 import tpu
+from keras import ops
+
+from keras_rfattn.ops.sums import Reading
 
 
 def counts(mechanism, length, batch=1):
-    """Operations and bytes of a step."""
+    """Operations and bytes of a step, of all layers by those of one and of two."""
+    one, two = (counted(mechanism, length, batch, layers) for layers in (1, 2))
+    return one + (LAYERS - 1) * (two - one)
+
+
+def not_taken(query, key, value, mask, groups):
+    """In place of `ops.causal_fallback.dyadic`, for logits in the hundreds."""
+    row = 0 * query.log_scale[..., 0]
+    zeros = ops.zeros((*row.shape, value.shape[-1]), row.dtype)
+    return Reading(row, zeros, row, row)
+
+
+def counted(mechanism, length, batch, layers):
     options = tpu.parse_arguments()
+    options.layers = layers
+    # A branch that is not taken would be counted.
+    sys.modules["keras_rfattn.ops.causal"].dyadic = not_taken
     program = tpu.compiled(*tpu.step(options, mechanism, length, batch), options.chip)
     cost = program.cost_analysis()
+    print(mechanism, length, batch, layers, cost["flops"], cost["bytes accessed"])
     return np.array([cost["flops"], cost["bytes accessed"]])
 
 

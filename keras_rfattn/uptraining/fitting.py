@@ -9,8 +9,9 @@ from keras_rfattn.uptraining.callbacks import NotFinite
 from keras_rfattn.uptraining.callbacks import Watch
 from keras_rfattn.uptraining.resume import assign
 
-# Learning rates of maps in stage "features", and where a model's own weights train too.
-FEATURES_RATE = 0.005
+# Learning rates of maps in stage "features" by what it compares, and where a model's
+# own weights train too.
+FEATURES_RATES = {"features": 0.005, "logits": 0.001}
 OWN_RATE = 0.001
 
 

@@ -15,7 +15,7 @@ from keras_rfattn.uptraining.calibrate import calibrate
 from keras_rfattn.uptraining.callbacks import NotFinite
 from keras_rfattn.uptraining.data import HEAD
 from keras_rfattn.uptraining.features import FeaturesStage
-from keras_rfattn.uptraining.fitting import FEATURES_RATE
+from keras_rfattn.uptraining.fitting import FEATURES_RATES
 from keras_rfattn.uptraining.fitting import fit_stage
 from keras_rfattn.uptraining.fitting import optimizer_for
 from keras_rfattn.uptraining.plan import planned
@@ -174,9 +174,10 @@ class Training:
         if not variables:
             return [], None
         trainer, of_maps = self.trainer(stage), {id(v) for v in self.of_maps}
-        rate = FEATURES_RATE
         if stage.name == "attention":
             rate = min(x.feature_map.learning_rate for x in self.layers)
+        else:
+            rate = FEATURES_RATES[trainer.objective]
         optimizer = optimizer_for(
             rate, stage.steps, any(id(v) not in of_maps for v in variables),
             self.settings["optimizer"],

@@ -78,7 +78,8 @@ def uptrain(
         optimizer: A Keras optimizer, its name or config; each stage begins with a fresh
             copy. Adam by default, its rate falling by a cosine to a twentieth from the
             map's `learning_rate` (0.02, `"hedgehog"` 0.06) in stage `"attention"` and
-            0.005 in `"features"`, and from 0.001 where the model's own weights train.
+            0.005 in `"features"` (0.001 where it compares logits), and from 0.001 where
+            the model's own weights train.
         seed: Non-negative integer: of the data's order and of window dropout, which are
             pure functions of it and the step. Drawn if `None`; 0 with a
             `checkpoint_dir`.
