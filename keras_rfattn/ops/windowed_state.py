@@ -126,7 +126,7 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
     sums = []
     for place in range(near + 1):
         tokens, mask = (features, wide), new & (moved.place == place)
-        if place:
+        if place and not (isinstance(moved.length, int) and moved.length <= window):
             # The few tokens of one window, not all of a long chunk.
             index, exists = moved.window(place)
             mask = ops.take_along_axis(new, index, axis=1) & exists
