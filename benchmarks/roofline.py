@@ -20,7 +20,6 @@ softmax would fit is not asked.
 
 import argparse
 import json
-import os
 import sys
 
 BLOCK, SOFTMAX = 512, (512, 1024, 2048)
@@ -118,5 +117,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("KERAS_BACKEND", "jax")
     main(args)
