@@ -21,6 +21,7 @@ def parse_arguments():
     parser.add_argument("--chip", choices=CHIPS, default="v5e")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--block-size", type=int, default=256)
+    parser.add_argument("--window", type=int)
     parser.add_argument("--results", default="tpu_kernels.jsonl", help="appended to")
     return parser.parse_args()
 
@@ -52,7 +53,7 @@ def compiled(args, implementation, causal, with_gradient):
     feature_map = feature_maps.get("favorpp", seed=0)
     feature_map.build((None, None, 4, 64))
     mask = AttentionMask(causal=causal, self_attention=True)
-    options = Options(args.block_size, implementation=implementation)
+    options = Options(args.block_size, args.window, implementation=implementation)
 
     def loss(*tokens):
         output = attend(*tokens, feature_map, mask, options=options)

@@ -30,8 +30,15 @@ FOREIGN = {
     "sklearn.py": {"sklearn"},
     **{
         f"ops/pallas/{name}.py": {"jax"}
-        for name in ("attention", "bidirectional", "blocks", "causal")
-    },
+        for name in (
+            "attention",
+            "bidirectional",
+            "blocks",
+            "causal",
+            "passes",
+            "windowed",
+        )
+    },  # fmt: skip
 }
 FILES = sorted(ROOT.rglob("*.py"))
 IDS = [str(file.relative_to(ROOT)) for file in FILES]

@@ -185,6 +185,12 @@ class Attention:
         if feature_map.is_exact:
             masks = key_mask, mask.causal, prefix
             return exact_attention(query, key, value, kernel, *masks)
+        if window is not None and not (mask.causal or mask.self_attention):
+            raise ValueError(
+                "A `window` needs self-attention, where queries and keys are the same "
+                f"tokens. Received: window={window} in cross-attention. Leave such "
+                "layers out (`exclude=`)."
+            )
         if self.options.implementation == "pallas":
             return by_kernels(self, query, key, stats, value, key_mask)
         deferred = self.deferred(query, key, stats)
@@ -204,13 +210,7 @@ class Attention:
             return causal(*deferred, value, key_mask, self.options.block_size)
         if window is None:
             return bidirectional(*deferred, value, key_mask)
-        if mask.causal or mask.self_attention:
-            return local_attention(*deferred, value, local, key_mask, mask.causal)
-        raise ValueError(
-            "A `window` needs self-attention, where queries and keys are the same "
-            f"tokens. Received: window={window} in cross-attention. Leave such layers "
-            "out (`exclude=`)."
-        )
+        return local_attention(*deferred, value, local, key_mask, mask.causal)
 
 
 def _one_feature(x, log_scale):

@@ -14,8 +14,6 @@ def obstacle(options, feature_map):
     """Why the Pallas kernels cannot answer, `None` if they can."""
     if keras.backend.backend() != "jax":
         return f"they run on JAX, not on {keras.backend.backend()}"
-    if options.window is not None:
-        return f"they have no windows (window={options.window})"
     if not feature_map.has_exponents:
         name = feature_maps.name_of(feature_map)
         return f"features of {name!r} are not exponentials of products"
@@ -80,14 +78,12 @@ def by_kernels(call, query, key, stats, value, key_mask):
     # Only here, as other backends have no JAX.
     from keras_rfattn.ops import pallas
 
-    tokens = [keras.ops.cast(x, wide_dtype(x)) for x in (query, key)]
-    feature_map, kept = call.feature_map, [bounded(x) for x in tokens]
-    sides = (
-        feature_map.exponents(f"{side}_features", x, stats)
-        for side, x in zip(("query", "key"), kept, strict=True)
-    )
-    term = feature_map.common_exponent("key_features", kept[1], stats)
-    return pallas.attention(
-        *sides, term, value, [spoils(x) for x in tokens], key_mask, call.mask.causal,
-        call.options.block_size,
-    )  # fmt: skip
+    feature_map, sides = call.feature_map, []
+    for side, x in (("query_features", query), ("key_features", key)):
+        x = keras.ops.cast(x, wide_dtype(x))
+        kept = bounded(x)
+        found = (f(side, kept, stats) for f in
+                 (feature_map.exponents, feature_map.common_exponent))  # fmt: skip
+        sides.append(pallas.Side(kept, *found, spoils(x)))
+    mask = call.mask
+    return pallas.attention(*sides, value, key_mask, mask.causal, call.options)

@@ -68,8 +68,8 @@ def replace_attention(
         temperature: Divides queries and keys by their lengths, and their cosine by
             this number: softmax attention of normalized vectors is what maps then
             estimate, and not the checkpoint's. What hybrids are made for.
-        implementation: `"xla"`; `"pallas"`, kernels for TPUs, on JAX and without
-            windows, of maps whose features are exponentials; or `"auto"`, XLA so far.
+        implementation: `"xla"`; `"pallas"`, kernels for TPUs, on JAX, of maps whose
+            features are exponentials; or `"auto"`, XLA so far.
         drop_sliding_window: Whether to replace attention that sees the last tokens
             alone (Mistral's) by attention that sees all.
 

@@ -30,9 +30,9 @@ def build(name="favorpp"):
     return h.build(name, kv_heads=1, head_dim=8, num_features=16)
 
 
-def fused(feature_map, tokens, mask):
+def fused(feature_map, tokens, mask, **window):
     """Attention by the kernels, in blocks of 16 tokens."""
-    options = Options(implementation="pallas", block_size=16)
+    options = Options(implementation="pallas", block_size=16, **window)
     return attend(*tokens, feature_map, mask, options=options)
 
 
@@ -128,6 +128,92 @@ def test_the_future_changes_nothing():
     assert not np.array_equal(found[:, 11:], expected[:, 11:])
 
 
+def windowed(feature_map, tokens, mask, size, sliding):
+    """Exact nearby and by features beyond, by all pairs of tokens of one row."""
+    query, key, value = tokens
+    visible, side = mask.key_mask, feature_map.default_scale(8) ** 0.5
+    query, key = query * side, key * side
+    stats = feature_map.statistics(query, key, None, visible, mask.causal)
+    far = ops.einsum(
+        "btnm,bskm->btns",
+        *(ops.exp(f(x, stats).log_scale) for f, x in (
+            (feature_map.query_features, query), (feature_map.key_features, key)
+        )),
+    )  # fmt: skip
+    near = ops.exp(ops.einsum("btnh,bskh->btns", query, key))
+    place = np.arange(value.shape[1]) - np.flatnonzero(visible[0])[0]
+    # Where not causal, what is before the first visible key lies behind the end.
+    window = place % len(place) // size
+    apart = np.abs(window[:, None] - window[None])
+    is_near = apart <= (1 if sliding else 0)
+    seen = np.broadcast_to(visible, apart.shape)
+    if mask.causal:
+        seen = seen & (place[:, None] >= place[None])
+    weights = ops.where(is_near[None, :, None], near, far) * seen[None, :, None]
+    total = ops.maximum(ops.sum(weights, axis=-1, keepdims=True), 1e-30)
+    return ops.einsum("btns,bsv->btnv", weights / total, value[:, :, 0])
+
+
+@on_jax
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "causal", "size", "sliding"),
+    [
+        ("favorpp_dense", True, 5, True),
+        ("favorpp", False, 16, True),
+        ("favorplus", False, 5, False),
+        ("favorpp_learned", True, 16, False),
+    ],
+)
+def test_windows(name, causal, size, sliding):
+    import jax
+
+    feature_map, tokens = build(name), arrays(40)
+    visible = np.ones((1, 40), bool)
+    visible[0, [0, 1, 9, 18, 39]] = False
+    mask = AttentionMask(visible, causal=causal, self_attention=True)
+    weight = np.random.default_rng(1).normal(size=tokens[0].shape).astype("float32")
+
+    def both(attention, *window):
+        def loss(tokens):
+            output = attention(tokens, *window)
+            return ops.sum(output * weight), output
+
+        return jax.value_and_grad(loss, has_aux=True)(tokens)
+
+    def by_kernels(tokens):
+        return fused(feature_map, tokens, mask, window=size, sliding=sliding)
+
+    def by_pairs(tokens):
+        return windowed(feature_map, tokens, mask, size, sliding)
+
+    (_, found), gradients = interpreted(both, by_kernels)
+    (_, expected), others = both(by_pairs)
+    for x, y in zip((found, *gradients), (expected, *others), strict=True):
+        h.assert_close(x, y, 1e-5)
+
+
+@on_jax
+@pytest.mark.long
+def test_windows_keep_the_future_and_what_is_not_finite_away():
+    feature_map, mask = build(), AttentionMask(causal=True, self_attention=True)
+    tokens = arrays(40)
+
+    def attention(tokens):
+        return h.to_numpy(
+            interpreted(lambda: fused(feature_map, tokens, mask, window=16))
+        )
+
+    expected = attention(tokens)
+    changed = [np.concatenate([x[:, :21], 9 * x[:, 21:]], axis=1) for x in tokens]
+    changed[2][0, 30] = np.nan
+    found = attention(changed)
+    assert np.array_equal(found[:, :21], expected[:, :21])
+    assert not np.array_equal(found[:, 21:30], expected[:, 21:30])
+    spoiled = np.isnan(found).any(axis=(0, 2, 3))
+    assert np.array_equal(spoiled, np.arange(40) >= 30)
+
+
 def model():
     inputs = keras.Input((8, 16))
     layer = keras.layers.MultiHeadAttention(2, 8)
@@ -137,8 +223,8 @@ def model():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"window": 4}, "they have no windows"),
         ({"feature_map": "elu"}, "features of 'elu' are not exponentials"),
+        ({"feature_map": "polysketch", "window": 4}, "features of 'polysketch' are"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused(arguments, reason):

@@ -3,6 +3,8 @@
 python -m tests.tpu.program one v5e | kernels v5e | many v5e:4x4
 """
 
+import dataclasses
+import itertools
 import json
 import sys
 
@@ -54,14 +56,15 @@ def kernels(chip):
     """Bytes that programs of the Pallas kernels move, with their gradients."""
     feature_map = h.build("favorpp", kv_heads=2, head_dim=64)
     where, found = SingleDeviceSharding(devices(CHIPS[chip])[0]), []
-    for causal in (True, False):
+    plain, window = Options(), Options(window=128)
+    sliding = dataclasses.replace(window, sliding=True)
+    for causal, options in itertools.product((True, False), (plain, window, sliding)):
+        options = dataclasses.replace(options, implementation="pallas")
 
-        def loss(*x, causal=causal):
+        def loss(*x, causal=causal, options=options):
             mask = AttentionMask(causal=causal, self_attention=True)
-            options = Options(implementation="pallas")
-            return (
-                attend(*x, feature_map, mask, options=options).astype("float32").sum()
-            )
+            output = attend(*x, feature_map, mask, options=options)
+            return output.astype("float32").sum()
 
         program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays(where, 1024))
         assert "tpu_custom_call" in program.as_text()

@@ -53,8 +53,9 @@ def test_one_chip(chip):
 
 @pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e"])
 def test_kernels_compile(chip):
-    causal, bidirectional = run("kernels", chip)
-    assert causal > 0 and bidirectional > 0
+    # Causal and not, by features alone, with a window, with a sliding one.
+    found = run("kernels", chip)
+    assert len(found) == 6 and min(found) > 0
 
 
 @pytest.mark.parametrize(("topology", "size"), [("v5e:2x2", 4), ("v5e:4x4", 16)])

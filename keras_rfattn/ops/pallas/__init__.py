@@ -4,4 +4,5 @@ Queries and keys go in and outputs come out: features, running maxima and sums n
 leave the chip's own memory, forward and backward. Only imported when asked for.
 """
 
+from keras_rfattn.ops.pallas.attention import Side as Side
 from keras_rfattn.ops.pallas.attention import attention as attention

@@ -1,5 +1,8 @@
 """From tokens to what the kernels take, and back."""
 
+from typing import Any
+from typing import NamedTuple
+
 import jax.numpy as jnp
 
 from keras_rfattn.ops.features import LOWEST
@@ -12,58 +15,133 @@ from keras_rfattn.ops.not_finite import onward
 from keras_rfattn.ops.not_finite import spoils
 from keras_rfattn.ops.pallas.bidirectional import bidirectional
 from keras_rfattn.ops.pallas.causal import causal
+from keras_rfattn.ops.pallas.passes import Columns
+from keras_rfattn.ops.pallas.passes import Rows
+from keras_rfattn.ops.pallas.windowed import windowed
 from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.windowed import from_first_visible
 
 # Tokens of a block, and what divides it: rows of bfloat16 come in sixteens.
 BLOCK_SIZE, ROWS = 256, 16
 
 
-def attention(query, key, term, value, spoiled, key_mask=None, is_causal=False,
-              block_size=None):  # fmt: skip
+class Side(NamedTuple):
+    """Queries or keys, all finite.
+
+    Attributes:
+        tokens: `(B, T, N, H)`, scaled: `exp(q · k)` of them is what is estimated.
+        exponents: Their `Exponents`.
+        common: `(B, T, N, 1)`, what all exponents of a token have besides.
+        spoiled: `(B, T, N, 1)`: NaN for a token that was not finite, else 0.
+    """
+
+    tokens: Any
+    exponents: Any
+    common: Any
+    spoiled: Any
+
+
+def attention(query, key, value, key_mask=None, is_causal=False, options=None):
     """Linear attention by exponential features.
 
     Args:
-        query: `Exponents` of finite tokens `(B, T, N, H)`.
-        key: `Exponents` of finite tokens `(B, S, K, H)`.
-        term: `(B, S, K, 1)`, what all exponents of a key have besides.
+        query: `Side` of T queries of N heads.
+        key: `Side` of S keys of K heads.
         value: `(B, S, K, V)`; its dtype is the compute dtype.
-        spoiled: `(B, T, N, 1)` and `(B, S, K, 1)`: NaN for queries and keys that were
-            not finite, else 0.
         key_mask: Optional `(B, S)`, true for visible keys.
         is_causal: Whether query i sees keys `j <= i` only.
-        block_size: Tokens of a block, a multiple of 16; 256 if `None`.
+        options: `ops.Options`: the window, or the tokens of a block, a multiple of 16,
+            256 by default.
 
     Returns:
         `(B, T, N, V)` in the dtype of `value`; a row that sees no key is 0.
     """
-    (length, num_heads), num_kv_heads = query.x.shape[1:3], value.shape[2]
-    groups, dtype, mask = num_heads // num_kv_heads, value.dtype, heads_mask(key_mask)
+    window, dtype = options.window, value.dtype
+    if window is not None and key_mask is not None:
+        # Windows are counted from the first visible key.
+        arrays = _arrays(query), _arrays(key), value, key_mask
+        flat = [*arrays[0], *arrays[1], value, key_mask]
+        turned, turn_back = from_first_visible(key_mask, flat, ())
+        query, key = _side(query, turned[:4]), _side(key, turned[4:8])
+        output = _attention(query, key, *turned[8:], is_causal, options)
+        output = turn_back(output)
+        if is_causal:
+            # Rows before the first visible key were turned behind all keys.
+            begun = jnp.cumsum(key_mask.astype("int32"), axis=1) > 0
+            output = jnp.where(begun[:, :, None, None], output, 0)
+    else:
+        output = _attention(query, key, value, key_mask, is_causal, options)
+    return output.astype(dtype)
+
+
+def _arrays(side):
+    return side.tokens, side.exponents.x, side.common, side.spoiled
+
+
+def _side(side, arrays):
+    tokens, x, common, spoiled = arrays
+    return Side(tokens, side.exponents._replace(x=x), common, spoiled)
+
+
+def _attention(query, key, value, key_mask, is_causal, options):
+    (length, num_heads), num_kv_heads = query.tokens.shape[1:3], value.shape[2]
+    groups, mask = num_heads // num_kv_heads, heads_mask(key_mask)
     value = hide(split_heads(representable(value), num_kv_heads), mask)
-    query_spoiled, key_spoiled = (split_heads(x, num_kv_heads) for x in spoiled)
-    key_spoiled = hide(key_spoiled, mask) + spoils(value)
-    term = split_heads(term, num_kv_heads)
+    query_spoiled, spoiled = (
+        split_heads(x.spoiled, num_kv_heads) for x in (query, key)
+    )
+    spoiled = hide(spoiled, mask) + spoils(value)
+    term = split_heads(key.common, num_kv_heads)
     if mask is not None:
         term = jnp.where(mask[..., None], term, LOWEST)
-    tokens = split_heads(query.x, num_kv_heads), split_heads(key.x, num_kv_heads)
-    size = BLOCK_SIZE if block_size is None else block_size
-    size = min(size, -(-max(length, key.x.shape[1]) // ROWS) * ROWS)
-    # What is added at the end is hidden, and queries of it are cut off again.
-    rows = _padded(tokens[0], size * groups, 0)
-    columns = [_padded(x, size, 0) for x in (tokens[1], finite_values(value))]
-    algorithm = causal if is_causal else bidirectional
-    output = algorithm(
-        rows, *columns, _padded(term, size, LOWEST), query.vectors, key.vectors,
-        query.bias, key.bias, size,
-    )  # fmt: skip
-    if is_causal:
-        seen = jnp.repeat(onward(key_spoiled), groups, axis=2)
+    rows, columns = (
+        [split_heads(x, num_kv_heads) for x in (side.exponents.x, side.tokens)]
+        for side in (query, key)
+    )
+    rows.append(split_heads(query.common, num_kv_heads))
+    columns += [finite_values(value), term]
+    sides = query.exponents, key.exponents
+    parameters = [x.vectors for x in sides] + [x.bias for x in sides]
+    if options.window is not None:
+        output = _in_windows(rows, columns, parameters, is_causal, options)
     else:
-        seen = jnp.sum(key_spoiled, axis=2, keepdims=True)
+        size = BLOCK_SIZE if options.block_size is None else options.block_size
+        longest = max(length, columns[0].shape[2])
+        size = min(size, -(-longest // ROWS) * ROWS)
+        # What is added at the end is hidden, and queries of it are cut off again.
+        row, (x, _, value, term) = _padded(rows[0], size * groups), columns
+        columns = *(_padded(a, size) for a in (x, value)), _padded(term, size, LOWEST)
+        algorithm = causal if is_causal else bidirectional
+        output = algorithm(row, *columns, *parameters, size)
+    if is_causal:
+        seen = jnp.repeat(onward(spoiled), groups, axis=2)
+    else:
+        seen = jnp.sum(spoiled, axis=2, keepdims=True)
     output = output[:, :, : length * groups] + query_spoiled + seen
-    return merge_heads(output, num_heads, length).astype(dtype)
+    return merge_heads(output, num_heads, length)
 
 
-def _padded(x, size, constant):
+def _in_windows(rows, columns, parameters, is_causal, options):
+    """Windows as blocks, filled up with hidden tokens to what a kernel takes."""
+    size = min(options.window, columns[0].shape[2])
+    whole, groups = -(-size // ROWS) * ROWS, rows[0].shape[2] // columns[0].shape[2]
+
+    def filled(x, per_token=1, constant=0):
+        x = _padded(x, size * per_token, constant)
+        x = x.reshape(*x.shape[:2], -1, size * per_token, x.shape[-1])
+        width = (whole - size) * per_token
+        x = jnp.pad(x, (*[(0, 0)] * 3, (0, width), (0, 0)), constant_values=constant)
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    rows = Rows(*(filled(x, groups) for x in rows))
+    columns = Columns(*map(filled, columns[:3]), filled(columns[3], 1, LOWEST))
+    found = windowed(rows, columns, parameters, whole, is_causal, options.sliding)
+    found = found.reshape(*found.shape[:2], -1, whole * groups, found.shape[-1])
+    found = found[:, :, :, : size * groups]
+    return found.reshape(*found.shape[:2], -1, found.shape[-1])
+
+
+def _padded(x, size, constant=0):
     """Rows at the end, up to whole blocks of `size`; at least one."""
     count = max(-(-x.shape[2] // size), 1) * size - x.shape[2]
     return jnp.pad(x, ((0, 0), (0, 0), (0, count), (0, 0)), constant_values=constant)

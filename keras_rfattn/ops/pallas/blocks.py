@@ -37,6 +37,12 @@ class State(NamedTuple):
     normalizer: Any
 
 
+def state_shapes(width, value_dim):
+    """Of a `State` that a kernel keeps from block to block."""
+    shapes = (1, width), (value_dim, width), (1, width)
+    return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
+
+
 def dot(a, b, contract, precision=None):
     """`a · b` over axis `contract[0]` of a and `contract[1]` of b, in float32."""
     axes = (((contract[0],), (contract[1],)), ((), ()))

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.pallas.blocks import ORDER
@@ -26,6 +25,7 @@ from keras_rfattn.ops.pallas.blocks import rebased
 from keras_rfattn.ops.pallas.blocks import reference_of
 from keras_rfattn.ops.pallas.blocks import reset
 from keras_rfattn.ops.pallas.blocks import row_of_block
+from keras_rfattn.ops.pallas.blocks import state_shapes
 from keras_rfattn.ops.pallas.blocks import summed_to
 from keras_rfattn.ops.pallas.blocks import visible_keys
 from keras_rfattn.ops.pallas.blocks import whole
@@ -76,15 +76,10 @@ def _forward(query, key, value, term, *parameters_and_size):
             float32(*query.shape[:3], value.shape[-1]), float32(*query.shape[:3], 1),
             float32(*query.shape[:3], 1), float32(batch, heads, count, 1, width),
         ],
-        scratch_shapes=_scratch(width, value.shape[-1]),
+        scratch_shapes=state_shapes(width, value.shape[-1]),
         compiler_params=ORDER,
     )(query, key, value, term, *parameters)  # fmt: skip
     return output
-
-
-def _scratch(width, value_dim):
-    shapes = (1, width), (value_dim, width), (1, width)
-    return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
 
 
 def _forward_kernel(query, key, value, term, query_vectors, key_vectors, query_bias,
@@ -150,7 +145,7 @@ def _gradient(size, saved, gradient):
     shared = [float32(batch, heads, dims[0], width), float32(batch, heads, 1, width)]
     kernel = functools.partial(
         pl.pallas_call, grid=(batch, heads, count), compiler_params=ORDER,
-        scratch_shapes=_scratch(width, dims[1]),
+        scratch_shapes=state_shapes(width, dims[1]),
     )  # fmt: skip
     arguments = query, key, value, term, *parameters, *of_rows, reference
     of_query, of_query_vectors, of_query_bias = kernel(

@@ -1,0 +1,152 @@
+"""One pass over windows: which of them a kernel reads at a step, and in what order."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from keras_rfattn.ops.pallas.blocks import ORDER
+from keras_rfattn.ops.pallas.blocks import State
+from keras_rfattn.ops.pallas.blocks import at_start
+from keras_rfattn.ops.pallas.blocks import reset
+from keras_rfattn.ops.pallas.blocks import state_shapes
+from keras_rfattn.ops.pallas.blocks import whole
+
+
+class Pass(NamedTuple):
+    """What queries of a window see.
+
+    Attributes:
+        size: Tokens of a window.
+        nearby: Windows, counted from its own, whose keys are weighed exactly.
+        farther: The window, counted likewise, that is the first one summed; those
+            beyond it on its side are summed too.
+        is_causal: Whether a query sees no key of its own window after its token.
+    """
+
+    size: int
+    nearby: tuple
+    farther: int
+    is_causal: bool
+
+    @property
+    def is_backward(self):
+        """Whether it is the windows after a query's own that are summed."""
+        return self.farther > 0
+
+    @property
+    def keys(self):
+        """Windows whose keys a step reads: those nearby, and what is summed next."""
+        return self._with_joining(self.nearby, self.joining)
+
+    @property
+    def queries(self):
+        """Windows whose queries a step reads that is about keys: the other way."""
+        return self._with_joining(tuple(-x for x in self.nearby), -self.joining)
+
+    @property
+    def joining(self):
+        """The window that is summed once a window's queries have been answered."""
+        return self.farther + (-1 if self.is_backward else 1)
+
+    @staticmethod
+    def _with_joining(nearby, joining):
+        return nearby if joining in nearby else (*nearby, joining)
+
+
+class Rows(NamedTuple):
+    """References to what there is of a window's queries, R rows.
+
+    Attributes:
+        query: `(R, H)`, of which features are.
+        near: `(R, H)`, by which keys are weighed exactly.
+        common: `(R, 1)`, what the exponents of all its features have besides.
+        gradient: `(R, V)`, by the denominator.
+        worth: `(R, 1)`, what a unit of any weight costs, likewise.
+        shift: `(R, 1)`.
+        denominator: `(R, 1)`.
+    """
+
+    query: jax.Array
+    near: jax.Array
+    common: jax.Array
+    gradient: jax.Array = None
+    worth: jax.Array = None
+    shift: jax.Array = None
+    denominator: jax.Array = None
+
+
+class Columns(NamedTuple):
+    """References to what there is of a window's keys, C rows: `causal`, and `near`."""
+
+    key: jax.Array
+    near: jax.Array
+    value: jax.Array
+    term: jax.Array
+
+
+def run(kernel, what, groups, is_reversed, rows, row_windows, columns, key_windows,
+        parameters, of_tokens, shared):  # fmt: skip
+    """Runs a kernel over windows, in turn or from the last one on.
+
+    Args:
+        kernel: Takes references: `Rows` by window, `Columns` by window, parameters,
+            outputs, `State`.
+        what: `Pass`.
+        groups: Queries of a token.
+        is_reversed: Whether it begins with the last window.
+        rows: Arrays of `Rows`.
+        row_windows: Whose rows it reads, counted from the window of the step.
+        columns: Arrays of `Columns`.
+        key_windows: Likewise.
+        parameters: Vectors and biases.
+        of_tokens: Shapes of outputs by token, `(B, K, T or T · G, ·)`.
+        shared: Shapes of outputs that all windows of a sequence share.
+    """
+    batch, heads, length = columns[0].shape[:3]
+    count = length // what.size
+
+    def place(i):
+        return count - 1 - i if is_reversed else i
+
+    def block(x, offset=0):
+        size = what.size * (x.shape[2] // length)
+
+        def index(b, k, i):
+            # What is beyond either end is not used.
+            return b, k, jnp.clip(place(i) + offset, 0, count - 1), 0
+
+        return pl.BlockSpec((None, None, size, x.shape[-1]), index)
+
+    inputs = [(x, block(x, i)) for i in row_windows for x in rows]
+    inputs += [(x, block(x, i)) for i in key_windows for x in columns]
+    inputs += [(x, whole(x)) for x in parameters]
+    arrays, specs = zip(*inputs, strict=True)
+    numbers = len(rows), len(columns)
+
+    def body(*refs):
+        refs, current = iter(refs), place(pl.program_id(2))
+
+        def take(cls, number, windows):
+            found = {}
+            for window in windows:
+                there = (current + window >= 0) & (current + window < count)
+                found[window] = cls(*(next(refs) for _ in range(number))), there
+            return found
+
+        queries = take(Rows, numbers[0], row_windows)
+        keys = take(Columns, numbers[1], key_windows)
+        given = [next(refs) for _ in parameters]
+        found = [next(refs) for _ in (*of_tokens, *shared)]
+        state = State(*refs)
+        at_start(lambda: reset(state))
+        kernel(queries, keys, given, found, state)
+
+    return pl.pallas_call(
+        body, grid=(batch, heads, count), in_specs=list(specs),
+        out_specs=[*map(block, of_tokens), *map(whole, shared)],
+        out_shape=[*of_tokens, *shared],
+        scratch_shapes=state_shapes(parameters[0].shape[-1], columns[2].shape[-1]),
+        compiler_params=ORDER,
+    )(*arrays)  # fmt: skip

@@ -1,0 +1,219 @@
+"""Windows as kernels: exact nearby, sums of the blocks on one side beyond.
+
+A block is a window. One pass sees the windows on one side of a query's own by sums,
+and those nearby, if any, by `exp(q · k)`. Causal attention is one pass; otherwise a
+pass in each direction, of which the first sees what is nearby, are joined by their
+normalizers (`joined`).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.pallas.blocks import add
+from keras_rfattn.ops.pallas.blocks import at_start
+from keras_rfattn.ops.pallas.blocks import clear
+from keras_rfattn.ops.pallas.blocks import divided
+from keras_rfattn.ops.pallas.blocks import dot
+from keras_rfattn.ops.pallas.blocks import exponents
+from keras_rfattn.ops.pallas.blocks import float32
+from keras_rfattn.ops.pallas.blocks import look_up
+from keras_rfattn.ops.pallas.blocks import past
+from keras_rfattn.ops.pallas.blocks import summed_to
+from keras_rfattn.ops.pallas.blocks import visible_keys
+from keras_rfattn.ops.pallas.passes import Pass
+from keras_rfattn.ops.pallas.passes import run
+
+
+def windowed(rows, columns, parameters, size, is_causal, is_sliding):
+    """Attention that is exact within windows and by exponential features beyond.
+
+    Args:
+        rows: `Rows` of arrays `(B, K, T · G, ·)`, the first three.
+        columns: `Columns` of arrays `(B, K, T, ·)`.
+        parameters: Vectors and biases of queries and keys as of `causal`.
+        size: Tokens of a window, which divide T.
+        is_causal: Whether query i sees keys `j <= i` only.
+        is_sliding: Whether the windows beside its own are exact too.
+
+    Returns:
+        `(B, K, T · G, V)`, float32; 0 for a row that sees no key.
+    """
+    lag = 1 if is_sliding else 0
+    after = () if is_causal else tuple(range(1, lag + 1))
+    first = Pass(size, (*range(-lag, 1), *after), -lag - 1, is_causal)
+    arguments = tuple(rows[:3]), tuple(columns), tuple(parameters)
+    found = one_way(*arguments, first)
+    if is_causal:
+        return found[0]
+    return joined(found, one_way(*arguments, Pass(size, (), lag + 1, False)))
+
+
+def joined(one, other):
+    """The output over what two passes saw, of their outputs and log normalizers."""
+    outputs, totals = zip(one, other, strict=True)
+    shift = lax.stop_gradient(jnp.maximum(*totals))
+    weights = [jnp.exp(x - shift) for x in totals]
+    found = sum(w * x for w, x in zip(weights, outputs, strict=True))
+    return found / sum(weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def one_way(rows, columns, parameters, what):
+    """`(output, log normalizer)` of a `Pass`: `(B, K, T · G, V)` and `(..., 1)`."""
+    return _save(rows, columns, parameters, what)[0]
+
+
+def _save(rows, columns, parameters, what):
+    value = columns[2]
+    shape, groups = rows[0].shape[:3], rows[0].shape[2] // value.shape[2]
+    found = run(
+        functools.partial(_forward_kernel, what=what, groups=groups),
+        what, groups, what.is_backward, rows, (0,), columns, what.keys, parameters,
+        [float32(*shape, n) for n in (value.shape[-1], 1, 1)], [],
+    )  # fmt: skip
+    output, shift, denominator = found
+    total = jnp.where(denominator > 0, shift + jnp.log(denominator), LOWEST)
+    return (output, total), (rows, columns, parameters, *found)
+
+
+def _gradient(what, saved, gradients):
+    rows, columns, parameters, output, shift, denominator = saved
+    gradient, of_total = (divided(x, denominator) for x in gradients)
+    worth = jnp.sum(gradient * output, axis=-1, keepdims=True) - of_total
+    groups = rows[0].shape[2] // columns[0].shape[2]
+    known = *rows, gradient, worth, shift, denominator
+    of_parameters = [float32(*rows[0].shape[:2], *x.shape[2:]) for x in parameters]
+    *of_rows, of_query_vectors, of_query_bias = run(
+        functools.partial(_query_kernel, what=what, groups=groups),
+        what, groups, what.is_backward, known, (0,), columns, what.keys, parameters,
+        [float32(*x.shape) for x in rows], of_parameters[::2],
+    )  # fmt: skip
+    *of_columns, of_key_vectors, of_key_bias = run(
+        functools.partial(_key_kernel, what=what, groups=groups),
+        what, groups, not what.is_backward, known, what.queries, columns, (0,),
+        parameters, [float32(*x.shape) for x in columns], of_parameters[1::2],
+    )  # fmt: skip
+    of_parameters = of_query_vectors, of_key_vectors, of_query_bias, of_key_bias
+    found = tuple(of_rows), tuple(of_columns), of_parameters
+    return jax.tree.map(summed_to, found, (rows, columns, parameters))
+
+
+one_way.defvjp(_save, _gradient)
+
+
+def _logits(rows, columns, offset, what, groups):
+    """`(R, C)`: exact exponents beside those of features; `LOWEST` if not seen."""
+    near, other = (x[...].astype(jnp.float32) for x in (rows.near, columns.near))
+    found = dot(near, other, (1, 1), lax.Precision.HIGHEST) - rows.common[...]
+    seen = jnp.transpose(columns.term[...]) > LOWEST / 2
+    if what.is_causal and offset == 0:
+        seen = seen & past(found.shape[0], what.size, groups)
+    return jnp.where(seen, found, LOWEST)
+
+
+def _weights(logits, shift, is_used):
+    """Weights `(R, C)` relative to `exp(shift)`."""
+    relative = jnp.minimum(logits - shift, 0)
+    return jnp.where((logits > LOWEST / 2) & is_used, jnp.exp(relative), 0)
+
+
+def _forward_kernel(queries, keys, parameters, found, state, *, what, groups):
+    query_vectors, key_vectors, query_bias, key_bias = parameters
+    (rows, _), (output, shift, denominator) = queries[0], found
+    dtype = keys[what.joining][0].value.dtype
+    lifted = exponents(rows.query[...], query_vectors[...], query_bias[...])
+    lifted = lifted + state.maximum[...]
+    largest = jnp.max(lifted, axis=1, keepdims=True)
+    near = {x: _logits(rows, keys[x][0], x, what, groups) for x in what.nearby}
+    for x, logits in near.items():
+        most = jnp.max(logits, axis=1, keepdims=True)
+        largest = jnp.maximum(largest, jnp.where(keys[x][1], most, LOWEST))
+    features = jnp.exp(lifted - largest)
+    numerator, total = look_up(
+        features, state.numerator[...], state.normalizer[...], dtype
+    )
+    for x, logits in near.items():
+        columns, there = keys[x]
+        weights = _weights(logits, largest, there).astype(dtype)
+        numerator += dot(weights, columns.value[...], (1, 0))
+        total += jnp.sum(weights.astype(jnp.float32), axis=1, keepdims=True)
+    output[...], shift[...] = divided(numerator, total), largest
+    denominator[...] = total
+    _join_keys(keys[what.joining], key_vectors, key_bias, state)
+
+
+def _join_keys(columns_and_there, vectors, bias, state):
+    columns, there = columns_and_there
+    term, value = columns.term[...], columns.value[...]
+    exponent = exponents(columns.key[...], vectors[...], bias[...]) + term
+    add(state, exponent, value, 1.0, visible_keys(term) & there, value.dtype)
+
+
+def _query_kernel(queries, keys, parameters, found, state, *, what, groups):
+    query_vectors, key_vectors, query_bias, key_bias = parameters
+    of_query, of_near, of_common, of_vectors, of_bias = found
+    rows, _ = queries[0]
+    dtype = keys[what.joining][0].value.dtype
+    gradient, worth, shift = rows.gradient[...], rows.worth[...], rows.shift[...]
+    is_seeing = rows.denominator[...] > 0
+    lifted = exponents(rows.query[...], query_vectors[...], query_bias[...])
+    lifted = jnp.where(is_seeing, lifted + state.maximum[...] - shift, LOWEST)
+    slope = dot(gradient.astype(dtype), state.numerator[...].astype(dtype), (1, 0))
+    slope = jnp.exp(lifted) * (slope - worth * state.normalizer[...])
+    of_query[...] = dot(slope, query_vectors[...], (1, 1))
+    at_start(lambda: clear(of_vectors, of_bias))
+    of_vectors[...] += dot(rows.query[...].astype(jnp.float32), slope, (0, 0))
+    of_bias[...] += jnp.sum(slope, axis=0, keepdims=True)
+    clear(of_near, of_common)
+    for x in what.nearby:
+        columns, there = keys[x]
+        slope = _slope(rows, columns, there, x, what, groups, dtype)[0]
+        of_near[...] += dot(slope, columns.near[...].astype(jnp.float32), (1, 0))
+        of_common[...] -= jnp.sum(slope, axis=1, keepdims=True)
+    _join_keys(keys[what.joining], key_vectors, key_bias, state)
+
+
+def _slope(rows, columns, there, offset, what, groups, dtype):
+    """What exact logits `(R, C)` are worth, and the weights."""
+    logits = _logits(rows, columns, offset, what, groups)
+    is_used = there & (rows.denominator[...] > 0)
+    weights = _weights(logits, rows.shift[...], is_used)
+    benefit = dot(rows.gradient[...].astype(dtype), columns.value[...], (1, 1))
+    return weights * (benefit - rows.worth[...]), weights
+
+
+def _key_kernel(queries, keys, parameters, found, state, *, what, groups):
+    query_vectors, key_vectors, query_bias, key_bias = parameters
+    of_key, of_near, of_value, of_term, of_vectors, of_bias = found
+    columns, _ = keys[0]
+    value, dtype = columns.value[...], columns.value.dtype
+    term = columns.term[...]
+    exponent = exponents(columns.key[...], key_vectors[...], key_bias[...]) + term
+    features = jnp.exp(exponent + state.maximum[...])
+    features = jnp.where(visible_keys(term), features, 0)
+    of_output = state.numerator[...].astype(dtype)
+    of_value[...] = dot(features.astype(dtype), of_output, (1, 1))
+    slope = features * (dot(value, of_output, (1, 0)) - state.normalizer[...])
+    of_key[...] = dot(slope, key_vectors[...], (1, 1))
+    of_term[...] = jnp.sum(slope, axis=1, keepdims=True)
+    at_start(lambda: clear(of_vectors, of_bias))
+    of_vectors[...] += dot(columns.key[...].astype(jnp.float32), slope, (0, 0))
+    of_bias[...] += jnp.sum(slope, axis=0, keepdims=True)
+    clear(of_near)
+    for x in what.nearby:
+        rows, there = queries[-x]
+        slope, weights = _slope(rows, columns, there, x, what, groups, dtype)
+        of_near[...] += dot(slope, rows.near[...].astype(jnp.float32), (0, 0))
+        gradient = rows.gradient[...].astype(dtype)
+        of_value[...] += dot(weights.astype(dtype), gradient, (0, 0))
+    rows, there = queries[-what.joining]
+    exponent = exponents(rows.query[...], query_vectors[...], query_bias[...])
+    among = (rows.denominator[...] > 0) & there
+    add(
+        state, exponent - rows.shift[...], rows.gradient[...], rows.worth[...], among,
+        dtype,
+    )  # fmt: skip
