@@ -22,6 +22,7 @@ neither, so that nothing is told apart.
 """
 
 import argparse
+import math
 import os
 import pathlib
 import time
@@ -47,7 +48,7 @@ SMOKE = {
     "context": 16, "tested": 16, "steps": 40,
     "model": {"num_layers": 1, "num_heads": 1, "hidden_dim": 8, "intermediate_dim": 8},
 }  # fmt: skip
-BATCH, RATE, WEIGHT_DECAY, MASKED = 8, 1e-3, 0.05, 0.15
+BATCH, RATE, WEIGHT_DECAY, MASKED, POSITIONS = 8, 1e-3, 0.05, 0.15, 0.1
 
 
 def parse_arguments():
@@ -74,6 +75,7 @@ import numpy as np
 from common import characters
 from common import controls
 from common import training
+from keras import ops
 
 import keras_rfattn
 from keras_rfattn import diagnostics
@@ -127,9 +129,15 @@ def bert(args, vocabulary, seed):
     )
     model = keras_hub.models.BertMaskedLM(backbone)
     for weight in model.trainable_weights:
-        if weight.path.endswith("kernel"):
+        if weight.path.endswith(("kernel", "embeddings")):
             # BERT's first weights are meant for a width of 768.
             weight.assign((768 / backbone.hidden_dim) ** 0.5 * weight)
+    # Of a trained table each row would learn from the few masks near it alone. The
+    # longest sinusoid is as long as the context.
+    places = keras_hub.layers.SinePositionEncoding(args.context / (2 * math.pi))
+    places = POSITIONS * places(ops.zeros((1, args.context, backbone.hidden_dim)))[0]
+    backbone.get_layer("position_embedding").position_embeddings.assign(places)
+    backbone.get_layer("position_embedding").trainable = False
     return model
 
 

@@ -69,6 +69,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+from common.card import save
 from common.one_feature import OneFeature
 from common.sentences import chunks
 from common.sentences import correlation
@@ -140,7 +141,7 @@ def similarity(args, data):
             found = diagnostics.attribute(model, (tokenizer, pairs), correlation)
             row |= {"spearman": found.as_it_is, **vars(found)}
             if args.save:
-                save(args, model, report, row)
+                save(args.save, model, report, row)
         write(args, {"task": "similarity", "pairs": len(pairs), **row})
 
 
@@ -241,31 +242,6 @@ def likeness(args, data, model, tokenizer, length, wanted):
 def tested(data, tokenizer, length):
     """As much text at every length: 16,384 tokens."""
     return chunks(data, tokenizer, "test", length, max(1, 16384 // length))
-
-
-CARD = """# {model}, linear attention
-
-{mechanism}, uptrained with `keras_rfattn` from its softmax checkpoint.
-
-    python recipes/uptrain_bert.py {command}
-
-Rank correlation on STS 2012 to 2016: {as_it_is:.4f}, of softmax's {softmax:.4f} that is
-{share:.4f}. Controls: mean of V {mean_of_values:.4f}, no attention {no_attention:.4f},
-window alone {window_only:.4f}, features alone {features_only:.4f}.
-
-"""
-
-
-def save(args, model, report, row):
-    """A preset, and a card that says what it is."""
-    model.save_to_preset(args.save)
-    command = shlex.join(sys.argv[1:])
-    share = row["as_it_is"] / row["softmax"]
-    card = CARD.format(
-        model=type(model).__name__, mechanism=report.mechanism, command=command,
-        share=share, **row,
-    )  # fmt: skip
-    (pathlib.Path(args.save) / "README.md").write_text(card + f"```\n{report}\n```\n")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from keras_rfattn.uptraining.callbacks import NotFinite
 from keras_rfattn.uptraining.callbacks import Watch
 from keras_rfattn.uptraining.resume import assign
 
-# Learning rates of maps in stage "features" by what it compares, and where a model's
-# own weights train too.
+# Learning rates of maps in stage "features" by what it compares.
 FEATURES_RATES = {"features": 0.005, "logits": 0.001}
-OWN_RATE = 0.001
+# Where a model's own weights train too: those of attention, or all of them.
+OWN_RATE, ALL_RATE = 0.001, 0.0001
 
 
 def fit_stage(
@@ -105,20 +105,37 @@ def remembering(batches, failed):
         raise
 
 
-def optimizer_for(rate, steps, owns, given, is_float16):
+def rate_for(stage, trainable, objective, layers):
+    """The learning rate of a stage.
+
+    Args:
+        stage: `"attention"` or `"features"`.
+        trainable: What trains in it, one of `selection.TRAINABLE`.
+        objective: What stage `"features"` compares, as of `FeaturesStage`.
+        layers: The linear layers.
+    """
+    if trainable == "all" and stage == "features":
+        return ALL_RATE
+    if trainable != "maps":
+        return OWN_RATE
+    if stage == "features":
+        return FEATURES_RATES[objective]
+    return min(x.feature_map.learning_rate for x in layers)
+
+
+def optimizer_for(rate, steps, given, is_float16):
     """A fresh copy of the optimizer that was given, or the default one.
 
     Args:
-        rate: Learning rate of maps in the stage.
+        rate: Learning rate of the stage.
         steps: Of the stage.
-        owns: Whether weights besides those of maps train.
         given: A Keras optimizer, or `None`.
         is_float16: Whether losses have to be scaled.
     """
     if given is not None:
         optimizer = type(given).from_config(given.get_config())
     else:
-        rate, warmup = OWN_RATE if owns else rate, max(1, steps // 20)
+        warmup = max(1, steps // 20)
         optimizer = keras.optimizers.Adam(
             keras.optimizers.schedules.CosineDecay(
                 rate / 20, max(1, steps - warmup), alpha=1 / 20, warmup_target=rate,

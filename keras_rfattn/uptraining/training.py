@@ -15,9 +15,9 @@ from keras_rfattn.uptraining.calibrate import calibrate
 from keras_rfattn.uptraining.callbacks import NotFinite
 from keras_rfattn.uptraining.data import HEAD
 from keras_rfattn.uptraining.features import FeaturesStage
-from keras_rfattn.uptraining.fitting import FEATURES_RATES
 from keras_rfattn.uptraining.fitting import fit_stage
 from keras_rfattn.uptraining.fitting import optimizer_for
+from keras_rfattn.uptraining.fitting import rate_for
 from keras_rfattn.uptraining.plan import planned
 from keras_rfattn.uptraining.report import LayerResult
 from keras_rfattn.uptraining.report import StageResult
@@ -65,7 +65,7 @@ class Training:
         """What a checkpoint must have in common with this training."""
         others = {id(v) for v in self.of_maps}
         shapes = [list(v.shape) for v in self.trained]
-        if self.settings["trainable"] == "lora":
+        if "lora" in self.settings["trainable"].values():
             # Fresh adapters are random, and the softmax model is none the wiser; nor
             # are they there when checkpoints are looked at first.
             others |= {id(v) for v in self.model.weights if "lora_" in v.name}
@@ -173,14 +173,13 @@ class Training:
             variables = [v for v in variables if id(v) in own]
         if not variables:
             return [], None
-        trainer, of_maps = self.trainer(stage), {id(v) for v in self.of_maps}
-        if stage.name == "attention":
-            rate = min(x.feature_map.learning_rate for x in self.layers)
-        else:
-            rate = FEATURES_RATES[trainer.objective]
+        trainer = self.trainer(stage)
+        rate = rate_for(
+            stage.name, self.settings["trainable"][stage.name],
+            getattr(trainer, "objective", None), self.layers,
+        )  # fmt: skip
         optimizer = optimizer_for(
-            rate, stage.steps, any(id(v) not in of_maps for v in variables),
-            self.settings["optimizer"],
+            rate, stage.steps, self.settings["optimizer"],
             any(x.compute_dtype == "float16" for x in self.layers),
         )  # fmt: skip
         resumed = None

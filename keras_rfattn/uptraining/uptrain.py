@@ -13,7 +13,7 @@ from keras_rfattn.layers.recording import in_order
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.uptraining.data import Batches
 from keras_rfattn.uptraining.features import OBJECTIVES
-from keras_rfattn.uptraining.selection import TRAINABLE
+from keras_rfattn.uptraining.selection import by_stage
 from keras_rfattn.uptraining.selection import chosen
 from keras_rfattn.uptraining.training import Training
 
@@ -72,14 +72,15 @@ def uptrain(
         trainable: `"maps"` (weights of feature maps alone), `"query_key"` (with the
             query and key projections), `"lora"` (with adapters that Keras'
             `enable_lora` adds to query, key, value and output projections) or `"all"`
-            (with whatever is trainable in the model). Stage `"attention"` trains maps,
-            queries and keys at most.
+            (with whatever is trainable in the model); or a dict of these by stage, such
+            as `{"attention": "maps", "features": "all"}`. Stage `"attention"` trains
+            maps, queries and keys at most.
         batch_size: Rows of a batch of arrays and texts.
         optimizer: A Keras optimizer, its name or config; each stage begins with a fresh
             copy. Adam by default, its rate falling by a cosine to a twentieth from the
             map's `learning_rate` (0.02, `"hedgehog"` 0.06) in stage `"attention"` and
-            0.005 in `"features"` (0.001 where it compares logits), and from 0.001 where
-            the model's own weights train.
+            0.005 in `"features"` (0.001 where it compares logits), from 0.001 where the
+            model's own weights train, and from 0.0001 where all of them do.
         seed: Non-negative integer: of the data's order and of window dropout, which are
             pure functions of it and the step. Drawn if `None`; 0 with a
             `checkpoint_dir`.
@@ -113,7 +114,7 @@ def uptrain(
             good weights are kept), or a weight of the teacher changes meanwhile.
     """
     settings = {
-        "steps": steps, "stages": _listed(stages), "trainable": trainable,
+        "steps": steps, "stages": _listed(stages), "trainable": by_stage(trainable),
         "order": order, "objective": objective, "window_dropout": window_dropout,
         "lora_rank": lora_rank, "batch_size": batch_size, "save_every": save_every,
         "optimizer": None if optimizer is None else keras.optimizers.get(optimizer),
@@ -141,13 +142,15 @@ def uptrain(
     )  # fmt: skip
     layers = in_order(model, layers, batches(0))
     asked = [x for x in settings["stages"] if x != "calibrate"]
-    if trainable == "lora" and asked:
+    if "lora" in (settings["trainable"][x] for x in asked):
         # Adapters cannot be taken back: data and checkpoints are judged before they are
         # added.
         beforehand = Training(model, layers, {}, batches, settings)
         beforehand.measured()
         beforehand.checkpoints.load()
-    selected = chosen(model, layers, trainable, settings["lora_rank"], asked)
+    selected = chosen(
+        model, layers, settings["trainable"], settings["lora_rank"], asked
+    )
     training = Training(model, layers, selected, batches, settings)
     try:
         return training.run()
@@ -203,8 +206,7 @@ def _check(model, layers, settings):
             f"Received: stages={stages!r}."
         )
     for name, options in (
-        ("trainable", TRAINABLE), ("order", ORDERS), ("objective", OBJECTIVES),
-        ("verbose", VERBOSITIES),
+        ("order", ORDERS), ("objective", OBJECTIVES), ("verbose", VERBOSITIES),
     ):  # fmt: skip
         if settings[name] not in options:
             raise ValueError(

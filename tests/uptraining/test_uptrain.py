@@ -6,6 +6,7 @@ from keras import ops
 import keras_rfattn
 from keras_rfattn.layers.recording import in_order
 from keras_rfattn.layers.recording import linear_layers
+from keras_rfattn.uptraining.fitting import rate_for
 from keras_rfattn.uptraining.plan import planned
 from tests import helpers as h
 from tests.marks import on_torch
@@ -107,6 +108,44 @@ def test_own_weights_train_against_what_they_were(trainable):
     if trainable != "lora":
         with pytest.raises(AssertionError):
             h.assert_close(outputs(model), wanted, 1e-5)
+
+
+@pytest.mark.long
+def test_each_stage_trains_what_it_is_told_to():
+    model = m.linear_model()
+    own = {w.path: h.to_numpy(w) for w in model.weights if "feature_map" not in w.path}
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            moved = {
+                w.path for w in model.weights
+                if w.path in own and not np.array_equal(h.to_numpy(w), own[w.path])
+            }  # fmt: skip
+            seen.append((self.model.name, moved))
+
+    trainable = {"attention": "maps", "features": "all"}
+    report = m.uptrain(model, trainable=trainable, callbacks=[Look()])
+    (first, before), (second, after) = seen
+    assert (first, second) == ("attention_stage", "features_stage")
+    assert not before and after == set(report.trained)
+    assert any("embedding" in path for path in after)
+
+
+@pytest.mark.parametrize(
+    ("stage", "trainable", "rate"),
+    [
+        ("attention", "maps", 0.02),
+        ("attention", "all", 0.001),
+        ("features", "maps", 0.005),
+        ("features", "query_key", 0.001),
+        ("features", "all", 0.0001),
+    ],
+)
+def test_rates(stage, trainable, rate):
+    layers = m.linear_model("favorpp_learned", num_features=8).layers
+    layers = [x for x in layers if hasattr(x, "feature_map")]
+    assert rate_for(stage, trainable, "features", layers) == rate
 
 
 @pytest.mark.long
@@ -339,6 +378,7 @@ BAD = {
     "no stage": ({"stages": ()}, "`stages` must be some of"),
     "steps": ({"steps": 0}, "`steps` must be a positive integer"),
     "trainable": ({"trainable": "query"}, "`trainable` must be one of"),
+    "trainable of": ({"trainable": {"feature": "all"}}, "`trainable` must be one of"),
     "order": ({"order": "top_down"}, "`order` must be one of"),
     "verbose": ({"verbose": 3}, "`verbose` must be one of"),
     "seed": ({"seed": -1}, "`seed` must be"),

@@ -1,0 +1,132 @@
+"""The pictures of docs/pages/results/speed.md, from the rows of `benchmarks/results`.
+
+    pip install ".[recipes]"
+    python benchmarks/plot.py [--folder docs/pages/results]
+
+Nothing is measured here: `models.py`, `peers.py`, `decoding.py` and `tpu.py` have
+written the rows, and of rows that differ in what was measured alone the last counts.
+"""
+
+import argparse
+import json
+import pathlib
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+MEASURED = ("ms", "least", "times as fast", "ours times as fast", "share of matmul",
+            "bytes", "commit", "others GB", "GB accessed", "seconds to compile",
+            "tera-operations", "weights GB", "refused")  # fmt: skip
+# Of blocks of this many tokens, and whatever softmax has.
+TPU_BLOCK = 512
+
+
+def rows(name, **wanted):
+    """The rows of a file that have the wanted values."""
+    found = {}
+    for line in (RESULTS / f"{name}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if all(row.get(k) == x for k, x in wanted.items()):
+            key = {k: x for k, x in row.items() if k not in MEASURED}
+            found[json.dumps(key, sort_keys=True)] = row
+    return list(found.values())
+
+
+def curves(rows, name, x, y):
+    """`{name: (xs, ys)}`, in the order in which names come."""
+    found = {}
+    for row in sorted(rows, key=lambda row: row[x]):
+        if row.get(y) is not None:
+            found.setdefault(row[name], []).append((row[x], row[y]))
+    return {k: tuple(zip(*points, strict=True)) for k, points in found.items()}
+
+
+def tokens_of(row):
+    """Rows of models with the number of tokens of a sequence."""
+    return {**row, "tokens": int(row["shape"].split("x")[1])}
+
+
+def speed(plt):
+    """Whole models against softmax by length, on each backend."""
+    names = ("jax", "torch", "tensorflow")
+    found = {x: rows("models", backend=x, model="bert", training=False) for x in names}
+    found = {k: list(map(tokens_of, x)) for k, x in found.items() if x}
+    figure, all_axes = plt.subplots(1, len(found), figsize=(5 * len(found), 4),
+                                    sharey=True, squeeze=False)  # fmt: skip
+    for axes, (backend, some) in zip(all_axes[0], found.items(), strict=True):
+        lines = curves(some, "mechanism", "tokens", "times as fast")
+        for name, points in lines.items():
+            if name != "softmax":
+                axes.plot(*points, marker="o", label=name)
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set(xscale="log", yscale="log", title=backend, xlabel="tokens")
+        axes.set_xticks([64, 128, 512, 2048], ["64", "128", "512", "2048"])
+        axes.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+        axes.minorticks_off()
+    all_axes[0][0].set_ylabel("times as fast as softmax, MiniLM's shape")
+    all_axes[0][-1].legend(fontsize=7)
+    return figure
+
+
+def peers(plt):
+    """Causal attention, forward and backward, against peers by length."""
+    found = rows("peers", causal=True, direction="forward + backward")
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for backend in ("jax", "torch"):
+        some = [x for x in found if x["backend"] == backend]
+        for name, points in curves(some, "name", "length", "ms").items():
+            if name == "ours":
+                axes.plot(*points, marker="o", label=f"ours, {backend}")
+            elif backend == "torch":
+                axes.plot(*points, marker="o", linestyle="--", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms, one thread")
+    axes.set_title("causal attention, forward and backward")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def decoding(plt):
+    """Milliseconds and bytes of one more token by context."""
+    found = rows("decoding", backend="jax", batch=1)
+    figure, all_axes = plt.subplots(1, 2, figsize=(10, 4))
+    for axes, (y, label) in zip(
+        all_axes, (("ms", "ms a token"), ("bytes", "bytes kept")), strict=True
+    ):
+        for name, points in curves(found, "mechanism", "context", y).items():
+            axes.plot(*points, marker="o", label=name)
+        axes.set(xscale="log", yscale="log", xlabel="tokens before", ylabel=label)
+    all_axes[1].legend(fontsize=8)
+    return figure
+
+
+def memory(plt):
+    """Gigabytes that a TPU's compiler plans for a training step."""
+    found = [
+        x for x in rows("tpu", chip="v5e", layers=12, window=None)
+        if x["mechanism"] == "softmax" or x.get("block_size") == TPU_BLOCK
+    ]  # fmt: skip
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for name, points in curves(found, "mechanism", "tokens", "others GB").items():
+        axes.plot(*points, marker="o", label=name)
+    axes.axhline(15.75, color="black", linewidth=1, label="memory of a v5e")
+    axes.set(xlabel="tokens", ylabel="GB, GPT-2 small, one training step")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def main(folder):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    for draw in (speed, peers, decoding, memory):
+        figure = draw(plt)
+        figure.tight_layout()
+        figure.savefig(folder / f"{draw.__name__}.png", dpi=80)
+        print(folder / f"{draw.__name__}.png")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = pathlib.Path(__file__).parent.parent / "docs/pages/results"
+    parser.add_argument("--folder", type=pathlib.Path, default=default)
+    main(parser.parse_args().folder)

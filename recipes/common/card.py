@@ -1,0 +1,38 @@
+"""A preset of an uptrained model, and a card beside it; not a recipe itself."""
+
+import pathlib
+import shlex
+import sys
+
+CARD = """# {model}, linear attention
+
+{mechanism}, uptrained with `keras_rfattn` from its softmax checkpoint.
+
+    python recipes/{command}
+
+Rank correlation on STS 2012 to 2016: {as_it_is:.4f}, of softmax's {softmax:.4f} that is
+{share:.4f}. Controls: mean of V {mean_of_values:.4f}, no attention {no_attention:.4f},
+window alone {window_only:.4f}, features alone {features_only:.4f}.
+
+```
+{report}
+```
+"""
+
+
+def save(folder, model, report, row):
+    """Saves the model, and says what it is.
+
+    Args:
+        folder: Of the preset.
+        model: A backbone.
+        report: `keras_rfattn.uptraining.UptrainingReport`.
+        row: Of results, with those of `keras_rfattn.diagnostics.attribute`.
+    """
+    model.save_to_preset(folder)
+    card = CARD.format(
+        model=type(model).__name__, mechanism=report.mechanism, report=report,
+        command=shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        share=row["as_it_is"] / row["softmax"], **row,
+    )  # fmt: skip
+    (pathlib.Path(folder) / "README.md").write_text(card)
