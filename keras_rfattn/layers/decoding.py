@@ -1,6 +1,7 @@
 """Decoding: a prompt in parallel, then token after token, with a state of one size."""
 
 import contextlib
+import itertools
 from functools import partial
 
 from keras import ops
@@ -192,13 +193,24 @@ def without_cache(kwargs):
 
 
 @contextlib.contextmanager
-def turned_from(layer, start):
-    """Rotary embeddings of an attention layer begin at a position meanwhile."""
+def turned_from(layer, start, count=None):
+    """Rotary embeddings of an attention layer begin at a position meanwhile.
+
+    Args:
+        layer: The layer.
+        start: Position of the first token.
+        count: How many of their calls that is so for, from the first on; `None` for
+            all.
+    """
     rotary = [getattr(layer, x) for x in ROTARY if getattr(layer, x, None) is not None]
 
     def shifted(call):
+        calls = itertools.count()
+
         def from_start(*args, start_index=0, **kwargs):
-            return call(*args, start_index=start_index + start, **kwargs)
+            if count is None or next(calls) < count:
+                start_index = start_index + start
+            return call(*args, start_index=start_index, **kwargs)
 
         return from_start
 

@@ -33,7 +33,7 @@ def carried(sites, layers, decoder, is_hidden=None):
                 part = decoder(state)
                 stack.enter_context(recording([(layer, part)]))
             elif state is not None:
-                part, longest = Exact(layer.call, state, is_hidden), state.shape[2]
+                part, longest = Exact(site, state, is_hidden), state.shape[2]
                 stack.enter_context(answering(layer, part))
             else:
                 continue
@@ -56,8 +56,13 @@ class Exact:
     That of a softmax layer, or of a map that computes its kernel.
     """
 
-    def __init__(self, function, state, is_hidden=None):
-        self.function, self.state, self.is_hidden = function, state, is_hidden
+    def __init__(self, site, state, is_hidden=None):
+        self.layer, self.function = site.layer, site.layer.call
+        self.state, self.is_hidden = state, is_hidden
+        self.placed = None
+        if not site.is_linear:
+            linear = swap.linear_class(swap.original_class(site.layer))
+            self.placed = getattr(linear, "placed", None)
 
     def __call__(self, *args, **kwargs):
         name = next((x for x in CACHES if kwargs.get(x) is not None), None)
@@ -67,7 +72,11 @@ class Exact:
         if self.is_hidden is not None:
             visible = ~self.is_hidden(self.state.shape[2])
             given["attention_mask"] = also(kwargs.get("attention_mask"), visible)
-        output, self.state = self.function(*args, **given)
+        placed = contextlib.nullcontext()
+        if self.placed is not None:
+            placed = self.placed(self.layer, given)
+        with placed:
+            output, self.state = self.function(*args, **given)
         return output, kwargs[name]
 
 

@@ -87,7 +87,7 @@ ATTENTION = {
     "EsmSelfAttention": _attention(
         "esm.esm_attention", "EsmAttention", takes_dense=False
     ),
-    "GPTNeoXAttention": _attention("gpt_neo_x.gpt_neo_x_attention"),
+    "GPTNeoXAttention": _attention("gpt_neo_x.gpt_neo_x_attention", "GPTNeoXAttention"),
     "LlamaAttention": _attention("llama.llama_attention"),
     "MoonshineMultiHeadAttention": _attention(
         "moonshine.moonshine_multi_head_attention", "MoonshineAttention"

@@ -4,8 +4,11 @@ Rows of `known` name them. A mixin of attention comes before the class it is of,
 leaves projections, rotary embeddings, normalizations and scale to it.
 """
 
+import contextlib
+
 import keras
 
+from keras_rfattn.layers.decoding import turned_from
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
@@ -170,6 +173,27 @@ class RotaryAttention(CachedAttention):
     def _compute_attention(self, *args, **kwargs):
         output, _ = super()._compute_attention(*args, **kwargs)
         return output
+
+
+class GPTNeoXAttention(RotaryAttention):
+    """Mixin of GPT-NeoX's attention, which caches keys before they are turned."""
+
+    def call(self, hidden_states, **kwargs):
+        """`(B, T, D) -> (B, T, D)`."""
+        with self.placed(self, kwargs):
+            return super().call(hidden_states, **kwargs)
+
+    @staticmethod
+    def placed(layer, kwargs):
+        """A call's queries are turned by their position in its cache meanwhile.
+
+        KerasHub turns them as if the first of them were the first of the cache.
+        """
+        start = kwargs.get("cache_update_index")
+        if kwargs.get("cache") is None or start is None:
+            return contextlib.nullcontext()
+        # Queries come first, and then all the keys of the cache.
+        return turned_from(layer, start, count=1)
 
 
 class GemmaAttention(RotaryAttention):
