@@ -38,7 +38,8 @@ def parse_arguments():
     parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
     parser.add_argument("--num-features", type=int)
     parser.add_argument("--window", type=int)
-    parser.add_argument("--trainable", default="maps")
+    parser.add_argument("--trainable", nargs="+", default=["maps"],
+                        help="in both stages that train, or in each")  # fmt: skip
     stages = ["calibrate", "attention", "features"]
     parser.add_argument("--stages", nargs="+", default=stages)
     parser.add_argument("--steps", type=int, default=600)
@@ -89,6 +90,8 @@ from keras_rfattn import diagnostics
 def main(args):
     if args.smoke:
         args.steps, args.stride, args.tune_steps, args.lengths = 4, 100, 4, [64]
+    first, last = args.trainable[0], args.trainable[-1]
+    args.trainable = {"attention": first, "features": last}
     task = {"similarity": similarity, "long": long_text}.get(args.task, classification)
     task(args, pathlib.Path(args.data_dir))
 
