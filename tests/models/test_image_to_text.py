@@ -70,7 +70,7 @@ def logits(model, x):
         # Keys and values of a layer that stays softmax.
         pytest.param(
             IMAGE,
-            {"exclude": ["*q_former*", "*_opt*_1/*"], "window": 2},
+            {"exclude": ["*q_former*", "*transformer_layer_1/*"], "window": 2},
             marks=pytest.mark.long,
         ),
     ],
