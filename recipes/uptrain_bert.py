@@ -224,13 +224,9 @@ def long_text(args, data):
         print(report, flush=True)
         for n in wanted:
             after = likeness(args, data, model, tokenizer, n, wanted)
-            row = {
-                "task": "long",
-                "tokens": n,
-                "seed": seed,
-                "before": before[n].as_it_is,
-            }
-            write(args, row | vars(after) | {"share": after.share_of_features})
+            row = {"task": "long", "tokens": n, "seed": seed, **vars(after)}
+            row |= {"before": before[n].as_it_is, "share": after.share_of_features}
+            write(args, row)
 
 
 def likeness(args, data, model, tokenizer, length, wanted):
