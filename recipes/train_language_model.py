@@ -7,11 +7,13 @@ Transformer++ blocks, equal steps for every mechanism, perplexity on held-out te
 
 DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
 training, its last 10 % for watching; test is read once, at the end of each training.
-Configurations are below; heads have the paper's 64 dimensions. (A key just like the
-query has weight `head_dim²` in polynomial attention of degree 4, one of any direction 3
-on average: in heads of 32 a context of 256 nearly drowns it.) Each training appends a
-line to `--results`: command, mechanism, seed, minutes, perplexities. Cost: 9 to 42
-minutes each on one core.
+Beside the models with a window stands "local", softmax in such windows and nothing
+beyond, trained alike; each linear model is evaluated by its window and by its features
+alone too. Configurations are below; heads have the paper's 64 dimensions. (A key just
+like the query has weight `head_dim²` in polynomial attention of degree 4, one of any
+direction 3 on average: in heads of 32 a context of 256 nearly drowns it.) Each training
+appends a line to `--results`: command, mechanism, seed, minutes, perplexities. Cost: 9
+to 42 minutes each on one core.
 """
 
 import os
@@ -23,6 +25,7 @@ from common import flags
 SIZES = {"num_layers": 3, "num_heads": 2, "head_dim": 64}
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
 WINDOW, SKETCH, WIDTH = 64, {"num_features": 16}, {"num_features": 256}
+PARTS = 131_073  # characters of test for a model without its window, or its features
 MECHANISMS = {
     "softmax": ("softmax", {}, None),
     "polysketch_learned + local": ("polysketch_learned", SKETCH, WINDOW),
@@ -32,6 +35,8 @@ MECHANISMS = {
     "favorpp + local": ("favorpp", WIDTH, WINDOW),
     "polynomial (degree 4)": ("polynomial", {"degree": 4}, None),
     "polysketch_learned": ("polysketch_learned", SKETCH, None),
+    # Control: softmax in windows of the same size, and nothing beyond.
+    "local": ("window_alone", {}, WINDOW),
     # Variations.
     "polysketch_learned + local 128": ("polysketch_learned", SKETCH, 128),
     "polysketch_learned 32 + local": (
@@ -62,6 +67,8 @@ import keras
 import numpy as np
 from common import training
 
+from keras_rfattn import diagnostics
+
 
 def main(args):
     text, watched, test, vocabulary = load(args)
@@ -85,6 +92,11 @@ def main(args):
                 "test": perplexity(model, test, args),
                 "minutes": round((time.time() - start) / 60, 2),
             }
+            if name != "softmax":
+                parts = diagnostics.attribute(
+                    model, test[:PARTS], lambda *x: perplexity(*x, args)
+                )
+                row["parts"] = vars(parts)
             rows.append(row)
             print_row(row, rows)
             training.record(args, row)

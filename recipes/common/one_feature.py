@@ -1,4 +1,4 @@
-"""A control that can be trained; not a recipe itself."""
+"""Controls that can be trained; not a recipe itself."""
 
 from keras import ops
 
@@ -23,3 +23,12 @@ class OneFeature(feature_maps.FeatureMap):
         x = ops.cast(x, "float32")
         gate = self.per_head(ops.convert_to_tensor(self.gate), x)
         return Features(None, ops.sum(gate * x, axis=-1, keepdims=True))
+
+
+class WindowAlone(OneFeature):
+    """No weight for any key beyond the window, in which attention is softmax's."""
+
+    kernel = "softmax"
+
+    def key_features(self, x, stats=None):
+        return Features(None, 0 * ops.cast(x[..., :1], "float32") - 1e9)

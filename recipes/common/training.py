@@ -5,9 +5,11 @@ import pathlib
 import shlex
 import sys
 import time
+from functools import partial
 
 import keras
 import numpy as np
+from common.one_feature import WindowAlone
 from keras import ops
 
 from keras_rfattn import feature_maps
@@ -24,7 +26,8 @@ def build(mechanism, seed, vocabulary_size, args):
     options = {"vocabulary_size": vocabulary_size, **sizes(args)}
     if name == "softmax":
         return transformer_pp(**options)
-    feature_map = feature_maps.get(name, seed=seed, **arguments)
+    make = WindowAlone if name == "window_alone" else partial(feature_maps.get, name)
+    feature_map = make(seed=seed, **arguments)
     return transformer_pp(attention=feature_map, window=window, **options)
 
 

@@ -107,8 +107,8 @@ RUNS = {
     ),
     "train_language_model": (
         "--data-dir data --steps 2 --batch 4 --context 16 --num-layers 1 "
-        "--num-heads 1 --head-dim 8 --mechanisms softmax favorpp",
-        r"favorpp +seed 0 [^\n]* test perplexity [^\n]* min\n",
+        "--num-heads 1 --head-dim 8 --mechanisms softmax favorpp local",
+        r"local +seed 0 [^\n]* test perplexity [^\n]* min\n",
     ),
     "train_selective_copying": (
         "--context 16 --steps 2 --examples 64 --num-layers 1 --num-heads 2 "
