@@ -214,6 +214,39 @@ def test_windows_keep_the_future_and_what_is_not_finite_away():
     assert np.array_equal(spoiled, np.arange(40) >= 30)
 
 
+@on_jax
+@pytest.mark.long
+@pytest.mark.parametrize("window", [{}, {"window": 16}], ids=["all", "window"])
+def test_bfloat16_is_as_near_as_without_kernels(window):
+    import jax
+
+    feature_map = build()
+    rounded = [ops.cast(x, "bfloat16") for x in arrays(40)]
+    mask = AttentionMask(causal=True, self_attention=True)
+    weight = np.random.default_rng(1).normal(size=rounded[0].shape).astype("float32")
+
+    def both(attention, tokens):
+        def loss(tokens):
+            output = ops.cast(attention(tokens), "float32")
+            return ops.sum(output * weight), output
+
+        (_, output), gradients = jax.value_and_grad(loss, has_aux=True)(tokens)
+        return [ops.cast(x, "float32") for x in (output, *gradients)]
+
+    def plain(tokens):
+        return attend(*tokens, feature_map, mask, options=Options(**window))
+
+    def by_kernels(tokens):
+        return fused(feature_map, tokens, mask, **window)
+
+    exact = both(plain, [ops.cast(x, "float32") for x in rounded])
+    found = interpreted(both, by_kernels, rounded)
+    for x, y, z in zip(found, both(plain, rounded), exact, strict=True):
+        errors = [float(ops.norm(a - z) / ops.norm(z)) for a in (x, y)]
+        # Half a unit in the last place of a bfloat16 is 0.002 of it.
+        assert errors[0] < 1.5 * errors[1] + 0.002
+
+
 def model():
     inputs = keras.Input((8, 16))
     layer = keras.layers.MultiHeadAttention(2, 8)
