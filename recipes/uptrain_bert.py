@@ -53,6 +53,7 @@ def parse_arguments():
     parser.add_argument(
         "--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096]
     )
+    parser.add_argument("--dtype", default="float32", help="such as mixed_bfloat16")
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("--results", default="uptrain_bert.jsonl", help="appended to")
     parser.add_argument("--checkpoints", help="folder: interrupted runs go on, others "
@@ -90,6 +91,7 @@ from keras_rfattn import diagnostics
 def main(args):
     if args.smoke:
         args.steps, args.stride, args.tune_steps, args.lengths = 4, 100, 4, [64]
+    keras.config.set_dtype_policy(args.dtype)
     first, last = args.trainable[0], args.trainable[-1]
     args.trainable = {"attention": first, "features": last}
     task = {"similarity": similarity, "long": long_text}.get(args.task, classification)

@@ -44,12 +44,16 @@ class Task:
         return {k: ops.convert_to_numpy(x) for k, x in found.items()}
 
     def texts(self):
-        """The training rows without labels, and without what is judged by."""
+        """The training rows without labels, and without what is judged by.
+
+        Pairs are there both ways round, which are two texts to the model.
+        """
         judged = {sentence for text, _ in self.rows for sentence in sentences(text)}
-        found = self.columns(
-            [text for text, _ in self.train if not judged & {*sentences(text)}]
-        )
-        return found if self.name == "sst2" else [np.array(x, object) for x in found]
+        found = [text for text, _ in self.train if not judged & {*sentences(text)}]
+        if self.name == "sst2":
+            return found
+        found += [text[::-1] for text in found]
+        return [np.array(x, object) for x in self.columns(found)]
 
     def fine_tuned(self, backbone, tokenizer, seed):
         """A classifier, or regressor, trained with the whole model."""
