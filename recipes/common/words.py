@@ -30,9 +30,14 @@ def load(data_dir, vocabulary_size, length):
     return rows[0][:-watched], rows[0][-watched:], rows[1]
 
 
-def fit(model, data, watched, epochs):
-    """Trains on `(x, y)` while the watched loss falls; how many epochs it took."""
-    stop = keras.callbacks.EarlyStopping("val_loss", restore_best_weights=True)
+def fit(model, data, watched, epochs, patience=0):
+    """Trains on `(x, y)` while the watched loss falls; how many epochs it took.
+
+    `patience` is the number of epochs it may not.
+    """
+    stop = keras.callbacks.EarlyStopping(
+        "val_loss", patience=patience, restore_best_weights=True
+    )
     history = model.fit(
         *data, batch_size=BATCH, epochs=epochs, callbacks=[stop],
         validation_data=watched, verbose=2,
