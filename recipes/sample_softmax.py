@@ -18,7 +18,8 @@ of m = 128 and n = 8, 25 runs): the sizes are below.
 
 Controls: `uniform` sampling, the `exact` distribution, and `normalized`, the exact one
 of vectors of length 1, which is what the maps estimate; `full`, softmax not sampled.
-Cost: 12 minutes a seed on one core. Expected: see docs/pages/results/hrf.md.
+Cost: 20 minutes a seed on one core that is shared. Expected: see
+docs/pages/results/hrf.md.
 """
 
 import argparse
