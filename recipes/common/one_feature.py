@@ -25,10 +25,13 @@ class OneFeature(feature_maps.FeatureMap):
         return Features(None, ops.sum(gate * x, axis=-1, keepdims=True))
 
 
-class WindowAlone(OneFeature):
+class WindowAlone(feature_maps.FeatureMap):
     """No weight for any key beyond the window, in which attention is softmax's."""
 
-    kernel = "softmax"
+    kernel, is_unbiased, is_symmetric, num_features = "softmax", False, False, 1
+
+    def query_features(self, x, stats=None):
+        return Features(None, 0 * ops.cast(x[..., :1], "float32"))
 
     def key_features(self, x, stats=None):
         return Features(None, 0 * ops.cast(x[..., :1], "float32") - 1e9)

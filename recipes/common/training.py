@@ -5,7 +5,6 @@ import pathlib
 import shlex
 import sys
 import time
-from functools import partial
 
 import keras
 import numpy as np
@@ -26,8 +25,10 @@ def build(mechanism, seed, vocabulary_size, args):
     options = {"vocabulary_size": vocabulary_size, **sizes(args)}
     if name == "softmax":
         return transformer_pp(**options)
-    make = WindowAlone if name == "window_alone" else partial(feature_maps.get, name)
-    feature_map = make(seed=seed, **arguments)
+    if name == "window_alone":
+        feature_map = WindowAlone()
+    else:
+        feature_map = feature_maps.get(name, seed=seed, **arguments)
     return transformer_pp(attention=feature_map, window=window, **options)
 
 
