@@ -38,6 +38,8 @@ MECHANISMS = {
     # Control: softmax in windows of the same size, and nothing beyond.
     "local": ("window_alone", {}, WINDOW),
     # Variations.
+    "polynomial (degree 2)": ("polynomial", {"degree": 2}, None),
+    "polynomial (degree 8)": ("polynomial", {"degree": 8}, None),
     "polysketch_learned + local 128": ("polysketch_learned", SKETCH, 128),
     "polysketch_learned 32 + local": (
         "polysketch_learned",

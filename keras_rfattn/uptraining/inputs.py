@@ -5,7 +5,9 @@ import unicodedata
 import keras
 import numpy as np
 
-SHORTEST = 16  # tokens that a batch of texts is padded to, doubled while too few
+# Tokens that a batch of texts is padded to at least; a multiple of them on PyTorch,
+# doubled while too few where every other length is compiled anew.
+SHORTEST = 16
 
 
 def normalized(text):
@@ -67,15 +69,16 @@ def as_texts(data):
 
 
 def trimmed(batch):
-    """Without the padding that all rows share, but for lengths in powers of two."""
+    """Without the padding that all rows share, but for a length as of `SHORTEST`."""
     if not isinstance(batch, dict) or "padding_mask" not in batch:
         return batch
     mask = batch["padding_mask"].astype(bool)
     used = np.flatnonzero(mask.any(0))
     full, length = mask.shape[1], SHORTEST
     # Padding on the left stays: positions count from there.
-    while length < (used[-1] + 1 if len(used) else full):
-        length *= 2
+    wanted = used[-1] + 1 if len(used) else full
+    while length < wanted:
+        length += SHORTEST if keras.backend.backend() == "torch" else length
     return {
         key: x[:, :length] if x.ndim > 1 and x.shape[1] == full else x
         for key, x in batch.items()

@@ -4,6 +4,7 @@ import pytest
 
 from keras_rfattn.uptraining.data import Batches
 from keras_rfattn.uptraining.inputs import normalized
+from keras_rfattn.uptraining.inputs import trimmed
 
 ROWS = np.arange(10)
 
@@ -168,6 +169,19 @@ def test_texts_of_similar_lengths_share_a_batch():
     batches = Batches(texts, 10, 0, lambda x: np.array([int(t[:4]) for t in x]))
     rows = np.concatenate([batches(step) for step in range(101)])
     assert sorted(rows[:1003]) == list(range(1003))
+
+
+@pytest.mark.parametrize("used, eager, compiled", [
+    (3, 16, 16), (16, 16, 16), (17, 32, 32), (40, 48, 64), (70, 80, 96), (96, 96, 96),
+])  # fmt: skip
+def test_padding_goes_but_for_few_lengths(used, eager, compiled):
+    mask = np.arange(96)[None] < np.array([[1], [used]])
+    batch = {"padding_mask": mask, "token_ids": 7 * mask, "labels": np.zeros((2, 3))}
+    found = trimmed(batch)
+    length = eager if keras.backend.backend() == "torch" else compiled
+    assert found["token_ids"].shape == found["padding_mask"].shape == (2, length)
+    assert found["token_ids"].sum() == 7 * (used + 1)
+    assert found["labels"].shape == (2, 3)
 
 
 def test_normalized_texts():
