@@ -9,12 +9,13 @@ from keras import ops
 
 from keras_rfattn.ops.causal_block import read_block
 from keras_rfattn.ops.causal_fallback import dyadic
+from keras_rfattn.ops.layout import block_heads
 from keras_rfattn.ops.layout import block_mask
-from keras_rfattn.ops.layout import cut_blocks
+from keras_rfattn.ops.layout import block_tokens
+from keras_rfattn.ops.layout import cut_tokens
 from keras_rfattn.ops.layout import in_blocks
-from keras_rfattn.ops.layout import join_blocks
+from keras_rfattn.ops.layout import join_tokens
 from keras_rfattn.ops.layout import one_block
-from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.layout import take_apart
 from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.loops import fold
@@ -95,19 +96,22 @@ def _causal(
         query, functions[0], num_kv_heads, block_size, groups, is_relative=True
     )
     key, key_features = in_blocks(key, functions[1], num_kv_heads, block_size)
-    heads = cut_blocks(split_heads(value, num_kv_heads), block_size)
+    blocks = cut_tokens(value, block_size)
     mask = block_mask(key_mask, length, block_size)
 
     def step(sums, query, key, value, mask):
         query, key = query_features(query), key_features(key)
-        return _attend(sums, query, key, value, mask, groups, span, fallback)
+        value = block_heads(value, num_kv_heads)
+        sums, found = _attend(sums, query, key, value, mask, groups, span, fallback)
+        return sums, tuple(block_tokens(x, num_heads) for x in found)
 
-    start = no_sums(key_features(one_block(key)).features, heads)
+    first = block_heads(one_block(blocks), num_kv_heads)
+    start = no_sums(key_features(one_block(key)).features, first)
     if state is not None:
         given = zip(to_sums(state), start, strict=True)
         start = Sums(*(ops.cast(x, y.dtype) for x, y in given))
-    last, found = fold(step, tuple(start), (query, key, heads, mask))
-    found = (join_blocks(x, num_heads, length) for x in found)
+    last, found = fold(step, tuple(start), (query, key, blocks, mask))
+    found = (join_tokens(x, length) for x in found)
     return quotient(*found, dtype), Sums(*last)
 
 

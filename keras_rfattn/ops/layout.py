@@ -59,7 +59,7 @@ def last_apart(x):
 
 
 def cut_blocks(x, size):
-    """`(B, K, T, ·)` as `(B, K, T / size, size, ·)`, zeros after the end.
+    """`(B, K, T, ...)` as `(B, K, T / size, size, ...)`, zeros after the end.
 
     At least one block.
     """
@@ -70,9 +70,42 @@ def cut_blocks(x, size):
     else:
         padding = ops.maximum(-(-length // size), 1) * size - length
     if not isinstance(padding, int) or padding:
-        zeros = ops.zeros((*shape[:2], padding, shape[3]), dtype=x.dtype)
+        zeros = ops.zeros((*shape[:2], padding, *shape[3:]), dtype=x.dtype)
         x = ops.concatenate([x, zeros], axis=2)
-    return ops.reshape(x, (shape[0], x.shape[1], -1, size, x.shape[3]))
+    return ops.reshape(x, (shape[0], x.shape[1], -1, size, *x.shape[3:]))
+
+
+def cut_tokens(x, size):
+    """`(B, T, N, ·)` as `(B, 1, T / size, size, N, ·)`, zeros after the end.
+
+    Tokens stay where they are: heads are put first block by block (`block_heads`), in a
+    cache, where moving all of them would take fresh memory for each array.
+    """
+    return cut_blocks(x[:, None], size)
+
+
+def block_heads(blocks, num_kv_heads):
+    """`(B, 1, n, C, N, ·)` as `(B, K, n, C · G, ·)`, groups by token."""
+    batch, _, count, size, num_heads, width = ops.shape(blocks)
+    groups = num_heads // num_kv_heads
+    shape = batch, count, size, num_kv_heads, groups, width
+    x = ops.transpose(ops.reshape(blocks, shape), (0, 3, 1, 2, 4, 5))
+    return ops.reshape(x, (batch, num_kv_heads, count, size * groups, width))
+
+
+def block_tokens(x, num_heads):
+    """`(B, K, n, C · G, ·)` back as `(B, 1, n, C, N, ·)`."""
+    batch, num_kv_heads, count, rows, width = ops.shape(x)
+    groups = num_heads // num_kv_heads
+    shape = batch, num_kv_heads, count, rows // groups, groups, width
+    x = ops.transpose(ops.reshape(x, shape), (0, 2, 3, 1, 4, 5))
+    return ops.reshape(x, (batch, 1, count, rows // groups, num_heads, width))
+
+
+def join_tokens(blocks, length):
+    """`(B, 1, n, C, N, ·)` as `(B, T, N, ·)`, without what is after the end."""
+    batch, _, _, _, num_heads, width = ops.shape(blocks)
+    return ops.reshape(blocks, (batch, -1, num_heads, width))[:, :length]
 
 
 def block_mask(key_mask, length, size):
@@ -95,7 +128,10 @@ def take_apart(features):
 
 
 def in_blocks(arrays, function, num_kv_heads, block_size, groups=1, is_relative=False):
-    """Arrays of shape `(B, K, T / C, C · G, ·)`, and what makes `Features` of some."""
+    """Arrays of blocks along axis 2, and what makes `Features` of some of them.
+
+    These have the shape `(B, K, n, C · G, ·)`.
+    """
     if function is None:
         features = heads_first(arrays, num_kv_heads)
         blocks = map_features(lambda x: cut_blocks(x, block_size * groups), features)
@@ -104,11 +140,12 @@ def in_blocks(arrays, function, num_kv_heads, block_size, groups=1, is_relative=
 
     def compute(block):
         # The map knows tokens, and these blocks of them at a time.
+        block = block_heads(block, num_kv_heads)
         rows = ops.reshape(block, (*ops.shape(block)[:2], -1, block.shape[-1]))
         features = function.heads_first(rows, parameters, is_relative)
         return map_features(lambda x: cut_blocks(x, block_size * groups), features)
 
-    return cut_blocks(split_heads(x, num_kv_heads), block_size * groups), compute
+    return cut_tokens(x, block_size), compute
 
 
 def one_block(blocks):

@@ -1,6 +1,7 @@
 """Loops over blocks, and programs compiled once, that `keras.ops` does not offer."""
 
 import functools
+import math
 
 import keras
 from keras import ops
@@ -71,10 +72,11 @@ def fold(step, carry, blocks):
     Args:
         step: `(carry, *blocks) -> (carry, found)` of any number of blocks.
         carry: Tuple of arrays.
-        blocks: Pytrees of arrays of shape `(B, K, n, ...)`.
+        blocks: Pytrees of arrays of blocks along axis 2, as of `layout.cut_blocks` or
+            `layout.cut_tokens`.
 
     Returns:
-        `(carry, found)`, which are pytrees of arrays of shape `(B, K, n, ...)` too.
+        `(carry, found)`, which are pytrees of such arrays too.
     """
     if keras.backend.backend() == "tensorflow":
         return step(carry, *blocks)
@@ -97,9 +99,10 @@ def fold(step, carry, blocks):
 def _by_groups(step, carry, blocks):
     """`fold` over a few blocks at a time."""
     leaves = [x for x in keras.tree.flatten(blocks) if x is not None]
-    batch, heads, tokens = (max(x.shape[i] for x in leaves) for i in (0, 1, 3))
     count = max(x.shape[2] for x in leaves)
-    group = max(1, AT_ONCE // (batch * heads * tokens))
+    group = max(
+        1, AT_ONCE // max(math.prod(x.shape[:2] + x.shape[3:-1]) for x in leaves)
+    )
     if group >= count or leaves[0].device.type != "cpu":
         return step(carry, *blocks)
     parts = []
