@@ -103,7 +103,7 @@ def _causal(
         query, key = query_features(query), key_features(key)
         value = block_heads(value, num_kv_heads)
         sums, found = _attend(sums, query, key, value, mask, groups, span, fallback)
-        return sums, tuple(block_tokens(x, num_heads) for x in found)
+        return sums, block_tokens(quotient(*found, dtype), num_heads)
 
     first = block_heads(one_block(blocks), num_kv_heads)
     start = no_sums(key_features(one_block(key)).features, first)
@@ -111,8 +111,7 @@ def _causal(
         given = zip(to_sums(state), start, strict=True)
         start = Sums(*(ops.cast(x, y.dtype) for x, y in given))
     last, found = fold(step, tuple(start), (query, key, blocks, mask))
-    found = (join_tokens(x, length) for x in found)
-    return quotient(*found, dtype), Sums(*last)
+    return join_tokens(found, length), Sums(*last)
 
 
 def _attend(sums, query, key, value, mask, groups, span, fallback):

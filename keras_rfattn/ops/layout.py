@@ -49,12 +49,14 @@ def merge_heads(x, num_heads, length):
     return ops.reshape(x, (batch, length, num_heads, width))
 
 
-def last_apart(x):
-    """`(..., V + 1)` as `(..., V)` and `(...)`."""
+def last_apart(x, axis=-1):
+    """`(..., V + 1)` as `(..., V)` and `(...)`; or so along axis -2."""
     if keras.backend.backend() == "torch":
         # One array in the gradient, where each slice would be one.
-        rest, last = x.split([x.shape[-1] - 1, 1], -1)
-        return rest, last[..., 0]
+        rest, last = x.split([x.shape[axis] - 1, 1], axis)
+        return rest, last.squeeze(axis)
+    if axis == -2:
+        return x[..., :-1, :], x[..., -1, :]
     return x[..., :-1], x[..., -1]
 
 

@@ -16,13 +16,13 @@ from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.precision import representable
-from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import merge_sums
 from keras_rfattn.ops.sums import normalize
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import settle
 from keras_rfattn.ops.sums import summarize
+from keras_rfattn.ops.sums import unsettled
 
 
 class State(NamedTuple):
@@ -118,8 +118,7 @@ def read_state(state, query_features, dtype=None):
 
 def to_sums(state):
     """The sums inside a state."""
-    sums = state[:4]
-    return Sums(*sums, ops.zeros_like(state.normalizer[..., 0]))
+    return unsettled(*state[:4])
 
 
 def to_state(sums, position):

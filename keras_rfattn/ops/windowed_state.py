@@ -30,6 +30,7 @@ from keras_rfattn.ops.sums import normalize
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import settle
 from keras_rfattn.ops.sums import summarize
+from keras_rfattn.ops.sums import unsettled
 
 
 class LocalState(NamedTuple):
@@ -206,8 +207,7 @@ class Move:
 
 def sums_at(state, place):
     """The sums of one place."""
-    sums = [x[:, :, place] for x in state[:4]]
-    return Sums(*sums, ops.zeros_like(sums[2][..., 0]))
+    return unsettled(*(x[:, :, place] for x in state[:4]))
 
 
 def _empty_like(state):

@@ -16,10 +16,12 @@ from keras_rfattn.ops.kernel_attention import finite_tokens
 from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.kernel_attention import spoiled
 from keras_rfattn.ops.layout import block_mask
+from keras_rfattn.ops.layout import block_tokens
 from keras_rfattn.ops.layout import cut_blocks
 from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.layout import in_blocks
 from keras_rfattn.ops.layout import join_blocks
+from keras_rfattn.ops.layout import join_tokens
 from keras_rfattn.ops.layout import one_block
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.loops import by_heads
@@ -221,14 +223,14 @@ def causal_windows(
         features, *rows = rows
         features, _ = compute_query(features)
         is_all = hidden is None
-        return tuple(last), windows.answer(before, features, *rows, is_all, are_own[0])
+        found = windows.answer(before, features, *rows, is_all, are_own[0])
+        return tuple(last), block_tokens(quotient(*found, dtype), num_heads)
 
     start = no_sums(compute_key(one_block(far_key)).features, value)
     start = start if earlier is None else _cast(earlier, start)
     blocks = beyond(windows.nearby[0]), rows
     last, found = fold(forward, tuple(start), blocks)
-    found = (join_blocks(x, num_heads, length) for x in found)
-    return quotient(*found, dtype), Sums(*last)
+    return join_tokens(found, length), Sums(*last)
 
 
 def shifted(blocks, offset):
