@@ -12,7 +12,7 @@ from keras_rfattn.models.generation import Cache
 from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.windowed_state import LocalState
 
-FORMAT = 2
+FORMAT = 3
 KINDS = {"state": State, "local": LocalState, "delta": Delta}
 
 

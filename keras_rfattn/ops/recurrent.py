@@ -16,13 +16,13 @@ from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import merge_sums
 from keras_rfattn.ops.sums import normalize
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import settle
 from keras_rfattn.ops.sums import summarize
-from keras_rfattn.ops.sums import unsettled
 
 
 class State(NamedTuple):
@@ -31,7 +31,7 @@ class State(NamedTuple):
     Attributes:
         maximum: `(B, K, M)`, or `(B, K, 1)` for features with a shared scale:
             the largest exponent each feature has met, float32.
-        numerator: `(B, K, M, V)`: Σ φ(k) vᵀ relative to `maximum`, float32.
+        numerator: `(B, K, V, M)`: Σ v φ(k)ᵀ relative to `maximum`, float32.
         normalizer: `(B, K, M)`: Σ φ(k) relative to `maximum`, float32.
         magnitude: like `maximum`: Σ exp(log_scale), for the guard of signed maps.
         position: `(B,)`: how many tokens were visible, int32.
@@ -62,7 +62,7 @@ def init_state(batch_size, num_kv_heads, feature_dim, value_dim, scale_dim=None)
     scale_dim = feature_dim if scale_dim is None else scale_dim
     return State(
         ops.full((*lead, scale_dim), LOWEST, dtype="float32"),
-        ops.zeros((*lead, feature_dim, value_dim), dtype="float32"),
+        ops.zeros((*lead, value_dim, feature_dim), dtype="float32"),
         ops.zeros((*lead, feature_dim), dtype="float32"),
         ops.zeros((*lead, scale_dim), dtype="float32"),
         ops.zeros((batch_size,), dtype="int32"),
@@ -118,7 +118,8 @@ def read_state(state, query_features, dtype=None):
 
 def to_sums(state):
     """The sums inside a state."""
-    return unsettled(*state[:4])
+    sums = state[:4]
+    return Sums(*sums, ops.zeros_like(state.normalizer[..., 0]))
 
 
 def to_state(sums, position):

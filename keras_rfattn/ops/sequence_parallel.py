@@ -216,7 +216,7 @@ def _merged(states, which):
     factor = ops.exp(maximum - highest)
     return State(
         highest,
-        ops.sum(numerator * factor[..., None], axis=0),
+        ops.sum(numerator * factor[..., None, :], axis=0),
         ops.sum(normalizer * factor, axis=0),
         ops.sum(magnitude * factor, axis=0),
         ops.zeros(ops.shape(highest)[:1], "int32"),

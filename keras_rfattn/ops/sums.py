@@ -112,16 +112,9 @@ def merge_sums(a, b):
 
 
 def settle(sums):
-    """The arrays of a `State`, numerator `(..., M, V)`, NaN where sums are spoiled."""
-    numerator = ops.swapaxes(sums.numerator, -1, -2) + sums.spoiled[..., None, None]
+    """The first four `Sums`, with what was not finite in them."""
+    numerator = sums.numerator + sums.spoiled[..., None, None]
     return sums.maximum, numerator, sums.normalizer, sums.magnitude
-
-
-def unsettled(maximum, numerator, normalizer, magnitude):
-    """The `Sums` in such arrays."""
-    numerator = ops.swapaxes(numerator, -1, -2)
-    spoiled = ops.zeros_like(normalizer[..., 0])
-    return Sums(maximum, numerator, normalizer, magnitude, spoiled)
 
 
 def rebase(sums, maximum):

@@ -30,7 +30,6 @@ from keras_rfattn.ops.sums import normalize
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import settle
 from keras_rfattn.ops.sums import summarize
-from keras_rfattn.ops.sums import unsettled
 
 
 class LocalState(NamedTuple):
@@ -41,7 +40,7 @@ class LocalState(NamedTuple):
 
     Attributes:
         maximum: `(B, K, n + 1, M)` (or 1 for M), as in `State`, float32.
-        numerator: `(B, K, n + 1, M, V)`, float32.
+        numerator: `(B, K, n + 1, V, M)`, float32.
         normalizer: `(B, K, n + 1, M)`, float32.
         magnitude: like `maximum`.
         key: `(B, K, n · window, H)`: scaled keys of the near windows, float32.
@@ -86,7 +85,7 @@ def init_local_state(
     kept = (batch_size, num_kv_heads, near * window)
     return LocalState(
         ops.full((*lead, scale_dim), LOWEST, dtype="float32"),
-        ops.zeros((*lead, feature_dim, value_dim), dtype="float32"),
+        ops.zeros((*lead, value_dim, feature_dim), dtype="float32"),
         ops.zeros((*lead, feature_dim), dtype="float32"),
         ops.zeros((*lead, scale_dim), dtype="float32"),
         ops.zeros((*kept, head_dim), dtype="float32"),
@@ -207,7 +206,8 @@ class Move:
 
 def sums_at(state, place):
     """The sums of one place."""
-    return unsettled(*(x[:, :, place] for x in state[:4]))
+    sums = [x[:, :, place] for x in state[:4]]
+    return Sums(*sums, ops.zeros_like(sums[2][..., 0]))
 
 
 def _empty_like(state):
