@@ -28,10 +28,10 @@ from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import elementwise_min
+from keras_rfattn.ops.precision import lower_to
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import combine
-from keras_rfattn.ops.sums import query_shift
-from keras_rfattn.ops.sums import read
+from keras_rfattn.ops.sums import look_up
 from keras_rfattn.ops.sums import rebase
 
 
@@ -49,22 +49,23 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     if not key.shares_scale:
         beyond = largest > span
         largest = elementwise_min(largest, span)
-        excess = elementwise_min(excess, span)
-    shift = query_shift(query, reference) + largest
-
-    log_scale = query.log_scale + ops.expand_dims(reference, -2)
-    rows = query._replace(log_scale=log_scale)
+        excess = lower_to(excess, span)
+    raised = query.log_scale + ops.expand_dims(reference, -2)
+    shift = ops.stop_gradient(ops.max(raised, axis=-1)) + largest
+    raised = query._replace(log_scale=raised)
+    # Of signed features the exponents are needed again.
+    rows = raised.expand(shift[..., None], dtype, query.is_exponential)
     if key.shares_scale:
         # One scale a token: it can leave the product for the C × C matrix.
-        weights = _scaled_weights(rows, key, excess, shift, visible, dtype)
+        weights = _scaled_weights(raised, key, excess, shift, visible, dtype)
     else:
         keys = Features(key.values, excess)
-        weights = weigh_keys(rows, keys, shift, dtype)
+        weights = weigh_keys(raised, rows, keys, shift)
     weights = tuple(ops.where(visible, w, 0) for w in weights)
     own = weigh_values(weights, mask, value, shift)
     if not key.shares_scale:
         own = _replace_rows(own, beyond, query, key, value, mask, groups, fallback)
-    before = read(rebase(prefix, reference), query, dtype, shift)
+    before = look_up(rebase(prefix, reference), raised, rows, shift)
     return combine(before, own)
 
 

@@ -42,7 +42,8 @@ def dyadic(query, key, value, mask, groups):
         maximum = ops.expand_dims(maximum, -2)
         query = Features(query.values, query.log_scale + maximum)
         key = Features(key.values, log_scale - maximum)
-        weights = weigh_keys(query, key, shift, value.dtype)
+        rows = query.expand(shift[..., None], value.dtype, query.is_exponential)
+        weights = weigh_keys(query, rows, key, shift)
         return weigh_values(weights, mask, value, shift)
 
     def flat(x, inner):
@@ -89,19 +90,22 @@ def dyadic(query, key, value, mask, groups):
     return Reading(*(x[:, :, :, : size * groups] for x in reading))
 
 
-def weigh_keys(query, key, shift, dtype):
-    """`(weights, magnitudes)`, each `(..., R, S)`, of every query for every key."""
+def weigh_keys(query, rows, key, shift):
+    """`(weights, magnitudes)`, each `(..., R, S)`, of every query for every key.
 
-    def product(query, key):
-        rows = query.expand(shift[..., None], dtype)
-        columns = key.expand(0.0, dtype)
-        return accumulated_matmul(rows, columns, transpose_b=True)
-
-    weights = product(query, key)
+    Args:
+        query: `Features` of shape `(..., R, M)`.
+        rows: The same, expanded relative to `shift`.
+        key: `Features` of shape `(..., S, M)`, which nothing else holds.
+        shift: Array of shape `(..., R)`.
+    """
+    columns = key.expand(None, rows.dtype, key.is_exponential)
+    weights = accumulated_matmul(rows, columns, transpose_b=True)
     if query.is_exponential:
         return (weights,)
-    scales = Features(None, query.log_scale), Features(None, key.log_scale)
-    return weights, product(*scales)
+    rows = query.magnitudes(shift[..., None], rows.dtype)
+    columns = ops.cast(ops.exp(key.log_scale), rows.dtype)
+    return weights, accumulated_matmul(rows, columns, transpose_b=True)
 
 
 def weigh_values(weights, mask, value, shift):

@@ -84,7 +84,7 @@ class Features(NamedTuple):
         """`values * exp(log_scale - shift)`, computed wide, rounded once to `dtype`.
 
         Args:
-            shift: Array that broadcasts to `log_scale`.
+            shift: Array that broadcasts to `log_scale`, or `None` for 0.
             dtype: Of the result.
             is_last: Whether nothing else holds `log_scale`, which may be overwritten.
         """

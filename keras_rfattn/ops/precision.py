@@ -84,17 +84,26 @@ def exp_of_difference(a, b, is_last=False):
 
     Args:
         a: Array.
-        b: Array.
+        b: Array, or `None` for 0.
         is_last: Whether nothing else holds `a`.
     """
     if keras.backend.backend() == "torch":
+        if b is None:
+            return a.exp_() if is_last else a.exp()
         return (a.sub_(b) if is_last else a - b).exp_()
-    return ops.exp(a - b)
+    return ops.exp(a if b is None else a - b)
 
 
 def add_into(x, term):
     """`x + term` of the shape of x, an array that is not used again."""
     return x.add_(term) if keras.backend.backend() == "torch" else x + term
+
+
+def lower_to(x, limit):
+    """`min(x, limit)`, a number, of an array that is not used again."""
+    if keras.backend.backend() == "torch":
+        return x.clamp_(max=limit)
+    return ops.minimum(x, limit)
 
 
 def quotient(numerator, denominator, mark, dtype):

@@ -154,13 +154,25 @@ def read(sums, query, dtype, shift=None, is_last=False):
     log_scale = add_into(log_scale, raised) if is_last else log_scale + raised
     if shift is None:
         shift = ops.stop_gradient(ops.max(log_scale, axis=-1))
-    shifted = query._replace(log_scale=log_scale)
+    raised = query._replace(log_scale=log_scale)
     # Of signed features the exponents are needed again.
-    is_last = query.is_exponential
-    rows = shifted.expand(shift[..., None], dtype, is_last)
-    wide = wide_dtype(sums.numerator)
+    rows = raised.expand(shift[..., None], dtype, query.is_exponential)
+    return look_up(sums, raised, rows, shift)
+
+
+def look_up(sums, query, rows, shift):
+    """`read`, of queries whose exponents are those of the sums' maxima already.
+
+    Args:
+        sums: As of `read`.
+        query: `Features` of shape `(..., R, M)`; the exponents of what is exponential
+            are not looked at.
+        rows: The same, expanded relative to `shift`, in the compute dtype.
+        shift: Array of shape `(..., R)`.
+    """
+    wide, dtype = wide_dtype(sums.numerator), rows.dtype
     last = ops.cast(ops.expand_dims(sums.normalizer, -2), wide)
-    if keras.backend.standardize_dtype(rows.dtype) == wide:
+    if keras.backend.standardize_dtype(dtype) == wide:
         both = ops.concatenate([ops.cast(sums.numerator, wide), last], axis=-2)
         both = accumulated_matmul(rows, both, transpose_b=True)
         numerator, denominator = last_apart(both)
@@ -172,7 +184,7 @@ def read(sums, query, dtype, shift=None, is_last=False):
     if query.is_exponential:
         bound = denominator
     else:
-        scale = shifted.magnitudes(shift[..., None], wide)
+        scale = query.magnitudes(shift[..., None], wide)
         column = ops.cast(ops.expand_dims(sums.magnitude, -1), wide)
         bound = accumulated_matmul(scale, column)[..., 0]
         if sums.magnitude.shape[-1] == 1:
