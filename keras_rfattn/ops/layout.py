@@ -106,8 +106,9 @@ def block_tokens(x, num_heads):
 
 def join_tokens(blocks, length):
     """`(B, 1, n, C, N, ·)` as `(B, T, N, ·)`, without what is after the end."""
-    batch, _, _, _, num_heads, width = ops.shape(blocks)
-    return ops.reshape(blocks, (batch, -1, num_heads, width))[:, :length]
+    batch, _, count, size, num_heads, width = ops.shape(blocks)
+    x = ops.reshape(blocks, (batch, count * size, num_heads, width))
+    return x[:, :length]
 
 
 def block_mask(key_mask, length, size):
