@@ -51,18 +51,22 @@ def speed(plt):
     found = {k: list(map(tokens_of, x)) for k, x in found.items() if x}
     figure, all_axes = plt.subplots(1, len(found), figsize=(5 * len(found), 4),
                                     sharey=True, squeeze=False)  # fmt: skip
+    colors, lines = {}, {}
     for axes, (backend, some) in zip(all_axes[0], found.items(), strict=True):
-        lines = curves(some, "mechanism", "tokens", "times as fast")
-        for name, points in lines.items():
+        for name, points in curves(
+            some, "mechanism", "tokens", "times as fast"
+        ).items():
             if name != "softmax":
-                axes.plot(*points, marker="o", label=name)
+                # A mechanism that a backend lacks moves no other one's color.
+                color = colors.setdefault(name, f"C{len(colors)}")
+                (lines[name],) = axes.plot(*points, marker="o", color=color)
         axes.axhline(1, color="black", linewidth=1)
         axes.set(xscale="log", yscale="log", title=backend, xlabel="tokens")
         axes.set_xticks([64, 128, 512, 2048], ["64", "128", "512", "2048"])
         axes.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
         axes.minorticks_off()
     all_axes[0][0].set_ylabel("times as fast as softmax, MiniLM's shape")
-    all_axes[0][-1].legend(fontsize=7)
+    all_axes[0][-1].legend(lines.values(), lines, fontsize=7)
     return figure
 
 
