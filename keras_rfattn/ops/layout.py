@@ -159,14 +159,6 @@ def one_block(blocks):
     return ops.zeros((*shape[:2], 1, *shape[3:]), dtype=blocks.dtype)
 
 
-def join_blocks(blocks, num_heads, length):
-    """`(B, K, T / C, C · G, V)` as `(B, T, N, V)`, without what is after the end."""
-    shape = ops.shape(blocks)
-    rows = ops.reshape(blocks, (*shape[:2], -1, shape[-1]))
-    rows = rows[:, :, : length * (num_heads // blocks.shape[1])]
-    return merge_heads(rows, num_heads, length)
-
-
 def take_tokens(x, index):
     """The tokens `index` `(B, L)` of each row of x, `(B, T, ...)` to `(B, L, ...)`."""
     if keras.backend.backend() == "tensorflow":

@@ -20,8 +20,8 @@ from keras_rfattn.ops.layout import block_tokens
 from keras_rfattn.ops.layout import cut_blocks
 from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.layout import in_blocks
-from keras_rfattn.ops.layout import join_blocks
 from keras_rfattn.ops.layout import join_tokens
+from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import one_block
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.loops import by_heads
@@ -174,7 +174,9 @@ def all_windows(
     )
     mask = block_mask(mask, length, window)
     output = by_heads(windows, (*features, query, key, value, mask, earlier), size)
-    return ops.cast(join_blocks(output[:, :, None], num_heads, length), dtype)
+    # Without what is after the end.
+    output = output[:, :, : length * (num_heads // num_kv_heads)]
+    return ops.cast(merge_heads(output, num_heads, length), dtype)
 
 
 def causal_windows(
