@@ -202,7 +202,8 @@ def _note(site):
         notes.append("quadratic in length")
     elif options.window is not None:
         text = f"exact within {options.window} tokens"
-        notes.append(text + " and the window before" * options.sliding)
+        beside = "window before" if site.causal else "windows beside"
+        notes.append(text + f" and the {beside}" * options.sliding)
     if options.temperature is not None:
         notes.append(f"normalized, temperature {options.temperature:g}")
     rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)

@@ -433,6 +433,17 @@ def test_report_prints_a_table():
     assert report.parameters_added == report.replaced[0].parameters_added == added
 
 
+@pytest.mark.parametrize("name, beside", [
+    ("functional_causal", "the window before"), ("functional", "the windows beside"),
+])  # fmt: skip
+def test_report_tells_what_a_sliding_window_sees(name, beside):
+    model = keras_rfattn.replace_attention(
+        make(name), "favorplus", window=4, sliding=True
+    )
+    notes = [row.note for row in keras_rfattn.describe_attention(model).rows]
+    assert notes == [f"exact within 4 tokens and {beside}"] * 2
+
+
 def test_weights_live_under_the_layers_name():
     model = keras_rfattn.replace_attention(make(), "favorplus", num_features=8)
     paths = {w.path for w in model.weights}
