@@ -8,14 +8,20 @@ from keras_rfattn.diagnostics.predict import predicted_variance
 from keras_rfattn.diagnostics.recommend import recommend
 from keras_rfattn.diagnostics.report import ApproximationReport
 from keras_rfattn.diagnostics.report import approximation_report
+from keras_rfattn.diagnostics.sensitivity import Part
+from keras_rfattn.diagnostics.sensitivity import Sensitivity
+from keras_rfattn.diagnostics.sensitivity import sensitivity
 
 __all__ = [
     "Allotment",
     "ApproximationReport",
     "Attribution",
+    "Part",
+    "Sensitivity",
     "approximation_report",
     "attribute",
     "log_moment",
     "predicted_variance",
     "recommend",
+    "sensitivity",
 ]

@@ -1,5 +1,6 @@
 """What of a model's quality its window has, and what its features."""
 
+import contextlib
 from dataclasses import dataclass
 
 from keras_rfattn.layers.attend import Attention
@@ -78,6 +79,21 @@ def attribute(model, data, metric):
         TypeError: If `model` is not a Keras layer, or `metric` not callable.
         ValueError: If there is no linear attention.
     """
+    layers = check_arguments(model, metric)
+    has_windows = any(layer.options.window is not None for layer in layers)
+    found = {}
+    for name, answer in ANSWERS.items():
+        same = None if has_windows else WITHOUT_WINDOWS.get(name)
+        if same is None:
+            with answering(model, dict.fromkeys(layers, answer)):
+                found[name] = float(metric(model, data))
+    for name, same in WITHOUT_WINDOWS.items():
+        found.setdefault(name, found[same])
+    return Attribution(**found)
+
+
+def check_arguments(model, metric):
+    """The linear attention layers of a model that a metric is to judge."""
     check_model(model)
     if not callable(metric):
         raise TypeError(
@@ -90,24 +106,22 @@ def attribute(model, data, metric):
             f"`model` has no linear attention. Received: {title(model)}. Call "
             "`replace_attention(model)` first."
         )
-    has_windows = any(layer.options.window is not None for layer in layers)
-    found = {}
-    try:
-        for name, answer in ANSWERS.items():
-            same = None if has_windows else WITHOUT_WINDOWS.get(name)
-            if same is None:
-                _answer_by(model, layers, answer)
-                found[name] = float(metric(model, data))
-        for name, same in WITHOUT_WINDOWS.items():
-            found.setdefault(name, found[same])
-    finally:
-        _answer_by(model, layers, None)
-    return Attribution(**found)
+    return layers
 
 
-def _answer_by(model, layers, answer):
-    for layer in layers:
-        layer.recorder = answer
+@contextlib.contextmanager
+def answering(model, answers):
+    """Layers answer by functions of an `Attention` meanwhile, `None` as they do."""
     containers = [container for container, _ in survey(model).containers.values()]
-    for layer in (model, *containers):
-        refresh(layer)
+
+    def set_recorders(found):
+        for layer, answer in found.items():
+            layer.recorder = answer
+        for layer in (model, *containers):
+            refresh(layer)
+
+    try:
+        set_recorders(answers)
+        yield
+    finally:
+        set_recorders(dict.fromkeys(answers))

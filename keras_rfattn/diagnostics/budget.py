@@ -120,7 +120,7 @@ def allot(found, names, widths, budget, length, seed, verbose):
     for choices, (_, layer, sequences) in zip(options, found, strict=True):
         tokens = length or np.mean([s.key.shape[1] for s in sequences])
         _, _, dim = sequences[0].key.shape
-        heads, value_dim = _heads(layer), sequences[0].value.shape[-1]
+        heads, value_dim = num_heads(layer), sequences[0].value.shape[-1]
         cost = heads * tokens * (dim + value_dim)
         choices.append(Choice("softmax", None, cost, 0.0))
     taken = _cheapest_errors(options, budget)
@@ -138,14 +138,14 @@ def _tried(name, width, seed, layer, known, held_out):
         head_errors(feature_map, held_out, head, estimates)
         for head in range(feature_map.num_heads)
     ]
-    heads, value_dim = _heads(layer), held_out[0].value.shape[-1]
+    heads, value_dim = num_heads(layer), held_out[0].value.shape[-1]
     cost = heads * multiplications(feature_map, feature_map.head_dim, value_dim)
     error = float(np.mean([e.output for e in errors]))
     control = float(np.mean([e.mean_of_values for e in errors]))
     return Choice(name, feature_map.num_features, cost, error), control
 
 
-def _heads(layer):
+def num_heads(layer):
     """Number of query heads."""
     return getattr(layer, "num_query_heads", None) or layer._num_heads
 

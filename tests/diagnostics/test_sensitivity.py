@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+
+import keras_rfattn
+from keras_rfattn import diagnostics
+from tests import helpers as h
+from tests.diagnostics.test_attribute import first_output
+from tests.uptraining import models as m
+
+
+def test_each_layer_is_softmax_again_and_alone_linear():
+    data = m.tokens()
+    model = m.linear_model("favorpp", num_features=8, window=4)
+    found = diagnostics.sensitivity(model, data, first_output)
+    assert [(x.path, x.head) for x in found.parts] == [
+        ("attention_0", None), ("attention_1", None),
+    ]  # fmt: skip
+    first, second = found.parts
+    for part, other in ((first, second), (second, first)):
+        half = m.softmax_model()
+        keras_rfattn.replace_attention(
+            half, "favorpp", num_features=8, seed=0, window=4, exclude=part.path
+        )
+        h.assert_close(part.restored, first_output(half, data))
+        assert part.restored == other.alone
+    h.assert_close(found.as_it_is, first_output(model, data), 1e-6)
+    h.assert_close(found.softmax, first_output(m.softmax_model(), data))
+    numbers = [found.as_it_is, found.softmax, first.restored, first.alone]
+    assert len(set(np.round(numbers, 6))) == 4
+    assert all(part.path in str(found) for part in found.parts)
+    assert model.get_layer("attention_0").recorder is None
+
+
+def test_each_head():
+    data, model = m.tokens(), m.softmax_model()
+    keras_rfattn.replace_attention(
+        model, "favorpp", num_features=8, seed=0, include="attention_1"
+    )
+    found = diagnostics.sensitivity(model, data, first_output, heads=True)
+    first, second = found.parts
+    assert (first.head, second.head) == (0, 1)
+    # Of two heads one is softmax again where the other is alone linear.
+    h.assert_close(first.restored, second.alone, 1e-6)
+    h.assert_close(second.restored, first.alone, 1e-6)
+    numbers = [found.as_it_is, found.softmax, first.restored, first.alone]
+    assert len(set(np.round(numbers, 6))) == 4
+    assert "attention_1, head 1" in str(found)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="has no linear attention"):
+        diagnostics.sensitivity(m.softmax_model(), None, first_output)
+    with pytest.raises(TypeError, match="`metric` must be a function"):
+        diagnostics.sensitivity(m.linear_model(), None, "accuracy")
+    model = m.linear_model()
+    with pytest.raises(ZeroDivisionError):
+        diagnostics.sensitivity(model, None, lambda model, data: 1 / 0)
+    assert model.get_layer("attention_0").recorder is None
