@@ -27,7 +27,6 @@ import tempfile
 import time
 
 TASKS = ("similarity", "sst2", "mrpc", "sts", "long")
-CONTROL = "one_feature", "one_feature"
 
 
 def parse_arguments():
@@ -159,8 +158,10 @@ def classification(args, data):
             np.savez(folder / f"{seed}.npz", **predicted)
     found = {int(x.stem): np.load(x) for x in folder.glob("*.npz")}
     for arm in sorted({*predicted} - {"uptrained"}):
-        pairs = [(x["uptrained"], x[arm]) for x in found.values()]
-        row = {"task": args.task, "uptrained minus": arm, "seeds": sorted(found)}
+        # A run that was stopped may lack arms.
+        seeds = [i for i in sorted(found) if {"uptrained", arm} <= {*found[i]}]
+        pairs = [(found[i]["uptrained"], found[i][arm]) for i in seeds]
+        row = {"task": args.task, "uptrained minus": arm, "seeds": seeds}
         write(args, row | {"95 %": task.interval(*zip(*pairs, strict=True))})
 
 
@@ -187,7 +188,10 @@ def tuned_first(args, data, task, seed):
     # The old optimizer has no slots for what the maps will train.
     model.compile()
     softmax = model.get_weights()
-    for arm, mechanism in (("uptrained", args.mechanism), CONTROL):
+    mechanisms = {"uptrained": args.mechanism}
+    if not args.no_controls:
+        mechanisms["one_feature"] = "one_feature"
+    for arm, mechanism in mechanisms.items():
         replace(args, model, seed, mechanism)
         if arm == "uptrained":
             yield "replaced", model

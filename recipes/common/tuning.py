@@ -138,6 +138,11 @@ def replace(args, model, seed, mechanism=None):
     paths = [row.path for row in describe_attention(model).rows]
     widths = args.num_features or [None]
     widths = len(paths) * widths if len(widths) == 1 else widths
+    if len(widths) != len(paths):
+        raise SystemExit(
+            f"--num-features takes one number, or one for each of {len(paths)} layers. "
+            f"Received: {widths}."
+        )
     maps = [feature_map(mechanism or args.mechanism, n) for n in widths]
     plan = Plan(dict(zip(paths, maps, strict=True)))
     keras_rfattn.replace_attention(
