@@ -17,6 +17,8 @@ from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.not_finite import LARGEST
 from keras_rfattn.ops.not_finite import bounded
 from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.precision import known_finite
+from keras_rfattn.ops.precision import known_true
 from keras_rfattn.ops.precision import precise_einsum
 
 POLICIES = ("auto", "batch", "stored")
@@ -138,14 +140,17 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
                 "statistics='stored' (or 'auto') instead."
             )
         updating = self.is_adaptive and training and self.trainable
-        measured = None
-        if updating or (self.policy != "stored" and not causal):
+        measured, is_stored = None, True
+        if self.policy == "auto" and not causal:
+            is_stored = ops.greater(self.updates, 0)
+            is_stored = known_true(is_stored) or is_stored
+        if updating or self.policy == "batch" or is_stored is not True:
             measured = self.measure(query, key, query_mask, key_mask)
         if self.policy == "batch":
             return self.optimal_a(measured)
         stored = ops.convert_to_tensor(self.mean_square)[None]
-        if self.policy == "auto" and not causal:
-            stored = ops.where(ops.greater(self.updates, 0), stored, measured)
+        if is_stored is not True:
+            stored = ops.where(is_stored, stored, measured)
         # Before the update: a step must not see what it is about to store.
         parameter = self.optimal_a(stored)
         if updating:
@@ -160,9 +165,10 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         groups = query.shape[2] // self.num_heads
         q_square, q_mean = masked_moments(query, query_mask)
         k_square, k_mean = masked_moments(key, key_mask)
-        shape = (-1, self.num_heads, groups, query.shape[-1])
-        q_square = ops.mean(ops.reshape(q_square, shape), axis=2)
-        q_mean = ops.mean(ops.reshape(q_mean, shape), axis=2)
+        if groups > 1:
+            shape = (-1, self.num_heads, groups, query.shape[-1])
+            q_square = ops.mean(ops.reshape(q_square, shape), axis=2)
+            q_mean = ops.mean(ops.reshape(q_mean, shape), axis=2)
         total = q_square + k_square + 2 * q_mean * k_mean
         return ops.stop_gradient(total if self.per_direction else ops.sum(total, -1))
 
@@ -204,11 +210,12 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         squares = ops.cast(ops.square(vectors), x.dtype)
         if a.shape[-1] == 1:
             squares = ops.sum(squares, axis=1, keepdims=True)
-        constant = ops.log(1 - 4 * a) * (self.head_dim / a.shape[-1] / 4)
+        spread = 1 - 4 * a
+        constant = ops.log(spread) * (self.head_dim / a.shape[-1] / 4)
         constant = ops.sum(constant, axis=-1, keepdims=True)
         constant = constant + precise_einsum("bkh,khm->bkm", a, squares)
         vectors = ops.cast(ops.convert_to_tensor(vectors), x.dtype)
-        vectors = vectors * ops.sqrt(1 - 4 * a)[..., None]
+        vectors = vectors * ops.sqrt(spread)[..., None]
         return Exponents(x, vectors, constant[:, :, None])
 
     def common_exponent(self, method, x, stats=None):
@@ -238,6 +245,8 @@ def masked_moments(x, mask):
 
 def _of_finite(square, mean):
     """Moments whose sums and products are finite, but NaN where an entry was not."""
+    if known_finite(mean, limit=LARGEST):
+        return ops.minimum(square, LARGEST**2), mean
     spoiled = spoils(mean[..., None])[..., 0]
     return ops.minimum(square, LARGEST**2) + spoiled, bounded(mean) + spoiled
 

@@ -8,9 +8,8 @@ from keras import ops
 
 from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.features import map_features
-from keras_rfattn.ops.not_finite import bounded
+from keras_rfattn.ops.not_finite import apart
 from keras_rfattn.ops.not_finite import limited
-from keras_rfattn.ops.not_finite import spoils
 from keras_rfattn.ops.precision import wide_dtype
 
 IGNORED = ("name", "trainable", "dtype", "seed", "projection")
@@ -76,7 +75,7 @@ class FeatureFunction:
             found = limited(self(tokens, parameters))
             return map_features(lambda x: ops.swapaxes(x, 1, 2), found)
         tokens = ops.cast(tokens, wide_dtype(tokens))
-        spoiled, tokens = spoils(tokens), bounded(tokens)
+        tokens, spoiled = apart(tokens)
         with scope:
             found = feature_map.exponents(self.method, tokens, stats)
             common = None
@@ -130,7 +129,8 @@ def of_finite_tokens(method):
 
     def marked(self, x, stats=None):
         x = ops.cast(x, wide_dtype(x))
-        return Marked(method(self, bounded(x), stats), spoils(x))
+        x, spoiled = apart(x)
+        return Marked(method(self, x, stats), spoiled)
 
     @functools.wraps(method)
     def features(self, x, stats=None):

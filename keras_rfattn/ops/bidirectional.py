@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_rfattn.ops import fused
 from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.layout import heads_first
@@ -40,9 +41,20 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     # Dimensions of a symbolic shape are no numbers.
     if all(isinstance(x, int) for x in (batch, *lengths)):
         size = max(1, batch * max(lengths)) * key.features.width
-    output = by_heads(_attend, (query, key, value, heads_mask(key_mask)), size)
+    parts = query, key, value, heads_mask(key_mask)
+    if fused.is_fused(query, key, value):
+        output = _without_features(*parts)
+    else:
+        output = by_heads(_attend, parts, size)
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(merge_heads(output, num_heads, length), dtype)
+
+
+def _without_features(query, key, value, mask):
+    """All heads of it by PyTorch's fused operation."""
+    key, value = admit(key, value, mask)
+    spoiled = ops.sum(key.spoiled, axis=-2, keepdims=True)
+    return fused.attend(query.features, key.features, value) + (query.spoiled + spoiled)
 
 
 def _attend(query, key, value, mask):
@@ -50,8 +62,8 @@ def _attend(query, key, value, mask):
     # What is computed here may be overwritten; one side after the other, in the memory
     # of one.
     are_own = [isinstance(x.features, Exponents) for x in (query, key)]
-    key = Marked(key.features.compute(), key.spoiled)
     key, value = admit(key, value, mask)
+    key = Marked(key.features.compute(), key.spoiled)
     sums = summarize(key, value, mask, is_last=are_own[1])
     del key
     features = query.features.compute()

@@ -238,10 +238,22 @@ class Exponents(NamedTuple):
     bias: Any
     common: Any = None
 
+    is_exponential = True
+    is_signed = False
+    has_offset = False
+
     @property
     def width(self):
         """How many features there are."""
         return self.vectors.shape[-1]
+
+    def hidden(self, mask):
+        """As of `Features`, heads first."""
+        if mask is None:
+            return self
+        common = self.common
+        common = ops.zeros_like(self.x[..., :1]) if common is None else common
+        return self._replace(common=ops.where(mask[..., None], common, LOWEST))
 
     def compute(self):
         """The `Features` `(B, K, R, M)`, heads first."""
@@ -252,7 +264,10 @@ class Exponents(NamedTuple):
 
 
 def map_features(function, features):
-    """Applies a function of one array to all parts of `Features` or `Marked`."""
+    """Applies a function of tokens to all parts of `Features` or `Marked`."""
+    if isinstance(features, Exponents):
+        common = map_features(function, features.common)
+        return features._replace(x=function(features.x), common=common)
     if features is None or not isinstance(features, tuple):
         return None if features is None else function(features)
     return type(features)(*(map_features(function, x) for x in features))

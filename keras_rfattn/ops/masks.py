@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any
 
-import keras
 import numpy as np
 from keras import ops
+
+from keras_rfattn.ops.precision import known_true
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +130,9 @@ def _decode_dense(mask, causal):
 
 def needed(key_mask):
     """A mask, `None` if it hides nothing and PyTorch can tell at once."""
-    if key_mask is None or keras.backend.backend() != "torch":
-        return key_mask
-    import torch
-
-    if torch.compiler.is_compiling() or key_mask.device.type != "cpu":
-        return key_mask
-    return None if bool(key_mask.all()) else key_mask
+    if key_mask is None or known_true(key_mask):
+        return None
+    return key_mask
 
 
 def heads_mask(key_mask):

@@ -21,7 +21,7 @@ LARGEST = 1e13
 def spoils(x):
     """NaN for tokens `(..., D)` that are not finite, else 0: `(..., 1)`."""
     if known_finite(x, limit=float("inf")):
-        return ops.zeros_like(x[..., :1], dtype=wide_dtype(x))
+        return _none_spoiled(x)
     zero, nan = (ops.convert_to_tensor(c, wide_dtype(x)) for c in (0, float("nan")))
     return ops.where(_all_within(x, float("inf")), zero, nan)
 
@@ -50,6 +50,24 @@ def finite_values(value):
     if known_finite(value, limit=float("inf")):
         return value
     return ops.where(_all_within(value, float("inf")), value, 0)
+
+
+def apart(x):
+    """`(bounded(x), spoils(x))`, looked at once where it is finite."""
+    if known_finite(x, limit=LARGEST):
+        return x, _none_spoiled(x)
+    return bounded(x), spoils(x)
+
+
+def values_apart(value):
+    """`(finite_values(value), spoils(value))`, likewise."""
+    if known_finite(value, limit=float("inf")):
+        return value, _none_spoiled(value)
+    return finite_values(value), spoils(value)
+
+
+def _none_spoiled(x):
+    return ops.zeros_like(x[..., :1], dtype=wide_dtype(x))
 
 
 def _all_within(x, limit):

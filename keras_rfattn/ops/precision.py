@@ -186,4 +186,15 @@ def known_finite(*arrays, limit):
     if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in arrays):
         return False
     ranges = (torch.aminmax(x.detach()) for x in arrays if x.numel())
-    return all(bool(-limit < low) and bool(high < limit) for low, high in ranges)
+    return all(-limit < low.item() and high.item() < limit for low, high in ranges)
+
+
+def known_true(condition):
+    """Whether all are true; only where that is cheap to ask, else `False`."""
+    if keras.backend.backend() != "torch":
+        return False
+    import torch
+
+    if torch.compiler.is_compiling() or condition.device.type != "cpu":
+        return False
+    return condition.all().item()

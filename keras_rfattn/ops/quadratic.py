@@ -4,9 +4,8 @@ from keras import ops
 
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import finite
-from keras_rfattn.ops.not_finite import finite_values
 from keras_rfattn.ops.not_finite import mark
-from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.not_finite import values_apart
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import wide_dtype
 from keras_rfattn.ops.sums import Reading
@@ -43,8 +42,8 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
         return ops.expand_dims(ops.transpose(x, (0, 2, 1, 3)), axis)
 
     query, key = (mark(x) for x in (query_features, key_features))
-    spoiled = key.spoiled + ops.cast(spoils(value), key.spoiled.dtype)
-    value = finite_values(value)
+    value, spoiled = values_apart(value)
+    spoiled = key.spoiled + ops.cast(spoiled, key.spoiled.dtype)
     query_spoiled, query, key = (
         query.spoiled,
         *(finite(x.features).dense() for x in (query, key)),

@@ -18,8 +18,7 @@ from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.layout import last_apart
 from keras_rfattn.ops.loops import exclusive_scan
 from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.not_finite import finite_values
-from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.not_finite import values_apart
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import add_into
 from keras_rfattn.ops.precision import elementwise_max
@@ -62,9 +61,9 @@ def admit(key, value, mask=None):
     Returns:
         `Marked` features, whose mark tells of their values too, and the values.
     """
-    value = hide(value, mask)
-    spoiled = hide(key.spoiled, mask) + ops.cast(spoils(value), key.spoiled.dtype)
-    return Marked(key.features.hidden(mask), spoiled), finite_values(value)
+    value, spoiled = values_apart(hide(value, mask))
+    spoiled = hide(key.spoiled, mask) + ops.cast(spoiled, key.spoiled.dtype)
+    return Marked(key.features.hidden(mask), spoiled), value
 
 
 def summarize(key, value, mask=None, is_last=False):

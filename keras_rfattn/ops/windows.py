@@ -8,10 +8,13 @@ from typing import Any
 
 from keras import ops
 
+from keras_rfattn.ops import fused
+from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Deferred
 from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.features import map_features
+from keras_rfattn.ops.kernel_attention import Softmax
 from keras_rfattn.ops.kernel_attention import finite_tokens
 from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.kernel_attention import spoiled
@@ -28,6 +31,8 @@ from keras_rfattn.ops.loops import by_heads
 from keras_rfattn.ops.loops import fold
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.masks import needed
+from keras_rfattn.ops.not_finite import LARGEST
+from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import quotient
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.sums import Sums
@@ -84,32 +89,46 @@ class Windows:
             mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
         return query, key, value, mask[..., None]
 
+    def is_fused(self, query_features, key_features, value):
+        """Whether `fused` answers, from `Marked` features that are not computed."""
+        is_softmax = self.kernel == Softmax()
+        return is_softmax and fused.is_fused(query_features, key_features, value)
+
     def beside(self, blocks):
         """Blocks with those nearby beside them, C each."""
-        return ops.concatenate([shifted(blocks, x) for x in self.nearby], axis=3)
+        found = [shifted(blocks, x) for x in self.nearby]
+        return found[0] if len(found) == 1 else ops.concatenate(found, axis=3)
 
-    def answer(self, sums, features, query, key, value, mask, is_all, is_last):
-        """What `quotient` takes: of `sums`, and exactly of what is `beside` queries.
+    def answer(self, sums, features, query, key, value, mask, is_all, is_last, dtype):
+        """The output: of `sums`, and exactly of what is `beside` queries.
 
         Args:
-            sums: `Sums` of each window, or of the first of several.
-            features: `Features` of the queries, `(B, K, n, C · G, M)`.
+            sums: `Sums` of each window, or of the first of several, or `Averages`.
+            features: `Features` of the queries, `(B, K, n, C · G, M)`, or `Exponents`
+                if `fused` reads.
             query: `(B, K, n, C · G, H)`.
             key: `beside` of the keys; likewise `value` and `mask`.
             is_all: Whether no key is hidden.
             is_last: Whether nothing else holds the features.
+            dtype: Of the result.
         """
-        far = read(sums, features, value.dtype, is_last=is_last)
         within = self._within() if self.is_causal else True
         # Windows beside its own may be the zeros after an end.
         is_all = is_all and within is True and len(self.nearby) == 1
         visible = None if is_all else ops.swapaxes(mask, -1, -2) & within
-        tokens, mask = (query, key, value), mask[..., 0]
-        near = read_exactly(self.kernel, *finite_tokens(*tokens), visible)
+        given, mask = (query, key, value), mask[..., 0]
+        is_finite = known_finite(*given, limit=LARGEST)
+        tokens = given if is_finite else finite_tokens(*given)
+        beside = sums.spoiled[..., None, None]
+        if not is_finite:
+            beside = beside + spoiled(*given, mask, self.groups, self.is_causal)
+        if isinstance(features, Exponents):
+            output = fused.read_beside(sums, features, *tokens, visible)
+            return ops.cast(output + beside, dtype)
+        far = read(sums, features, value.dtype, is_last=is_last)
+        near = read_exactly(self.kernel, *tokens, visible)
         reading = combine(far, near)
-        beside = spoiled(*tokens, mask, self.groups, self.is_causal)
-        beside = beside + sums.spoiled[..., None, None]
-        return reading.numerator, guarded(reading, features), beside
+        return quotient(reading.numerator, guarded(reading, features), beside, dtype)
 
     def _within(self):
         """`(C · G, C · len(nearby))`: the keys nearby that are not after the query."""
@@ -121,29 +140,44 @@ class Windows:
         """All windows of some heads at once, not causal, `(B, K, T · G, V)`."""
         features = query_features.features, key_features.features
         are_own = [isinstance(x, Exponents) for x in features]
+        is_fused = self.is_fused(query_features, key_features, value)
 
         def cut(marked, size):
-            marked = Marked(marked.features.compute(), marked.spoiled)
+            if not is_fused:
+                marked = Marked(marked.features.compute(), marked.spoiled)
             return map_features(lambda x: cut_blocks(x, size), marked)
 
         query, key, value, exists = self.cut(query, key, value, mask)
-        tokens = cut(key_features, self.size)
-        own = summarize(*admit(tokens, value, mask), mask, are_own[1])
-        none = no_sums(map_features(lambda x: x[:, :, 0], tokens.features), value)
+        tokens = admit(cut(key_features, self.size), value, mask)
+        if is_fused:
+            far = fused.summarize(*tokens)
+            if earlier is None and far.logs.shape[2] <= fused.WINDOWS:
+                far = far.elsewhere(self.nearby)
+            else:
+                far = fused.Averages.of(self._elsewhere(far.sums(), earlier))
+        else:
+            far = summarize(*tokens, mask, are_own[1])
+            far = self._elsewhere(far, earlier)
         del tokens
+        features, _ = cut(query_features, self.size * self.groups)
+        near = (self.beside(x) for x in (key, value, exists))
+        output = self.answer(
+            far, features, query, *near, mask is None, are_own[0], value.dtype
+        )
+        shape = ops.shape(output)
+        return ops.reshape(output, (*shape[:2], -1, shape[-1]))
+
+    def _elsewhere(self, own, earlier):
+        """`Sums` of all windows but those `nearby`, of those of each, and `earlier`."""
+        none = Sums(
+            ops.full_like(own.maximum[:, :, 0], LOWEST),
+            *(ops.zeros_like(x[:, :, 0]) for x in own[1:]),
+        )
         left, right = (_moved(own, none, self.nearby[i]) for i in (0, -1))
         start = none if earlier is None else _cast(earlier, none)
         before, _ = prefix_sums(left, start)
         after, _ = prefix_sums(_reversed(right), none)
-        features, _ = cut(query_features, self.size * self.groups)
-        near = (self.beside(x) for x in (key, value, exists))
-        found = self.answer(
-            merge_sums(before, _reversed(after)), features, query, *near, mask is None,
-            are_own[0],
-        )  # fmt: skip
-        output = quotient(*found, value.dtype)
-        shape = ops.shape(output)
-        return ops.reshape(output, (*shape[:2], -1, shape[-1]))
+        return merge_sums(before, _reversed(after))
 
 
 def all_windows(
@@ -167,7 +201,8 @@ def all_windows(
     windows, size = Windows(kernel, window, groups, sliding, False), None
     sizes = value.shape[0], length
     # Dimensions of a symbolic shape are no numbers.
-    if all(isinstance(x, int) for x in sizes):
+    is_known = all(isinstance(x, int) for x in sizes)
+    if is_known and not windows.is_fused(*features, value):
         size = max(1, sizes[0] * length) * groups * features[1].features.width
     query, key, value = (
         split_heads(x, num_kv_heads) for x in (query, key, representable(value))
@@ -225,8 +260,8 @@ def causal_windows(
         features, *rows = rows
         features, _ = compute_query(features)
         is_all = hidden is None
-        found = windows.answer(before, features, *rows, is_all, are_own[0])
-        return tuple(last), block_tokens(quotient(*found, dtype), num_heads)
+        found = windows.answer(before, features, *rows, is_all, are_own[0], dtype)
+        return tuple(last), block_tokens(found, num_heads)
 
     start = no_sums(compute_key(one_block(far_key)).features, value)
     start = start if earlier is None else _cast(earlier, start)

@@ -1,0 +1,125 @@
+"""Exponential features by PyTorch's fused softmax attention, against themselves."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_rfattn.ops import Local
+from keras_rfattn.ops import Softmax
+from keras_rfattn.ops import bidirectional
+from keras_rfattn.ops import fused
+from keras_rfattn.ops import local_attention
+from tests import helpers as h
+
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="an operation of PyTorch"
+)
+MAPS = ("favorplus", "favorpp", "favorpp_dense", "favorpp_learned")
+WINDOWS = {"none": (None, False), "window": (5, False), "sliding": (3, True)}
+
+
+def fixed(name):
+    """The map, none of whose weights asks for a gradient."""
+    feature_map = h.build(name)
+    for weight in feature_map.variables:
+        weight.value.requires_grad_(False)
+    return feature_map
+
+
+def attention(name, x, window=None, sliding=False, mask=None):
+    feature_map = fixed(name)
+    query, key, value = (ops.convert_to_tensor(a) for a in x)
+    mask = None if mask is None else ops.convert_to_tensor(mask)
+    stats = feature_map.statistics(query, key, mask, mask)
+    features = (
+        feature_map.deferred("query_features", query, stats),
+        feature_map.deferred("key_features", key, stats),
+    )
+    if window is None:
+        return bidirectional(*features, value, mask)
+    local = Local(query, key, Softmax(), window, sliding)
+    return local_attention(*features, value, local, mask)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the operation was asked."""
+    found, softmax = [], fused._softmax
+
+    def counted(*args):
+        found.append(1)
+        return softmax(*args)
+
+    monkeypatch.setattr(fused, "_softmax", counted)
+    return found
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Calls a function with features in memory."""
+
+    def call(function, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "is_fused", lambda *_: False)
+            return h.to_numpy(function(*args))
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["full", "left", "scattered"])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", MAPS)
+def test_equals_features_in_memory(name, window, kind, calls, plain):
+    for size in (0.5, 4):
+        x = h.problem(size=size)
+        args = name, x, *WINDOWS[window], h.padding_masks()[kind]
+        expected = plain(attention, *args)
+        assert not calls
+        # Exponents of 100, each rounded to a part in 1e7.
+        h.assert_close(attention(*args), expected, 1e-5 if size < 1 else 1e-4)
+        assert calls
+        calls.clear()
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_more_windows_than_weigh_each_other(sliding, monkeypatch, plain):
+    monkeypatch.setattr(fused, "WINDOWS", 3)
+    args = "favorpp", h.problem(size=0.5), 4, sliding, h.padding_masks()["left"]
+    h.assert_close(attention(*args), plain(attention, *args))
+
+
+def test_rows_that_see_no_key_are_zero(calls):
+    mask = np.zeros((h.BATCH, h.LENGTH), bool)
+    mask[1] = True
+    for window, sliding in WINDOWS.values():
+        found = h.to_numpy(attention("favorpp", h.problem(), window, sliding, mask))
+        assert calls
+        assert np.all(found[0] == 0)
+        assert np.all(found[1] != 0)
+
+
+def test_values_are_narrow(calls, plain):
+    query, key, value = h.problem(size=0.5)
+    x = query, key, ops.cast(value, "bfloat16")
+    found = attention("favorpp", x)
+    assert calls
+    assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
+    h.assert_close(found, plain(attention, "favorpp", x), h.NARROW["bfloat16"])
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_is_not_asked_for_a_gradient(part, calls):
+    x = [ops.convert_to_tensor(a) for a in h.problem(size=0.5)]
+    x[part].requires_grad_()
+    attention("favorpp", x).sum().backward()
+    assert not calls
+    assert float(x[part].grad.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])
+def test_no_token_at_all_is_refused(lengths, calls):
+    """By Keras; the operation would end the process."""
+    with pytest.raises(ValueError, match="empty"):
+        attention("favorpp", h.problem(length=lengths[0], key_length=lengths[1]))
+    assert not calls
