@@ -16,6 +16,9 @@ from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.sums import Sums
 
+# What `scaled_dot_product_attention` calls, which keeps the normalizers to itself.
+OPERATION = "_scaled_dot_product_flash_attention_for_cpu"
+
 # Up to so many windows, each weighs all others at once; beyond, sums pass from one to
 # the next.
 WINDOWS = 64
@@ -35,6 +38,8 @@ def is_fused(query, key, value):
         return False
     import torch
 
+    if not hasattr(torch.ops.aten, OPERATION):
+        return False
     x, other = key.features.x, query.features.x
     given = *query.features, *key.features, value
     if torch.compiler.is_compiling() or any(
@@ -183,7 +188,7 @@ def _softmax(query, key, value, bias):
     query, key, value = map(rows, (query, key, value))
     if bias is not None:
         bias = rows(bias).expand(-1, -1, query.shape[-2], key.shape[-2])
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attend = getattr(torch.ops.aten, OPERATION)
     found = attend(query, key, value, attn_mask=bias, scale=1.0)
     if len(lead) == 3:
         found = (x.unflatten(0, lead[::2]).transpose(1, 2) for x in found)
