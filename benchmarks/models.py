@@ -68,7 +68,7 @@ def build(name, mechanism, length):
     if mechanism == "nothing":
         for layer in model._flatten_layers():
             if isinstance(layer, keras.layers.MultiHeadAttention):
-                layer._compute_attention = lambda q, k, v, *_, **__: (q + k + v, None)
+                layer._compute_attention = nothing
     elif mechanism != "softmax":
         # Name, width, and window.
         kind, *numbers = mechanism.replace("window", "").split()
@@ -77,6 +77,11 @@ def build(name, mechanism, length):
             model, kind, num_features=numbers[0], window=numbers[1], seed=0
         )
     return model
+
+
+def nothing(query, key, value, *args, **kwargs):
+    """In the place of attention."""
+    return query + key + value, None
 
 
 def inputs(name, batch, length):
