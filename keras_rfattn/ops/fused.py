@@ -21,37 +21,43 @@ OPERATION = "_scaled_dot_product_flash_attention_for_cpu"
 
 # Up to so many windows, each weighs all others at once; beyond, sums pass from one to
 # the next.
-WINDOWS = 64
+WINDOWS = 32
 
 
-def is_fused(query, key, value):
-    """Whether these are for `summarize` and `read` of this module.
+def is_fused(query, key, value, *others):
+    """Whether these are for this module.
 
     Args:
         query: `Marked`, of `Exponents` or others.
         key: Likewise.
         value: Array of shape `(..., S, V)`.
+        others: Pytrees of arrays besides, such as queries and keys of softmax.
     """
     if keras.backend.backend() != "torch":
         return False
     if not all(isinstance(x.features, Exponents) for x in (query, key)):
         return False
     import torch
+    from torch.autograd import forward_ad
 
-    if not hasattr(torch.ops.aten, OPERATION):
+    is_traced = torch.compiler.is_compiling() or forward_ad._current_level >= 0
+    is_cast = torch.is_autocast_enabled("cpu")
+    if is_traced or is_cast or not hasattr(torch.ops.aten, OPERATION):
         return False
-    x, other = key.features.x, query.features.x
-    given = *query.features, *key.features, value
-    if torch.compiler.is_compiling() or any(
-        a is not None and (a.device.type != "cpu" or not a.numel()) for a in given
-    ):
+    tokens = [key.features.x, query.features.x]
+    others = [x for x in keras.tree.flatten(others) if x is not None]
+    arrays = (*query.features, *key.features, value, *others)
+    arrays = [x for x in arrays if x is not None]
+    if any(x.device.type != "cpu" or not x.numel() for x in arrays):
         return False
-    if torch.is_grad_enabled() and any(
-        a is not None and a.requires_grad for a in given
-    ):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arrays):
         return False
-    is_fit = x.dtype == other.dtype and value.dtype in (x.dtype, torch.bfloat16)
-    return is_fit and value.shape[-1] <= x.shape[-1]
+    dtype, size = tokens[0].dtype, value.shape[-1]
+    is_fit = value.dtype in (dtype, torch.bfloat16)
+    return is_fit and all(
+        x.dtype == dtype and x.shape[-1] >= size
+        for x in tokens + [x for x in others if x.is_floating_point()]
+    )
 
 
 class Averages(NamedTuple):
@@ -81,7 +87,7 @@ class Averages(NamedTuple):
         """Of all windows `(B, K, n, ...)` but those `nearby`, for each of them."""
         import torch
 
-        window = torch.arange(self.logs.shape[2])
+        window = torch.arange(self.logs.shape[2], device="cpu")
         offset = window - window[:, None]
         is_near = (offset >= nearby[0]) & (offset <= nearby[-1])
         logs = torch.where(is_near, LOWEST, self.logs.mT[..., None, :])
@@ -151,7 +157,10 @@ def _look_up(query, means, logs):
 
 def _parameters(exponents):
     """Vectors `(..., M, H)` and bias `(..., M)`, the same for all blocks."""
-    found = exponents.vectors.mT.contiguous(), exponents.bias[..., 0, :]
+    vectors, bias = (
+        x.to(exponents.x.dtype) for x in (exponents.vectors, exponents.bias)
+    )
+    found = vectors.mT.contiguous(), bias[..., 0, :]
     is_cut = exponents.x.ndim == 5
     return tuple(x.unsqueeze(2) for x in found) if is_cut else found
 

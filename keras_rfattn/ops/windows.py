@@ -89,10 +89,11 @@ class Windows:
             mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
         return query, key, value, mask[..., None]
 
-    def is_fused(self, query_features, key_features, value):
+    def is_fused(self, query_features, key_features, query, key, value, earlier):
         """Whether `fused` answers, from `Marked` features that are not computed."""
-        is_softmax = self.kernel == Softmax()
-        return is_softmax and fused.is_fused(query_features, key_features, value)
+        if self.kernel != Softmax() or earlier is not None:
+            return False
+        return fused.is_fused(query_features, key_features, value, query, key)
 
     def beside(self, blocks):
         """Blocks with those nearby beside them, C each."""
@@ -138,9 +139,9 @@ class Windows:
 
     def __call__(self, query_features, key_features, query, key, value, mask, earlier):
         """All windows of some heads at once, not causal, `(B, K, T · G, V)`."""
-        features = query_features.features, key_features.features
-        are_own = [isinstance(x, Exponents) for x in features]
-        is_fused = self.is_fused(query_features, key_features, value)
+        given = query_features, key_features, query, key, value, earlier
+        is_fused = self.is_fused(*given)
+        are_own = [isinstance(x.features, Exponents) for x in given[:2]]
 
         def cut(marked, size):
             if not is_fused:
@@ -151,10 +152,10 @@ class Windows:
         tokens = admit(cut(key_features, self.size), value, mask)
         if is_fused:
             far = fused.summarize(*tokens)
-            if earlier is None and far.logs.shape[2] <= fused.WINDOWS:
+            if far.logs.shape[2] <= fused.WINDOWS:
                 far = far.elsewhere(self.nearby)
             else:
-                far = fused.Averages.of(self._elsewhere(far.sums(), earlier))
+                far = fused.Averages.of(self._elsewhere(far.sums()))
         else:
             far = summarize(*tokens, mask, are_own[1])
             far = self._elsewhere(far, earlier)
@@ -167,7 +168,7 @@ class Windows:
         shape = ops.shape(output)
         return ops.reshape(output, (*shape[:2], -1, shape[-1]))
 
-    def _elsewhere(self, own, earlier):
+    def _elsewhere(self, own, earlier=None):
         """`Sums` of all windows but those `nearby`, of those of each, and `earlier`."""
         none = Sums(
             ops.full_like(own.maximum[:, :, 0], LOWEST),
@@ -200,13 +201,13 @@ def all_windows(
     ]  # fmt: skip
     windows, size = Windows(kernel, window, groups, sliding, False), None
     sizes = value.shape[0], length
-    # Dimensions of a symbolic shape are no numbers.
-    is_known = all(isinstance(x, int) for x in sizes)
-    if is_known and not windows.is_fused(*features, value):
-        size = max(1, sizes[0] * length) * groups * features[1].features.width
     query, key, value = (
         split_heads(x, num_kv_heads) for x in (query, key, representable(value))
     )
+    # Dimensions of a symbolic shape are no numbers.
+    is_known = all(isinstance(x, int) for x in sizes)
+    if is_known and not windows.is_fused(*features, query, key, value, earlier):
+        size = max(1, sizes[0] * length) * groups * features[1].features.width
     mask = block_mask(mask, length, window)
     output = by_heads(windows, (*features, query, key, value, mask, earlier), size)
     # Without what is after the end.

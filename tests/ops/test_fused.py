@@ -23,7 +23,8 @@ def fixed(name):
     """The map, none of whose weights asks for a gradient."""
     feature_map = h.build(name)
     for weight in feature_map.variables:
-        weight.value.requires_grad_(False)
+        if weight.value.requires_grad:
+            weight.value.requires_grad_(False)
     return feature_map
 
 
@@ -106,6 +107,49 @@ def test_values_are_narrow(calls, plain):
     assert calls
     assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
     h.assert_close(found, plain(attention, "favorpp", x), h.NARROW["bfloat16"])
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", MAPS)
+def test_double_precision(name, window, calls, plain):
+    with h.double_precision():
+        x = h.problem(size=0.5, dtype="float64")
+        found = attention(name, x, *WINDOWS[window])
+        assert calls
+        assert keras.backend.standardize_dtype(found.dtype) == "float64"
+        expected = plain(attention, name, x, *WINDOWS[window])
+        h.assert_close(found, expected, 1e-6)
+
+
+def test_neither_autocast_nor_forward_mode(calls):
+    import torch
+
+    x = [ops.convert_to_tensor(a) for a in h.problem(size=0.5)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert np.all(np.isfinite(h.to_numpy(attention("favorpp", x, 5))))
+    value = x[2]
+
+    def linear(value):
+        return attention("favorpp", [*x[:2], value], 5)
+
+    output, tangent = torch.func.jvp(linear, (value,), (value,))
+    assert not calls
+    # What attention gives is linear in the values.
+    h.assert_close(tangent, output)
+
+
+def test_gradient_of_the_exact_part_alone(calls):
+    query, key, value = (ops.convert_to_tensor(a) for a in h.problem(size=0.5))
+    feature_map = fixed("favorplus")
+    features = (
+        feature_map.deferred("query_features", query),
+        feature_map.deferred("key_features", key),
+    )
+    exact = query.clone().requires_grad_()
+    local = Local(exact, key, Softmax(), 5, False)
+    local_attention(*features, value, local).sum().backward()
+    assert not calls
+    assert float(exact.grad.abs().sum()) > 0
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
