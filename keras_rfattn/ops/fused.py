@@ -31,7 +31,7 @@ def is_fused(query, key, value, *others):
         query: `Marked`, of `Exponents` or others.
         key: Likewise.
         value: Array of shape `(..., S, V)`.
-        others: Pytrees of arrays besides, such as queries and keys of softmax.
+        others: Queries and keys of softmax, where it is asked besides.
     """
     if keras.backend.backend() != "torch":
         return False
@@ -44,8 +44,7 @@ def is_fused(query, key, value, *others):
     is_cast = torch.is_autocast_enabled("cpu")
     if is_traced or is_cast or not hasattr(torch.ops.aten, OPERATION):
         return False
-    tokens = [key.features.x, query.features.x]
-    others = [x for x in keras.tree.flatten(others) if x is not None]
+    tokens = key.features.x, query.features.x, *others
     arrays = (*query.features, *key.features, value, *others)
     arrays = [x for x in arrays if x is not None]
     if any(x.device.type != "cpu" or not x.numel() for x in arrays):
@@ -54,10 +53,7 @@ def is_fused(query, key, value, *others):
         return False
     dtype, size = tokens[0].dtype, value.shape[-1]
     is_fit = value.dtype in (dtype, torch.bfloat16)
-    return is_fit and all(
-        x.dtype == dtype and x.shape[-1] >= size
-        for x in tokens + [x for x in others if x.is_floating_point()]
-    )
+    return is_fit and all(x.dtype == dtype and x.shape[-1] >= size for x in tokens)
 
 
 class Averages(NamedTuple):
