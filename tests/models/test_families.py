@@ -79,6 +79,7 @@ def fit_one_step(model, inputs):
     else:
         flat = keras.tree.flatten(model(model.input))
         # No square of a difference: of normalized outputs, its mean is the same always.
+        # Times 1, as Moonshine's mask is boolean on PyTorch where its spec says float.
         means = [
             keras.ops.mean(keras.ops.softplus(1.0 * x), axis=tuple(range(1, x.ndim)))
             for x in flat
