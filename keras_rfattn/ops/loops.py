@@ -9,6 +9,8 @@ from keras import ops
 # Tokens, times heads, that PyTorch takes at once in `fold`, and numbers of features in
 # `by_rows` and `by_heads`: what stays in a cache. A step costs PyTorch more than JAX.
 AT_ONCE, NUMBERS = 2048, {"torch": 2**20, "jax": 2**18}
+# Blocks of a TPU's length or more that JAX takes at once in `fold`.
+LONG_BLOCK, LONG_BLOCKS = 512, 4
 
 
 def exclusive_scan(combine, start, elements):
@@ -23,6 +25,9 @@ def exclusive_scan(combine, start, elements):
         `(last, before)`: the carry after all elements, and a tuple of arrays of
         shape `(n, ...)` with the carry before each.
     """
+    if elements[0].shape[0] == 1:
+        after = combine(start, tuple(x[0] for x in elements))
+        return after, tuple(x[None] for x in start)
     if keras.backend.backend() == "tensorflow":
         # `keras.ops.scan` needs to know n beforehand on TensorFlow.
         import tensorflow as tf
@@ -38,17 +43,23 @@ def exclusive_scan(combine, start, elements):
 
 
 def compiled(function, /, **options):
-    """`function` with its `options` set: on JAX one program, for all calls of a shape.
+    """`function` with its `options` set: one program for all calls of a shape.
 
-    Without it a loop would be compiled again in every call outside of a jit.
+    Without it JAX would compile a loop again in every call outside of a jit, and
+    TensorFlow trace the same graph and gradient in every layer of a model.
 
     Args:
         function: A function of a module, of pytrees of arrays.
         **options: Hashable arguments of `function`; what is equal shares a program.
     """
-    if keras.backend.backend() != "jax":
-        return functools.partial(function, **options)
-    return functools.partial(_jit(), function, tuple(options.items()))
+    if keras.backend.backend() == "jax":
+        return functools.partial(_jit(), function, tuple(options.items()))
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        if not tf.executing_eagerly():
+            return _traced(function, tuple(options.items()))
+    return functools.partial(function, **options)
 
 
 @functools.cache
@@ -61,11 +72,27 @@ def _jit():
     return jax.jit(call, static_argnums=(0, 1))
 
 
+def _traced(function, options):
+    """A function of the graph at hand, where one of another may know a map no more."""
+    import tensorflow as tf
+
+    graph = tf.compat.v1.get_default_graph()
+    # It may be a proxy, which has attributes and no dictionary of them.
+    if not hasattr(graph, "_rfattn_functions"):
+        graph._rfattn_functions = {}
+    key = function, options
+    if key not in graph._rfattn_functions:
+        call = functools.partial(function, **dict(options))
+        graph._rfattn_functions[key] = tf.function(call, autograph=False)
+    return graph._rfattn_functions[key]
+
+
 def fold(step, carry, blocks):
     """Runs `step` over blocks, one at a time where that saves memory and time.
 
     On JAX a loop, which computes a block again in the backward pass: all that a
-    block needs fits in a cache, and none of it is kept for the gradient.
+    block needs fits in a cache, and none of it is kept for the gradient but the carry.
+    Of a TPU's long blocks it takes a few at a time, to keep fewer of these.
     PyTorch pays for a loop operation by operation, and takes as many blocks in one
     step as fit in a cache; TensorFlow takes all of them.
 
@@ -85,15 +112,23 @@ def fold(step, carry, blocks):
     import jax
     import jax.numpy as jnp
 
-    @jax.checkpoint
-    def one(carry, blocks):
-        blocks = jax.tree.map(lambda x: x[:, :, None], blocks)
-        carry, found = step(carry, *blocks)
-        return carry, jax.tree.map(lambda x: x[:, :, 0], found)
+    leaves = jax.tree.leaves(blocks)
+    count, size = leaves[0].shape[2], min(x.shape[3] for x in leaves)
+    group = 1
+    if size >= LONG_BLOCK and isinstance(count, int):
+        group = max(i for i in range(1, LONG_BLOCKS + 1) if count % i == 0)
 
-    first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), blocks)
-    carry, found = jax.lax.scan(one, carry, first)
-    return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)
+    def cut(x):
+        x = x.reshape(*x.shape[:2], count // group, group, *x.shape[3:])
+        return jnp.moveaxis(x, 2, 0)
+
+    def join(x):
+        x = jnp.moveaxis(x, 0, 2)
+        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+    one = jax.checkpoint(lambda carry, blocks: step(carry, *blocks))
+    carry, found = jax.lax.scan(one, carry, jax.tree.map(cut, blocks))
+    return carry, jax.tree.map(join, found)
 
 
 def _by_groups(step, carry, blocks):
