@@ -9,8 +9,6 @@ from keras import ops
 # Tokens, times heads, that PyTorch takes at once in `fold`, and numbers of features in
 # `by_rows` and `by_heads`: what stays in a cache. A step costs PyTorch more than JAX.
 AT_ONCE, NUMBERS = 2048, {"torch": 2**20, "jax": 2**18}
-# Blocks of a TPU's length or more that JAX takes at once in `fold`.
-LONG_BLOCK, LONG_BLOCKS = 512, 4
 
 
 def exclusive_scan(combine, start, elements):
@@ -87,12 +85,11 @@ def _traced(function, options):
     return graph._rfattn_functions[key]
 
 
-def fold(step, carry, blocks):
-    """Runs `step` over blocks, one at a time where that saves memory and time.
+def fold(step, carry, blocks, at_once=1):
+    """Runs `step` over blocks, few at a time where that saves memory and time.
 
     On JAX a loop, which computes a block again in the backward pass: all that a
     block needs fits in a cache, and none of it is kept for the gradient but the carry.
-    Of a TPU's long blocks it takes a few at a time, to keep fewer of these.
     PyTorch pays for a loop operation by operation, and takes as many blocks in one
     step as fit in a cache; TensorFlow takes all of them.
 
@@ -101,6 +98,7 @@ def fold(step, carry, blocks):
         carry: Tuple of arrays.
         blocks: Pytrees of arrays of blocks along axis 2, as of `layout.cut_blocks` or
             `layout.cut_tokens`.
+        at_once: The most blocks that JAX takes at a time.
 
     Returns:
         `(carry, found)`, which are pytrees of such arrays too.
@@ -112,11 +110,10 @@ def fold(step, carry, blocks):
     import jax
     import jax.numpy as jnp
 
-    leaves = jax.tree.leaves(blocks)
-    count, size = leaves[0].shape[2], min(x.shape[3] for x in leaves)
-    group = 1
-    if size >= LONG_BLOCK and isinstance(count, int):
-        group = max(i for i in range(1, LONG_BLOCKS + 1) if count % i == 0)
+    count = jax.tree.leaves(blocks)[0].shape[2]
+    # Of a length that is not known yet, one.
+    most = at_once if isinstance(count, int) else 1
+    group = max(i for i in range(1, most + 1) if most == 1 or count % i == 0)
 
     def cut(x):
         x = x.reshape(*x.shape[:2], count // group, group, *x.shape[3:])
