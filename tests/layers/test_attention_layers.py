@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 
 import keras
 import numpy as np
@@ -338,3 +339,31 @@ def test_rematerialization_changes_no_number():
     assert any("feature_map" in name for name in moved)
     _, moved = trained("favorpp", scope)
     assert len(moved) == 8 and not any("feature_map" in name for name in moved)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="of TensorFlow")
+def test_layers_of_a_model_share_a_traced_function(monkeypatch):
+    import tensorflow as tf
+
+    module, traced = sys.modules["keras_rfattn.ops.causal"], []
+    original = module._causal
+
+    def counted(*args, **kwargs):
+        traced.append(kwargs["functions"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, "_causal", counted)
+    x = keras.Input((8, 6))
+    output = x
+    for width in (16, 16, 16, 24):
+        layer = MultiHeadAttention(
+            2, 4, feature_map="favorplus", num_features=width, seed=width
+        )
+        output = layer(output, output, use_causal_mask=True)
+    model = keras.Model(x, output)
+    data = np.random.default_rng(0).normal(size=(3, 8, 6)).astype("float32")
+    expected = model(data)
+    traced.clear()
+    actual = tf.function(lambda x: model(x))(data)
+    assert len(traced) == 2  # three layers alike, and one of another width
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
