@@ -110,22 +110,28 @@ def fold(step, carry, blocks, at_once=1):
     import jax
     import jax.numpy as jnp
 
-    count = jax.tree.leaves(blocks)[0].shape[2]
-    # Of a length that is not known yet, one.
-    most = at_once if isinstance(count, int) else 1
-    group = max(i for i in range(1, most + 1) if most == 1 or count % i == 0)
+    one = jax.checkpoint(lambda carry, blocks: step(carry, *blocks))
+    count, group = jax.tree.leaves(blocks)[0].shape[2], 1
+    if at_once > 1 and isinstance(count, int) and count:
+        group = math.ceil(count / math.ceil(count / at_once))
+    full = count // group
 
     def cut(x):
-        x = x.reshape(*x.shape[:2], count // group, group, *x.shape[3:])
+        x = x[:, :, : full * group]
+        x = x.reshape(*x.shape[:2], full, group, *x.shape[3:])
         return jnp.moveaxis(x, 2, 0)
 
     def join(x):
         x = jnp.moveaxis(x, 0, 2)
-        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+        return x.reshape(*x.shape[:2], full * group, *x.shape[4:])
 
-    one = jax.checkpoint(lambda carry, blocks: step(carry, *blocks))
     carry, found = jax.lax.scan(one, carry, jax.tree.map(cut, blocks))
-    return carry, jax.tree.map(join, found)
+    found = jax.tree.map(join, found)
+    if group > 1 and full * group < count:
+        rest = jax.tree.map(lambda x: x[:, :, full * group :], blocks)
+        carry, last = one(carry, rest)
+        found = jax.tree.map(lambda *x: jnp.concatenate(x, 2), found, last)
+    return carry, found
 
 
 def _by_groups(step, carry, blocks):

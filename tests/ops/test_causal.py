@@ -77,7 +77,7 @@ def test_longer_than_a_default_block(name):
     h.assert_matches(feature_map, actual, exact(feature_map, x))
 
 
-@pytest.mark.parametrize("block_size", [8, 1024])
+@pytest.mark.parametrize("block_size", [8, 12, 1024])
 @pytest.mark.parametrize("name", h.FORMS)
 def test_a_step_of_several_blocks(name, block_size, monkeypatch):
     monkeypatch.setattr(module, "INNER", h.BLOCK)
