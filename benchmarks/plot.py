@@ -16,7 +16,7 @@ MEASURED = ("ms", "least", "times as fast", "ours times as fast", "share of matm
             "bytes", "commit", "others GB", "GB accessed", "seconds to compile",
             "tera-operations", "weights GB", "refused")  # fmt: skip
 # Of blocks of this many tokens, and whatever softmax has.
-TPU_BLOCK = 1024
+TPU_BLOCK = 512
 
 
 def rows(name, **wanted):

@@ -11,7 +11,7 @@ known without a chip.
 
 Operations and bytes are the compiler's own counts (benchmarks/tpu.py) of one layer and
 of two, which tell those of twelve. It counts a loop once, so that linear attention is
-counted at sequences of one step, 1 and 4 of them, and goes on in proportion to tokens;
+counted at sequences of one block, 1 and 4 of them, and goes on in proportion to tokens;
 softmax, which has no loop, at three lengths, and goes on as a parabola. Over several
 chips a sequence is divided (`SequenceParallel`): each gathers the sums of all others in
 every layer, forward and backward, and gradients of all weights are added up. Whether
@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 
-BLOCK, SOFTMAX = 1024, (512, 1024, 2048)
+BLOCK, SOFTMAX = 512, (512, 1024, 2048)
 OPERATIONS, BYTES, EXCHANGE = 197e12, 819e9, 200e9
 LAYERS, HEADS, HEAD_DIM, WIDTH, WEIGHTS = 12, 12, 64, 256, 124e6
 

@@ -57,7 +57,7 @@ def replace_attention(
             or a callable `(path, layer) -> bool`. All by default.
         exclude: Layers to keep softmax, likewise.
         seed: Seed of the random vectors; each layer derives its own from it.
-        block_size: Tokens of a step of causal attention; changes no number.
+        block_size: Block length of causal attention; changes no number.
         window: Number of tokens within which attention stays exact: the sequence is
             cut into windows of so many, and features take over beyond. Needs a map
             of the softmax or polynomial kernel.

@@ -3,8 +3,6 @@
 Keys before a query's block are read from prefix sums (`sums.read`), exact
 whatever their size, because each feature keeps its own running maximum. Keys in
 the query's own block are weighed one by one, on a C × C matrix; see `causal_block`.
-JAX keeps the sums before each step for the gradient: a step of `block_size` tokens is
-several blocks where these are longer than such a matrix should be.
 """
 
 from keras import ops
@@ -36,8 +34,6 @@ from keras_rfattn.ops.sums import prefix_sums
 from keras_rfattn.ops.sums import summarize
 
 SPAN = 30.0
-# Tokens that are weighed key by key: longer steps take several such blocks at a time.
-INNER = 128
 
 
 def causal(
@@ -58,7 +54,7 @@ def causal(
         value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
         key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden
             keys and values may hold anything, NaN included.
-        block_size: Tokens of a step, by the device if `None` (`Options`). Any positive
+        block_size: Length of a block, by the device if `None` (`Options`). Any positive
             integer, and no effect on the result.
         state: Optional `State` of earlier tokens, which every query sees.
         return_state: Whether to return the state after the last token too.
@@ -75,7 +71,7 @@ def causal(
     arrays, functions = zip(*(take_apart(x) for x in features), strict=True)
     call = compiled(
         _causal, num_heads=query_features.num_heads, functions=functions,
-        block_size=block_size, inner=INNER, span=SPAN, fallback=dyadic,
+        block_size=block_size, span=SPAN, fallback=dyadic,
     )  # fmt: skip
     output, sums = call(*arrays, value, key_mask, state)
     if not return_state:
@@ -87,15 +83,13 @@ def causal(
 
 
 def _causal(
-    query, key, value, key_mask, state, num_heads, functions, block_size, inner, span,
-    fallback,
-):  # fmt: skip
+    query, key, value, key_mask, state, num_heads, functions, block_size, span, fallback
+):
     """The output, and the sums after the last token."""
     num_kv_heads, length = value.shape[2], ops.shape(value)[1]
     groups = num_heads // num_kv_heads
     if isinstance(length, int):
         block_size = min(block_size, max(length, 1))
-    at_once, block_size = max(1, block_size // inner), min(block_size, inner)
     dtype, value = value.dtype, representable(value)
 
     query, query_features = in_blocks(
@@ -116,7 +110,7 @@ def _causal(
     if state is not None:
         given = zip(to_sums(state), start, strict=True)
         start = Sums(*(ops.cast(x, y.dtype) for x, y in given))
-    last, found = fold(step, tuple(start), (query, key, blocks, mask), at_once)
+    last, found = fold(step, tuple(start), (query, key, blocks, mask))
     return join_tokens(found, length), Sums(*last)
 
 

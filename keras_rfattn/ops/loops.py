@@ -85,11 +85,11 @@ def _traced(function, options):
     return graph._rfattn_functions[key]
 
 
-def fold(step, carry, blocks, at_once=1):
-    """Runs `step` over blocks, few at a time where that saves memory and time.
+def fold(step, carry, blocks):
+    """Runs `step` over blocks, one at a time where that saves memory and time.
 
     On JAX a loop, which computes a block again in the backward pass: all that a
-    block needs fits in a cache, and none of it is kept for the gradient but the carry.
+    block needs fits in a cache, and none of it is kept for the gradient.
     PyTorch pays for a loop operation by operation, and takes as many blocks in one
     step as fit in a cache; TensorFlow takes all of them.
 
@@ -98,7 +98,6 @@ def fold(step, carry, blocks, at_once=1):
         carry: Tuple of arrays.
         blocks: Pytrees of arrays of blocks along axis 2, as of `layout.cut_blocks` or
             `layout.cut_tokens`.
-        at_once: The most blocks that JAX takes at a time.
 
     Returns:
         `(carry, found)`, which are pytrees of such arrays too.
@@ -110,28 +109,15 @@ def fold(step, carry, blocks, at_once=1):
     import jax
     import jax.numpy as jnp
 
-    one = jax.checkpoint(lambda carry, blocks: step(carry, *blocks))
-    count, group = jax.tree.leaves(blocks)[0].shape[2], 1
-    if at_once > 1 and isinstance(count, int) and count:
-        group = math.ceil(count / math.ceil(count / at_once))
-    full = count // group
+    @jax.checkpoint
+    def one(carry, blocks):
+        blocks = jax.tree.map(lambda x: x[:, :, None], blocks)
+        carry, found = step(carry, *blocks)
+        return carry, jax.tree.map(lambda x: x[:, :, 0], found)
 
-    def cut(x):
-        x = x[:, :, : full * group]
-        x = x.reshape(*x.shape[:2], full, group, *x.shape[3:])
-        return jnp.moveaxis(x, 2, 0)
-
-    def join(x):
-        x = jnp.moveaxis(x, 0, 2)
-        return x.reshape(*x.shape[:2], full * group, *x.shape[4:])
-
-    carry, found = jax.lax.scan(one, carry, jax.tree.map(cut, blocks))
-    found = jax.tree.map(join, found)
-    if group > 1 and full * group < count:
-        rest = jax.tree.map(lambda x: x[:, :, full * group :], blocks)
-        carry, last = one(carry, rest)
-        found = jax.tree.map(lambda *x: jnp.concatenate(x, 2), found, last)
-    return carry, found
+    first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), blocks)
+    carry, found = jax.lax.scan(one, carry, first)
+    return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)
 
 
 def _by_groups(step, carry, blocks):

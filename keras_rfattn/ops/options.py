@@ -7,7 +7,7 @@ import numpy as np
 
 # Of causal attention: a CPU does least within blocks that are short, a TPU wants few
 # long steps, and keeps the sums of each.
-BLOCK_SIZES, DEFAULT_BLOCK_SIZE = {"cpu": 64, "tpu": 1024}, 128
+BLOCK_SIZES, DEFAULT_BLOCK_SIZE = {"cpu": 64, "tpu": 512}, 128
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas")
 
@@ -17,8 +17,8 @@ class Options:
     """Choices of an attention algorithm, checked when made.
 
     Attributes:
-        block_size: Number of tokens that a step of causal attention takes; 64 on a
-            CPU, 128 on a GPU, 1024 on a TPU if `None`. Changes no number.
+        block_size: Number of tokens in a block of causal attention; 64 on a CPU,
+            128 on a GPU, 512 on a TPU if `None`. Changes no number.
         window: Number of tokens within which attention is exact: the sequence is cut
             into windows of so many, counted from a row's first visible token, and
             features take over beyond. `None` for features alone.
