@@ -203,9 +203,10 @@ class FeatureMap(Weights, keras.layers.Layer):
         raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
 
     def common_exponent(self, method, x, stats=None):
-        """What the exponents of all features of a token have besides, `(..., N, 1)`.
+        """What the exponents of all features of a token have besides, `(..., K, R, 1)`.
 
-        Args as of `exponents`. Apart, as attention does not depend on a query's.
+        Args as of `exponents`, but x, which is that of the `Exponents`, heads first:
+        `(..., K, R, H)`. Apart, as attention does not depend on a query's.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
 

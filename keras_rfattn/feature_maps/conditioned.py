@@ -91,7 +91,8 @@ class Conditioned(Adaptive, FeatureMap):
 
     @property
     def has_exponents(self):
-        return self.inner.has_exponents
+        # One that moves tokens itself has no vectors for those that are not moved.
+        return self.inner.has_exponents and not isinstance(self.inner, Conditioned)
 
     @property
     def output_dim(self):
@@ -181,27 +182,33 @@ class Conditioned(Adaptive, FeatureMap):
         return _shift(features, self._center(self.query_center, x), x)
 
     def exponents(self, method, x, stats=None):
-        is_query = method == "query_features"
-        matrix = self.query_matrix if is_query else self.key_matrix
-        center = self.query_center if is_query else self.key_center
+        matrix, center, other = self._side(method)
         x = x - self._center(center, x)
         found = self.inner.exponents(method, x, stats)
-        # The product with the matrix is one with the vectors, which are few.
-        matrix = ops.cast(ops.convert_to_tensor(matrix)[None], x.dtype)
+        # Products with the matrix and the center are some with vectors, which are few.
+        matrix, center, other = (
+            ops.cast(ops.convert_to_tensor(y)[None], x.dtype)
+            for y in (matrix, center, other)
+        )
         vectors = accumulated_matmul(
             matrix, found.vectors, transpose_a=True, is_precise=True
         )
-        return found._replace(vectors=vectors)
+        bias = found.bias
+        if method == "key_features":
+            constant = ops.sum(center * other, axis=-1)
+            bias = ops.cast(bias, x.dtype) + constant[..., None, None]
+        return found._replace(vectors=vectors + other[..., None], bias=bias)
 
     def common_exponent(self, method, x, stats=None):
-        is_query = method == "query_features"
-        matrix = self.query_matrix if is_query else self.key_matrix
-        center = self.query_center if is_query else self.key_center
-        other = self.key_center if is_query else self.query_center
-        inner = self._transform(x, matrix, center)
-        inner = self.inner.common_exponent(method, inner, stats)
-        rest = x - self._center(center, x) if is_query else x
-        return inner + ops.sum(self._center(other, x) * rest, axis=-1, keepdims=True)
+        matrix = ops.cast(ops.convert_to_tensor(self._side(method)[0]), x.dtype)
+        inner = accumulated_matmul(x, matrix, transpose_b=True, is_precise=True)
+        return self.inner.common_exponent(method, inner, stats)
+
+    def _side(self, method):
+        """The matrix and center of a side, and the other's center."""
+        if method == "query_features":
+            return self.query_matrix, self.query_center, self.key_center
+        return self.key_matrix, self.key_center, self.query_center
 
     def _center(self, center, x):
         return ops.cast(self.per_head(center, x), wide_dtype(x))

@@ -38,5 +38,5 @@ class Exponential:
         products = products + ops.reshape(
             bias, (-1, *middle, self.num_heads, 1, self.output_dim)
         )
-        products = ops.reshape(products, (*shape[:-1], self.output_dim))
-        return Features(None, products + self.common_exponent(method, x, stats))
+        products = products + self.common_exponent(method, own, stats)
+        return Features(None, ops.reshape(products, (*shape[:-1], self.output_dim)))

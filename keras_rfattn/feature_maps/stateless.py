@@ -78,13 +78,10 @@ class FeatureFunction:
         tokens, spoiled = apart(tokens)
         with scope:
             found = feature_map.exponents(self.method, tokens, stats)
-            common = None
+            x, common = ops.swapaxes(found.x, 1, 2), None
             if not is_relative:
-                common = feature_map.common_exponent(self.method, tokens, stats)
-        # Heads first before what is as wide as the features.
-        if common is not None:
-            common = ops.swapaxes(common, 1, 2)
-        found = found._replace(x=ops.swapaxes(found.x, 1, 2), common=common)
+                common = feature_map.common_exponent(self.method, x, stats)
+        found = found._replace(x=x, common=common)
         found = found if is_lazy else found.compute()
         return Marked(found, ops.swapaxes(spoiled, 1, 2))
 

@@ -3,6 +3,8 @@
 import keras
 
 import keras_rfattn.feature_maps as feature_maps
+from keras_rfattn.ops.layout import merge_heads
+from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.not_finite import bounded
 from keras_rfattn.ops.not_finite import spoils
 from keras_rfattn.ops.precision import wide_dtype
@@ -82,8 +84,10 @@ def by_kernels(call, query, key, stats, value, key_mask):
     for side, x in (("query_features", query), ("key_features", key)):
         x = keras.ops.cast(x, wide_dtype(x))
         kept = bounded(x)
-        found = (f(side, kept, stats) for f in
-                 (feature_map.exponents, feature_map.common_exponent))  # fmt: skip
-        sides.append(pallas.Side(kept, *found, spoils(x)))
+        found = feature_map.exponents(side, kept, stats)
+        rows = split_heads(found.x, value.shape[2])
+        common = feature_map.common_exponent(side, rows, stats)
+        common = merge_heads(common, *x.shape[2:0:-1])
+        sides.append(pallas.Side(kept, found, common, spoils(x)))
     mask = call.mask
     return pallas.attention(*sides, value, key_mask, mask.causal, call.options)

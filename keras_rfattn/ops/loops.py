@@ -201,24 +201,19 @@ def _heads_in_turn(arrays, function, heads):
         return function(*arrays)
 
     def in_turn(arrays):
-        leaves, tree = jax.tree.flatten(arrays)
-        count = max(x.shape[1] for x in leaves)
-        are_cut = [x.shape[1] == count for x in leaves]
+        count = max(x.shape[1] for x in jax.tree.leaves(arrays))
 
-        def cut(x):
-            x = x.reshape(x.shape[0], count // heads, heads, *x.shape[2:])
-            return jnp.moveaxis(x, 1, 0)
+        def some(start):
+            # Sliced where they are: blocks of heads to scan over would be a copy.
+            def cut(x):
+                if x.shape[1] != count:
+                    return x
+                return jax.lax.dynamic_slice_in_dim(x, start, heads, axis=1)
 
-        def one(parts):
-            parts = iter(parts)
-            some = [
-                next(parts) if is_cut else x
-                for x, is_cut in zip(leaves, are_cut, strict=True)
-            ]
-            return function(*jax.tree.unflatten(tree, some))
+            return function(*jax.tree.map(cut, arrays))
 
-        parts = [cut(x) for x, is_cut in zip(leaves, are_cut, strict=True) if is_cut]
-        found = jnp.moveaxis(jax.lax.map(one, parts), 0, 1)
+        found = jax.lax.map(some, jnp.arange(0, count, heads))
+        found = jnp.moveaxis(found, 0, 1)
         return found.reshape(found.shape[0], count, *found.shape[3:])
 
     @jax.custom_jvp

@@ -22,8 +22,24 @@ def spoils(x):
     """NaN for tokens `(..., D)` that are not finite, else 0: `(..., 1)`."""
     if known_finite(x, limit=float("inf")):
         return _none_spoiled(x)
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.lax.platform_dependent(
+            ops.stop_gradient(x), cpu=_times_zero, default=_judged
+        )
+    return _judged(x)
+
+
+def _times_zero(x):
+    # Finite numbers times 0 are 0, others NaN: XLA's fastest sum over a token on a CPU.
+    zeros = ops.zeros((x.shape[-1], 1), dtype=x.dtype)
+    return ops.cast(ops.matmul(x, zeros), wide_dtype(x))
+
+
+def _judged(x):
     zero, nan = (ops.convert_to_tensor(c, wide_dtype(x)) for c in (0, float("nan")))
-    return ops.where(_all_within(x, float("inf")), zero, nan)
+    return ops.where(_all_finite(x), zero, nan)
 
 
 def onward(spoiled):
@@ -37,19 +53,20 @@ def onward(spoiled):
 
 
 def bounded(x):
-    """Queries or keys with entries in ±`LARGEST`, and 0 for NaN."""
+    """Queries or keys with entries in ±`LARGEST`, and 0 for tokens not finite."""
     if known_finite(x, limit=LARGEST):
         return x
     # Without gradient where something is cut off, which costs less than one.
-    cut = ops.nan_to_num(ops.clip(ops.stop_gradient(x), -LARGEST, LARGEST), nan=0.0)
-    return ops.where(_all_within(x, LARGEST), x, cut)
+    cut = ops.clip(ops.stop_gradient(x), -LARGEST, LARGEST)
+    cut = ops.where(ops.abs(x) < LARGEST, x, cut)
+    return ops.where(_is_clean(x), cut, 0)
 
 
 def finite_values(value):
     """Values `(..., V)` with 0 for tokens that are not finite."""
     if known_finite(value, limit=float("inf")):
         return value
-    return ops.where(_all_within(value, float("inf")), value, 0)
+    return ops.where(_is_clean(value), value, 0)
 
 
 def apart(x):
@@ -70,13 +87,19 @@ def _none_spoiled(x):
     return ops.zeros_like(x[..., :1], dtype=wide_dtype(x))
 
 
-def _all_within(x, limit):
-    """Whether all entries of a token are smaller than a limit, `(..., 1)`."""
+def _is_clean(x):
+    """Whether a token is finite, `(..., 1)`, from what `spoils` has looked at."""
+    if keras.backend.backend() == "jax":
+        return ops.logical_not(ops.isnan(spoils(x)))
+    return _all_finite(x)
+
+
+def _all_finite(x):
     x = ops.abs(ops.stop_gradient(x))
     if keras.backend.backend() == "torch":
         # Fewer passes. The largest of NaN and others is NaN here, but not in XLA.
-        return ops.max(x, axis=-1, keepdims=True) < limit
-    return ops.all(x < limit, axis=-1, keepdims=True)
+        return ops.max(x, axis=-1, keepdims=True) < float("inf")
+    return ops.all(x < float("inf"), axis=-1, keepdims=True)
 
 
 def limited(features):

@@ -11,6 +11,7 @@ from keras_rfattn.feature_maps import moments
 from keras_rfattn.feature_maps.stateless import essence
 from keras_rfattn.layers import attend
 from keras_rfattn.ops import AttentionMask
+from keras_rfattn.ops.layout import heads_first
 from tests import helpers as h
 
 DIM, HEADS, DRAWS = 6, 2, 40
@@ -136,6 +137,23 @@ def test_power_and_balance():
     m = moments.balance(a, b, ridge=0)
     inverse = np.linalg.inv(m)
     h.assert_close(m @ a @ m, inverse @ b @ inverse, 1e-6)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("side", ["query_features", "key_features"])
+def test_algorithms_compute_what_its_methods_do(side, is_nested):
+    feature_map = maps.Conditioned(maps.FavorPlus(5, seed=0))
+    if is_nested:
+        feature_map = maps.Conditioned(feature_map)
+    feature_map.build((None, None, HEADS, DIM))
+    generator = np.random.default_rng(1)
+    for weight in feature_map.weights:
+        if "matrix" in weight.path or "center" in weight.path:
+            weight.assign(weight + 0.3 * generator.normal(size=weight.shape))
+    x = ops.convert_to_tensor(generator.normal(size=(2, 7, HEADS, DIM)), "float32")
+    expected = getattr(feature_map, side)(x)
+    actual = heads_first(feature_map.deferred(side, x), HEADS).features
+    h.assert_close(ops.swapaxes(actual.log_scale, 1, 2), expected.log_scale, 1e-5)
 
 
 def test_nothing_changes_before_adapt():

@@ -7,6 +7,8 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn import layers
+from keras_rfattn.ops.layout import merge_heads
+from keras_rfattn.ops.layout import split_heads
 from tests import helpers as h
 
 HAVE_VECTORS = h.RANDOM
@@ -82,7 +84,9 @@ def check_exponents(feature_map, side):
     groups = h.HEADS // h.KV_HEADS
     vectors, bias = (ops.repeat(p, groups, axis=1) for p in found[1:3])
     products = ops.einsum("btnh,onhm->btnm", found.x, vectors)
-    common = feature_map.common_exponent(side, x, stats)
+    rows = split_heads(found.x, h.KV_HEADS)
+    common = feature_map.common_exponent(side, rows, stats)
+    common = merge_heads(common, h.HEADS, h.LENGTH)
     actual = products + ops.swapaxes(bias, 1, 2) + common
     expected = getattr(feature_map, side)(x, stats)
     assert expected.values is None
