@@ -9,6 +9,7 @@ from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.loops import by_heads
+from keras_rfattn.ops.loops import product
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.sums import admit
@@ -36,11 +37,9 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     query = heads_first(query_features, num_kv_heads, is_relative=True, is_lazy=True)
     key = heads_first(key_features, num_kv_heads, is_lazy=True)
     value = split_heads(value, num_kv_heads)
-    batch, *lengths = value.shape[0], value.shape[2], query.spoiled.shape[2]
-    size = None
-    # Dimensions of a symbolic shape are no numbers.
-    if all(isinstance(x, int) for x in (batch, *lengths)):
-        size = max(1, batch * max(lengths)) * key.features.width
+    shapes = value.shape, query.spoiled.shape
+    sizes = [product(*x[::2][:2], key.features.width) for x in shapes]
+    size = None if None in sizes else max(sizes)
     parts = query, key, value, heads_mask(key_mask)
     if fused.is_fused(query, key, value):
         output = _without_features(*parts)

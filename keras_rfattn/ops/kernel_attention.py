@@ -6,6 +6,8 @@ each relative to `exp(shift)` of its row, and 0 where not `visible` (`None`: all
 """
 
 import dataclasses
+from typing import Any
+from typing import NamedTuple
 
 import keras
 from keras import ops
@@ -14,6 +16,9 @@ from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import last_apart
 from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.loops import NUMBERS
+from keras_rfattn.ops.loops import by_heads
+from keras_rfattn.ops.loops import product
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.not_finite import LARGEST
@@ -31,6 +36,8 @@ from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import normalize
 
 LEAST = 1e-30  # norm of a vector, which may be zero
+# Weights at once: read twice, where features are read more often.
+WEIGHTS = {**NUMBERS, "jax": 2**21}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +115,15 @@ def read_exactly(kernel, query, key, value, visible):
     """
     weights, shift = kernel(query, key, visible)
     rounded = ops.cast(weights, value.dtype)
-    both = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
-    numerator, denominator = last_apart(accumulated_matmul(rounded, both))
+    backend, size = keras.backend.backend(), product(*ops.shape(weights))
+    is_small = size is not None and size <= WEIGHTS["jax"]
+    if backend == "tensorflow" or (backend == "jax" and is_small):
+        # Still in a cache, where a sum costs less than one column beyond a register.
+        numerator = accumulated_matmul(rounded, value)
+        denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
+    else:
+        both = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
+        numerator, denominator = last_apart(accumulated_matmul(rounded, both))
     bound = denominator
     if kernel.has_offset:
         # Weights that all vanish, as of orthogonal vectors, are seen all the same. The
@@ -148,7 +162,7 @@ def exact_attention(
     visible = None if mask is None else mask[..., None, :]
     if causal:
         tokens = ops.repeat(ops.arange(length), groups)
-        past = tokens[:, None] >= ops.arange(length)[None, :]
+        past = (tokens[:, None] >= ops.arange(length)[None, :])[None, None]
         if prefix_mask is not None:
             past = past | heads_mask(prefix_mask)[..., None, :]
         visible = past if visible is None else visible & past
@@ -158,7 +172,8 @@ def exact_attention(
         plain = causal and groups == 1 and mask is None and prefix_mask is None
         output = _fused(*tokens, visible, plain)
     else:
-        output = normalize(read_exactly(kernel, *tokens, visible), kernel)
+        size = product(query.shape[0], query.shape[2], key.shape[2])
+        output = by_heads(_Whole(kernel), (*tokens, visible), size, WEIGHTS)
     if not is_finite:
         if prefix_mask is not None:
             prefix = heads_mask(prefix_mask)
@@ -167,6 +182,15 @@ def exact_attention(
             mask = ~prefix if mask is None else mask & ~prefix
         output = output + spoiled(*given, mask, groups, causal)
     return ops.cast(merge_heads(output, num_heads, length), dtype)
+
+
+class _Whole(NamedTuple):
+    """`read_exactly` and `normalize`, for `by_heads`."""
+
+    kernel: Any
+
+    def __call__(self, *tokens):
+        return normalize(read_exactly(self.kernel, *tokens), self.kernel)
 
 
 def _fused(query, key, value, visible, is_causal):

@@ -159,7 +159,12 @@ def by_rows(function, arrays, size):
     return ops.concatenate(parts, axis=0)
 
 
-def by_heads(function, arrays, size):
+def product(*sizes):
+    """Their product; `None` if one of a symbolic shape is no number yet."""
+    return math.prod(sizes) if all(isinstance(x, int) for x in sizes) else None
+
+
+def by_heads(function, arrays, size, limits=None):
     """`function` of a few heads at a time where a CPU's cache would not hold all.
 
     Args:
@@ -168,6 +173,7 @@ def by_heads(function, arrays, size):
         arrays: What it takes: pytrees of arrays `(·, K, ...)` or `(·, 1, ...)`, or
             `None`.
         size: Numbers that a head makes it hold; all heads are taken if `None`.
+        limits: Numbers at once, by backend; `NUMBERS` if `None`.
 
     Returns:
         What `function` gives of all heads.
@@ -177,7 +183,8 @@ def by_heads(function, arrays, size):
         return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
     count = max(x.shape[1] for x in leaves)
-    most = max(1, NUMBERS.get(backend, count * size) // size)
+    limits = NUMBERS if limits is None else limits
+    most = max(1, limits.get(backend, count * size) // max(size, 1))
     heads = max(i for i in range(1, count + 1) if count % i == 0 and i <= most)
     if heads == count:
         return function(*arrays)

@@ -6,6 +6,7 @@ from keras import ops
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask
 from keras_rfattn.ops import Options
+from keras_rfattn.ops import kernel_attention
 from keras_rfattn.ops import loops
 from keras_rfattn.ops.loops import exclusive_scan
 from keras_rfattn.ops.precision import accumulated_matmul
@@ -44,19 +45,22 @@ def test_exclusive_scan_keeps_what_came_before():
     h.assert_same(before[0], np.array([10, 11, 13, 16, 20], "float32"))
 
 
+WINDOWS = {"favorplus": 4, "favorpp": h.LENGTH}
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", ["favorpp_dense", "polysketch", "favorplus", "elu"])
+@pytest.mark.parametrize("name", ["favorpp_dense", "polysketch", "elu", *WINDOWS])
 def test_what_is_taken_at_once_changes_no_number(monkeypatch, name, causal, masked):
     # Rows, heads and blocks in turn, where a cache would not hold all.
     feature_map, x = h.build(name), h.problem()
     visible = h.padding_masks()["scattered"] if masked else None
-    window = 4 if name == "favorplus" else None
-    options = Options(block_size=h.BLOCK, window=window)
+    options = Options(block_size=h.BLOCK, window=WINDOWS.get(name))
 
     def computed(at_once, numbers):
         monkeypatch.setattr(loops, "AT_ONCE", at_once)
-        monkeypatch.setattr(loops, "NUMBERS", {"jax": numbers, "torch": numbers})
+        for module, limits in ((loops, "NUMBERS"), (kernel_attention, "WEIGHTS")):
+            monkeypatch.setattr(module, limits, {"jax": numbers, "torch": numbers})
 
         def function(*arrays):
             mask = AttentionMask(visible, causal=causal, self_attention=True)
