@@ -29,6 +29,7 @@ from keras_rfattn.ops.layout import one_block
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.loops import by_heads
 from keras_rfattn.ops.loops import fold
+from keras_rfattn.ops.loops import product
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.not_finite import LARGEST
@@ -199,19 +200,17 @@ def all_windows(
         )
         for x, function in zip((query_features, key_features), functions, strict=True)
     ]  # fmt: skip
-    windows, size = Windows(kernel, window, groups, sliding, False), None
-    sizes = value.shape[0], length
+    windows = Windows(kernel, window, groups, sliding, False)
+    size = product(value.shape[0], length, groups, features[1].features.width)
     query, key, value = (
         split_heads(x, num_kv_heads) for x in (query, key, representable(value))
     )
-    # Dimensions of a symbolic shape are no numbers.
-    is_known = all(isinstance(x, int) for x in sizes)
-    if is_known and not windows.is_fused(*features, query, key, value, earlier):
-        size = max(1, sizes[0] * length) * groups * features[1].features.width
+    if windows.is_fused(*features, query, key, value, earlier):
+        size = None
     mask = block_mask(mask, length, window)
     output = by_heads(windows, (*features, query, key, value, mask, earlier), size)
     # Without what is after the end.
-    output = output[:, :, : length * (num_heads // num_kv_heads)]
+    output = output[:, :, : length * groups]
     return ops.cast(merge_heads(output, num_heads, length), dtype)
 
 
