@@ -45,7 +45,7 @@ def test_exclusive_scan_keeps_what_came_before():
     h.assert_same(before[0], np.array([10, 11, 13, 16, 20], "float32"))
 
 
-WINDOWS = {"favorplus": 4, "favorpp": h.LENGTH}
+WINDOWS = {"favorplus": 4, "favorpp": h.LENGTH, "polysketch_learned": h.LENGTH}
 
 
 @pytest.mark.parametrize("masked", [False, True])
