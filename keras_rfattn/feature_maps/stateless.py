@@ -9,6 +9,7 @@ from keras import ops
 from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.not_finite import apart
+from keras_rfattn.ops.not_finite import flowing
 from keras_rfattn.ops.not_finite import limited
 from keras_rfattn.ops.precision import wide_dtype
 
@@ -60,7 +61,9 @@ class FeatureFunction:
         pairs = list(zip(feature_map.variables, values, strict=True))
         return feature_map, stats, keras.StatelessScope(pairs)
 
-    def heads_first(self, x, parameters, is_relative=False, is_lazy=False):
+    def heads_first(
+        self, x, parameters, is_relative=False, is_lazy=False, is_apart=True
+    ):
         """The same of `(B, K, R, H)`, as `Marked` `(B, K, R, M)`.
 
         Args:
@@ -68,6 +71,8 @@ class FeatureFunction:
             parameters: As in a call.
             is_relative: Whether a factor for each token may be left out.
             is_lazy: Whether the features may be `Exponents`, yet to be computed.
+            is_apart: Whether tokens that are not finite are marked; otherwise they are
+                NaN, where the map has exponents.
         """
         feature_map, stats, scope = self._given(parameters)
         tokens = ops.swapaxes(x, 1, 2)
@@ -75,7 +80,7 @@ class FeatureFunction:
             found = limited(self(tokens, parameters))
             return map_features(lambda x: ops.swapaxes(x, 1, 2), found)
         tokens = ops.cast(tokens, wide_dtype(tokens))
-        tokens, spoiled = apart(tokens)
+        tokens, spoiled = apart(tokens) if is_apart else flowing(tokens)
         with scope:
             found = feature_map.exponents(self.method, tokens, stats)
             x, common = ops.swapaxes(found.x, 1, 2), None

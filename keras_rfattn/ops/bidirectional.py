@@ -1,14 +1,21 @@
 """Every query sees every key: one sum over the keys, one product per query."""
 
+import functools
+from typing import NamedTuple
+
+import keras
 from keras import ops
 
 from keras_rfattn.ops import fused
+from keras_rfattn.ops.features import Deferred
 from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.layout import take_apart
 from keras_rfattn.ops.loops import by_heads
+from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.loops import product
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.precision import representable
@@ -32,10 +39,46 @@ def bidirectional(query_features, key_features, value, key_mask=None):
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no
         key is 0.
     """
+    taken = [take_apart(x) for x in (query_features, key_features)]
+    arrays, functions = zip(*taken, strict=True)
+    is_flowing = all(x is not None and x.is_exponential for x in functions)
+    if is_flowing and keras.backend.backend() == "jax":
+        attend = compiled(_flowing, functions=functions)
+        return attend(*arrays, value, key_mask)
+    return _everywhere(query_features, key_features, value, key_mask, is_apart=True)
+
+
+def _flowing(*arrays, functions):
+    """It on JAX: what is not finite is let through on a CPU, which costs nothing.
+
+    But not for a gradient: an output that nothing reads would make it NaN.
+    """
+    import jax
+
+    def apart(arrays, is_apart=True):
+        features = [Deferred(f, *x) for f, x in zip(functions, arrays, strict=False)]
+        return _everywhere(*features, *arrays[2:], is_apart)
+
+    @jax.custom_jvp
+    def attend(arrays):
+        flowing = functools.partial(apart, is_apart=False)
+        return jax.lax.platform_dependent(arrays, cpu=flowing, default=apart)
+
+    @attend.defjvp
+    def gradient(primals, tangents):
+        return jax.jvp(apart, primals, tangents)
+
+    return attend(arrays)
+
+
+def _everywhere(query_features, key_features, value, key_mask, is_apart):
+    """`bidirectional`; `is_apart` as of `heads_first`."""
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     dtype, value = value.dtype, representable(value)
-    query = heads_first(query_features, num_kv_heads, is_relative=True, is_lazy=True)
-    key = heads_first(key_features, num_kv_heads, is_lazy=True)
+    query, key = (
+        heads_first(x, num_kv_heads, is_query, is_lazy=True, is_apart=is_apart)
+        for x, is_query in ((query_features, True), (key_features, False))
+    )
     value = split_heads(value, num_kv_heads)
     shapes = value.shape, query.spoiled.shape
     sizes = [product(*x[::2][:2], key.features.width) for x in shapes]
@@ -44,7 +87,7 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     if fused.is_fused(query, key, value):
         output = _without_features(*parts)
     else:
-        output = by_heads(_attend, parts, size)
+        output = by_heads(_Attend(is_apart), parts, size)
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(merge_heads(output, num_heads, length), dtype)
 
@@ -56,16 +99,25 @@ def _without_features(query, key, value, mask):
     return fused.attend(query.features, key.features, value) + (query.spoiled + spoiled)
 
 
-def _attend(query, key, value, mask):
+class _Attend(NamedTuple):
     """Some heads of it, `(B, K, R, V)`."""
-    # What is computed here may be overwritten; one side after the other, in the memory
-    # of one.
-    are_own = [isinstance(x.features, Exponents) for x in (query, key)]
-    key, value = admit(key, value, mask)
-    key = Marked(key.features.compute(), key.spoiled)
-    sums = summarize(key, value, mask, is_last=are_own[1])
-    del key
-    features = query.features.compute()
-    reading = read(sums, features, value.dtype, is_last=are_own[0])
-    spoiled = query.spoiled + sums.spoiled[..., None, None]
-    return normalize(reading, features, spoiled, value.dtype)
+
+    is_apart: bool
+
+    def __call__(self, query, key, value, mask):
+        # What is computed here may be overwritten; one side after the other, in the
+        # memory of one.
+        are_own = [isinstance(x.features, Exponents) for x in (query, key)]
+        key, value = admit(key, value, mask, self.is_apart)
+        key = Marked(key.features.compute(), key.spoiled)
+        sums = summarize(key, value, mask, is_last=are_own[1])
+        del key
+        features = query.features.compute()
+        reading = read(sums, features, value.dtype, is_last=are_own[0])
+        spoiled = sums.spoiled[..., None, None]
+        if self.is_apart:
+            spoiled = query.spoiled + spoiled
+        else:
+            # Of a value, too, every entry is to know.
+            spoiled = ops.sum(0 * sums.numerator, axis=(-2, -1), keepdims=True)
+        return normalize(reading, features, spoiled, value.dtype)

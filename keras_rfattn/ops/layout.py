@@ -9,7 +9,9 @@ from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.not_finite import limited
 
 
-def heads_first(features, num_kv_heads, is_relative=False, is_lazy=False):
+def heads_first(
+    features, num_kv_heads, is_relative=False, is_lazy=False, is_apart=True
+):
     """`(B, T, N, M)` features as `Marked` `(B, K, T · G, M)`, groups by token.
 
     Args:
@@ -17,12 +19,12 @@ def heads_first(features, num_kv_heads, is_relative=False, is_lazy=False):
         num_kv_heads: K.
         is_relative: Whether a factor for each token may be left out.
         is_lazy: Whether the features may be `Exponents`, yet to be computed.
+        is_apart: Whether tokens that are not finite are marked; otherwise they are NaN.
     """
     if isinstance(features, Deferred):
-        x = split_heads(features.x, num_kv_heads)
-        return features.function.heads_first(
-            x, features.parameters, is_relative, is_lazy
-        )
+        x, choices = split_heads(features.x, num_kv_heads), (is_lazy, is_apart)
+        parameters = features.parameters
+        return features.function.heads_first(x, parameters, is_relative, *choices)
     return map_features(lambda x: split_heads(x, num_kv_heads), limited(features))
 
 

@@ -62,6 +62,17 @@ def bounded(x):
     return ops.where(_is_clean(x), cut, 0)
 
 
+def flowing(x):
+    """`(x, spoiled)` as of `apart`, but NaN for what is not finite, and no mark.
+
+    Where all queries see all keys it is carried by the products themselves.
+    """
+    cut = ops.clip(ops.stop_gradient(x), -LARGEST, LARGEST)
+    # A number less itself is 0, or NaN, which a comparison may lose.
+    nan = ops.stop_gradient(x - x)
+    return ops.where(ops.abs(x) < LARGEST, x, cut) + nan, _none_spoiled(x)
+
+
 def finite_values(value):
     """Values `(..., V)` with 0 for tokens that are not finite."""
     if known_finite(value, limit=float("inf")):
