@@ -1,3 +1,6 @@
+import functools
+import itertools
+
 import numpy as np
 import pytest
 from keras import ops
@@ -86,3 +89,78 @@ def test_query_heads_share_the_head_of_their_group(name):
     every = map_features(lambda x: ops.repeat(x, groups, axis=2), key)
     expected = bidirectional(query, every, ops.repeat(value, groups, axis=2))
     h.assert_close(actual, expected)
+
+
+@functools.cache
+def known(name):
+    """Statistics of tokens all of which are finite."""
+    return h.build(name).statistics(*given(h.problem())[:2])
+
+
+@functools.cache
+def deferred(name):
+    """`(query, key, value, mask) -> output`, features computed by the algorithm."""
+    feature_map, stats = h.build(name), known(name)
+
+    def attend(query, key, value, mask):
+        query = feature_map.deferred("query_features", query, stats)
+        key = feature_map.deferred("key_features", key, stats)
+        return bidirectional(query, key, value, mask)
+
+    return h.compiled(attend)
+
+
+EXPONENTIAL = [name for name in h.NAMES if h.build(name).has_exponents]
+MASK = np.ones((h.BATCH, h.LENGTH), bool)
+MASK[0, :3], MASK[1, 30:] = False, False
+
+
+def given(x):
+    return [ops.convert_to_tensor(a) for a in (*x, MASK)]
+
+
+@pytest.mark.parametrize("name", EXPONENTIAL)
+def test_deferred_features_are_the_same(name):
+    x = h.problem()
+    feature_map, stats, (query, key, *others) = h.build(name), known(name), given(x)
+    features = (
+        feature_map.query_features(query, stats),
+        feature_map.key_features(key, stats),
+    )
+    expected = h.reference(*features, x.value, MASK, causal=False)
+    h.assert_matches(feature_map, deferred(name)(query, key, *others), expected)
+
+
+@pytest.mark.parametrize("name", EXPONENTIAL)
+def test_what_is_not_finite_flows_to_what_sees_it(name):
+    expected = h.to_numpy(deferred(name)(*given(h.problem())))
+    groups = h.HEADS // h.KV_HEADS
+    places = [("query", (1, 13, 3)), ("key", (1, 13, 1)), ("value", (0, 21, 0))]
+    places += [("key", (0, 1, 1)), ("value", (1, 33, 0))]
+    for (side, at), content in itertools.product(places, (np.nan, np.inf, -np.inf)):
+        x = h.problem()
+        getattr(x, side)[(*at, 2)] = content
+        seen = np.zeros(expected.shape[:3], bool)
+        if side == "query":
+            seen[at] = True
+        else:
+            head = slice(at[2] * groups, (at[2] + 1) * groups)
+            seen[at[0], :, head] = MASK[at[:2]]
+        actual = h.to_numpy(deferred(name)(*given(x)))
+        assert np.all(np.isnan(actual[seen])), (side, content)
+        h.assert_same(actual[~seen], expected[~seen])
+
+
+@pytest.mark.parametrize("name", EXPONENTIAL)
+def test_a_query_that_nothing_reads_is_in_no_gradient(name):
+    x, call = h.problem(), deferred(name)
+    mask = ops.convert_to_tensor(MASK)
+
+    def read(query, key, value):
+        return call(query, key, value, mask)[:, :20]
+
+    expected = h.gradients(read, *x)
+    x.query[:, 25, 1, 3] = np.nan
+    x.key[0, 1], x.value[1, 32] = np.nan, np.inf
+    for found, wanted in zip(h.gradients(read, *x), expected, strict=True):
+        h.assert_same(found, wanted)
