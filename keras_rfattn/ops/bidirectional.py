@@ -39,39 +39,41 @@ def bidirectional(query_features, key_features, value, key_mask=None):
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no
         key is 0.
     """
-    taken = [take_apart(x) for x in (query_features, key_features)]
-    arrays, functions = zip(*taken, strict=True)
-    is_flowing = all(x is not None and x.is_exponential for x in functions)
-    if is_flowing and keras.backend.backend() == "jax":
-        attend = compiled(_flowing, functions=functions)
+    sides = [take_apart(x) for x in (query_features, key_features)]
+    arrays, functions = zip(*sides, strict=True)
+    are_exponential = all(f is not None and f.is_exponential for f in functions)
+    if are_exponential and keras.backend.backend() == "jax":
+        attend = compiled(_let_through, functions=functions)
         return attend(*arrays, value, key_mask)
-    return _everywhere(query_features, key_features, value, key_mask, is_apart=True)
+    return _whole(query_features, key_features, value, key_mask)
 
 
-def _flowing(*arrays, functions):
-    """It on JAX: what is not finite is let through on a CPU, which costs nothing.
+def _let_through(*parts, functions):
+    """It on JAX, where a CPU lets products carry what is not finite: that is free.
 
-    But not for a gradient: an output that nothing reads would make it NaN.
+    In a gradient it is kept apart, where NaN times the 0 of an output that nothing
+    reads would be NaN.
     """
     import jax
 
-    def apart(arrays, is_apart=True):
-        features = [Deferred(f, *x) for f, x in zip(functions, arrays, strict=False)]
-        return _everywhere(*features, *arrays[2:], is_apart)
+    def apart(parts, is_apart=True):
+        *sides, value, mask = parts
+        features = [Deferred(f, *x) for f, x in zip(functions, sides, strict=True)]
+        return _whole(*features, value, mask, is_apart)
 
     @jax.custom_jvp
-    def attend(arrays):
-        flowing = functools.partial(apart, is_apart=False)
-        return jax.lax.platform_dependent(arrays, cpu=flowing, default=apart)
+    def attend(parts):
+        through = functools.partial(apart, is_apart=False)
+        return jax.lax.platform_dependent(parts, cpu=through, default=apart)
 
     @attend.defjvp
     def gradient(primals, tangents):
         return jax.jvp(apart, primals, tangents)
 
-    return attend(arrays)
+    return attend(parts)
 
 
-def _everywhere(query_features, key_features, value, key_mask, is_apart):
+def _whole(query_features, key_features, value, key_mask, is_apart=True):
     """`bidirectional`; `is_apart` as of `heads_first`."""
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     dtype, value = value.dtype, representable(value)
@@ -118,6 +120,6 @@ class _Attend(NamedTuple):
         if self.is_apart:
             spoiled = query.spoiled + spoiled
         else:
-            # Of a value, too, every entry is to know.
+            # All entries of an output are to know of one of a value.
             spoiled = ops.sum(0 * sums.numerator, axis=(-2, -1), keepdims=True)
         return normalize(reading, features, spoiled, value.dtype)
