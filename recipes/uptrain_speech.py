@@ -19,7 +19,8 @@ clusters are found once, and kept. The angular hybrid is its HRF-A (8, 8) and (1
 "unit" has queries and keys of length one, without which it hardly trains, and which
 makes it another attention than softmax. Hybrids of m vectors are wider than m; widths
 are printed, and FAVOR+ of 256 stands beside them as in the paper's table. Controls
-train alike: softmax, uniform attention (the mean of V), no attention.
+train alike: softmax, uniform attention (the mean of V), no attention. "estimates" are
+errors of untrained maps against softmax as it is, blunter and sharper by four.
 
 Sizes and rates were set by short trainings of softmax and of no attention on recordings
 5 to 9, which nothing trains on. Kernels have 3 tokens, not the paper's 31: with 7, no
@@ -47,11 +48,13 @@ MECHANISMS = {
     for key, (name, arguments, options) in MAPS.items()
     for m in WIDTHS.get(key, (8, 16))
 }
+FAVOR = ["favorplus", "favorpp"]
 ARMS = ["softmax", *MECHANISMS, "uniform", "no_attention"]
-STARTS = ["scratch", "uptrained"]
+STARTS = ["scratch", "uptrained", "estimates"]
 DIM, HEADS, BLOCKS, KERNEL, DROPOUT = 96, 4, 3, 3, 0.1
 BATCH, RATE, WEIGHT_DECAY = 8, 1e-3, 1e-3
 STEPS, ARM_STEPS, TESTED = 2500, 600, 400
+COMPARED = (8, 16, 64), 5, (0.25, 1, 4)  # widths; 5 draws; factors of q · k
 
 
 def parse_arguments():
@@ -76,6 +79,7 @@ import keras
 import numpy as np
 from common import controls
 from common import training
+from common.estimates import estimates
 from common.spoken_digits import FRAMES
 from common.spoken_digits import MELS
 from common.spoken_digits import STRIDE
@@ -105,7 +109,11 @@ def main(args):
     for seed in args.seeds:
         softmax = conformer(seed, blocks)
         run(softmax, steps, seed=seed, start="pretraining", arm="softmax")
-        for start in args.starts:
+        if "estimates" in args.starts:
+            inputs, _ = data.utterances("train", 4 * BATCH, np.random.default_rng(0))
+            for found in estimates(softmax, inputs, FAVOR, *COMPARED):
+                training.record(args, {"seed": seed, **found})
+        for start in (x for x in args.starts if x != "estimates"):
             for arm in args.arms:
                 model = conformer(seed, blocks)
                 if start == "uptrained":

@@ -14,13 +14,13 @@ for testing; or neither: scikit-learn's digits. `--model keras_cv` takes KerasCV
 in place, and `--model converted` what `keras_rfattn.convert_vit` makes of it once it is
 pretrained; both on TensorFlow alone, as KerasCV's ViT.
 
-Then steps per second of training by number of patches (the figure's right half), all
-maps and softmax in turns.
+Then steps per second of training by number of patches (the figure's right half), all in
+turns; and ("estimates") how far untrained maps are from the pretrained softmax, and
+from one that is blunter, or sharper, by four.
 
 Controls train alike: softmax, uniform attention (the mean of V), no attention. "error"
-is the relative error of attention outputs before training, against softmax; where it
-is not below "mean of V", the map does nothing yet for these weights. Sizes and rates
-were fixed beforehand.
+is that of attention outputs before training, relative to softmax; not below "mean of V"
+the map does nothing yet for these weights. Sizes and rates were fixed beforehand.
 Cost: an hour a seed for accuracy on one core that is shared. Seen (crt.md in
 docs/pages/results): uptrained above from scratch, FAVOR++ not above FAVOR+.
 """
@@ -39,9 +39,10 @@ RATE, WEIGHT_DECAY = 1e-3, 0.05
 WIDTH = {"num_features": 16}
 MECHANISMS = {name: (name, WIDTH, {}) for name in ("favorplus", "favorpp")}
 ARMS = ["softmax", *MECHANISMS, "uniform", "no_attention"]
-STARTS, HALVES = ["scratch", "uptrained"], ["accuracy", "speed"]
+STARTS, HALVES = ["scratch", "uptrained"], ["accuracy", "speed", "estimates"]
 # The paper's numbers of patches are 8², 16², 32², 40² and 44².
 SPEED_GRIDS, SPEED_PATCH, SPEED_BATCH, SPEED_STEPS = (8, 16, 32, 44), 4, 4, 5
+COMPARED = (16, 64, 256), 5, (0.25, 1, 4)  # widths; 5 draws; factors of q · k
 
 
 def parse_arguments():
@@ -70,6 +71,7 @@ import numpy as np
 from common import controls
 from common import images
 from common import training
+from common.estimates import estimates
 from keras import layers
 from keras import ops
 
@@ -78,7 +80,7 @@ from keras_rfattn import diagnostics
 
 
 def main(args):
-    if "accuracy" in args.halves:
+    if args.halves != ["speed"]:
         accuracy(args)
     if "speed" in args.halves:
         speed(args)
@@ -86,9 +88,10 @@ def main(args):
 
 def accuracy(args):
     steps, arm_steps = (2, 2) if args.smoke else (STEPS, ARM_STEPS)
-    arms = ["favorpp", "no_attention"] if args.smoke else ARMS
+    arms, starts, compared = ARMS, STARTS, COMPARED
     data, rows = images.load(args.data_dir, args.images), []
     if args.smoke:
+        arms, starts, compared = ["favorpp"], ["uptrained"], ([16], 1, [1])
         data = [x[:64] for x in data]
     for seed in args.seeds:
         begin = time.time()
@@ -98,8 +101,12 @@ def accuracy(args):
         training.record(args, row | {"minutes": (time.time() - begin) / 60})
         if args.model == "converted":
             pretrained = keras_rfattn.convert_vit(pretrained)
-        for start in STARTS:
-            for arm in arms:
+        if "estimates" in args.halves:
+            model = classifier(pretrained, 1, data[0].shape[1:])
+            for found in estimates(model, data[0][:32], list(MECHANISMS), *compared):
+                training.record(args, {"seed": seed, **found})
+        for start in starts:
+            for arm in arms if "accuracy" in args.halves else []:
                 row = {"seed": seed, "start": start, "arm": arm, "model": args.model}
                 rows.append(row | classified(row, pretrained, data, arm_steps))
                 print(rows[-1], flush=True)

@@ -43,12 +43,11 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     arrays, functions = zip(*sides, strict=True)
     are_exponential = all(f is not None and f.is_exponential for f in functions)
     if are_exponential and keras.backend.backend() == "jax":
-        attend = compiled(_let_through, functions=functions)
-        return attend(*arrays, value, key_mask)
+        return _let_through(functions, (*arrays, value, key_mask))
     return _whole(query_features, key_features, value, key_mask)
 
 
-def _let_through(*parts, functions):
+def _let_through(functions, parts):
     """It on JAX, where a CPU lets products carry what is not finite: that is free.
 
     In a gradient it is kept apart, where NaN times the 0 of an output that nothing
@@ -56,21 +55,25 @@ def _let_through(*parts, functions):
     """
     import jax
 
-    def apart(parts, is_apart=True):
-        *sides, value, mask = parts
-        features = [Deferred(f, *x) for f, x in zip(functions, sides, strict=True)]
-        return _whole(*features, value, mask, is_apart)
+    # What is compiled outlives a map, and so must not ask for a gradient's rule later.
+    through, apart = (compiled(x, functions=functions) for x in (_through, _apart))
+    attend = jax.custom_jvp(through)
+    attend.defjvp(lambda primals, tangents: jax.jvp(apart, primals, tangents))
+    return attend(*parts)
 
-    @jax.custom_jvp
-    def attend(parts):
-        through = functools.partial(apart, is_apart=False)
-        return jax.lax.platform_dependent(parts, cpu=through, default=apart)
 
-    @attend.defjvp
-    def gradient(primals, tangents):
-        return jax.jvp(apart, primals, tangents)
+def _through(*parts, functions):
+    import jax
 
-    return attend(parts)
+    through = functools.partial(_apart, functions=functions, is_apart=False)
+    apart = functools.partial(_apart, functions=functions)
+    return jax.lax.platform_dependent(*parts, cpu=through, default=apart)
+
+
+def _apart(*parts, functions, is_apart=True):
+    *sides, value, mask = parts
+    features = [Deferred(f, *x) for f, x in zip(functions, sides, strict=True)]
+    return _whole(*features, value, mask, is_apart)
 
 
 def _whole(query_features, key_features, value, key_mask, is_apart=True):
