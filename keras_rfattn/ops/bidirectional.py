@@ -1,7 +1,6 @@
 """Every query sees every key: one sum over the keys, one product per query."""
 
 import functools
-from typing import NamedTuple
 
 import keras
 from keras import ops
@@ -11,6 +10,7 @@ from keras_rfattn.ops.features import Deferred
 from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.layout import last_apart
 from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.layout import take_apart
@@ -18,11 +18,19 @@ from keras_rfattn.ops.loops import by_heads
 from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.loops import product
 from keras_rfattn.ops.masks import heads_mask
+from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import normalize
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize
+
+# Numbers of features of all heads up to which JAX takes them at once on a CPU, where
+# turns would cost more than a larger cache.
+AT_ONCE = 2**20
 
 
 def bidirectional(query_features, key_features, value, key_mask=None):
@@ -41,8 +49,9 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     """
     sides = [take_apart(x) for x in (query_features, key_features)]
     arrays, functions = zip(*sides, strict=True)
-    are_exponential = all(f is not None and f.is_exponential for f in functions)
-    if are_exponential and keras.backend.backend() == "jax":
+    is_through = all(f is not None and f.is_exponential for f in functions)
+    is_through = is_through and value.dtype == wide_dtype(value)
+    if is_through and keras.backend.backend() == "jax":
         return _let_through(functions, (*arrays, value, key_mask))
     return _whole(query_features, key_features, value, key_mask)
 
@@ -91,8 +100,11 @@ def _whole(query_features, key_features, value, key_mask, is_apart=True):
     parts = query, key, value, heads_mask(key_mask)
     if fused.is_fused(query, key, value):
         output = _without_features(*parts)
+    elif is_apart:
+        output = by_heads(_attend, parts, size)
     else:
-        output = by_heads(_Attend(is_apart), parts, size)
+        is_little = size is None or num_kv_heads * size <= AT_ONCE
+        output = by_heads(_attend_through, parts, None if is_little else size)
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(merge_heads(output, num_heads, length), dtype)
 
@@ -104,25 +116,49 @@ def _without_features(query, key, value, mask):
     return fused.attend(query.features, key.features, value) + (query.spoiled + spoiled)
 
 
-class _Attend(NamedTuple):
+def _attend(query, key, value, mask):
     """Some heads of it, `(B, K, R, V)`."""
+    # What is computed here may be overwritten; one side after the other, in the memory
+    # of one.
+    are_own = [isinstance(x.features, Exponents) for x in (query, key)]
+    key, value = admit(key, value, mask)
+    key = Marked(key.features.compute(), key.spoiled)
+    sums = summarize(key, value, mask, is_last=are_own[1])
+    del key
+    features = query.features.compute()
+    reading = read(sums, features, value.dtype, is_last=are_own[0])
+    spoiled = query.spoiled + sums.spoiled[..., None, None]
+    return normalize(reading, features, spoiled, value.dtype)
 
-    is_apart: bool
 
-    def __call__(self, query, key, value, mask):
-        # What is computed here may be overwritten; one side after the other, in the
-        # memory of one.
-        are_own = [isinstance(x.features, Exponents) for x in (query, key)]
-        key, value = admit(key, value, mask, self.is_apart)
-        key = Marked(key.features.compute(), key.spoiled)
-        sums = summarize(key, value, mask, is_last=are_own[1])
-        del key
-        features = query.features.compute()
-        reading = read(sums, features, value.dtype, is_last=are_own[0])
-        spoiled = sums.spoiled[..., None, None]
-        if self.is_apart:
-            spoiled = query.spoiled + spoiled
-        else:
-            # All entries of an output are to know of one of a value.
-            spoiled = ops.sum(0 * sums.numerator, axis=(-2, -1), keepdims=True)
-        return normalize(reading, features, spoiled, value.dtype)
+def _attend_through(query, key, value, mask):
+    """`_attend` of `Exponents` and values that may be NaN, in float32 or float64.
+
+    Features of keys before tokens: all products are in the order XLA is fastest in.
+    """
+    query, key, value = query.features, key.features, hide(value, mask)
+    key = key._replace(x=hide(key.x, mask)).hidden(mask)
+    exponent = _columns(key)
+    maximum = ops.max(exponent, axis=-1, keepdims=True)
+    ones = hide(ops.ones_like(value[..., :1]), mask)
+    sums = accumulated_matmul(
+        ops.exp(exponent - maximum), ops.concatenate([value, ones], axis=-1)
+    )
+    exponent = query.compute().log_scale + ops.swapaxes(maximum, -1, -2)
+    shift = ops.max(exponent, axis=-1, keepdims=True)
+    found = accumulated_matmul(ops.exp(exponent - shift), sums)
+    numerator, denominator = last_apart(found)
+    reading = Reading(shift[..., 0], numerator, denominator, denominator)
+    # All entries of an output are to know of one of a value.
+    spoiled = ops.sum(0 * sums, axis=(-2, -1), keepdims=True)
+    return normalize(reading, query, spoiled, value.dtype)
+
+
+def _columns(features):
+    """The exponents of `Exponents`, features before tokens: `(B, K, M, S)`."""
+    x, vectors, bias, common = features
+    found = accumulated_matmul(
+        vectors, x, transpose_a=True, transpose_b=True, is_precise=True
+    )
+    found = found + ops.swapaxes(bias, -1, -2)
+    return found if common is None else found + ops.swapaxes(common, -1, -2)

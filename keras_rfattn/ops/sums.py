@@ -49,7 +49,7 @@ class Reading(NamedTuple):
     bound: Any  # (..., R)
 
 
-def admit(key, value, mask=None, is_apart=True):
+def admit(key, value, mask=None):
     """What `summarize` takes: hidden rows in no product, and no value not finite.
 
     Args:
@@ -57,15 +57,10 @@ def admit(key, value, mask=None, is_apart=True):
         value: Array of shape `(..., S, V)`.
         mask: Boolean array of shape `(..., S)`, true for visible keys; hidden keys and
             values may hold anything.
-        is_apart: Whether values that are not finite are marked, and become 0. Otherwise
-            these and keys, `Exponents`, may be NaN.
 
     Returns:
         `Marked` features, whose mark tells of their values too, and the values.
     """
-    if not is_apart:
-        features = key.features._replace(x=hide(key.features.x, mask))
-        return Marked(features.hidden(mask), key.spoiled), hide(value, mask)
     value, spoiled = values_apart(hide(value, mask))
     spoiled = hide(key.spoiled, mask) + ops.cast(spoiled, key.spoiled.dtype)
     return Marked(key.features.hidden(mask), spoiled), value
