@@ -129,6 +129,9 @@ def test_deferred_features_are_the_same(name):
     )
     expected = h.reference(*features, x.value, MASK, causal=False)
     h.assert_matches(feature_map, deferred(name)(query, key, *others), expected)
+    others[1] = ops.convert_to_tensor(MASK & np.array([[True], [False]]))
+    unseen = h.to_numpy(deferred(name)(query, key, *others))[1]
+    np.testing.assert_array_equal(unseen, 0)
 
 
 @pytest.mark.parametrize("name", EXPONENTIAL)
