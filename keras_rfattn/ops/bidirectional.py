@@ -140,10 +140,9 @@ def _attend_through(query, key, value, mask):
     key = key._replace(x=hide(key.x, mask)).hidden(mask)
     exponent = _columns(key)
     maximum = ops.max(exponent, axis=-1, keepdims=True)
-    ones = hide(ops.ones_like(value[..., :1]), mask)
-    sums = accumulated_matmul(
-        ops.exp(exponent - maximum), ops.concatenate([value, ones], axis=-1)
-    )
+    # Where no key is visible all count, with values of 0.
+    both = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
+    sums = accumulated_matmul(ops.exp(exponent - maximum), both)
     exponent = query.compute().log_scale + ops.swapaxes(maximum, -1, -2)
     shift = ops.max(exponent, axis=-1, keepdims=True)
     found = accumulated_matmul(ops.exp(exponent - shift), sums)
