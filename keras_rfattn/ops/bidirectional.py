@@ -142,10 +142,12 @@ def _attend_through(query, key, value, mask):
     maximum = ops.max(exponent, axis=-1, keepdims=True)
     # Where no key is visible all count, with values of 0.
     both = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
-    sums = accumulated_matmul(ops.exp(exponent - maximum), both)
+    columns = ops.cast(ops.exp(exponent - maximum), value.dtype)
+    sums = accumulated_matmul(columns, both)
     exponent = query.compute().log_scale + ops.swapaxes(maximum, -1, -2)
     shift = ops.max(exponent, axis=-1, keepdims=True)
-    found = accumulated_matmul(ops.exp(exponent - shift), sums)
+    rows = ops.cast(ops.exp(exponent - shift), value.dtype)
+    found = accumulated_matmul(rows, sums)
     numerator, denominator = last_apart(found)
     reading = Reading(shift[..., 0], numerator, denominator, denominator)
     # All entries of an output are to know of one of a value.
@@ -156,6 +158,7 @@ def _attend_through(query, key, value, mask):
 def _columns(features):
     """The exponents of `Exponents`, features before tokens: `(B, K, M, S)`."""
     x, vectors, bias, common = features
+    vectors, bias = (ops.cast(y, x.dtype) for y in (vectors, bias))
     found = accumulated_matmul(
         vectors, x, transpose_a=True, transpose_b=True, is_precise=True
     )
