@@ -78,11 +78,12 @@ def measure(args):
             batch_size=args.batch, seed=0,
         )  # fmt: skip
         return peak() - before
-    _, variables = chosen(model, linear_layers(model), args.trainable, 8)
+    stage = "features"
+    found = chosen(model, linear_layers(model), {stage: args.trainable}, 8, [stage])
     output = model.output["sequence_output"]
     trained = keras.Model(model.input, output)
     y = np.zeros((rows, args.tokens, 384), "float32")
-    with only_training(trained, variables):
+    with only_training(trained, found[stage]):
         trained.compile("adam", "mse")
         trained.fit(x, y, batch_size=args.batch, verbose=0)
     return peak() - before
