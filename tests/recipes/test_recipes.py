@@ -253,6 +253,15 @@ def test_recipe_is_a_program(folder):
     check_ending(name, done.stdout, folder)
 
 
+@pytest.mark.long
+def test_fine_tuning_is_measured_beside_uptraining(tmp_path):
+    # By functions of the library that are not public.
+    flags = "--case", "fine-tuning", "--batch", "1", "--tokens", "8"
+    program = ROOT / "benchmarks" / "uptraining_memory.py"
+    done = run(program, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def check_ending(name, output, folder):
     flags, ending = RUNS[name]
     assert re.search(ending + r"\Z", output, re.DOTALL), output
