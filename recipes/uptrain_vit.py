@@ -95,8 +95,8 @@ def accuracy(args):
     for seed in args.seeds:
         begin = time.time()
         pretrained = vit(args.model, seed, data[0].shape[1:])
-        row = {"seed": seed, "start": "pretraining", "model": args.model,
-               "loss": pretrain(pretrained, data[0], seed, steps)}  # fmt: skip
+        row = {"seed": seed, "start": "pretraining", "model": args.model}
+        row["loss"] = pretrain(pretrained, data[0], seed, steps)
         training.record(args, row | {"minutes": (time.time() - begin) / 60})
         if args.model == "converted":
             pretrained = keras_rfattn.convert_vit(pretrained)
@@ -110,8 +110,8 @@ def accuracy(args):
                 rows.append(row | classified(row, pretrained, data, arm_steps))
                 print(rows[-1], flush=True)
                 training.record(args, rows[-1])
-    low, best = [("uptrained", "favorplus"), ("scratch", "favorpp")], "favorpp"
-    pairs = [(x, ("uptrained", best)) for x in low]
+    best = "uptrained", "favorpp"
+    pairs = (("uptrained", "favorplus"), best), (("scratch", "favorpp"), best)
     controls.summarize(rows, ("error", "mean of V", "train", "test"), pairs)
 
 

@@ -1,3 +1,5 @@
+import importlib
+
 import keras
 import numpy as np
 import pytest
@@ -58,7 +60,12 @@ def test_what_is_taken_at_once_changes_no_number(monkeypatch, name, causal, mask
     options = Options(block_size=h.BLOCK, window=WINDOWS.get(name))
 
     def computed(at_once, numbers):
+        # Or JAX would take what it has traced with other numbers.
+        loops._jit.cache_clear()
+        # A function of that name hides the module.
+        bidirectional = importlib.import_module("keras_rfattn.ops.bidirectional")
         monkeypatch.setattr(loops, "AT_ONCE", at_once)
+        monkeypatch.setattr(bidirectional, "AT_ONCE", numbers)
         for module, limits in ((loops, "NUMBERS"), (kernel_attention, "WEIGHTS")):
             monkeypatch.setattr(module, limits, {"jax": numbers, "torch": numbers})
 
