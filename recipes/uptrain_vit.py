@@ -35,9 +35,8 @@ GRID = 8  # patches a side
 HIDDEN, DECODER = 0.75, 64  # share of patches hidden; width of the decoder
 BATCH, STEPS, ARM_STEPS = 64, 4000, 800
 RATE, WEIGHT_DECAY = 1e-3, 0.05
-WIDTH = {"num_features": 16}
-MECHANISMS = {name: (name, WIDTH, {}) for name in ("favorplus", "favorpp")}
-ARMS = ["softmax", *MECHANISMS, "uniform", "no_attention"]
+MAPS = ["favorplus", "favorpp"]
+ARMS = ["softmax", *MAPS, "uniform", "no_attention"]
 STARTS, HALVES = ["scratch", "uptrained"], ["accuracy", "speed", "estimates"]
 # The paper's numbers of patches are 8², 16², 32², 40² and 44².
 SPEED_GRIDS, SPEED_PATCH, SPEED_BATCH, SPEED_STEPS = (8, 16, 32, 44), 4, 4, 5
@@ -53,6 +52,8 @@ def parse_arguments():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--halves", nargs="+", choices=HALVES, default=HALVES,
                         help="of the figure")  # fmt: skip
+    parser.add_argument("--num-features", type=int, default=16)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--results", default="uptrain_vit.jsonl", help="appended to")
     parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
     return parser.parse_args()
@@ -87,7 +88,7 @@ def main(args):
 
 def accuracy(args):
     steps, arm_steps = (2, 2) if args.smoke else (STEPS, ARM_STEPS)
-    arms, starts, compared = ARMS, STARTS, COMPARED
+    arms, starts, compared = args.arms, STARTS, COMPARED
     data, rows = images.load(args.data_dir, args.images), []
     if args.smoke:
         arms, starts, compared = ["favorpp"], ["uptrained"], ([16], 1, [1])
@@ -102,12 +103,13 @@ def accuracy(args):
             pretrained = keras_rfattn.convert_vit(pretrained)
         if "estimates" in args.halves:
             model = classifier(pretrained, 1, data[0].shape[1:])
-            for found in estimates(model, data[0][:32], list(MECHANISMS), *compared):
+            for found in estimates(model, data[0][:32], MAPS, *compared):
                 training.record(args, {"seed": seed, **found})
         for start in starts:
             for arm in arms if "accuracy" in args.halves else []:
                 row = {"seed": seed, "start": start, "arm": arm, "model": args.model}
-                rows.append(row | classified(row, pretrained, data, arm_steps))
+                width = args.num_features
+                rows.append(row | classified(row, pretrained, data, arm_steps, width))
                 print(rows[-1], flush=True)
                 training.record(args, rows[-1])
     best = "uptrained", "favorpp"
@@ -197,7 +199,7 @@ def compiled(model, steps):
     return model
 
 
-def classified(row, pretrained, data, steps):
+def classified(row, pretrained, data, steps, width):
     """Trains a classifier, and gives what is to be told of it."""
     begin, (x, y, tested, wanted) = time.time(), data
     seed, arm, kind = row["seed"], row["arm"], row["model"]
@@ -206,8 +208,9 @@ def classified(row, pretrained, data, steps):
         backbone.set_weights(pretrained.get_weights())
     model = classifier(backbone, int(y.max()) + 1, x.shape[1:])
     found = {"steps": steps}
-    found |= controls.set_attention(model, arm, MECHANISMS.get(arm), seed)
-    if arm in MECHANISMS:
+    mechanism = arm, {"num_features": width}, {}
+    found |= controls.set_attention(model, arm, mechanism, seed)
+    if arm in MAPS:
         mean = diagnostics.approximation_report(model, [x[:32]], verbose=0).mean
         found |= {"error": mean.output, "mean of V": mean.mean_of_values}
     generator = np.random.default_rng(seed)
@@ -225,7 +228,7 @@ def classified(row, pretrained, data, steps):
 def speed(args):
     """Steps per second of training, median of steps that take turns."""
     grids, steps = ((2,), 1) if args.smoke else (SPEED_GRIDS, SPEED_STEPS)
-    arms = ["softmax", *MECHANISMS]
+    arms = ["softmax", *MAPS]
     print(f"{'patches':<8}" + "".join(f"{arm:>12}" for arm in arms) + "  steps/s")
     for grid in grids:
         side = grid * SPEED_PATCH
@@ -233,7 +236,8 @@ def speed(args):
         y, models, times = np.zeros(SPEED_BATCH, "int32"), {}, {arm: [] for arm in arms}
         for arm in arms:
             model = classifier(vit("keras_hub", 0, x.shape[1:], grid), 10, x.shape[1:])
-            controls.set_attention(model, arm, MECHANISMS.get(arm), 0)
+            mechanism = arm, {"num_features": args.num_features}, {}
+            controls.set_attention(model, arm, mechanism, 0)
             models[arm] = compiled(model, steps)
             model.train_on_batch(x, y)
         for _ in range(steps):

@@ -19,6 +19,7 @@ from keras_rfattn.models.generation import decodes
 from keras_rfattn.models.generation import generating
 from keras_rfattn.models.generation import has_states
 from keras_rfattn.models.swap import original_class
+from keras_rfattn.ops.gradients import without_gradients
 
 # What tasks that can be streamed begin with, by how they are called.
 EMPTY = {
@@ -218,9 +219,7 @@ class Stream:
         """As the backend compiles `generate`."""
         backend = keras.backend.backend()
         if backend == "torch":
-            import torch
-
-            return torch.no_grad()(self._forward)
+            return without_gradients()(self._forward)
         if getattr(self.model, "run_eagerly", False):
             return self._forward
         if backend == "tensorflow":

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.ops.gradients import without_gradients
 
 
 def progress(items, verbose):
@@ -43,9 +44,10 @@ def run(model, batch, function=None):
     try:
         if holds_text:
             raise TypeError("strings are not tokens")
-        if function is None:
-            return model(batch, training=False)
-        return function(batch)
+        with without_gradients():
+            if function is None:
+                return model(batch, training=False)
+            return function(batch)
     except Exception as error:
         remedy = " Turn strings into tokens first, as `model.preprocessor` does."
         remedy = remedy if holds_text else ""

@@ -12,6 +12,7 @@ from keras import ops
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
 from keras_rfattn.ops import Softmax
+from keras_rfattn.ops.gradients import with_gradient
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.rows import feature_rows
 from keras_rfattn.ops.rows import kernel_rows
@@ -47,7 +48,7 @@ class AttentionStage(keras.Model):
         self.built = True
 
     def call(self, inputs):
-        """Per layer and head, `(1, L, N)`, over the batch: a dict of `QUANTITIES`."""
+        """A dict: `QUANTITIES` over the batch, `(1, L, N)`, and "loss", `(1, L)`."""
         x, noise = inputs["x"], inputs["noise"]
         watchers = [Watcher() for _ in self.learning]
         recorders = [
@@ -62,28 +63,22 @@ class AttentionStage(keras.Model):
             if self.teacher.trains(layer):
                 students = watcher.replayed(layer)
             dropped = noise[:, i] < self.window_dropout
-            errors = [
-                layer_errors(*pair, dropped, noise[0, -1])
-                for pair in zip(watcher.calls, students, strict=True)
-            ]
-            # Layers may cut a batch into other rows, each its own.
-            found.append({
-                k: sum((ops.sum(e[k], axis=0, keepdims=True) for e in errors),
-                       ops.zeros((1, layer._kv_shape()[0])) if not errors else 0)
-                for k in QUANTITIES
-            })  # fmt: skip
-        heads = max(f["norm"].shape[-1] for f in found)
-        return {k: ops.stack([_widened(f[k], heads) for f in found], 1)
-                for k in QUANTITIES}  # fmt: skip
+            calls = list(zip(watcher.calls, students, strict=True))
+            found.append(_compared(layer, calls, dropped, noise[0, -1]))
+        losses, sums = zip(*found, strict=True)
+        heads = max(x["norm"].shape[-1] for x in sums)
+        stacked = {k: ops.stack([_widened(x[k], heads) for x in sums], 1)
+                   for k in QUANTITIES}  # fmt: skip
+        return stacked | {"loss": ops.stack(losses)[None]}
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None,
                      training=True):  # fmt: skip
-        error, divergence, mean_of_v, heads = relative(y_pred)
+        error, _, mean_of_v, heads = relative(y_pred)
         count = ops.maximum(ops.sum(heads), 1)
         self.error.update_state(ops.sum(error) / count)
         self.mean_of_v.update_state(ops.sum(mean_of_v) / count)
         self.zero.update_state(1.0)
-        return ops.sum(error + divergence) / count
+        return ops.sum(y_pred["loss"]) / count
 
 
 class Watcher:
@@ -123,6 +118,30 @@ def relative(sums):
     )
 
 
+def _compared(layer, calls, dropped, offset):
+    """`(loss, dict of QUANTITIES)`, `(1, N)` each, of a layer's calls in a batch.
+
+    Layers may cut a batch into other rows, each its own.
+    """
+    if not calls:
+        heads = layer._kv_shape()[0]
+        return ops.zeros(()), {k: ops.zeros((1, heads)) for k in QUANTITIES}
+
+    def compared(*tensors):
+        sums, tensors = {k: 0 for k in QUANTITIES}, iter(tensors)
+        for teacher, student in calls:
+            live = dict(zip(("query", "key", "value"), tensors, strict=False))
+            found = layer_errors(teacher, student.replace(**live), dropped, offset)
+            for k, x in found.items():
+                sums[k] = sums[k] + ops.sum(x, axis=0, keepdims=True)
+        error, divergence, _, _ = relative(sums)
+        return ops.sum(error + divergence), *(sums[k] for k in QUANTITIES)
+
+    tensors = [y for _, x in calls for y in (x.query, x.key, x.value)]
+    loss, *sums = with_gradient(compared, layer.feature_map.variables, tensors)
+    return loss, dict(zip(QUANTITIES, sums, strict=True))
+
+
 def layer_errors(teacher, student, dropped, offset):
     """How far a linear layer's attention is from softmax.
 
@@ -149,8 +168,7 @@ def layer_errors(teacher, student, dropped, offset):
     values = split_heads(ops.cast(teacher.value, dtype), num_kv_heads)
     own = split_heads(ops.cast(student.value, dtype), num_kv_heads)
     output = ops.matmul(wanted, values)
-    seen = ops.cast(visible, dtype) + ops.zeros_like(wanted)
-    uniform = seen / ops.maximum(ops.sum(seen, axis=-1, keepdims=True), 1)
+    mean = split_heads(_mean(ops.cast(teacher.value, dtype), visible), num_kv_heads)
 
     def squares(x):
         return per_head(ops.sum(ops.square(x), axis=-1))
@@ -167,7 +185,7 @@ def layer_errors(teacher, student, dropped, offset):
     return {
         "squared": squares(output - ops.matmul(given, own)),
         "norm": squares(output),
-        "mean_of_v": squares(output - ops.matmul(uniform, values)),
+        "mean_of_v": squares(output - mean),
         "divergence": per_head(divergence),
         "rows": per_head(ops.ones_like(divergence)),
     }
@@ -202,6 +220,15 @@ def _visible(call, rows, groups):
         mask = ops.take(ops.cast(call.query_mask, "bool"), rows, axis=1)
         real = real & mask[:, None, :, None]
     return visible, real | ops.zeros((batch, 1, ops.shape(rows)[0], 1), dtype="bool")
+
+
+def _mean(value, visible):
+    """That of the values a row sees, `(B, R · G, K, V)`: the same for all heads."""
+    shape = ops.shape(value)
+    seen = ops.cast(visible[:, 0], value.dtype)
+    total = ops.matmul(seen, ops.reshape(value, (shape[0], shape[1], -1)))
+    mean = total / ops.maximum(ops.sum(seen, axis=-1, keepdims=True), 1)
+    return ops.reshape(mean, (shape[0], -1, *shape[2:]))
 
 
 def _student_rows(call, rows, taken, visible, dropped):

@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
+from keras_rfattn.ops.gradients import without_gradients
 
 TINY = 1e-9
 OBJECTIVES = ("auto", "features", "logits")
@@ -83,7 +84,7 @@ class FeaturesStage(keras.Model):
         """The error of the model whose attention puts out 0, a number."""
         wanted = self.teacher(self.outputs, x)
         recorders = [(layer, Attention.zero) for layer in self.learning]
-        with recording(recorders):
+        with recording(recorders), without_gradients():
             given = self.outputs(x)
         pairs = zip(wanted, given, strict=True)
         error, _ = self.measure([(a, b, mask) for (a, mask), (b, _) in pairs])

@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
+from keras_rfattn.ops.gradients import without_gradients
 
 
 class Teacher:
@@ -66,7 +67,7 @@ class Teacher:
     def __call__(self, function, x):
         """`function(x)` of the softmax model; nothing that trains is in it."""
         recorders = [(layer, Attention.softmax) for layer in self.layers]
-        with self.weights(), recording(recorders):
+        with self.weights(), recording(recorders), without_gradients():
             return function(x)
 
 

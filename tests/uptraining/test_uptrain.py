@@ -1,3 +1,5 @@
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ from keras import ops
 import keras_rfattn
 from keras_rfattn.layers.recording import in_order
 from keras_rfattn.layers.recording import linear_layers
+from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.fitting import rate_for
 from keras_rfattn.uptraining.plan import planned
 from tests import helpers as h
@@ -18,6 +21,33 @@ LEARNED = ("hedgehog", "favorpp_learned")
 def outputs(model, data=None):
     model.predict_function = None
     return model.predict(m.tokens() if data is None else data, verbose=0)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="of PyTorch's graph")
+@pytest.mark.parametrize("trainable", ["maps", "query_key"])
+def test_stage_attention_does_not_hold_rows_of_attention(monkeypatch, trainable):
+    import torch
+
+    held, sizes, call = weakref.WeakSet(), [], AttentionStage.call
+
+    class Held:
+        def __init__(self, x):
+            self.x = x.detach()  # else a node would hold itself
+            held.add(self)
+
+    def watched(stage, inputs):
+        if not torch.is_grad_enabled():
+            return call(stage, inputs)
+        with torch.autograd.graph.saved_tensors_hooks(Held, lambda x: x.x):
+            found = call(stage, inputs)
+        sizes.append(max((x.x.numel() for x in held), default=0))
+        return found
+
+    monkeypatch.setattr(AttentionStage, "call", watched)
+    m.uptrain(m.linear_model(), stages="attention", steps=2, trainable=trainable)
+    # Rows: 16 sequences of m.TOKENS queries and keys each, by heads.
+    assert len(sizes) == 2 and max(sizes) < 16 * m.TOKENS**2
+    assert (max(sizes) > 0) == (trainable == "query_key")
 
 
 @pytest.mark.parametrize("name", LEARNED)
