@@ -21,7 +21,7 @@ from one that is blunter, or sharper, by four.
 Controls train alike: softmax, uniform attention (the mean of V), no attention. "error"
 is that of attention outputs before training, relative to softmax; not below "mean of V"
 the map does nothing yet for these weights. Sizes and rates were fixed beforehand.
-Cost: an hour a seed for accuracy on a shared core. Seen: docs/pages/results/crt.md.
+Cost: 15 to 60 minutes a seed for accuracy. Seen: docs/pages/results/crt.md.
 """
 
 import argparse
@@ -108,8 +108,7 @@ def accuracy(args):
         for start in starts:
             for arm in arms if "accuracy" in args.halves else []:
                 row = {"seed": seed, "start": start, "arm": arm, "model": args.model}
-                width = args.num_features
-                rows.append(row | classified(row, pretrained, data, arm_steps, width))
+                rows.append(row | classified(row, pretrained, data, arm_steps, args))
                 print(rows[-1], flush=True)
                 training.record(args, rows[-1])
     best = "uptrained", "favorpp"
@@ -199,7 +198,7 @@ def compiled(model, steps):
     return model
 
 
-def classified(row, pretrained, data, steps, width):
+def classified(row, pretrained, data, steps, args):
     """Trains a classifier, and gives what is to be told of it."""
     begin, (x, y, tested, wanted) = time.time(), data
     seed, arm, kind = row["seed"], row["arm"], row["model"]
@@ -208,8 +207,7 @@ def classified(row, pretrained, data, steps, width):
         backbone.set_weights(pretrained.get_weights())
     model = classifier(backbone, int(y.max()) + 1, x.shape[1:])
     found = {"steps": steps}
-    mechanism = arm, {"num_features": width}, {}
-    found |= controls.set_attention(model, arm, mechanism, seed)
+    found |= controls.set_attention(model, arm, mechanism(arm, args), seed)
     if arm in MAPS:
         mean = diagnostics.approximation_report(model, [x[:32]], verbose=0).mean
         found |= {"error": mean.output, "mean of V": mean.mean_of_values}
@@ -225,6 +223,10 @@ def classified(row, pretrained, data, steps, width):
     return found | {"minutes": (time.time() - begin) / 60}
 
 
+def mechanism(arm, args):
+    return arm, {"num_features": args.num_features}, {}
+
+
 def speed(args):
     """Steps per second of training, median of steps that take turns."""
     grids, steps = ((2,), 1) if args.smoke else (SPEED_GRIDS, SPEED_STEPS)
@@ -236,8 +238,7 @@ def speed(args):
         y, models, times = np.zeros(SPEED_BATCH, "int32"), {}, {arm: [] for arm in arms}
         for arm in arms:
             model = classifier(vit("keras_hub", 0, x.shape[1:], grid), 10, x.shape[1:])
-            mechanism = arm, {"num_features": args.num_features}, {}
-            controls.set_attention(model, arm, mechanism, 0)
+            controls.set_attention(model, arm, mechanism(arm, args), 0)
             models[arm] = compiled(model, steps)
             model.train_on_batch(x, y)
         for _ in range(steps):
