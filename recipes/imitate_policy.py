@@ -12,11 +12,12 @@ goal it leads, which the output at the goal's token has to tell (cross entropy).
 
 Queries and keys have length one (`temperature=1`), as in the paper, for both maps, for
 FAVOR+ with as many multiplications as the hybrid, and for their exact counterpart,
-"softmax_unit". Beside them softmax, uniform attention (the mean of V) and no attention,
-the expert itself, and going straight for the goal. Told are agreement with the angle
-of most chance on new scenes, degrees away from it, and how often a robot so steered
-reaches the goal. Sizes, steps, rate and the expert's chances were set with softmax and
-no attention, on scenes of another seed.
+"softmax_unit"; hybrids of more vectors, and of more for the angle ("8x32"), tell which
+the hybrid lacks. Beside them softmax, uniform attention (the mean of V) and no
+attention, the expert itself, and going straight for the goal. Told are agreement with
+the angle of most chance on new scenes, degrees away from it, and how often a robot so
+steered reaches the goal. Sizes, steps, rate and the expert's chances were set with
+softmax and no attention, on scenes of another seed.
 
 Multiplications are those of attention, for a token in a head: of queries and keys with
 random vectors, those that make features of projections, and those with values. The
@@ -31,12 +32,17 @@ import argparse
 import os
 import time
 
-HYBRID = {"num_features": 8, "num_coefficients": 8}
 UNIT = {"temperature": 1.0}
 PATCH = 4
 TOKENS = 1 + 24 * 32 // PATCH**2
+HYBRIDS = {
+    "hybrid_angular": {"num_features": 8, "num_coefficients": 8},
+    "hybrid_angular-16x8": {"num_features": 16, "num_coefficients": 8},
+    "hybrid_angular-32x8": {"num_features": 32, "num_coefficients": 8},
+    "hybrid_angular-8x32": {"num_features": 8, "num_coefficients": 32},
+}
 MECHANISMS = {
-    "hybrid_angular": ("hybrid_angular", HYBRID, UNIT),
+    **{arm: ("hybrid_angular", sizes, UNIT) for arm, sizes in HYBRIDS.items()},
     "favorplus-256": ("favorplus", {"num_features": 256}, UNIT),
     "favorplus-158": ("favorplus", {"num_features": 158}, UNIT),
     # Attention is exact within a window, and all tokens are in one.
@@ -126,9 +132,10 @@ def multiplications(arm, values=DIM // HEADS):
     if arm.startswith("softmax"):
         return TOKENS * (dim + values)
     vectors = width = products = MECHANISMS[arm][1]["num_features"]
-    if arm == "hybrid_angular":
-        width = 4 * vectors * (HYBRID["num_coefficients"] + 1)
-        vectors, products = vectors + HYBRID["num_coefficients"], width
+    if arm in HYBRIDS:
+        coefficients = HYBRIDS[arm]["num_coefficients"]
+        width = 4 * vectors * (coefficients + 1)
+        vectors, products = vectors + coefficients, width
     # Twice: keys with values and their number, and queries with the sums.
     return 2 * (vectors * dim + products + width * (values + 1))
 
