@@ -15,8 +15,9 @@ in place, and `--model converted` what `keras_rfattn.convert_vit` makes of it on
 pretrained; both on TensorFlow alone, as KerasCV's ViT.
 
 Then steps per second of training by number of patches (the figure's right half), all in
-turns; and ("estimates") how far untrained maps are from the pretrained softmax, and
-from one that is blunter, or sharper, by four.
+turns; ("estimates") how far untrained maps are from the pretrained softmax, and from
+one that is blunter, or sharper, by four; and ("swapped") what is left of softmax's
+finished classifier with a map in it, untrained and after a few steps.
 
 Controls train alike: softmax, uniform attention (the mean of V), no attention. "error"
 is that of attention outputs before training, relative to softmax; not below "mean of V"
@@ -25,22 +26,21 @@ Cost: 15 to 60 minutes a seed for accuracy. Seen: docs/pages/results/crt.md.
 """
 
 import argparse
+import itertools
 import os
 import pathlib
 import statistics
 import time
 
-LAYERS, HEADS, DIM, MLP = 4, 2, 64, 128
-GRID = 8  # patches a side
-HIDDEN, DECODER = 0.75, 64  # share of patches hidden; width of the decoder
-BATCH, STEPS, ARM_STEPS = 64, 4000, 800
-RATE, WEIGHT_DECAY = 1e-3, 0.05
+STEPS, ARM_STEPS = 4000, 800
 MAPS = ["favorplus", "favorpp"]
 ARMS = ["softmax", *MAPS, "uniform", "no_attention"]
-STARTS, HALVES = ["scratch", "uptrained"], ["accuracy", "speed", "estimates"]
+STARTS = ["scratch", "uptrained"]
+HALVES = ["accuracy", "speed", "estimates", "swapped"]
 # The paper's numbers of patches are 8², 16², 32², 40² and 44².
 SPEED_GRIDS, SPEED_PATCH, SPEED_BATCH, SPEED_STEPS = (8, 16, 32, 44), 4, 4, 5
 COMPARED = (16, 64, 256), 5, (0.25, 1, 4)  # widths; 5 draws; factors of q · k
+FURTHER = {16: [0], 64: [0], 256: [0, 25, 100, 400]}, 5  # steps by width; 5 draws
 
 
 def parse_arguments():
@@ -65,18 +65,21 @@ if __name__ == "__main__":  # before imports that take seconds
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import keras
-import keras_hub
 import numpy as np
 from common import controls
 from common import images
 from common import training
 from common.estimates import estimates
-from keras import layers
-from keras import ops
+from common.vision import classifier
+from common.vision import compiled
+from common.vision import fit
+from common.vision import predict
+from common.vision import pretrain
+from common.vision import vit
 
 import keras_rfattn
 from keras_rfattn import diagnostics
+from keras_rfattn import feature_maps
 
 
 def main(args):
@@ -105,6 +108,10 @@ def accuracy(args):
             model = classifier(pretrained, 1, data[0].shape[1:])
             for found in estimates(model, data[0][:32], MAPS, *compared):
                 training.record(args, {"seed": seed, **found})
+        if "swapped" in args.halves:
+            further = ({16: [0, 1]}, 1) if args.smoke else FURTHER
+            for found in swapped(pretrained, data, seed, arm_steps, *further):
+                training.record(args, {"seed": seed, "start": "swapped", **found})
         for start in starts:
             for arm in arms if "accuracy" in args.halves else []:
                 row = {"seed": seed, "start": start, "arm": arm, "model": args.model}
@@ -114,88 +121,6 @@ def accuracy(args):
     best = "uptrained", "favorpp"
     pairs = (("uptrained", "favorplus"), best), (("scratch", "favorpp"), best)
     controls.summarize(rows, ("error", "mean of V", "train", "test"), pairs)
-
-
-def vit(model, seed, shape, grid=GRID):
-    """A backbone of `grid` x `grid` patches."""
-    keras.utils.set_random_seed(seed)
-    sizes = {"num_heads": HEADS, "mlp_dim": MLP, "attention_dropout": 0.0}
-    if model == "keras_hub":
-        return keras_hub.models.ViTBackbone(
-            image_shape=shape, patch_size=shape[0] // grid, num_layers=LAYERS,
-            hidden_dim=DIM, dropout_rate=0.0, **sizes,
-        )  # fmt: skip
-    if keras.backend.backend() != "tensorflow":
-        raise SystemExit("KerasCV's ViT runs on TensorFlow: KERAS_BACKEND=tensorflow")
-    from keras_cv.src.models.legacy.vit import ViT
-
-    return ViT(
-        include_rescaling=False, include_top=False, input_shape=shape, project_dim=DIM,
-        patch_size=shape[0] // grid, transformer_layer_num=LAYERS, mlp_dropout=0.0,
-        activation=keras.activations.gelu, **sizes,
-    )  # fmt: skip
-
-
-def parts(backbone):
-    """Layers from pixels (0 to 1) to tokens, and from tokens to outputs."""
-    names = [type(layer).__name__ for layer in backbone.layers]
-    cut = 1 + next(i for i, x in enumerate(names) if "PatchingAndEmbedding" in x)
-    first = backbone.layers[1:cut]
-    if isinstance(backbone, keras_hub.models.ViTBackbone):
-        first = [layers.Rescaling(2.0, -1.0), *first]  # KerasCV's has it inside
-    return first, backbone.layers[cut:]
-
-
-def through(some_layers, x):
-    for layer in some_layers:
-        x = layer(x)
-    return x
-
-
-def adamw(steps, **options):
-    rate = keras.optimizers.schedules.CosineDecay(
-        0.0, steps, warmup_target=RATE, warmup_steps=steps // 10 + 1
-    )
-    return keras.optimizers.AdamW(rate, WEIGHT_DECAY, clipnorm=1.0, **options)
-
-
-def pretrain(backbone, x, seed, steps):
-    """Masked autoencoding: the encoder sees a quarter of the patches."""
-    first, rest = parts(backbone)
-    count, size = GRID**2, x.shape[1] // GRID
-    shown = round(count * (1 - HIDDEN))
-    pixels = keras.Input(x.shape[1:])
-    order = keras.Input((count,), dtype="int32")
-    tokens = through(first, pixels)
-    visible = ops.take_along_axis(tokens[:, 1:], order[:, :shown, None], axis=1)
-    encoded = through(rest, ops.concatenate([tokens[:, :1], visible], axis=1))
-    # Patches that are hidden are 0 here: a mask token would do what the bias does.
-    y = layers.Dense(DECODER)(encoded[:, 1:])
-    y = ops.pad(y, ((0, 0), (0, count - shown), (0, 0)))
-    y = ops.take_along_axis(y, ops.argsort(order, axis=1)[..., None], axis=1)
-    y = y + keras_hub.layers.PositionEmbedding(count)(y)
-    y = keras_hub.layers.TransformerEncoder(2 * DECODER, HEADS, activation="gelu")(y)
-    y = layers.Dense(size * size * x.shape[-1])(y)
-    y = ops.take_along_axis(y, order[:, shown:, None], axis=1)
-    model = keras.Model([pixels, order], y)
-    generator = np.random.default_rng(seed)
-    data = images.hidden_batches(x, GRID, shown, BATCH, generator)
-    model.compile(adamw(steps, beta_2=0.95), "mse")
-    history = model.fit(data, steps_per_epoch=steps, verbose=2, shuffle=False)
-    return history.history["loss"][-1]
-
-
-def classifier(backbone, classes, shape):
-    first, rest = parts(backbone)
-    pixels = keras.Input(shape)
-    y = through(rest, through(first, pixels))
-    return keras.Model(pixels, layers.Dense(classes)(ops.mean(y[:, 1:], axis=1)))
-
-
-def compiled(model, steps):
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(adamw(steps), loss)
-    return model
 
 
 def classified(row, pretrained, data, steps, args):
@@ -211,16 +136,38 @@ def classified(row, pretrained, data, steps, args):
     if arm in MAPS:
         mean = diagnostics.approximation_report(model, [x[:32]], verbose=0).mean
         found |= {"error": mean.output, "mean of V": mean.mean_of_values}
-    generator = np.random.default_rng(seed)
-    compiled(model, steps).fit(
-        images.batches(x, y, BATCH, generator), steps_per_epoch=steps, verbose=2,
-        shuffle=False,
-    )  # fmt: skip
+    fit(model, x, y, steps, seed)
     found["train"], found["test"] = (
-        float(np.mean(model.predict(a, verbose=0).argmax(-1) == b))
+        float(np.mean(predict(model, a) == b))
         for a, b in ((x[: len(tested)], y[: len(tested)]), (tested, wanted))
     )
     return found | {"minutes": (time.time() - begin) / 60}
+
+
+def swapped(pretrained, data, seed, steps, further, draws):
+    """What softmax's classifier does with a map in it, by width and steps of training.
+
+    Yields dicts of its accuracy, and of how often it answers as it did with softmax.
+    """
+    x, y, tested, wanted = data
+    model = classifier(pretrained, int(y.max()) + 1, x.shape[1:])
+    own = pretrained.get_weights()
+    fit(model, x, y, steps, seed)
+    weights, answers = model.get_weights(), predict(model, tested)
+    yield {"arm": "softmax", "test": float(np.mean(answers == wanted))}
+    for width, counts in further.items():
+        for arm, draw, more in itertools.product(MAPS, range(draws), counts):
+            feature_map = feature_maps.get(arm, num_features=width, seed=draw)
+            keras_rfattn.replace_attention(model, feature_map, seed=draw)
+            if more:
+                fit(model, x, y, more, seed)
+            found = predict(model, tested)
+            keras_rfattn.restore_attention(model)
+            model.set_weights(weights)
+            row = {"arm": arm, "width": width, "draw": draw, "steps": more}
+            row["test"] = float(np.mean(found == wanted))
+            yield row | {"agreement": float(np.mean(found == answers))}
+    pretrained.set_weights(own)
 
 
 def mechanism(arm, args):
