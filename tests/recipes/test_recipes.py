@@ -53,7 +53,7 @@ RUNS = {
     ),
     "compare_kernel_variance": (
         "--pairs 32 --samples 1 --plot plot.png",
-        f"check: digits, σ = 1: GERF [^\n]*{YES_OR_NO}plot: plot.png\n",
+        f"check: standardized, σ = 1: GERF [^\n]*{YES_OR_NO}plot: plot.png\n",
     ),
     "compare_pointwise_error": (
         "--estimates 100 --plot plot.png",
