@@ -22,6 +22,8 @@ import importlib.util
 import os
 import pathlib
 
+from common.flags import add_smoke
+
 # Whether calibrated. FAVOR++ takes A from the sequence at hand, calibrated from its
 # average over the calibration data.
 MAPS = {
@@ -42,6 +44,7 @@ def parse_arguments():
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--maps", nargs="+", choices=MAPS, default=list(MAPS))
     parser.add_argument("--plot", help="save the last map's errors to this file")
+    add_smoke(parser, tokens=32, num_features=16, seeds=1)
     return parser.parse_args()
 
 

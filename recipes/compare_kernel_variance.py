@@ -19,6 +19,8 @@ GeomRF+ positive is the least entry of its set.
 import argparse
 import os
 
+from common.flags import add_smoke
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -30,6 +32,7 @@ def parse_arguments():
         "--pairs", type=int, default=16384,
         help="pairs of each sample, drawn from the million of two sets",
     )  # fmt: skip
+    add_smoke(parser, pairs=32, samples=1)
     return parser.parse_args()
 
 

@@ -23,6 +23,8 @@ inputs of equal length the term it adds to the variance is 0.
 import argparse
 import os
 
+from common.flags import add_smoke
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -31,6 +33,7 @@ def parse_arguments():
     parser.add_argument(
         "--estimates", type=int, default=10000, help="of every point, as in the paper"
     )
+    add_smoke(parser, estimates=100)
     return parser.parse_args()
 
 

@@ -39,6 +39,8 @@ import argparse
 import os
 import pathlib
 
+from common.flags import add_smoke
+
 # Repetitions at once, which bounds the memory.
 BATCH = 10
 
@@ -62,6 +64,7 @@ def parse_arguments():
         "--cost", choices=("products", "projections"), default="products",
         help="whether the hybrid's products count",
     )  # fmt: skip
+    add_smoke(parser, repetitions=BATCH)
     args = parser.parse_args()
     if args.repetitions < BATCH or args.repetitions % BATCH:
         parser.error(f"--repetitions must be a multiple of {BATCH}")

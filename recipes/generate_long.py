@@ -26,6 +26,8 @@ import os
 import pathlib
 import time
 
+from common.flags import add_smoke
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -43,6 +45,15 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", default="generate_long.jsonl", help="appended to")
     parser.add_argument("--plot", default="generate_long.png")
+    add_smoke(
+        parser,
+        layers=1,
+        prompt=64,
+        tokens=16,
+        chunk=32,
+        softmax_tokens=[16, 32],
+        num_features=8,
+    )
     return parser.parse_args()
 
 

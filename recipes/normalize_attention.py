@@ -21,6 +21,8 @@ import shlex
 import sys
 import warnings
 
+from common.flags import add_smoke
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -36,6 +38,14 @@ def parse_arguments():
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--results", default="normalize_attention.jsonl",
                         help="appended to")  # fmt: skip
+    add_smoke(
+        parser,
+        tokens=32,
+        num_features=8,
+        seeds=1,
+        temperatures=[0.5],
+        mechanisms=["hybrid_angular"],
+    )
     return parser.parse_args()
 
 

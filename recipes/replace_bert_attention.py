@@ -26,6 +26,8 @@ import tempfile
 import time
 import warnings
 
+from common.flags import add_smoke
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -38,6 +40,9 @@ def parse_arguments():
     parser.add_argument("--patience", type=float, default=6.0, help=text)
     parser.add_argument("--plot", metavar="FILE", help="save a plot of the times")
     parser.add_argument("--steps", type=int, default=80, help="of uptraining")
+    add_smoke(
+        parser, lengths=[16], num_features=16, steps=2, mechanisms=["favorpp", "elu"]
+    )
     return parser.parse_args()
 
 

@@ -56,6 +56,16 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=256)
+    flags.add_smoke(
+        parser,
+        steps=2,
+        batch=4,
+        context=16,
+        num_layers=1,
+        num_heads=1,
+        head_dim=8,
+        mechanisms=["softmax", "favorpp", "local"],
+    )
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Flags that the `train_*.py` recipes share; not a recipe itself."""
+"""Flags that recipes share; not a recipe itself."""
 
 import argparse
 import pathlib
@@ -6,7 +6,7 @@ import sys
 
 
 def make_parser(description, mechanisms, sizes):
-    """Flags of every training; tables as `training.build` takes them."""
+    """Flags of every `train_*.py`; tables as `training.build` takes them."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     name = pathlib.Path(sys.argv[0]).stem
     parser.add_argument("--results", default=f"{name}.jsonl", help="appended to")
@@ -18,3 +18,18 @@ def make_parser(description, mechanisms, sizes):
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     return parser
+
+
+class Smoke(argparse.Action):
+    """Gives other flags the values of its `const`; what stands after it counts."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for name, value in self.const.items():
+            setattr(namespace, name, value)
+
+
+def add_smoke(parser, **values):
+    """Adds `--smoke`: the recipe at its smallest, by such values of other flags."""
+    text = "a minute's worth of it: "
+    text += ", ".join(f"{name} {value}" for name, value in values.items())
+    parser.add_argument("--smoke", nargs=0, action=Smoke, const=values, help=text)

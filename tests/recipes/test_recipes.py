@@ -35,11 +35,11 @@ ON_TORCH = (
     "sample_softmax", "uptrain_gpt2", "uptrain_speech", "uptrain_vit",
 )  # fmt: skip
 YES_OR_NO = "(yes|no)\n"
-# The flags of the smallest configuration, and how its output ends. Whether the paper's
-# claims hold on so little data is not asked.
+# Flags of a run, and how its output ends. Whether the paper's claims hold on so little
+# data is not asked.
 RUNS = {
     "calibrate_attention": (
-        "--data-dir data --tokens 32 --num-features 16 --seeds 1 --plot plot.png",
+        "--data-dir data --smoke --plot plot.png",
         "check: restored outputs equal the checkpoint's: yes\n.*plot: plot.png\n",
     ),
     "classify_by_kernel_regression": (
@@ -52,15 +52,15 @@ RUNS = {
         f"check: s4: ours lowest at width 200 in [01] of 1: {YES_OR_NO}",
     ),
     "compare_kernel_variance": (
-        "--pairs 32 --samples 1 --plot plot.png",
+        "--smoke --plot plot.png",
         f"check: standardized, σ = 1: GERF [^\n]*{YES_OR_NO}plot: plot.png\n",
     ),
     "compare_pointwise_error": (
-        "--estimates 100 --plot plot.png",
+        "--smoke --plot plot.png",
         "check: r = 1.5: [^\n]* within theorem 3.5's bound: yes\nplot: plot.png\n",
     ),
     "compare_quasi_monte_carlo": (
-        "--data-dir data --repetitions 10 --plot plot.png",
+        "--data-dir data --smoke --plot plot.png",
         f"check: Boston: the paper's order of all: {YES_OR_NO}plot: plot.png\n",
     ),
     "compare_softmax_distributions": (
@@ -68,13 +68,11 @@ RUNS = {
         r"\ntable 5 as published: .*\nhybrid_angular +64[^\n]*\nfavorpp +64[^\n]*\n",
     ),
     "generate_long": (
-        "--data-dir data --layers 1 --prompt 64 --tokens 16 --chunk 32 "
-        "--softmax-tokens 16 32 --num-features 8",
+        "--data-dir data --smoke",
         r"at 80 tokens: state 0\.0 MiB of [^\n]*\nplot: generate_long.png\n",
     ),
     "normalize_attention": (
-        "--data-dir data --tokens 32 --num-features 8 --seeds 1 --temperatures 0.5 "
-        "--mechanisms hybrid_angular",
+        "--data-dir data --smoke",
         r"its softmax +0.5 +0.000 +\d.\d+\nmean of V +\d.\d+\nzero +1.000\n",
     ),
     "imitate_policy": (
@@ -91,8 +89,7 @@ RUNS = {
         r"'mechanism': 'elu', 'start': 'uptrained', [^\n]*'no_attention': \d[^\n]*\n",
     ),
     "replace_bert_attention": (
-        "--lengths 16 --num-features 16 --mechanisms favorpp elu --steps 2 "
-        "--plot plot.png",
+        "--smoke --plot plot.png",
         "Saved and reloaded: 6 linear layers, largest difference 0.0\n.*"
         "Hedgehog of width 64 moves [^\n]*\nPlot saved to plot.png\n",
     ),
@@ -101,18 +98,15 @@ RUNS = {
         rf"check: favorplus [^\n]* below uniform sampling: {YES_OR_NO}",
     ),
     "train_induction_heads": (
-        "--context 16 --steps 2 --examples 64 --num-layers 1 --num-heads 2 "
-        "--mechanisms softmax polysketch_learned",
+        "--smoke",
         r"polysketch_learned +seed 0: +\S+% after 2 steps, \S+ min\n",
     ),
     "train_language_model": (
-        "--data-dir data --steps 2 --batch 4 --context 16 --num-layers 1 "
-        "--num-heads 1 --head-dim 8 --mechanisms softmax favorpp local",
+        "--data-dir data --smoke",
         r"local +seed 0 [^\n]* test perplexity [^\n]* min\n",
     ),
     "train_selective_copying": (
-        "--context 16 --steps 2 --examples 64 --num-layers 1 --num-heads 2 "
-        "--mechanisms softmax favorplus",
+        "--smoke",
         r"favorplus +seed 0: +\S+% after 2 steps, \S+ min\n",
     ),
     "uptrain_gpt2": (
@@ -216,8 +210,9 @@ def write_uci(folder, generator):
     (folder / "car.arff").write_text("\n".join(lines) + "\n" + objects)
 
 
-def test_every_recipe_has_a_run():
+def test_every_recipe_has_a_run_in_a_minute():
     assert {p.stem for p in PROGRAMS if p.parent.name == "recipes"} == set(RUNS)
+    assert [name for name, (flags, _) in RUNS.items() if "--smoke" not in flags] == []
 
 
 @pytest.mark.long
