@@ -24,7 +24,7 @@ hybrids have both sides over d^¼, which makes them estimates of another kernel.
 4`, 16: states and classes are shorter, by 2 and 4 each; 64 vectors there are as many as
 a hybrid of 512 has.
 
-Cost: 12 minutes a seed on one core. Expected: see docs/pages/results/hrf.md.
+Cost: 12 minutes a seed on one core. Seen: docs/pages/results/hrf.md.
 """
 
 import argparse
