@@ -56,16 +56,8 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=256)
-    flags.add_smoke(
-        parser,
-        steps=2,
-        batch=4,
-        context=16,
-        num_layers=1,
-        num_heads=1,
-        head_dim=8,
-        mechanisms=["softmax", "favorpp", "local"],
-    )
+    mechanisms = ["softmax", "favorpp", "local"]
+    flags.add_smoke(parser, **flags.TINY, batch=4, head_dim=8, mechanisms=mechanisms)
     return parser.parse_args()
 
 

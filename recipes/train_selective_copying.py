@@ -39,15 +39,8 @@ def parse_arguments():
     parser.add_argument(
         "--examples", type=int, default=4096, help="fresh ones, for the accuracy"
     )
-    flags.add_smoke(
-        parser,
-        context=16,
-        steps=2,
-        examples=64,
-        num_layers=1,
-        num_heads=2,
-        mechanisms=["softmax", "favorplus"],
-    )
+    mechanisms = ["softmax", "favorplus"]
+    flags.add_smoke(parser, **flags.TINY, examples=64, mechanisms=mechanisms)
     return parser.parse_args()
 
 

@@ -4,6 +4,9 @@ import argparse
 import pathlib
 import sys
 
+# Sizes of a `train_*.py` at its smallest.
+TINY = {"steps": 2, "context": 16, "num_layers": 1}
+
 
 def make_parser(description, mechanisms, sizes):
     """Flags of every `train_*.py`; tables as `training.build` takes them."""

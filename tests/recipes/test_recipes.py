@@ -94,7 +94,7 @@ RUNS = {
         "Hedgehog of width 64 moves [^\n]*\nPlot saved to plot.png\n",
     ),
     "sample_softmax": (
-        "--data-dir data --smoke --seeds 0 1 --samplers exact uniform favorplus",
+        "--data-dir data --smoke --seeds 0 1 --samplers full exact uniform favorplus",
         rf"check: favorplus [^\n]* below uniform sampling: {YES_OR_NO}",
     ),
     "train_induction_heads": (
