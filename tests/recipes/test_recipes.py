@@ -34,6 +34,7 @@ ON_TORCH = (
     "compare_softmax_distributions", "imitate_policy", "pretrain_bert",
     "sample_softmax", "uptrain_gpt2", "uptrain_speech", "uptrain_vit",
 )  # fmt: skip
+PRINT_ONLY = ("compare_quasi_monte_carlo",)
 YES_OR_NO = "(yes|no)\n"
 # Flags of a run, and how its output ends. Whether the paper's claims hold on so little
 # data is not asked.
@@ -261,7 +262,7 @@ def check_ending(name, output, folder):
     flags, ending = RUNS[name]
     assert re.search(ending + r"\Z", output, re.DOTALL), output
     made = "plot.png" if "--plot" in flags else f"{name}.jsonl"
-    assert (folder / made).stat().st_size > 0
+    assert name in PRINT_ONLY or (folder / made).stat().st_size > 0
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.parent.name}/{p.stem}")
