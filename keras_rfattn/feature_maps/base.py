@@ -50,8 +50,7 @@ class FeatureMap(Weights, keras.layers.Layer):
         **kwargs: Arguments of `keras.layers.Layer`.
     """
 
-    # Name of what the products of features estimate: of a function in
-    # `kernels/values.py` if the estimate is unbiased.
+    # What products of features estimate: a function of `kernels/values.py` if unbiased.
     kernel = "softmax"
     is_unbiased = True
     is_positive = True
@@ -61,6 +60,8 @@ class FeatureMap(Weights, keras.layers.Layer):
     is_causal_safe = True
     # Whether the map has parameters that `adapt` measures on data.
     is_adaptive = False
+    # Whether products of features are the kernel, without error.
+    has_exact_features = False
     # Whether attention is by the kernel alone, without features.
     is_exact = False
     # Whether features are exponentials of products, which `exponents` gives.
@@ -86,8 +87,7 @@ class FeatureMap(Weights, keras.layers.Layer):
         super().__init__(**kwargs)
         if seed is None:
             # The first word of a fresh generator follows `keras.utils.set_random_seed`.
-            state = keras.random.SeedGenerator().state
-            seed = ops.convert_to_numpy(state)[0]
+            seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
         self.seed = int(seed)
 
     @property

@@ -104,14 +104,16 @@ class PolynomialFeatureMap(FeatureMap):
 class Polynomial(PolynomialFeatureMap):
     """The kernel itself: exact features `x^{⊗p}`, of width `head_dim^p`.
 
-    Attention is computed by them for p = 2, and quadratically above it, where they
-    would be wider than a sequence is long.
+    Attention is computed by them for p = 2 and more than `head_dim²` keys, and
+    quadratically otherwise, where they are wider than the sequence is long.
 
     Args:
         degree: The even degree p, 4 by default.
         num_features: Only `None`; the width is `head_dim ** degree`.
         projection: Only `None`.
     """
+
+    has_exact_features = True
 
     def __init__(
         self, num_features=None, degree=DEFAULT_DEGREE, projection=None, **kwargs

@@ -205,6 +205,10 @@ class Attention:
             return over_devices(
                 *deferred, value, local, key_mask, self.options, mask.causal, *devices
             )
+        is_short = (lengths[1] or math.inf) <= feature_map.output_dim
+        if window is None and is_short and feature_map.has_exact_features:
+            # Weights of pairs are fewer than features.
+            return exact_attention(query, key, value, kernel, key_mask, mask.causal)
         if window is None and mask.causal:
             deferred = self._narrow(deferred)
             return causal(*deferred, value, key_mask, self.options.block_size)

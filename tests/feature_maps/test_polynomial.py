@@ -13,6 +13,7 @@ from keras_rfattn.feature_maps.polysketch import PolySketch
 from keras_rfattn.feature_maps.polysketch import PolySketchLearned
 from keras_rfattn.feature_maps.polysketch import PolySketchLinear
 from keras_rfattn.layers.attend import attend
+from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
 
 DIM = 8
@@ -198,9 +199,28 @@ def test_polynomial_attention_by_hand():
     weights = weights / (1 + weights.sum(-1, keepdims=True))
     expected = np.einsum("bnts,bsnv->btnv", weights, value)
     x = (ops.convert_to_tensor(a) for a in (query, key, value))
-    from keras_rfattn.ops import AttentionMask
-
     h.assert_close(attend(*x, feature_map, AttentionMask(causal=True)), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_pairs_are_weighed_where_they_are_fewer_than_features(causal):
+    asked = []
+
+    class Watched(Polynomial):
+        def key_features(self, x, stats=None):
+            asked.append(x)
+            return super().key_features(x, stats)
+
+    feature_map = build(Watched, heads=2, dim=3, degree=2)
+    x = np.random.default_rng(0).normal(size=(3, 2, 14, 2, 3)).astype("float32")
+    mask = AttentionMask(causal=causal, key_mask=np.arange(14)[None] < 9)
+    by_features = attend(*map(ops.convert_to_tensor, x), feature_map, mask)
+    assert asked
+    asked.clear()
+    short = (ops.convert_to_tensor(a[:, :9]) for a in x)
+    by_pairs = attend(*short, feature_map, AttentionMask(causal=causal))
+    assert not asked
+    h.assert_close(by_pairs, h.to_numpy(by_features)[:, :9], 1e-5)
 
 
 @pytest.mark.parametrize("degree", [0, 3, -2, 2.0, True])
