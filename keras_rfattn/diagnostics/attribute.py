@@ -70,14 +70,16 @@ def attribute(model, data, metric):
         model: A model with linear attention; unchanged afterwards.
         data: What `metric` takes.
         metric: A function `(model, data) -> number`. It must run `model` itself, as
-            functions compiled for others that share its layers do not notice.
+            functions compiled for others that share its layers do not notice, and not
+            generate, which is by features alone.
 
     Returns:
         An `Attribution`.
 
     Raises:
         TypeError: If `model` is not a Keras layer, or `metric` not callable.
-        ValueError: If there is no linear attention.
+        ValueError: If there is no linear attention, or `metric` generates or does not
+            return a number.
     """
     layers = check_arguments(model, metric)
     has_windows = any(layer.options.window is not None for layer in layers)
@@ -86,7 +88,7 @@ def attribute(model, data, metric):
         same = None if has_windows else WITHOUT_WINDOWS.get(name)
         if same is None:
             with answering(model, dict.fromkeys(layers, answer)):
-                found[name] = float(metric(model, data))
+                found[name] = as_number(metric(model, data))
     for name, same in WITHOUT_WINDOWS.items():
         found.setdefault(name, found[same])
     return Attribution(**found)
@@ -107,6 +109,17 @@ def check_arguments(model, metric):
             "`replace_attention(model)` first."
         )
     return layers
+
+
+def as_number(found):
+    """What a metric returned, as a float."""
+    try:
+        return float(found)
+    except (TypeError, ValueError):
+        raise ValueError(
+            "`metric` must return a number. Received: "
+            f"{found!r:.80} of type {type(found).__name__}."
+        ) from None
 
 
 @contextlib.contextmanager

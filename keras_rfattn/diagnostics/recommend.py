@@ -9,6 +9,7 @@ from keras_rfattn.diagnostics.budget import adapted
 from keras_rfattn.diagnostics.budget import allot
 from keras_rfattn.diagnostics.errors import estimate
 from keras_rfattn.diagnostics.errors import head_errors
+from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.layers import LinearAttention
 from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model
@@ -106,10 +107,21 @@ def recommend(
         TypeError: If `model` is not a Keras layer.
         ValueError: If not one of `error` and `budget` is given, `error` is not between
             0 and 1, `budget` too small or not positive, there is no attention, a
-            candidate is no estimator of softmax, or widths are not positive integers.
+            candidate is no estimator of softmax, widths are not positive integers,
+            `length` is not positive, or `seed` not a non-negative integer.
     """
     check_model(model)
     candidates, widths = _check_arguments(error, budget, candidates, widths)
+    if length is not None and not (_is_number(length) and 0 < length < np.inf):
+        raise ValueError(
+            "`length` must be a positive number of tokens, or `None` for the data's "
+            f"mean. Received: length={length!r}."
+        )
+    check_seed(seed)
+    if seed is None:
+        raise ValueError("`seed` must be an integer. Received: seed=None.")
+    if data is None:
+        raise ValueError("`data` must be an iterable of batches. Received: data=None.")
     is_softmax = not any(
         isinstance(layer, LinearAttention) for layer in model._flatten_layers()
     )

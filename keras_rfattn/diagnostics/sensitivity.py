@@ -6,6 +6,7 @@ from typing import NamedTuple
 from keras import ops
 
 from keras_rfattn.diagnostics.attribute import answering
+from keras_rfattn.diagnostics.attribute import as_number
 from keras_rfattn.diagnostics.attribute import check_arguments
 from keras_rfattn.diagnostics.budget import num_heads
 from keras_rfattn.layers.attend import Attention
@@ -85,7 +86,7 @@ def sensitivity(model, data, metric, heads=False):
 
     def measured(answers):
         with answering(model, answers):
-            return float(metric(model, data))
+            return as_number(metric(model, data))
 
     parts = []
     for site in sites:

@@ -30,6 +30,13 @@ def carried(sites, layers, decoder, is_hidden=None):
         for site in sites:
             layer, state = site.layer, layers.get(f"{site.index}")
             if sums_up(site):
+                if layer.recorder is not None:
+                    raise ValueError(
+                        "A model generates by its features alone: it cannot while "
+                        "`attribute` or `sensitivity` put other answers in their place "
+                        f"(at {site.path!r}). Use a metric that calls, predicts or "
+                        "evaluates, such as the loss of given tokens."
+                    )
                 part = decoder(state)
                 stack.enter_context(recording([(layer, part)]))
             elif state is not None:

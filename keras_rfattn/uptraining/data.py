@@ -1,5 +1,7 @@
 """Batches whose order is a pure function of the seed and the step."""
 
+import itertools
+
 import keras
 import numpy as np
 
@@ -50,19 +52,29 @@ class Batches:
         self.preprocessor, self.dropped, self._lengths = preprocessor, 0, None
         # PyTorch's loaders give a list of inputs and labels.
         self.is_loader = type(data).__module__.startswith("torch.utils.data")
-        if isinstance(exclude, (str, bytes)):
+        exclude = () if exclude is None else exclude
+        if isinstance(exclude, (str, bytes)) or not _is_iterable(exclude):
             raise ValueError(
-                "`exclude` must be a list of texts. Received: a single one, "
-                f"exclude={exclude!r:.80}. Put it into a list."
+                "`exclude` must be a list of texts. Received: "
+                f"exclude={exclude!r:.80}. Put a single one into a list."
             )
-        self.exclude = None if exclude is None else {normalized(x) for x in exclude}
-        if data is None:
+        # An empty list excludes nothing.
+        self.exclude = {normalized(x) for x in exclude} or None
+        if preprocessor is not None and not callable(preprocessor):
+            raise ValueError(
+                "`preprocessor` must be a function or a KerasHub preprocessor. "
+                f"Received: preprocessor={preprocessor!r:.80}."
+            )
+        data = inputs_of(data) if isinstance(data, tuple) and data else data
+        is_dataset = isinstance(data, keras.utils.PyDataset)
+        if isinstance(data, (str, bytes)) or not (
+            is_dataset or callable(data) or _is_iterable(data)
+        ):
             raise ValueError(
                 "`data` must be arrays, texts, a dataset or a function that makes a "
-                "generator. Received: data=None."
+                f"generator. Received: data={data!r:.80}."
             )
-        data = inputs_of(data) if isinstance(data, tuple) else data
-        if isinstance(data, keras.utils.PyDataset):
+        if is_dataset and self.exclude is None:
             self._at = self._of_dataset(data)
         elif is_table(data):
             self._at = self._of_table(data)
@@ -89,6 +101,10 @@ class Batches:
         seed = np.random.SeedSequence([self.seed, 1, step])
         generator = np.random.Generator(np.random.Philox(seed))
         rows = len(keras.tree.flatten(batch)[0])
+        if rows == 0:
+            raise ValueError(
+                f"Each batch of `data` must hold a row. Received: none in batch {step}."
+            )
         return {"x": batch, "noise": generator.random((rows, count), dtype="float32")}
 
     def _of_table(self, data):
@@ -133,13 +149,19 @@ class Batches:
             raise ValueError("`data` must hold at least one batch. Received: none.")
 
         def at(step):
-            if count is None:
-                return self._ready(inputs_of(data[step]))
-            return self._ready(
-                inputs_of(data[int(self._order(step // count, count)[step % count])])
-            )
+            if count is not None:
+                step = int(self._order(step // count, count)[step % count])
+            return self._ready(inputs_of(data[step]))
 
         return at
+
+    def _passing(self, data, epoch):
+        """Iterates over the batches of an epoch of a stream, or of a `PyDataset`."""
+        if not isinstance(data, keras.utils.PyDataset):
+            return iter(data() if callable(data) else data)
+        count = data.num_batches
+        order = itertools.count() if count is None else self._order(epoch, count)
+        return (data[int(i)] for i in order)
 
     def _of_stream(self, data):
         state = {"step": -1, "last": None, "iterator": None, "counted": 0}
@@ -148,15 +170,13 @@ class Batches:
 
         def batches():
             empty = True
-            while True:
-                for place, item in enumerate(data() if callable(data) else data):
+            for epoch in itertools.count():
+                for place, item in enumerate(self._passing(data, epoch)):
                     item = tuple(item) if is_pair(self.is_loader, item) else item
                     batch, dropped = self._filtered(inputs_of(item))
                     if place >= state["counted"]:
-                        self.dropped, state["counted"] = (
-                            self.dropped + dropped,
-                            place + 1,
-                        )
+                        self.dropped += dropped
+                        state["counted"] = place + 1
                     if batch is not None:
                         empty = False
                         yield batch
@@ -178,9 +198,10 @@ class Batches:
                 try:
                     state["last"] = next(state["iterator"])
                 except StopIteration:
+                    less = f" ({self.dropped} rows excluded)" if self.dropped else ""
                     raise DataEnded(
-                        f"`data` ended after {state['step'] + 1} batches, and step "
-                        f"{step} needs one more. Pass a function that makes the "
+                        f"`data` ended after {state['step'] + 1} batches{less}, and "
+                        f"step {step} needs one more. Pass a function that makes the "
                         "generator, a dataset, or arrays, which can be gone through "
                         "again."
                     ) from None
@@ -261,6 +282,11 @@ class Batches:
         return trimmed(keras.tree.map_structure(as_array, batch))
 
 
+def _is_iterable(x):
+    """Whether it can be gone through; a number as NumPy has it cannot."""
+    return hasattr(x, "__iter__") and getattr(x, "shape", None) != ()
+
+
 def is_pair(is_loader, item):
     """Whether what a stream gives is a list of inputs and labels."""
     return is_loader and isinstance(item, list)
@@ -268,4 +294,6 @@ def is_pair(is_loader, item):
 
 def iter_is_spent(data):
     """Whether going through `data` once uses it up."""
-    return not callable(data) and iter(data) is data
+    if isinstance(data, keras.utils.PyDataset) or callable(data):
+        return False
+    return iter(data) is data

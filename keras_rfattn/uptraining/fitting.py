@@ -3,9 +3,9 @@
 import itertools
 
 import keras
-import numpy as np
 
 from keras_rfattn.uptraining.callbacks import NotFinite
+from keras_rfattn.uptraining.callbacks import Save
 from keras_rfattn.uptraining.callbacks import Watch
 from keras_rfattn.uptraining.resume import assign
 
@@ -41,20 +41,19 @@ def fit_stage(
     optimizer.build(trainer.trainable_variables)
     if slots is not None:
         assign(optimizer.variables, slots)
-    watch = Watch(
-        variables, done, list(errors), lambda *x: save(*x, optimizer),
-        settings["save_every"], steps,
-    )  # fmt: skip
+    watch = Watch(variables, done, list(errors))
+    saving = Save(watch, lambda *x: save(*x, optimizer), settings["save_every"], steps)
     failed = []
     try:
         if done < steps:
-            trainer.fit(
-                as_dataset(remembering(inputs(done), failed)),
-                steps_per_epoch=steps - done,
-                shuffle=False,
-                callbacks=[watch, *settings["callbacks"]],
-                verbose=settings["verbose"],
-            )
+            with saving.holding_interrupts():
+                trainer.fit(
+                    as_dataset(remembering(inputs(done), failed)),
+                    steps_per_epoch=steps - done,
+                    shuffle=False,
+                    callbacks=[watch, *settings["callbacks"], saving],
+                    verbose=settings["verbose"],
+                )
             watch.check_weights()
     except NotFinite as error:
         assign(variables, watch.good)
@@ -80,6 +79,8 @@ def as_dataset(batches):
         return batches
     import tensorflow as tf
 
+    # Which takes a list for an array.
+    batches = map(keras.tree.lists_to_tuples, batches)
     first = next(batches)
 
     def signature(x):
@@ -87,12 +88,9 @@ def as_dataset(batches):
         lead = 2 if x.ndim in (2, 3) else 1
         return tf.TensorSpec((None,) * lead + x.shape[lead:], x.dtype)
 
-    (one,) = first
-    if not isinstance(one["x"], (dict, np.ndarray)):
-        return itertools.chain([first], batches)
     return tf.data.Dataset.from_generator(
         lambda: itertools.chain([first], batches),
-        output_signature=(keras.tree.map_structure(signature, one),),
+        output_signature=keras.tree.map_structure(signature, first),
     )
 
 

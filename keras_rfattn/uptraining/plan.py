@@ -11,8 +11,14 @@ class Planned(NamedTuple):
     layer: int | None = None
 
 
-def planned(settings, layers):
-    """Iterates over `Planned` stages of `uptrain` with some settings."""
+def planned(settings, layers, trains):
+    """Iterates over `Planned` stages of `uptrain` with some settings.
+
+    Args:
+        settings: Arguments of `uptrain`.
+        layers: The linear layers.
+        trains: Function of a layer: whether anything of it trains.
+    """
     stages, total = settings["stages"], settings["steps"]
     training = [x for x in stages if x != "calibrate"]
     shares = _shared(total, len(training))
@@ -21,8 +27,9 @@ def planned(settings, layers):
             if any(x.feature_map.is_adaptive for x in layers):
                 yield Planned(name, 0)
         elif name == "attention" and settings["order"] == "bottom_up":
-            parts = _shared(next(shares), len(layers))
-            for i, steps in enumerate(parts):
+            places = [i for i, layer in enumerate(layers) if trains(layer)]
+            parts = _shared(next(shares), len(places))
+            for i, steps in zip(places, parts, strict=True):
                 yield Planned(name, steps, i)
         else:
             yield Planned(name, next(shares))

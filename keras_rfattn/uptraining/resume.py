@@ -4,9 +4,8 @@ import json
 import os
 import pathlib
 import warnings
-import zipfile
-import zlib
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -26,15 +25,14 @@ class Checkpoints:
 
     def __init__(self, folder, identity):
         self.folder = None if folder is None else pathlib.Path(folder)
-        if (
-            self.folder is not None
-            and self.folder.exists()
-            and not self.folder.is_dir()
-        ):
-            raise ValueError(
-                "`checkpoint_dir` must be a folder, or a path where one can be made. "
-                f"Received: checkpoint_dir={str(folder)!r}, a file."
-            )
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(
+                    "`checkpoint_dir` must be a folder, or a path where one can be "
+                    f"made. Received: checkpoint_dir={str(folder)!r} ({error})."
+                ) from None
         self.identity = json.loads(json.dumps(identity))
 
     def save(self, position, arrays, notes):
@@ -47,10 +45,9 @@ class Checkpoints:
         """
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         stage, step = position
         header = {"format": FORMAT, "identity": self.identity, "notes": notes,
-                  "position": [stage, step]}  # fmt: skip
+                  "position": [stage, step], "arrays": [*arrays]}  # fmt: skip
         header = np.frombuffer(json.dumps(header).encode(), np.uint8)
         path = self.folder / f"uptrain-{stage:03d}-{step:07d}.npz"
         partial = path.with_suffix(".partial")
@@ -75,8 +72,8 @@ class Checkpoints:
         for path in reversed(self._files()):
             try:
                 header, arrays = _read(path)
-            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile,
-                    zlib.error) as error:  # fmt: skip
+            except Exception as error:
+                # Which one, of what is not an archive any more, is up to chance.
                 warnings.warn(f"Checkpoint '{path}' is torn, and refused: {error}",
                               stacklevel=3)  # fmt: skip
                 continue
@@ -88,7 +85,9 @@ class Checkpoints:
         if foreign:
             raise ValueError(
                 f"{' '.join(foreign)} Call `uptrain` as it was called then, on the "
-                "model as it was loaded then, or use another folder."
+                "model as it was loaded then, or use another folder. (A preprocessor "
+                "that draws at random needs `keras.utils.set_random_seed` before "
+                "either call.)"
             )
         return None
 
@@ -101,7 +100,7 @@ class Checkpoints:
         """In what a checkpoint's training differs from this one, as text."""
         if header.get("format") != FORMAT:
             return f"format {header.get('format')}, not {FORMAT}"
-        theirs, ours = header["identity"], self.identity
+        theirs, ours = flat(header["identity"]), flat(self.identity)
         names = sorted(n for n in {*theirs, *ours} if theirs.get(n) != ours.get(n))
         found = (
             f"{n} was {theirs.get(n)!r:.60}, is {ours.get(n)!r:.60}" for n in names
@@ -112,23 +111,41 @@ class Checkpoints:
 def mechanism(layer):
     """What a linear attention layer computes by, as plain values."""
     found = feature_maps.serialize(layer.feature_map), layer.options.config()
-    return [*map(_without_names, found), layer.compute_dtype]
+    return [*map(without_names, found), layer.compute_dtype]
 
 
-def _without_names(config):
+def flat(config, path=""):
+    """Nested dicts as one, by names such as `"optimizer config learning_rate"`."""
+    if not isinstance(config, dict):
+        return {path: config}
+    parts = (flat(x, f"{path} {k}".strip()) for k, x in config.items())
+    return {k: x for part in parts for k, x in part.items()}
+
+
+def without_names(config):
     """Without names, which are automatic and differ from one process to the next."""
     if isinstance(config, dict):
-        return {k: _without_names(x) for k, x in config.items() if k != "name"}
+        return {k: without_names(x) for k, x in config.items() if k != "name"}
     if isinstance(config, (list, tuple)):
-        return [_without_names(x) for x in config]
+        return [without_names(x) for x in config]
     return config
+
+
+def as_plain(optimizer):
+    """What an optimizer is made from, as plain values without automatic names."""
+    found = keras.saving.serialize_keras_object(optimizer)
+    kept = {k: found[k] for k in ("class_name", "config")}
+    return json.loads(json.dumps(without_names(kept), default=repr))
 
 
 def _read(path):
     # Whoever reads a member of the archive to its end has its checksum compared.
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
-    return json.loads(arrays.pop("header").tobytes()), arrays
+    header = json.loads(arrays.pop("header").tobytes())
+    if header["arrays"] != [*arrays]:
+        raise ValueError("arrays are missing")
+    return header, arrays
 
 
 def state_of(variables):

@@ -24,9 +24,11 @@ from keras_rfattn.uptraining.report import StageResult
 from keras_rfattn.uptraining.report import UptrainingReport
 from keras_rfattn.uptraining.report import peak_memory
 from keras_rfattn.uptraining.resume import Checkpoints
+from keras_rfattn.uptraining.resume import as_plain
 from keras_rfattn.uptraining.resume import assign
 from keras_rfattn.uptraining.resume import mechanism
 from keras_rfattn.uptraining.resume import state_of
+from keras_rfattn.uptraining.selection import fresh_adapters
 from keras_rfattn.uptraining.selection import once
 from keras_rfattn.uptraining.selection import only_training
 from keras_rfattn.uptraining.teacher import Teacher
@@ -68,7 +70,7 @@ class Training:
         if "lora" in self.settings["trainable"].values():
             # Fresh adapters are random, and the softmax model is none the wiser; nor
             # are they there when checkpoints are looked at first.
-            others |= {id(v) for v in self.model.weights if "lora_" in v.name}
+            others |= {id(v) for v in fresh_adapters(self.model)}
             shapes = self.settings["lora_rank"]
         own = [v for v in self.model.weights if id(v) not in others]
         names = "stages", "steps", "trainable", "order", "objective", "window_dropout"
@@ -79,7 +81,7 @@ class Training:
             "first batch": checksum(keras.tree.flatten(self.batches(0))),
             "trained": shapes,
             "mechanisms": [mechanism(layer) for layer in self.layers],
-            "optimizer": repr(optimizer and optimizer.get_config()),
+            "optimizer": optimizer and as_plain(optimizer),
             "seed": self.batches.seed,
             "batch_size": self.batches.batch_size,
             **{name: self.settings[name] for name in names},
@@ -105,7 +107,12 @@ class Training:
         except Exception:
             assign(self.state, at_first)
             raise
-        plan = list(planned(self.settings, self.layers))
+        ids = {id(v) for v in self.selected.get("attention", ())}
+
+        def trains(layer):
+            return any(id(v) in ids for v in layer.variables)
+
+        plan = list(planned(self.settings, self.layers, trains))
         for i, stage in enumerate(plan):
             if i < index:
                 continue
@@ -171,8 +178,6 @@ class Training:
         if stage.layer is not None:
             own = {id(v) for v in self.layers[stage.layer].variables}
             variables = [v for v in variables if id(v) in own]
-        if not variables:
-            return [], None
         trainer = self.trainer(stage)
         rate = rate_for(
             stage.name, self.settings["trainable"][stage.name],
@@ -248,6 +253,15 @@ class Training:
             total = {k: x + found[k].sum(0, keepdims=True) for k, x in total.items()}
         found = (keras.ops.convert_to_numpy(x) for x in relative(total))
         error, _, control, heads = found
+        bad = ~np.all(np.isfinite(error), axis=-1)
+        if self.before is None and np.any(bad):
+            paths = [self.layers[i].path for i in np.flatnonzero(bad)]
+            raise ValueError(
+                "`data` and weights must be finite, and attention small enough to be "
+                f"compared. Received: attention outputs that are not, at {paths[:3]} "
+                f"on the first {step + 1} batches. Look for NaN, or for tokens beyond "
+                "the vocabulary."
+            )
         blind = ~np.any(total["rows"] > 0, axis=(0, 2))
         if np.any(blind):
             paths = [self.layers[i].path for i in np.flatnonzero(blind)]

@@ -1,5 +1,6 @@
 """From a softmax checkpoint to a linear model that is as good: `uptrain`."""
 
+import os
 import warnings
 
 import keras
@@ -20,6 +21,7 @@ from keras_rfattn.uptraining.training import Training
 STAGES = ("calibrate", "attention", "features")
 ORDERS = ("together", "bottom_up")
 VERBOSITIES = ("auto", 0, 1, 2)
+COMPILING = ("auto", True, False)
 INTEGERS = ("steps", "batch_size", "save_every", "lora_rank")
 
 
@@ -147,25 +149,27 @@ def uptrain(
         # added.
         beforehand = Training(model, layers, {}, batches, settings)
         beforehand.measured()
+        if "features" in asked:
+            beforehand.features_trainer()
         beforehand.checkpoints.load()
     selected = chosen(
-        model, layers, settings["trainable"], settings["lora_rank"], asked
-    )
+        model, layers, settings["trainable"], settings["lora_rank"], asked,
+        settings["optimizer"],
+    )  # fmt: skip
     training = Training(model, layers, selected, batches, settings)
     try:
         return training.run()
     finally:
         # What `restore_attention` cannot give back, also of a training that broke off.
         changed = training.teacher.changed()
-        for layer in layers:
+        for layer in linear_layers(model):
             layer.trained = tuple(dict.fromkeys((*layer.trained, *changed)))
 
 
 def _callbacks(given):
     if isinstance(given, keras.callbacks.CallbackList):
         given = given.callbacks
-    single = isinstance(given, keras.callbacks.Callback)
-    found = [given] if single else list(given or [])
+    found = _listed([] if given is None else given)
     others = [x for x in found if not isinstance(x, keras.callbacks.Callback)]
     if others:
         raise ValueError(
@@ -187,8 +191,8 @@ def _warn_of_another_teacher(model, layers):
         )
 
 
-def _listed(stages):
-    return [stages] if isinstance(stages, str) else list(stages)
+def _listed(given):
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _check(model, layers, settings):
@@ -198,7 +202,11 @@ def _check(model, layers, settings):
             f"`model` has no linear attention to train. Received: {title(model)}. "
             "Call `keras_rfattn.replace_attention(model, 'hedgehog')` first."
         )
-    stages = settings["stages"]
+    folder, stages = settings["checkpoint_dir"], settings["stages"]
+    if not isinstance(folder, (str, os.PathLike, type(None))):
+        raise ValueError(
+            f"`checkpoint_dir` must be a path. Received: checkpoint_dir={folder!r:.80}."
+        )
     known = [x for x in STAGES if x in stages]
     if not stages or stages != known:
         raise ValueError(
@@ -207,6 +215,7 @@ def _check(model, layers, settings):
         )
     for name, options in (
         ("order", ORDERS), ("objective", OBJECTIVES), ("verbose", VERBOSITIES),
+        ("jit_compile", COMPILING),
     ):  # fmt: skip
         if settings[name] not in options:
             raise ValueError(

@@ -37,6 +37,13 @@ def test_a_model_is_evaluated_in_parts(causal):
     assert all(x.recorder is None for x in model.layers if hasattr(x, "feature_map"))
 
 
+def test_a_metric_returns_a_number():
+    model, data = m.linear_model(), m.tokens()
+    for judge in (diagnostics.attribute, diagnostics.sensitivity):
+        with pytest.raises(ValueError, match="`metric` must return a number.*None"):
+            judge(model, data, lambda model, data: None)
+
+
 def test_a_window_over_everything_needs_no_features():
     data = m.tokens()
     model = m.linear_model(window=m.TOKENS)

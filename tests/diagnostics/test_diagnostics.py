@@ -305,6 +305,8 @@ BAD = {
     "error": [dict(error="small"), dict(error=True), dict(error=0), dict(error=None)],
     "widths": [dict(widths=()), dict(widths=(8, -1)), dict(widths="8")],
     "candidates": [dict(candidates=()), dict(candidates=("relu",)), dict(candidates=3)],
+    "length": [dict(length=x) for x in (-5, 0, "a", float("nan"))],
+    "seed": [dict(seed=x) for x in (-1, 1.5, "a", None)],
 }
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from keras_rfattn import diagnostics
 from keras_rfattn import generation
 from tests.marks import RUNS_ALL
 from tests.models import families
@@ -251,6 +252,21 @@ def test_greedy_generation(family, mechanism):
     np.testing.assert_array_equal(found["token_ids"], greedy(model, ids, mask))
     hidden = ~mask & (np.cumsum(mask[:, ::-1], axis=1)[:, ::-1] > 0)
     np.testing.assert_array_equal(array(found["padding_mask"]) > 0, ~hidden)
+
+
+def test_a_metric_may_not_generate():
+    model, ids = linear("gpt2", "window"), tokens()
+    inputs = {"token_ids": ids, "padding_mask": 0 * ids + 1}
+
+    def generated(model, inputs):
+        found = model.generate(dict(inputs), stop_token_ids=None)["token_ids"]
+        return float(np.mean(found))
+
+    expected = model.predict(inputs, verbose=0)
+    for judge in (diagnostics.attribute, diagnostics.sensitivity):
+        with pytest.raises(ValueError, match="generates by its features alone"):
+            judge(model, inputs, generated)
+    np.testing.assert_array_equal(model.predict(inputs, verbose=0), expected)
 
 
 SAMPLERS = {

@@ -30,6 +30,34 @@ def test_the_order_is_a_function_of_seed_and_step():
     assert noise.shape == (4, 3) and np.any(noise != a.with_noise(1, 3)["noise"])
 
 
+class Texts(keras.utils.PyDataset):
+    """Four batches of two texts, labelled."""
+
+    @property
+    def num_batches(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array([f"text {2 * index}", f"text {2 * index + 1}"]), np.zeros(2)
+
+
+def test_texts_of_a_dataset_are_excluded():
+    excluded = ["Text 2", "text 3", "text 5"]
+    batches = Batches(Texts(), 2, 0, np.asarray, exclude=excluded)
+    epochs = [[*map(list, (batches(3 * i + j) for j in range(3)))] for i in range(3)]
+    for epoch in epochs:
+        assert sorted(sum(epoch, [])) == ["text 0", "text 1", "text 4", "text 6",
+                                          "text 7"]  # fmt: skip
+    assert any(epoch != epochs[0] for epoch in epochs)
+    assert batches.dropped == 3
+    again = Batches(Texts(), 2, 0, np.asarray, exclude=excluded)
+    assert [list(again(7)), list(again(1))] == [epochs[2][1], epochs[0][1]]
+    everything = [f"text {i}" for i in range(8)]
+    with pytest.raises(ValueError, match=r"after 0 batches \(8 rows excluded\), and"):
+        Batches(Texts(), 2, 0, np.asarray, exclude=everything)(0)
+    assert Batches(Texts(), 2, 0, np.asarray, exclude=[])(0).size == 2
+
+
 def test_a_small_table_fills_a_batch():
     assert sorted(Batches(ROWS[:2], 4, seed=0)(0)) == [0, 0, 1, 1]
 

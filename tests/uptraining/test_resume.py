@@ -1,5 +1,6 @@
 """Interrupted anywhere and started again: bit for bit the weights of a whole run."""
 
+import io
 import multiprocessing
 import os
 import pathlib
@@ -89,10 +90,17 @@ def files(folder):
 
 
 def damages(content):
-    """A file cut short, empty, and with a byte turned."""
+    """A file cut short, empty, with a byte turned, another, and without an array."""
     turned = bytearray(content)
     turned[len(content) // 2] ^= 0xFF
-    return content[: len(content) // 2], b"", bytes(turned)
+    other, less = io.BytesIO(), io.BytesIO()
+    np.save(other, np.zeros(3))
+    with np.load(io.BytesIO(content)) as arrays:
+        np.savez(less, header=arrays["header"])
+    return (
+        content[: len(content) // 2], b"", bytes(turned), other.getvalue(),
+        less.getvalue(),
+    )  # fmt: skip
 
 
 def test_a_torn_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
@@ -137,6 +145,80 @@ def test_a_stage_that_a_callback_ended_stays_ended(tmp_path):
     assert same(found, expected)
 
 
+class Decay(keras.callbacks.Callback):
+    """Changes the learning rate at the end of a step, when it could be saved before."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        optimizer = self.model.optimizer
+        optimizer.learning_rate = float(optimizer.learning_rate) * 0.8
+
+
+def test_what_callbacks_change_is_saved(tmp_path):
+    # Optimizers' names are counted, in a process as from one to the next.
+    arguments = {"optimizer": "adam", "stages": "attention"}
+    expected, _ = run(callbacks=[Decay()], **arguments)
+    broken(tmp_path, 3, callbacks=[Decay()], **arguments)
+    assert same(run(tmp_path, callbacks=[Decay()], **arguments)[0], expected)
+
+
+def test_optimizers_that_differ_are_told_apart(tmp_path):
+    def optimizer(steps):
+        schedule = keras.optimizers.schedules.CosineDecay(0.01, steps)
+        return {"optimizer": keras.optimizers.Adam(schedule), "stages": "attention"}
+
+    broken(tmp_path, 2, **optimizer(8))
+    with pytest.warns(UserWarning, match="another training"):
+        with pytest.raises(ValueError, match="learning_rate.*decay_steps was 8, is 9"):
+            run(tmp_path, **optimizer(9))
+    run(tmp_path, **optimizer(8))
+
+
+def test_trained_adapters_are_another_start(tmp_path):
+    model = m.linear_model()
+    arguments = {"trainable": "lora", "stages": "attention", "save_every": 1,
+                 "checkpoint_dir": tmp_path}  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        m.uptrain(model, callbacks=[Stop(3)], **arguments)
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="softmax weights"):
+        m.uptrain(model, **arguments)
+    assert m.uptrain(m.linear_model(), **arguments).stages[-1].steps == 12
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Sends what Ctrl-C does, as the second step begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            # Python looks for signals between instructions.
+            for _ in range(1000):
+                pass
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ended.append(batch)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends itself a signal")
+def test_an_interrupt_waits_for_the_end_of_a_step(tmp_path):
+    interrupt, expected = Interrupt(), run()[0]
+    # A shell ignores it for what runs in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, callbacks=[interrupt])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupt.ended == [0, 1]
+    # The step counts.
+    assert files(tmp_path)[-1].name == "uptrain-000-0000002.npz"
+    assert same(run(tmp_path)[0], expected)
+
+
 def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
     # Each process that loads a checkpoint draws them anew.
     def uptrained(state, **arguments):
@@ -175,7 +257,7 @@ def test_what_is_refused_gets_no_adapters(tmp_path):
     broken(tmp_path, 3)
     model = m.linear_model()
     count = len(model.weights)
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="trainable was"):
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="trainable .* was"):
         m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path, trainable="lora")
     assert len(model.weights) == count
     (tmp_path / "file").write_text("")

@@ -420,6 +420,20 @@ BAD = {
     ),
     "shape": ({"data": np.ones((8, m.TOKENS, 3, 3))}, "Each batch of `data` must be"),
     "texts": ({"data": ["some", "texts"]}, "has no preprocessor"),
+    "stages": ({"stages": 5}, "`stages` must be some of"),
+    "callbacks": ({"callbacks": 5}, "`callbacks` must be Keras callbacks"),
+    "compiling": ({"jit_compile": 3}, "`jit_compile` must be one of"),
+    "number": ({"data": 5}, "`data` must be arrays, texts"),
+    "scalar": ({"data": np.float32(5)}, "`data` must be arrays, texts"),
+    "text": ({"data": "text"}, "`data` must be arrays, texts"),
+    "no row": ({"data": lambda: iter([m.tokens()[:0]])}, "must hold a row"),
+    "excluded": ({"exclude": 5}, "`exclude` must be a list of texts"),
+    "preprocessor": ({"preprocessor": "bert"}, "`preprocessor` must be a function"),
+    "folder": ({"checkpoint_dir": 5}, "`checkpoint_dir` must be a path"),
+    "folder in a file": (
+        {"checkpoint_dir": f"{__file__}/folder", "trainable": "lora"},
+        "`checkpoint_dir` must be a folder",
+    ),
 }
 
 
@@ -433,6 +447,79 @@ def test_bad_input_changes_nothing(label):
     for a, b in zip(m.weights(model), before, strict=True):
         np.testing.assert_array_equal(a, b)
     assert [w.trainable for w in model.weights] == flags
+
+
+class Silent(keras.Model):
+    """Calls a model and puts nothing out."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        self.inner(x)
+
+
+def vectors(dtype=None, constraint=None, is_silent=False):
+    """Two layers of attention between vectors, the second with a constraint."""
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((None, 8))
+    for i, kind in enumerate((None, constraint)):
+        layer = keras.layers.MultiHeadAttention(
+            2, 4, dtype=dtype, kernel_constraint=kind, name=f"attention_{i}"
+        )
+        x = layer(x, x)
+    model = keras.Model(inputs, x)
+    if is_silent:
+        model = Silent(model)
+        model(np.ones((1, 2, 8), "float32"))
+    return keras_rfattn.replace_attention(model, "hedgehog", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "trainable", "message"),
+    [
+        ({}, "lora", "must be finite"),
+        ({"constraint": "max_norm"}, "lora", "`kernel_constraint`"),
+        ({"is_silent": True}, "lora", "Stage 'features' compares"),
+        ({"dtype": "bfloat16"}, "query_key", "are bfloat16"),
+        (
+            {"dtype": "bfloat16"}, {"attention": "lora", "features": "all"},
+            "are bfloat16",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals_add_no_adapter(kinds, trainable, message):
+    model = vectors(**kinds)
+    before, x = m.weights(model), np.ones((8, 5, 8), "float32")
+    x[0, 0, 0] = 1.0 if kinds else np.nan
+    with pytest.raises(ValueError, match=message):
+        m.uptrain(model, x, trainable=trainable)
+    found = m.weights(model)
+    assert len(found) == len(before)
+    assert all(map(np.array_equal, found, before))
+
+
+def test_narrow_weights_train_by_an_optimizer_of_ones_own():
+    model = vectors(dtype="bfloat16")
+    before = [x.astype("float32") for x in m.weights(model)]
+    x = np.random.default_rng(0).normal(size=(8, 5, 8)).astype("float32")
+    m.uptrain(model, x, trainable="query_key", optimizer=keras.optimizers.SGD(1.0))
+    after = [x.astype("float32") for x in m.weights(model)]
+    names = [w.path for w in model.weights]
+    moved = {n for n, a, b in zip(names, before, after, strict=True) if np.any(a != b)}
+    assert {n for n in names if "query/kernel" in n} <= moved
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_lists_of_inputs(compiles):
+    inputs = [keras.Input((None, 8)), keras.Input((None, 8))]
+    layer = keras.layers.MultiHeadAttention(2, 4)
+    model = keras.Model(inputs, layer(*inputs))
+    keras_rfattn.replace_attention(model, "hedgehog", seed=0)
+    x = np.random.default_rng(0).normal(size=(2, 32, 6, 8)).astype("float32")
+    report = m.uptrain(model, [x[0, :, :3], x[1]], jit_compile=compiles and "auto")
+    assert [x.steps for x in report.stages] == [6, 6]
 
 
 def test_nothing_to_train():
@@ -517,8 +604,15 @@ def test_batches_of_any_length():
 
 def test_steps_are_shared_out():
     settings = {"stages": ["attention", "features"], "steps": 5, "order": "bottom_up"}
-    plan = [(x.name, x.steps, x.layer) for x in planned(settings, [None, None])]
-    assert plan == [("attention", 2, 0), ("attention", 1, 1), ("features", 2, None)]
+
+    def plan(trains):
+        found = planned(settings, [0, 1], trains)
+        return [(x.name, x.steps, x.layer) for x in found]
+
+    last = "features", 2, None
+    assert plan([0, 1].__contains__) == [("attention", 2, 0), ("attention", 1, 1), last]
+    # Nothing is lost on a layer that has nothing to train.
+    assert plan([1].__contains__) == [("attention", 3, 1), last]
 
 
 @pytest.mark.long
