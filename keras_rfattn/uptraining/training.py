@@ -250,18 +250,18 @@ class Training:
             inputs = self.batches.with_noise(step, len(self.layers) + 1)
             inputs["noise"][:] = 1  # leaves no window out
             found = run(self.model, inputs, self.whole.predict_on_batch)
+            bad = ~np.all(np.isfinite(found["squared"]), axis=(0, 2))
+            if self.before is None and np.any(bad):
+                paths = [self.layers[i].path for i in np.flatnonzero(bad)]
+                raise ValueError(
+                    "`data` and weights must be finite, and so must what attention "
+                    f"puts out. Received: outputs that are not finite, of {paths[:3]} "
+                    f"in batch {step}. Look for NaN, or for tokens beyond the "
+                    "vocabulary."
+                )
             total = {k: x + found[k].sum(0, keepdims=True) for k, x in total.items()}
         found = (keras.ops.convert_to_numpy(x) for x in relative(total))
         error, _, control, heads = found
-        bad = ~np.all(np.isfinite(error), axis=-1)
-        if self.before is None and np.any(bad):
-            paths = [self.layers[i].path for i in np.flatnonzero(bad)]
-            raise ValueError(
-                "`data` and weights must be finite, and attention small enough to be "
-                f"compared. Received: attention outputs that are not, at {paths[:3]} "
-                f"on the first {step + 1} batches. Look for NaN, or for tokens beyond "
-                "the vocabulary."
-            )
         blind = ~np.any(total["rows"] > 0, axis=(0, 2))
         if np.any(blind):
             paths = [self.layers[i].path for i in np.flatnonzero(blind)]
