@@ -1,9 +1,6 @@
 """What watches over the training of a stage."""
 
-import contextlib
 import math
-import signal
-import threading
 
 import keras
 import numpy as np
@@ -55,51 +52,26 @@ class Watch(keras.callbacks.Callback):
 
 
 class Save(keras.callbacks.Callback):
-    """Saves checkpoints, after the user's callbacks; an interrupt waits for it.
-
-    A step that is broken off within leaves a model without weights on JAX, which gives
-    their memory to those that come.
+    """Saves checkpoints, after the user's callbacks; then interrupts take effect.
 
     Args:
         watch: `Watch`.
+        interrupts: `Interrupts`.
         save: Called with `(steps done, errors)` every `save_every` steps, but at the
             end.
         save_every: Number of steps.
         last: Number of steps of the stage.
     """
 
-    def __init__(self, watch, save, save_every, last):
+    def __init__(self, watch, interrupts, save, save_every, last):
         super().__init__()
-        self.watch, self.save = watch, save
+        self.watch, self.interrupts, self.save = watch, interrupts, save
         self.save_every, self.last = save_every, last
-        self.is_interrupted = False
 
     def on_train_batch_end(self, batch, logs=None):
         done = self.watch.done
         # What the optimizer does at the end of a stage comes after its last step.
         if done % self.save_every == 0 and done != self.last:
             self.save(done, self.watch.errors)
-        if self.is_interrupted:
-            raise KeyboardInterrupt
-
-    @contextlib.contextmanager
-    def holding_interrupts(self):
-        """Ctrl-C takes effect at the end of a step meanwhile, a second one at once."""
-        is_ours = threading.current_thread() is threading.main_thread()
-        before = signal.getsignal(signal.SIGINT) if is_ours else None
-        if before is not signal.default_int_handler:
-            yield
-            return
-
-        def hold(number, frame):
-            if self.is_interrupted:
-                raise KeyboardInterrupt
-            self.is_interrupted = True
-
-        signal.signal(signal.SIGINT, hold)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-        if self.is_interrupted:
+        if self.interrupts.is_pending:
             raise KeyboardInterrupt

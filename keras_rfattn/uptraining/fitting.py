@@ -7,6 +7,7 @@ import keras
 from keras_rfattn.uptraining.callbacks import NotFinite
 from keras_rfattn.uptraining.callbacks import Save
 from keras_rfattn.uptraining.callbacks import Watch
+from keras_rfattn.uptraining.interrupts import Interrupts
 from keras_rfattn.uptraining.resume import assign
 
 # Learning rates of maps in stage "features" by what it compares.
@@ -42,11 +43,14 @@ def fit_stage(
     if slots is not None:
         assign(optimizer.variables, slots)
     watch = Watch(variables, done, list(errors))
-    saving = Save(watch, lambda *x: save(*x, optimizer), settings["save_every"], steps)
+    interrupts = Interrupts()
+    saving = Save(
+        watch, interrupts, lambda *x: save(*x, optimizer), settings["save_every"], steps
+    )
     failed = []
     try:
         if done < steps:
-            with saving.holding_interrupts():
+            with interrupts.held():
                 trainer.fit(
                     as_dataset(remembering(inputs(done), failed)),
                     steps_per_epoch=steps - done,

@@ -18,6 +18,7 @@ from keras_rfattn.uptraining.features import FeaturesStage
 from keras_rfattn.uptraining.fitting import fit_stage
 from keras_rfattn.uptraining.fitting import optimizer_for
 from keras_rfattn.uptraining.fitting import rate_for
+from keras_rfattn.uptraining.interrupts import Interrupts
 from keras_rfattn.uptraining.plan import planned
 from keras_rfattn.uptraining.report import LayerResult
 from keras_rfattn.uptraining.report import StageResult
@@ -143,10 +144,7 @@ class Training:
             return 0, 0, None
         (index, done), arrays, notes = found
         assign(self.state, [arrays[f"state{i}"] for i in range(len(self.state))])
-        self.before, self.control = (
-            np.array(notes["before"]),
-            np.array(notes["control"]),
-        )
+        self.before, self.control = map(np.array, (notes["before"], notes["control"]))
         self.results = [StageResult(*row) for row in notes["results"]]
         return index, done, (arrays, notes["errors"])
 
@@ -249,7 +247,8 @@ class Training:
         for step, _ in enumerate(self.batches.first(HEAD)):
             inputs = self.batches.with_noise(step, len(self.layers) + 1)
             inputs["noise"][:] = 1  # leaves no window out
-            found = run(self.model, inputs, self.whole.predict_on_batch)
+            with Interrupts().held():
+                found = run(self.model, inputs, self.whole.predict_on_batch)
             bad = ~np.all(np.isfinite(found["squared"]), axis=(0, 2))
             if self.before is None and np.any(bad):
                 paths = [self.layers[i].path for i in np.flatnonzero(bad)]

@@ -1,5 +1,6 @@
 """Interrupted anywhere and started again: bit for bit the weights of a whole run."""
 
+import contextlib
 import io
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_rfattn.uptraining.interrupts import Interrupts
 from keras_rfattn.uptraining.resume import Checkpoints
 from tests.uptraining import models as m
 
@@ -193,30 +195,39 @@ class Interrupt(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if batch == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-            # Python looks for signals between instructions.
-            for _ in range(1000):
-                pass
+            signal.raise_signal(signal.SIGINT)
 
     def on_train_batch_end(self, batch, logs=None):
         self.ended.append(batch)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="sends itself a signal")
-def test_an_interrupt_waits_for_the_end_of_a_step(tmp_path):
-    interrupt, expected = Interrupt(), run()[0]
-    # A shell ignores it for what runs in the background.
+@pytest.fixture
+def interruptible():
+    # A shell lets what runs in the background ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, callbacks=[interrupt])
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def test_an_interrupt_waits_for_the_end_of_a_step(tmp_path, interruptible):
+    interrupt, expected = Interrupt(), run()[0]
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, callbacks=[interrupt])
     assert interrupt.ended == [0, 1]
     # The step counts.
     assert files(tmp_path)[-1].name == "uptrain-000-0000002.npz"
     assert same(run(tmp_path)[0], expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_second_interrupt_is_not_held(count, interruptible):
+    reached = []
+    expected = pytest.raises(KeyboardInterrupt) if count else contextlib.nullcontext()
+    with expected, Interrupts().held():
+        for _ in range(count):
+            signal.raise_signal(signal.SIGINT)
+        reached.append(count)
+    assert reached == ([] if count == 2 else [count])
 
 
 def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
