@@ -25,8 +25,8 @@ errors of untrained maps against softmax as it is, blunter and sharper by four.
 Sizes and rates were set by short trainings of softmax and of no attention on recordings
 5 to 9, which nothing trains on. Kernels have 3 tokens, not the paper's 31: with 7, no
 attention was as good as softmax there, as digits hardly need each other.
-Cost: two hours a seed on one busy core. Found, one seed (docs/pages/results/crt.md):
-no map is told from another; uptrained 0.15 to 0.17, from scratch 0.23 to 0.28.
+Cost: an hour or two a seed on one busy core. Found, three seeds (docs/pages/results/
+crt.md): maps are hardly told apart; uptrained 0.14 to 0.18, from scratch 0.23 to 0.31.
 """
 
 import argparse
