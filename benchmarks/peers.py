@@ -4,13 +4,14 @@
 
 Ours runs on the chosen backend, features included; the others on PyTorch in the same
 process: `scaled_dot_product_attention`, and of FAVOR+ with as many features
-`performer-pytorch` and `pytorch-fast-transformers` (its C++), each if it is installed.
-All get the same queries, keys and values. They take turns, forward, and forward with
-backward. Told are the least milliseconds, and the median over turns of their time
-by ours: how many times as fast ours is. `share of matmul` is the rate of the products
-that ours needs (features 4 H M, sums 2 M H, look-up 2 M H for a token and head, within
-causal blocks 2 C (M + H); backward twice that) by the rate of a product of two matrices
-of 512 x 512 in the same run.
+`performer-pytorch` and `pytorch-fast-transformers` (its C++), each if it is installed,
+in float32. All get the same queries, keys and values, on the GPU where there is one.
+They take turns, forward, and forward with backward. Told are the least milliseconds,
+and the median over turns of their time by ours: how many times as fast ours is. `share
+of matmul` is the rate of the products that ours needs (features 4 H M, sums 2 M H,
+look-up 2 M H for a token and head, within causal blocks 2 C (M + H); backward twice
+that) by the rate of a product of two square matrices (512 rows, 8192 on a GPU) of the
+same dtype in the same run.
 """
 
 import argparse
@@ -28,6 +29,7 @@ def parse_arguments():
     parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--mechanism", default="favorpp")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--dtype", default="float32", help="of tokens, or bfloat16")
     parser.add_argument("--threads", type=int, help="of PyTorch and JAX; all if unset")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", default="peers.jsonl", help="appended to")
@@ -53,6 +55,8 @@ from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask
 from keras_rfattn.ops import Options
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def ours(args, tokens):
     """`(forward, both)` of this library, each without arguments."""
@@ -66,12 +70,12 @@ def ours(args, tokens):
         return attend(*tokens, feature_map, mask=mask)
 
     if keras.backend.backend() == "torch":
-        return on_torch(attention, tokens)
+        return on_torch(attention, tokens, args.dtype)
     if keras.backend.backend() != "jax":
         raise ValueError("Runs on JAX and PyTorch. Received: KERAS_BACKEND=tensorflow")
     import jax
 
-    tokens = [ops.convert_to_tensor(x) for x in tokens]
+    tokens = [ops.convert_to_tensor(x, dtype=args.dtype) for x in tokens]
     forward = jax.jit(attention)
     both = jax.jit(
         jax.grad(lambda *x: ops.sum(ops.square(attention(*x))), argnums=(0, 1, 2))
@@ -82,13 +86,13 @@ def ours(args, tokens):
     )
 
 
-def on_torch(attention, tokens):
+def on_torch(attention, tokens, dtype):
     """`(forward, both)` of a function of PyTorch tensors `(B, T, N, H)`."""
-    tokens = [torch.from_numpy(x) for x in tokens]
+    tokens = [torch.from_numpy(x).to(DEVICE, getattr(torch, dtype)) for x in tokens]
 
     def forward():
         with torch.no_grad():
-            return attention(*tokens)
+            attention(*tokens)
 
     def both():
         x = [x.clone().requires_grad_() for x in tokens]
@@ -104,13 +108,15 @@ def peers(args):
             *x, is_causal=args.causal
         )
     )}  # fmt: skip
+    if args.dtype != "float32":
+        return found
     try:
         from performer_pytorch import FastAttention
     except ImportError:
         print("performer-pytorch is not installed")
     else:
         performer = FastAttention(args.head_dim, args.num_features, causal=args.causal)
-        found["performer-pytorch"] = heads_first(performer)
+        found["performer-pytorch"] = heads_first(performer.to(DEVICE))
     try:
         from fast_transformers.attention import CausalLinearAttention
         from fast_transformers.attention import LinearAttention
@@ -122,13 +128,15 @@ def peers(args):
         print("pytorch-fast-transformers is not installed")
     else:
         kind = CausalLinearAttention if args.causal else LinearAttention
-        layer = kind(args.head_dim, Favor.factory(n_dims=args.num_features))
+        layer = kind(args.head_dim, Favor.factory(n_dims=args.num_features)).to(DEVICE)
 
         def fast(query, key, value):
             length = query.shape[1]
             mask = TriangularCausalMask if args.causal else FullMask
-            lengths = LengthMask(torch.full((len(query),), length))
-            return layer(query, key, value, mask(length), lengths, lengths)
+            lengths = LengthMask(torch.full((len(query),), length, device=DEVICE))
+            return layer(
+                query, key, value, mask(length, device=DEVICE), lengths, lengths
+            )
 
         found["fast-transformers"] = fast
     return found
@@ -142,20 +150,24 @@ def heads_first(attention):
 
 
 def seconds(run):
+    """Of a run, and of what it left to be done on a GPU."""
     start = time.perf_counter()
     run()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def matmul_rate(backend):
+def matmul_rate(backend, dtype):
     """Operations a second of a product of two matrices."""
-    size, count = 512, 20
-    x = torch.randn(size, size)
+    size, count = 512 if DEVICE == "cpu" else 8192, 20
+    x = torch.randn(size, size, device=DEVICE, dtype=getattr(torch, dtype))
     run = lambda: x @ x  # noqa: E731
     if backend == "jax":
         import jax
 
-        y, product = ops.convert_to_tensor(x.numpy()), jax.jit(lambda x: x @ x)
+        y = jax.random.normal(jax.random.key(0), x.shape, dtype)
+        product = jax.jit(lambda x: x @ x)
         run = lambda: jax.block_until_ready(product(y))  # noqa: E731
     run()
     return 2 * size**3 / min(seconds(run) for _ in range(count))
@@ -175,8 +187,10 @@ def main(args):
         shape = args.batch, length, args.heads, args.head_dim
         tokens = [generator.standard_normal(shape).astype("float32") for _ in range(3)]
         runs = {"ours": ours(args, tokens)}
-        runs |= {name: on_torch(x, tokens) for name, x in peers(args).items()}
-        rate = matmul_rate(backend)
+        runs |= {
+            name: on_torch(x, tokens, args.dtype) for name, x in peers(args).items()
+        }
+        rate = matmul_rate(backend, args.dtype)
         for i, direction in enumerate(("forward", "forward + backward")):
             times = {name: [] for name in runs}
             for _ in range(args.rounds + 1):
@@ -189,8 +203,9 @@ def main(args):
                     "backend": backend, "causal": args.causal, "batch": args.batch,
                     "heads": args.heads, "head dim": args.head_dim,
                     "features": args.num_features, "threads": args.threads,
+                    "dtype": args.dtype, "device": DEVICE,
                     "length": length, "direction": direction, "name": name,
-                    "ms": round(1000 * found.min(), 1),
+                    "ms": round(1000 * found.min(), 2),
                     "ours times as fast": round(
                         float(np.median(found / times["ours"])), 2
                     ),
