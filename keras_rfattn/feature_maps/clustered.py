@@ -17,6 +17,7 @@ from keras_rfattn.feature_maps.complex_exponential import diagonal_parts
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 
 
@@ -152,7 +153,7 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
             phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
         values, log_scale = exponential(exponent, phase, is_key)
         active = ops.moveaxis(active, -1, 0)[..., None]
-        log_scale = ops.where(active, log_scale, LOWEST)
+        log_scale = where(active, log_scale, LOWEST)
         shape = (*ops.shape(x)[:-1], self.output_dim)
 
         def flat(part):
@@ -160,7 +161,7 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
 
         if self.is_positive:
             return Features(None, flat(log_scale))
-        return Features(flat(ops.where(active, values, 0)), flat(log_scale))
+        return Features(flat(where(active, values, 0)), flat(log_scale))
 
     def get_config(self):
         return {

@@ -8,6 +8,7 @@ from keras import ops
 from keras_rfattn.feature_maps.algebra import scale
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.precision import where
 
 
 class Coefficient:
@@ -52,7 +53,7 @@ class AngularCoefficient(Coefficient, ProjectedFeatureMap):
 
     def key_features(self, x, stats=None):
         projected = self.project(x)
-        signs = ops.cast(ops.where(projected < 0, -1.0, 1.0), projected.dtype)
+        signs = ops.cast(where(projected < 0, -1.0, 1.0), projected.dtype)
         return self.averaged(signs)
 
 

@@ -17,9 +17,12 @@ from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.not_finite import LARGEST
 from keras_rfattn.ops.not_finite import bounded
 from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.precision import elementwise_max
+from keras_rfattn.ops.precision import elementwise_min
 from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import known_true
 from keras_rfattn.ops.precision import precise_einsum
+from keras_rfattn.ops.precision import where
 
 POLICIES = ("auto", "batch", "stored")
 
@@ -142,7 +145,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         updating = self.is_adaptive and training and self.trainable
         measured, is_stored = None, True
         if self.policy == "auto" and not causal:
-            is_stored = ops.greater(self.updates, 0)
+            is_stored = ops.convert_to_tensor(self.updates) > 0
             is_stored = known_true(is_stored) or is_stored
         if updating or self.policy == "batch" or is_stored is not True:
             measured = self.measure(query, key, query_mask, key_mask)
@@ -191,7 +194,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         """The A of least variance for a mean square z (equation 7)."""
         d = 1 if self.per_direction else self.head_dim
         # Beyond it squares overflow.
-        z = ops.minimum(z, 1e15)
+        z = elementwise_min(z, 1e15)
         root = ops.sqrt(ops.square(2 * z + d) + 8 * d * z)
         rho = 2 * d / (root + 2 * z + d)
         return (1 - 1 / rho) / 8
@@ -236,8 +239,9 @@ def masked_moments(x, mask):
     if mask is None:
         return _of_finite(ops.mean(ops.square(x), 1), ops.mean(x, 1))
     mask = ops.cast(mask, "bool")
-    x = ops.where(mask[:, :, None, None], x, 0)
-    count = ops.maximum(ops.sum(ops.cast(mask, "float32"), axis=1), 1)[:, None, None]
+    x = where(mask[:, :, None, None], x, 0)
+    count = ops.sum(ops.cast(mask, "float32"), axis=1)[:, None, None]
+    count = elementwise_max(count, 1)
     return _of_finite(
         ops.sum(ops.square(x), axis=1) / count, ops.sum(x, axis=1) / count
     )
@@ -246,9 +250,9 @@ def masked_moments(x, mask):
 def _of_finite(square, mean):
     """Moments whose sums and products are finite, but NaN where an entry was not."""
     if known_finite(mean, limit=LARGEST):
-        return ops.minimum(square, LARGEST**2), mean
+        return elementwise_min(square, LARGEST**2), mean
     spoiled = spoils(mean[..., None])[..., 0]
-    return ops.minimum(square, LARGEST**2) + spoiled, bounded(mean) + spoiled
+    return elementwise_min(square, LARGEST**2) + spoiled, bounded(mean) + spoiled
 
 
 def mean_over_rows(measured, query_mask, key_mask):

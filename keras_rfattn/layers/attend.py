@@ -24,6 +24,7 @@ from keras_rfattn.ops.masks import interpret_mask
 from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 from keras_rfattn.ops.prefix import after_prefix
 from keras_rfattn.ops.prefix import check_prefix
@@ -275,7 +276,7 @@ def attend(
         mask = mask.replace(key_mask=needed(key_mask))
     if mask.key_mask is not None:
         visible = mask.key_mask[:, :, None, None]
-        key, value = ops.where(visible, key, 0), ops.where(visible, value, 0)
+        key, value = where(visible, key, 0), where(visible, value, 0)
     if scale is None:
         scale = feature_map.default_scale(query.shape[-1])
     call = Attention(query, key, value, mask, scale, feature_map, options, training)
@@ -289,4 +290,4 @@ def _hidden(output, query_mask):
     query_mask = needed(query_mask)
     if query_mask is None:
         return output
-    return ops.where(query_mask[:, :, None, None], output, 0)
+    return where(query_mask[:, :, None, None], output, 0)

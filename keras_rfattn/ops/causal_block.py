@@ -29,6 +29,7 @@ from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import elementwise_min
 from keras_rfattn.ops.precision import lower_to
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import combine
 from keras_rfattn.ops.sums import look_up
@@ -44,7 +45,7 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
 
     # (..., R): the largest excess among the keys a row sees.
     largest = ops.stop_gradient(ops.max(excess, axis=-1))
-    largest = ops.where(visible, ops.expand_dims(largest, -2), 0)
+    largest = where(visible, ops.expand_dims(largest, -2), 0)
     largest = elementwise_max(ops.max(largest, axis=-1), 0)
     if not key.shares_scale:
         beyond = largest > span
@@ -61,7 +62,7 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     else:
         keys = Features(key.values, excess)
         weights = weigh_keys(raised, rows, keys, shift)
-    weights = tuple(ops.where(visible, w, 0) for w in weights)
+    weights = tuple(where(visible, w, 0) for w in weights)
     own = weigh_values(weights, mask, value, shift)
     if not key.shares_scale:
         own = _replace_rows(own, beyond, query, key, value, mask, groups, fallback)
@@ -87,14 +88,15 @@ def _reference(prefix, log_scale, mask):
 
 def _visible(block_size, groups):
     """`(C · G, C)`: whether row r, of token `r // G`, sees key j."""
-    token = ops.repeat(ops.arange(block_size), groups)
-    return token[:, None] >= ops.arange(block_size)[None, :]
+    token = ops.arange(block_size)
+    row = token if groups == 1 else ops.repeat(token, groups)
+    return row[:, None] >= token[None, :]
 
 
 def _scaled_weights(query, key, excess, shift, visible, dtype):
     """`weigh_keys` where a token's features share one scale; `excess` is any size."""
     scale = query.log_scale - shift[..., None] + ops.swapaxes(excess, -1, -2)
-    scale = ops.exp(ops.where(visible, scale, LOWEST))
+    scale = ops.exp(where(visible, scale, LOWEST))
     return query.products(key, dtype) * scale, scale * query.width
 
 

@@ -10,6 +10,7 @@ from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.features import masked_log_scale
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import combine
 from keras_rfattn.ops.sums import query_shift
@@ -76,7 +77,7 @@ def dyadic(query, key, value, mask, groups):
             cut(mask[..., None], parts, 2, half)[..., 0, :, 0],
         )
         nothing = Reading(
-            ops.full_like(part.shift, LOWEST),
+            ops.zeros_like(part.shift) + LOWEST,
             *(ops.zeros_like(x) for x in part[1:]),
         )
         both = Reading(
@@ -110,7 +111,7 @@ def weigh_keys(query, rows, key, shift):
 
 def weigh_values(weights, mask, value, shift):
     """The reading that weights `(..., R, S)` make of values `(..., S, V)`."""
-    weights = tuple(ops.where(mask[..., None, :], w, 0) for w in weights)
+    weights = tuple(where(mask[..., None, :], w, 0) for w in weights)
     # Numerator and denominator from the same rounded weights.
     rounded = ops.cast(weights[0], value.dtype)
     numerator = accumulated_matmul(rounded, value)

@@ -13,8 +13,10 @@ from keras import ops
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import add_into
+from keras_rfattn.ops.precision import clip
 from keras_rfattn.ops.precision import exp_of_difference
 from keras_rfattn.ops.precision import known_finite
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 
 # Stands for -inf in exponents. Finite, so that a difference of two is 0, not NaN.
@@ -253,7 +255,7 @@ class Exponents(NamedTuple):
             return self
         common = self.common
         common = ops.zeros_like(self.x[..., :1]) if common is None else common
-        return self._replace(common=ops.where(mask[..., None], common, LOWEST))
+        return self._replace(common=where(mask[..., None], common, LOWEST))
 
     def compute(self):
         """The `Features` `(B, K, R, M)`, heads first."""
@@ -278,7 +280,7 @@ def finite(features):
     log_scale = features.log_scale
     if known_finite(log_scale, limit=-LOWEST):
         return features
-    clipped = ops.clip(log_scale, LOWEST, -LOWEST)
+    clipped = clip(log_scale, LOWEST, -LOWEST)
     if keras.backend.backend() == "jax":
         # XLA may take the larger of NaN and a number to be the number.
         clipped = ops.where(ops.isnan(log_scale), log_scale, clipped)
@@ -289,7 +291,7 @@ def masked_log_scale(key, mask):
     """Key exponents with hidden keys at `LOWEST`, so that no maximum sees them."""
     if mask is None:
         return key.log_scale
-    return ops.where(mask[..., None], key.log_scale, LOWEST)
+    return where(mask[..., None], key.log_scale, LOWEST)
 
 
 def self_tensor(x):

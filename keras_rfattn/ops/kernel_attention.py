@@ -31,6 +31,7 @@ from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import exp_of_difference
 from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import normalize
@@ -86,7 +87,7 @@ def _products(query, key):
 
 def _exponentiate(exponent, visible):
     if visible is not None:
-        exponent = ops.where(visible, exponent, LOWEST)
+        exponent = where(visible, exponent, LOWEST)
     # Half of it, so that hidden weights vanish where nothing is visible, too.
     shift = elementwise_max(ops.max(exponent, axis=-1), LOWEST / 2)
     shift = ops.stop_gradient(shift)

@@ -15,7 +15,8 @@ def exclusive_scan(combine, start, elements):
     """Folds `elements` along axis 0, and keeps what came before each.
 
     Args:
-        combine: `(carry, element) -> carry`, tuples of arrays.
+        combine: `(carry, element) -> carry`, tuples of arrays; associative, and taking
+            any axes before those of a carry.
         start: The first carry, a tuple of arrays.
         elements: Tuple of arrays of shape `(n, ...)`, n possibly unknown.
 
@@ -36,8 +37,21 @@ def exclusive_scan(combine, start, elements):
             for a, b in zip(start, after, strict=True)
         )
         return tuple(b[-1] for b in after), before
-
+    if keras.backend.backend() == "torch" and not _is_on_cpu(start):
+        return _scan_by_doubling(combine, start, elements)
     return ops.scan(lambda carry, x: (combine(carry, x), carry), start, elements)
+
+
+def _scan_by_doubling(combine, start, elements):
+    """`exclusive_scan` in log2(n) steps, each of which a GPU takes all at once."""
+    both = zip(start, elements, strict=True)
+    found, distance = [ops.concatenate([a[None], b], 0) for a, b in both], 1
+    while distance < found[0].shape[0]:
+        parts = (x[:-distance] for x in found), (x[distance:] for x in found)
+        both = zip(found, combine(*map(tuple, parts)), strict=True)
+        found = [ops.concatenate([x[:distance], y], 0) for x, y in both]
+        distance *= 2
+    return tuple(x[-1] for x in found), tuple(x[:-1] for x in found)
 
 
 def compiled(function, /, **options):
@@ -122,12 +136,14 @@ def fold(step, carry, blocks):
 
 def _by_groups(step, carry, blocks):
     """`fold` over a few blocks at a time."""
+    if not _is_on_cpu(carry):
+        return step(carry, *blocks)
     leaves = [x for x in keras.tree.flatten(blocks) if x is not None]
     count = max(x.shape[2] for x in leaves)
     group = max(
         1, AT_ONCE // max(math.prod(x.shape[:2] + x.shape[3:-1]) for x in leaves)
     )
-    if group >= count or leaves[0].device.type != "cpu":
+    if group >= count:
         return step(carry, *blocks)
     parts = []
     for part in _cut(blocks, group, 2):
@@ -147,12 +163,11 @@ def by_rows(function, arrays, size):
     Returns:
         What `function` gives of all rows.
     """
-    if keras.backend.backend() != "torch":
+    if keras.backend.backend() != "torch" or not _is_on_cpu(arrays):
         return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
     batch, rows = leaves[0].shape[0], max(1, NUMBERS["torch"] // size)
-    is_fit = all(x.device.type == "cpu" and x.shape[0] in (1, batch) for x in leaves)
-    if rows >= batch or not is_fit:
+    if rows >= batch or any(x.shape[0] not in (1, batch) for x in leaves):
         return function(*arrays)
 
     parts = [function(*part) for part in _cut(arrays, rows, 0)]
@@ -179,7 +194,7 @@ def by_heads(function, arrays, size, limits=None):
         What `function` gives of all heads.
     """
     backend = keras.backend.backend()
-    if size is None:
+    if size is None or backend == "torch" and not _is_on_cpu(arrays):
         return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
     count = max(x.shape[1] for x in leaves)
@@ -189,8 +204,6 @@ def by_heads(function, arrays, size, limits=None):
     if heads == count:
         return function(*arrays)
     if backend == "torch":
-        if leaves[0].device.type != "cpu":
-            return function(*arrays)
         parts = [function(*part) for part in _cut(arrays, heads, 1)]
         return ops.concatenate(parts, axis=1)
     if keras.distribution.distribution() is not None:
@@ -232,6 +245,13 @@ def _heads_in_turn(arrays, function, heads):
         return jax.jvp(at_once, primals, tangents)
 
     return attend(arrays)
+
+
+def _is_on_cpu(x):
+    """Whether PyTorch tensors are; from the first, as pytrees are long in walking."""
+    while isinstance(x, tuple):
+        x = next(y for y in x if y is not None)
+    return x.device.type == "cpu"
 
 
 def _cut(arrays, size, axis):

@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.ops.precision import known_true
+from keras_rfattn.ops.precision import where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,4 +143,4 @@ def heads_mask(key_mask):
 
 def hide(array, mask):
     """Zeroes the hidden rows of `(..., S, ·)`; they may hold NaN."""
-    return array if mask is None else ops.where(mask[..., None], array, 0)
+    return array if mask is None else where(mask[..., None], array, 0)

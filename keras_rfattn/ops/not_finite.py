@@ -10,7 +10,9 @@ from keras import ops
 
 from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.features import finite
+from keras_rfattn.ops.precision import clip
 from keras_rfattn.ops.precision import known_finite
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 
 # Entries of queries and keys beyond this count as this: their squares, summed over a
@@ -38,8 +40,8 @@ def _times_zero(x):
 
 
 def _judged(x):
-    zero, nan = (ops.convert_to_tensor(c, wide_dtype(x)) for c in (0, float("nan")))
-    return ops.where(_all_finite(x), zero, nan)
+    found = where(_all_finite(x), 0.0, float("nan"))
+    return ops.cast(found, wide_dtype(x))
 
 
 def onward(spoiled):
@@ -48,8 +50,7 @@ def onward(spoiled):
     position = ops.arange(ops.shape(spoiled)[-2], dtype="int32")[:, None]
     found = ops.where(ops.isnan(spoiled), position, position[-1:] + 1)
     first = ops.min(found, axis=-2, keepdims=True)
-    nan = ops.convert_to_tensor(float("nan"), spoiled.dtype)
-    return ops.where(position >= first, nan, ops.zeros_like(spoiled))
+    return where(position >= first, float("nan"), ops.zeros_like(spoiled))
 
 
 def bounded(x):
@@ -57,9 +58,9 @@ def bounded(x):
     if known_finite(x, limit=LARGEST):
         return x
     # Without gradient where something is cut off, which costs less than one.
-    cut = ops.clip(ops.stop_gradient(x), -LARGEST, LARGEST)
+    cut = clip(ops.stop_gradient(x), -LARGEST, LARGEST)
     cut = ops.where(ops.abs(x) < LARGEST, x, cut)
-    return ops.where(_is_clean(x), cut, 0)
+    return where(_is_clean(x), cut, 0)
 
 
 def flowing(x):
@@ -67,7 +68,7 @@ def flowing(x):
 
     Where all queries see all keys it is carried by the products themselves.
     """
-    cut = ops.clip(ops.stop_gradient(x), -LARGEST, LARGEST)
+    cut = clip(ops.stop_gradient(x), -LARGEST, LARGEST)
     # A number less itself is 0, or NaN, which a comparison may lose.
     nan = ops.stop_gradient(x - x)
     return ops.where(ops.abs(x) < LARGEST, x, cut) + nan, _none_spoiled(x)
@@ -77,7 +78,7 @@ def finite_values(value):
     """Values `(..., V)` with 0 for tokens that are not finite."""
     if known_finite(value, limit=float("inf")):
         return value
-    return ops.where(_is_clean(value), value, 0)
+    return where(_is_clean(value), value, 0)
 
 
 def apart(x):
@@ -124,7 +125,7 @@ def mark(features):
     if isinstance(features, Marked):
         return features
     spoiled = ops.isnan(features.log_scale[..., :1])
-    log_scale = ops.where(spoiled, 0, features.log_scale)
-    zero, nan = (ops.convert_to_tensor(c, log_scale.dtype) for c in (0, float("nan")))
+    log_scale = where(spoiled, 0, features.log_scale)
     features = features._replace(log_scale=log_scale)
-    return Marked(features, ops.where(spoiled, nan, zero))
+    spoiled = where(spoiled, float("nan"), 0.0)
+    return Marked(features, ops.cast(spoiled, log_scale.dtype))

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from keras import ops
 
 from keras_rfattn.ops.layout import take_tokens
+from keras_rfattn.ops.precision import elementwise_min
+from keras_rfattn.ops.precision import where
 
 # Lengths are rounded up to a multiple, for fewer shapes to compile.
 STEP = 16
@@ -45,7 +47,7 @@ class Layout(NamedTuple):
         shape = -1, self.texts * self.length, *x.shape[2:]
         x = take_tokens(ops.reshape(x, shape), self.slots)
         lost = ops.reshape(self.lost, (*ops.shape(self.lost), *(1,) * len(shape[2:])))
-        return ops.where(lost, ops.cast(float("nan"), x.dtype), x)
+        return where(lost, float("nan"), x)
 
 
 def layout(segment_ids, max_segments=None):
@@ -76,17 +78,17 @@ def layout(segment_ids, max_segments=None):
     counts = ops.sum(members, axis=1)
     starts = ops.cumsum(counts, axis=1) - counts
     places = ops.arange(most, dtype="int32")
-    tokens = ops.minimum(starts[..., None] + places, length - 1)
+    tokens = elementwise_min(starts[..., None] + places, length - 1)
     real = places < counts[..., None]
 
     def flat(x):
         return ops.reshape(x, (-1, texts * most))
 
     rank = take_tokens(rank, back)
-    start = take_tokens(starts, ops.minimum(rank, texts - 1))
+    start = take_tokens(starts, elementwise_min(rank, texts - 1))
     place = ops.cast(back, "int32") - start
     lost = (rank >= texts) | (place >= most)
-    slots = ops.where(lost, 0, rank * most + place)
+    slots = where(lost, 0, rank * most + place)
     tokens = take_tokens(ops.cast(order, "int32"), flat(tokens))
     return Layout(tokens, flat(real), slots, lost, texts, most)
 

@@ -59,12 +59,16 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
     return ops.matmul(a, b)
 
 
+# Of a number Keras makes a tensor, and to send one to a GPU PyTorch waits for all that
+# it has begun there. These four leave numbers be.
+
+
 def elementwise_max(a, b):
     """`max(a, b)` in the dtype of `a`: Keras on PyTorch turns float64 into float32."""
     if keras.backend.backend() == "torch":
         import torch
 
-        return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+        return a.clamp(min=b) if _is_number(b) else torch.maximum(a, b.to(a.dtype))
     return ops.maximum(a, b)
 
 
@@ -73,8 +77,28 @@ def elementwise_min(a, b):
     if keras.backend.backend() == "torch":
         import torch
 
-        return torch.minimum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+        return a.clamp(max=b) if _is_number(b) else torch.minimum(a, b.to(a.dtype))
     return ops.minimum(a, b)
+
+
+def clip(x, low, high):
+    """`x` within two numbers."""
+    if keras.backend.backend() == "torch":
+        return x.clamp(low, high)
+    return ops.clip(x, low, high)
+
+
+def where(condition, a, b):
+    """`a` where the condition is true, `b` elsewhere; one or both are numbers."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return torch.where(condition, a, b)
+    return ops.where(condition, a, b)
+
+
+def _is_number(x):
+    return isinstance(x, (int, float))
 
 
 def exp_of_difference(a, b, is_last=False):

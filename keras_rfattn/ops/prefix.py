@@ -32,7 +32,8 @@ def after_prefix(
     """
     others = ops.logical_not(prefix_mask)
     if key_mask is not None:
-        prefix_mask, others = prefix_mask & key_mask, others & key_mask
+        prefix_mask = ops.logical_and(prefix_mask, key_mask)
+        others = ops.logical_and(others, key_mask)
     num_kv_heads, mask = value.shape[2], heads_mask(prefix_mask)
     heads = split_heads(representable(value), num_kv_heads)
     key = heads_first(key_features, num_kv_heads)

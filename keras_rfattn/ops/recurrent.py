@@ -61,7 +61,7 @@ def init_state(batch_size, num_kv_heads, feature_dim, value_dim, scale_dim=None)
     lead = (batch_size, num_kv_heads)
     scale_dim = feature_dim if scale_dim is None else scale_dim
     return State(
-        ops.full((*lead, scale_dim), LOWEST, dtype="float32"),
+        ops.zeros((*lead, scale_dim), dtype="float32") + LOWEST,
         ops.zeros((*lead, value_dim, feature_dim), dtype="float32"),
         ops.zeros((*lead, feature_dim), dtype="float32"),
         ops.zeros((*lead, scale_dim), dtype="float32"),

@@ -8,6 +8,7 @@ from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import combine
 from keras_rfattn.ops.sums import normalize
@@ -58,7 +59,7 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
     def products(method, *dtype):
         rows = getattr(lifted, method)(shift[..., None], *dtype)
         columns = getattr(key, method)(maximum, *dtype)
-        return ops.where(far, accumulated_matmul(rows, columns, transpose_b=True), 0)
+        return where(far, accumulated_matmul(rows, columns, transpose_b=True), 0)
 
     dtype = query.log_scale.dtype
     weights = products("expand", dtype)
@@ -72,7 +73,7 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
         near = _by_kernel(kernel, query_tokens, key_tokens, visible & near)
         reading = combine(near, reading)
     spoiled = query_spoiled + ops.swapaxes(key_spoiled, -1, -2)
-    return normalize(reading, query) + ops.where(visible, spoiled, 0)
+    return normalize(reading, query) + where(visible, spoiled, 0)
 
 
 def nearby(key_mask, rows, length, window, sliding=False, causal=False):

@@ -23,6 +23,7 @@ from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import add_into
 from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import quotient
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 
 # Below this fraction of the sum of magnitudes a signed denominator is rounding
@@ -235,23 +236,23 @@ def guarded(reading, features):
     denominator = reading.denominator
     if features.is_signed:
         floor = GUARD * ops.stop_gradient(reading.bound)
-        sign = ops.where(denominator < 0, -1.0, 1.0)
+        sign = where(denominator < 0, -1.0, 1.0)
         sign = ops.cast(sign, denominator.dtype)
         denominator = sign * elementwise_max(ops.abs(denominator), floor)
     seen = reading.bound > 0
     if features.has_offset:
         # Of a sum of squares; below 0 it is rounding.
         denominator = elementwise_max(denominator, 0)
-        shift = ops.where(seen, reading.shift, 0)
+        shift = where(seen, reading.shift, 0)
         denominator = denominator + ops.cast(ops.exp(-shift), denominator.dtype)
-    return ops.where(seen, denominator, 1)[..., None]
+    return where(seen, denominator, 1)[..., None]
 
 
 def no_sums(key, value):
     """The sums over no key at all; `key` and `value` give shapes and dtypes."""
     lead, dtype, scale = ops.shape(value)[:2], wide_dtype(value), key.log_scale
     return Sums(
-        ops.full((*lead, scale.shape[-1]), LOWEST, dtype=scale.dtype),
+        ops.zeros((*lead, scale.shape[-1]), dtype=scale.dtype) + LOWEST,
         ops.zeros((*lead, value.shape[-1], key.width), dtype=dtype),
         ops.zeros((*lead, key.width), dtype=dtype),
         ops.zeros((*lead, scale.shape[-1]), dtype=dtype),

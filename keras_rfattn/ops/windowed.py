@@ -24,6 +24,7 @@ from keras_rfattn.ops.layout import take_apart
 from keras_rfattn.ops.layout import take_tokens
 from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.options import Options
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.windows import all_windows
 from keras_rfattn.ops.windows import causal_windows
 
@@ -127,5 +128,5 @@ def local_attention(
     if causal:
         # Rows before the first visible key were turned behind all keys.
         begun = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) > 0
-        output = ops.where(begun[:, :, None, None], output, 0)
+        output = where(begun[:, :, None, None], output, 0)
     return output

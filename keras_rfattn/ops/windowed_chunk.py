@@ -17,7 +17,9 @@ from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.masks import needed
+from keras_rfattn.ops.precision import clip
 from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import settle
 from keras_rfattn.ops.sums import summarize
@@ -63,7 +65,7 @@ def local_chunk(
     token = first + places
     came = kept + token - moved.offset[:, None]
     source = ops.where(token < state.position[:, None], places, came)
-    source = ops.clip(source, 0, kept + length - 1)
+    source = clip(source, 0, kept + length - 1)
 
     def lay_out(old, new):
         if not is_empty:
@@ -94,13 +96,13 @@ def local_chunk(
         )
 
     own = moved.offset[:, None] + ops.arange(length, dtype="int32")
-    output = take_tokens(output, ops.clip(own - first, 0, kept + length - 1))
+    output = take_tokens(output, clip(own - first, 0, kept + length - 1))
     # Before a row's first visible token there is nothing to see.
-    output = ops.where((own >= 0)[:, :, None, None], output, 0)
+    output = where((own >= 0)[:, :, None, None], output, 0)
 
     slots = ops.arange(near * window, dtype="int32")[None]
     slots = (moved.own[:, None] - near + 1) * window + slots - first
-    found = ops.clip(slots, 0, kept + length - 1)
+    found = clip(slots, 0, kept + length - 1)
     query, key, laid_value = (take_tokens(x, found) for x in (query, key, laid_value))
     visible = take_tokens(visible, found) & (slots >= 0) & (slots < kept + length)
     key, laid_value = (

@@ -21,7 +21,10 @@ from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.precision import clip
+from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import combine
@@ -84,7 +87,7 @@ def init_local_state(
     scale_dim = feature_dim if scale_dim is None else scale_dim
     kept = (batch_size, num_kv_heads, near * window)
     return LocalState(
-        ops.full((*lead, scale_dim), LOWEST, dtype="float32"),
+        ops.zeros((*lead, scale_dim), dtype="float32") + LOWEST,
         ops.zeros((*lead, value_dim, feature_dim), dtype="float32"),
         ops.zeros((*lead, feature_dim), dtype="float32"),
         ops.zeros((*lead, scale_dim), dtype="float32"),
@@ -168,16 +171,16 @@ class Move:
         hidden = ops.where(
             found, ops.cast(ops.argmax(ops.cast(new, "int32"), 1), "int32"), elapsed
         )
-        skipped = ops.where(position > 0, 0, hidden)
+        skipped = where(position > 0, 0, hidden)
         self.length, self.offset = length, position - skipped
         self.elapsed, self.position = elapsed, position + elapsed - skipped
         before, own = (
-            ops.maximum(x - 1, 0) // window for x in (position, self.position)
+            elementwise_max(x - 1, 0) // window for x in (position, self.position)
         )
         self.before, self.own, self.shift = before, own, own - before
         added = position[:, None] - skipped[:, None] + ops.arange(length, dtype="int32")
         # A token's place among beyond (0) and near windows.
-        self.place = ops.clip(added // window - own[:, None] + near, 0, near)
+        self.place = clip(added // window - own[:, None] + near, 0, near)
         # Slots of the new near windows, as tokens since the first and as sources.
         slots = ops.arange(near * window, dtype="int32")[None]
         token = (own[:, None] - near + 1) * window + slots
@@ -185,18 +188,18 @@ class Move:
         kept = slots + self.shift[:, None] * window
         came = near * window + token - position[:, None] + skipped[:, None]
         source = ops.where(token < position[:, None], kept, came)
-        self.source = ops.clip(source, 0, near * window + length - 1)
+        self.source = clip(source, 0, near * window + length - 1)
 
     def window(self, place):
         """The added tokens at a near place: `(indices, which exist)`, `(B, window)`."""
         start = (self.own - self.near + place) * self.size - self.offset
         index = start[:, None] + ops.arange(self.size, dtype="int32")
         exists = (index >= 0) & (index < self.elapsed[:, None])
-        return ops.clip(index, 0, self.length - 1), exists
+        return clip(index, 0, self.length - 1), exists
 
     def place_of(self, origin):
         """Where a window that was at `origin` is now, `(B,)`."""
-        return ops.maximum(origin - self.shift, 0)
+        return elementwise_max(origin - self.shift, 0)
 
     def keep(self, old, new):
         """Near slots of `(B, K, n · window, ·)` and of `(B, K, S, ·)` together."""
@@ -213,7 +216,7 @@ def sums_at(state, place):
 def _empty_like(state):
     """The state before any token, of the shapes of another."""
     return LocalState(
-        ops.full_like(state.maximum, LOWEST), *(ops.zeros_like(x) for x in state[1:])
+        ops.zeros_like(state.maximum) + LOWEST, *(ops.zeros_like(x) for x in state[1:])
     )
 
 

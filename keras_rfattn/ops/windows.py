@@ -172,7 +172,7 @@ class Windows:
     def _elsewhere(self, own, earlier=None):
         """`Sums` of all windows but those `nearby`, of those of each, and `earlier`."""
         none = Sums(
-            ops.full_like(own.maximum[:, :, 0], LOWEST),
+            ops.zeros_like(own.maximum[:, :, 0]) + LOWEST,
             *(ops.zeros_like(x[:, :, 0]) for x in own[1:]),
         )
         left, right = (_moved(own, none, self.nearby[i]) for i in (0, -1))

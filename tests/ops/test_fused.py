@@ -12,9 +12,16 @@ from keras_rfattn.ops import fused
 from keras_rfattn.ops import local_attention
 from tests import helpers as h
 
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="an operation of PyTorch"
-)
+
+def is_missing():
+    if keras.backend.backend() != "torch":
+        return True
+    import torch
+
+    return torch.cuda.is_available()
+
+
+pytestmark = pytest.mark.skipif(is_missing(), reason="of PyTorch on a CPU")
 MAPS = ("favorplus", "favorpp", "favorpp_dense", "favorpp_learned")
 WINDOWS = {"none": (None, False), "window": (5, False), "sliding": (3, True)}
 

@@ -11,7 +11,7 @@ def angles(length, dim, max_wavelength=10_000.0):
     """Position times frequency: `(length, dim / 2)`, float32."""
     frequencies = max_wavelength ** (-2 * np.arange(dim // 2) / dim)
     positions = ops.cast(ops.arange(length), "float32")
-    return positions[:, None] * frequencies.astype("float32")[None]
+    return positions[:, None] * ops.convert_to_tensor(frequencies, "float32")
 
 
 def rotate(x):
