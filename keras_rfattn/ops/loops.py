@@ -9,6 +9,8 @@ from keras import ops
 # Tokens, times heads, that PyTorch takes at once in `fold`, and numbers of features in
 # `by_rows` and `by_heads`: what stays in a cache. A step costs PyTorch more than JAX.
 AT_ONCE, NUMBERS = 2048, {"torch": 2**20, "jax": 2**18}
+# The same of JAX on a GPU, where a step is many small programs: some GiB of memory.
+AT_ONCE_ON_GPU = 2**19
 
 
 def exclusive_scan(combine, start, elements):
@@ -37,7 +39,7 @@ def exclusive_scan(combine, start, elements):
             for a, b in zip(start, after, strict=True)
         )
         return tuple(b[-1] for b in after), before
-    if keras.backend.backend() == "torch" and not _is_on_cpu(start):
+    if _is_on_gpu(start):
         return _scan_by_doubling(combine, start, elements)
     return ops.scan(lambda carry, x: (combine(carry, x), carry), start, elements)
 
@@ -103,9 +105,10 @@ def fold(step, carry, blocks):
     """Runs `step` over blocks, one at a time where that saves memory and time.
 
     On JAX a loop, which computes a block again in the backward pass: all that a
-    block needs fits in a cache, and none of it is kept for the gradient.
-    PyTorch pays for a loop operation by operation, and takes as many blocks in one
-    step as fit in a cache; TensorFlow takes all of them.
+    block needs fits in a cache, and none of it is kept for the gradient; on a GPU a
+    step is of as many blocks as fill it. PyTorch pays for a loop operation by
+    operation, and takes as many blocks in one step as fit in a cache; TensorFlow takes
+    all of them.
 
     Args:
         step: `(carry, *blocks) -> (carry, found)` of any number of blocks.
@@ -123,33 +126,41 @@ def fold(step, carry, blocks):
     import jax
     import jax.numpy as jnp
 
-    @jax.checkpoint
-    def one(carry, blocks):
-        blocks = jax.tree.map(lambda x: x[:, :, None], blocks)
-        carry, found = step(carry, *blocks)
-        return carry, jax.tree.map(lambda x: x[:, :, 0], found)
+    count, size = _sizes(blocks)
+    # Of a batch of unknown size one at a time.
+    most = max(1, AT_ONCE_ON_GPU // size) if size and _is_on_gpu(carry) else 1
+    groups = min(i for i in range(1, count + 1) if count % i == 0 and count <= i * most)
 
-    first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), blocks)
-    carry, found = jax.lax.scan(one, carry, first)
-    return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)
+    def split(x):
+        shape = *x.shape[:2], groups, count // groups, *x.shape[3:]
+        return jnp.moveaxis(x.reshape(shape), 2, 0)
+
+    def joined(x):
+        x = jnp.moveaxis(x, 0, 2)
+        return x.reshape(*x.shape[:2], count, *x.shape[4:])
+
+    one = jax.checkpoint(lambda carry, some: step(carry, *some))
+    carry, found = jax.lax.scan(one, carry, jax.tree.map(split, blocks))
+    return carry, jax.tree.map(joined, found)
 
 
 def _by_groups(step, carry, blocks):
     """`fold` over a few blocks at a time."""
-    if not _is_on_cpu(carry):
-        return step(carry, *blocks)
-    leaves = [x for x in keras.tree.flatten(blocks) if x is not None]
-    count = max(x.shape[2] for x in leaves)
-    group = max(
-        1, AT_ONCE // max(math.prod(x.shape[:2] + x.shape[3:-1]) for x in leaves)
-    )
-    if group >= count:
+    count, size = _sizes(blocks)
+    if _is_on_gpu(carry) or count * size <= AT_ONCE:
         return step(carry, *blocks)
     parts = []
-    for part in _cut(blocks, group, 2):
+    for part in _cut(blocks, max(1, AT_ONCE // size), 2):
         carry, found = step(carry, *part)
         parts.append(found)
     return carry, keras.tree.map_structure(lambda *x: ops.concatenate(x, 2), *parts)
+
+
+def _sizes(blocks):
+    """How many blocks there are, and tokens, times heads, in each, if known."""
+    leaves = [x for x in keras.tree.flatten(blocks) if x is not None]
+    sizes = [product(*x.shape[:2], *x.shape[3:-1]) for x in leaves]
+    return max(x.shape[2] for x in leaves), None if None in sizes else max(sizes)
 
 
 def by_rows(function, arrays, size):
@@ -163,7 +174,7 @@ def by_rows(function, arrays, size):
     Returns:
         What `function` gives of all rows.
     """
-    if keras.backend.backend() != "torch" or not _is_on_cpu(arrays):
+    if keras.backend.backend() != "torch" or _is_on_gpu(arrays):
         return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
     batch, rows = leaves[0].shape[0], max(1, NUMBERS["torch"] // size)
@@ -194,7 +205,7 @@ def by_heads(function, arrays, size, limits=None):
         What `function` gives of all heads.
     """
     backend = keras.backend.backend()
-    if size is None or backend == "torch" and not _is_on_cpu(arrays):
+    if size is None or backend == "torch" and _is_on_gpu(arrays):
         return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
     count = max(x.shape[1] for x in leaves)
@@ -247,11 +258,21 @@ def _heads_in_turn(arrays, function, heads):
     return attend(arrays)
 
 
-def _is_on_cpu(x):
-    """Whether PyTorch tensors are; from the first, as pytrees are long in walking."""
+def _is_on_gpu(x):
+    """Whether a loop costs their device more than all of its steps at once.
+
+    PyTorch's tensors tell, of which the first is looked at, as pytrees are long in
+    walking.
+    """
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.default_backend() == "gpu"
+    if keras.backend.backend() == "tensorflow":
+        return False
     while isinstance(x, tuple):
         x = next(y for y in x if y is not None)
-    return x.device.type == "cpu"
+    return x.device.type != "cpu"
 
 
 def _cut(arrays, size, axis):

@@ -47,6 +47,58 @@ def test_exclusive_scan_keeps_what_came_before():
     h.assert_same(before[0], np.array([10, 11, 13, 16, 20], "float32"))
 
 
+on_gpu = pytest.mark.skipif(
+    keras.backend.backend() == "tensorflow", reason="takes all blocks on any device"
+)
+
+
+@on_gpu
+@pytest.mark.parametrize("at_once", [2 * h.BATCH * h.HEADS * h.BLOCK, 2**19])
+@pytest.mark.parametrize("name", ["favorpp", "polysketch"])
+def test_blocks_and_scans_as_on_a_gpu(monkeypatch, name, at_once):
+    # Ten blocks, two or all of them at once, and their sums by doubling.
+    feature_map, x = h.build(name), h.problem()
+    mask = AttentionMask(
+        h.padding_masks()["scattered"], causal=True, self_attention=True
+    )
+
+    def computed(is_on_gpu):
+        loops._jit.cache_clear()
+        monkeypatch.setattr(loops, "_is_on_gpu", lambda x: is_on_gpu)
+
+        def function(*arrays):
+            options = Options(block_size=h.BLOCK)
+            return attend(*arrays, feature_map, mask=mask, options=options)
+
+        tensors = [ops.convert_to_tensor(a) for a in x]
+        return [function(*tensors), *h.gradients(function, *x)]
+
+    monkeypatch.setattr(loops, "AT_ONCE_ON_GPU", at_once)
+    for there, here in zip(computed(True), computed(False), strict=True):
+        h.assert_close(there, here, rtol=1e-5)
+
+
+@on_gpu
+@pytest.mark.parametrize("count", [2, 3, 8, 13])
+def test_sums_by_doubling_are_those_in_turn(count):
+    x = np.random.default_rng(0).normal(size=(count, 5)).astype("float32")
+    start = (ops.convert_to_tensor(np.float32([1, 2, 3, 4, 5])),)
+
+    def combine(a, b):
+        # Associative and not commutative: of what both hold the later one's part.
+        return (a[0] * 0.0 + b[0],)
+
+    def add(a, b):
+        return (a[0] + b[0],)
+
+    for function in (combine, add):
+        arguments = function, start, (ops.convert_to_tensor(x),)
+        last, before = exclusive_scan(*arguments)
+        other, others = loops._scan_by_doubling(*arguments)
+        h.assert_close(other[0], last[0], 1e-6)
+        h.assert_close(others[0], before[0], 1e-6)
+
+
 WINDOWS = {"favorplus": 4, "favorpp": h.LENGTH, "polysketch_learned": h.LENGTH}
 
 
