@@ -18,7 +18,7 @@ Beside each perplexity: softmax before and after as many more tokens, `one_featu
 (weights that no query changes, trained alike), the mean of V, zero attention, and for
 windows the window and the features alone. Softmax is trained once a seed and kept in
 `--checkpoints`. Cost: 9 minutes a seed for softmax and 4 a mechanism, on one core. Seen
-(docs/pages/results/uptraining.md): with a window 1 to 3 % above softmax's perplexity,
+(docs/pages/results/uptraining.md): with a window 1 to 4 % above softmax's perplexity,
 without one 9 % and more.
 """
 
