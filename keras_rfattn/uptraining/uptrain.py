@@ -86,7 +86,8 @@ def uptrain(
         seed: Non-negative integer: of the data's order and of window dropout, which are
             pure functions of it and the step. Drawn if `None`; 0 with a
             `checkpoint_dir`.
-        callbacks: Keras callbacks, for the stages that train.
+        callbacks: Keras callbacks, for the stages that train; none that save what is
+            trained (`checkpoint_dir`).
         verbose: As in `keras.Model.fit`: 0, 1, 2 or `"auto"`.
         order: `"together"`, or `"bottom_up"`: stage `"attention"` layer after layer,
             each on what the trained linear layers below it hand on.
@@ -174,6 +175,14 @@ def _callbacks(given):
     if others:
         raise ValueError(
             f"`callbacks` must be Keras callbacks. Received: callbacks={others!r:.80}."
+        )
+    kinds = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
+    savers = [type(x).__name__ for x in found if isinstance(x, kinds)]
+    if savers:
+        raise ValueError(
+            "`callbacks` must not save what `fit` trains, which here is a stage, not "
+            f"the model. Received: {savers}. Pass `checkpoint_dir=` to go on after an "
+            "interruption, and save the model when `uptrain` is done."
         )
     return found
 

@@ -547,6 +547,9 @@ def test_numbers_and_callbacks_of_other_kinds():
     assert report.seed == 3 and sum(seen) == 2
     with pytest.raises(ValueError, match="`callbacks` must be Keras callbacks"):
         m.uptrain(model, callbacks=["checkpoint"])
+    saver = keras.callbacks.ModelCheckpoint("best.keras")
+    with pytest.raises(ValueError, match="'ModelCheckpoint'.*checkpoint_dir="):
+        m.uptrain(model, callbacks=[saver])
     with pytest.raises(ValueError, match="Received: data=None"):
         keras_rfattn.uptrain(model, None, steps=2)
 
