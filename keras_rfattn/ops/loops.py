@@ -147,10 +147,11 @@ def fold(step, carry, blocks):
 def _by_groups(step, carry, blocks):
     """`fold` over a few blocks at a time."""
     count, size = _sizes(blocks)
-    if _is_on_gpu(carry) or count * size <= AT_ONCE:
+    group = max(1, AT_ONCE // size)
+    if _is_on_gpu(carry) or group >= count:
         return step(carry, *blocks)
     parts = []
-    for part in _cut(blocks, max(1, AT_ONCE // size), 2):
+    for part in _cut(blocks, group, 2):
         carry, found = step(carry, *part)
         parts.append(found)
     return carry, keras.tree.map_structure(lambda *x: ops.concatenate(x, 2), *parts)

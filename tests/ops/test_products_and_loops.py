@@ -78,6 +78,20 @@ def test_blocks_and_scans_as_on_a_gpu(monkeypatch, name, at_once):
         h.assert_close(there, here, rtol=1e-5)
 
 
+def test_one_block_larger_than_what_is_taken_at_once(monkeypatch):
+    feature_map, x = h.build("favorpp"), h.problem()
+    tensors = [ops.convert_to_tensor(a) for a in x]
+
+    def function(block_size):
+        options = Options(block_size=block_size)
+        mask = AttentionMask(causal=True, self_attention=True)
+        return attend(*tensors, feature_map, mask=mask, options=options)
+
+    expected = function(h.BLOCK)
+    monkeypatch.setattr(loops, "AT_ONCE", 1)
+    h.assert_close(function(h.LENGTH), expected, rtol=1e-5)
+
+
 @on_gpu
 @pytest.mark.parametrize("count", [2, 3, 8, 13])
 def test_sums_by_doubling_are_those_in_turn(count):
