@@ -194,7 +194,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         """The A of least variance for a mean square z (equation 7)."""
         d = 1 if self.per_direction else self.head_dim
         # Beyond it squares overflow.
-        z = elementwise_min(ops.convert_to_tensor(z), 1e15)
+        z = elementwise_min(z, 1e15)
         root = ops.sqrt(ops.square(2 * z + d) + 8 * d * z)
         rho = 2 * d / (root + 2 * z + d)
         return (1 - 1 / rho) / 8

@@ -68,6 +68,7 @@ def elementwise_max(a, b):
     if keras.backend.backend() == "torch":
         import torch
 
+        a, b = _tensor(a), _tensor(b)
         return a.clamp(min=b) if _is_number(b) else torch.maximum(a, b.to(a.dtype))
     return ops.maximum(a, b)
 
@@ -77,6 +78,7 @@ def elementwise_min(a, b):
     if keras.backend.backend() == "torch":
         import torch
 
+        a, b = _tensor(a), _tensor(b)
         return a.clamp(max=b) if _is_number(b) else torch.minimum(a, b.to(a.dtype))
     return ops.minimum(a, b)
 
@@ -84,7 +86,7 @@ def elementwise_min(a, b):
 def clip(x, low, high):
     """`x` within two numbers."""
     if keras.backend.backend() == "torch":
-        return x.clamp(low, high)
+        return _tensor(x).clamp(low, high)
     return ops.clip(x, low, high)
 
 
@@ -93,8 +95,16 @@ def where(condition, a, b):
     if keras.backend.backend() == "torch":
         import torch
 
-        return torch.where(condition, a, b)
+        return torch.where(_tensor(condition), _tensor(a), _tensor(b))
     return ops.where(condition, a, b)
+
+
+def _tensor(x):
+    """Of PyTorch, of an array or a variable; a number stays one."""
+    import torch
+
+    is_given = isinstance(x, torch.Tensor) or _is_number(x)
+    return x if is_given else ops.convert_to_tensor(x)
 
 
 def _is_number(x):
