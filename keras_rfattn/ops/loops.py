@@ -269,8 +269,6 @@ def _is_on_gpu(x):
         import jax
 
         return jax.default_backend() == "gpu"
-    if keras.backend.backend() == "tensorflow":
-        return False
     while isinstance(x, tuple):
         x = next(y for y in x if y is not None)
     return x.device.type != "cpu"
