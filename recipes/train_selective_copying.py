@@ -27,6 +27,9 @@ MECHANISMS = {
     "polynomial (degree 4)": ("polynomial", {"degree": 4}, None),
     "polysketch_learned + local": ("polysketch_learned", SKETCH, WINDOW),
     "polysketch + local": ("polysketch", SKETCH, WINDOW),
+    "polysketch_learned": ("polysketch_learned", SKETCH, None),
+    # Control: softmax in windows of the same size, and nothing beyond.
+    "local": ("window_alone", {}, WINDOW),
     "favorplus": ("favorplus", WIDTH, None),
     "favorpp": ("favorpp", WIDTH, None),
 }
