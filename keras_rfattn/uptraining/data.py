@@ -9,6 +9,9 @@ from keras_rfattn.uptraining.inputs import as_array
 from keras_rfattn.uptraining.inputs import as_texts
 from keras_rfattn.uptraining.inputs import inputs_of
 from keras_rfattn.uptraining.inputs import is_image
+from keras_rfattn.uptraining.inputs import is_iterable
+from keras_rfattn.uptraining.inputs import is_pair
+from keras_rfattn.uptraining.inputs import is_spent
 from keras_rfattn.uptraining.inputs import is_table
 from keras_rfattn.uptraining.inputs import is_text
 from keras_rfattn.uptraining.inputs import normalized
@@ -50,10 +53,11 @@ class Batches:
                  force=False):  # fmt: skip
         self.batch_size, self.seed, self.force = batch_size, seed, force
         self.preprocessor, self.dropped, self._lengths = preprocessor, 0, None
+        self._form = None
         # PyTorch's loaders give a list of inputs and labels.
         self.is_loader = type(data).__module__.startswith("torch.utils.data")
         exclude = () if exclude is None else exclude
-        if isinstance(exclude, (str, bytes)) or not _is_iterable(exclude):
+        if isinstance(exclude, (str, bytes)) or not is_iterable(exclude):
             raise ValueError(
                 "`exclude` must be a list of texts. Received: "
                 f"exclude={exclude!r:.80}. Put a single one into a list."
@@ -68,7 +72,7 @@ class Batches:
         data = inputs_of(data) if isinstance(data, tuple) and data else data
         is_dataset = isinstance(data, keras.utils.PyDataset)
         if isinstance(data, (str, bytes)) or not (
-            is_dataset or callable(data) or _is_iterable(data)
+            is_dataset or callable(data) or is_iterable(data)
         ):
             raise ValueError(
                 "`data` must be arrays, texts, a dataset or a function that makes a "
@@ -83,7 +87,15 @@ class Batches:
 
     def __call__(self, step):
         """The inputs of a step, NumPy arrays."""
-        return self._at(step)
+        batch = self._at(step)
+        form = keras.tree.map_structure(lambda x: f"{x.ndim} axes", batch)
+        self._form = form if self._form is None else self._form
+        if form != self._form:
+            raise ValueError(
+                "All batches of `data` must hold arrays of the same names and numbers "
+                f"of axes. Received: {form} in batch {step}, and {self._form} before."
+            )
+        return batch
 
     def first(self, count):
         """Iterates over the inputs of the first steps, fewer if there are no more."""
@@ -177,10 +189,10 @@ class Batches:
                     if place >= state["counted"]:
                         self.dropped += dropped
                         state["counted"] = place + 1
-                    if batch is not None:
+                    if batch is not None or not dropped:
                         empty = False
                         yield batch
-                if empty or iter_is_spent(data):
+                if empty or is_spent(data):
                     return
                 empty = True
 
@@ -188,7 +200,7 @@ class Batches:
             if step in head:
                 return self._ready(head[step])
             if state["iterator"] is None or step < state["step"]:
-                if state["step"] >= 0 and iter_is_spent(data):
+                if state["step"] >= 0 and is_spent(data):
                     raise ValueError(
                         "A generator gives its batches once, and training goes back "
                         f"to step {step}. Pass a function that makes the generator."
@@ -280,20 +292,3 @@ class Batches:
             batch = self.preprocessor(batch)
         batch = inputs_of(batch) if isinstance(batch, tuple) else batch
         return trimmed(keras.tree.map_structure(as_array, batch))
-
-
-def _is_iterable(x):
-    """Whether it can be gone through; a number as NumPy has it cannot."""
-    return hasattr(x, "__iter__") and getattr(x, "shape", None) != ()
-
-
-def is_pair(is_loader, item):
-    """Whether what a stream gives is a list of inputs and labels."""
-    return is_loader and isinstance(item, list)
-
-
-def iter_is_spent(data):
-    """Whether going through `data` once uses it up."""
-    if isinstance(data, keras.utils.PyDataset) or callable(data):
-        return False
-    return iter(data) is data

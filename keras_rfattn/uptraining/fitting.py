@@ -63,10 +63,15 @@ def fit_stage(
         assign(variables, watch.good)
         error.step = watch.done
         raise
-    except Exception:
+    except Exception as error:
+        # TensorFlow hides errors of data behind its own.
+        cause = failed[0] if failed else error
+        cause.add_note(
+            f"Training broke off after {watch.done} of the {steps} steps of "
+            f"{type(trainer).__name__}, in the next batch perhaps; weights are as then."
+        )
         if failed:
-            # TensorFlow hides errors of data behind its own.
-            raise failed[0] from None
+            raise cause from None
         raise
     finally:
         for variable in variables:

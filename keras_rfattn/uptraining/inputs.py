@@ -26,6 +26,8 @@ def inputs_of(item):
 
 def as_array(x):
     """As NumPy has it."""
+    if x is None:
+        raise ValueError("Batches of `data` must hold arrays or texts. Received: None.")
     return x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
 
 
@@ -37,6 +39,23 @@ def is_text(x):
 def is_image(x):
     """Whether it is a batch of images as files hold them, bytes."""
     return x.dtype == np.uint8 and x.ndim == 4
+
+
+def is_iterable(x):
+    """Whether it can be gone through; a number as NumPy has it cannot."""
+    return hasattr(x, "__iter__") and getattr(x, "shape", None) != ()
+
+
+def is_pair(is_loader, item):
+    """Whether what a stream gives is a list of inputs and labels."""
+    return is_loader and isinstance(item, list)
+
+
+def is_spent(data):
+    """Whether going through `data` once uses it up."""
+    if isinstance(data, keras.utils.PyDataset) or callable(data):
+        return False
+    return iter(data) is data
 
 
 def is_table(data):

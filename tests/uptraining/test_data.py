@@ -226,6 +226,23 @@ def test_tables_that_are_none(data):
         Batches(data, 4, seed=0)(0)
 
 
+@pytest.mark.parametrize(
+    "second, message",
+    [
+        ({"a": ROWS}, "the same names.*'a': '1 axes'} in batch 1, and"),
+        ({"a": ROWS, "b": ROWS}, "the same names"),
+        ({"a": ROWS, "b": None}, "Received: None"),
+        (None, "Received: None"),
+    ],
+)
+def test_batches_of_another_form_are_refused(second, message):
+    first = {"a": ROWS, "b": ROWS[:, None]}
+    batches = Batches(lambda: iter([first, second]), 4, 0)
+    assert sorted(batches(0)) == ["a", "b"]
+    with pytest.raises(ValueError, match=message):
+        batches(1)
+
+
 def test_images_of_bytes_go_through_the_preprocessor():
     images = np.zeros((3, 2, 2, 3), "uint8")
     found = Batches(images, 3, 0, lambda x: (x / 255 + 1, None))(0)

@@ -389,6 +389,17 @@ def test_a_training_that_breaks_off_says_what_it_has_changed():
         keras_rfattn.restore_attention(model)
 
 
+def test_a_training_that_breaks_off_says_where():
+    class Broken(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                raise OSError("of a callback")
+
+    with pytest.raises(OSError, match="of a callback") as found:
+        m.uptrain(m.linear_model(), callbacks=[Broken()], stages="attention", steps=4)
+    assert "after 2 of the 4 steps of AttentionStage" in found.value.__notes__[-1]
+
+
 def test_a_teacher_that_changes_is_noticed():
     model = m.linear_model()
 
