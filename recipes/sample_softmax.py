@@ -19,7 +19,7 @@ m = 128 and n = 8, 25 runs): the sizes are below.
 Controls: `uniform` sampling, the `exact` distribution, and `normalized`, the exact one
 of vectors of length 1, which is what the maps estimate; `full`, softmax not sampled.
 Once `full` is trained, "gradients" tell how far every sampler's are from its.
-Cost: 20 minutes a seed. Seen: docs/pages/results/hrf.md.
+Cost: 15 to 30 minutes a seed. Seen: docs/pages/results/hrf.md.
 """
 
 import argparse
