@@ -183,8 +183,8 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         """
         real = ops.logical_and(real, ops.all(ops.isfinite(measured)))
         count = ops.cast(self.updates, "float32")
-        keep = ops.minimum(count / (count + 1), self.momentum)
-        keep = ops.where(real, keep, 1.0)
+        keep = elementwise_min(count / (count + 1), self.momentum)
+        keep = where(real, keep, 1.0)
         stored = ops.convert_to_tensor(self.mean_square)
         new = keep * stored + (1 - keep) * ops.cast(measured, "float32")
         self.mean_square.assign(ops.where(real, new, stored))
