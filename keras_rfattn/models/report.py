@@ -104,8 +104,7 @@ class AttentionReport:
             text = f"fewer operations than softmax above {crossover} tokens"
             if self.max_length is not None and self.max_length <= crossover:
                 text += (
-                    f"; slower than softmax here, as the model takes "
-                    f"{self.max_length} tokens (see `extend_positions`)"
+                    f", and the model takes {self.max_length} (see `extend_positions`)"
                 )
             lines.append(text)
         programs = dict.fromkeys(x.implementation for x in self.replaced)

@@ -1,5 +1,6 @@
 """Surgery on plain Keras models, and everything it refuses."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -431,6 +432,10 @@ def test_report_prints_a_table():
     report = keras_rfattn.describe_attention(model)
     added = 2 * 4 * 32 + 1
     assert report.parameters_added == report.replaced[0].parameters_added == added
+    crossover = report.replaced[0].crossover
+    for length, is_short in ((crossover, True), (crossover + 1, False)):
+        text = str(dataclasses.replace(report, max_length=length))
+        assert ("and the model takes" in text) == is_short
 
 
 @pytest.mark.parametrize("name, beside", [
