@@ -259,14 +259,14 @@ class Batches:
         )
 
     def _filtered(self, batch):
-        """A batch without what is excluded, `None` if empty, and how many rows less."""
+        """A batch without what is excluded (`None`: nothing left), and rows dropped."""
         if self.exclude is None:
             return batch, 0
         batch = keras.tree.map_structure(as_array, as_texts(batch))
         leaves = keras.tree.flatten(batch)
         kept = self._kept(leaves)
         dropped = len(leaves[0]) - len(kept)
-        if not len(kept):
+        if dropped and not len(kept):
             return None, dropped
         return keras.tree.map_structure(lambda x: x[kept], batch), dropped
 

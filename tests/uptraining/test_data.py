@@ -243,6 +243,12 @@ def test_batches_of_another_form_are_refused(second, message):
         batches(1)
 
 
+def test_batches_without_a_row_are_not_passed_over():
+    texts = Batches([[], ["a text"]], 2, 0, np.asarray, exclude=["other"])
+    with pytest.raises(ValueError, match="must hold a row.*none in batch 0"):
+        texts.with_noise(0, 1)
+
+
 def test_images_of_bytes_go_through_the_preprocessor():
     images = np.zeros((3, 2, 2, 3), "uint8")
     found = Batches(images, 3, 0, lambda x: (x / 255 + 1, None))(0)
