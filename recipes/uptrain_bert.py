@@ -37,10 +37,10 @@ def parse_arguments():
     parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
     parser.add_argument("--num-features", nargs="+", type=int,
                         help="one, or one for each layer (0: softmax)")  # fmt: skip
+    parser.add_argument("--softmax-heads", nargs="+", default=[], help="layer:head")
     parser.add_argument("--window", type=int)
-    parser.add_argument("--sliding", action="store_true", help="of the window")
-    parser.add_argument("--trainable", nargs="+", default=["maps"],
-                        help="in both stages that train, or in each")  # fmt: skip
+    parser.add_argument("--sliding", action="store_true")
+    parser.add_argument("--trainable", nargs="+", default=["maps"], help="or by stage")
     stages = ["calibrate", "attention", "features"]
     parser.add_argument("--stages", nargs="+", default=stages)
     parser.add_argument("--steps", type=int, default=600)
@@ -51,8 +51,8 @@ def parse_arguments():
     parser.add_argument("--tune", choices=["last", "first"], default="last",
                         help="fine-tune what is linear, or the other way")  # fmt: skip
     parser.add_argument("--tune-steps", type=int, default=300, help="fine-tuning")
-    lengths = [512, 1024, 2048, 4096]
-    parser.add_argument("--lengths", nargs="+", type=int, default=lengths)
+    parser.add_argument("--lengths", nargs="+", type=int,
+                        default=[512, 1024, 2048, 4096])  # fmt: skip
     parser.add_argument("--dtype", default="float32", help="such as mixed_bfloat16")
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("--results", default="uptrain_bert.jsonl", help="appended to")

@@ -8,6 +8,7 @@ import numpy as np
 from keras_rfattn import feature_maps
 from keras_rfattn.diagnostics.errors import estimate
 from keras_rfattn.diagnostics.errors import head_errors
+from keras_rfattn.layers.checks import num_heads
 from keras_rfattn.layers.recording import progress
 from keras_rfattn.models import Plan
 from keras_rfattn.models.report import multiplications
@@ -143,11 +144,6 @@ def _tried(name, width, seed, layer, known, held_out):
     error = float(np.mean([e.output for e in errors]))
     control = float(np.mean([e.mean_of_values for e in errors]))
     return Choice(name, feature_map.num_features, cost, error), control
-
-
-def num_heads(layer):
-    """Number of query heads."""
-    return getattr(layer, "num_query_heads", None) or layer._num_heads
 
 
 def _cheapest_errors(options, budget):

@@ -137,7 +137,8 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
 
     Every layer is measured on the activations of the softmax model, so that errors of
     earlier layers do not enter. It is the features that are measured, over all pairs:
-    a `window`, within which attention is exact, is left out of account.
+    a `window`, within which attention is exact, and `softmax_heads` are left out of
+    account.
 
     Args:
         model: A model with linear attention.

@@ -8,8 +8,8 @@ from keras import ops
 from keras_rfattn.diagnostics.attribute import answering
 from keras_rfattn.diagnostics.attribute import as_number
 from keras_rfattn.diagnostics.attribute import check_arguments
-from keras_rfattn.diagnostics.budget import num_heads
 from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.checks import num_heads
 from keras_rfattn.models.survey import survey
 
 
@@ -43,6 +43,30 @@ class Sensitivity:
     softmax: float
     parts: tuple
 
+    def softmax_heads(self, count):
+        """Those heads that bring the metric nearest to softmax's, each by itself.
+
+        Args:
+            count: How many.
+
+        Returns:
+            Dict from layer paths to lists of heads, as `replace_attention` takes it as
+            `softmax_heads`.
+
+        Raises:
+            ValueError: If parts are layers (`heads=False`), or there are fewer.
+        """
+        parts = [part for part in self.parts if part.head is not None]
+        if not 1 <= count <= len(parts):
+            raise ValueError(
+                f"`count` must be from 1 to the number of heads, {len(parts)}. "
+                f"Received: count={count!r}. Heads are there with `heads=True`."
+            )
+        found = {}
+        for part in sorted(parts, key=lambda x: abs(x.restored - self.softmax))[:count]:
+            found.setdefault(part.path, []).append(part.head)
+        return {path: sorted(heads) for path, heads in found.items()}
+
     def __str__(self):
         names = [
             part.path if part.head is None else f"{part.path}, head {part.head}"
@@ -64,8 +88,9 @@ def sensitivity(model, data, metric, heads=False):
     """Evaluates a model with one layer at a time softmax again, or alone linear.
 
     Errors of attention outputs do not tell what an answer needs; this does, and with it
-    which layers to make wider or to keep softmax (`models.Plan`). Evaluates the metric
-    twice for each part, and twice more.
+    which layers to make wider or to keep softmax (`models.Plan`), and which heads
+    (`Sensitivity.softmax_heads`). Evaluates the metric twice for each part, and twice
+    more.
 
     Args:
         model: A model with linear attention; unchanged afterwards.

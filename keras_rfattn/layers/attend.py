@@ -10,6 +10,7 @@ from keras import ops
 from keras_rfattn.layers.cached import among_keys
 from keras_rfattn.layers.implementation import by_kernels
 from keras_rfattn.layers.implementation import check_options
+from keras_rfattn.layers.softmax_heads import with_softmax_heads
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import Deferred
@@ -243,7 +244,7 @@ def attend(
         feature_map: A `FeatureMap` built for K heads of dim H.
         mask: `None`, an `AttentionMask` or what `interpret_mask` takes.
         scale: Factor on `q · k`; the map's default if `None`.
-        options: `ops.Options`: window and block size.
+        options: `ops.Options`: window, block size, heads that stay softmax.
         training: Whether stored statistics are updated.
         recorder: Called with the `Attention`; may return an output to go on with.
 
@@ -268,7 +269,7 @@ def attend(
             options=options, training=training, recorder=recorder,
         )  # fmt: skip
     if mask.causal and mask.offset is not None:
-        *tokens, plain, taken = among_keys(query, key, value, mask)
+        *tokens, plain, taken = among_keys(query, key, value, mask, options.window)
         output = attend(*tokens, feature_map, plain, scale, options, training, recorder)
         return _hidden(taken(output), mask.query_mask)
     if mask.key_mask is not None:
@@ -282,7 +283,7 @@ def attend(
     call = Attention(query, key, value, mask, scale, feature_map, options, training)
     output = None if recorder is None else recorder(call)
     output = call.linear() if output is None else output
-    return _hidden(output, mask.query_mask)
+    return _hidden(with_softmax_heads(call, output), mask.query_mask)
 
 
 def _hidden(output, query_mask):

@@ -6,7 +6,7 @@ KerasHub's tasks do not: they generate with states (`keras_rfattn.models.generat
 from keras import ops
 
 
-def among_keys(query, key, value, mask):
+def among_keys(query, key, value, mask, window=None):
     """Query i, at position `offset + i`, sees keys up to itself.
 
     Args:
@@ -14,17 +14,25 @@ def among_keys(query, key, value, mask):
         key: `(B, S, K, H)`: the cache, those of the queries in it.
         value: `(B, S, K, V)`.
         mask: `AttentionMask`, causal and with an offset.
+        window: Of the layer's options.
 
     Returns:
-        `(query, key, value, mask, function)`: plain causal attention of as many queries
-        as keys, without a mask of queries, and the function that takes its output to
-        that of those given.
+        `(query, key, value, mask, function)`: attention without an offset or a mask of
+        queries, causal with as many queries as keys or of one query, and the function
+        that takes its output to that of those given.
     """
     length, plain = ops.shape(query)[1], mask.replace(offset=None, query_mask=None)
     if isinstance(mask.offset, int) and mask.offset == 0:
         if mask.key_mask is not None:
             plain = plain.replace(key_mask=mask.key_mask[:, :length])
-        return query, key[:, :length], value[:, :length], plain, lambda output: output
+        return query, key[:, :length], value[:, :length], plain, _as_it_is
+    if query.shape[1] == 1 and window is None:
+        # All that it sees is a matter of keys.
+        seen = ops.arange(ops.shape(key)[1], dtype="int32")[None] <= mask.offset
+        if mask.key_mask is not None:
+            seen = seen & ops.cast(mask.key_mask, "bool")
+        plain = plain.replace(key_mask=seen, causal=False, self_attention=False)
+        return query, key, value, plain, _as_it_is
     start = ops.cast(mask.offset, "int32"), *(0, 0)
     shape = ops.shape(query)
     room = ops.zeros((shape[0], ops.shape(key)[1], *shape[2:]), dtype=query.dtype)
@@ -34,3 +42,7 @@ def among_keys(query, key, value, mask):
         return ops.slice(output, (0, *start), (*shape[:3], output.shape[-1]))
 
     return query, key, value, plain, taken
+
+
+def _as_it_is(output):
+    return output

@@ -35,6 +35,15 @@ PROJECTIONS = {
 }  # fmt: skip
 
 
+# And their number of query heads.
+NUM_HEADS = ("num_query_heads", "_num_query_heads", "num_heads", "_num_heads")
+
+
+def num_heads(layer):
+    """Number of query heads of an attention layer."""
+    return next(getattr(layer, x) for x in NUM_HEADS if hasattr(layer, x))
+
+
 def projection(layer, side):
     """A projection of an attention layer, by a key of `PROJECTIONS`."""
     return next(getattr(layer, x) for x in PROJECTIONS[side] if hasattr(layer, x))

@@ -41,6 +41,8 @@ def fingerprint(layer):
     options = [getattr(layer.options, name) for name in MEANING]
     if layer.options.temperature is not None:
         options.append(float(layer.options.temperature))
+    if layer.options.softmax_heads:
+        options.append(layer.options.softmax_heads)
     config = feature_maps.serialize(layer.feature_map)
     of_map = _former(essence(layer.feature_map))
     return np.array([FORMAT, _checksum((of_map, options, _projections(config)))])

@@ -24,8 +24,8 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
         num_features: Number of random vectors, for a map given by name.
         seed: Seed of the random vectors (and of the inactive dropout).
         **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
-            `block_size`, `max_segments`, `temperature`; and further arguments of
-            `keras.layers.GroupQueryAttention`.
+            `block_size`, `max_segments`, `temperature`, `softmax_heads`; and further
+            arguments of `keras.layers.GroupQueryAttention`.
     """
 
     # What `restore_attention` makes of a layer.

@@ -25,8 +25,8 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         num_features: Number of random vectors, for a map given by name.
         seed: Seed of the random vectors (and of the inactive dropout).
         **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
-            `block_size`, `max_segments`, `temperature`; and further arguments of
-            `keras.layers.MultiHeadAttention`.
+            `block_size`, `max_segments`, `temperature`, `softmax_heads`; and further
+            arguments of `keras.layers.MultiHeadAttention`.
 
     Example:
     ```python

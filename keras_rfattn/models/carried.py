@@ -97,8 +97,10 @@ def also(mask, visible):
 
 
 def sums_up(site):
-    """Whether a layer keeps sums: not softmax, nor a map that is its kernel."""
-    return site.is_linear and not site.layer.feature_map.is_exact
+    """Whether a layer keeps sums alone: none of its heads is exact."""
+    if not site.is_linear:
+        return False
+    return not (site.layer.feature_map.is_exact or site.layer.options.softmax_heads)
 
 
 def empty_layers(sites, batch_size, max_length):

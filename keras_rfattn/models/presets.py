@@ -13,6 +13,7 @@ def from_preset(
     include=None,
     exclude=None,
     seed=None,
+    softmax_heads=None,
     **kwargs,
 ):
     """Loads a KerasHub preset and makes its attention linear.
@@ -31,6 +32,7 @@ def from_preset(
         include: See `replace_attention`.
         exclude: See `replace_attention`.
         seed: See `replace_attention`.
+        softmax_heads: See `replace_attention`.
         **kwargs: The options of `replace_attention` (`window`, `sliding`,
             `block_size`); all else is passed to KerasHub's `from_preset`, such as
             `num_classes`.
@@ -65,5 +67,6 @@ def from_preset(
         include=include,
         exclude=exclude,
         seed=seed,
+        softmax_heads=softmax_heads,
         **options.config(),
     )

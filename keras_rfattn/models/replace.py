@@ -4,6 +4,7 @@ Everything is checked, and every new weight made, before the first layer is touc
 How one layer changes is in `swap`, what its containers become in `saving`.
 """
 
+import dataclasses
 import warnings
 
 import keras_rfattn.models.report as report
@@ -17,6 +18,7 @@ from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.models.plan import Plan
 from keras_rfattn.models.plan import matches
 from keras_rfattn.ops.options import Options
@@ -36,6 +38,7 @@ def replace_attention(
     max_segments=None,
     temperature=None,
     implementation="auto",
+    softmax_heads=None,
     drop_sliding_window=False,
 ):
     """Makes the attention of a model linear in sequence length, in place.
@@ -70,6 +73,10 @@ def replace_attention(
             estimate, and not the checkpoint's. What hybrids are made for.
         implementation: `"xla"`; `"pallas"`, kernels for TPUs, on JAX, of maps whose
             features are exponentials; or `"auto"`, XLA so far.
+        softmax_heads: Dict from layers (a path or pattern, as in `models.Plan`) to the
+            query heads that stay softmax there, counted from 0: those that compare
+            tokens, as `diagnostics.sensitivity(heads=True)` finds them. Time and
+            memory of these heads stay quadratic in length.
         drop_sliding_window: Whether to replace attention that sees the last tokens
             alone (Mistral's) by attention that sees all.
 
@@ -98,6 +105,7 @@ def replace_attention(
         check_options(options, template)
         own = template.seed if seed is None else seed
         changes += [(site, _copy(template, own, site), options) for site in sites]
+    changes = _with_softmax_heads(changes, softmax_heads)
     _check_window_sites(options.window, [site for site, _, _ in changes])
     _check_prefix_sites(options, [site for site, _, _ in changes])
     saving.commit(model, found, changes)
@@ -192,13 +200,7 @@ def _assigned(feature_map, selected):
     plan = getattr(feature_map, "plan", feature_map)
     if not isinstance(plan, Plan):
         return [(selected, plan)]
-    paths = "\n".join(f"  {site.path}" for site in selected)
-    for pattern in plan.maps:
-        if not any(matches(site.path, pattern) for site in selected):
-            raise ValueError(
-                f"The plan's {pattern!r} matches no attention layer to be replaced. "
-                f"These are:\n{paths}"
-            )
+    _check_patterns(plan.maps, selected, "The plan's")
     found = [([site], plan.of(site.path)) for site in selected]
     found = [(sites, choice) for sites, choice in found if choice is not None]
     if not found:
@@ -206,6 +208,36 @@ def _assigned(feature_map, selected):
             f"The plan keeps every layer softmax. Received: {plan}. There is nothing "
             "to replace."
         )
+    return found
+
+
+def _check_patterns(patterns, sites, whose):
+    paths = "\n".join(f"  {site.path}" for site in sites)
+    for pattern in patterns:
+        if not any(matches(site.path, pattern) for site in sites):
+            raise ValueError(
+                f"{whose} {pattern!r} matches no attention layer to be replaced. "
+                f"These are:\n{paths}"
+            )
+
+
+def _with_softmax_heads(changes, softmax_heads):
+    """The changes, in whose options are the heads that each layer keeps softmax."""
+    if softmax_heads is None:
+        return changes
+    if not isinstance(softmax_heads, dict):
+        raise ValueError(
+            "`softmax_heads` must be a dict from layer paths, or patterns, to lists of "
+            f"heads. Received: softmax_heads={softmax_heads!r:.80}."
+        )
+    sites = [site for site, _, _ in changes]
+    _check_patterns(softmax_heads, sites, "Of `softmax_heads`,")
+    found = []
+    for site, feature_map, options in changes:
+        fitting = (x for p, x in softmax_heads.items() if matches(site.path, p))
+        options = dataclasses.replace(options, softmax_heads=next(fitting, ()))
+        check_softmax_heads(options.softmax_heads, site.layer)
+        found.append((site, feature_map, options))
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import field
 import keras_rfattn.models.survey as s
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.checks import check_model
+from keras_rfattn.layers.checks import num_heads
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.implementation import told
 from keras_rfattn.models.swap import original_class
@@ -183,9 +184,10 @@ def crossover(feature_map, layer):
         return None
     _, head_dim = layer._kv_shape()
     value_dim = getattr(layer, "_value_dim", head_dim)
-    return math.ceil(
-        multiplications(feature_map, head_dim, value_dim) / (head_dim + value_dim)
-    )
+    # What softmax heads take is theirs at any length.
+    share = 1 - len(layer.options.softmax_heads) / num_heads(layer)
+    cost = multiplications(feature_map, head_dim, value_dim)
+    return math.ceil(cost / (share * (head_dim + value_dim)))
 
 
 def multiplications(feature_map, head_dim, value_dim):
@@ -205,6 +207,9 @@ def _note(site):
         notes.append(text + f" and the {beside}" * options.sliding)
     if options.temperature is not None:
         notes.append(f"normalized, temperature {options.temperature:g}")
+    if options.softmax_heads:
+        heads = ", ".join(map(str, options.softmax_heads))
+        notes.append(f"softmax in heads {heads} of {num_heads(site.layer)}")
     rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")

@@ -31,11 +31,15 @@ class Options:
         temperature: Positive number: queries and keys are divided by their lengths,
             and their product, a cosine, by it. `None` leaves them as they are, scaled
             as the model does.
+        softmax_heads: Query heads that stay softmax attention, as the model has it.
+            These take time quadratic in length, and a layer with any keeps keys and
+            values when it generates.
 
     Raises:
         ValueError: If a number is not a positive integer, `sliding` not a boolean,
-            `sliding` is asked for without a window, `temperature` is not positive, or
-            `implementation` is unknown.
+            `sliding` is asked for without a window, `temperature` is not positive,
+            `softmax_heads` are not different integers from 0 on, or `implementation`
+            is unknown.
     """
 
     block_size: int | None = None
@@ -44,6 +48,7 @@ class Options:
     max_segments: int | None = None
     temperature: float | None = None
     implementation: str = "auto"
+    softmax_heads: tuple = ()
 
     def __post_init__(self):
         if self.block_size is not None and not _is_positive_integer(self.block_size):
@@ -68,6 +73,7 @@ class Options:
                 "`temperature` must be a positive number or `None`. "
                 f"Received: temperature={self.temperature!r}."
             )
+        object.__setattr__(self, "softmax_heads", _heads(self.softmax_heads))
         if self.implementation not in IMPLEMENTATIONS:
             raise ValueError(
                 f"`implementation` must be one of {IMPLEMENTATIONS}. "
@@ -106,7 +112,22 @@ class Options:
 
     def config(self):
         """As a dict, for configs."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        heads = found.pop("softmax_heads")
+        # Left out where there are none, so that older versions read it.
+        return {**found, **({"softmax_heads": list(heads)} if heads else {})}
+
+
+def _heads(given):
+    is_listed = isinstance(given, (list, tuple, range, np.ndarray))
+    heads = list(given) if is_listed else []
+    are_heads = all(_is_integer(x) and x >= 0 for x in heads)
+    if not is_listed or not are_heads or len({*heads}) < len(heads):
+        raise ValueError(
+            "`softmax_heads` must be different integers from 0 on. "
+            f"Received: softmax_heads={given!r:.80}."
+        )
+    return tuple(sorted(int(x) for x in heads))
 
 
 def _is_positive(x):
@@ -114,6 +135,9 @@ def _is_positive(x):
     return is_number and 0 < x < float("inf")
 
 
+def _is_integer(x):
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
 def _is_positive_integer(x):
-    is_integer = isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-    return is_integer and x > 0
+    return _is_integer(x) and x > 0

@@ -154,7 +154,8 @@ def layer_errors(teacher, student, dropped, offset):
     Returns:
         Dict of arrays `(B, N)`, sums over the rows compared: squared error of outputs,
         squared norm, squared error of the mean of V, Kullback-Leibler divergence of
-        attention rows (0 for maps that are not positive), number of rows.
+        attention rows (0 for maps that are not positive), number of rows; all 0 for
+        heads that stay softmax.
     """
     query, key = teacher.scaled()
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
@@ -182,13 +183,19 @@ def layer_errors(teacher, student, dropped, offset):
     if student.feature_map.is_positive:
         ratio = ops.log(wanted + TINY) - ops.log(given + TINY)
         divergence = ops.sum(ops.where(visible, wanted * ratio, 0), axis=-1)
-    return {
+    found = {
         "squared": squares(output - ops.matmul(given, own)),
         "norm": squares(output),
         "mean_of_v": squares(output - mean),
         "divergence": per_head(divergence),
         "rows": per_head(ops.ones_like(divergence)),
     }
+    kept = student.options.softmax_heads
+    if kept:
+        # Nothing to learn, and no part of any mean.
+        learns = ops.convert_to_tensor([x not in kept for x in range(num_heads)])
+        found = {k: ops.where(learns, x, 0) for k, x in found.items()}
+    return found
 
 
 def _sampled_rows(query, offset):

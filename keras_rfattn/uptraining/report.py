@@ -45,7 +45,7 @@ class LayerResult:
 
     Attributes:
         path: Of the layer.
-        before: Error of each head before training.
+        before: Error of each head before training, without those that stay softmax.
         after: After it.
         mean_of_v: Of uniform attention, the control.
     """

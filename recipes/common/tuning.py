@@ -144,10 +144,15 @@ def replace(args, model, seed, mechanism=None):
             f"Received: {widths}."
         )
     maps = [feature_map(mechanism or args.mechanism, n) for n in widths]
+    heads = {}
+    for name in args.softmax_heads:
+        layer, head = map(int, name.split(":"))
+        heads.setdefault(paths[layer], []).append(head)
     plan = Plan(dict(zip(paths, maps, strict=True)))
     keras_rfattn.replace_attention(
-        model, plan, window=args.window, sliding=args.sliding, seed=seed
-    )
+        model, plan, window=args.window, sliding=args.sliding, seed=seed,
+        softmax_heads=heads,
+    )  # fmt: skip
 
 
 def reinitialize(model, seed):

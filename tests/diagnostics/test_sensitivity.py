@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,21 @@ def test_each_head():
     numbers = [found.as_it_is, found.softmax, first.restored, first.alone]
     assert len(set(np.round(numbers, 6))) == 4
     assert "attention_1, head 1" in str(found)
+    gaps = [abs(x.restored - found.softmax) for x in found.parts]
+    best = int(np.argmin(gaps))
+    heads = found.softmax_heads(1)
+    assert heads == {"attention_1": [best]}
+    kept = keras_rfattn.replace_attention(
+        m.softmax_model(), "favorpp", num_features=8, seed=0, include="attention_1",
+        softmax_heads=heads,
+    )  # fmt: skip
+    h.assert_close(first_output(kept, data), found.parts[best].restored, 1e-5)
+    assert found.softmax_heads(2) == {"attention_1": [0, 1]}
+    for count in (0, 3):
+        with pytest.raises(ValueError, match="`count` must be from 1 to .*heads, 2"):
+            found.softmax_heads(count)
+    with pytest.raises(ValueError, match="Heads are there with `heads=True`"):
+        dataclasses.replace(found, parts=()).softmax_heads(1)
 
 
 def test_refusals():

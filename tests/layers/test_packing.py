@@ -24,6 +24,7 @@ MECHANISMS = {
     "polynomial": {"feature_map": "polysketch"},
     "exact": {"feature_map": "polynomial"},
     "elu": {"feature_map": "elu"},
+    "softmax head": {"feature_map": "favorplus", "softmax_heads": [1]},
 }  # fmt: skip
 
 

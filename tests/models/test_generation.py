@@ -31,6 +31,7 @@ MECHANISMS = {
     "polynomial": {"feature_map": "polysketch"},
     "exact": {"feature_map": "polynomial"},
     "mixed": {"feature_map": "favorpp", "num_features": 16, "exclude": "*_0/*"},
+    "heads": {"feature_map": "favorplus", "softmax_heads": {"*": [1]}},
 }  # fmt: skip
 LENGTH = 12
 # Of which every length is compiled, on others than PyTorch.
@@ -39,7 +40,7 @@ GENERATING = list(MECHANISMS)
 if not RUNS_ALL:
     CHUNKS = CHUNKS[:1]
     # Whose states are of different kinds.
-    GENERATING = ["favorpp", "window", "sliding", "mixed"]
+    GENERATING = ["favorpp", "window", "sliding", "mixed", "heads"]
 
 
 def linear(family="gpt2", mechanism="favorpp"):

@@ -253,6 +253,22 @@ BAD = {
     "block size": (dict(block_size=0), ValueError, "block_size"),
     "pattern": (dict(include="nowhere*"), ValueError, "first"),
     "include type": (dict(include=3), TypeError, "include"),
+    "softmax heads of no layer": (
+        dict(softmax_heads={"nowhere": [0]}),
+        ValueError,
+        "Of `softmax_heads`, 'nowhere' matches no attention layer",
+    ),
+    "softmax heads of all layers": (
+        dict(softmax_heads=[0]),
+        ValueError,
+        "must be a dict from layer paths",
+    ),
+    "no such head": (
+        dict(softmax_heads={"*": [3]}),
+        ValueError,
+        "from 0 to 1. Received: softmax_heads=.3,. for layer 'first'",
+    ),
+    "every head": (dict(softmax_heads={"first": [0, 1]}), ValueError, "all 2 heads"),
     "nothing left": (dict(exclude="*"), ValueError, "left to replace"),
     "map and width": (
         dict(feature_map=feature_maps.Favor(8), num_features=8),

@@ -1,0 +1,59 @@
+"""Heads that stay softmax in a layer whose others are linear.
+
+A few heads look a token up elsewhere in the text, which features of any useful width
+blur; most do not ("DuoAttention", Xiao et al., 2024, keeps full attention in such
+"retrieval heads"). `diagnostics.sensitivity` finds them.
+"""
+
+from keras import ops
+
+from keras_rfattn.layers.checks import num_heads
+
+
+def with_softmax_heads(call, output):
+    """An output in which the heads that stay softmax are.
+
+    Args:
+        call: `layers.attend.Attention`.
+        output: `(B, T, N, V)`, of whatever answers for the other heads: features, or a
+            control in their place.
+
+    Returns:
+        `(B, T, N, V)`.
+    """
+    heads = call.options.softmax_heads
+    if not heads:
+        return output
+    groups = call.query.shape[2] // call.key.shape[2]
+    exact = call.replace(
+        query=_taken(call.query, heads),
+        key=_taken(call.key, [head // groups for head in heads]),
+        value=_taken(call.value, [head // groups for head in heads]),
+    ).softmax()
+    pieces, done = [], 0
+    for i, head in enumerate(heads):
+        pieces += [output[:, :, done:head], exact[:, :, i : i + 1]]
+        done = head + 1
+    pieces.append(output[:, :, done:])
+    return ops.concatenate([x for x in pieces if x.shape[2]], axis=2)
+
+
+def _taken(x, heads):
+    # Slices, as indices would have to be sent to a GPU.
+    return ops.concatenate([x[:, :, head : head + 1] for head in heads], axis=2)
+
+
+def check_softmax_heads(heads, layer):
+    """Raises `ValueError` if a layer cannot keep these heads softmax."""
+    count = num_heads(layer)
+    if heads and heads[-1] >= count:
+        raise ValueError(
+            f"`softmax_heads` must be heads of the layer, from 0 to {count - 1}. "
+            f"Received: softmax_heads={heads} for layer '{layer.name}'."
+        )
+    if len(heads) == count:
+        raise ValueError(
+            f"`softmax_heads` names all {count} heads of layer '{layer.name}', and "
+            f"leaves nothing to be linear. Received: softmax_heads={heads}. Keep the "
+            "layer softmax (`exclude=`)."
+        )
