@@ -36,7 +36,10 @@ PROJECTIONS = {
 
 
 # And their number of query heads.
-NUM_HEADS = ("num_query_heads", "_num_query_heads", "num_heads", "_num_heads")
+NUM_HEADS = (
+    "num_query_heads", "_num_query_heads", "num_attention_heads", "num_heads",
+    "_num_heads", "heads",
+)  # fmt: skip
 
 
 def num_heads(layer):
