@@ -32,10 +32,11 @@ def with_softmax_heads(call, output):
     ).softmax()
     pieces, done = [], 0
     for i, head in enumerate(heads):
-        pieces += [output[:, :, done:head], exact[:, :, i : i + 1]]
+        pieces += [output[:, :, done:head]] * (done < head)
+        pieces.append(exact[:, :, i : i + 1])
         done = head + 1
-    pieces.append(output[:, :, done:])
-    return ops.concatenate([x for x in pieces if x.shape[2]], axis=2)
+    pieces += [output[:, :, done:]] * (done < call.query.shape[2])
+    return ops.concatenate(pieces, axis=2)
 
 
 def _taken(x, heads):
