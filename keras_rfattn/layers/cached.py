@@ -26,14 +26,14 @@ def among_keys(query, key, value, mask, window=None):
         if mask.key_mask is not None:
             plain = plain.replace(key_mask=mask.key_mask[:, :length])
         return query, key[:, :length], value[:, :length], plain, _as_it_is
+    start = ops.cast(mask.offset, "int32"), *(0, 0)
     if query.shape[1] == 1 and window is None:
         # All that it sees is a matter of keys.
-        seen = ops.arange(ops.shape(key)[1], dtype="int32")[None] <= mask.offset
+        seen = ops.arange(ops.shape(key)[1], dtype="int32")[None] <= start[0]
         if mask.key_mask is not None:
             seen = seen & ops.cast(mask.key_mask, "bool")
         plain = plain.replace(key_mask=seen, causal=False, self_attention=False)
         return query, key, value, plain, _as_it_is
-    start = ops.cast(mask.offset, "int32"), *(0, 0)
     shape = ops.shape(query)
     room = ops.zeros((shape[0], ops.shape(key)[1], *shape[2:]), dtype=query.dtype)
     query = ops.slice_update(room, (0, *start), query)

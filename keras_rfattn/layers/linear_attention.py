@@ -13,6 +13,8 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.attend import attend
+from keras_rfattn.layers.checks import num_heads
+from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.fingerprint import mark
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
@@ -50,7 +52,7 @@ class LinearAttention:
     def _set_mechanism(self, feature_map, options):
         """Makes the layer the owner of a map, summed as `ops.Options` say."""
         check_options(options, feature_map)
-        check_softmax_heads(options.softmax_heads, self)
+        check_softmax_heads(options.softmax_heads, num_heads(self), title(self))
         self.feature_map, self.options = feature_map, options
 
     def _kv_shape(self):

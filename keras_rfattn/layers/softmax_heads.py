@@ -7,8 +7,6 @@ blur; most do not ("DuoAttention", Xiao et al., 2024, keeps full attention in su
 
 from keras import ops
 
-from keras_rfattn.layers.checks import num_heads
-
 
 def with_softmax_heads(call, output):
     """An output in which the heads that stay softmax are.
@@ -20,10 +18,14 @@ def with_softmax_heads(call, output):
 
     Returns:
         `(B, T, N, V)`.
+
+    Raises:
+        ValueError: If there are no such heads, or no others.
     """
     heads = call.options.softmax_heads
     if not heads:
         return output
+    check_softmax_heads(heads, call.query.shape[2], "the queries")
     groups = call.query.shape[2] // call.key.shape[2]
     exact = call.replace(
         query=_taken(call.query, heads),
@@ -44,17 +46,15 @@ def _taken(x, heads):
     return ops.concatenate([x[:, :, head : head + 1] for head in heads], axis=2)
 
 
-def check_softmax_heads(heads, layer):
-    """Raises `ValueError` if a layer cannot keep these heads softmax."""
-    count = num_heads(layer)
+def check_softmax_heads(heads, count, whose):
+    """Raises `ValueError` if not some of so many heads, named `whose`, can be kept."""
     if heads and heads[-1] >= count:
         raise ValueError(
-            f"`softmax_heads` must be heads of the layer, from 0 to {count - 1}. "
-            f"Received: softmax_heads={heads} for layer '{layer.name}'."
+            f"`softmax_heads` must be heads of {whose}, from 0 to {count - 1}. "
+            f"Received: softmax_heads={heads}."
         )
     if len(heads) == count:
         raise ValueError(
-            f"`softmax_heads` names all {count} heads of layer '{layer.name}', and "
-            f"leaves nothing to be linear. Received: softmax_heads={heads}. Keep the "
-            "layer softmax (`exclude=`)."
+            f"`softmax_heads` must leave a head to be linear. Received: all {count} of "
+            f"{whose}, softmax_heads={heads}. Keep the layer softmax (`exclude=`)."
         )

@@ -15,6 +15,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.layers.checks import check_model
+from keras_rfattn.layers.checks import num_heads
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
@@ -236,7 +237,7 @@ def _with_softmax_heads(changes, softmax_heads):
     for site, feature_map, options in changes:
         fitting = (x for p, x in softmax_heads.items() if matches(site.path, p))
         options = dataclasses.replace(options, softmax_heads=next(fitting, ()))
-        check_softmax_heads(options.softmax_heads, site.layer)
+        check_softmax_heads(options.softmax_heads, num_heads(site.layer), site.path)
         found.append((site, feature_map, options))
     return found
 

@@ -111,8 +111,8 @@ def test_one_token_among_cached_keys(name):
 @pytest.mark.parametrize(
     ("heads", "message"),
     [
-        ([4], "from 0 to 3. Received: softmax_heads=.4,"),
-        ([0, 1, 2, 3], "all 4 heads"),
+        ([4], "attention.*from 0 to 3. Received: softmax_heads=.4,"),
+        ([0, 1, 2, 3], "Received: all 4 of .*attention"),
         ([1, 1], "different integers"),
         ([-1], "different integers"),
         (["a"], "different integers"),
@@ -127,6 +127,9 @@ def test_bad_heads(heads, message):
     ):
         with pytest.raises(ValueError, match=message):
             make()
+    problem = h.problem()
+    with pytest.raises(ValueError, match=message.replace("attention", "queries")):
+        answered(Options(softmax_heads=heads), MASKS["none"])(*problem)
 
 
 def replaced(softmax_heads=None, **kwargs):

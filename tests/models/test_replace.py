@@ -266,9 +266,9 @@ BAD = {
     "no such head": (
         dict(softmax_heads={"*": [3]}),
         ValueError,
-        "from 0 to 1. Received: softmax_heads=.3,. for layer 'first'",
+        "heads of first, from 0 to 1. Received: softmax_heads=.3,",
     ),
-    "every head": (dict(softmax_heads={"first": [0, 1]}), ValueError, "all 2 heads"),
+    "every head": (dict(softmax_heads={"first": [0, 1]}), ValueError, "all 2 of first"),
     "nothing left": (dict(exclude="*"), ValueError, "left to replace"),
     "map and width": (
         dict(feature_map=feature_maps.Favor(8), num_features=8),
