@@ -9,7 +9,8 @@ milliseconds, and the median over turns of softmax's time by the mechanism's: ho
 times as fast. With `--training` a step of SGD on everything. "nothing" has all
 projections and adds queries, keys and values up: as fast as attention could ever be.
 KerasHub's presets have a dropout of 0.1, with which Keras does not take PyTorch's fused
-softmax, in inference either; `--dropout 0.1` measures these as they are.
+softmax, in inference either; `--dropout 0.1` measures these as they are. A mechanism
+"favorpp 64 heads 3" keeps three heads of the third layer softmax.
 """
 
 import argparse
@@ -73,12 +74,15 @@ def build(name, mechanism, length, dropout):
             if isinstance(layer, keras.layers.MultiHeadAttention):
                 layer._compute_attention = nothing
     elif mechanism != "softmax":
-        # Name, width, and window.
+        # Name, width, and window; softmax heads of the third layer.
+        mechanism, _, heads = mechanism.partition(" heads ")
         kind, *numbers = mechanism.replace("window", "").split()
         numbers = [int(x) for x in numbers] + [None, None]
+        third = keras_rfattn.describe_attention(model).rows[2].path
         keras_rfattn.replace_attention(
-            model, kind, num_features=numbers[0], window=numbers[1], seed=0
-        )
+            model, kind, num_features=numbers[0], window=numbers[1], seed=0,
+            softmax_heads={third: range(int(heads or 0))},
+        )  # fmt: skip
     return model
 
 
