@@ -26,10 +26,12 @@ class Plan:
 
     def of(self, path):
         """The map for a layer, or `None`."""
-        for pattern, feature_map in self.maps.items():
-            if matches(path, pattern):
-                return feature_map
-        return None
+        return first_match(self.maps, path)
+
+
+def first_match(found, path, default=None):
+    """What a dict from patterns has for a layer's path, by the first that matches."""
+    return next((x for p, x in found.items() if matches(path, p)), default)
 
 
 def matches(path, pattern):

@@ -21,6 +21,7 @@ from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.models.plan import Plan
+from keras_rfattn.models.plan import first_match
 from keras_rfattn.models.plan import matches
 from keras_rfattn.ops.options import Options
 
@@ -235,8 +236,8 @@ def _with_softmax_heads(changes, softmax_heads):
     _check_patterns(softmax_heads, sites, "Of `softmax_heads`,")
     found = []
     for site, feature_map, options in changes:
-        fitting = (x for p, x in softmax_heads.items() if matches(site.path, p))
-        options = dataclasses.replace(options, softmax_heads=next(fitting, ()))
+        heads = first_match(softmax_heads, site.path, default=())
+        options = dataclasses.replace(options, softmax_heads=heads)
         check_softmax_heads(options.softmax_heads, num_heads(site.layer), site.path)
         found.append((site, feature_map, options))
     return found
