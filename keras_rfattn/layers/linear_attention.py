@@ -64,6 +64,9 @@ class LinearAttention:
     def _build_mechanism(self):
         if not self.feature_map.built:
             self.feature_map.build((None, None, *self._kv_shape()))
+        if not self.trainable:
+            # Keras freezes the sublayers that a layer has when it is frozen.
+            self.feature_map.trainable = False
         warn_of_lengths(self)
         mark(self)
 

@@ -216,7 +216,7 @@ def attention_config(container):
             {
                 "index": site.index,
                 "path": site.lasting,
-                "feature_map": feature_maps.serialize(site.layer.feature_map),
+                "feature_map": _map_config(site.layer),
                 **site.layer.options.config(),
                 "trained": list(site.layer.trained),
             }
@@ -224,6 +224,16 @@ def attention_config(container):
             if site.is_linear
         ],
     }
+
+
+def _map_config(layer):
+    """The config of a layer's map, not frozen by what only the layer keeps."""
+    config = feature_maps.serialize(layer.feature_map)
+    if not layer.trainable:
+        # Many containers are rebuilt without the flags of the layers inside, and then
+        # the map would stay frozen alone.
+        config["config"]["trainable"] = True
+    return config
 
 
 def apply_config(container, entry):
