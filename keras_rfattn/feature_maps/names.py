@@ -9,7 +9,6 @@ import re
 import keras
 from keras.src.utils.naming import to_snake_case
 
-
 OF_BACKENDS = "_layers", "_self_"
 
 

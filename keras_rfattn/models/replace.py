@@ -147,10 +147,7 @@ def restore_attention(model):
         )
     for site in linear:
         swap.make_softmax(site.layer)
-    for container, _ in found.containers.values():
-        if isinstance(container, saving.Carrier):
-            container.__class__ = type(container).original_class
-    saving.follow(model, found, restore=True)
+    saving.follow(model, found)
     return model
 
 

@@ -7,6 +7,8 @@ from keras import ops
 
 from keras_rfattn.layers.checks import projection
 from keras_rfattn.layers.checks import title
+from keras_rfattn.models.holders import holders
+from keras_rfattn.models.holders import refresh
 
 TRAINABLE = ("maps", "query_key", "lora", "all")
 # Stages that train, in their order.
@@ -137,6 +139,9 @@ def _adapters(layers, stage, lora_rank):
             )
     for dense in fresh:
         dense.enable_lora(lora_rank)
+    for layer in holders(fresh):
+        # Programs compiled without the adapters would never see them.
+        refresh(layer)
     taken = everything if stage == "features" else sides
     return [v for x in taken for v in (x.lora_kernel_a, x.lora_kernel_b)]
 
