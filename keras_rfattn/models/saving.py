@@ -13,6 +13,7 @@ import importlib.util
 import keras
 
 import keras_rfattn.models.adapters.known as known
+import keras_rfattn.models.loading  # noqa: F401  (Keras' loaders learn of marks)
 import keras_rfattn.models.survey as s
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps

@@ -1,4 +1,4 @@
-"""Models that share a changed layer forget what they compiled, and are saved with it."""
+"""Models that hold a changed layer forget what they compiled, and are saved with it."""
 
 import gc
 
