@@ -16,6 +16,7 @@ import keras_rfattn.models.audio_to_text as audio_to_text
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
 import keras_rfattn.models.image_to_text as image_to_text
+import keras_rfattn.models.lora as lora
 import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
@@ -70,6 +71,8 @@ def model_carrier(cls):
     members = {"save_to_preset": _save_to_preset}
     for family in GENERATING:
         members |= family.members(cls)
+    if issubclass(cls, Backbone):
+        members |= lora.MEMBERS
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
     return saving.carrier_class(cls, name=cls.__name__, members=members)
