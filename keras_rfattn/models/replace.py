@@ -147,6 +147,7 @@ def restore_attention(model):
         )
     for site in linear:
         swap.make_softmax(site.layer)
+    saving.uncarry([site.layer for site in linear])
     saving.follow(model, found)
     return model
 

@@ -228,6 +228,17 @@ def commit(model, found, changes):
     follow(model, found)
 
 
+def uncarry(layers):
+    """Gives containers without linear attention their own class back.
+
+    Args:
+        layers: The attention layers that are softmax again.
+    """
+    for container in holders(layers):
+        if isinstance(container, Carrier) and not holds_linear(container):
+            container.__class__ = type(container).original_class
+
+
 def follow(model, found):
     """What holds changed layers is saved with them, and forgets what it compiled.
 
@@ -240,8 +251,6 @@ def follow(model, found):
     for container in around:
         if holds_linear(container):
             carry(container)
-        elif isinstance(container, Carrier):
-            container.__class__ = type(container).original_class
     for hook in COMPANION_HOOKS:
         hook(model, around)
     for layer in [*around, *layers]:
