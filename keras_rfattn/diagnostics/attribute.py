@@ -7,8 +7,8 @@ from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.models.survey import survey
-from keras_rfattn.models.swap import refresh
+from keras_rfattn.models.holders import holders
+from keras_rfattn.models.holders import refresh
 
 ANSWERS = {
     "as_it_is": None,
@@ -125,12 +125,11 @@ def as_number(found):
 @contextlib.contextmanager
 def answering(model, answers):
     """Layers answer by functions of an `Attention` meanwhile, `None` as they do."""
-    containers = [container for container, _ in survey(model).containers.values()]
 
     def set_recorders(found):
         for layer, answer in found.items():
             layer.recorder = answer
-        for layer in (model, *containers):
+        for layer in holders(found):
             refresh(layer)
 
     try:

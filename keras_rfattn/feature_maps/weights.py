@@ -2,9 +2,11 @@
 
 from keras import ops
 
+from keras_rfattn.feature_maps.names import FixedNames
 
-class Weights:
-    """Mixin of Keras layers that adds such weights."""
+
+class Weights(FixedNames):
+    """Mixin of Keras layers that adds such weights, whose paths are fixed."""
 
     def add_fixed(self, name, value, shape=None, dtype="float32"):
         """A weight that no optimizer changes and no dtype policy casts.

@@ -103,7 +103,7 @@ def check(model):
             "`keras_rfattn.replace_attention` first."
         )
     stream = Stream(model)
-    # Past Keras' tracking; `swap.refresh` takes it away.
+    # Past Keras' tracking; `holders.refresh` takes it away.
     object.__setattr__(model, "stream_function", stream)
     return stream
 

@@ -19,6 +19,10 @@ from keras_rfattn.layers.checks import projection
 
 KEY = "attention_fingerprint"
 FORMAT = 2
+OF_ANOTHER = (
+    "the weights were saved from another one, or with other arguments or another "
+    "window. Replace attention as it was when the weights were saved"
+)
 # Options that change what is computed.
 MEANING = ("window", "sliding")
 # What the config of a plain dtype policy is made of.
@@ -90,6 +94,19 @@ def _is_mark_of(layer, found):
     return np.array_equal(found, fingerprint(layer))
 
 
+class Marks(dict):
+    """The mark that a file holds of one layer, without the layer's arrays.
+
+    `models.loading` shows it to all layers before the first array is loaded.
+
+    Attributes:
+        refusal: What the layer says against it, or `None`.
+        is_known: Whether the layer is linear, and has looked at it.
+    """
+
+    refusal, is_known = None, False
+
+
 class Presence:
     """Whether a file holds a mechanism: its mark and all weights of its map, or none.
 
@@ -141,18 +158,30 @@ def _save(query, layer, store):
     store[KEY] = fingerprint(layer).astype("int32")
 
 
+def _look(layer, marks):
+    """Compares a mark before anything is loaded."""
+    if KEY not in marks:
+        raise KeyError(f"The file has no {KEY!r} of layer '{layer.name}' here.")
+    marks.is_known = True
+    if not _is_mark_of(layer, marks[KEY]):
+        marks.refusal = _refused(layer, OF_ANOTHER)
+
+
+def _refused(layer, refusal):
+    name = feature_maps.name_of(layer.feature_map)
+    return f"Layer '{layer.name}' has the mechanism {name!r}, and {refusal}."
+
+
 def _load(query, layer, store):
+    if isinstance(store, Marks):
+        return _look(layer, store)
     arrays = {key: store[key] for key in store.keys() if key != KEY}
-    is_marked, name = KEY in store.keys(), feature_maps.name_of(layer.feature_map)
-    refusal = None
+    is_marked, refusal = KEY in store.keys(), None
     if not arrays:
         # Keras asks again, with nothing, for a layer whose first attempt failed.
         refusal = layer.refusal or "the weights lack this layer"
     elif is_marked and not _is_mark_of(layer, np.asarray(store[KEY])):
-        refusal = (
-            "the weights were saved from another one, or with other arguments or "
-            "another window. Replace attention as it was when the weights were saved"
-        )
+        refusal = OF_ANOTHER
     elif not is_marked and layer.is_from_config:
         refusal = (
             f"the weights beside its config have no {KEY!r}: they were not saved with "
@@ -163,8 +192,6 @@ def _load(query, layer, store):
         refusal = layer.feature_map.presence.compare(KEY, is_marked)
     layer.refusal = refusal
     if refusal is not None:
-        raise ValueError(
-            f"Layer '{layer.name}' has the mechanism {name!r}, and {refusal}."
-        )
+        raise ValueError(_refused(layer, refusal))
     type(query).load_own_variables(query, arrays)
     layer.is_from_config = False

@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.names import fix_name
 
 KERNELS = ("gaussian", "softmax")
 
@@ -60,6 +61,7 @@ class KernelFeatures(keras.layers.Layer):
                 f"kernel={kernel!r}, gamma={gamma!r}, feature_map={feature_map!r} of "
                 f"kernel {feature_map.kernel!r}."
             )
+        fix_name(feature_map, "feature_map")
         self.feature_map, self.kernel, self.gamma = feature_map, kernel, gamma
 
     def build(self, input_shape):

@@ -12,6 +12,7 @@ import warnings
 from keras import ops
 
 from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.names import fix_name
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.layers.checks import num_heads
 from keras_rfattn.layers.checks import title
@@ -53,6 +54,7 @@ class LinearAttention:
         """Makes the layer the owner of a map, summed as `ops.Options` say."""
         check_options(options, feature_map)
         check_softmax_heads(options.softmax_heads, num_heads(self), title(self))
+        fix_name(feature_map, "feature_map")
         self.feature_map, self.options = feature_map, options
 
     def _kv_shape(self):
@@ -62,6 +64,9 @@ class LinearAttention:
     def _build_mechanism(self):
         if not self.feature_map.built:
             self.feature_map.build((None, None, *self._kv_shape()))
+        if not self.trainable:
+            # Keras freezes the sublayers that a layer has when it is frozen.
+            self.feature_map.trainable = False
         warn_of_lengths(self)
         mark(self)
 

@@ -147,10 +147,8 @@ def restore_attention(model):
         )
     for site in linear:
         swap.make_softmax(site.layer)
-    for container, _ in found.containers.values():
-        if isinstance(container, saving.Carrier):
-            container.__class__ = type(container).original_class
-    saving.follow(model, found, restore=True)
+    saving.uncarry([site.layer for site in linear])
+    saving.follow(model, found)
     return model
 
 

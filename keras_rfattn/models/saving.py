@@ -13,20 +13,26 @@ import importlib.util
 import keras
 
 import keras_rfattn.models.adapters.known as known
+import keras_rfattn.models.loading  # noqa: F401  (Keras' loaders learn of marks)
 import keras_rfattn.models.survey as s
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
+from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.models.entry import attention_config
+from keras_rfattn.models.entry import check_entry
+from keras_rfattn.models.holders import check_optimizers
+from keras_rfattn.models.holders import holders
+from keras_rfattn.models.holders import refresh
 from keras_rfattn.ops.options import Options
 
-FORMAT = 1
 PACKAGE = "keras_rfattn"
 # Registered name of containers that are found through their original's name.
 GENERIC = "Carrier"
 
 # Softmax class of a container -> its carrier.
 CARRIERS = {}
-# Callables `(model, survey, restore)`, added by library adapters: what belongs to a
-# changed model, tasks and preprocessors, follows it.
+# Callables `(model, holders)`, added by library adapters: what belongs to models that
+# hold changed layers, such as preprocessors, follows them.
 COMPANION_HOOKS = []
 
 
@@ -71,34 +77,6 @@ class Carrier:
 def unpickle(bytesio):
     """A pickled container, whose class no import finds; see `KerasSaveable`."""
     return keras.layers.Layer._unpickle_model(bytesio)
-
-
-def check_entry(entry, name):
-    """Raises `ValueError` unless `entry` is what `attention_config` makes."""
-    if entry is None:
-        raise ValueError(
-            f"The config of {name} has no entry 'attention', so that its attention "
-            "cannot be rebuilt. Save the model again with keras_rfattn."
-        )
-    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
-        received = entry.get("format") if isinstance(entry, dict) else entry
-        raise ValueError(
-            f"The entry 'attention' in the config of {name} must be a dict of format "
-            f"{FORMAT}, which this version of keras_rfattn reads. Received: "
-            f"{received!r}. Use the version that saved it, or save the model again."
-        )
-    layers, described = entry.get("layers"), entry.get("class")
-    keys = {"index", "path", "feature_map"}
-    if (
-        not isinstance(described, dict)
-        or not isinstance(layers, list)
-        or not all(isinstance(layer, dict) and keys <= set(layer) for layer in layers)
-    ):
-        raise ValueError(
-            f"The entry 'attention' in the config of {name} must have a dict 'class' "
-            f"and a list 'layers' of dicts with {sorted(keys)}. Received: {entry!r}. "
-            "Save the model again."
-        )
 
 
 def _registered_original(entry):
@@ -202,28 +180,9 @@ def carry(container):
         container.__class__ = carrier_class(type(container))
 
 
-def attention_config(container):
-    """The config entry of a container: the mechanism of every linear layer below."""
-    base = swap.original_class(container)
-    return {
-        "format": FORMAT,
-        "class": {
-            "module": base.__module__,
-            "class_name": base.__name__,
-            "registered_name": keras.saving.get_registered_name(base),
-        },
-        "layers": [
-            {
-                "index": site.index,
-                "path": site.lasting,
-                "feature_map": feature_maps.serialize(site.layer.feature_map),
-                **site.layer.options.config(),
-                "trained": list(site.layer.trained),
-            }
-            for site in s.survey(container).sites
-            if site.is_linear
-        ],
-    }
+def holds_linear(container):
+    """Whether some attention below a container is linear."""
+    return any(isinstance(x, LinearAttention) for x in container._flatten_layers())
 
 
 def apply_config(container, entry):
@@ -254,37 +213,48 @@ def apply_config(container, entry):
 
 
 def commit(model, found, changes):
-    """Carries out a checked list of `(site, feature_map, options)`."""
-    for site, feature_map, _ in changes:
-        swap.build_map(site.layer, feature_map)
-    _check_optimizer(model, [feature_map for _, feature_map, _ in changes])
-    for site, feature_map, options in changes:
-        swap.make_linear(site.layer, feature_map, options)
-    for container, indices in found.containers.values():
-        if any(found.sites[index].is_linear for index in indices):
+    """Carries out a checked list of `(site, feature_map, options)`.
+
+    Raises:
+        ValueError: If the optimizer of a model that holds one of the layers is built
+            and has no slots for the new weights; nothing is changed then.
+    """
+    layers = [site.layer for site, _, _ in changes]
+    for layer, (_, feature_map, _) in zip(layers, changes, strict=True):
+        swap.build_map(layer, feature_map)
+    check_optimizers(layers, [feature_map for _, feature_map, _ in changes])
+    for layer, (_, feature_map, options) in zip(layers, changes, strict=True):
+        swap.make_linear(layer, feature_map, options)
+    follow(model, found)
+
+
+def uncarry(layers):
+    """Gives containers without linear attention their own class back.
+
+    Args:
+        layers: The attention layers that are softmax again.
+    """
+    for container in holders(layers):
+        if isinstance(container, Carrier) and not holds_linear(container):
+            container.__class__ = type(container).original_class
+
+
+def follow(model, found):
+    """What holds changed layers is saved with them, and forgets what it compiled.
+
+    Args:
+        model: The model that was changed.
+        found: Its `survey.Survey`.
+    """
+    layers = [site.layer for site in found.sites]
+    around = holders(layers)
+    for container in around:
+        if holds_linear(container):
             carry(container)
-    follow(model, found, restore=False)
-
-
-def follow(model, found, restore):
-    """What shares a changed model's layers, or compiled them, follows."""
     for hook in COMPANION_HOOKS:
-        hook(model, found, restore)
-    containers = [container for container, _ in found.containers.values()]
-    for layer in [model, *containers, *(site.layer for site in found.sites)]:
-        swap.refresh(layer)
-
-
-def _check_optimizer(model, feature_maps_):
-    """New trainable weights would have no slot in an optimizer already built."""
-    trainable = [w.path for m in feature_maps_ for w in m.trainable_weights]
-    optimizer = getattr(model, "optimizer", None)
-    if trainable and optimizer is not None and optimizer.built:
-        raise ValueError(
-            f"The model's optimizer is built and has no slots for the {len(trainable)} "
-            f"new trainable weights, such as {trainable[0]!r}. Replace attention "
-            "before training, or compile the model with a new optimizer first."
-        )
+        hook(model, around)
+    for layer in [*around, *layers]:
+        refresh(layer)
 
 
 def _when_built(layer, action):

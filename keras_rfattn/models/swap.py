@@ -113,15 +113,6 @@ def make_softmax(layer):
     layer.__class__ = type(layer).original_class
 
 
-def refresh(layer):
-    """Makes a layer forget what it compiled, and PyTorch recount its weights."""
-    for name in ("train", "test", "predict", "generate", "stream"):
-        if getattr(layer, f"{name}_function", None) is not None:
-            setattr(layer, f"{name}_function", None)
-    if keras.backend.backend() == "torch" and layer.built:
-        layer._track_variables()
-
-
 def _reduce(layer):
     """How a layer of a class that no import finds is pickled and copied."""
     config = layer.get_config()

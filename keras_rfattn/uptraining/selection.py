@@ -7,6 +7,8 @@ from keras import ops
 
 from keras_rfattn.layers.checks import projection
 from keras_rfattn.layers.checks import title
+from keras_rfattn.models.holders import holders
+from keras_rfattn.models.holders import refresh
 
 TRAINABLE = ("maps", "query_key", "lora", "all")
 # Stages that train, in their order.
@@ -47,7 +49,7 @@ def chosen(model, layers, trainable, lora_rank, stages, optimizer=None):
             weights are too narrow for the default optimizer; before any adapter is
             added.
     """
-    maps = [v for layer in layers for v in layer.feature_map.variables if v.trainable]
+    maps = [v for layer in layers for v in learned(layer)]
     found = {}
     for stage in stages:
         if trainable[stage] != "lora":
@@ -70,6 +72,20 @@ def chosen(model, layers, trainable, lora_rank, stages, optimizer=None):
         if trainable[stage] == "lora":
             found[stage] = once([*maps, *_adapters(layers, stage, lora_rank)])
     return found
+
+
+def learned(layer):
+    """The weights of a layer's map that uptraining trains.
+
+    Freezing a checkpoint freezes its maps too, and `uptrain` trains them nevertheless.
+    A map that is frozen in a layer that is not was frozen on purpose, and stays so.
+    """
+    feature_map = layer.feature_map
+    if layer.trainable or feature_map.trainable:
+        return [v for v in feature_map.variables if v.trainable]
+    parts = feature_map._flatten_layers()
+    could = {id(v) for part in parts for v in part._trainable_variables}
+    return [v for v in feature_map.variables if id(v) in could]
 
 
 def _check_precision(variables):
@@ -123,6 +139,9 @@ def _adapters(layers, stage, lora_rank):
             )
     for dense in fresh:
         dense.enable_lora(lora_rank)
+    for layer in holders(fresh):
+        # Programs compiled without the adapters would never see them.
+        refresh(layer)
     taken = everything if stage == "features" else sides
     return [v for x in taken for v in (x.lora_kernel_a, x.lora_kernel_b)]
 

@@ -61,7 +61,9 @@ def uptrain(
     - `"features"`: the linear model end to end against the softmax model: last hidden
       states, or logits.
 
-    Dropout is inactive, and stored statistics of maps stay as calibrated.
+    Dropout is inactive, and stored statistics of maps stay as calibrated. Maps train in
+    a frozen model too, and are frozen again afterwards; a map whose own `trainable` is
+    False in a layer whose is True does not train.
 
     Args:
         model: A model changed by `replace_attention`.

@@ -4,7 +4,6 @@ Imported by `keras_rfattn.models.import_hook` once `keras_hub` is.
 """
 
 import functools
-import gc
 import importlib
 
 import keras
@@ -17,6 +16,7 @@ import keras_rfattn.models.audio_to_text as audio_to_text
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
 import keras_rfattn.models.image_to_text as image_to_text
+import keras_rfattn.models.lora as lora
 import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
@@ -71,6 +71,8 @@ def model_carrier(cls):
     members = {"save_to_preset": _save_to_preset}
     for family in GENERATING:
         members |= family.members(cls)
+    if issubclass(cls, Backbone):
+        members |= lora.MEMBERS
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
     return saving.carrier_class(cls, name=cls.__name__, members=members)
@@ -98,45 +100,29 @@ def register_all():
             companion_class(cls, model_carrier(backbone_cls))
 
 
-def adjust_companions(model, found, restore):
-    """Tasks that share a changed backbone, and their preprocessors, follow it."""
-    containers = [c for c, _ in found.containers.values()]
-    backbones = {id(c) for c in containers if isinstance(c, Backbone)}
-    if not backbones:
-        return
-    # All objects of the process: KerasHub keeps no reference from a backbone to the
-    # tasks around it, and they may be older than this package's import.
-    tasks = [
-        task
-        for task in gc.get_objects()
-        # Not isinstance: some objects answer a look at `__class__` with a warning.
-        if issubclass(type(task), Task) and id(task.backbone) in backbones
-    ]
+def adjust_companions(model, holders):
+    """Preprocessors of tasks around a changed backbone follow it."""
+    tasks = [x for x in holders if isinstance(x, Task)]
     for task in tasks:
-        if restore:
-            if isinstance(task, saving.Carrier):
-                task.__class__ = type(task).original_class
-        else:
-            saving.carry(task)
-        _adjust_preprocessor(task, restore)
-        swap.refresh(task)
+        _adjust_preprocessor(task)
     shared = [f"{type(t).__name__} '{t.name}'" for t in tasks if t is not model]
     vars(model).pop("_rfattn_shared_with", None)
-    if shared and not restore:
+    if shared and saving.holds_linear(model):
         object.__setattr__(model, "_rfattn_shared_with", tuple(shared))
 
 
-def _adjust_preprocessor(task, restore):
+def _adjust_preprocessor(task):
     if task.preprocessor is not None:
         for layer in task.preprocessor._flatten_layers():
-            _adjust_companion(layer, type(task.backbone), restore)
+            _adjust_companion(layer, type(task.backbone))
 
 
-def _adjust_companion(layer, backbone_cls, restore):
-    cls = type(layer)
-    if restore and cls in _companion_classes.values():
+def _adjust_companion(layer, backbone_cls):
+    """A tokenizer or preprocessor belongs to the class that its backbone has now."""
+    cls, is_changed = type(layer), issubclass(backbone_cls, saving.Carrier)
+    if not is_changed and cls in _companion_classes.values():
         layer.__class__ = cls.original_class
-    elif not restore and getattr(cls, "backbone_cls", None) is getattr(
+    elif is_changed and getattr(cls, "backbone_cls", None) is getattr(
         backbone_cls, "original_class", None
     ):
         layer.__class__ = companion_class(cls, backbone_cls)
@@ -152,7 +138,7 @@ def follow_backbones():
         is_changed = isinstance(self.backbone, saving.Carrier)
         if is_changed and not isinstance(self, saving.Carrier):
             saving.carry(self)
-            _adjust_preprocessor(self, restore=False)
+            _adjust_preprocessor(self)
 
     Task.__init__ = __init__
 

@@ -1,0 +1,71 @@
+"""The entry "attention" in a container's config: the mechanisms of the layers below."""
+
+import keras
+
+import keras_rfattn.models.survey as s
+import keras_rfattn.models.swap as swap
+from keras_rfattn import feature_maps
+
+FORMAT = 1
+
+
+def attention_config(container):
+    """The config entry of a container: the mechanism of every linear layer below."""
+    base = swap.original_class(container)
+    return {
+        "format": FORMAT,
+        "class": {
+            "module": base.__module__,
+            "class_name": base.__name__,
+            "registered_name": keras.saving.get_registered_name(base),
+        },
+        "layers": [
+            {
+                "index": site.index,
+                "path": site.lasting,
+                "feature_map": _map_config(site.layer),
+                **site.layer.options.config(),
+                "trained": list(site.layer.trained),
+            }
+            for site in s.survey(container).sites
+            if site.is_linear
+        ],
+    }
+
+
+def _map_config(layer):
+    """The config of a layer's map, not frozen by what only the layer keeps."""
+    config = feature_maps.serialize(layer.feature_map)
+    if not layer.trainable:
+        # Many containers are rebuilt without the flags of the layers inside, and then
+        # the map would stay frozen alone.
+        config["config"]["trainable"] = True
+    return config
+
+
+def check_entry(entry, name):
+    """Raises `ValueError` unless `entry` is what `attention_config` makes."""
+    if entry is None:
+        raise ValueError(
+            f"The config of {name} has no entry 'attention', so that its attention "
+            "cannot be rebuilt. Save the model again with keras_rfattn."
+        )
+    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
+        received = entry.get("format") if isinstance(entry, dict) else entry
+        raise ValueError(
+            f"The entry 'attention' in the config of {name} must be a dict of format "
+            f"{FORMAT}, which this version of keras_rfattn reads. Received: "
+            f"{received!r}. Use the version that saved it, or save the model again."
+        )
+    layers, described = entry.get("layers"), entry.get("class")
+    keys = {"index", "path", "feature_map"}
+    if (
+        not isinstance(described, dict)
+        or not isinstance(layers, list)
+        or not all(isinstance(layer, dict) and keys <= set(layer) for layer in layers)
+    ):
+        raise ValueError(
+            f"The entry 'attention' in the config of {name} must have a dict 'class' "
+            f"and a list 'layers' of dicts with {sorted(keys)}. Received: {entry!r}. "
+            "Save the model again."
+        )

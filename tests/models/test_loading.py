@@ -1,0 +1,149 @@
+"""Weights of one configuration never enter another, by no way of loading files."""
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+
+import keras_rfattn
+from tests.helpers import assert_same
+from tests.helpers import to_numpy
+
+X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
+
+
+@keras.saving.register_keras_serializable("test_loading")
+class Own(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = keras.layers.MultiHeadAttention(2, 4)
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(self.attention(x, x))
+
+
+def functional():
+    inputs = keras.Input((6, 8))
+    x = keras.layers.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
+    return keras.Model(inputs, keras.layers.Dense(3, name="dense")(x))
+
+
+def make(kind, arguments, seed=0):
+    keras.utils.set_random_seed(seed)
+    model = functional() if kind == "functional" else Own()
+    model(X)
+    if arguments is not None:
+        keras_rfattn.replace_attention(model, seed=seed, **arguments)
+    return model
+
+
+# All but softmax have weights of the same shapes.
+SIZE = {"num_features": 8}
+CONFIGURATIONS = {
+    "softmax": None,
+    "favorplus": {"feature_map": "favorplus", **SIZE},
+    "favor": {"feature_map": "favor", **SIZE},
+    "window": {"feature_map": "favorplus", "window": 3, **SIZE},
+    "temperature": {"feature_map": "favorplus", "temperature": 0.5, **SIZE},
+    "softmax head": {"feature_map": "favorplus", "softmax_heads": {"*": [1]}, **SIZE},
+}
+# Without any weight, so that even the number of arrays is that of softmax.
+STATELESS = {"softmax": None, "elu": {"feature_map": "elu"}}
+PAIRS = [("favorplus", x) for x in CONFIGURATIONS if x != "favorplus"]
+CONFIGURATIONS |= STATELESS
+PAIRS += [("elu", "softmax"), ("window", "favorplus")]
+
+
+def save_sharded(model, path):
+    model.save_weights(path, max_shard_size=1)
+
+
+FORMATS = {
+    "m.weights.h5": (keras.Model.save_weights, {}),
+    "m.weights.json": (save_sharded, {}),
+    "m.keras": (keras.Model.save, {}),
+    "m.h5": (keras.Model.save, {}),
+}
+LOADERS = {
+    "strict": lambda m, path: m.load_weights(path),
+    "skip": lambda m, path: m.load_weights(path, skip_mismatch=True),
+    "function": lambda m, path: keras.saving.load_weights(m, path, skip_mismatch=True),
+    "by_name": lambda m, path: m.load_weights(path, by_name=True, skip_mismatch=True),
+}
+
+
+def values(model):
+    return [to_numpy(w).copy() for w in model.weights]
+
+
+# Every pair in one format, and one pair in the others.
+CASES = [(x, y, "functional", "m.weights.h5") for x, y in PAIRS]
+CASES += [("favorplus", "softmax", "own", x) for x in ("m.weights.h5", "m.keras")]
+CASES += [("favorplus", "window", "functional", "m.weights.json")]
+CASES += [("window", "favor", "own", "m.keras")]
+CASES += [(x, y, "functional", "m.h5") for x, y in (PAIRS[2], PAIRS[-2])]
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5")
+@pytest.mark.parametrize(("saved", "other", "kind", "name"), CASES)
+def test_files_of_another_configuration_are_refused(saved, other, kind, name, tmp_path):
+    path = str(tmp_path / name)
+    FORMATS[name][0](make(kind, CONFIGURATIONS[saved]), path)
+    for loader in ["strict", "skip", "by_name" if name == "m.h5" else "function"]:
+        model = make(kind, CONFIGURATIONS[other], seed=1)
+        before = values(model)
+        with pytest.raises(ValueError, match=r"were saved.*Nothing was loaded"):
+            LOADERS[loader](model, path)
+        for a, b in zip(values(model), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+        same = make(kind, CONFIGURATIONS[saved], seed=1)
+        LOADERS[loader](same, path)
+        expected = values(make(kind, CONFIGURATIONS[saved]))
+        for a, b in zip(values(same), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["functional", "own"])
+@pytest.mark.parametrize("skip_mismatch", [False, True])
+def test_softmax_files_load_whole(kind, skip_mismatch, tmp_path):
+    softmax = make(kind, None)
+    softmax.save_weights(tmp_path / "m.weights.h5")
+    model = make(kind, CONFIGURATIONS["favorplus"], seed=1)
+    model.load_weights(tmp_path / "m.weights.h5", skip_mismatch=skip_mismatch)
+    keras_rfattn.restore_attention(model)
+    assert_same(model(X), softmax(X))
+
+
+def test_skip_mismatch_still_skips_a_new_head(tmp_path):
+    model = make("functional", CONFIGURATIONS["favorplus"])
+    model.save_weights(tmp_path / "m.weights.h5")
+    inputs = keras.Input((6, 8))
+    x = keras.layers.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
+    other = keras.Model(inputs, keras.layers.Dense(5)(x))
+    keras_rfattn.replace_attention(other, **CONFIGURATIONS["favorplus"], seed=9)
+    with pytest.warns(UserWarning, match="1 objects could not be loaded"):
+        other.load_weights(tmp_path / "m.weights.h5", skip_mismatch=True)
+    assert_same(other.layers[1](X, X), model.layers[1](X, X))
+
+
+WAYS = {
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "deepcopy": copy.deepcopy,
+    "clone": keras.models.clone_model,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["functional", "own"])
+def test_copies_have_the_same_configuration(kind, way):
+    model = make(kind, CONFIGURATIONS["window"])
+    again = WAYS[way](model)
+    again(X)
+    if way == "clone":
+        again.set_weights(model.get_weights())
+    assert_same(again(X), model(X))
+    row, other = (keras_rfattn.describe_attention(x).replaced for x in (again, model))
+    assert [x.note for x in row] == [x.note for x in other]
