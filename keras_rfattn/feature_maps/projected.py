@@ -33,7 +33,10 @@ class RandomFeatureMap(FeatureMap):
 
     def build(self, input_shape):
         super().build(input_shape)
+        before = len(self._trainable_variables)
         self.add_vectors()
+        # Whether `redraw` replaces weights that training changes.
+        self.draws_trained = len(self._trainable_variables) > before
         self.draws = self.add_fixed("draws", "zeros", (), "int32")
 
     def initializer(self, draw, *which):
@@ -51,12 +54,7 @@ class RandomFeatureMap(FeatureMap):
         """Sets the random weights to those of another draw."""
         self.vectors.assign(self.initializer(draw)(self.vectors.shape))
 
-    def redraw(self):
-        if not self.built:
-            raise ValueError(
-                f"{type(self).__name__} has no random vectors to redraw yet. Received: "
-                "built=False. Build it first."
-            )
+    def draw_again(self):
         draw = int(ops.convert_to_numpy(self.draws)) + 1
         self.assign_vectors(draw)
         self.draws.assign(draw)

@@ -12,6 +12,7 @@ from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.recording import in_order
 from keras_rfattn.layers.recording import linear_layers
+from keras_rfattn.uptraining.clock import Clock
 from keras_rfattn.uptraining.data import Batches
 from keras_rfattn.uptraining.features import OBJECTIVES
 from keras_rfattn.uptraining.selection import by_stage
@@ -116,6 +117,7 @@ def uptrain(
             token; the model is as it was then. Also if a loss is not finite (the last
             good weights are kept), or a weight of the teacher changes meanwhile.
     """
+    clock = Clock()
     settings = {
         "steps": steps, "stages": _listed(stages), "trainable": by_stage(trainable),
         "order": order, "objective": objective, "window_dropout": window_dropout,
@@ -145,19 +147,20 @@ def uptrain(
     )  # fmt: skip
     layers = in_order(model, layers, batches(0))
     asked = [x for x in settings["stages"] if x != "calibrate"]
+    beforehand = None
     if "lora" in (settings["trainable"][x] for x in asked):
         # Adapters cannot be taken back: data and checkpoints are judged before they are
         # added.
-        beforehand = Training(model, layers, {}, batches, settings)
-        beforehand.measured()
-        if "features" in asked:
-            beforehand.features_trainer()
-        beforehand.checkpoints.load()
+        beforehand = Training(model, layers, {}, batches, settings, clock)
+        beforehand.prepare()
     selected = chosen(
         model, layers, settings["trainable"], settings["lora_rank"], asked,
         settings["optimizer"],
     )  # fmt: skip
-    training = Training(model, layers, selected, batches, settings)
+    training = Training(model, layers, selected, batches, settings, clock)
+    if beforehand is not None:
+        # Fresh adapters change nothing.
+        training.take(beforehand)
     try:
         return training.run()
     finally:
