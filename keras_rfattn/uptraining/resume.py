@@ -5,7 +5,6 @@ import os
 import pathlib
 import warnings
 
-import keras
 import numpy as np
 from keras import ops
 

@@ -1,6 +1,5 @@
 """The stages of an uptraining, one after the other, from wherever it was left."""
 
-import keras
 import numpy as np
 
 from keras_rfattn import feature_maps
