@@ -1,8 +1,8 @@
 """Maps that measure something on data."""
 
 import numpy as np
-from keras import ops
 
+from keras_rfattn.feature_maps.trained import as_numpy
 from keras_rfattn.feature_maps.trained import check_untrained
 from keras_rfattn.feature_maps.trained import mark
 from keras_rfattn.feature_maps.trained import mark_of
@@ -35,13 +35,13 @@ class Adaptive:
         """Whether the parameters have met data."""
         if not self.built or not self.is_adaptive:
             return False
-        return int(ops.convert_to_numpy(self.updates)) > 0
+        return int(as_numpy(self.updates.value)) > 0
 
     @property
     def was_trained(self):
         if not self.is_calibrated:
             return super().was_trained
-        has_mark = int(ops.convert_to_numpy(self.updates)) == mark_of(self)
+        has_mark = int(as_numpy(self.updates.value)) == mark_of(self)
         return bool(trained_weights(self)) and not has_mark
 
     def status(self, causal):

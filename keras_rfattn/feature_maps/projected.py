@@ -7,6 +7,7 @@ from keras_rfattn import projections
 from keras_rfattn.feature_maps.arguments import check_num_features
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.trained import as_numpy
 from keras_rfattn.kernels.variance import orthogonal_covariance
 from keras_rfattn.ops.precision import precise_einsum
 
@@ -55,7 +56,7 @@ class RandomFeatureMap(FeatureMap):
         self.vectors.assign(self.initializer(draw)(self.vectors.shape))
 
     def draw_again(self):
-        draw = int(ops.convert_to_numpy(self.draws)) + 1
+        draw = int(as_numpy(self.draws.value)) + 1
         self.assign_vectors(draw)
         self.draws.assign(draw)
 

@@ -28,7 +28,7 @@ def checksum(arrays):
     """A 32-bit number that changes when an entry of any of the arrays does."""
     total = 0
     for array in arrays:
-        array = np.ascontiguousarray(ops.convert_to_numpy(array))
+        array = np.ascontiguousarray(as_numpy(array))
         total = zlib.crc32(array.reshape(-1).view(np.uint8), total)
     return total
 
@@ -106,8 +106,16 @@ def _is_close(a, b):
     return np.max(np.abs(a - b), initial=0) <= TOLERANCE * np.max(np.abs(b), initial=0)
 
 
+def as_numpy(array):
+    """A NumPy array of a tensor, or of the value of a variable."""
+    if array.shape == ():
+        # NumPy refuses scalar variables of TensorFlow's distribution strategies.
+        return ops.convert_to_numpy(ops.reshape(array, (1,)))[0]
+    return ops.convert_to_numpy(array)
+
+
 def _array(variable):
-    return ops.convert_to_numpy(variable.value)
+    return as_numpy(variable.value)
 
 
 def _number(variable):

@@ -3,8 +3,9 @@
 import time
 
 # What is not a stage, in the order in which it begins.
-PREPARING, BEFORE, AFTER = "preparing", "measuring before", "measuring after"
-SAVING = "saving"
+PREPARING, BEFORE = "preparing", "measuring before"
+SAVING, AFTER = "saving", "measuring after"
+OVERHEAD = PREPARING, BEFORE, SAVING, AFTER
 
 
 class Clock:

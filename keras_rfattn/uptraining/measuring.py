@@ -45,12 +45,16 @@ class Measuring:
         if self.verbose:
             print(f"Measuring the error of attention {when}")
         total = {name: 0 for name in QUANTITIES}
-        batches = progress(self.batches.first(HEAD), self.verbose)
+        batches = progress(list(self.batches.first(HEAD)), self.verbose)
         for step, _ in enumerate(batches):
             inputs = self.batches.with_noise(step, len(self.layers) + 1)
             inputs["noise"][:] = 1  # leaves no window out
+
+            def errors(x, noise=inputs["noise"]):
+                return self.stage.predict_on_batch({"x": x, "noise": noise})
+
             with Interrupts().held():
-                found = run(self.stage.model, inputs, self.stage.predict_on_batch)
+                found = run(self.stage.model, inputs["x"], errors)
             bad = ~np.all(np.isfinite(found["squared"]), axis=(0, 2))
             if must_be_finite and np.any(bad):
                 raise ValueError(

@@ -6,8 +6,8 @@ import pathlib
 import warnings
 
 import numpy as np
-from keras import ops
 
+from keras_rfattn.feature_maps.trained import as_numpy
 from keras_rfattn.uptraining.identity import differences
 
 FORMAT = 2
@@ -139,7 +139,7 @@ def _read(path):
 
 def state_of(variables):
     """Copies of values, as NumPy arrays by position."""
-    return [np.array(ops.convert_to_numpy(v.value)) for v in variables]
+    return [np.array(as_numpy(v.value)) for v in variables]
 
 
 def assign(variables, values):

@@ -9,6 +9,7 @@ from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.callbacks import NotFinite
 from keras_rfattn.uptraining.clock import AFTER
 from keras_rfattn.uptraining.clock import BEFORE
+from keras_rfattn.uptraining.clock import OVERHEAD
 from keras_rfattn.uptraining.clock import PREPARING
 from keras_rfattn.uptraining.clock import SAVING
 from keras_rfattn.uptraining.data import HEAD
@@ -274,8 +275,7 @@ class Training:
             mechanism=", ".join(sorted(names)),
             stages=tuple(self.results),
             overhead=tuple(
-                (name, self.clock.seconds[name])
-                for name in (PREPARING, BEFORE, SAVING, AFTER)
+                (name, self.clock.seconds.get(name, 0.0)) for name in OVERHEAD
             ),
             layers=layers,
             trained=tuple(v.path for v in self.trained if id(v) not in of_maps),
