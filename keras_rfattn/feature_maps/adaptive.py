@@ -1,7 +1,14 @@
 """Maps that measure something on data."""
 
 import numpy as np
-from keras import ops
+
+from keras_rfattn.feature_maps.trained import as_numpy
+from keras_rfattn.feature_maps.trained import check_untrained
+from keras_rfattn.feature_maps.trained import mark
+from keras_rfattn.feature_maps.trained import mark_of
+from keras_rfattn.feature_maps.trained import start_anew
+from keras_rfattn.feature_maps.trained import trained_weights
+from keras_rfattn.feature_maps.trained import unchanged_on_error
 
 
 class Adaptive:
@@ -10,6 +17,10 @@ class Adaptive:
     Comes before a `FeatureMap` in the bases. Subclasses create their parameters in
     `build`, by `add_fixed`, and give `fit(samples)`, which assigns them; `adapt` says
     what a sample is. `keras_rfattn.calibrate` collects the samples of a whole model.
+
+    The saved weight `updates` is 0 before the first call of `adapt`. Afterwards it is
+    the number of samples; in a map with trained weights it is a checksum of these,
+    which tells later whether training has changed them (`was_trained`).
     """
 
     is_adaptive = True
@@ -24,24 +35,34 @@ class Adaptive:
         """Whether the parameters have met data."""
         if not self.built or not self.is_adaptive:
             return False
-        return int(ops.convert_to_numpy(self.updates)) > 0
+        return int(as_numpy(self.updates.value)) > 0
+
+    @property
+    def was_trained(self):
+        if not self.is_calibrated:
+            return super().was_trained
+        has_mark = int(as_numpy(self.updates.value)) == mark_of(self)
+        return bool(trained_weights(self)) and not has_mark
 
     def status(self, causal):
         if not self.is_adaptive:
             return ""
         return "calibrated" if self.is_calibrated else "uncalibrated"
 
-    def adapt(self, samples):
-        """Sets the parameters from data, whatever they were before.
+    def adapt(self, samples, discard_training=False):
+        """Sets the parameters from data. What was measured before is replaced.
 
         Args:
             samples: List of `(queries, keys)`, one for each sequence: NumPy arrays
                 of shape `(K, n, H)`, scaled, real tokens only. Queries and keys
                 that meet in attention are in one pair.
+            discard_training: Whether a map that was trained is adapted too. Its
+                trained weights then start anew.
 
         Raises:
-            ValueError: If there is no sample or one is not finite, or the map is not
-                built or learns nothing.
+            ValueError: If there is no sample or one is not finite, the map is not
+                built or learns nothing, or it was trained and `discard_training` is
+                false. The map is unchanged then.
         """
         if not self.built or not self.is_adaptive or not samples:
             raise ValueError(
@@ -53,8 +74,13 @@ class Adaptive:
                 f"{type(self).__name__} cannot adapt to queries and keys that are not "
                 "finite. Received: samples with NaN or infinity."
             )
-        self.fit(samples)
-        self.updates.assign(len(samples))
+        check_untrained(self, discard_training, "adapt")
+        with unchanged_on_error([self]):
+            if self.was_trained:
+                start_anew(self)
+            self.fit(samples)
+            self.updates.assign(len(samples))
+            mark(self)
 
     def fit(self, samples):
         """Assigns the parameters from what `adapt` has checked."""

@@ -133,19 +133,6 @@ class FeatureMap(Weights, keras.layers.Layer):
         """The same map with another seed, not built."""
         return type(self).from_config({**self.get_config(), "seed": int(seed)})
 
-    def redraw(self):
-        """Replaces what is random by the next draw of the same seed.
-
-        The number of draws is saved with the model. Never called by the library.
-
-        Raises:
-            ValueError: If the map has no random vectors or is not built.
-        """
-        raise ValueError(
-            f"{type(self).__name__} has no random vectors to redraw. Received: "
-            f"built={self.built}."
-        )
-
     def statistics(
         self,
         query,

@@ -113,8 +113,8 @@ class Conditioned(Adaptive, FeatureMap):
         self.query_center = add("query_center", "zeros", (heads, dim))
         self.key_center = add("key_center", "zeros", (heads, dim))
 
-    def redraw(self):
-        self.inner.redraw()
+    def draw_again(self):
+        self.inner.draw_again()
 
     def sign(self, head=0):
         return self.inner.sign(head)

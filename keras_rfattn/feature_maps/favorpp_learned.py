@@ -6,6 +6,7 @@ from keras import ops
 import keras_rfattn.feature_maps.registry as registry
 from keras_rfattn.feature_maps.conditioned import Conditioned
 from keras_rfattn.feature_maps.favorpp import FavorPP
+from keras_rfattn.feature_maps.trained import mark
 
 STARTS = ("favorplus", "favorpp", "favorpp_dense")
 
@@ -83,8 +84,11 @@ class FavorPPLearned(Conditioned):
         if source is not feature_map:
             for side in ("query_matrix", "key_matrix", "query_center", "key_center"):
                 getattr(learned, side).assign(getattr(feature_map, side))
+        learned.inner.draws.assign(source.draws)
         if learned.is_adaptive:
-            learned.updates.assign(feature_map.updates)
+            for part in (learned, learned.inner):
+                part.updates.assign(feature_map.updates)
+            mark(learned)
         return learned
 
     @property

@@ -103,9 +103,9 @@ class Hybrid(Adaptive, FeatureMap):
         for part in self._parts():
             part.build(input_shape)
 
-    def redraw(self):
+    def draw_again(self):
         for part in self._parts():
-            part.redraw()
+            part.draw_again()
 
     def fit(self, samples):
         for part in self._parts():

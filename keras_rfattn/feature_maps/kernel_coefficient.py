@@ -99,8 +99,8 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
         self.weight = self.add_fixed("matrix", found)
         self.inner.build(input_shape)
 
-    def redraw(self):
-        self.inner.redraw()
+    def draw_again(self):
+        self.inner.draw_again()
 
     def fit(self, samples):
         matrix = ops.convert_to_numpy(self.weight)

@@ -7,6 +7,7 @@ from keras_rfattn import projections
 from keras_rfattn.feature_maps.arguments import check_num_features
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.trained import as_numpy
 from keras_rfattn.kernels.variance import orthogonal_covariance
 from keras_rfattn.ops.precision import precise_einsum
 
@@ -33,7 +34,10 @@ class RandomFeatureMap(FeatureMap):
 
     def build(self, input_shape):
         super().build(input_shape)
+        before = len(self._trainable_variables)
         self.add_vectors()
+        # Whether `redraw` replaces weights that training changes.
+        self.draws_trained = len(self._trainable_variables) > before
         self.draws = self.add_fixed("draws", "zeros", (), "int32")
 
     def initializer(self, draw, *which):
@@ -51,13 +55,8 @@ class RandomFeatureMap(FeatureMap):
         """Sets the random weights to those of another draw."""
         self.vectors.assign(self.initializer(draw)(self.vectors.shape))
 
-    def redraw(self):
-        if not self.built:
-            raise ValueError(
-                f"{type(self).__name__} has no random vectors to redraw yet. Received: "
-                "built=False. Build it first."
-            )
-        draw = int(ops.convert_to_numpy(self.draws)) + 1
+    def draw_again(self):
+        draw = int(as_numpy(self.draws.value)) + 1
         self.assign_vectors(draw)
         self.draws.assign(draw)
 

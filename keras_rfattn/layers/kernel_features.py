@@ -69,18 +69,24 @@ class KernelFeatures(keras.layers.Layer):
         if not self.feature_map.built:
             self.feature_map.build((None, None, 1, input_shape[-1]))
 
-    def adapt(self, x, y=None):
+    def adapt(self, x, y=None, discard_training=False):
         """Measures what the map learns from data; nothing for maps that learn nothing.
 
         Args:
             x: Array of shape `(n, H)`, inputs of the query side.
             y: Likewise for the key side, `x` by default.
+            discard_training: Whether a map that was trained is adapted too. Its
+                trained weights then start anew.
+
+        Raises:
+            ValueError: If the map was trained and `discard_training` is false, or it
+                cannot adapt to the data. The map is unchanged then.
         """
         x = np.asarray(x, "float64") * math.sqrt(2 * self.gamma)
         y = x if y is None else np.asarray(y, "float64") * math.sqrt(2 * self.gamma)
         self.build(x.shape)
         if self.feature_map.is_adaptive:
-            self.feature_map.adapt([(x[None], y[None])])
+            self.feature_map.adapt([(x[None], y[None])], discard_training)
 
     def call(self, inputs, side="query"):
         if side not in ("query", "key"):

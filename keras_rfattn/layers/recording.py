@@ -7,6 +7,9 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_rfattn.layers.batches import check_batches
+from keras_rfattn.layers.batches import is_text
+from keras_rfattn.layers.batches import refusal
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.ops.gradients import without_gradients
 
@@ -31,52 +34,24 @@ def progress(items, verbose):
             bar.update(done, finalize=True)
 
 
-def run(model, batch, function=None):
+def run(model, batch, function=None, data=None):
     """The model on one batch, or `ValueError` that says what a batch must be.
 
     Args:
         model: A model.
         batch: What it is given.
         function: What is done with the batch, `model(batch)` if `None`.
+        data: What the batch is from, for the error; `None` if that is of no use.
     """
-    leaves = keras.tree.flatten(batch)
-    holds_text = any(_is_text(x) for x in leaves)
+    if any(map(is_text, keras.tree.flatten(batch))):
+        raise refusal(model, batch, data=data)
     try:
-        if holds_text:
-            raise TypeError("strings are not tokens")
         with without_gradients():
             if function is None:
                 return model(batch, training=False)
             return function(batch)
     except Exception as error:
-        remedy = " Turn strings into tokens first, as `model.preprocessor` does."
-        remedy = remedy if holds_text else ""
-        raise ValueError(
-            "Each batch of `data` must be what `model(batch)` takes: "
-            f"{_wanted(model)}. Received: {_described(batch)} ({error}).{remedy}"
-        ) from error
-
-
-def _is_text(x):
-    if isinstance(x, np.ndarray):
-        return x.dtype.kind in "OUS"
-    return isinstance(x, (str, bytes)) or "string" in str(getattr(x, "dtype", ""))
-
-
-def _wanted(model):
-    inputs = getattr(model, "input", None) if hasattr(model, "inputs") else None
-    return "an array" if inputs is None else _described(inputs)
-
-
-def _described(x):
-    if isinstance(x, dict):
-        parts = (f"{key!r}: {_described(value)}" for key, value in x.items())
-        return "a dict of " + ", ".join(parts)
-    if isinstance(x, (list, tuple)):
-        return f"a {type(x).__name__} of {len(x)}: " + ", ".join(map(_described, x[:3]))
-    if hasattr(x, "shape"):
-        return f"an array of shape {tuple(x.shape)}"
-    return f"{x!r:.40} of type {type(x).__name__}"
+        raise refusal(model, batch, error, data) from error
 
 
 class Sequence(NamedTuple):
@@ -188,6 +163,8 @@ def in_order(model, layers, batch):
     def meeting(layer):
         def recorder(call):
             met[id(layer)] = layer
+            # Any output does, and this one costs nothing.
+            return call.zero()
 
         return recorder
 
@@ -215,8 +192,8 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
         met a real token.
 
     Raises:
-        ValueError: If `max_tokens` is not a positive integer, or the model cannot take
-            a batch.
+        ValueError: If `max_tokens` is not a positive integer, `data` is not an
+            iterable of batches, or the model cannot take one.
     """
     is_integer = isinstance(max_tokens, (int, np.integer))
     if not is_integer or isinstance(max_tokens, bool) or max_tokens < 1:
@@ -224,11 +201,12 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
             "`max_tokens` must be a positive integer. "
             f"Received: max_tokens={max_tokens!r}."
         )
+    check_batches(data)
     layers = linear_layers(model)
     recorders = [Recorder(x, exact, max_tokens) for x in layers]
     with recording(list(zip(layers, recorders, strict=True))):
         for batch in progress(data, verbose):
-            run(model, batch)
+            run(model, batch, data=data)
     return [
         (layer.path, layer, recorder.sequences)
         for layer, recorder in zip(layers, recorders, strict=True)

@@ -14,6 +14,7 @@ from keras_rfattn import layers
 from keras_rfattn.layers.fingerprint import unmark
 from keras_rfattn.layers.linear_attention import STATE
 from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.models.strategy import strategy_scope
 from keras_rfattn.ops.options import Options
 
 # Foreign class -> linear class. Libraries add theirs when they are imported.
@@ -74,8 +75,9 @@ def make_linear_class(cls, mixin=LinearAttention, parent=None):
 
 
 def _scope(layer):
-    """The name scopes of a built layer's weights."""
+    """The scopes of a built layer's weights: of its strategy, and of their names."""
     stack = contextlib.ExitStack()
+    stack.enter_context(strategy_scope(layer))
     for name in (layer.path or layer.name).split("/"):
         stack.enter_context(keras.name_scope(name))
     return stack

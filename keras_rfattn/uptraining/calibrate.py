@@ -1,8 +1,9 @@
 """Setting what feature maps learn from data, without training."""
 
 import keras
-import numpy as np
 
+from keras_rfattn.feature_maps.trained import trained_weights
+from keras_rfattn.feature_maps.trained import unchanged_on_error
 from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
@@ -12,10 +13,10 @@ from keras_rfattn.layers.recording import linear_layers
 class CalibrateAfter(keras.callbacks.Callback):
     """Calibrates a model once in the middle of training, for `fit(callbacks=[...])`.
 
-    Until then maps are what they were; afterwards what they measured stays as it is,
-    while all else trains on. With `"hybrid_clustered"` that is the delayed clustering
-    of the paper's speech models: queries and keys of the first steps have no clusters
-    worth finding.
+    Until then maps are what they were. Afterwards what they measured stays as it is,
+    while everything else trains on. With `"hybrid_clustered"` this is the delayed
+    clustering of the paper's speech models: queries and keys of the first steps have
+    no clusters worth finding.
 
     Args:
         data: As of `calibrate`; a callable that gives it is called when it is time.
@@ -23,8 +24,9 @@ class CalibrateAfter(keras.callbacks.Callback):
         **kwargs: Further arguments of `calibrate`.
 
     Raises:
-        ValueError: If `steps` is not a positive integer; and, once training begins,
-            if nothing in the model learns from data.
+        ValueError: If `steps` is not a positive integer. Once training begins: if
+            nothing in the model learns from data, or a map was trained, or has weights
+            that train until the calibration, and `discard_training` is false.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), section 4.3, HRF-C.
@@ -40,7 +42,21 @@ class CalibrateAfter(keras.callbacks.Callback):
         self.seen = 0
 
     def on_train_begin(self, logs=None):
-        _check_adaptive(self.model)
+        layers = adaptive_layers(self.model)
+        if not self.kwargs.get("discard_training", False):
+            check_untrained(layers)
+            training = [
+                x for x in layers
+                if any(v.trainable for v in trained_weights(x.feature_map))
+            ]  # fmt: skip
+            if training:
+                raise ValueError(
+                    "`CalibrateAfter` must not replace what was trained. Received: "
+                    f"steps={self.steps}, during which the feature maps of "
+                    f"{_names(training)} train. Call `keras_rfattn.calibrate` before "
+                    "`fit`, freeze these maps, or pass discard_training=True to lose "
+                    "what they learned until then."
+                )
         self.seen = 0
 
     def on_train_batch_end(self, batch, logs=None):
@@ -50,13 +66,16 @@ class CalibrateAfter(keras.callbacks.Callback):
             calibrate(self.model, data, **self.kwargs)
 
 
-def calibrate(model, data, exact=True, max_tokens=1024, verbose="auto"):
+def calibrate(
+    model, data, exact=True, max_tokens=1024, verbose="auto", discard_training=False
+):
     """Measures what feature maps need to know of their data, and stores it.
 
     Causal and cross attention may not look at the sequence at hand, so that FAVOR++
-    starts as FAVOR+ there, and other maps (`"gerf"`, `"poisson"`,
-    `"favorpp_dense"`) learn in no other way. A few batches of real inputs are
-    enough; the result is saved with the model. What was measured before is replaced.
+    starts as FAVOR+ there. Other maps (`"gerf"`, `"poisson"`, `"favorpp_dense"`) learn
+    in no other way. A few batches of real inputs are enough. The result is saved with
+    the model. What was measured before is replaced; what was trained is not, unless
+    `discard_training` is true.
 
     Args:
         model: A model with linear attention.
@@ -69,42 +88,69 @@ def calibrate(model, data, exact=True, max_tokens=1024, verbose="auto"):
             spread; they are held in memory for all layers.
         verbose: 0 for silence, 1 or `"auto"` for a progress bar, 2 for a line at the
             end, as in Keras.
+        discard_training: Whether maps that were trained are calibrated too. Their
+            trained weights then start anew, as if they had never been trained.
 
     Returns:
         The model.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If nothing in it learns from data, `data` is empty or not what the
-            model takes, or a map cannot adapt to it; the model is unchanged then.
+        ValueError: If nothing in it learns from data, a map that does was trained and
+            `discard_training` is false, `data` is empty or not what the model takes,
+            or a map cannot adapt to it. The model is unchanged then.
     """
     check_model(model)
-    layers = _check_adaptive(model)
+    layers = adaptive_layers(model)
+    if not discard_training:
+        check_untrained(layers)
+    adapt(model, layers, data, exact, max_tokens, verbose, discard_training)
+    return model
+
+
+def adapt(
+    model, layers, data, exact=True, max_tokens=1024, verbose=0, discard_training=False
+):
+    """Calibrates the maps of some layers of a model, all of them or none.
+
+    Args:
+        model: As of `calibrate`, as are the arguments that are not named here.
+        layers: Those of `adaptive_layers` that are to be calibrated.
+    """
     found = record(model, data, exact, max_tokens, verbose)
     if not found:
         raise ValueError(
             "`data` must hold at least one batch with a real token. Received: none."
         )
-    weights = [w for layer in layers for w in layer.feature_map.weights]
-    before = [np.array(keras.ops.convert_to_numpy(w)) for w in weights]
-    try:
+    wanted = {id(layer) for layer in layers}
+    with unchanged_on_error([layer.feature_map for layer in layers]):
         for _, layer, sequences in found:
-            if layer.feature_map.is_adaptive:
-                layer.feature_map.adapt([(s.query, s.key) for s in sequences])
-    except Exception:
-        # No model is left half calibrated.
-        for weight, value in zip(weights, before, strict=True):
-            weight.assign(value)
-        raise
-    return model
+            if id(layer) in wanted:
+                samples = [(s.query, s.key) for s in sequences]
+                layer.feature_map.adapt(samples, discard_training=discard_training)
 
 
-def _check_adaptive(model):
-    """The linear layers of a model, one of which at least learns from data."""
-    layers = linear_layers(model)
-    if not any(x.feature_map.is_adaptive for x in layers):
+def adaptive_layers(model):
+    """The linear layers of a model whose maps learn from data, one at least."""
+    layers = [x for x in linear_layers(model) if x.feature_map.is_adaptive]
+    if not layers:
         raise ValueError(
             "`model` has no feature map that learns from data. Received: "
             f"{title(model)}. Replace attention with 'favorpp' first."
         )
     return layers
+
+
+def check_untrained(layers):
+    """Raises `ValueError` if the map of a layer was trained."""
+    trained = [x for x in layers if x.feature_map.was_trained]
+    if trained:
+        raise ValueError(
+            "`model` must have no trained feature map, as calibrating it would replace "
+            f"what was trained. Received: trained maps of {_names(trained)}. Pass "
+            "discard_training=True to lose what they learned."
+        )
+
+
+def _names(layers):
+    return ", ".join(f"'{layer.path}'" for layer in layers)

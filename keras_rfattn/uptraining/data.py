@@ -5,15 +5,16 @@ import itertools
 import keras
 import numpy as np
 
+from keras_rfattn.layers.batches import is_text
 from keras_rfattn.uptraining.inputs import as_array
 from keras_rfattn.uptraining.inputs import as_texts
+from keras_rfattn.uptraining.inputs import check_data
 from keras_rfattn.uptraining.inputs import inputs_of
 from keras_rfattn.uptraining.inputs import is_image
 from keras_rfattn.uptraining.inputs import is_iterable
 from keras_rfattn.uptraining.inputs import is_pair
 from keras_rfattn.uptraining.inputs import is_spent
 from keras_rfattn.uptraining.inputs import is_table
-from keras_rfattn.uptraining.inputs import is_text
 from keras_rfattn.uptraining.inputs import normalized
 from keras_rfattn.uptraining.inputs import trimmed
 
@@ -40,6 +41,7 @@ class Batches:
         preprocessor: Of texts and images, or `None`.
         exclude: Texts that are dropped, or `None`.
         force: Whether anything goes through the preprocessor.
+        hint: Text that says where a preprocessor comes from.
 
     Attributes:
         dropped: Number of texts that `exclude` has taken out so far.
@@ -50,8 +52,9 @@ class Batches:
     """
 
     def __init__(self, data, batch_size, seed, preprocessor=None, exclude=None,
-                 force=False):  # fmt: skip
+                 force=False, hint="with a tokenizer"):  # fmt: skip
         self.batch_size, self.seed, self.force = batch_size, seed, force
+        self.hint = hint
         self.preprocessor, self.dropped, self._lengths = preprocessor, 0, None
         self._form = None
         # PyTorch's loaders give a list of inputs and labels.
@@ -69,16 +72,11 @@ class Batches:
                 "`preprocessor` must be a function or a KerasHub preprocessor. "
                 f"Received: preprocessor={preprocessor!r:.80}."
             )
-        data = inputs_of(data) if isinstance(data, tuple) and data else data
-        is_dataset = isinstance(data, keras.utils.PyDataset)
-        if isinstance(data, (str, bytes)) or not (
-            is_dataset or callable(data) or is_iterable(data)
-        ):
-            raise ValueError(
-                "`data` must be arrays, texts, a dataset or a function that makes a "
-                f"generator. Received: data={data!r:.80}."
-            )
-        if is_dataset and self.exclude is None:
+        check_data(data)
+        if isinstance(data, tuple):
+            data = list(data) if all(map(is_text, data)) else inputs_of(data)
+            check_data(data)
+        if isinstance(data, keras.utils.PyDataset) and self.exclude is None:
             self._at = self._of_dataset(data)
         elif is_table(data):
             self._at = self._of_table(data)
@@ -211,6 +209,11 @@ class Batches:
                     state["last"] = next(state["iterator"])
                 except StopIteration:
                     less = f" ({self.dropped} rows excluded)" if self.dropped else ""
+                    if state["step"] < 0:
+                        raise DataEnded(
+                            "`data` must hold at least one batch. Received: none"
+                            f"{less}."
+                        ) from None
                     raise DataEnded(
                         f"`data` ended after {state['step'] + 1} batches{less}, and "
                         f"step {step} needs one more. Pass a function that makes the "
@@ -279,8 +282,8 @@ class Batches:
             if any(is_text(x) for x in leaves):
                 raise ValueError(
                     "`data` holds texts, and the model has no preprocessor. Received: "
-                    "preprocessor=None. Pass one (`preprocessor=`), such as a KerasHub "
-                    "tokenizer's, or tokens."
+                    f"preprocessor=None. Pass one (`preprocessor=`), {self.hint}, or "
+                    "pass tokens."
                 )
             return batch
         if not is_raw and not self.force:

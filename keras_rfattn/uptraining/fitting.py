@@ -4,6 +4,7 @@ import itertools
 
 import keras
 
+from keras_rfattn.layers.batches import too_long
 from keras_rfattn.uptraining.callbacks import NotFinite
 from keras_rfattn.uptraining.callbacks import Save
 from keras_rfattn.uptraining.callbacks import Watch
@@ -14,6 +15,8 @@ from keras_rfattn.uptraining.resume import assign
 FEATURES_RATES = {"features": 0.005, "logits": 0.001}
 # Where a model's own weights train too: those of attention, or all of them.
 OWN_RATE, ALL_RATE = 0.001, 0.0001
+# Batches that are remembered, for errors.
+AHEAD = 8
 
 
 def fit_stage(
@@ -47,12 +50,12 @@ def fit_stage(
     saving = Save(
         watch, interrupts, lambda *x: save(*x, optimizer), settings["save_every"], steps
     )
-    failed = []
+    failed, latest = [], []
     try:
         if done < steps:
             with interrupts.held():
                 trainer.fit(
-                    as_dataset(remembering(inputs(done), failed)),
+                    as_dataset(remembering(inputs(done), failed, latest)),
                     steps_per_epoch=steps - done,
                     shuffle=False,
                     callbacks=[watch, *settings["callbacks"], saving],
@@ -70,6 +73,9 @@ def fit_stage(
             f"Training broke off after {watch.done} of the {steps} steps of "
             f"{type(trainer).__name__}, in the next batch perhaps; weights are as then."
         )
+        hints = [too_long(trainer.model, x["x"]) for (x,) in latest]
+        if any(hints):
+            cause.add_note(max(hints))
         if failed:
             raise cause from None
         raise
@@ -103,10 +109,15 @@ def as_dataset(batches):
     )
 
 
-def remembering(batches, failed):
-    """The same iterator; an error that ends it is kept in the list `failed`."""
+def remembering(batches, failed, latest):
+    """The same iterator; an error that ends it is kept in the list `failed`.
+
+    The list `latest` holds the last batches: backends ask for some ahead.
+    """
     try:
-        yield from batches
+        for batch in batches:
+            latest[:] = [*latest[1 - AHEAD :], batch]
+            yield batch
     except Exception as error:
         failed.append(error)
         raise

@@ -5,6 +5,8 @@ import unicodedata
 import keras
 import numpy as np
 
+from keras_rfattn.layers.batches import described
+
 # Tokens that a batch of texts is padded to at least; a multiple of them on PyTorch,
 # doubled while too few where every other length is compiled anew.
 SHORTEST = 16
@@ -24,16 +26,59 @@ def inputs_of(item):
     return item[0] if isinstance(item, tuple) else item
 
 
+def check_data(data):
+    """Raises `ValueError` for what holds no batches, and says what would."""
+    reason = None
+    if isinstance(data, (str, bytes)) or _is_scalar_text(data):
+        reason = f"one text, data={data!r:.80}. Put it into a list: `data=[text]`"
+    elif hasattr(data, "columns"):
+        reason = (
+            f"a {type(data).__name__}. Pass the texts or numbers of its columns, such "
+            "as `data[column].tolist()`"
+        )
+    elif isinstance(data, (list, tuple, dict)) and not data:
+        empty = {list: "an empty list", tuple: "an empty tuple", dict: "an empty dict"}
+        reason = f"{empty.get(type(data), 'nothing')}. It must hold at least one row"
+    elif isinstance(data, list) and isinstance(data[0], list) and data[0]:
+        if not is_array(data[0][0]) and not holds_text(data[0]):
+            reason = "a list of lists. Pass an array, of rows padded to one length"
+    elif not (
+        isinstance(data, keras.utils.PyDataset) or callable(data) or is_iterable(data)
+    ):
+        reason = f"data={data!r:.80} of type {type(data).__name__}"
+    if reason is not None:
+        raise ValueError(
+            "`data` must be arrays, texts, a dataset or a function that makes a "
+            f"generator. Received: {reason}."
+        )
+
+
 def as_array(x):
-    """As NumPy has it."""
-    if x is None:
-        raise ValueError("Batches of `data` must hold arrays or texts. Received: None.")
-    return x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
+    """As NumPy has it: numbers, or nothing but strings."""
+    reason = None
+    if x is None or isinstance(x, (str, bytes, int, float, np.generic)):
+        reason = f"{x!r:.80}. A batch is an array, or a list of texts, of several rows"
+    else:
+        x = x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
+        if x.dtype.kind == "O":
+            others = [i for i in x.flat if not isinstance(i, (str, bytes))]
+            if others:
+                reason = f"{described(x)}, such as {others[0]!r:.80}"
+                if isinstance(others[0], (list, tuple, np.ndarray)):
+                    reason += ". Pad rows to one length"
+                elif len(others) < x.size:
+                    reason += " between texts. Drop it, or turn it into a text"
+    if reason is not None:
+        raise ValueError(
+            f"Batches of `data` must hold arrays of numbers or texts. Received: "
+            f"{reason}."
+        )
+    return x
 
 
-def is_text(x):
-    """Whether it is an array of strings."""
-    return getattr(x, "dtype", None) is not None and x.dtype.kind in "OUS"
+def _is_scalar_text(x):
+    is_scalar = getattr(x, "shape", None) == () and hasattr(x, "dtype")
+    return is_scalar and any(k in str(x.dtype) for k in ("string", "<U", "|S"))
 
 
 def is_image(x):
@@ -61,10 +106,13 @@ def is_spent(data):
 def is_table(data):
     """Whether `data` is rows at hand, rather than batches."""
     if isinstance(data, (list, tuple)):
-        return bool(data) and all(
-            isinstance(x, (str, bytes)) or is_array(x) for x in data
-        )
+        return holds_text(data) or all(map(is_array, data))
     return isinstance(data, dict) or is_array(data)
+
+
+def holds_text(data):
+    """Whether a list has texts in it; what else it has is refused later."""
+    return any(isinstance(x, (str, bytes)) for x in data)
 
 
 def is_array(x):
@@ -74,10 +122,11 @@ def is_array(x):
 
 def as_texts(data):
     """Texts as arrays of objects, whatever holds them."""
-    if isinstance(data, (list, tuple)) and all(
-        isinstance(x, (str, bytes)) for x in data
-    ):
-        return np.array(data, dtype=object)
+    if isinstance(data, (list, tuple)) and (not data or holds_text(data)):
+        # Object by object, as one of them might be a list.
+        found = np.empty(len(data), dtype=object)
+        found[:] = data
+        return found
     if "string" in str(getattr(data, "dtype", "")):
         return np.asarray(data, dtype=object)
     if isinstance(data, dict):

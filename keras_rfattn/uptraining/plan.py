@@ -35,6 +35,24 @@ def planned(settings, layers, trains):
             yield Planned(name, next(shares))
 
 
+def planned_rounds(rounds, settings, layers, trains):
+    """The list of `Planned` stages of a run that was extended.
+
+    Args:
+        rounds: Steps of the first call, and what each extension added.
+        settings: Arguments of `uptrain`, whose `steps` are not asked.
+        layers: The linear layers.
+        trains: Function of a layer: whether anything of it trains.
+    """
+    plan = []
+    for i, steps in enumerate(rounds):
+        # What the first round has trained is not calibrated again.
+        stages = [x for x in settings["stages"] if i == 0 or x != "calibrate"]
+        own = {**settings, "stages": stages, "steps": steps}
+        plan += planned(own, layers, trains)
+    return plan
+
+
 def _shared(total, parts):
     """Iterates over whole numbers that add up to `total`, as equal as can be."""
     for i in range(parts):

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 
+from keras_rfattn.uptraining.clock import BEFORE
+from keras_rfattn.uptraining.clock import PREPARING
+
 
 @dataclass(frozen=True)
 class StageResult:
@@ -13,10 +16,11 @@ class StageResult:
     Attributes:
         name: `"calibrate"`, `"attention"` (of a layer, when bottom up) or `"features"`.
         steps: How many were done.
-        seconds: They took, compilation included.
+        seconds: How long it took, compilation included.
         first: Error of the first tenth of the steps, mean; `None` without steps.
         last: Of the last tenth.
         zero: Error of zero attention.
+        note: What the stage has left as it was; empty if nothing.
     """
 
     name: str
@@ -25,15 +29,16 @@ class StageResult:
     first: float | None = None
     last: float | None = None
     zero: float | None = None
+    note: str = ""
 
     @classmethod
-    def of(cls, name, errors, seconds, zero):
+    def of(cls, name, errors, seconds, zero, note=""):
         """The result of a stage with these errors, one a step."""
-        ends = ()
+        ends = None, None, None
         if errors:
             count = max(1, len(errors) // 10)
             ends = mean([errors[:count]]), mean([errors[-count:]]), zero
-        return cls(name, len(errors), seconds, *ends)
+        return cls(name, len(errors), seconds, *ends, note)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class UptrainingReport:
         model: Class and name.
         mechanism: Names of the feature maps.
         stages: `StageResult`s.
+        overhead: `(name, seconds)` of all that is not a stage: preparing (building
+            the teacher, order of layers), measuring before and after, saving.
         layers: `LayerResult`s.
         trained: Paths of the model's own weights that were trained, those of feature
             maps not among them.
@@ -77,6 +84,7 @@ class UptrainingReport:
     model: str
     mechanism: str
     stages: tuple
+    overhead: tuple
     layers: tuple
     trained: tuple
     parameters: int
@@ -101,18 +109,26 @@ class UptrainingReport:
 
     @property
     def seconds(self):
-        """All stages took."""
-        return sum(stage.seconds for stage in self.stages)
+        """How long the whole call took: all stages, and all that is not a stage."""
+        overhead = sum(seconds for _, seconds in self.overhead)
+        return overhead + sum(stage.seconds for stage in self.stages)
 
     def __str__(self):
         lines = [f"Uptraining of {self.model} with {self.mechanism}"]
         head = f"{'stage':<16}{'steps':>6}{'minutes':>9}"
         lines.append(head + f"{'error':>10}{'at the end':>12}{'zero attention':>16}")
+        first = [x for x in self.overhead if x[0] in (PREPARING, BEFORE)]
+        last = [x for x in self.overhead if x not in first]
+        lines += [_minutes(name, "", seconds) for name, seconds in first]
         for stage in self.stages:
-            line = f"{stage.name:<16}{stage.steps:>6}{stage.seconds / 60:>9.1f}"
+            line = _minutes(stage.name, stage.steps, stage.seconds)
             if stage.first is not None:
                 line += f"{stage.first:>10.4f}{stage.last:>12.4f}{stage.zero:>16.3f}"
             lines.append(line)
+        lines += [_minutes(name, "", seconds) for name, seconds in last]
+        steps = sum(stage.steps for stage in self.stages)
+        lines.append(_minutes("all", steps, self.seconds))
+        lines += [f"{x.name}: {x.note}" for x in self.stages if x.note]
         width = max([len(layer.path) for layer in self.layers] + [5])
         lines += ["", "Relative squared error of attention outputs (zero output: 1)"]
         head = f"{'layer':<{width}}{'before':>9}{'after':>9}{'mean of V':>11}"
@@ -135,6 +151,10 @@ class UptrainingReport:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _minutes(name, steps, seconds):
+    return f"{name:<16}{steps:>6}{seconds / 60:>9.1f}"
 
 
 def _line(name, width, before, after, mean_of_v):

@@ -5,13 +5,12 @@ import os
 import pathlib
 import warnings
 
-import keras
 import numpy as np
-from keras import ops
 
-from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.trained import as_numpy
+from keras_rfattn.uptraining.identity import differences
 
-FORMAT = 1
+FORMAT = 2
 KEPT = 2  # files: were one torn, there is the one before it
 
 
@@ -62,13 +61,13 @@ class Checkpoints:
     def load(self):
         """`(position, arrays, notes)` of the newest checkpoint, `None` if none is.
 
-        One that is torn, or of another training, is named in a warning and the one
-        before it taken.
+        A torn one is named in a warning, and so is one of another training if an older
+        one is of this training, which is taken then.
 
         Raises:
             ValueError: If the folder holds checkpoints of other trainings only.
         """
-        foreign = []
+        foreign = None
         for path in reversed(self._files()):
             try:
                 header, arrays = _read(path)
@@ -77,17 +76,22 @@ class Checkpoints:
                 warnings.warn(f"Checkpoint '{path}' is torn, and refused: {error}",
                               stacklevel=3)  # fmt: skip
                 continue
-            differs = self._differs(header)
-            if not differs:
-                return tuple(header["position"]), arrays, header["notes"]
-            foreign.append(f"Checkpoint '{path}' is of another training: {differs}.")
-            warnings.warn(foreign[-1], stacklevel=3)
+            lines = self._differs(header)
+            if lines:
+                foreign = foreign or (path, "\n".join(f"  {x}" for x in lines))
+                continue
+            if foreign:
+                warnings.warn("Checkpoint '{}' is of another training:\n{}".format(
+                              *foreign), stacklevel=3)  # fmt: skip
+            return tuple(header["position"]), arrays, header["notes"]
         if foreign:
             raise ValueError(
-                f"{' '.join(foreign)} Call `uptrain` as it was called then, on the "
-                "model as it was loaded then, or use another folder. (A preprocessor "
-                "that draws at random needs `keras.utils.set_random_seed` before "
-                "either call.)"
+                "`checkpoint_dir` must not hold checkpoints of another training. "
+                f"Received: '{foreign[0]}', which was saved with other settings:\n"
+                f"{foreign[1]}\nUse another folder; or call `uptrain` with the saved "
+                "settings (`steps` may be more), on the model as it was loaded then. A "
+                "preprocessor that draws at random needs "
+                "`keras.utils.set_random_seed` before either call."
             )
         return None
 
@@ -97,45 +101,30 @@ class Checkpoints:
         return sorted(self.folder.glob("uptrain-*-*.npz"))
 
     def _differs(self, header):
-        """In what a checkpoint's training differs from this one, as text."""
+        """In what a checkpoint's training differs from this one, a list of lines."""
         if header.get("format") != FORMAT:
-            return f"format {header.get('format')}, not {FORMAT}"
-        theirs, ours = flat(header["identity"]), flat(self.identity)
-        names = sorted(n for n in {*theirs, *ours} if theirs.get(n) != ours.get(n))
-        found = (
-            f"{n} was {theirs.get(n)!r:.60}, is {ours.get(n)!r:.60}" for n in names
+            return [f"format: saved {header.get('format')!r}, given {FORMAT!r}"]
+        return differences(header["identity"], self.identity)
+
+
+def extended(rounds, steps):
+    """The rounds of a run that goes on to more steps.
+
+    Args:
+        rounds: Steps of the first call, and what each extension added.
+        steps: Of this call.
+
+    Raises:
+        ValueError: If the run has more steps already.
+    """
+    total = sum(rounds)
+    if steps < total:
+        raise ValueError(
+            f"`steps` must be {total} or more, as the run in `checkpoint_dir` has "
+            f"{total} steps. Received: steps={steps}. A run can be extended, not cut "
+            "short; use another folder for a shorter one."
         )
-        return "; ".join(found)
-
-
-def mechanism(layer):
-    """What a linear attention layer computes by, as plain values."""
-    found = feature_maps.serialize(layer.feature_map), layer.options.config()
-    return [*map(without_names, found), layer.compute_dtype]
-
-
-def flat(config, path=""):
-    """Nested dicts as one, by names such as `"optimizer config learning_rate"`."""
-    if not isinstance(config, dict):
-        return {path: config}
-    parts = (flat(x, f"{path} {k}".strip()) for k, x in config.items())
-    return {k: x for part in parts for k, x in part.items()}
-
-
-def without_names(config):
-    """Without names, which are automatic and differ from one process to the next."""
-    if isinstance(config, dict):
-        return {k: without_names(x) for k, x in config.items() if k != "name"}
-    if isinstance(config, (list, tuple)):
-        return [without_names(x) for x in config]
-    return config
-
-
-def as_plain(optimizer):
-    """What an optimizer is made from, as plain values without automatic names."""
-    found = keras.saving.serialize_keras_object(optimizer)
-    kept = {k: found[k] for k in ("class_name", "config")}
-    return json.loads(json.dumps(without_names(kept), default=repr))
+    return [*rounds, steps - total] if steps > total else list(rounds)
 
 
 def _read(path):
@@ -150,7 +139,7 @@ def _read(path):
 
 def state_of(variables):
     """Copies of values, as NumPy arrays by position."""
-    return [np.array(ops.convert_to_numpy(v.value)) for v in variables]
+    return [np.array(as_numpy(v.value)) for v in variables]
 
 
 def assign(variables, values):

@@ -1,7 +1,6 @@
 """The softmax model inside the model that is trained: no second one is made."""
 
 import contextlib
-import zlib
 
 import keras
 import numpy as np
@@ -69,15 +68,6 @@ class Teacher:
         recorders = [(layer, Attention.softmax) for layer in self.layers]
         with self.weights(), recording(recorders), without_gradients():
             return function(x)
-
-
-def checksum(arrays):
-    """A number that changes when an entry of any of the arrays does."""
-    total = 0
-    for array in arrays:
-        array = np.ascontiguousarray(keras.ops.convert_to_numpy(array))
-        total = zlib.crc32(array.reshape(-1).view(np.uint8), total)
-    return total
 
 
 def _array(variable):

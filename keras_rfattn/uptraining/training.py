@@ -1,39 +1,37 @@
 """The stages of an uptraining, one after the other, from wherever it was left."""
 
-import time
-
-import keras
 import numpy as np
 
 from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.trained import checksum
 from keras_rfattn.layers.checks import title
-from keras_rfattn.layers.recording import run
-from keras_rfattn.uptraining.attention import QUANTITIES
 from keras_rfattn.uptraining.attention import AttentionStage
-from keras_rfattn.uptraining.attention import relative
-from keras_rfattn.uptraining.calibrate import calibrate
 from keras_rfattn.uptraining.callbacks import NotFinite
+from keras_rfattn.uptraining.clock import AFTER
+from keras_rfattn.uptraining.clock import BEFORE
+from keras_rfattn.uptraining.clock import OVERHEAD
+from keras_rfattn.uptraining.clock import PREPARING
+from keras_rfattn.uptraining.clock import SAVING
 from keras_rfattn.uptraining.data import HEAD
 from keras_rfattn.uptraining.features import FeaturesStage
 from keras_rfattn.uptraining.fitting import fit_stage
 from keras_rfattn.uptraining.fitting import optimizer_for
 from keras_rfattn.uptraining.fitting import rate_for
-from keras_rfattn.uptraining.interrupts import Interrupts
-from keras_rfattn.uptraining.plan import planned
+from keras_rfattn.uptraining.identity import identity
+from keras_rfattn.uptraining.measuring import Measuring
+from keras_rfattn.uptraining.plan import planned_rounds
+from keras_rfattn.uptraining.recalibrate import calibrate_stage
 from keras_rfattn.uptraining.report import LayerResult
 from keras_rfattn.uptraining.report import StageResult
 from keras_rfattn.uptraining.report import UptrainingReport
 from keras_rfattn.uptraining.report import peak_memory
 from keras_rfattn.uptraining.resume import Checkpoints
-from keras_rfattn.uptraining.resume import as_plain
 from keras_rfattn.uptraining.resume import assign
-from keras_rfattn.uptraining.resume import mechanism
+from keras_rfattn.uptraining.resume import extended
 from keras_rfattn.uptraining.resume import state_of
-from keras_rfattn.uptraining.selection import fresh_adapters
 from keras_rfattn.uptraining.selection import once
 from keras_rfattn.uptraining.selection import only_training
 from keras_rfattn.uptraining.teacher import Teacher
-from keras_rfattn.uptraining.teacher import checksum
 
 
 class Training:
@@ -45,11 +43,12 @@ class Training:
         selected: Variables by the name of the stage that trains them.
         batches: `Batches`.
         settings: Further arguments of `uptrain`, by name.
+        clock: `Clock`.
     """
 
-    def __init__(self, model, layers, selected, batches, settings):
+    def __init__(self, model, layers, selected, batches, settings, clock):
         self.model, self.layers, self.batches = model, layers, batches
-        self.selected, self.settings = selected, settings
+        self.selected, self.settings, self.clock = selected, settings, clock
         self.trained = once(v for x in selected.values() for v in x)
         self.of_maps = [v for layer in layers for v in layer.feature_map.variables]
         # What a checkpoint has to bring back; the rest is the teacher's alone.
@@ -57,36 +56,15 @@ class Training:
         moving = {id(v) for v in self.state}
         self.frozen = [v for v in model.weights if id(v) not in moving]
         self.teacher = Teacher(model, layers, self.trained)
-        self.whole = AttentionStage(
-            self.teacher, layers, window_dropout=settings["window_dropout"]
-        )
-        self.checkpoints = Checkpoints(settings["checkpoint_dir"], self.identity())
+        self.measuring = Measuring(self.teacher, layers, batches, settings["verbose"])
+        folder = settings["checkpoint_dir"]
+        self.checkpoints = Checkpoints(folder, {} if folder is None else identity(self))
         # What is known of the past, for the report and for checkpoints.
         self.results, self.before, self.control = [], None, None
-
-    def identity(self):
-        """What a checkpoint must have in common with this training."""
-        others = {id(v) for v in self.of_maps}
-        shapes = [list(v.shape) for v in self.trained]
-        if "lora" in self.settings["trainable"].values():
-            # Fresh adapters are random, and the softmax model is none the wiser; nor
-            # are they there when checkpoints are looked at first.
-            others |= {id(v) for v in fresh_adapters(self.model)}
-            shapes = self.settings["lora_rank"]
-        own = [v for v in self.model.weights if id(v) not in others]
-        names = "stages", "steps", "trainable", "order", "objective", "window_dropout"
-        optimizer = self.settings["optimizer"]
-        return {
-            "backend": keras.backend.backend(),
-            "softmax weights": checksum(v.value for v in own),
-            "first batch": checksum(keras.tree.flatten(self.batches(0))),
-            "trained": shapes,
-            "mechanisms": [mechanism(layer) for layer in self.layers],
-            "optimizer": optimizer and as_plain(optimizer),
-            "seed": self.batches.seed,
-            "batch_size": self.batches.batch_size,
-            **{name: self.settings[name] for name in names},
-        }
+        # Steps of the first call, and what each extension of the run added.
+        self.rounds = [settings["steps"]]
+        # What stage "features" trains, and the error of no attention there.
+        self.whole_model, self.no_attention = None, None
 
     def run(self):
         """Runs what is left of the plan.
@@ -99,12 +77,8 @@ class Training:
         """
         at_first, frozen = state_of(self.state), checksum(v.value for v in self.frozen)
         try:
-            self.before, self.control = self.measured()
-            if "features" in self.selected:
-                # Now: a model without outputs to compare, and the control before
-                # anything trains.
-                self.whole_model = self.features_trainer()
-            index, done, kept = self.resumed()
+            found = self.prepare()
+            index, done, kept = self.resumed(found)
         except Exception:
             assign(self.state, at_first)
             raise
@@ -113,39 +87,83 @@ class Training:
         def trains(layer):
             return any(id(v) in ids for v in layer.variables)
 
-        plan = list(planned(self.settings, self.layers, trains))
+        plan = planned_rounds(self.rounds, self.settings, self.layers, trains)
         for i, stage in enumerate(plan):
             if i < index:
                 continue
-            start, errors, zero = time.perf_counter(), [], None
+            errors, zero, note = [], None, ""
             if stage.name == "calibrate":
-                calibrate(self.model, list(self.batches.first(HEAD)), verbose=0)
+                note = self.calibrate()
             elif stage.steps:
                 first = sum(x.steps for x in plan[:i])
                 left = (done, kept) if i == index else ()
                 errors, zero = self.train(stage, i, first, *left)
             name = stage.name if stage.layer is None else f"{stage.name} {stage.layer}"
-            seconds = time.perf_counter() - start
-            self.results.append(StageResult.of(name, errors, seconds, zero))
             if checksum(v.value for v in self.frozen) != frozen:
                 raise ValueError(
                     f"Weights of the teacher changed during stage {name!r}, which does "
                     "not train them. Received: other values than at its start. Remove "
                     "the callback, or whatever else, that changes them."
                 )
+            seconds = self.clock.lap(_lap(i))
+            self.results.append(StageResult.of(name, errors, seconds, zero, note))
             # A callback may have ended the stage early: it is over all the same.
             self.save(i + 1, 0, [])
+            self.clock.lap(SAVING)
         return self.report()
 
-    def resumed(self):
-        """`(stage, steps done, arrays and errors)` to go on from."""
+    def prepare(self):
+        """Finds the newest checkpoint, and measures what only the start can tell.
+
+        Returns:
+            The checkpoint as `Checkpoints.load` gives it, or `None`.
+
+        Raises:
+            ValueError: If the checkpoint is of another training or of more steps, or
+                the data, or what the model puts out, cannot be trained on.
+        """
         found = self.checkpoints.load()
+        if found is not None:
+            notes = found[-1]
+            self.rounds = extended(notes["rounds"], self.settings["steps"])
+            self.before, self.control = (
+                np.array(notes[name]) for name in ("before", "control")
+            )
+        self.clock.lap(PREPARING)
+        if self.before is None:
+            self.before, self.control = self.measuring(
+                "before training", must_be_finite=True
+            )
+        if "features" in self.settings["stages"]:
+            # A model without outputs to compare is refused here.
+            self.whole_model = self.features_trainer()
+        self.clock.lap(BEFORE)
+        return found
+
+    def take(self, other):
+        """Takes over what another `Training` of the same model has measured."""
+        self.before, self.control = other.before, other.control
+        self.no_attention = other.no_attention
+
+    def calibrate(self):
+        """Stage "calibrate"; what it has left as it was, as text."""
+        verbose = self.settings["verbose"]
+        note = calibrate_stage(
+            self.model, self.layers, list(self.batches.first(HEAD)), self.before,
+            lambda: self.measuring("after another calibration")[0],
+        )  # fmt: skip
+        if note and verbose:
+            print(f"Stage 'calibrate': {note}")
+        return note
+
+    def resumed(self, found):
+        """`(stage, steps done, arrays and errors)` to go on from a checkpoint."""
         if found is None:
             return 0, 0, None
         (index, done), arrays, notes = found
         assign(self.state, [arrays[f"state{i}"] for i in range(len(self.state))])
-        self.before, self.control = map(np.array, (notes["before"], notes["control"]))
         self.results = [StageResult(*row) for row in notes["results"]]
+        self.clock.add(notes["seconds"])
         return index, done, (arrays, notes["errors"])
 
     def save(self, index, done, errors, optimizer=None):
@@ -159,6 +177,8 @@ class Training:
             "control": self.control.tolist(),
             "results": [list(vars(x).values()) for x in self.results],
             "errors": errors,
+            "rounds": self.rounds,
+            "seconds": self.clock.seconds,
         }
         self.checkpoints.save((index, done), arrays, notes)
 
@@ -200,6 +220,7 @@ class Training:
                 yield (self.batches.with_noise(step, len(self.layers) + 1),)
 
         def save(*what):
+            self.clock.lap(_lap(index))
             self.save(index, *what)
 
         try:
@@ -222,7 +243,9 @@ class Training:
         trainer = FeaturesStage(
             self.teacher, self.settings["objective"], self.settings["window_dropout"]
         )
-        trainer.control = trainer.without_attention(self.batches(0))
+        if self.no_attention is None:
+            self.no_attention = trainer.without_attention(self.batches(0))
+        trainer.control = self.no_attention
         return trainer
 
     def trainer(self, stage):
@@ -230,50 +253,16 @@ class Training:
         settings = self.settings
         if stage.name == "features":
             return self.whole_model
-        if stage.layer is None:
-            return self.whole
         i = stage.layer
-        return AttentionStage(
-            self.teacher, self.layers[i : i + 1], self.layers[:i],
-            settings["window_dropout"],
-        )  # fmt: skip
-
-    def measured(self):
-        """Errors of heads on the first batches, `(L, N)`, and those of the mean of V.
-
-        NaN for heads that a layer has less than others.
-        """
-        total = {name: 0 for name in QUANTITIES}
-        for step, _ in enumerate(self.batches.first(HEAD)):
-            inputs = self.batches.with_noise(step, len(self.layers) + 1)
-            inputs["noise"][:] = 1  # leaves no window out
-            with Interrupts().held():
-                found = run(self.model, inputs, self.whole.predict_on_batch)
-            bad = ~np.all(np.isfinite(found["squared"]), axis=(0, 2))
-            if self.before is None and np.any(bad):
-                paths = [self.layers[i].path for i in np.flatnonzero(bad)]
-                raise ValueError(
-                    "`data` and weights must be finite, and so must what attention "
-                    f"puts out. Received: outputs that are not finite, of {paths[:3]} "
-                    f"in batch {step}. Look for NaN, or for tokens beyond the "
-                    "vocabulary."
-                )
-            total = {k: x + found[k].sum(0, keepdims=True) for k, x in total.items()}
-        found = (keras.ops.convert_to_numpy(x) for x in relative(total))
-        error, _, control, heads = found
-        blind = ~np.any(total["rows"] > 0, axis=(0, 2))
-        if np.any(blind):
-            paths = [self.layers[i].path for i in np.flatnonzero(blind)]
-            raise ValueError(
-                "`data` must hold a real token for every linear layer. Received: "
-                "padding alone, or a model that does not call all of them, at "
-                f"{paths[:3]}."
-            )
-        return tuple(np.where(heads > 0, x, np.nan) for x in (error, control))
+        learning, below = self.layers, ()
+        if i is not None:
+            learning, below = self.layers[i : i + 1], self.layers[:i]
+        return AttentionStage(self.teacher, learning, below, settings["window_dropout"])
 
     def report(self):
         """The `UptrainingReport`."""
-        after, _ = self.measured()
+        after, _ = self.measuring("after training")
+        self.clock.lap(AFTER)
         errors = zip(self.before, after, self.control, strict=True)
         layers = tuple(
             LayerResult(layer.path, *(tuple(x[~np.isnan(x)].tolist()) for x in rows))
@@ -285,6 +274,9 @@ class Training:
             model=title(self.model),
             mechanism=", ".join(sorted(names)),
             stages=tuple(self.results),
+            overhead=tuple(
+                (name, self.clock.seconds.get(name, 0.0)) for name in OVERHEAD
+            ),
             layers=layers,
             trained=tuple(v.path for v in self.trained if id(v) not in of_maps),
             parameters=int(sum(np.prod(v.shape) for v in self.trained)),
@@ -292,6 +284,11 @@ class Training:
             seed=self.batches.seed,
             peak_memory=peak_memory(),
         )
+
+
+def _lap(index):
+    """What the clock calls a stage of the plan."""
+    return f"stage {index}"
 
 
 def _place(name):

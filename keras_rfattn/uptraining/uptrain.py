@@ -8,10 +8,13 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.feature_maps.arguments import check_seed
+from keras_rfattn.layers.batches import preprocessor_hint
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.recording import in_order
 from keras_rfattn.layers.recording import linear_layers
+from keras_rfattn.models.strategy import strategy_scope
+from keras_rfattn.uptraining.clock import Clock
 from keras_rfattn.uptraining.data import Batches
 from keras_rfattn.uptraining.features import OBJECTIVES
 from keras_rfattn.uptraining.selection import by_stage
@@ -54,7 +57,9 @@ def uptrain(
     usable alone:
 
     - `"calibrate"`: `keras_rfattn.calibrate` on the first batches, no gradients. Passed
-      over where no map learns that way.
+      over where no map learns that way. Maps that were trained are kept as they are,
+      and so are earlier calibrations that another one would make worse; the report
+      says so.
     - `"attention"`: every layer against the softmax attention of the very same layer,
       on inputs of the softmax path: relative squared error of outputs, and divergence
       of attention rows (of 512 query rows of a longer sequence).
@@ -72,6 +77,7 @@ def uptrain(
             function that makes one, a list of batches; or texts or images, for the
             model's own preprocessor.
         steps: Number of training steps, shared out equally among the stages that train.
+            More than the run in `checkpoint_dir` has extend that run.
         stages: Names of stages, in the order above.
         trainable: `"maps"` (weights of feature maps alone), `"query_key"` (with the
             query and key projections), `"lora"` (with adapters that Keras'
@@ -104,7 +110,10 @@ def uptrain(
         preprocessor: Of raw data; the model's own by default. If given, everything
             goes through it.
         checkpoint_dir: Folder for checkpoints. A call that finds one there goes on from
-            it and ends with the weights of an unbroken run.
+            it and ends with the weights of an unbroken run. If it has more `steps`, the
+            run ends as it was planned, and the steps that are left are a round of
+            their own: the training stages once more, each with a fresh optimizer whose
+            learning rate begins anew, on the batches that come next.
         save_every: Number of steps between checkpoints.
         jit_compile: As in `keras.Model.compile`.
 
@@ -115,9 +124,11 @@ def uptrain(
         TypeError: If `model` is not a Keras layer.
         ValueError: If an argument is invalid, the model has no linear attention,
             nothing would train, or data is not what the model takes or has no real
-            token; the model is as it was then. Also if a loss is not finite (the last
+            token, or `checkpoint_dir` holds another training or one of more steps; the
+            model is as it was then. Also if a loss is not finite (the last
             good weights are kept), or a weight of the teacher changes meanwhile.
     """
+    clock = Clock()
     settings = {
         "steps": steps, "stages": _listed(stages), "trainable": by_stage(trainable),
         "order": order, "objective": objective, "window_dropout": window_dropout,
@@ -143,23 +154,30 @@ def uptrain(
     own = getattr(model, "preprocessor", None)
     batches = Batches(
         data, batch_size, seed, own if preprocessor is None else preprocessor,
-        exclude, force=preprocessor is not None,
+        exclude, force=preprocessor is not None, hint=preprocessor_hint(model),
     )  # fmt: skip
+    with strategy_scope(model):
+        return _run(model, layers, batches, settings, clock)
+
+
+def _run(model, layers, batches, settings, clock):
+    """`uptrain`, its arguments checked."""
     layers = in_order(model, layers, batches(0))
     asked = [x for x in settings["stages"] if x != "calibrate"]
+    beforehand = None
     if "lora" in (settings["trainable"][x] for x in asked):
         # Adapters cannot be taken back: data and checkpoints are judged before they are
         # added.
-        beforehand = Training(model, layers, {}, batches, settings)
-        beforehand.measured()
-        if "features" in asked:
-            beforehand.features_trainer()
-        beforehand.checkpoints.load()
+        beforehand = Training(model, layers, {}, batches, settings, clock)
+        beforehand.prepare()
     selected = chosen(
         model, layers, settings["trainable"], settings["lora_rank"], asked,
         settings["optimizer"],
     )  # fmt: skip
-    training = Training(model, layers, selected, batches, settings)
+    training = Training(model, layers, selected, batches, settings, clock)
+    if beforehand is not None:
+        # Fresh adapters change nothing.
+        training.take(beforehand)
     try:
         return training.run()
     finally:

@@ -53,7 +53,7 @@ def test_texts_of_a_dataset_are_excluded():
     again = Batches(Texts(), 2, 0, np.asarray, exclude=excluded)
     assert [list(again(7)), list(again(1))] == [epochs[2][1], epochs[0][1]]
     everything = [f"text {i}" for i in range(8)]
-    with pytest.raises(ValueError, match=r"after 0 batches \(8 rows excluded\), and"):
+    with pytest.raises(ValueError, match=r"Received: none \(8 rows excluded\)"):
         Batches(Texts(), 2, 0, np.asarray, exclude=everything)(0)
     assert Batches(Texts(), 2, 0, np.asarray, exclude=[])(0).size == 2
 
@@ -222,7 +222,7 @@ def test_normalized_texts():
 
 @pytest.mark.parametrize("data", [np.zeros((0, 3)), [], {"a": ROWS, "b": ROWS[:3]}])
 def test_tables_that_are_none(data):
-    with pytest.raises(ValueError, match="at least one|same number|ended after 0"):
+    with pytest.raises(ValueError, match="at least one|same number"):
         Batches(data, 4, seed=0)(0)
 
 

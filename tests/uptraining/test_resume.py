@@ -169,9 +169,8 @@ def test_optimizers_that_differ_are_told_apart(tmp_path):
         return {"optimizer": keras.optimizers.Adam(schedule), "stages": "attention"}
 
     broken(tmp_path, 2, **optimizer(8))
-    with pytest.warns(UserWarning, match="another training"):
-        with pytest.raises(ValueError, match="learning_rate.*decay_steps was 8, is 9"):
-            run(tmp_path, **optimizer(9))
+    with pytest.raises(ValueError, match="learning_rate.*steps: saved 8, given 9"):
+        run(tmp_path, **optimizer(9))
     run(tmp_path, **optimizer(8))
 
 
@@ -181,7 +180,7 @@ def test_trained_adapters_are_another_start(tmp_path):
                  "checkpoint_dir": tmp_path}  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         m.uptrain(model, callbacks=[Stop(3)], **arguments)
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="softmax weights"):
+    with pytest.raises(ValueError, match="softmax weights"):
         m.uptrain(model, **arguments)
     assert m.uptrain(m.linear_model(), **arguments).stages[-1].steps == 12
 
@@ -248,27 +247,80 @@ def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
 
 def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
     broken(tmp_path, 3)
-    with pytest.warns(UserWarning, match="seed was 0, is 1"):
-        with pytest.raises(ValueError, match="of another training.*seed was 0, is 1"):
-            run(tmp_path, seed=1)
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="first batch was"):
+    with pytest.raises(ValueError, match="another training") as error:
+        run(tmp_path, seed=1, batch_size=8, optimizer="sgd")
+    lines = str(error.value).splitlines()
+    assert "  seed: saved 0, given 1" in lines
+    assert "  batch_size: saved 16, given 8" in lines
+    assert "  optimizer class_name: saved nothing, given 'SGD'" in lines
+    with pytest.raises(ValueError, match=r"first batch of data \(checksum\): saved"):
         run(tmp_path, data=m.tokens()[::-1])
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="softmax weights"):
+    with pytest.raises(ValueError, match="softmax weights"):
         model = m.linear_model()
         kernel = model.get_layer("attention_0")._query_dense.kernel
         kernel.assign(2 * kernel)
         m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path)
-    for arguments in ({"window": 4}, {"seed": 1}, {"dtype": "mixed_bfloat16"}):
-        with pytest.warns(UserWarning), pytest.raises(ValueError, match="mechanisms"):
+    for arguments, line in (
+        ({"window": 4}, "window of layers 0, 1: saved None, given 4"),
+        ({"seed": 1}, "feature_map config seed of layers 0: saved"),
+        ({"dtype": "mixed_bfloat16"}, "dtype of layers 0, 1: saved 'float32', given"),
+    ):
+        with pytest.raises(ValueError, match=f"  {line}"):
             model = m.linear_model(**arguments)
             m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path)
+
+
+def rounds(folder, *steps, **arguments):
+    """A run that is extended by calls with more and more steps."""
+    for total in steps[:-1]:
+        run(folder, steps=total, **arguments)
+    return run(folder, steps=steps[-1], **arguments)
+
+
+@pytest.mark.long
+def test_an_extended_run_is_bit_for_bit_that_of_any_interruptions(tmp_path):
+    expected, report = rounds(tmp_path / "whole", 4, 10)
+    assert [(x.name, x.steps) for x in report.stages] == [
+        ("attention", 2), ("features", 2), ("attention", 3), ("features", 3),
+    ]  # fmt: skip
+    assert not same(expected, run(steps=4)[0])
+    for broken_at in (3, 6):
+        # Before the first round is over, and within the second.
+        folder = tmp_path / f"{broken_at}"
+        if broken_at > 4:
+            run(folder, steps=4)
+        stop = Stop(broken_at if broken_at < 4 else broken_at - 4)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, steps=4 if broken_at < 4 else 10, callbacks=[stop])
+        found, resumed = run(folder, steps=10)
+        assert same(found, expected)
+        assert resumed.layers == report.layers
+        assert same(run(folder, steps=10)[0], expected)
+    with pytest.raises(ValueError, match="`steps` must be 10 or more.*steps=4"):
+        run(tmp_path / "whole", steps=4)
+
+
+@pytest.mark.long
+def test_an_extended_run_does_not_calibrate_what_it_has_trained(tmp_path):
+    _, report = rounds(tmp_path, 4, 8, feature_map="favorpp_learned")
+    names = [x.name for x in report.stages]
+    assert names == ["calibrate", *2 * ["attention", "features"]]
+    assert sum(x.steps for x in report.stages) == 8
+
+
+def test_an_older_checkpoint_of_this_training_is_taken(tmp_path):
+    for number, seed in enumerate((0, 1)):
+        Checkpoints(tmp_path, {"seed": seed}).save((0, number), {}, {"number": number})
+    with pytest.warns(UserWarning, match="another training:\n  seed: saved 1, given 0"):
+        position, _, notes = Checkpoints(tmp_path, {"seed": 0}).load()
+    assert position == (0, 0) and notes == {"number": 0}
 
 
 def test_what_is_refused_gets_no_adapters(tmp_path):
     broken(tmp_path, 3)
     model = m.linear_model()
     count = len(model.weights)
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="trainable .* was"):
+    with pytest.raises(ValueError, match="trainable attention: saved 'maps', given"):
         m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path, trainable="lora")
     assert len(model.weights) == count
     (tmp_path / "file").write_text("")

@@ -1,0 +1,122 @@
+"""Whether training has changed a feature map since the library set its weights.
+
+No flag is set by whatever trains: weights are compared. A map that measures data keeps
+a checksum of the weights that `adapt` left behind; any other map is compared with what
+its seed and its number of draws give.
+"""
+
+import contextlib
+import zlib
+
+import numpy as np
+from keras import ops
+
+# Relative to the largest entry: platforms round random draws differently.
+TOLERANCE = 1e-5
+
+
+def trained_weights(feature_map):
+    """Variables that training changes, of a map and of the maps inside it.
+
+    Frozen ones are among them.
+    """
+    layers = feature_map._flatten_layers()
+    return [v for layer in layers for v in layer._trainable_variables]
+
+
+def checksum(arrays):
+    """A 32-bit number that changes when an entry of any of the arrays does."""
+    total = 0
+    for array in arrays:
+        array = np.ascontiguousarray(as_numpy(array))
+        total = zlib.crc32(array.reshape(-1).view(np.uint8), total)
+    return total
+
+
+def mark_of(feature_map):
+    """A positive int32 that changes when a trained weight of the map does."""
+    weights = trained_weights(feature_map)
+    return checksum(v.value for v in weights) & 0x7FFFFFFF or 1
+
+
+def mark(feature_map):
+    """Records that all trained weights are as the library set them.
+
+    Each calibrated part of the map that has trained weights gets a record of its own.
+    """
+    for part in feature_map._flatten_layers():
+        updates = getattr(part, "updates", None)
+        if updates is not None and trained_weights(part) and _number(updates):
+            updates.assign(mark_of(part))
+
+
+def as_drawn(feature_map):
+    """A copy of a built map that was neither trained nor calibrated."""
+    copy = type(feature_map).from_config(feature_map.get_config())
+    copy.build((None, None, feature_map.num_heads, feature_map.head_dim))
+    parts = zip(copy._flatten_layers(), feature_map._flatten_layers(), strict=True)
+    for part, original in parts:
+        draws = getattr(original, "draws", None)
+        if draws is not None and _number(draws):
+            part.assign_vectors(_number(draws))
+            part.draws.assign(draws)
+    return copy
+
+
+def is_as_drawn(feature_map):
+    """Whether the trained weights of a built map are those of `as_drawn`."""
+    weights = trained_weights(feature_map)
+    if not weights:
+        return True
+    pairs = zip(weights, trained_weights(as_drawn(feature_map)), strict=True)
+    return all(_is_close(*map(_array, pair)) for pair in pairs)
+
+
+def check_untrained(feature_map, discard_training, method):
+    """Raises `ValueError` if a map was trained, unless that is to be discarded."""
+    if feature_map.was_trained and not discard_training:
+        raise ValueError(
+            f"`{method}` would replace weights of {type(feature_map).__name__} that "
+            f"were trained. Received: discard_training={discard_training!r}. Use "
+            "discard_training=True to lose what was trained."
+        )
+
+
+def start_anew(feature_map):
+    """Gives a map the weights it had before it was trained or calibrated."""
+    pairs = zip(feature_map.weights, as_drawn(feature_map).weights, strict=True)
+    for weight, first in pairs:
+        weight.assign(first)
+
+
+@contextlib.contextmanager
+def unchanged_on_error(feature_maps):
+    """Puts the weights of built maps back if the block raises."""
+    weights = [w for feature_map in feature_maps for w in feature_map.weights]
+    before = [np.array(_array(w)) for w in weights]
+    try:
+        yield
+    except BaseException:
+        for weight, value in zip(weights, before, strict=True):
+            weight.assign(value)
+        raise
+
+
+def _is_close(a, b):
+    return np.max(np.abs(a - b), initial=0) <= TOLERANCE * np.max(np.abs(b), initial=0)
+
+
+def as_numpy(array):
+    """A NumPy array of a tensor, or of the value of a variable."""
+    if array.shape == ():
+        # NumPy refuses scalar variables of TensorFlow's distribution strategies.
+        return ops.convert_to_numpy(ops.reshape(array, (1,)))[0]
+    return ops.convert_to_numpy(array)
+
+
+def _array(variable):
+    return as_numpy(variable.value)
+
+
+def _number(variable):
+    return int(_array(variable))

@@ -1,0 +1,195 @@
+"""What a batch of data must be, and what is wrong with one that a model refuses."""
+
+import sys
+
+import keras
+import numpy as np
+
+# Of several KerasHub preprocessors that fit, the first of these kinds is named: it
+# gives the plain inputs of the model.
+KINDS = ("TextClassifier", "CausalLM", "Seq2SeqLM", "")
+
+
+def check_batches(data):
+    """Raises `ValueError` for what cannot be an iterable of batches."""
+    reason = None
+    if isinstance(data, dict):
+        reason = f"{described(data)}, which is one batch. Put it into a list: `[data]`"
+    elif is_text(data):
+        reason = f"{described(data)}, which is text. Turn texts into tokens first"
+    elif callable(data) and not hasattr(data, "__iter__"):
+        reason = "a function. Call it, and pass the iterable that it gives"
+    elif not hasattr(data, "__iter__") or getattr(data, "shape", None) == ():
+        reason = f"data={data!r:.40} of type {type(data).__name__}"
+    if reason is not None:
+        raise ValueError(
+            "`data` must be an iterable of batches, each what `model(batch)` takes. "
+            f"Received: {reason}."
+        )
+
+
+def refusal(model, batch, error=None, data=None):
+    """`ValueError` that says why a model did not run on a batch.
+
+    Args:
+        model: A model.
+        batch: What it was given.
+        error: What it raised, or `None` if it was not asked.
+        data: What the batch is from, or `None`.
+    """
+    wanted, received = _wanted(model), described(batch)
+    raised = "" if error is None else f" The model raised {_named(error)}."
+    hint = too_long(model, batch)
+    if any(map(is_text, keras.tree.flatten(batch))):
+        hint = f"Turn texts into tokens first, {preprocessor_hint(model)}."
+    elif not hint and _is_labelled(model, batch):
+        hint = "Leave labels and weights out, as it seems to be (inputs, labels)."
+    elif not hint and _is_row(model, batch, data):
+        hint = (
+            "It is a row of the array that `data` is. Put the array into a list, "
+            "`[data]`, if it is one batch."
+        )
+    if not hint and error is not None and _fits(model, batch):
+        return ValueError(
+            f"`model` must be able to run on each batch of `data`.{raised} The batch "
+            f"was {received}."
+        )
+    return ValueError(
+        f"Each batch of `data` must be what `model(batch)` takes: {wanted}. Received: "
+        f"{received}.{raised} {hint}".rstrip()
+    )
+
+
+def too_long(model, batch):
+    """What to do about more tokens than a model has positions; empty if it has enough.
+
+    Args:
+        model: A model.
+        batch: What it was given.
+    """
+    limits = [
+        x for layer in model._flatten_layers()
+        for x in [getattr(layer, "max_sequence_length", None)]
+        if isinstance(x, int)
+    ]  # fmt: skip
+    shapes = [getattr(x, "shape", ()) for x in keras.tree.flatten(batch)]
+    lengths = [x[1] for x in shapes if len(x) == 2 and isinstance(x[1], int)]
+    if not limits or not lengths or max(lengths) <= min(limits):
+        return ""
+    return (
+        f"The batch has {max(lengths)} tokens, and the model has positions for "
+        f"{min(limits)} (`max_sequence_length`). Cut the texts, or extend the model: "
+        f"`keras_rfattn.models.extend_positions(model, {max(lengths)})`."
+    )
+
+
+def preprocessor_hint(model):
+    """Text that names the KerasHub preprocessor of a model, if there is one."""
+    if getattr(model, "preprocessor", None) is not None:
+        return "as `model.preprocessor` does"
+    name = _preprocessor_name(model)
+    if name is None:
+        return "with the model's tokenizer"
+    return f"such as with `keras_hub.models.{name}`"
+
+
+def _preprocessor_name(model):
+    """Name of the preprocessor class of a KerasHub model, or of one that is inside."""
+    hub = sys.modules.get("keras_hub")
+    if hub is None:
+        return None
+    task = original_class(model)
+    own = getattr(task, "preprocessor_cls", None)
+    if own is not None:
+        return own.__name__
+    for layer in model._flatten_layers():
+        cls = original_class(layer)
+        names = [
+            name for name, x in vars(hub.models).items()
+            if isinstance(x, type) and issubclass(x, hub.models.Preprocessor)
+            and x.backbone_cls is cls and "Masked" not in name
+        ]  # fmt: skip
+        if names:
+            return min(names, key=_kind)
+    return None
+
+
+def _kind(name):
+    return next(i for i, kind in enumerate(KINDS) if kind in name), name
+
+
+def original_class(model):
+    """The class that a model had before its attention was replaced."""
+    return getattr(type(model), "original_class", None) or type(model)
+
+
+def is_text(x):
+    """Whether it is a string, or an array or list of nothing but strings."""
+    if isinstance(x, np.ndarray) and x.dtype.kind == "O":
+        return all(isinstance(i, (str, bytes)) for i in x.flat)
+    if isinstance(x, np.ndarray):
+        return x.dtype.kind in "US"
+    return isinstance(x, (str, bytes)) or "string" in str(getattr(x, "dtype", ""))
+
+
+def described(x):
+    """What something is, for errors."""
+    if isinstance(x, dict):
+        parts = (f"{key!r}: {described(value)}" for key, value in x.items())
+        return "a dict of " + ", ".join(parts)
+    if isinstance(x, (list, tuple)):
+        kind = f"a {type(x).__name__} of {len(x)}"
+        return f"{kind}: " + ", ".join(map(described, x[:3])) if x else "an empty list"
+    if hasattr(x, "shape"):
+        of_objects = " of objects" * (str(getattr(x, "dtype", "")) == "object")
+        return f"an array{of_objects} of shape {tuple(x.shape)}"
+    return f"{x!r:.40} of type {type(x).__name__}"
+
+
+def _inputs(model):
+    return getattr(model, "input", None) if hasattr(model, "inputs") else None
+
+
+def _wanted(model):
+    inputs = _inputs(model)
+    return "an array" if inputs is None else described(inputs)
+
+
+def _named(error):
+    text = f"{error}".strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_labelled(model, batch):
+    inputs = _inputs(model)
+    is_pair = isinstance(batch, tuple) and len(batch) in (2, 3)
+    return is_pair and inputs is not None and not isinstance(inputs, (list, tuple))
+
+
+def _is_row(model, batch, data):
+    inputs = _inputs(model)
+    return (
+        hasattr(data, "shape")
+        and hasattr(inputs, "shape")
+        and hasattr(batch, "shape")
+        and len(batch.shape) == len(inputs.shape) - 1
+    )
+
+
+def _fits(model, batch):
+    """Whether a batch has the names and shapes that a model says it takes."""
+    inputs = _inputs(model)
+    if inputs is None:
+        return True
+    if isinstance(inputs, dict):
+        if not isinstance(batch, dict) or set(inputs) - set(batch):
+            return False
+        batch = {name: batch[name] for name in inputs}
+    wanted, given = keras.tree.flatten(inputs), keras.tree.flatten(batch)
+    if len(wanted) != len(given):
+        return False
+    return all(
+        len(a.shape) == len(getattr(b, "shape", ()))
+        and all(n in (None, m) for n, m in zip(a.shape, b.shape, strict=True))
+        for a, b in zip(wanted, given, strict=True)
+    )

@@ -1,0 +1,39 @@
+"""Under which of TensorFlow's distribution strategies the weights of a model are."""
+
+import contextlib
+
+import keras
+
+
+def strategy_scope(layer):
+    """The scope of the strategy that a layer's weights were made in, to add others.
+
+    Args:
+        layer: A built layer or model.
+
+    Returns:
+        A context manager. It does nothing where there is no strategy, or its scope is
+        entered already.
+
+    Raises:
+        ValueError: If the scope of another strategy than the layer's is entered.
+    """
+    if keras.backend.backend() != "tensorflow" or not layer.weights:
+        return contextlib.nullcontext()
+    import tensorflow as tf
+
+    value = layer.weights[0].value
+    own = getattr(value, "distribute_strategy", None)
+    current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    if own is current:
+        return contextlib.nullcontext()
+    if current is None:
+        return own.scope()
+    made = "outside of any strategy's scope"
+    made = made if own is None else f"in the scope of another, {type(own).__name__}"
+    raise ValueError(
+        "Weights must be added to a model in the scope of the strategy that it was "
+        f"made in. Received: the scope of {type(current).__name__}, and "
+        f"'{layer.name}', which was made {made}. Leave the scope, or make the model in "
+        "it."
+    )

@@ -1,0 +1,77 @@
+"""All of the time that `uptrain` takes is in its report."""
+
+import time
+
+import keras
+import pytest
+
+from keras_rfattn.uptraining.attention import AttentionStage
+from keras_rfattn.uptraining.clock import OVERHEAD
+from keras_rfattn.uptraining.clock import Clock
+from tests.uptraining import models as m
+
+
+def test_a_clock_leaves_no_time_out(monkeypatch):
+    now = iter([10.0, 11.0, 14.0, 14.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    clock = Clock()
+    clock.lap("a")
+    clock.lap("b")
+    assert clock.lap("a") == 1.5
+    clock.add({"b": 2.0, "c": 1.0})
+    assert clock.seconds == {"a": 1.5, "b": 5.0, "c": 1.0}
+
+
+@pytest.mark.parametrize("trainable", ["maps", "lora"])
+def test_rows_add_up_to_the_time_of_the_call(trainable):
+    model = m.linear_model("favorpp_learned", num_features=8)
+    start = time.perf_counter()
+    report = m.uptrain(model, steps=4, trainable=trainable)
+    wall = time.perf_counter() - start
+    assert 0.97 * wall < report.seconds <= wall
+    overhead = dict(report.overhead)
+    assert tuple(overhead) == OVERHEAD
+    assert overhead["measuring before"] > 0 and overhead["measuring after"] > 0
+    stages = sum(stage.seconds for stage in report.stages)
+    assert report.seconds == pytest.approx(stages + sum(overhead.values()))
+    lines = str(report).splitlines()
+    names = [line.split("  ")[0] for line in lines[2 : lines.index("")]]
+    assert names == [
+        "preparing", "measuring before", "calibrate", "attention", "features",
+        "saving", "measuring after", "all",
+    ]  # fmt: skip
+
+
+def test_an_interrupted_run_has_the_time_before_it(tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                raise KeyboardInterrupt
+
+    arguments = {"stages": "attention", "checkpoint_dir": tmp_path, "save_every": 1}
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        m.uptrain(m.linear_model(), callbacks=[Stop()], **arguments)
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    report = m.uptrain(m.linear_model(), **arguments)
+    second = time.perf_counter() - start
+    assert second < report.seconds < first + second
+
+
+def test_measuring_is_compiled_once_and_shows_progress(capsys, monkeypatch):
+    made = []
+    make = AttentionStage.make_predict_function
+
+    def counted(stage, force=False):
+        if stage.predict_function is None or force:
+            made.append(stage)
+        return make(stage, force)
+
+    monkeypatch.setattr(AttentionStage, "make_predict_function", counted)
+    m.uptrain(m.linear_model(), verbose=2, steps=4)
+    assert len(made) == 1
+    text = capsys.readouterr().out
+    for when in ("before", "after"):
+        assert f"Measuring the error of attention {when} training" in text
+    assert "4/" in text

@@ -1,0 +1,247 @@
+"""What was trained is never fitted again in silence."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_rfattn
+from keras_rfattn import feature_maps
+from tests import helpers as h
+from tests.uptraining import models as m
+
+MAPS = {
+    "favorpp_learned": lambda: feature_maps.FavorPPLearned(8, seed=0),
+    "one_a": lambda: feature_maps.FavorPPLearned(8, start="favorpp", seed=0),
+    "conditioned": lambda: feature_maps.Conditioned(
+        feature_maps.FavorPPLearned(8, start="favorplus", seed=0)
+    ),
+    "conditioned_hedgehog": lambda: feature_maps.Conditioned(
+        feature_maps.Hedgehog(seed=0)
+    ),
+    "hybrid": lambda: feature_maps.Hybrid(
+        [feature_maps.FavorPPLearned(8, seed=0), feature_maps.Favor(8, seed=0)],
+        [feature_maps.AngularCoefficient(4, seed=0)],
+        seed=0,
+    ),
+}
+
+
+def built(name):
+    feature_map = MAPS[name]()
+    feature_map.build((None, None, 2, 4))
+    return feature_map
+
+
+def sample(seed=0, size=1.0):
+    generator = np.random.default_rng(seed)
+    return [tuple(size * generator.normal(size=(2, 2, 20, 4)))]
+
+
+def train(feature_map, by=0.01):
+    for weight in feature_map.trainable_variables:
+        weight.assign(weight + by)
+
+
+def values(layer):
+    return [np.array(keras.ops.convert_to_numpy(w)) for w in layer.weights]
+
+
+def assert_unchanged(layer, before):
+    for found, expected in zip(values(layer), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("is_calibrated", [True, False])
+@pytest.mark.parametrize("name", MAPS)
+def test_a_trained_map_adapts_only_if_training_is_discarded(name, is_calibrated):
+    feature_map = built(name)
+    assert not feature_map.was_trained
+    if is_calibrated:
+        feature_map.adapt(sample())
+        # Measured anew, as nothing was trained.
+        feature_map.adapt(sample(1, size=0.5))
+        assert not feature_map.was_trained
+    train(feature_map)
+    assert feature_map.was_trained
+    before = values(feature_map)
+    with pytest.raises(ValueError, match="that were trained.*discard_training=True"):
+        feature_map.adapt(sample())
+    assert_unchanged(feature_map, before)
+    feature_map.adapt(sample(), discard_training=True)
+    fresh = built(name)
+    fresh.adapt(sample())
+    assert_unchanged(feature_map, values(fresh))
+    assert not feature_map.was_trained
+
+
+@pytest.mark.parametrize("name", feature_maps.list())
+def test_every_map_of_the_registry_knows(name):
+    feature_map = h.case(name) and feature_maps.get(name, seed=3, **h.small(name))
+    feature_map.build((None, None, h.KV_HEADS, h.HEAD_DIM))
+    can_train = bool(feature_map.trainable_variables)
+    assert not feature_map.was_trained
+    if isinstance(feature_map, feature_maps.RandomFeatureMap) and can_train:
+        feature_map.redraw()
+        assert not feature_map.was_trained
+    train(feature_map)
+    assert feature_map.was_trained == can_train
+    assert can_train or name not in ("hedgehog", "favorpp_learned", "polysketch_linear")
+
+
+def test_vectors_that_do_not_train_are_redrawn_beside_weights_that_do():
+    feature_map = feature_maps.get("polysketch", num_features=4, seed=0)
+    feature_map.build((None, None, 2, 4))
+    train(feature_map)
+    before = values(feature_map)
+    feature_map.redraw()
+    matrices, draws, *norms = values(feature_map)
+    assert feature_map.was_trained and draws == 1 and np.all(matrices != before[0])
+    for found, expected in zip(norms, before[2:], strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["polysketch_linear", "favorpp_learned"])
+def test_a_trained_map_is_redrawn_only_if_training_is_discarded(name):
+    def fresh():
+        found = feature_maps.get(name, num_features=4, seed=0)
+        found.build((None, None, 2, 4))
+        if found.is_adaptive:
+            found.adapt(sample())
+        found.redraw()
+        return found
+
+    feature_map = fresh()
+    assert not feature_map.was_trained
+    train(feature_map)
+    before = values(feature_map)
+    with pytest.raises(ValueError, match="`redraw` would replace.*that were trained"):
+        feature_map.redraw()
+    assert_unchanged(feature_map, before)
+    feature_map.redraw(discard_training=True)
+    assert not feature_map.was_trained
+    again = feature_maps.get(name, num_features=4, seed=0)
+    again.build((None, None, 2, 4))
+    again.redraw()
+    again.redraw()
+    assert_unchanged(feature_map, values(again))
+
+
+def test_a_map_made_of_another_is_not_trained():
+    source = feature_maps.get("favorpp_dense", num_features=8, seed=0)
+    source.build((None, None, 2, 4))
+    source.redraw()
+    source.adapt(sample())
+    learned = feature_maps.FavorPPLearned.of(source)
+    assert not learned.was_trained
+    learned.adapt(sample(1))
+    train(learned)
+    assert learned.was_trained
+
+
+def test_features_of_a_trained_map_adapt_only_if_training_is_discarded():
+    layer = keras_rfattn.layers.KernelFeatures("favorpp_learned", seed=0)
+    x = np.random.default_rng(0).normal(size=(30, 4))
+    layer.adapt(x)
+    train(layer.feature_map)
+    with pytest.raises(ValueError, match="that were trained"):
+        layer.adapt(x)
+    layer.adapt(x, discard_training=True)
+    assert not layer.feature_map.was_trained
+
+
+def trained(steps=24):
+    model = m.linear_model("favorpp_learned", num_features=8)
+    return model, m.uptrain(model, steps=steps)
+
+
+def saved(model, kind, folder):
+    """The model after saving and loading."""
+    if kind == "keras":
+        model.save(folder / "model.keras")
+        return keras.models.load_model(folder / "model.keras")
+    model.save_weights(folder / "model.weights.h5")
+    loaded = m.linear_model("favorpp_learned", num_features=8, seed=1)
+    loaded.load_weights(folder / "model.weights.h5")
+    return loaded
+
+
+def test_a_second_uptraining_goes_on_from_the_first(tmp_path):
+    model, first = trained()
+    assert first.after < 0.8 * first.before
+    for kind in ("memory", "keras", "weights"):
+        again = model if kind == "memory" else saved(model, kind, tmp_path)
+        second = m.uptrain(again, steps=2)
+        assert second.before == pytest.approx(first.after, rel=1e-3)
+        assert second.after < 1.05 * first.after
+        assert "trained" in second.stages[0].note
+        assert "'attention_0'" in str(second) and "'attention_1'" in str(second)
+        if kind == "memory":
+            # For the others, as it was.
+            model, first = again, second
+
+
+def test_calibrating_what_was_trained_is_refused():
+    model = m.linear_model("favorpp_learned", num_features=8)
+    keras_rfattn.calibrate(model, [m.tokens(8)], verbose=0)
+    keras_rfattn.calibrate(model, [m.tokens(8)], verbose=0)
+    model.compile(keras.optimizers.Adam(1e-3), "mse", run_eagerly=True)
+    x = m.tokens(8)
+    model.fit(x, np.zeros((8, m.TOKENS, m.DIM)), verbose=0, batch_size=8)
+    before = values(model)
+    with pytest.raises(ValueError, match="attention_0'.*attention_1'.*discard_train"):
+        keras_rfattn.calibrate(model, [x], verbose=0)
+    report = m.uptrain(model, stages="calibrate")
+    assert "trained" in report.stages[0].note
+    assert_unchanged(model, before)
+    keras_rfattn.calibrate(model, [x], verbose=0, discard_training=True)
+    assert not model.get_layer("attention_0").feature_map.was_trained
+
+
+def test_only_the_maps_that_were_not_trained_are_calibrated():
+    model = m.linear_model("favorpp_learned", num_features=8)
+    first, second = (model.get_layer(f"attention_{i}").feature_map for i in (0, 1))
+    train(first)
+    before = values(first)
+    report = m.uptrain(model, stages="calibrate")
+    assert_unchanged(first, before)
+    assert second.is_calibrated
+    assert "'attention_0'" in report.stages[0].note
+    assert "'attention_1'" not in report.stages[0].note
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["favorpp", "favorpp_dense"])
+def test_calibrating_again_keeps_what_would_become_worse(name):
+    model = m.linear_model(name, num_features=8)
+    first = m.uptrain(model, steps=40, trainable="query_key", stages=(
+        "calibrate", "attention"
+    ))  # fmt: skip
+    with pytest.warns(UserWarning, match="not the checkpoint's"):
+        second = m.uptrain(model, stages="calibrate")
+    assert second.after <= 1.01 * second.before < first.before
+
+
+def test_merely_calibrated_maps_are_measured_again():
+    model = m.linear_model("favorpp", num_features=8)
+    keras_rfattn.calibrate(model, [np.ones((2, m.TOKENS), "int32")], verbose=0)
+    feature_map = model.get_layer("attention_0").feature_map
+    before = h.to_numpy(feature_map.mean_square)
+    keras_rfattn.calibrate(model, [m.tokens()], verbose=0)
+    assert np.all(h.to_numpy(feature_map.mean_square) != before)
+
+
+def test_calibrate_after_refuses_maps_that_train():
+    model = m.linear_model("favorpp_learned", num_features=8)
+    model.compile("sgd", "mse")
+    x, y = m.tokens(8), np.zeros((8, m.TOKENS, m.DIM))
+    before = values(model)
+    after = keras_rfattn.CalibrateAfter([x], 1)
+    with pytest.raises(ValueError, match="attention_0'.*discard_training=True"):
+        model.fit(x, y, verbose=0, callbacks=[after])
+    assert_unchanged(model, before)
+    for layer in model.layers:
+        if hasattr(layer, "feature_map"):
+            layer.feature_map.trainable = False
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(x, y, verbose=0, callbacks=[after])
+    assert model.get_layer("attention_0").feature_map.is_calibrated
