@@ -3,13 +3,13 @@
 The table itself stands in `keras_rfattn/feature_maps/__init__.py`.
 """
 
-import difflib
-
 import keras
 
 from keras_rfattn.feature_maps.arguments import check_num_features
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.spelling import hint
+from keras_rfattn.feature_maps.spelling import way_out
 
 # Name -> class.
 FEATURE_MAPS = {}
@@ -34,29 +34,42 @@ def get(identifier, **arguments):
     arguments = {k: v for k, v in arguments.items() if v is not None}
     if isinstance(identifier, str):
         if identifier not in FEATURE_MAPS:
-            close = difflib.get_close_matches(identifier, FEATURE_MAPS, n=1, cutoff=0)
+            found = hint(identifier, FEATURE_MAPS)
             raise ValueError(
                 f"`feature_map` must be one of {list()}. "
                 f"Received: feature_map={identifier!r}. "
-                f"Did you mean {close[0]!r}?"
+                f"{found or 'The page Mechanisms of the documentation describes each.'}"
             )
         if "num_features" in arguments:
             check_num_features(arguments["num_features"])
         return FEATURE_MAPS[identifier](**arguments)
+    found = identifier
     if isinstance(identifier, dict):
-        identifier = deserialize(identifier)
-    if not isinstance(identifier, FeatureMap):
+        found = _from_config(identifier)
+    if not isinstance(found, FeatureMap):
         raise TypeError(
             f"`feature_map` must be a name ({', '.join(list())}), a `FeatureMap` or "
-            f"its config. Received: feature_map={identifier!r} of type "
-            f"{type(identifier).__name__}."
+            f"its config. Received: feature_map={found!r:.200} of type "
+            f"{type(found).__name__}.{way_out(found)}"
         )
     if arguments:
         raise ValueError(
             f"{sorted(arguments)} must be set on the feature map itself. Received: "
-            f"feature_map={identifier!r} and {arguments}."
+            f"feature_map={found!r} and {arguments}."
         )
-    return identifier
+    return found
+
+
+def _from_config(config):
+    """What a config dict describes; `TypeError` if it describes nothing."""
+    is_config = isinstance(config.get("class_name"), str)
+    if not is_config or not isinstance(config.get("config"), dict):
+        raise TypeError(
+            "`feature_map` must be a config that `keras_rfattn.feature_maps.serialize` "
+            f"returns, if it is a dict. Received: feature_map={config!r:.200}. Use a "
+            "`keras_rfattn.models.Plan` to give each layer a map of its own."
+        )
+    return deserialize(config)
 
 
 def resolve(identifier, num_features=None, seed=None, name=None):
