@@ -42,10 +42,10 @@ def check_options(options, feature_map):
     if options.window is not None and feature_map.exact_kernel is None:
         name = feature_maps.name_of(feature_map)
         raise ValueError(
-            f"`window` must be `None` for {name!r}: attention within a window is exact, "
-            "which needs a map whose kernel is softmax or polynomial, and its kernel is "
-            f"{feature_map.kernel!r}. Received: window={options.window}. Use "
-            f"window=None, or one of {_with_exact_kernel()}."
+            f"`window` must be `None` for {name!r}: attention within a window is "
+            "exact, which needs a map whose kernel is softmax or polynomial, and its "
+            f"kernel is {feature_map.kernel!r}. Received: window={options.window}. "
+            f"Use window=None, or one of {_with_exact_kernel()}."
         )
 
 
