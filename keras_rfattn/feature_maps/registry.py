@@ -45,7 +45,7 @@ def get(identifier, **arguments):
         return FEATURE_MAPS[identifier](**arguments)
     found = identifier
     if isinstance(identifier, dict):
-        found = _from_config(identifier)
+        found = deserialize(identifier)
     if not isinstance(found, FeatureMap):
         raise TypeError(
             f"`feature_map` must be a name ({', '.join(list())}), a `FeatureMap` or "
@@ -60,16 +60,12 @@ def get(identifier, **arguments):
     return found
 
 
-def _from_config(config):
-    """What a config dict describes; `TypeError` if it describes nothing."""
-    is_config = isinstance(config.get("class_name"), str)
-    if not is_config or not isinstance(config.get("config"), dict):
-        raise TypeError(
-            "`feature_map` must be a config that `keras_rfattn.feature_maps.serialize` "
-            f"returns, if it is a dict. Received: feature_map={config!r:.200}. Use a "
-            "`keras_rfattn.models.Plan` to give each layer a map of its own."
-        )
-    return deserialize(config)
+def check_identifier(identifier, num_features=None, seed=None):
+    """Raises what `resolve` raises, and draws nothing from Keras' global seed."""
+    if isinstance(identifier, str):
+        check_seed(seed)
+        seed = 0
+    resolve(identifier, num_features, seed)
 
 
 def resolve(identifier, num_features=None, seed=None, name=None):
@@ -109,8 +105,10 @@ def register(name, cls=None):
 
     Raises:
         ValueError: If the name is taken by another class.
-        TypeError: If `cls` is not a subclass of `FeatureMap`.
+        TypeError: If `name` is no string or `cls` not a subclass of `FeatureMap`.
     """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"`name` must be a string, not empty. Received: name={name!r}.")
     if cls is None:
         return lambda cls: register(name, cls)
     if not isinstance(cls, type) or not issubclass(cls, FeatureMap):
@@ -159,7 +157,17 @@ def serialize(feature_map):
 
     Returns:
         A dict of plain Python values, as of `keras.saving.serialize_keras_object`.
+
+    Raises:
+        TypeError: If `feature_map` is not a `FeatureMap`.
     """
+    if not isinstance(feature_map, FeatureMap):
+        raise TypeError(
+            "`feature_map` must be a `FeatureMap`. Received: "
+            f"feature_map={feature_map!r:.200} of type {type(feature_map).__name__}."
+            f"{way_out(feature_map)} `keras_rfattn.feature_maps.get` makes one of a "
+            "name."
+        )
     config = keras.saving.serialize_keras_object(feature_map)
     config.pop("build_config", None)
     return config
@@ -173,5 +181,15 @@ def deserialize(config):
 
     Returns:
         A `FeatureMap`.
+
+    Raises:
+        TypeError: If `config` is no such dict.
     """
+    is_config = isinstance(config, dict) and isinstance(config.get("class_name"), str)
+    if not is_config or not isinstance(config.get("config"), dict):
+        raise TypeError(
+            "`feature_map` must be a config that `keras_rfattn.feature_maps.serialize` "
+            f"returns, if it is a dict. Received: feature_map={config!r:.200}. Use a "
+            "`keras_rfattn.models.Plan` to give each layer a map of its own."
+        )
     return keras.saving.deserialize_keras_object(config)

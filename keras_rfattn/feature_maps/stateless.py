@@ -130,6 +130,12 @@ def of_finite_tokens(method):
     """`query_features` or `key_features` by law 7; its `marked` gives `Marked`."""
 
     def marked(self, x, stats=None):
+        if not self.built:
+            raise ValueError(
+                f"{type(self).__name__} must be built before it computes features. "
+                "Received: built=False. Call `build((None, None, num_heads, "
+                "head_dim))` first."
+            )
         x = ops.cast(x, wide_dtype(x))
         x, spoiled = apart(x)
         return Marked(method(self, x, stats), spoiled)

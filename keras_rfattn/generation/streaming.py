@@ -8,6 +8,7 @@ from keras import ops
 
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
+from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import projection
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.decoding import empty_state
@@ -93,6 +94,7 @@ def step(model, tokens, state, padding_mask=None):
 
 def check(model):
     """The `Stream` of a model; `TypeError` if it cannot be decoded with a state."""
+    check_model(model)
     stream = vars(model).get("stream_function")
     if stream is not None and stream.variables == variables_of(model):
         return stream
@@ -109,13 +111,18 @@ def check(model):
     return stream
 
 
-def check_state(model, state, batch_size):
-    """Raises unless a state is of a model and a batch size."""
+def check_type(state):
+    """Raises `TypeError` unless a state is a `Cache`."""
     if not isinstance(state, Cache):
         raise TypeError(
-            "`state` must be what `keras_rfattn.generation.prefill` returned. "
-            f"Received: {type(state).__name__}."
+            "`state` must be the state that `keras_rfattn.generation.prefill` returned "
+            f"beside the logits. Received: {type(state).__name__}."
         )
+
+
+def check_state(model, state, batch_size):
+    """Raises unless a state is of a model and a batch size."""
+    check_type(state)
     stream = check(model)
     wanted = stream.shapes
     received = _shapes(state)
