@@ -119,10 +119,8 @@ def check_lengths(mask, query_length, key_length):
             continue
         shape = tuple(x.shape)
         # Lengths that are not known yet may be anything.
-        is_known = len(shape) == 2 and all(
-            isinstance(n, int) for n in (shape[1], length)
-        )
-        if len(shape) != 2 or (is_known and shape[1] not in (1, length)):
+        is_open = not all(isinstance(n, int) for n in (*shape[1:], length))
+        if len(shape) != 2 or not (is_open or shape[1] in (1, length)):
             raise ValueError(
                 f"`{name}` must have shape (B, {length}), a column for each token. "
                 f"Received: {name}.shape={shape}."
