@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from keras_rfattn.feature_maps import FeatureMap
+from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.kernels import variance
 
 # Pairs at once, which bounds the memory.
@@ -20,11 +22,15 @@ def predicted_variance(feature_map, head=0, stats=None):
         stats: What `feature_map.statistics` gives, where its parameters are not
             stored.
 
+    Raises:
+        TypeError: If `feature_map` is no `FeatureMap`.
+        ValueError: If it is not built or has no such head.
+
     Returns:
         A function `(queries, keys) -> variance / kernel²` of pairs, `(..., H)` twice
         to `(...)`, or `None` if no closed form is known.
     """
-    moment = feature_map.log_moment(head, stats)
+    moment = log_moment(feature_map, head, stats)
     if moment is None:
         return None
     covariance = feature_map.relative_covariance(head)
@@ -62,4 +68,26 @@ def log_moment(feature_map, head=0, stats=None):
         the random vectors meet: `feature_map.meets(query, key, head)`, which is queries
         and keys themselves but for conditioned maps. `None` if no closed form is known.
     """
+    _check(feature_map, head)
     return feature_map.log_moment(head, stats)
+
+
+def _check(feature_map, head):
+    """Raises unless a map is built and has such a key/value head."""
+    if not isinstance(feature_map, FeatureMap):
+        raise TypeError(
+            "`feature_map` must be a built `FeatureMap`. Received: "
+            f"feature_map={feature_map!r:.80} of type {type(feature_map).__name__}. "
+            "Use `keras_rfattn.feature_maps.get` and `build`."
+        )
+    if not feature_map.built:
+        raise ValueError(
+            "`feature_map` must be built. Received: "
+            f"{type(feature_map).__name__} with built=False. Call "
+            "`build((None, None, num_heads, head_dim))` first."
+        )
+    if not is_integer(head) or not 0 <= head < feature_map.num_heads:
+        raise ValueError(
+            f"`head` must be an integer from 0 to {feature_map.num_heads - 1}. "
+            f"Received: head={head!r}."
+        )

@@ -181,7 +181,8 @@ def _check_arguments(error, budget, candidates, widths):
         )
     if error is not None and (not _is_number(error) or not 0 < error < 1):
         raise ValueError(f"`error` must be between 0 and 1. Received: error={error!r}.")
-    widths = [widths] if isinstance(widths, (int, str, float)) else list(widths)
+    is_listed = isinstance(widths, (list, tuple, range, np.ndarray))
+    widths = list(widths) if is_listed else [widths]
     integers = [
         x for x in widths
         if isinstance(x, (int, np.integer)) and not isinstance(x, bool) and x > 0

@@ -8,6 +8,7 @@ from keras import ops
 from keras_rfattn.diagnostics.attribute import answering
 from keras_rfattn.diagnostics.attribute import as_number
 from keras_rfattn.diagnostics.attribute import check_arguments
+from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.checks import num_heads
 from keras_rfattn.models.survey import survey
@@ -57,7 +58,7 @@ class Sensitivity:
             ValueError: If parts are layers (`heads=False`), or there are fewer.
         """
         parts = [part for part in self.parts if part.head is not None]
-        if not 1 <= count <= len(parts):
+        if not is_integer(count) or not 1 <= count <= len(parts):
             raise ValueError(
                 f"`count` must be from 1 to the number of heads, {len(parts)}. "
                 f"Received: count={count!r}. Heads are there with `heads=True`."

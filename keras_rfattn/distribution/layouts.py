@@ -28,10 +28,15 @@ def layout_map(model, mesh, axis="model"):
         A `keras.distribution.LayoutMap` by the paths of the model's weights.
 
     Raises:
-        TypeError: If `model` is not a Keras layer.
+        TypeError: If `model` is not a Keras layer, or `mesh` not a mesh.
         ValueError: If the model is not built, or `mesh` has no such axis.
     """
     check_model(model)
+    if not isinstance(mesh, keras.distribution.DeviceMesh):
+        raise TypeError(
+            "`mesh` must be a `keras.distribution.DeviceMesh`. Received: "
+            f"mesh={mesh!r:.80} of type {type(mesh).__name__}."
+        )
     if axis not in mesh.axis_names:
         raise ValueError(
             f"`axis` must be one of the mesh, {list(mesh.axis_names)}. "
@@ -64,7 +69,18 @@ def distribute(model, layouts):
     Args:
         model: The model.
         layouts: What `layout_map` returned.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer, or `layouts` not a `LayoutMap`.
+        ValueError: If the model is not built.
     """
+    check_model(model)
+    if not isinstance(layouts, keras.distribution.LayoutMap):
+        raise TypeError(
+            "`layouts` must be a `keras.distribution.LayoutMap`, as `layout_map` "
+            f"returns it. Received: layouts={layouts!r:.80} of type "
+            f"{type(layouts).__name__}."
+        )
     # The states of random generators, too.
     for weight in model.variables:
         layout = layouts[weight.path]

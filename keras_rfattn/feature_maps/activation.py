@@ -5,6 +5,7 @@ import math
 import keras
 from keras import ops
 
+from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.arguments import refuse_vectors
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.base import without
@@ -66,9 +67,9 @@ class OfRelu:
 
     def __init__(self, *args, epsilon=1e-3, **kwargs):
         super().__init__(*args, **kwargs)
-        if not epsilon > 0:
+        if not is_number(epsilon) or not epsilon > 0:
             raise ValueError(
-                f"`epsilon` must be positive. Received: epsilon={epsilon}."
+                f"`epsilon` must be positive. Received: epsilon={epsilon!r}."
             )
         self.epsilon = epsilon
 

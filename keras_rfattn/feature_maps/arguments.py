@@ -8,10 +8,27 @@ def derive_seed(*entropy):
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
+def is_integer(x):
+    """Whether x is an integer of Python or NumPy, and no boolean."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def is_number(x):
+    """Whether x is a real number of Python or NumPy, and no boolean."""
+    return isinstance(x, (int, float, np.number)) and not isinstance(x, bool)
+
+
+def check_flag(name, value):
+    """Raises `ValueError` unless an argument is `True` or `False`."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(
+            f"`{name}` must be `True` or `False`. Received: {name}={value!r:.80}."
+        )
+
+
 def check_seed(seed):
     """Raises `ValueError` unless `seed` is a non-negative integer or `None`."""
-    is_integer = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
-    if seed is not None and not (is_integer and seed >= 0):
+    if seed is not None and not (is_integer(seed) and seed >= 0):
         raise ValueError(
             f"`seed` must be a non-negative integer or `None`. Received: seed={seed!r}."
         )
@@ -19,8 +36,7 @@ def check_seed(seed):
 
 def check_num_features(num_features):
     """Raises `ValueError` unless `num_features` is a positive integer."""
-    is_integer = isinstance(num_features, (int, np.integer))
-    if not is_integer or isinstance(num_features, bool) or num_features <= 0:
+    if not is_integer(num_features) or num_features <= 0:
         raise ValueError(
             "`num_features` must be a positive integer or `None` (256). "
             f"Received: num_features={num_features!r}."

@@ -28,6 +28,7 @@ import math
 import keras
 from keras import ops
 
+from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.stateless import FeatureFunction
 from keras_rfattn.feature_maps.stateless import complete
 from keras_rfattn.feature_maps.weights import Weights
@@ -45,8 +46,7 @@ class FeatureMap(Weights, keras.layers.Layer):
     by `log_moment`.
 
     Args:
-        seed: Non-negative integer, of what is random about it; drawn by Keras' global
-            seed if `None`.
+        seed: Non-negative integer; drawn by Keras' global seed if `None`.
         **kwargs: Arguments of `keras.layers.Layer`.
     """
 
@@ -72,7 +72,7 @@ class FeatureMap(Weights, keras.layers.Layer):
     assumes_equal_lengths = False
     # Number of random vectors, or what else decides the width; `None` if nothing does.
     num_features = None
-    # At which `uptrain` trains it against attention, by default.
+    # Default of `uptrain`, which trains it against attention.
     learning_rate = 0.02
     # Of a map in an attention layer, where a file may be a softmax checkpoint's.
     presence = None
@@ -85,6 +85,7 @@ class FeatureMap(Weights, keras.layers.Layer):
 
     def __init__(self, *, seed=None, **kwargs):
         super().__init__(**kwargs)
+        check_seed(seed)
         if seed is None:
             # The first word of a fresh generator follows `keras.utils.set_random_seed`.
             seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
@@ -118,7 +119,7 @@ class FeatureMap(Weights, keras.layers.Layer):
         return 1 / math.sqrt(head_dim)
 
     def prepare(self, query, key):
-        """What queries and keys become before they are scaled: themselves, mostly."""
+        """What queries and keys become before they are scaled."""
         return query, key
 
     def build(self, input_shape):
@@ -183,10 +184,7 @@ class FeatureMap(Weights, keras.layers.Layer):
         return Deferred(FeatureFunction(self, method), x, (stats, weights))
 
     def exponents(self, method, x, stats=None):
-        """`ops.features.Exponents` of finite tokens, where the map `has_exponents`.
-
-        Args as of `deferred`; x is float32 or float64.
-        """
+        """`Exponents` of finite tokens; args as of `deferred`, x float32 or float64."""
         raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
 
     def common_exponent(self, method, x, stats=None):

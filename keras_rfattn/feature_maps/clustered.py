@@ -11,6 +11,7 @@ from keras import ops
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.arguments import derive_seed
+from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.complex_exponential import diagonal
 from keras_rfattn.feature_maps.complex_exponential import diagonal_parts
@@ -63,10 +64,11 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
         self.num_clusters = check_clusters(num_clusters)
         every = math.prod(self.num_clusters)
         self.num_pairs = every if num_pairs is None else num_pairs
-        if form not in ("real", "complex") or not 0 < self.num_pairs <= every:
+        is_count = is_integer(self.num_pairs) and 0 < self.num_pairs <= every
+        if form not in ("real", "complex") or not is_count:
             raise ValueError(
                 "`form` must be 'real' or 'complex', and `num_pairs` from 1 to "
-                f"{every}. Received: form={form!r}, num_pairs={num_pairs}."
+                f"{every}. Received: form={form!r}, num_pairs={num_pairs!r}."
             )
         self.form = form
 
@@ -174,13 +176,13 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
 
 def check_clusters(num_clusters):
     """Two positive integers as a tuple, or `ValueError`."""
-    sizes = tuple(num_clusters)
-    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+    is_pair = isinstance(num_clusters, (list, tuple)) and len(num_clusters) == 2
+    if not is_pair or not all(is_integer(n) and n > 0 for n in num_clusters):
         raise ValueError(
             "`num_clusters` must be two positive integers, for queries and for keys. "
-            f"Received: num_clusters={num_clusters}."
+            f"Received: num_clusters={num_clusters!r}."
         )
-    return sizes
+    return tuple(int(n) for n in num_clusters)
 
 
 class Clusters(NamedTuple):

@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_rfattn.feature_maps.algebra import scale
+from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.precision import where
@@ -79,10 +80,11 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
 
     def __init__(self, num_features=None, sigma=1.0, radius=None, **kwargs):
         super().__init__(num_features, **kwargs)
-        if not sigma > 0 or not (radius is None or radius > 0):
+        given = [sigma] if radius is None else [sigma, radius]
+        if not all(is_number(x) and x > 0 for x in given):
             raise ValueError(
                 "`sigma` and `radius` must be positive. Received: "
-                f"sigma={sigma}, radius={radius}."
+                f"sigma={sigma!r}, radius={radius!r}."
             )
         self.sigma, self.radius = sigma, radius
 

@@ -5,6 +5,7 @@ import math
 import keras
 from keras import ops
 
+from keras_rfattn.feature_maps.arguments import check_flag
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
@@ -37,7 +38,8 @@ class FavorPlus(Exponential, ProjectedFeatureMap):
 
     def __init__(self, num_features=None, pair=False, **kwargs):
         super().__init__(num_features, **kwargs)
-        self.pair = pair
+        check_flag("pair", pair)
+        self.pair = bool(pair)
 
     @property
     def output_dim(self):

@@ -7,6 +7,8 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
+from keras_rfattn.feature_maps.arguments import check_flag
+from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.moments import mean_of
@@ -72,13 +74,14 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
                 f"`statistics` must be one of {POLICIES}. "
                 f"Received: statistics={statistics!r}."
             )
-        if not 0 <= momentum < 1:
+        if not is_number(momentum) or not 0 <= momentum < 1:
             raise ValueError(
-                f"`momentum` must be in [0, 1). Received: momentum={momentum}."
+                f"`momentum` must be in [0, 1). Received: momentum={momentum!r}."
             )
+        check_flag("per_direction", per_direction)
         self.policy = statistics
         self.momentum = momentum
-        self.per_direction = per_direction
+        self.per_direction = bool(per_direction)
 
     @property
     def is_causal_safe(self):

@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.feature_maps.algebra import exponential
+from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.clustered import check_clusters
 from keras_rfattn.feature_maps.clustered import find_clusters
@@ -39,8 +40,8 @@ class PairCoefficient(Coefficient, MatrixExponential):
 
     def __init__(self, num_features=None, tau=1.0, **kwargs):
         super().__init__(num_features, **kwargs)
-        if not tau > 0:
-            raise ValueError(f"`tau` must be positive. Received: tau={tau}.")
+        if not is_number(tau) or not tau > 0:
+            raise ValueError(f"`tau` must be positive. Received: tau={tau!r}.")
         self.tau = tau
 
     def query_features(self, x, stats=None):

@@ -9,6 +9,7 @@ from keras import ops
 from keras_rfattn import projections
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed
+from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.base import number
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.projected import RandomFeatureMap
@@ -144,10 +145,10 @@ class Poisson(Monomials):
     power = 2
 
     def _check(self, rate):
-        if not 0 < rate < np.inf:
+        if not is_number(rate) or not 0 < rate < np.inf:
             raise ValueError(
                 "`parameter` (the rate) must be positive and finite. Received: "
-                f"parameter={rate}."
+                f"parameter={rate!r}."
             )
 
     @staticmethod
@@ -183,10 +184,10 @@ class Geometric(Monomials):
     power = 1
 
     def _check(self, p):
-        if not 0 < p < 1:
+        if not is_number(p) or not 0 < p < 1:
             raise ValueError(
                 "`parameter` (the success probability) must be between 0 and 1. "
-                f"Received: parameter={p}."
+                f"Received: parameter={p!r}."
             )
 
     @staticmethod

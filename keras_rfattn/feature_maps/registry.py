@@ -3,13 +3,13 @@
 The table itself stands in `keras_rfattn/feature_maps/__init__.py`.
 """
 
-import difflib
-
 import keras
 
 from keras_rfattn.feature_maps.arguments import check_num_features
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.spelling import hint
+from keras_rfattn.feature_maps.spelling import way_out
 
 # Name -> class.
 FEATURE_MAPS = {}
@@ -34,29 +34,38 @@ def get(identifier, **arguments):
     arguments = {k: v for k, v in arguments.items() if v is not None}
     if isinstance(identifier, str):
         if identifier not in FEATURE_MAPS:
-            close = difflib.get_close_matches(identifier, FEATURE_MAPS, n=1, cutoff=0)
+            found = hint(identifier, FEATURE_MAPS)
             raise ValueError(
                 f"`feature_map` must be one of {list()}. "
                 f"Received: feature_map={identifier!r}. "
-                f"Did you mean {close[0]!r}?"
+                f"{found or 'The page Mechanisms of the documentation describes each.'}"
             )
         if "num_features" in arguments:
             check_num_features(arguments["num_features"])
         return FEATURE_MAPS[identifier](**arguments)
+    found = identifier
     if isinstance(identifier, dict):
-        identifier = deserialize(identifier)
-    if not isinstance(identifier, FeatureMap):
+        found = deserialize(identifier)
+    if not isinstance(found, FeatureMap):
         raise TypeError(
             f"`feature_map` must be a name ({', '.join(list())}), a `FeatureMap` or "
-            f"its config. Received: feature_map={identifier!r} of type "
-            f"{type(identifier).__name__}."
+            f"its config. Received: feature_map={found!r:.200} of type "
+            f"{type(found).__name__}.{way_out(found)}"
         )
     if arguments:
         raise ValueError(
             f"{sorted(arguments)} must be set on the feature map itself. Received: "
-            f"feature_map={identifier!r} and {arguments}."
+            f"feature_map={found!r} and {arguments}."
         )
-    return identifier
+    return found
+
+
+def check_identifier(identifier, num_features=None, seed=None):
+    """Raises what `resolve` raises, and draws nothing from Keras' global seed."""
+    if isinstance(identifier, str):
+        check_seed(seed)
+        seed = 0
+    resolve(identifier, num_features, seed)
 
 
 def resolve(identifier, num_features=None, seed=None, name=None):
@@ -96,8 +105,10 @@ def register(name, cls=None):
 
     Raises:
         ValueError: If the name is taken by another class.
-        TypeError: If `cls` is not a subclass of `FeatureMap`.
+        TypeError: If `name` is no string or `cls` not a subclass of `FeatureMap`.
     """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"`name` must be a string, not empty. Received: name={name!r}.")
     if cls is None:
         return lambda cls: register(name, cls)
     if not isinstance(cls, type) or not issubclass(cls, FeatureMap):
@@ -146,7 +157,17 @@ def serialize(feature_map):
 
     Returns:
         A dict of plain Python values, as of `keras.saving.serialize_keras_object`.
+
+    Raises:
+        TypeError: If `feature_map` is not a `FeatureMap`.
     """
+    if not isinstance(feature_map, FeatureMap):
+        raise TypeError(
+            "`feature_map` must be a `FeatureMap`. Received: "
+            f"feature_map={feature_map!r:.200} of type {type(feature_map).__name__}."
+            f"{way_out(feature_map)} `keras_rfattn.feature_maps.get` makes one of a "
+            "name."
+        )
     config = keras.saving.serialize_keras_object(feature_map)
     config.pop("build_config", None)
     return config
@@ -160,5 +181,15 @@ def deserialize(config):
 
     Returns:
         A `FeatureMap`.
+
+    Raises:
+        TypeError: If `config` is no such dict.
     """
+    is_config = isinstance(config, dict) and isinstance(config.get("class_name"), str)
+    if not is_config or not isinstance(config.get("config"), dict):
+        raise TypeError(
+            "`feature_map` must be a config that `keras_rfattn.feature_maps.serialize` "
+            f"returns, if it is a dict. Received: feature_map={config!r:.200}. Use a "
+            "`keras_rfattn.models.Plan` to give each layer a map of its own."
+        )
     return keras.saving.deserialize_keras_object(config)

@@ -4,6 +4,7 @@ import functools
 import weakref
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_rfattn.ops.features import Marked
@@ -105,7 +106,8 @@ def _essence(config):
         return [(key, _essence(config[key])) for key in kept]
     if isinstance(config, (list, tuple)):
         return [_essence(item) for item in config]
-    return config
+    # A number of NumPy is the same number in a file.
+    return config.item() if isinstance(config, np.generic) else config
 
 
 def complete(cls):
@@ -130,6 +132,12 @@ def of_finite_tokens(method):
     """`query_features` or `key_features` by law 7; its `marked` gives `Marked`."""
 
     def marked(self, x, stats=None):
+        if not self.built:
+            raise ValueError(
+                f"`{type(self).__name__}` must be built before it computes features. "
+                "Received: built=False. Call `build((None, None, num_heads, "
+                "head_dim))` first."
+            )
         x = ops.cast(x, wide_dtype(x))
         x, spoiled = apart(x)
         return Marked(method(self, x, stats), spoiled)

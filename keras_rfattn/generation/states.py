@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_rfattn.generation.streaming import check
 from keras_rfattn.generation.streaming import check_state
+from keras_rfattn.generation.streaming import check_type
 from keras_rfattn.generation.streaming import mark_of
 from keras_rfattn.models.gated_delta import Delta
 from keras_rfattn.models.generation import Cache
@@ -26,6 +27,7 @@ def take_rows(state, rows):
     Raises:
         ValueError: If `rows` are no integers, or there are no such rows.
     """
+    check_type(state)
     rows, count = np.asarray(rows), ops.shape(state.seen)[0]
     is_index = rows.ndim == 1 and np.issubdtype(rows.dtype, np.integer)
     if not is_index or not np.all((rows >= -count) & (rows < count)):
@@ -38,12 +40,22 @@ def take_rows(state, rows):
 
 
 def join_rows(states):
-    """States of one model, as one of all their rows.
+    """One state with the rows of several states of a model.
+
+    Args:
+        states: List of `Cache`.
 
     Raises:
+        TypeError: If `states` is no list of `Cache`.
         ValueError: If there is none, or they are of different models.
     """
-    states = list(states)
+    if isinstance(states, Cache) or not isinstance(states, (list, tuple)):
+        raise TypeError(
+            "`states` must be a list of states that `keras_rfattn.generation.prefill` "
+            f"returned. Received: {type(states).__name__}."
+        )
+    for state in states:
+        check_type(state)
     kinds = [_kind(x) for x in states]
     if not states or any(x != kinds[0] for x in kinds):
         raise ValueError(
@@ -65,6 +77,7 @@ def _kind(state):
 
 def save(path, state):
     """Writes a state to an `.npz` file, bit for bit."""
+    check_type(state)
     arrays = {"format": np.array(FORMAT), "seen": _array(state.seen),
               "model": _array(state.model)}  # fmt: skip
     for i, kept in state.layers.items():

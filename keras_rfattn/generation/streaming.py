@@ -8,6 +8,7 @@ from keras import ops
 
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
+from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.checks import projection
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.decoding import empty_state
@@ -18,6 +19,7 @@ from keras_rfattn.models.generation import context
 from keras_rfattn.models.generation import decodes
 from keras_rfattn.models.generation import generating
 from keras_rfattn.models.generation import has_states
+from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
 from keras_rfattn.ops.gradients import without_gradients
 
@@ -92,6 +94,7 @@ def step(model, tokens, state, padding_mask=None):
 
 def check(model):
     """The `Stream` of a model; `TypeError` if it cannot be decoded with a state."""
+    check_model(model)
     stream = vars(model).get("stream_function")
     if stream is not None and stream.variables == variables_of(model):
         return stream
@@ -108,13 +111,18 @@ def check(model):
     return stream
 
 
-def check_state(model, state, batch_size):
-    """Raises unless a state is of a model and a batch size."""
+def check_type(state):
+    """Raises `TypeError` unless a state is a `Cache`."""
     if not isinstance(state, Cache):
         raise TypeError(
-            "`state` must be what `keras_rfattn.generation.prefill` returned. "
-            f"Received: {type(state).__name__}."
+            "`state` must be the state that `keras_rfattn.generation.prefill` returned "
+            f"beside the logits. Received: {type(state).__name__}."
         )
+
+
+def check_state(model, state, batch_size):
+    """Raises unless a state is of a model and a batch size."""
+    check_type(state)
     stream = check(model)
     wanted = stream.shapes
     received = _shapes(state)
@@ -169,9 +177,7 @@ class Stream:
             if sums_up(site) and decodes(site):
                 one.layers[f"{site.index}"] = empty_state(site.layer, 1)
         self.shapes, self.mark = _shapes(one), mark_of(model, self.sites)
-        tables = [getattr(x, "sequence_length", None) for x in model._flatten_layers()
-                  if type(x).__name__ == "PositionEmbedding"]  # fmt: skip
-        self.positions = min((x for x in tables if x is not None), default=None)
+        self.positions = token_limit(model)
         self.function = self._compiled()
 
     def __call__(self, tokens, state, start, padding_mask):
@@ -198,16 +204,19 @@ class Stream:
                 "that hides tokens. Make rows without padding (`take_rows`, "
                 "`join_rows`), or all layers linear."
             )
-        end, positions = (
-            start + tokens.shape[1],
-            [self.positions] * bool(self.positions),
-        )
-        if end > min([*rooms, *positions], default=end):
+        end = start + tokens.shape[1]
+        if self.positions is not None and end > self.positions:
             raise ValueError(
-                f"{title(self.model)} has room for keys and values of {rooms[:1]} "
-                f"tokens (`max_length` of `prefill`) and {positions} learned "
-                f"positions. Received: tokens up to position {end}. Pass a longer "
-                "`max_length`, or use `keras_rfattn.extend_positions` first."
+                f"`tokens` must end before position {self.positions}, as "
+                f"{title(self.model)} has so many learned positions "
+                f"(`max_sequence_length`). Received: tokens up to position {end}. Use "
+                f"a model with more: `keras_rfattn.extend_positions(model, {end})`."
+            )
+        if end > min(rooms, default=end):
+            raise ValueError(
+                f"`tokens` must end before position {min(rooms)}, as the state has "
+                f"room for the keys and values of {min(rooms)} tokens. Received: "
+                f"tokens up to position {end}. Pass a longer `max_length` to `prefill`."
             )
 
     def _forward(self, tokens, state, start, hidden):

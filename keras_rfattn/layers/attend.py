@@ -21,6 +21,7 @@ from keras_rfattn.ops.kernel_attention import softmax_attention
 from keras_rfattn.ops.kernel_attention import unit
 from keras_rfattn.ops.loops import by_rows
 from keras_rfattn.ops.masks import AttentionMask
+from keras_rfattn.ops.masks import check_lengths
 from keras_rfattn.ops.masks import interpret_mask
 from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.options import Options
@@ -262,6 +263,8 @@ def attend(
         # No query, or no key to see.
         return ops.zeros((*query.shape[:-1], value.shape[-1]), dtype=value.dtype)
     check_prefix(mask, options)
+    if mask.offset is None:
+        check_lengths(mask, query.shape[1], key.shape[1])
     if mask.segment_ids is not None:
         tokens, limit = (query, key, value), options.max_segments
         return by_text(

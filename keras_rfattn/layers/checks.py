@@ -8,13 +8,25 @@ def check_model(model):
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(
             "`model` must be a Keras model or layer. Received: "
-            f"model={model!r} of type {type(model).__name__}."
+            f"model={model!r:.200} of type {type(model).__name__}.{_way_out(model)}"
         )
     if not model.built:
         raise ValueError(
             f"`model` must be built. Received: {title(model)}, which is not. Call "
             "it once on data, or `model.build(...)`, first."
         )
+
+
+def _way_out(found):
+    """What to pass in place of an object that is no Keras layer, or ""."""
+    if isinstance(found, str):
+        return (
+            f" Load the model of a KerasHub preset first: `keras_rfattn.from_preset("
+            f"{found!r})` loads it and replaces its attention."
+        )
+    if isinstance(found, type) and issubclass(found, keras.layers.Layer):
+        return f" Make a model of the class first: `{found.__name__}(...)`."
+    return ""
 
 
 def title(model):

@@ -3,6 +3,7 @@
 import keras
 
 from keras_rfattn.feature_maps import resolve
+from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.layers.linear_attention import Packable
 from keras_rfattn.ops.options import Options
 
@@ -43,6 +44,16 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
         **kwargs,
     ):
         options = Options.take(kwargs)
+        sizes = {
+            "head_dim": head_dim,
+            "num_query_heads": num_query_heads,
+            "num_key_value_heads": num_key_value_heads,
+        }
+        for name, size in sizes.items():
+            if not is_integer(size) or size <= 0:
+                raise ValueError(
+                    f"`{name}` must be a positive integer. Received: {name}={size!r}."
+                )
         super().__init__(
             head_dim, num_query_heads, num_key_value_heads, *args, seed=seed, **kwargs
         )

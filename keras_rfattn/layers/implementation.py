@@ -33,18 +33,29 @@ def check_implementation(options, feature_map):
 
 
 def check_options(options, feature_map):
-    """Raises `ValueError` for options that a map cannot keep.
+    """Raises `ValueError` for options that a map does not support.
 
-    That is a window where its kernel cannot be exact, or Pallas kernels that do not
-    compute its features.
+    A window needs a map whose kernel can be computed exactly, and the Pallas kernels
+    need features that they compute.
     """
     check_implementation(options, feature_map)
     if options.window is not None and feature_map.exact_kernel is None:
+        name = feature_maps.name_of(feature_map)
         raise ValueError(
-            "A `window` of exact attention needs a kernel of which the features are an "
-            f"estimate, softmax or polynomial. Received: window={options.window} for "
-            f"{feature_maps.name_of(feature_map)!r}, of kernel {feature_map.kernel!r}."
+            f"`window` must be `None` for {name!r}: attention within a window is "
+            "exact, which needs a map whose kernel is softmax or polynomial, and its "
+            f"kernel is {feature_map.kernel!r}. Received: window={options.window}. "
+            f"Use window=None, or one of {_with_exact_kernel()}."
         )
+
+
+def _with_exact_kernel():
+    """The registered names of maps that may have a window."""
+    return [
+        name
+        for name in feature_maps.list()
+        if feature_maps.FEATURE_MAPS[name].kernel in ("softmax", "polynomial")
+    ]
 
 
 def told(options, feature_map):

@@ -53,7 +53,8 @@ class KernelFeatures(keras.layers.Layer):
         super().__init__(**kwargs)
         arguments = {"num_features": num_features, "seed": seed}
         feature_map = feature_maps.get(feature_map, **arguments)
-        is_positive = isinstance(gamma, numbers.Real) and gamma > 0
+        is_number = isinstance(gamma, numbers.Real) and not isinstance(gamma, bool)
+        is_positive = is_number and gamma > 0
         if kernel not in KERNELS or not is_positive or feature_map.kernel != "softmax":
             raise ValueError(
                 f"`kernel` must be one of {KERNELS}, `gamma` positive and "
@@ -66,6 +67,12 @@ class KernelFeatures(keras.layers.Layer):
 
     def build(self, input_shape):
         """Draws the random vectors for inputs of shape `(..., H)`."""
+        if not input_shape or input_shape[-1] is None:
+            raise ValueError(
+                "`inputs` must have shape (..., H) with a known H. Received: shape "
+                f"{tuple(input_shape)}."
+            )
+        self.input_spec = keras.layers.InputSpec(min_ndim=1, axes={-1: input_shape[-1]})
         if not self.feature_map.built:
             self.feature_map.build((None, None, 1, input_shape[-1]))
 
@@ -82,11 +89,20 @@ class KernelFeatures(keras.layers.Layer):
             ValueError: If the map was trained and `discard_training` is false, or it
                 cannot adapt to the data. The map is unchanged then.
         """
-        x = np.asarray(x, "float64") * math.sqrt(2 * self.gamma)
-        y = x if y is None else np.asarray(y, "float64") * math.sqrt(2 * self.gamma)
+        x = self._rows("x", x)
+        y = x if y is None else self._rows("y", y)
         self.build(x.shape)
         if self.feature_map.is_adaptive:
             self.feature_map.adapt([(x[None], y[None])], discard_training)
+
+    def _rows(self, name, x):
+        rows = np.asarray(x)
+        if rows.ndim != 2 or not np.issubdtype(rows.dtype, np.number):
+            raise ValueError(
+                f"`{name}` must be an array of numbers of shape (n, H). Received: "
+                f"{name}={x!r:.80} of shape {rows.shape}."
+            )
+        return rows.astype("float64") * math.sqrt(2 * self.gamma)
 
     def call(self, inputs, side="query"):
         if side not in ("query", "key"):

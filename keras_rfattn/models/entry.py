@@ -13,6 +13,8 @@ def attention_config(container):
     """The config entry of a container: the mechanism of every linear layer below."""
     base = swap.original_class(container)
     return {
+        # Keras quotes the config where it does not find a class.
+        "how_to_load": "import keras_rfattn",
         "format": FORMAT,
         "class": {
             "module": base.__module__,

@@ -4,6 +4,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.layers.checks import check_model
+from keras_rfattn.layers.checks import title
+
 METHODS = ("tile", "interpolate")
 
 
@@ -16,41 +19,76 @@ def extend_positions(model, max_length, method="tile"):
     replaced attention stays replaced.
 
     Args:
-        model: A KerasHub backbone or task with learned absolute positions. It is
-            left as it is.
+        model: A KerasHub backbone or task with learned absolute positions, or a model
+            that holds one backbone, such as `keras.Model(inputs, head(backbone(...)))`.
+            It is left as it is.
         max_length: For text the new number of positions; for images the new
-            `(height, width)` in pixels.
+            `(height, width)` in pixels. Inputs of a model around the backbone that
+            have the old size get the new one.
         method: `"tile"` repeats the table, so that every position keeps a trained
             embedding and neighbours stay neighbours; `"interpolate"` stretches it
             linearly (bilinearly for images, where class tokens keep theirs).
 
     Returns:
-        A new model of the same class, with the same compilation state as a freshly
-        built one.
+        A new model of the same class, not compiled beyond what its constructor does.
 
     Raises:
-        ValueError: If the model has no learned positions, or `max_length` or
-            `method` is invalid.
+        ValueError: If the model has no learned positions or several backbones, cannot
+            be rebuilt from its config, has other weights that depend on the length, or
+            `max_length` or `method` is invalid.
         TypeError: If `model` is not a Keras model.
     """
     if not isinstance(model, keras.Model):
+        check_model(model)
         raise TypeError(
-            "`model` must be a KerasHub backbone or task. Received: "
-            f"model={model!r} of type {type(model).__name__}."
+            "`model` must be a KerasHub backbone or task, or a `keras.Model` around "
+            f"one. Received: {title(model)}, which is a layer."
         )
+    check_model(model)
     if method not in METHODS:
         raise ValueError(
             f"`method` must be one of {METHODS}. Received: method={method!r}."
         )
-    config = keras.saving.serialize_keras_object(model)
+    config = _config(model)
     for key in ("build_config", "compile_config"):
         _drop(config, key)
-    inner = config["config"]
-    changed = inner["backbone"]["config"] if "backbone" in inner else inner
-    old = _resize(changed, max_length, type(model).__name__)
-    extended = keras.saving.deserialize_keras_object(config)
-    _copy_weights(model, extended, old, max_length, method)
+    old, new = _resize(_sized(config, model), max_length, title(model))
+    _resize_inputs(config, old, new)
+    extended = _rebuilt(config, model)
+    _copy_weights(model, extended, old, new, method)
     return extended
+
+
+def _config(model):
+    try:
+        return keras.saving.serialize_keras_object(model)
+    except NotImplementedError as error:
+        raise _not_rebuilt(model, "its class has no `get_config`") from error
+
+
+def _rebuilt(config, model):
+    try:
+        extended = keras.saving.deserialize_keras_object(config)
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise _not_rebuilt(model, f"Keras says: {reason:.200}") from error
+    count = len(extended.variables)
+    if count != len(model.variables):
+        raise _not_rebuilt(
+            model,
+            f"its copy has {count} weights in place of {len(model.variables)}, as "
+            "where LoRA or quantization came after it was built",
+        )
+    return extended
+
+
+def _not_rebuilt(model, reason):
+    return ValueError(
+        "`model` must be one that Keras can rebuild from its config. Received: "
+        f"{title(model)} ({reason}). Extend its backbone before anything else is done "
+        "to it, `keras_rfattn.extend_positions(backbone, ...)`, and build the model "
+        "around the longer one."
+    )
 
 
 def _drop(config, key):
@@ -58,48 +96,90 @@ def _drop(config, key):
         config.pop(key, None)
         for value in config.values():
             _drop(value, key)
+    elif isinstance(config, (list, tuple)):
+        for value in config:
+            _drop(value, key)
+
+
+def _nodes(config):
+    """All `(class name, config)` in a config, the outer ones first."""
+    if isinstance(config, dict):
+        inner = config.get("config")
+        if isinstance(inner, dict):
+            yield config.get("class_name"), inner
+    values = config.values() if isinstance(config, dict) else config
+    for value in values:
+        if isinstance(value, (dict, list, tuple)):
+            yield from _nodes(value)
+
+
+def _sized(config, model):
+    """The one config inside `config` that has a size of its inputs."""
+    found = []
+    for _, inner in _nodes(config):
+        is_below = any(inner is x for y in found for _, x in _nodes(y))
+        if not is_below and ("max_sequence_length" in inner or "image_shape" in inner):
+            found.append(inner)
+    if len(found) == 1:
+        return found[0]
+    way_out = "Use a KerasHub backbone with a position table."
+    if found:
+        way_out = "Extend each of them, and build the model around the longer ones."
+    raise ValueError(
+        "`model` must hold one backbone with learned positions (`max_sequence_length` "
+        f"or `image_shape` in its config). Received: {title(model)} with {len(found)} "
+        f"such backbones or encoders. {way_out}"
+    )
 
 
 def _resize(config, max_length, name):
-    """Writes the new size into a backbone's config, and returns the old one."""
-    if "max_sequence_length" in config and "image_shape" not in config:
+    """Writes the new size into a backbone's config; returns the old and the new one."""
+    if "image_shape" not in config:
         old = config["max_sequence_length"]
-        if isinstance(max_length, bool) or not isinstance(max_length, int):
-            valid = False
-        else:
-            valid = max_length >= old
-        if not valid:
+        if not _is_integer(max_length) or max_length < old:
             raise ValueError(
                 f"`max_length` must be an integer of at least {old}, the positions "
                 f"that {name} has. Received: max_length={max_length!r}."
             )
-        config["max_sequence_length"] = max_length
-        return old
-    if "image_shape" in config:
-        shape = list(config["image_shape"])
-        axes = _image_axes(shape, config.get("data_format"))
-        old = tuple(shape[axis] for axis in axes)
-        if (
-            not isinstance(max_length, (tuple, list))
-            or len(max_length) != 2
-            or any(
-                not isinstance(n, int) or n < o
-                for n, o in zip(max_length, old, strict=True)
-            )
-        ):
-            raise ValueError(
-                f"`max_length` must be the new (height, width), at least {old}, the "
-                f"image size that {name} has. Received: max_length={max_length!r}."
-            )
-        for axis, size in zip(axes, max_length, strict=True):
-            shape[axis] = size
-        config["image_shape"] = shape
-        return old
-    raise ValueError(
-        f"`model` must have learned positions (`max_sequence_length` or "
-        f"`image_shape` in its config). Received: {name}, with "
-        f"{sorted(config)}. For a model of several encoders, extend each encoder."
-    )
+        config["max_sequence_length"] = int(max_length)
+        return old, int(max_length)
+    shape = list(config["image_shape"])
+    axes = _image_axes(shape, config.get("data_format"))
+    old = tuple(shape[axis] for axis in axes)
+    is_pair = isinstance(max_length, (tuple, list)) and len(max_length) == 2
+    if not is_pair or any(
+        not _is_integer(n) or n < o for n, o in zip(max_length, old, strict=True)
+    ):
+        raise ValueError(
+            f"`max_length` must be the new (height, width), at least {old}, the "
+            f"image size that {name} has. Received: max_length={max_length!r}."
+        )
+    new = tuple(int(size) for size in max_length)
+    for axis, size in zip(axes, new, strict=True):
+        shape[axis] = size
+    config["image_shape"] = shape
+    return old, new
+
+
+def _resize_inputs(config, old, new):
+    """Gives the new size to inputs, of models around a backbone, that have the old."""
+    is_text = isinstance(old, int)
+    # Tokens are (B, T); images (B, H, W, C) or (B, C, H, W).
+    rank, starts = (2, (1,)) if is_text else (4, (1, 2))
+    old, new = ([old], [new]) if is_text else (list(old), list(new))
+    for name, inner in _nodes(config):
+        shape = list(inner.get("batch_shape") or ())
+        if name != "InputLayer" or len(shape) != rank:
+            continue
+        for start in starts:
+            end = start + len(old)
+            if shape[start:end] == old:
+                inner["batch_shape"] = [*shape[:start], *new, *shape[end:]]
+                break
+
+
+def _is_integer(x):
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def _image_axes(shape, data_format):
@@ -113,18 +193,36 @@ def _copy_weights(source, target, old, new, method):
     tables = [(a, b) for a, b in pairs if tuple(a.shape) != tuple(b.shape)]
     if not tables:
         raise ValueError(
-            f"`model` must have learned positions. Received: {type(source).__name__}, "
+            f"`model` must have learned positions. Received: {title(source)}, "
             f"none of whose weights depends on its length (extending {old} to {new})."
         )
+    _check_tables(tables, old, new)
     for a, b in pairs:
         if tuple(a.shape) == tuple(b.shape):
             # A copy: on JAX both models would own one buffer, which `fit` donates.
             b.assign(ops.convert_to_numpy(a))
         elif "float" in keras.backend.standardize_dtype(a.dtype):
             table = np.asarray(ops.convert_to_numpy(a), dtype="float32")
-            image = isinstance(new, (tuple, list))
-            grow = _grow_grid if image else _grow_sequence
+            grow = _grow_sequence if isinstance(new, int) else _grow_grid
             b.assign(grow(table, b.shape, old, new, method))
+
+
+def _check_tables(tables, old, new):
+    """Raises `ValueError` unless all weights that grow are position tables."""
+    for a, b in tables:
+        if isinstance(new, int):
+            is_table = a.shape[-1:] == b.shape[-1:] or len(a.shape) == 1
+            places = -1 if len(a.shape) == 1 else -2
+            is_table = is_table and b.shape[places] - a.shape[places] == new - old
+        else:
+            is_table = len(a.shape) < 2 or a.shape[-1] == b.shape[-1]
+        if not is_table:
+            raise ValueError(
+                "`model` must have position tables, and no other weights that depend "
+                f"on the length of its inputs. Received: a weight {a.path!r} of shape "
+                f"{tuple(a.shape)}, which would become {tuple(b.shape)}. Use layers "
+                "that pool over tokens in place of such as flatten them."
+            )
 
 
 def _grow_sequence(table, shape, old, new, method):

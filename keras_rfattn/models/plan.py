@@ -3,6 +3,8 @@
 import fnmatch
 from dataclasses import dataclass
 
+from keras_rfattn.feature_maps.registry import check_identifier
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -13,6 +15,10 @@ class Plan:
             `replace_attention` takes as `feature_map`, or `None` to keep softmax. Of
             several patterns that match the first counts; a layer that none matches
             keeps softmax.
+
+    Raises:
+        ValueError: If `maps` is no dict from strings, is empty or has an unknown name.
+        TypeError: If a value is nothing that `replace_attention` takes.
     """
 
     maps: dict
@@ -23,6 +29,14 @@ class Plan:
                 "`maps` must be a dict from layer paths to feature maps, not empty. "
                 f"Received: maps={self.maps!r}."
             )
+        for path, feature_map in self.maps.items():
+            if not isinstance(path, str):
+                raise ValueError(
+                    "`maps` must be a dict from layer paths, which are strings. "
+                    f"Received: the key {path!r} of type {type(path).__name__}."
+                )
+            if feature_map is not None:
+                check_identifier(feature_map)
 
     def of(self, path):
         """The map for a layer, or `None`."""

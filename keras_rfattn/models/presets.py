@@ -1,5 +1,8 @@
 """Loading a softmax preset and replacing its attention in one call."""
 
+from keras_rfattn.feature_maps.arguments import check_seed
+from keras_rfattn.feature_maps.registry import check_identifier
+from keras_rfattn.models.plan import Plan
 from keras_rfattn.models.replace import replace_attention
 from keras_rfattn.ops.options import Options
 
@@ -59,6 +62,11 @@ def from_preset(
             f"'TextClassifier' or 'CausalLM'. Received: task={task!r}."
         )
     options = Options.take(kwargs)
+    # A wrong mechanism is told before gigabytes are loaded.
+    if isinstance(getattr(feature_map, "plan", feature_map), Plan):
+        check_seed(seed)
+    else:
+        check_identifier(feature_map, num_features, seed)
     model = loader.from_preset(preset, **kwargs)
     return replace_attention(
         model,

@@ -12,6 +12,7 @@ import keras_rfattn.models.saving as saving
 import keras_rfattn.models.survey as s
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.arguments import check_flag
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.layers.checks import check_model
@@ -92,6 +93,7 @@ def replace_attention(
             unchanged then.
     """
     check_model(model)
+    check_flag("drop_sliding_window", drop_sliding_window)
     options = Options(
         block_size, window, sliding, max_segments, temperature, implementation
     )
@@ -168,7 +170,8 @@ def _replaceable(model, found, include, exclude):
     already = [site for site in selected if site.is_linear]
     if already:
         raise ValueError(
-            f"Attention is linear already at:\n{_listing(already)}\nCall "
+            f"`model` must have softmax attention. Received: {title(model)}, whose "
+            f"attention is linear already at:\n{_listing(already)}\nCall "
             "`restore_attention(model)` first, or leave these out with `exclude`."
         )
     if include is None:
@@ -200,7 +203,7 @@ def _assigned(feature_map, selected):
     plan = getattr(feature_map, "plan", feature_map)
     if not isinstance(plan, Plan):
         return [(selected, plan)]
-    _check_patterns(plan.maps, selected, "The plan's")
+    _check_patterns(plan.maps, selected, "maps")
     found = [([site], plan.of(site.path)) for site in selected]
     found = [(sites, choice) for sites, choice in found if choice is not None]
     if not found:
@@ -211,13 +214,16 @@ def _assigned(feature_map, selected):
     return found
 
 
-def _check_patterns(patterns, sites, whose):
+def _check_patterns(patterns, sites, name):
     paths = "\n".join(f"  {site.path}" for site in sites)
     for pattern in patterns:
-        if not any(matches(site.path, pattern) for site in sites):
+        if not isinstance(pattern, str) or not any(
+            matches(site.path, pattern) for site in sites
+        ):
             raise ValueError(
-                f"{whose} {pattern!r} matches no attention layer to be replaced. "
-                f"These are:\n{paths}"
+                f"`{name}` must have paths or patterns of attention layers that are "
+                f"replaced. Received: {pattern!r}, which matches none. Use some of:\n"
+                f"{paths}"
             )
 
 
@@ -231,7 +237,7 @@ def _with_softmax_heads(changes, softmax_heads):
             f"heads. Received: softmax_heads={softmax_heads!r:.80}."
         )
     sites = [site for site, _, _ in changes]
-    _check_patterns(softmax_heads, sites, "Of `softmax_heads`,")
+    _check_patterns(softmax_heads, sites, "softmax_heads")
     found = []
     for site, feature_map, options in changes:
         heads = first_match(softmax_heads, site.path, default=())

@@ -1,9 +1,8 @@
 """Saving: classes whose config carries the attention of the layers inside.
 
-A KerasHub model, or any layer that builds its attention from hyper-parameters,
-would save its config and load as softmax. Surgery therefore changes the class of
-every such container to a subclass of the same name whose `get_config` adds an
-entry "attention", and whose `from_config` puts the mechanism back.
+A layer that builds its attention from hyper-parameters would save its config and load
+as softmax. Surgery changes the class of such containers to a subclass whose config has
+an entry "attention", from which `from_config` puts the mechanism back.
 """
 
 import contextlib
@@ -23,6 +22,7 @@ from keras_rfattn.models.entry import check_entry
 from keras_rfattn.models.holders import check_optimizers
 from keras_rfattn.models.holders import holders
 from keras_rfattn.models.holders import refresh
+from keras_rfattn.models.positions import Sized
 from keras_rfattn.ops.options import Options
 
 PACKAGE = "keras_rfattn"
@@ -36,13 +36,14 @@ CARRIERS = {}
 COMPANION_HOOKS = []
 
 
-class Carrier:
+class Carrier(Sized):
     """Mixin of containers with linear attention inside."""
 
     original_class = None
 
     def get_config(self):
-        return {**super().get_config(), "attention": attention_config(self)}
+        # First, so that Keras' error without keras_rfattn begins with what to do.
+        return {"attention": attention_config(self), **super().get_config()}
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
@@ -161,11 +162,8 @@ def saved_by_name(classes):
 
 def needs_carrier(container):
     """Whether a container's config leaves out the layers inside it."""
-    cls = type(container)
-    if isinstance(container, Carrier):
-        return False
     plain = (keras.Model, keras.Sequential, type(_functional()))
-    return cls not in plain
+    return not isinstance(container, Carrier) and type(container) not in plain
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Where attention is in a model, and what stands there."""
 
 import fnmatch
+import inspect
 import re
 from dataclasses import dataclass
 from dataclasses import field
@@ -218,8 +219,22 @@ def select(sites, include, exclude):
     return [site for site in included if site.index not in taken_out]
 
 
+def _check_takes_two(argument, function):
+    try:
+        inspect.signature(function).bind("path", None)
+    except TypeError as error:
+        raise TypeError(
+            f"`{argument}` must be a callable `(path, layer) -> bool`. "
+            f"Received: {argument}={function!r}, which does not take both ({error})."
+        ) from None
+    except ValueError:
+        # Some functions written in C have no signature.
+        pass
+
+
 def _matching(argument, patterns, sites):
     if callable(patterns):
+        _check_takes_two(argument, patterns)
         return [site for site in sites if patterns(site.path, site.layer)]
     if isinstance(patterns, str):
         patterns = [patterns]

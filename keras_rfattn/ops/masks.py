@@ -69,6 +69,7 @@ def interpret_mask(mask, query_length, key_length, causal=False):
         An `AttentionMask`.
 
     Raises:
+        TypeError: If the mask is no array.
         ValueError: If the mask has another shape, is neither padding nor causal, nor
             both, or depends on the query and is being traced, so that its values
             cannot be looked at.
@@ -77,6 +78,11 @@ def interpret_mask(mask, query_length, key_length, causal=False):
         return mask.replace(causal=mask.causal or causal)
     if mask is None:
         return AttentionMask(causal=causal)
+    if not hasattr(mask, "shape"):
+        raise TypeError(
+            "`attention_mask` must be an array of booleans. Received: "
+            f"attention_mask={mask!r:.80} of type {type(mask).__name__}. {REMEDY}"
+        )
     shape = tuple(mask.shape)
     lengths = query_length, key_length
     if not _broadcasts(shape, lengths):
@@ -94,6 +100,31 @@ def interpret_mask(mask, query_length, key_length, causal=False):
     if mask.shape[1] == 1:
         return AttentionMask(ops.cast(mask[:, 0], "bool"), causal=causal)
     return _decode_dense(mask, causal)
+
+
+def check_lengths(mask, query_length, key_length):
+    """Raises `ValueError` unless padding masks have a column for each token.
+
+    Args:
+        mask: `AttentionMask`.
+        query_length: T.
+        key_length: S.
+    """
+    masks = {
+        "query_mask": (mask.query_mask, query_length),
+        "key_mask": (mask.key_mask, key_length),
+    }
+    for name, (x, length) in masks.items():
+        if x is None:
+            continue
+        shape = tuple(x.shape)
+        # Lengths that are not known yet may be anything.
+        is_open = not all(isinstance(n, int) for n in (*shape[1:], length))
+        if len(shape) != 2 or not (is_open or shape[1] in (1, length)):
+            raise ValueError(
+                f"`{name}` must have shape (B, {length}), a column for each token. "
+                f"Received: {name}.shape={shape}."
+            )
 
 
 def _broadcasts(shape, lengths):

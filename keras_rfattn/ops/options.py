@@ -38,7 +38,7 @@ class Options:
     Raises:
         ValueError: If a number is not a positive integer, `sliding` not a boolean,
             `sliding` is asked for without a window, `temperature` is not positive,
-            `softmax_heads` are not different integers from 0 on, or `implementation`
+            `softmax_heads` are not distinct non-negative integers, or `implementation`
             is unknown.
     """
 
@@ -79,15 +79,21 @@ class Options:
                 f"`implementation` must be one of {IMPLEMENTATIONS}. "
                 f"Received: implementation={self.implementation!r}."
             )
-        if not isinstance(self.sliding, bool):
+        if not isinstance(self.sliding, (bool, np.bool_)):
             raise ValueError(
                 "`sliding` must be `True` or `False`. "
                 f"Received: sliding={self.sliding!r}."
             )
         if self.sliding and self.window is None:
             raise ValueError(
-                "`sliding` needs a `window`. Received: sliding=True, window=None."
+                "`sliding` needs a `window`. Received: sliding=True, window=None. Pass "
+                "a number of tokens as `window`, or sliding=False."
             )
+        for field in dataclasses.fields(self):
+            # NumPy's scalars cannot be written to a config.
+            if isinstance(getattr(self, field.name), np.generic):
+                plain = getattr(self, field.name).item()
+                object.__setattr__(self, field.name, plain)
 
     @property
     def block_length(self):
@@ -124,7 +130,7 @@ def _heads(given):
     are_heads = all(_is_integer(x) and x >= 0 for x in heads)
     if not is_listed or not are_heads or len({*heads}) < len(heads):
         raise ValueError(
-            "`softmax_heads` must be different integers from 0 on. "
+            "`softmax_heads` must be distinct non-negative integers. "
             f"Received: softmax_heads={given!r:.80}."
         )
     return tuple(sorted(int(x) for x in heads))

@@ -20,12 +20,20 @@ class Projection(keras.initializers.Initializer):
 
     Args:
         seed: Non-negative integer. The same seed gives the same numbers.
+
+    Raises:
+        ValueError: If `seed` is no such integer.
     """
 
     is_gaussian = True
 
     def __init__(self, seed=0):
-        self.seed = seed
+        is_integer = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
+        if not is_integer or seed < 0:
+            raise ValueError(
+                f"`seed` must be a non-negative integer. Received: seed={seed!r:.80}."
+            )
+        self.seed = int(seed)
 
     def __call__(self, shape, dtype=None):
         *heads, dim, count = shape

@@ -67,7 +67,7 @@ def test_plans_name_layers():
     rows = {x.path: x.mechanism for x in keras_rfattn.describe_attention(model).rows}
     assert rows == {"attention_0": "elu", "attention_1": "softmax"}
     before = m.softmax_model()
-    with pytest.raises(ValueError, match="'attention_7' matches no attention layer"):
+    with pytest.raises(ValueError, match="Received: 'attention_7', which matches none"):
         keras_rfattn.replace_attention(before, Plan({"attention_7": "elu"}))
     with pytest.raises(ValueError, match="`maps` must be a dict"):
         Plan({})

@@ -60,20 +60,6 @@ def test_arguments_of_an_object_are_its_own():
             feature_maps.get(identifier, num_features=16)
 
 
-@pytest.mark.parametrize(
-    "wrong, nearest",
-    [("favor_plus", "favorplus"), ("FAVOR", None), ("favor++", None), ("eluu", "elu")],
-)
-def test_unknown_name(wrong, nearest):
-    with pytest.raises(ValueError) as error:
-        feature_maps.get(wrong)
-    message = str(error.value)
-    assert str(feature_maps.list()) in message and repr(wrong) in message
-    assert "Did you mean" in message
-    if nearest:
-        assert f"Did you mean {nearest!r}?" in message
-
-
 @pytest.mark.parametrize("wrong", [3, None, 1.5, feature_maps.Favor, ["favor"]])
 def test_wrong_type(wrong):
     with pytest.raises(TypeError, match="`feature_map` must be a name"):

@@ -113,11 +113,11 @@ def test_one_token_among_cached_keys(name):
     [
         ([4], "attention.*from 0 to 3. Received: softmax_heads=.4,"),
         ([0, 1, 2, 3], "Received: all 4 of .*attention"),
-        ([1, 1], "different integers"),
-        ([-1], "different integers"),
-        (["a"], "different integers"),
-        ([True], "different integers"),
-        (2, "different integers"),
+        ([1, 1], "distinct non-negative integers"),
+        ([-1], "distinct non-negative integers"),
+        (["a"], "distinct non-negative integers"),
+        ([True], "distinct non-negative integers"),
+        (2, "distinct non-negative integers"),
     ],
 )
 def test_bad_heads(heads, message):

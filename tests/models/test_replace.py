@@ -256,7 +256,7 @@ BAD = {
     "softmax heads of no layer": (
         dict(softmax_heads={"nowhere": [0]}),
         ValueError,
-        "Of `softmax_heads`, 'nowhere' matches no attention layer",
+        "`softmax_heads` must have paths.*Received: .nowhere., which matches none",
     ),
     "softmax heads of all layers": (
         dict(softmax_heads=[0]),

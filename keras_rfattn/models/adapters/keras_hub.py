@@ -22,6 +22,7 @@ import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
+from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
 GENERATING = (
@@ -64,6 +65,21 @@ def _save_to_preset(self, preset_dir, *args, **kwargs):
         return original(self, preset_dir, *args, **kwargs)
 
 
+def _of_known_size(method):
+    """A method that refuses more tokens than positions before it begins.
+
+    On JAX an error inside `fit` or `predict` leaves a Keras model without weights.
+    """
+
+    @functools.wraps(method)
+    def checked(self, *args, **kwargs):
+        given = args[0] if args else kwargs.get("x", kwargs.get("inputs"))
+        check_size(self, given)
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
 def model_carrier(cls):
     """The carrier of a backbone or task class, registered under its own name."""
     if cls in saving.CARRIERS:
@@ -73,6 +89,10 @@ def model_carrier(cls):
         members |= family.members(cls)
     if issubclass(cls, Backbone):
         members |= lora.MEMBERS
+    for name in ("fit", "evaluate", "predict", "generate_step"):
+        method = members.get(name, getattr(cls, name, None))
+        if method is not None:
+            members[name] = _of_known_size(method)
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
     return saving.carrier_class(cls, name=cls.__name__, members=members)

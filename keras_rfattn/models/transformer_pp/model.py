@@ -3,7 +3,9 @@
 import keras
 from keras import layers
 
-from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.arguments import is_integer
+from keras_rfattn.feature_maps.registry import check_identifier
+from keras_rfattn.models.plan import Plan
 from keras_rfattn.models.replace import replace_attention
 from keras_rfattn.models.transformer_pp.positions import RotaryAttention
 from keras_rfattn.models.transformer_pp.positions import SinusoidalEmbedding
@@ -70,21 +72,22 @@ def transformer_pp(
             f"Softmax attention takes no {sorted(mechanism)}. Received: "
             f"attention='softmax' and {mechanism}. Name a linear mechanism."
         )
-    if isinstance(attention, str) and attention not in (
-        "softmax",
-        *feature_maps.list(),
-    ):
-        raise ValueError(
-            "`attention` must be 'softmax', one of "
-            f"{feature_maps.list()}, or a `FeatureMap`. Received: {attention!r}."
-        )
+    is_softmax = isinstance(attention, str) and attention == "softmax"
+    if not is_softmax and not isinstance(getattr(attention, "plan", attention), Plan):
+        try:
+            check_identifier(attention)
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"`attention` must be 'softmax' or a feature map. {error}"
+            ) from None
     num_layers = SIZES[size]["num_layers"] if num_layers is None else num_layers
     num_heads = SIZES[size]["num_heads"] if num_heads is None else num_heads
-    if min(num_layers, num_heads, head_dim) < 1 or head_dim % 2:
+    sizes = (num_layers, num_heads, head_dim)
+    if not all(is_integer(x) and x > 0 for x in sizes) or head_dim % 2:
         raise ValueError(
-            "`num_layers`, `num_heads` and `head_dim` must be positive, and `head_dim` "
-            f"even. Received: num_layers={num_layers}, num_heads={num_heads}, "
-            f"head_dim={head_dim}."
+            "`num_layers`, `num_heads` and `head_dim` must be positive integers, and "
+            f"`head_dim` even. Received: num_layers={num_layers!r}, "
+            f"num_heads={num_heads!r}, head_dim={head_dim!r}."
         )
     dim = num_heads * head_dim
 

@@ -1,0 +1,127 @@
+"""What people call mechanisms, and which registered name each of them means.
+
+Only error messages use this table: a name that is not registered never selects a map.
+"""
+
+import difflib
+import inspect
+import re
+
+# Name in papers and in other libraries, normalized by `_normalized` -> names here.
+ALIASES = {
+    "adaptiverandomfeatures": ("favorpp",),
+    "chefsrandomtables": ("favorpp", "gerf", "poisson_positive", "geometric_positive"),
+    "crt": ("favorpp", "gerf", "poisson_positive", "geometric_positive"),
+    "denseexponential": ("favorpp_dense",),
+    "derf": ("favorpp_dense",),
+    "elu1": ("elu",),
+    "eluplus1": ("elu",),
+    "favorsharp": ("favorpp_dense",),
+    "favorsoftmax": ("favorplus",),
+    "fourier": ("favor",),
+    "generalizedexponential": ("gerf",),
+    "generalized": ("relu",),
+    "hrf": ("hybrid_angular", "hybrid_gaussian", "hybrid_clustered"),
+    "hybrid": ("hybrid_angular", "hybrid_gaussian", "hybrid_clustered"),
+    "hybridrandom": ("hybrid_angular", "hybrid_gaussian", "hybrid_clustered"),
+    "katharopoulos": ("elu",),
+    "linear": ("elu",),
+    "lolcats": ("hedgehog",),
+    "oprf": ("favorpp",),
+    "optimalpositiverandom": ("favorpp",),
+    "performer": ("favorplus",),
+    "performers": ("favorplus",),
+    "performerpp": ("favorpp",),
+    "performerrelu": ("relu",),
+    "poly": ("polynomial",),
+    "polysketchformer": ("polysketch", "polysketch_learned"),
+    "positiverandom": ("favorplus",),
+    "positive": ("favorplus",),
+    "prf": ("favorplus",),
+    "random": ("favorplus", "favorpp"),
+    "randomfourier": ("favor",),
+    "rfa": ("favor",),
+    "rff": ("favor",),
+    "trf": ("favor",),
+    "trig": ("favor",),
+    "trigonometric": ("favor",),
+    "trigrf": ("favor",),
+}
+# Words that may follow a name and do not change what it means.
+GENERIC_WORDS = ("attention", "transformer", "features", "kernel", "map", "former")
+# Lower, "reformer" would be a misspelt "performer".
+CUTOFF = 0.85
+
+
+def hint(name, registered):
+    """What to tell a user whose name of a mechanism is not registered.
+
+    Args:
+        name: The unknown name.
+        registered: The registered names.
+
+    Returns:
+        A sentence, or "" if no registered name is known to be meant.
+    """
+    if name.strip().lower() in ("softmax", "none", "vanilla", "exact"):
+        return (
+            "Layers are softmax already: leave out those to be kept with `exclude`, "
+            "or give them `None` in a `Plan`."
+        )
+    spellings = {_normalized(x): (x,) for x in registered}
+    # A map that a user registers may have the name of a map that is missing here.
+    known = {
+        alias: tuple(x for x in names if x in registered)
+        for alias, names in ALIASES.items()
+    } | spellings
+    for spelling in _spellings(name):
+        if known.get(spelling):
+            return f"{name!r} is called {_either(known[spelling])} here."
+    normalized = _normalized(name)
+    # The first letter tells "eluu", a misspelt "elu", from "gelu", another function.
+    candidates = [x for x in known if known[x] and x[:1] == normalized[:1]]
+    close = difflib.get_close_matches(normalized, candidates, n=1, cutoff=CUTOFF)
+    if not close:
+        return ""
+    meant = _either(known[close[0]])
+    if close[0] in ALIASES:
+        return f"Did you mean {close[0]!r}, which is called {meant} here?"
+    return f"Did you mean {meant}?"
+
+
+def _either(names):
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def way_out(found):
+    """What to pass in place of an object that is no feature map, or ""."""
+    if isinstance(found, type) and hasattr(found, "key_features"):
+        return f" Call it: {found.__name__}()."
+    if inspect.isroutine(found):
+        return (
+            " Write a subclass of `FeatureMap` that computes the function (see the "
+            "guide for maps of your own)."
+        )
+    if isinstance(found, (list, tuple, set)):
+        return " Use a `keras_rfattn.models.Plan` to give each layer a map of its own."
+    return ""
+
+
+def _normalized(name):
+    """A name without case, punctuation and British spelling; + and # become words."""
+    name = name.lower().replace("++", "pp").replace("+", "plus").replace("#", "sharp")
+    name = re.sub(r"plus[\W_]*plus", "pp", name)
+    return re.sub(r"[\W_]", "", name).replace("favour", "favor")
+
+
+def _spellings(name):
+    """The normalized name, and what is left of it without generic words."""
+    found = _normalized(name)
+    yield found
+    while True:
+        word = next((x for x in GENERIC_WORDS if found.endswith(x)), None)
+        if word is None or found == word:
+            return
+        found = found.removesuffix(word)
+        yield found

@@ -1,0 +1,137 @@
+"""Inputs that are larger than a model has learned positions for."""
+
+import keras
+
+from keras_rfattn.layers.checks import title
+
+# What KerasHub calls the layer whose table has a row for each position.
+TABLE = "PositionEmbedding"
+
+
+def token_limit(model, name="token_ids"):
+    """How many tokens a model has learned positions for.
+
+    Args:
+        model: A KerasHub backbone or task.
+        name: What its inputs call the tokens.
+
+    Returns:
+        A number of tokens, or `None` if positions are not learned (rotary or relative
+        positions) or their table is not known.
+    """
+    known = vars(model).get("_token_limits")
+    if known is None:
+        known = {}
+        # Past Keras' tracking. No table ever changes its size.
+        object.__setattr__(model, "_token_limits", known)
+    if name not in known:
+        known[name] = _token_limit(model, name)
+    return known[name]
+
+
+def _token_limit(model, name):
+    lengths = {
+        x.sequence_length
+        for x in model._flatten_layers()
+        if type(x).__name__ == TABLE and hasattr(x, "sequence_length")
+    }
+    declared = getattr(_backbone(model), _attribute(model, name), None)
+    if declared is None and len(lengths) == 1:
+        return lengths.pop()
+    return declared if declared in lengths else None
+
+
+def _backbone(model):
+    return getattr(model, "backbone", None) or model
+
+
+def _attribute(model, name):
+    """What a backbone calls the number of its positions for some tokens."""
+    side = name.removesuffix("token_ids")
+    special = f"max_{side}sequence_length"
+    is_special = hasattr(_backbone(model), special)
+    return special if is_special else "max_sequence_length"
+
+
+class Sized:
+    """Mixin of models: inputs beyond their positions are refused by name."""
+
+    def __call__(self, *args, **kwargs):
+        check_size(self, args[0] if args else kwargs.get("inputs"))
+        return super().__call__(*args, **kwargs)
+
+    def stateless_call(self, trainable, non_trainable, *args, **kwargs):
+        # JAX's `fit` and `predict` go past `__call__`.
+        check_size(self, args[0] if args else kwargs.get("inputs"))
+        return super().stateless_call(trainable, non_trainable, *args, **kwargs)
+
+
+def check_size(model, inputs):
+    """Raises `ValueError` if inputs are larger than a model has positions for.
+
+    Only shapes that are known are compared, so that traced calls cost nothing when
+    they run.
+
+    Args:
+        model: A KerasHub backbone or task, or any layer.
+        inputs: What it is called on.
+    """
+    if not isinstance(model, keras.Model):
+        return
+    if not isinstance(inputs, dict):
+        _check_image(model, inputs)
+        return
+    for name, x in inputs.items():
+        if isinstance(name, str) and name.endswith("token_ids"):
+            _check_tokens(model, name, x)
+        elif name in ("images", "pixel_values"):
+            _check_image(model, x)
+
+
+def _check_tokens(model, name, x):
+    shape, limit = _static_shape(x), token_limit(model, name)
+    if limit is None or len(shape) != 2 or not _is_above(shape[1], limit):
+        return
+    attribute = _attribute(model, name)
+    way_out = "Cut the texts (`sequence_length` of the preprocessor)."
+    if attribute == "max_sequence_length":
+        way_out = (
+            "Cut the texts (`sequence_length` of the preprocessor, `max_length` of "
+            "`generate`), or make a copy of the model with more positions: "
+            f"`keras_rfattn.extend_positions(model, {shape[1]})`."
+        )
+    raise ValueError(
+        f"`{name}` must have at most {limit} tokens, the number of positions of "
+        f"{title(model)} (`{attribute}`). Received: {shape[1]} tokens. {way_out}"
+    )
+
+
+def _check_image(model, x):
+    shape = _static_shape(x)
+    expected = getattr(_backbone(model), "image_shape", None)
+    if not isinstance(expected, (tuple, list)) or len(expected) != 3:
+        return
+    if len(shape) != 4:
+        return
+    is_first = getattr(_backbone(model), "data_format", None) == "channels_first"
+    start = 1 if is_first else 0
+    size, limit = shape[1 + start : 3 + start], tuple(expected[start : 2 + start])
+    if any(_is_above(a, b) for a, b in zip(size, limit, strict=True)):
+        raise ValueError(
+            f"Images must be of height and width {limit}, for which {title(model)} has "
+            f"positions (`image_shape`). Received: {tuple(size)}. Resize the images, "
+            "or make a copy of the model with more positions: "
+            f"`keras_rfattn.extend_positions(model, {tuple(size)})`."
+        )
+
+
+def _static_shape(x):
+    """The shape of a tensor as a tuple, empty if it has none."""
+    shape = getattr(x, "shape", None)
+    if shape is None or getattr(shape, "rank", 0) is None:
+        return ()
+    return tuple(shape)
+
+
+def _is_above(size, limit):
+    return isinstance(size, int) and isinstance(limit, int) and size > limit

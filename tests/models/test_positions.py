@@ -1,0 +1,190 @@
+"""More tokens than positions: what is said, and models that are made longer."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+import keras_rfattn
+from keras_rfattn.models.positions import token_limit
+from tests.models import families
+
+SIZES = dict(
+    vocabulary_size=20,
+    num_layers=1,
+    num_heads=2,
+    hidden_dim=8,
+    intermediate_dim=8,
+    max_sequence_length=6,
+    dropout=0.0,
+)
+TOO_LONG = (
+    r"(?s)`token_ids` must have at most 6 tokens.*`max_sequence_length`.*Received: 9 "
+    r"tokens.*`keras_rfattn.extend_positions\(model, 9\)`"
+)
+
+
+def tokens(length):
+    ids = np.random.default_rng(0).integers(1, 20, (2, length)).astype("int32")
+    return {
+        "token_ids": ids,
+        "segment_ids": 0 * ids,
+        "padding_mask": np.ones_like(ids),
+    }
+
+
+def classifier(length=None, pool=None, seed=0):
+    """A user's functional model around a backbone with linear attention."""
+    keras.utils.set_random_seed(seed)
+    backbone = keras_hub.models.BertBackbone(**SIZES)
+    inputs = {
+        name: keras.Input((length,), dtype="int32", name=name) for name in tokens(1)
+    }
+    hidden = backbone(inputs)["sequence_output"]
+    if pool is None:
+        pool = keras.layers.GlobalAveragePooling1D()
+    model = keras.Model(inputs, keras.layers.Dense(3)(pool(hidden)))
+    keras_rfattn.replace_attention(model, "favorplus", num_features=4, seed=0)
+    return model
+
+
+def test_a_backbone_and_a_model_around_it_name_the_way_out():
+    model = classifier()
+    backbone = next(x for x in model.layers if hasattr(x, "token_embedding"))
+    expected = keras.ops.convert_to_numpy(model(tokens(6)))
+    assert np.abs(expected).max() > 1e-3
+    for call in (
+        lambda: backbone(tokens(9)),
+        lambda: backbone.predict(tokens(9), verbose=0),
+        lambda: model(tokens(9)),
+    ):
+        with pytest.raises(ValueError, match=TOO_LONG):
+            call()
+    # A failed call leaves no trace, and fitting calls are as they were.
+    found = keras.ops.convert_to_numpy(model(tokens(6)))
+    np.testing.assert_array_equal(found, expected)
+    symbolic = {k: keras.Input((None,), dtype="int32") for k in tokens(1)}
+    assert backbone(symbolic)["sequence_output"].shape == (None, None, 8)
+
+
+def test_other_errors_are_not_hidden():
+    model = classifier()
+    with pytest.raises(Exception, match="token_ids|segment_ids|inputs|structure") as e:
+        model({"token_ids": tokens(6)["token_ids"]})
+    assert "extend_positions" not in str(e.value)
+
+
+def test_a_task_refuses_in_fit_predict_and_generate():
+    backbone = keras_hub.models.GPT2Backbone(**SIZES)
+    model = keras_hub.models.GPT2CausalLM(backbone)
+    keras_rfattn.replace_attention(model, "favorplus", num_features=4, seed=0)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = [keras.ops.convert_to_numpy(x) for x in model.weights]
+    long = {k: x for k, x in tokens(9).items() if k != "segment_ids"}
+    for call in (
+        lambda: model(long),
+        lambda: model.predict(long, verbose=0),
+        lambda: model.fit(long, long["token_ids"], verbose=0),
+        lambda: model.fit(x=long, y=long["token_ids"], verbose=0),
+        lambda: model.evaluate(long, long["token_ids"], verbose=0),
+        lambda: model.generate(long, stop_token_ids=None),
+    ):
+        with pytest.raises(ValueError, match=TOO_LONG):
+            call()
+    # On JAX, Keras' `fit` takes a model's weights away while it runs.
+    for a, b in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(a), b)
+
+
+def test_images():
+    model, images = families.build("vit")
+    keras_rfattn.replace_attention(model, "favorplus", num_features=4, seed=0)
+    large = np.concatenate([images, images], axis=2)
+    with pytest.raises(ValueError, match=r"extend_positions\(model, \(16, 32\)\)`"):
+        model(large)
+
+
+LIMITS = {"bert": 12, "roberta": 12, "opt": 12, "gpt2": 12, "albert": 12, "llama": None}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", LIMITS)
+def test_the_limit_of_each_family(family):
+    model, _ = families.build(family)
+    assert token_limit(model) == LIMITS[family]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_inputs_that_fit_are_never_refused(family):
+    model, inputs = families.build(family)
+    if isinstance(inputs, dict):
+        for name, x in inputs.items():
+            limit = token_limit(model, name) if name.endswith("token_ids") else None
+            assert limit is None or x.shape[1] <= limit
+
+
+@pytest.mark.parametrize("length", [None, 6])
+def test_a_model_around_a_backbone_is_made_longer(length):
+    model = classifier(length)
+    model.compile("sgd", "mse")
+    expected = model.predict(tokens(6), verbose=0)
+    longer = keras_rfattn.extend_positions(model, np.int64(15))
+    assert type(longer) is type(model)
+    assert len(keras_rfattn.describe_attention(longer).replaced) == 1
+    assert longer.predict(tokens(15), verbose=0).shape == (2, 3)
+    # The model itself stays what it was.
+    np.testing.assert_array_equal(model.predict(tokens(6), verbose=0), expected)
+    if length is None:
+        found = longer.predict(tokens(6), verbose=0)
+    else:
+        padded = {k: np.pad(x, ((0, 0), (0, 9))) for k, x in tokens(6).items()}
+        assert {x.shape for x in longer.inputs} == {(None, 15)}
+        pooled = next(x for x in longer.layers if hasattr(x, "token_embedding"))
+        hidden = keras.ops.convert_to_numpy(pooled(padded)["sequence_output"])[:, :6]
+        kernel, bias = map(keras.ops.convert_to_numpy, longer.layers[-1].weights)
+        found = hidden.mean(axis=1) @ kernel + bias
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert np.abs(expected).max() > 1e-2
+
+
+def test_images_in_a_model_around_a_backbone():
+    backbone, images = families.build("vit")
+    backbone = getattr(backbone, "backbone", backbone)
+    inputs = keras.Input((16, 16, 3))
+    model = keras.Model(inputs, keras.layers.Dense(2)(backbone(inputs)[:, 0]))
+    longer = keras_rfattn.extend_positions(model, (16, 32))
+    assert longer.input_shape == (None, 16, 32, 3)
+    assert longer(np.concatenate([images, images], axis=2)).shape == (2, 2)
+
+
+def test_what_cannot_be_made_longer_names_the_way_out():
+    flat = classifier(6, pool=keras.layers.Flatten())
+    with pytest.raises(ValueError, match=r"(?s)'dense\w*/kernel' of shape \(48, 3\)"):
+        keras_rfattn.extend_positions(flat, 15)
+
+    class Mine(keras.Model):
+        def __init__(self, backbone):
+            super().__init__()
+            self.backbone = backbone
+
+        def call(self, x):
+            return self.backbone(x)["pooled_output"]
+
+    backbone = keras_hub.models.BertBackbone(**SIZES)
+    mine = Mine(backbone)
+    mine(tokens(6))
+    with pytest.raises(ValueError, match=r"no `get_config`.*extend_positions\(backb"):
+        keras_rfattn.extend_positions(mine, 15)
+    backbone.enable_lora(2)
+    with pytest.raises(ValueError, match="LoRA or quantization"):
+        keras_rfattn.extend_positions(backbone, 15)
+    plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    with pytest.raises(ValueError, match="with 0 such backbones"):
+        keras_rfattn.extend_positions(plain, 15)
+    for wrong in (8.0, "15", (15, 15), None, True, 5):
+        with pytest.raises(ValueError, match="`max_length` must be an integer of at"):
+            keras_rfattn.extend_positions(classifier(), wrong)
+    for wrong in ("bert_base_en", None, keras_hub.models.BertBackbone):
+        with pytest.raises(TypeError, match="`model` must be a Keras model or layer"):
+            keras_rfattn.extend_positions(wrong, 15)
