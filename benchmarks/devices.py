@@ -33,10 +33,7 @@ def parse_arguments():
 if __name__ == "__main__":  # before JAX counts its devices
     args = parse_arguments()
     os.environ["KERAS_BACKEND"] = "jax"
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} "
-        f"--xla_force_host_platform_device_count={args.devices}"
-    )
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(args.devices)
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

@@ -5,11 +5,12 @@ import pathlib
 
 import pytest
 
-from tests.environment import XLA_FLAGS
+from tests.environment import xla_flags
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-if os.environ.get("KERAS_BACKEND") == "jax":
-    os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+if os.environ.get("KERAS_BACKEND") == "jax" and "XLA_FLAGS" not in os.environ:
+    # Processes that tests start, those of pytest-xdist too, inherit the answer.
+    os.environ["XLA_FLAGS"] = xla_flags()
 
 
 EXAMPLES = pathlib.Path(__file__).parent / "feature_maps" / "examples"

@@ -1,11 +1,14 @@
 """Plants known mistakes, one at a time, and asks whether some test fails.
 
-    KERAS_BACKEND=torch python tests/mutants.py
+    KERAS_BACKEND=torch python tests/mutants.py [NAME ...]
 
-Works on a copy. Every mistake is one found in public implementations; all must be
-killed.
+Every mistake is one found in public implementations; tests must kill all of them.
+Works on a copy. Mistakes are given as syntax, so that formatting, comments and
+neighbouring lines may change freely; `tests/test_mutants.py` checks that each is still
+found. Exits with status 1 if a mistake survives or cannot be tried.
 """
 
+import ast
 import os
 import pathlib
 import re
@@ -13,91 +16,165 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Name: (file, what stands there, what it becomes, tests that should see it).
+
+
+class Mutant(NamedTuple):
+    """One mistake.
+
+    Attributes:
+        file: Path below `keras_rfattn`.
+        function: Name of the function that is changed.
+        before: The expression or statement that stands there, exactly once.
+        after: What it becomes.
+        tests: Path below `tests` of the tests that should see it.
+    """
+
+    file: str
+    function: str
+    before: str
+    after: str
+    tests: str
+
+
 MUTANTS = {
-    "unsigned QR": (
-        "projections/orthogonal.py",
-        'q = q * np.sign(np.einsum("bii->bi", r))[:, None, :]',
-        "pass",
-        "tests/projections",
+    "unsigned QR": Mutant(
+        "projections/orthogonal.py", "haar", "np.sign", "np.ones_like", "projections"
     ),
-    "padding in a statistic": (
-        "feature_maps/favorpp.py",
-        "    if mask is None:\n        return _of_finite",
-        "    if True:\n        return _of_finite",
-        "tests/feature_maps/test_statistics.py",
+    "padding in a statistic": Mutant(
+        "feature_maps/favorpp.py", "masked_moments", "mask is None", "True",
+        "feature_maps/test_statistics.py",
     ),
-    "a reference that knows the future": (
-        "ops/causal_block.py",
-        "mask & (count == 1)",
-        "mask & (count == ops.max(count, axis=-1, keepdims=True))",
-        "tests/ops/test_isolation.py",
+    "a reference that knows the future": Mutant(
+        "ops/causal_block.py", "_reference", "count == 1",
+        "count == ops.max(count, axis=-1, keepdims=True)", "ops/test_isolation.py",
     ),
-    "one seed for all layers": (
-        "models/replace.py",
-        "template.reseeded(derive_seed(seed, site.index))",
-        "template.reseeded(seed)",
-        "tests/models/test_replace.py",
+    "one seed for all layers": Mutant(
+        "models/replace.py", "_copy", "derive_seed(seed, site.index)", "seed",
+        "models/test_replace.py",
     ),
-    "no guard on signed denominators": (
-        "ops/sums.py",
-        "    if features.is_signed:\n        floor",
-        "    if False:\n        floor",
-        "tests/ops/test_sums.py",
+    "no guard on signed denominators": Mutant(
+        "ops/sums.py", "guarded", "features.is_signed", "False", "ops/test_sums.py"
     ),
-    "key mask ignored in the normalizer": (
-        "ops/features.py",
-        "return ops.where(mask[..., None], key.log_scale, LOWEST)",
-        "return key.log_scale",
-        "tests/ops/test_bidirectional.py",
+    "key mask ignored in the normalizer": Mutant(
+        "ops/features.py", "masked_log_scale", "mask is None", "True",
+        "ops/test_bidirectional.py",
     ),
-    "queries scaled twice": (
-        "layers/attend.py",
-        "query, key = query * side, key * side\n        stats",
-        "query, key = query * side * side, key * side\n        stats",
-        "tests/layers/test_attention_layers.py",
+    "queries scaled twice": Mutant(
+        "layers/attend.py", "prepared", "query * side", "query * side * side",
+        "layers/test_attention_layers.py",
     ),
-    "a sketch without its root of r": (
-        "feature_maps/polysketch.py",
-        "sketch = sketch / math.sqrt(self.num_features)",
-        "pass",
-        "tests/feature_maps/test_polynomial.py",
+    "a sketch without its root of r": Mutant(
+        "feature_maps/polysketch.py", "key_features",
+        "sketch / math.sqrt(self.num_features)", "sketch",
+        "feature_maps/test_polynomial.py",
     ),
-}
+    "NaN clipped to a large exponent": Mutant(
+        "ops/not_finite.py", "_judged", "float('nan')", "0.0",
+        "ops/test_not_finite.py",
+    ),
+    "padding of a packed text among its keys": Mutant(
+        "ops/packing.py", "by_text", "real & key_mask", "key_mask",
+        "layers/test_packing.py",
+    ),
+}  # fmt: skip
 
 
-def run(name):
-    """The first test that fails of a mistake, or `None`."""
-    file, before, after, tests = MUTANTS[name]
+class _Swap(ast.NodeTransformer):
+    """Replaces what equals `before`, in syntax, inside functions of one name."""
+
+    def __init__(self, mutant):
+        self.function = mutant.function
+        self.before, self.after = map(_parse, (mutant.before, mutant.after))
+        self.depth = self.count = 0
+
+    def visit_FunctionDef(self, node):
+        is_wanted = node.name == self.function
+        self.depth += is_wanted
+        node = self.generic_visit(node)
+        self.depth -= is_wanted
+        return node
+
+    def visit(self, node):
+        if self.depth and ast.dump(node) == ast.dump(self.before):
+            self.count += 1
+            return self.after
+        return super().visit(node)
+
+
+def _parse(text):
+    statement = ast.parse(text).body[0]
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+def mutated(mutant):
+    """Returns the text of the mutant's file with the mistake in it.
+
+    Raises:
+        ValueError: If what the mistake replaces is not in the function exactly once.
+    """
+    swap = _Swap(mutant)
+    tree = swap.visit(ast.parse((ROOT / "keras_rfattn" / mutant.file).read_text()))
+    if swap.count != 1:
+        raise ValueError(
+            f"`{mutant.function}` in {mutant.file} must have {mutant.before!r} exactly "
+            f"once. Received: {swap.count} times. Use what stands there now."
+        )
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def run_pytest(folder, tests):
+    """Runs tests of the project in `folder`; returns pytest's finished process."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", tests],
+        cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )  # fmt: skip
+
+
+def kill(mutant):
+    """Returns the first test that fails of a mistake, or `None` if all pass.
+
+    Raises:
+        ValueError: If the mistake cannot be planted.
+        RuntimeError: If pytest itself fails, or the test fails without the mistake.
+    """
+    text = mutated(mutant)
     with tempfile.TemporaryDirectory() as folder:
         for part in ("keras_rfattn", "tests", "pyproject.toml", "CONTRIBUTING.md"):
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, pathlib.Path(folder) / part)
-        path = pathlib.Path(folder) / "keras_rfattn" / file
-        text = path.read_text()
-        if text.count(before) != 1:
-            raise SystemExit(f"{name}: {file} has {text.count(before)} of {before!r}")
-        path.write_text(text.replace(before, after))
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", tests],
-            cwd=folder, capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPATH": folder},
-        )  # fmt: skip
-    found = re.search(r"^FAILED (\S+)", done.stdout, re.M)
-    return found and found.group(1)
+        (pathlib.Path(folder) / "keras_rfattn" / mutant.file).write_text(text)
+        done = run_pytest(folder, f"tests/{mutant.tests}")
+    if done.returncode == 0:
+        return None
+    found = re.search(r"^FAILED (.+?)(?: - |$)", done.stdout, re.M)
+    if not found:
+        raise RuntimeError(
+            f"pytest failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    killer = found.group(1)
+    if run_pytest(ROOT, killer).returncode:
+        raise RuntimeError(f"{killer} fails without the mistake, too.")
+    return killer
 
 
 def main():
-    survived = []
-    for name in MUTANTS:
-        killer = run(name)
-        print(
-            f"{name:38} {'killed by ' + killer if killer else 'SURVIVED'}", flush=True
-        )
-        survived += [] if killer else [name]
-    sys.exit(bool(survived))
+    """Tries the mutants named on the command line, or all of them."""
+    names = sys.argv[1:] or list(MUTANTS)
+    alive = 0
+    for name in names:
+        try:
+            killer = kill(MUTANTS[name])
+            text = f"killed by {killer}" if killer else "SURVIVED"
+        except (ValueError, RuntimeError) as error:
+            killer, text = None, f"NOT TRIED: {error}"
+        alive += killer is None
+        print(f"{name:40} {text}", flush=True)
+    print(f"{len(names) - alive} of {len(names)} mistakes killed")
+    sys.exit(bool(alive))
 
 
 if __name__ == "__main__":

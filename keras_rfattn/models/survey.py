@@ -8,7 +8,6 @@ from dataclasses import field
 from typing import Any
 
 import keras
-from keras.src.utils.naming import to_snake_case
 
 import keras_rfattn.models.adapters.known as known
 from keras_rfattn.layers.linear_attention import LinearAttention
@@ -91,7 +90,9 @@ def survey(model):
 
 
 def _lasting_name(layer):
-    automatic = to_snake_case(original_class(layer).__name__)
+    # Keras names a layer without a name after its class, in snake case.
+    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", original_class(layer).__name__)
+    automatic = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
     is_automatic = re.fullmatch(rf"{automatic}_\d+", layer.name)
     return automatic if is_automatic else layer.name
 

@@ -7,6 +7,7 @@ in the exponent. So no feature is ever in memory. Without gradients, as the oper
 gives none of the normalizers.
 """
 
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -22,6 +23,20 @@ OPERATION = "_scaled_dot_product_flash_attention_for_cpu"
 # Up to so many windows, each weighs all others at once; beyond, sums pass from one to
 # the next.
 WINDOWS = 32
+
+
+@functools.cache
+def has_operation():
+    """Whether the private operation exists and answers as this module expects."""
+    import torch
+
+    row = torch.zeros((1, 1, 1, 1), device="cpu")
+    try:
+        attend = getattr(torch.ops.aten, OPERATION)
+        output, logs = attend(row, row, row, attn_mask=None, scale=1.0)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    return output.shape == (1, 1, 1, 1) and logs.shape == (1, 1, 1)
 
 
 def is_fused(query, key, value, *others):
@@ -40,9 +55,10 @@ def is_fused(query, key, value, *others):
     import torch
     from torch.autograd import forward_ad
 
-    is_traced = torch.compiler.is_compiling() or forward_ad._current_level >= 0
-    is_cast = torch.is_autocast_enabled("cpu")
-    if is_traced or is_cast or not hasattr(torch.ops.aten, OPERATION):
+    # Without this private name no one can tell, and a traced call must not be fused.
+    level = getattr(forward_ad, "_current_level", 0)
+    is_traced = torch.compiler.is_compiling() or level >= 0
+    if is_traced or torch.is_autocast_enabled("cpu") or not has_operation():
         return False
     tokens = key.features.x, query.features.x, *others
     arrays = (*query.features, *key.features, value, *others)

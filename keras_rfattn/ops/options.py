@@ -105,9 +105,8 @@ class Options:
 
             return BLOCK_SIZES.get(jax.default_backend(), DEFAULT_BLOCK_SIZE)
         if keras.backend.backend() == "torch":
-            from keras.src.backend.torch.core import get_device
-
-            return BLOCK_SIZES.get(get_device(), DEFAULT_BLOCK_SIZE)
+            device = keras.ops.empty(()).device.type
+            return BLOCK_SIZES.get(device, DEFAULT_BLOCK_SIZE)
         return DEFAULT_BLOCK_SIZE
 
     @classmethod

@@ -53,9 +53,7 @@ print(json.dumps([split, len(devices), *first, *losses, total]))
 
 
 def run(name, kind):
-    env = environment("jax")
-    if kind != "one":
-        env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+    env = environment("jax", cpu_devices=1 if kind == "one" else 8)
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, name, kind],
         env=env, capture_output=True, text=True,

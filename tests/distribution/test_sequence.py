@@ -93,8 +93,7 @@ print(json.dumps([errors, numbers, same, bool((first != second).any())]))
 
 @pytest.mark.long
 def test_many_devices_are_one():
-    env = environment("jax")
-    env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+    env = environment("jax", cpu_devices=8)
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True
     )

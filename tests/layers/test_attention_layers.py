@@ -69,6 +69,7 @@ def test_wide_features_approach_softmax(kind, causal):
     assert error < 0.1 * spread
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_interchangeable(kind):
     softmax, linear = pair(kind, feature_map="favorplus", num_features=16)
@@ -100,6 +101,7 @@ def test_keras_masks_and_padding_content(name, kind):
     np.testing.assert_array_equal(nothing, np.broadcast_to(expected, nothing.shape))
 
 
+@pytest.mark.smoke
 def test_masks_travel_with_keras_tensors():
     inputs = keras.Input((6,), dtype="int32")
     x = keras.layers.Embedding(9, WIDTH, mask_zero=True)(inputs)
@@ -116,6 +118,7 @@ def test_masks_travel_with_keras_tensors():
     )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 def test_config_round_trip(kind):
     _, layer = pair(kind, feature_map="favorpp", num_features=12, block_size=4)
@@ -127,6 +130,7 @@ def test_config_round_trip(kind):
     )
 
 
+@pytest.mark.smoke
 def test_grouped_queries_equal_repeated_keys():
     _, layer = pair("grouped_query", feature_map="favorplus", num_features=16)
     x = ops.convert_to_tensor(data(2, 6, WIDTH))

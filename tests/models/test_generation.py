@@ -224,6 +224,7 @@ def greedy(model, ids, mask):
     return ids
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("family", "mechanism"),
     [("gpt2", "favorpp"), ("llama", "window")]

@@ -123,6 +123,7 @@ def test_presets_bring_tokenizer_and_preprocessor(make, tmp_path):
     assert type(model.preprocessor) is preprocessor_cls
 
 
+@pytest.mark.smoke
 def test_new_head_on_a_linear_preset(tmp_path):
     model = bert_task()
     keras_rfattn.replace_attention(model, "elu")
@@ -142,6 +143,7 @@ def test_from_preset_errors(tmp_path):
         keras_rfattn.from_preset(str(tmp_path), "elu")
 
 
+@pytest.mark.smoke
 def test_an_edited_preset_never_loads_as_softmax(tmp_path):
     backbone = models.GPT2Backbone(**families.TEXT)
     keras_rfattn.replace_attention(backbone, "favorplus", num_features=8)
@@ -234,6 +236,7 @@ def test_serving_routes_that_would_run_softmax_raise():
         layer._compute_vllm_attention(None, None, None, None)
 
 
+@pytest.mark.smoke
 def test_keras_nlp_is_the_same_package():
     keras_nlp = pytest.importorskip("keras_nlp")
     backbone = keras_nlp.models.GPT2Backbone(**families.TEXT)

@@ -112,6 +112,7 @@ def test_replace_and_restore(name):
     np.testing.assert_array_equal(output(model), softmax)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "subclassed"])
 def test_keras_file_round_trip(name, tmp_path):
     model = keras_rfattn.replace_attention(make(name), "favorpp", seed=3)
@@ -399,6 +400,7 @@ def test_traced_dense_masks_are_refused():
         model.predict([data(), np.tril(np.ones((2, 6, 6), bool))], verbose=0)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("when", ["compiled", "trained"])
 def test_compiled_models_keep_training(when):
     model, target = make(), np.zeros((2, 6, 3), "float32")

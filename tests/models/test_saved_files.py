@@ -81,6 +81,7 @@ def test_a_model_without_build_comes_back(kind, tmp_path):
     assert mechanisms(loaded) == ["favorplus"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "way", [lambda m: pickle.loads(pickle.dumps(m)), copy.deepcopy]

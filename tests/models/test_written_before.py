@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore:.*not normalized")
 @pytest.mark.parametrize(
     "name",
@@ -68,6 +69,7 @@ def test_outputs_are_what_they_were(name):
     assert np.max(np.abs(actual - expected)) <= rtol * np.max(np.abs(expected))
 
 
+@pytest.mark.smoke
 def test_every_kind_of_file_is_read():
     names = {p.name for p in FOLDER.iterdir() if p.suffix in (".keras", ".h5")}
     read = {f"{n}.keras" for n in ("every_map", "own", "bert", "transformer_pp")}

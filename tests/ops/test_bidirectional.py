@@ -22,6 +22,7 @@ def test_matches_the_definition(name, lengths):
     h.assert_matches(feature_map, actual, h.reference(*features, x.value, causal=False))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", h.NAMES)
 def test_gradients_match_the_definition(name):
     feature_map, x = h.build(name), h.problem(length=11, key_length=37)

@@ -74,6 +74,7 @@ def test_longer_than_a_default_block(name):
     h.assert_matches(feature_map, actual, exact(feature_map, x))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "block_size"), h.over([h.BLOCK, 16]))
 def test_gradients_match_the_definition(name, block_size):
     feature_map, x = h.build(name), h.problem()

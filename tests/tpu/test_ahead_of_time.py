@@ -28,7 +28,7 @@ pytestmark = [
 
 def run(*arguments):
     env = environment("jax")
-    # Those of the tests are not the TPU's.
+    # The tests' flags are the CPU's.
     del env["XLA_FLAGS"]
     env |= {
         "JAX_PLATFORMS": "cpu",

@@ -34,8 +34,7 @@ print(json.dumps([*Losses.found, report.before, report.after]))
 def test_four_devices_have_the_losses_of_one():
     found = {}
     for count in (1, 4):
-        env = environment("jax")
-        env["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={count}"
+        env = environment("jax", cpu_devices=count)
         result = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(count)],
             env=env, capture_output=True, text=True,

@@ -1,0 +1,18 @@
+import pytest
+
+from tests.mutants import MUTANTS
+from tests.mutants import ROOT
+from tests.mutants import mutated
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_can_be_planted(name):
+    mutant = MUTANTS[name]
+    compile(mutated(mutant), mutant.file, "exec")
+    assert (ROOT / "tests" / mutant.tests).exists()
+
+
+def test_a_mistake_that_is_not_there_is_an_error():
+    mutant = MUTANTS["unsigned QR"]._replace(before="np.cos")
+    with pytest.raises(ValueError, match="exactly once. Received: 0 times"):
+        mutated(mutant)
