@@ -6,6 +6,8 @@ from functools import partial
 
 from keras import ops
 
+from keras_rfattn.layers.call_context import context_of
+from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.recurrent import extend_state
@@ -126,12 +128,9 @@ class Decoder:
         cache, kwargs = without_cache(kwargs)
         if cache is None:
             # Not of the decoder: an encoder of images, say.
-            with contextlib.ExitStack() as stack:
-                stack.callback(setattr, layer, "recorder", self)
-                layer.recorder = None
+            with context_of(layer).replace(recorder=None).active():
                 return function(*args, **kwargs)
         kwargs.pop("attention_mask", None)
-        vars(layer).pop("mask", None)
         causal = not self.is_prefix
         mask = AttentionMask(self.enters, causal=causal, self_attention=causal)
         with turned_from(layer, self.start):
@@ -216,16 +215,5 @@ def turned_from(layer, start, count=None):
 
     with contextlib.ExitStack() as stack:
         for one in rotary:
-            stack.enter_context(answering(one, shifted(one.call)))
+            stack.enter_context(answering(one, shifted))
         yield
-
-
-@contextlib.contextmanager
-def answering(layer, function):
-    """`function` is called in place of a layer's own `call` meanwhile."""
-    # Past Keras' tracking: it is gone before anything could be saved.
-    object.__setattr__(layer, "call", function)
-    try:
-        yield
-    finally:
-        object.__delattr__(layer, "call")

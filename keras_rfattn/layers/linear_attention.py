@@ -14,6 +14,10 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.names import fix_name
 from keras_rfattn.layers.attend import attend
+from keras_rfattn.layers.call_context import CallContext
+from keras_rfattn.layers.call_context import context_of
+from keras_rfattn.layers.call_context import recorder_of
+from keras_rfattn.layers.call_context import taken_over
 from keras_rfattn.layers.checks import num_heads
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.fingerprint import mark
@@ -22,11 +26,15 @@ from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.ops.masks import interpret_mask
 
 # What a layer has only while it is linear.
-STATE = ("options", "_is_self_attention", "is_from_config", "refusal", "trained")
-
+STATE = ("options", "is_from_config", "refusal", "trained")
 
 # What attention classes call the number of tokens that a query sees at most.
 SLIDING_WINDOWS = ("_sliding_window", "sliding_window", "sliding_window_size")
+
+NO_SCORES = (
+    "Linear attention never forms attention scores. Received: "
+    "return_attention_scores=True. Keep this layer softmax (`exclude=`)."
+)
 
 
 class LinearAttention:
@@ -37,15 +45,14 @@ class LinearAttention:
     that names it, so that no checkpoint of another mechanism loads in silence.
     """
 
-    # A layer that becomes linear in the middle of its first call has no answer yet.
-    _is_self_attention = False
     # Whether a saved config, and not `replace_attention`, made it linear.
     is_from_config = False
     # Why weights could not be loaded.
     refusal = None
     # Paths of the checkpoint's own weights, in the whole model, that were trained.
     trained = ()
-    # Set while something watches the layer, or answers for it (see `attend`).
+    # Watches the layer, or answers for it (see `attend`), in all threads: replicas of
+    # a model run in threads of their own.
     recorder = None
     # Attributes that normalize queries where a layer has one of them.
     query_normalizations = ("query_norm", "_query_norm", "q_norm")
@@ -85,21 +92,36 @@ class LinearAttention:
         query, value, key = (
             (inputs | kwargs).get(x) for x in ("query", "value", "key")
         )
-        self._is_self_attention = query is value and (key is None or key is value)
-        if hasattr(self.recorder, "arguments"):
-            self.recorder.arguments.append((args, kwargs))
-        if hasattr(self.recorder, "around"):
-            return self.recorder.around(self, super().__call__, args, kwargs)
-        return super().__call__(*args, **kwargs)
+        if "attention_mask" in kwargs:
+            kwargs["attention_mask"] = taken_over(kwargs["attention_mask"])
+        recorder = recorder_of(self)
+        is_same = query is value and (key is None or key is value)
+        # Keys of a cache are not the queries' tokens.
+        is_same = is_same and kwargs.get("cache") is None
+        with CallContext(self, is_same, recorder=recorder).active():
+            if hasattr(recorder, "arguments"):
+                recorder.arguments.append((args, kwargs))
+            if hasattr(recorder, "around"):
+                return recorder.around(self, super().__call__, args, kwargs)
+            return super().__call__(*args, **kwargs)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
-        """As Keras', which on JAX and TensorFlow takes every argument for an array."""
-        parent = super().rematerialized_call
+        """As Keras', which on JAX and TensorFlow takes every argument for an array.
+
+        What runs again for the gradient does so outside of this call, possibly in
+        another thread, and gets the context of this call.
+        """
+        parent, context = super().rematerialized_call, context_of(self)
+
+        @functools.wraps(layer_call)
+        def in_context(*args, **kwargs):
+            with context.active():
+                return layer_call(*args, **kwargs)
 
         def split(*args, **kwargs):
             arrays = {k: x for k, x in kwargs.items() if ops.is_tensor(x)}
             fixed = {k: x for k, x in kwargs.items() if k not in arrays}
-            call = functools.partial(layer_call, **fixed)
+            call = functools.partial(in_context, **fixed)
             return parent(call, *args, **arrays)(*args, **arrays)
 
         return split
@@ -114,13 +136,8 @@ class LinearAttention:
         return_attention_scores=False,
         **unused,
     ):
-        if return_attention_scores or getattr(self, "_return_attention_scores", False):
-            raise ValueError(
-                "Linear attention never forms attention scores. Received: "
-                "return_attention_scores=True. Keep this layer softmax (`exclude=`)."
-            )
-        # Of a block that needs the argument itself for something else.
-        attention_mask = vars(self).pop("mask", attention_mask)
+        if return_attention_scores:
+            raise ValueError(NO_SCORES)
         num_kv_heads, _ = self._kv_shape()
         groups = key.shape[2] // num_kv_heads
         if groups > 1:
@@ -135,7 +152,7 @@ class LinearAttention:
             # What runs again for the gradient must leave no trace: stored statistics
             # stay as they are.
             training=bool(training) and getattr(self, "_remat_mode", None) is None,
-            recorder=self.recorder,
+            recorder=context_of(self).recorder,
             options=self.options,
         )
         return output, None
@@ -160,12 +177,13 @@ class LinearAttention:
             mask = mask.replace(key_mask=extra)
         if query_mask is not None:
             query_mask = ops.cast(query_mask, "bool")
-        segment_ids = vars(self).pop("segment_ids", mask.segment_ids)
+        context = context_of(self)
+        segment_ids = context.segment_ids
         return mask.replace(
             query_mask=query_mask,
             causal=mask.causal or use_causal_mask,
-            self_attention=self._is_self_attention,
-            segment_ids=segment_ids,
+            self_attention=context.self_attention,
+            segment_ids=mask.segment_ids if segment_ids is None else segment_ids,
         )
 
     @classmethod
@@ -211,21 +229,22 @@ class Packable(LinearAttention):
                 with each. The work is that of `max_segments` rows inside a compiled
                 function, and of the texts there are elsewhere.
         """
-        if segment_ids is not None:
-            # Past Keras' tracking: `_compute_attention_mask` takes it away again.
-            object.__setattr__(self, "segment_ids", segment_ids)
-        return super().call(
-            query,
-            value,
-            key=key,
-            query_mask=query_mask,
-            value_mask=value_mask,
-            key_mask=key_mask,
-            attention_mask=attention_mask,
-            return_attention_scores=return_attention_scores,
-            training=training,
-            use_causal_mask=use_causal_mask,
-        )
+        if return_attention_scores:
+            # Before Keras' grouped layer keeps the argument as an attribute.
+            raise ValueError(NO_SCORES)
+        context = context_of(self, query is value and (key is None or key is value))
+        with context.replace(segment_ids=segment_ids).active():
+            return super().call(
+                query,
+                value,
+                key=key,
+                query_mask=query_mask,
+                value_mask=value_mask,
+                key_mask=key_mask,
+                attention_mask=attention_mask,
+                training=training,
+                use_causal_mask=use_causal_mask,
+            )
 
     def compute_output_spec(self, *args, segment_ids=None, **kwargs):
         """As without `segment_ids`."""

@@ -5,9 +5,9 @@ import contextlib
 from keras import ops
 
 import keras_rfattn.models.swap as swap
+from keras_rfattn.layers.call_context import answered_by
 from keras_rfattn.layers.decoding import CACHES
-from keras_rfattn.layers.decoding import answering
-from keras_rfattn.layers.recording import recording
+from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops.masks import AttentionMask
 
 
@@ -38,10 +38,10 @@ def carried(sites, layers, decoder, is_hidden=None):
                         "evaluates, such as the loss of given tokens."
                     )
                 part = decoder(state)
-                stack.enter_context(recording([(layer, part)]))
+                stack.enter_context(answered_by(layer, part))
             elif state is not None:
                 part, longest = Exact(site, state, is_hidden), state.shape[2]
-                stack.enter_context(answering(layer, part))
+                stack.enter_context(answering(layer, part.around))
             else:
                 continue
             parts[f"{site.index}"] = part
@@ -64,12 +64,17 @@ class Exact:
     """
 
     def __init__(self, site, state, is_hidden=None):
-        self.layer, self.function = site.layer, site.layer.call
+        self.layer, self.function = site.layer, None
         self.state, self.is_hidden = state, is_hidden
         self.placed = None
         if not site.is_linear:
             linear = swap.linear_class(swap.original_class(site.layer))
             self.placed = getattr(linear, "placed", None)
+
+    def around(self, call):
+        """This, in place of a layer's `call`."""
+        self.function = call
+        return self
 
     def __call__(self, *args, **kwargs):
         name = next((x for x in CACHES if kwargs.get(x) is not None), None)

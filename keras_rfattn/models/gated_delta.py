@@ -15,7 +15,7 @@ from keras import ops
 
 import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import Decoder
-from keras_rfattn.layers.decoding import answering
+from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.models.carried import carried
 from keras_rfattn.models.carried import kept
 
@@ -149,7 +149,7 @@ def entered(task, enters, count=None):
 
     with contextlib.ExitStack() as stack:
         for layer in gated_layers(task):
-            stack.enter_context(answering(layer, of(layer.call)))
+            stack.enter_context(answering(layer, of))
         yield
 
 

@@ -6,7 +6,6 @@ around a placeholder that nobody reads. Softmax layers of a mixed model keep key
 values.
 """
 
-import contextlib
 import inspect
 from typing import Any
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from keras import ops
 
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
+from keras_rfattn.layers.call_context import PerObject
 from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.models.carried import carried
 from keras_rfattn.models.carried import empty_layers
@@ -23,6 +23,9 @@ from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.windowed_state import LocalState
 
 STATES = (State, LocalState)
+
+# Of tasks, while `generate` runs.
+_GENERATING = PerObject()
 
 
 class Cache(NamedTuple):
@@ -135,19 +138,13 @@ def entering(known, cache, batch, length, start):
 
 def context(task):
     """`Generating` of a task, which `generate` looks up once."""
-    return vars(task).get("_generating") or Generating(survey.survey(task).sites)
+    return _GENERATING.get(task) or Generating(survey.survey(task).sites)
 
 
-@contextlib.contextmanager
 def generating(task, hidden=None, end=None, origin=0, sites=None):
-    """A task is in the middle of something, see `Generating`."""
+    """A `with` in which this thread finds a `Generating` of a task."""
     sites = survey.survey(task).sites if sites is None else sites
-    known = Generating(sites, hidden, end, origin)
-    object.__setattr__(task, "_generating", known)
-    try:
-        yield
-    finally:
-        object.__delattr__(task, "_generating")
+    return _GENERATING.giving(task, Generating(sites, hidden, end, origin))
 
 
 def decodes(site):

@@ -124,11 +124,15 @@ def by_text(attend, tokens, mask, max_segments, **arguments):
         attend: `(query, key, value, mask=, **arguments) -> output`.
         tokens: Queries, keys and values, `(B, T, ·, ·)`.
         mask: `AttentionMask` with `segment_ids`.
-        max_segments: As of `layout`.
+        max_segments: The most texts of a row, see `layout`.
         **arguments: Further arguments of `attend`.
 
+    Returns:
+        `(B, T, ·, ·)`.
+
     Raises:
-        ValueError: If attention is not among the tokens of whole rows, or as `layout`.
+        ValueError: If queries and keys are not the same tokens of whole rows, or
+            for the reasons of `layout`.
     """
     if not mask.self_attention or mask.offset is not None:
         raise ValueError(
@@ -143,12 +147,16 @@ def by_text(attend, tokens, mask, max_segments, **arguments):
             f"{tuple(tokens[0].shape[:2])}. Received: shape {tuple(ids.shape)}."
         )
     texts = layout(ids, max_segments)
+    # Slots without a token hold copies of other texts' tokens: neither a key nor a
+    # query, which would count in statistics.
     real = ops.reshape(texts.real, (-1, texts.length))
-    key_mask, query_mask = (
-        None if x is None else texts.unpack(ops.broadcast_to(x, ops.shape(ids)))
-        for x in (mask.key_mask, mask.query_mask)
-    )
-    key_mask = real if key_mask is None else real & key_mask
+
+    def visible(x):
+        x = ops.broadcast_to(ops.cast(x, "bool"), ops.shape(ids))
+        return ops.logical_and(real, texts.unpack(x))
+
+    key_mask = real if mask.key_mask is None else visible(mask.key_mask)
+    query_mask = None if mask.query_mask is None else visible(mask.query_mask)
     mask = mask.replace(segment_ids=None, key_mask=key_mask, query_mask=query_mask)
     output = attend(*(texts.unpack(x) for x in tokens), mask=mask, **arguments)
     return texts.pack(output)

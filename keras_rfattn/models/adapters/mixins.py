@@ -8,6 +8,8 @@ import contextlib
 
 import keras
 
+from keras_rfattn.layers.call_context import context_of
+from keras_rfattn.layers.call_context import hand_over
 from keras_rfattn.layers.decoding import turned_from
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.ops.masks import AttentionMask
@@ -76,12 +78,12 @@ class SparseDecoderMasks(DecoderMasks):
         mask = super()._compute_self_attention_mask(decoder_sequence, **others)
         if not isinstance(mask, AttentionMask):
             return mask
-        object.__setattr__(self_attention(self), "mask", mask)
-        # Of a dense mask they ask whether a row sees any key.
+        # Of a dense mask the experts ask whether a row sees any key.
         rows = keras.ops.ones_like(decoder_sequence[..., :1], dtype="bool")
         if mask.key_mask is not None:
             seen = keras.ops.cumsum(keras.ops.cast(mask.key_mask, "int32"), axis=1) > 0
             rows = rows & seen[..., None]
+        hand_over(rows, mask)
         return rows
 
 
@@ -139,16 +141,13 @@ class PaliGemmaMasks(GemmaMasks):
 class CachedAttention(LinearAttention):
     """Mixin of KerasHub's attention classes."""
 
-    def __call__(self, *args, **kwargs):
-        self.recalls = kwargs.get("cache") is not None
-        return super().__call__(*args, **kwargs)
-
     def _compute_attention(self, query, key, value, attention_mask=None, **kwargs):
-        attention_mask = vars(self).pop("mask", attention_mask)
+        context = context_of(self)
+        if context.mask is not None:
+            attention_mask = context.mask
         if not isinstance(attention_mask, AttentionMask):
             mask = interpret_mask(attention_mask, query.shape[1], key.shape[1])
-            own = self._is_self_attention and not self.recalls
-            attention_mask = mask.replace(self_attention=own)
+            attention_mask = mask.replace(self_attention=context.self_attention)
         return super()._compute_attention(
             query, key, value, attention_mask=attention_mask, **kwargs
         )
@@ -204,10 +203,11 @@ class GemmaAttention(RotaryAttention):
 
     def call(self, x, attention_mask=None, **kwargs):
         """`(B, T, D) -> (B, T, D)`; the mask an `AttentionMask`."""
+        mask = AttentionMask() if attention_mask is None else attention_mask
         # Rows that see no key are 0 already.
-        object.__setattr__(self, "mask", attention_mask)
         seen = keras.ops.ones((1, 1, 1), dtype="bool")
-        return super().call(x, attention_mask=seen, **kwargs)
+        with context_of(self).replace(mask=mask).active():
+            return super().call(x, attention_mask=seen, **kwargs)
 
     def _compute_attention(self, query, key, value, attention_mask=None, **kwargs):
         if not self.query_head_dim_normalize:
@@ -222,9 +222,10 @@ class MoonshineAttention(CachedAttention):
     def call(self, query, value, key, rotary_embedding=None, attention_mask=None,
              **kwargs):  # fmt: skip
         """As the class's own; the mask may be an `AttentionMask`."""
+        context = context_of(self)
         if isinstance(attention_mask, AttentionMask):
-            object.__setattr__(self, "mask", attention_mask)
-            attention_mask = None
-        return super().call(
-            query, value, key, rotary_embedding, attention_mask, **kwargs
-        )
+            context, attention_mask = context.replace(mask=attention_mask), None
+        with context.active():
+            return super().call(
+                query, value, key, rotary_embedding, attention_mask, **kwargs
+            )
