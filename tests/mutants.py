@@ -48,8 +48,13 @@ MUTANTS = {
         "feature_maps/test_statistics.py",
     ),
     "a reference that knows the future": Mutant(
-        "ops/causal_block.py", "_reference", "count == 1",
-        "count == ops.max(count, axis=-1, keepdims=True)", "ops/test_isolation.py",
+        "ops/causal_block.py", "_reference", "log_scale[..., 0, :]",
+        "log_scale[..., -1, :]", "ops/test_isolation.py",
+    ),
+    "a reference that knows masked keys' future": Mutant(
+        "ops/causal_block.py", "_reference", "ops.min(first, axis=-1, keepdims=True)",
+        "ops.max(ops.where(mask, position, 0), axis=-1, keepdims=True)",
+        "ops/test_isolation.py",
     ),
     "one seed for all layers": Mutant(
         "models/replace.py", "_copy", "derive_seed(seed, site.index)", "seed",
