@@ -174,7 +174,7 @@ def test_states_of_something_else_are_refused(tmp_path):
         generation.load(file, linear(mechanism="window"))
     with pytest.raises(ValueError, match="3\\] rows of state and 2 of tokens"):
         generation.step(model, ids[:2], state)
-    with pytest.raises(TypeError, match="`state` must be what"):
+    with pytest.raises(TypeError, match="`state` must be the state"):
         generation.step(model, ids, [state])
     with pytest.raises(ValueError, match=r"shape \(B, T\)"):
         generation.prefill(model, ids[0])

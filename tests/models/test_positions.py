@@ -124,7 +124,7 @@ def test_inputs_that_fit_are_never_refused(family):
             assert limit is None or x.shape[1] <= limit
 
 
-@pytest.mark.parametrize("length", [None, 6])
+@pytest.mark.parametrize("length", [None, pytest.param(6, marks=pytest.mark.long)])
 def test_a_model_around_a_backbone_is_made_longer(length):
     model = classifier(length)
     model.compile("sgd", "mse")
@@ -148,6 +148,7 @@ def test_a_model_around_a_backbone_is_made_longer(length):
     assert np.abs(expected).max() > 1e-2
 
 
+@pytest.mark.long
 def test_images_in_a_model_around_a_backbone():
     backbone, images = families.build("vit")
     backbone = getattr(backbone, "backbone", backbone)
