@@ -19,7 +19,10 @@ from keras_rfattn.layers.linear_attention import LinearAttention
 
 
 def _wrap(module, name, wrapper):
-    original = getattr(module, name)
+    """Wraps a function of Keras, which may be gone in another release."""
+    original = getattr(module, name, None)
+    if original is None:
+        return
 
     @functools.wraps(original)
     def wrapped(*args, **kwargs):

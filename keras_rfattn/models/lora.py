@@ -7,8 +7,6 @@ linear model and back.
 
 import contextlib
 
-import h5py
-
 from keras_rfattn.feature_maps import FeatureMap
 from keras_rfattn.models.holders import holders
 from keras_rfattn.models.holders import refresh
@@ -108,6 +106,8 @@ def _check(backbone, filepath):
 
 def _saved(filepath):
     """The rank in a file, and the shapes of its adapters by position."""
+    import h5py
+
     with h5py.File(filepath, "r") as file:
         if "lora/vars/rank" not in file:
             raise ValueError(

@@ -81,9 +81,9 @@ def values(model):
 
 # Every pair in one format, and one pair in the others.
 CASES = [(x, y, "functional", "m.weights.h5") for x, y in PAIRS]
-CASES += [("favorplus", "softmax", "own", x) for x in ("m.weights.h5", "m.keras")]
+CASES += [("favorplus", "softmax", "own", "m.weights.h5")]
 CASES += [("favorplus", "window", "functional", "m.weights.json")]
-CASES += [("window", "favor", "own", "m.keras")]
+CASES += [("window", "favor", "functional", "m.keras")]
 CASES += [(x, y, "functional", "m.h5") for x, y in (PAIRS[2], PAIRS[-2])]
 
 

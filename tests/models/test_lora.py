@@ -18,7 +18,7 @@ INPUTS = {
     "padding_mask": np.ones_like(TOKENS),
 }
 # With weights, in one layer and in several, and without.
-MAPS = ["favorplus", "favorpp_learned", "elu"]
+MAPS = ["favorpp", "favorpp_learned", "elu"]
 
 
 def backbone(layers=2, dim=8):
@@ -28,7 +28,7 @@ def backbone(layers=2, dim=8):
     )
 
 
-def linear(model, name="favorplus"):
+def linear(model, name="favorpp"):
     options = {} if name == "elu" else {"num_features": 8}
     return keras_rfattn.replace_attention(model, name, seed=0, **options)
 
