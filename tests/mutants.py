@@ -80,9 +80,9 @@ MUTANTS = {
         "ops/not_finite.py", "_judged", "float('nan')", "0.0",
         "ops/test_not_finite.py",
     ),
-    "padding of a packed text among its keys": Mutant(
-        "ops/packing.py", "by_text", "real & key_mask", "key_mask",
-        "layers/test_packing.py",
+    "padding of a packed text among its tokens": Mutant(
+        "ops/packing.py", "by_text", "ops.logical_and(real, texts.unpack(x))",
+        "texts.unpack(x)", "layers/test_packed_masks.py",
     ),
 }  # fmt: skip
 

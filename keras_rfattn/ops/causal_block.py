@@ -20,11 +20,11 @@ at all, since blocks are visited one after the other; see `fold`.)
 
 from keras import ops
 
+from keras_rfattn.ops.branch import run_if
 from keras_rfattn.ops.causal_fallback import weigh_keys
 from keras_rfattn.ops.causal_fallback import weigh_values
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.loops import run_if
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import elementwise_min
