@@ -18,6 +18,7 @@ from keras_rfattn.feature_maps.complex_exponential import diagonal_parts
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.layout import move_axis
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 
@@ -147,19 +148,19 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
 
         # (..., N, slots, H), then one slot after the other along the width.
         parts = diagonal_parts(x[..., None, :], a[..., 0, :], a[..., 1, :], is_key)
-        real, imaginary = (ops.moveaxis(part, -2, 0) for part in parts)
+        real, imaginary = (move_axis(part, -2, 0) for part in parts)
         exponent = self.project(real) - half_square(real) + half_square(imaginary)
         phase = None
         if not self.is_positive:
             phase = self.project(imaginary)
             phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
         values, log_scale = exponential(exponent, phase, is_key)
-        active = ops.moveaxis(active, -1, 0)[..., None]
+        active = move_axis(active, -1, 0)[..., None]
         log_scale = where(active, log_scale, LOWEST)
         shape = (*ops.shape(x)[:-1], self.output_dim)
 
         def flat(part):
-            return ops.reshape(ops.moveaxis(part, 0, -2), shape)
+            return ops.reshape(move_axis(part, 0, -2), shape)
 
         if self.is_positive:
             return Features(None, flat(log_scale))

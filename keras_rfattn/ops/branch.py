@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_rfattn.ops.plain import is_plain
+
 
 def run_if(condition, function, otherwise, operands):
     """`function(*operands)` if a condition holds, else zeros like `otherwise`.
@@ -15,13 +17,15 @@ def run_if(condition, function, otherwise, operands):
         operands: What `function` takes.
 
     Returns:
-        A tuple of arrays. A program that PyTorch exports, which cannot look at the
-        condition, always runs the function.
+        A tuple of arrays. The function always runs in a program that PyTorch exports,
+        and under `torch.func`, where nobody can look at the condition.
     """
     if keras.backend.backend() == "torch":
         import torch
 
-        if torch.compiler.is_exporting() or condition:
+        # `torch.compile` breaks its graph here, which costs less than the function.
+        can_look = torch.compiler.is_compiling() or is_plain(condition)
+        if torch.compiler.is_exporting() or not can_look or condition:
             return function(*operands)
         return tuple(torch.zeros_like(x) for x in otherwise)
     if keras.backend.backend() == "jax":

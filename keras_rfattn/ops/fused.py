@@ -15,6 +15,8 @@ import keras
 
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Exponents
+from keras_rfattn.ops.plain import are_values_at_hand
+from keras_rfattn.ops.plain import is_differentiated
 from keras_rfattn.ops.sums import Sums
 
 # What `scaled_dot_product_attention` calls, which keeps the normalizers to itself.
@@ -53,19 +55,16 @@ def is_fused(query, key, value, *others):
     if not all(isinstance(x.features, Exponents) for x in (query, key)):
         return False
     import torch
-    from torch.autograd import forward_ad
 
-    # Without this private name no one can tell, and a traced call must not be fused.
-    level = getattr(forward_ad, "_current_level", 0)
-    is_traced = torch.compiler.is_compiling() or level >= 0
-    if is_traced or torch.is_autocast_enabled("cpu") or not has_operation():
+    if torch.is_autocast_enabled("cpu") or not has_operation():
         return False
     tokens = key.features.x, query.features.x, *others
     arrays = (*query.features, *key.features, value, *others)
     arrays = [x for x in arrays if x is not None]
-    if any(x.device.type != "cpu" or not x.numel() for x in arrays):
+    # The operation has no rules for transformations, and none for gradients.
+    if not are_values_at_hand(*arrays) or is_differentiated(*arrays):
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in arrays):
+    if not all(x.numel() for x in arrays):
         return False
     dtype, size = tokens[0].dtype, value.shape[-1]
     is_fit = value.dtype in (dtype, torch.bfloat16)

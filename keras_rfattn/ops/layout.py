@@ -176,3 +176,11 @@ def take_tokens(x, index):
         return found.reshape(*size, *x.shape[2:])
     index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
     return ops.take_along_axis(x, index, axis=1)
+
+
+def move_axis(x, source, destination):
+    """As `ops.moveaxis`, for which `torch.vmap` has no rule on PyTorch."""
+    rank = len(x.shape)
+    axes = [i for i in range(rank) if i != source % rank]
+    axes.insert(destination % rank, source % rank)
+    return ops.transpose(x, axes)

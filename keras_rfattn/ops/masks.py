@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
+from keras_rfattn.ops.plain import is_plain
 from keras_rfattn.ops.precision import known_true
 from keras_rfattn.ops.precision import where
 
@@ -137,7 +138,7 @@ def _broadcasts(shape, lengths):
 
 def _decode_dense(mask, causal):
     try:
-        values = ops.convert_to_numpy(mask).astype(bool)
+        values = ops.convert_to_numpy(mask).astype(bool) if is_plain(mask) else None
     except Exception:
         values = None
     if values is None or not isinstance(values, np.ndarray):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from keras import ops
 
 from keras_rfattn.ops.layout import take_tokens
+from keras_rfattn.ops.plain import is_plain
 from keras_rfattn.ops.precision import elementwise_min
 from keras_rfattn.ops.precision import where
 
@@ -96,7 +97,7 @@ def layout(segment_ids, max_segments=None):
 def _sizes(rank, length, max_segments):
     """`(P, L)`: how many texts a row has, and tokens a text, at most."""
     try:
-        rank = ops.convert_to_numpy(rank)
+        rank = ops.convert_to_numpy(rank) if is_plain(rank) else None
         texts = int(rank.max()) + 1
     except Exception:
         if max_segments is None:

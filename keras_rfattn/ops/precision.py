@@ -10,6 +10,9 @@ import functools
 import keras
 from keras import ops
 
+from keras_rfattn.ops.plain import are_values_at_hand
+from keras_rfattn.ops.plain import is_plain
+
 
 def wide_dtype(*arrays):
     """The dtype sums and exponents are kept in: float32, or float64 if any is."""
@@ -121,22 +124,23 @@ def exp_of_difference(a, b, is_last=False):
         b: Array, or `None` for 0.
         is_last: Whether nothing else holds `a`.
     """
-    if keras.backend.backend() == "torch":
-        if b is None:
-            return a.exp_() if is_last else a.exp()
-        return (a.sub_(b) if is_last else a - b).exp_()
-    return ops.exp(a if b is None else a - b)
+    if keras.backend.backend() != "torch" or not is_plain(a, b):
+        return ops.exp(a if b is None else a - b)
+    if b is None:
+        return a.exp_() if is_last else a.exp()
+    return (a.sub_(b) if is_last else a - b).exp_()
 
 
 def add_into(x, term):
     """`x + term` of the shape of x, an array that is not used again."""
-    return x.add_(term) if keras.backend.backend() == "torch" else x + term
+    is_own = keras.backend.backend() == "torch" and is_plain(x, term)
+    return x.add_(term) if is_own else x + term
 
 
 def lower_to(x, limit):
     """`min(x, limit)`, a number, of an array that is not used again."""
     if keras.backend.backend() == "torch":
-        return x.clamp_(max=limit)
+        return x.clamp_(max=limit) if is_plain(x) else x.clamp(max=limit)
     return ops.minimum(x, limit)
 
 
@@ -215,20 +219,16 @@ def known_finite(*arrays, limit):
     """Whether all entries are within a limit; only where that is cheap to ask."""
     if keras.backend.backend() != "torch":
         return False
+    if not are_values_at_hand(*arrays):
+        return False
     import torch
 
-    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in arrays):
-        return False
     ranges = (torch.aminmax(x.detach()) for x in arrays if x.numel())
     return all(-limit < low.item() and high.item() < limit for low, high in ranges)
 
 
 def known_true(condition):
     """Whether all are true; only where that is cheap to ask, else `False`."""
-    if keras.backend.backend() != "torch":
-        return False
-    import torch
-
-    if torch.compiler.is_compiling() or condition.device.type != "cpu":
+    if keras.backend.backend() != "torch" or not are_values_at_hand(condition):
         return False
     return condition.all().item()

@@ -16,6 +16,7 @@ from keras import ops
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.layout import last_apart
+from keras_rfattn.ops.layout import move_axis
 from keras_rfattn.ops.loops import exclusive_scan
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.not_finite import values_apart
@@ -262,12 +263,12 @@ def no_sums(key, value):
 
 def prefix_sums(blocks, start):
     """Sums over all blocks before each, and over all: a scan over small states."""
-    moved = tuple(ops.moveaxis(x, 2, 0) for x in blocks)
+    moved = tuple(move_axis(x, 2, 0) for x in blocks)
 
     def add(before, block):
         sums = merge_sums(Sums(*before), Sums(*block))
         return tuple(ops.cast(x, y.dtype) for x, y in zip(sums, start, strict=True))
 
     last, prefix = exclusive_scan(add, tuple(start), moved)
-    prefix = Sums(*(ops.moveaxis(x, 0, 2) for x in prefix))
+    prefix = Sums(*(move_axis(x, 0, 2) for x in prefix))
     return prefix, Sums(*last)

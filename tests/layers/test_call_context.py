@@ -235,7 +235,7 @@ def test_another_call_is_of_one_thread():
     assert float(dense(x)[0, 0]) == 2.0 and "call" not in vars(dense)
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", [pytest.param(True, marks=pytest.mark.long), False])
 def test_what_runs_again_for_a_gradient_knows_the_same(packed):
     # Statistics of self-attention, and segments, are of the call.
     with keras.RematScope(mode="full"):

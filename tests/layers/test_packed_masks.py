@@ -74,7 +74,7 @@ def real(masks):
 @pytest.mark.parametrize("masked", MASKED)
 @pytest.mark.parametrize("name", LAYERS)
 def test_values_at_hand(name, masked, causal):
-    usual = name in ("favorpp", "sliding") and masked == "both" and not causal
+    usual = name == "favorpp" and masked == "both" and not causal
     if keras.backend.backend() != "torch" and not usual:
         pytest.skip("compiled for seconds; run on PyTorch")
     layer, (x, masks) = made(name), problem(masked)
@@ -105,6 +105,7 @@ def test_inside_a_compiled_function(masked):
     h.assert_close(found[rows], expected[rows], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_statistics_that_are_stored():
     x, masks = problem("both")
     packed, separate = made("favorpp"), made("favorpp")
