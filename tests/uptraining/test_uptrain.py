@@ -68,7 +68,6 @@ def test_learned_maps_compiled_come_near_and_leave_the_checkpoint_alone(name):
     h.assert_same(outputs(model), wanted)
 
 
-@pytest.mark.smoke
 def test_stages_take_up_where_the_others_end():
     both = m.linear_model()
     report = m.uptrain(both, steps=16)
