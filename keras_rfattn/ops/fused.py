@@ -14,6 +14,7 @@ import keras
 
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Exponents
+from keras_rfattn.ops.sizes import is_traced
 from keras_rfattn.ops.sums import Sums
 
 # What `scaled_dot_product_attention` calls, which keeps the normalizers to itself.
@@ -40,9 +41,9 @@ def is_fused(query, key, value, *others):
     import torch
     from torch.autograd import forward_ad
 
-    is_traced = torch.compiler.is_compiling() or forward_ad._current_level >= 0
+    is_recorded = is_traced() or forward_ad._current_level >= 0
     is_cast = torch.is_autocast_enabled("cpu")
-    if is_traced or is_cast or not hasattr(torch.ops.aten, OPERATION):
+    if is_recorded or is_cast or not hasattr(torch.ops.aten, OPERATION):
         return False
     tokens = key.features.x, query.features.x, *others
     arrays = (*query.features, *key.features, value, *others)

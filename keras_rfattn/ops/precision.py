@@ -10,6 +10,8 @@ import functools
 import keras
 from keras import ops
 
+from keras_rfattn.ops.sizes import is_traced
+
 
 def wide_dtype(*arrays):
     """The dtype sums and exponents are kept in: float32, or float64 if any is."""
@@ -217,7 +219,7 @@ def known_finite(*arrays, limit):
         return False
     import torch
 
-    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in arrays):
+    if is_traced() or any(x.device.type != "cpu" for x in arrays):
         return False
     ranges = (torch.aminmax(x.detach()) for x in arrays if x.numel())
     return all(-limit < low.item() and high.item() < limit for low, high in ranges)
@@ -227,8 +229,6 @@ def known_true(condition):
     """Whether all are true; only where that is cheap to ask, else `False`."""
     if keras.backend.backend() != "torch":
         return False
-    import torch
-
-    if torch.compiler.is_compiling() or condition.device.type != "cpu":
+    if is_traced() or condition.device.type != "cpu":
         return False
     return condition.all().item()
