@@ -44,7 +44,7 @@ def constant(x, factor):
 
 
 def _outer(a, b, combine):
-    outer = combine(a[..., :, None], b[..., None, :])
+    outer = combine(ops.expand_dims(a, -1), ops.expand_dims(b, -2))
     return ops.reshape(outer, (*ops.shape(outer)[:-2], a.shape[-1] * b.shape[-1]))
 
 

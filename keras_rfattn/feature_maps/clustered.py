@@ -141,13 +141,15 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
             ops.cast(self.per_head(p, x), x.dtype)
             for p in (centers, active, self.matrix)
         )
-        distance = ops.sum(ops.square(x[..., None, :] - centers), axis=-1)
+        distance = ops.sum(ops.square(ops.expand_dims(x, -2) - centers), axis=-1)
         cluster = ops.one_hot(ops.argmin(distance, axis=-1), centers.shape[-2])
         cluster = ops.cast(cluster, x.dtype)
-        active = ops.sum(cluster[..., None] * active, axis=-2) > 0
+        active = ops.sum(ops.expand_dims(cluster, -1) * active, axis=-2) > 0
 
         # (..., N, slots, H), then one slot after the other along the width.
-        parts = diagonal_parts(x[..., None, :], a[..., 0, :], a[..., 1, :], is_key)
+        parts = diagonal_parts(
+            ops.expand_dims(x, -2), a[..., 0, :], a[..., 1, :], is_key
+        )
         real, imaginary = (move_axis(part, -2, 0) for part in parts)
         exponent = self.project(real) - half_square(real) + half_square(imaginary)
         phase = None
@@ -155,7 +157,7 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
             phase = self.project(imaginary)
             phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
         values, log_scale = exponential(exponent, phase, is_key)
-        active = move_axis(active, -1, 0)[..., None]
+        active = ops.expand_dims(move_axis(active, -1, 0), -1)
         log_scale = where(active, log_scale, LOWEST)
         shape = (*ops.shape(x)[:-1], self.output_dim)
 

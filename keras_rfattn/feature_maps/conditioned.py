@@ -187,7 +187,7 @@ class Conditioned(Adaptive, FeatureMap):
         found = self.inner.exponents(method, x, stats)
         # Products with the matrix and the center are some with vectors, which are few.
         matrix, center, other = (
-            ops.cast(ops.convert_to_tensor(y)[None], x.dtype)
+            ops.cast(ops.expand_dims(ops.convert_to_tensor(y), 0), x.dtype)
             for y in (matrix, center, other)
         )
         vectors = accumulated_matmul(
@@ -196,8 +196,8 @@ class Conditioned(Adaptive, FeatureMap):
         bias = found.bias
         if method == "key_features":
             constant = ops.sum(center * other, axis=-1)
-            bias = ops.cast(bias, x.dtype) + constant[..., None, None]
-        return found._replace(vectors=vectors + other[..., None], bias=bias)
+            bias = ops.cast(bias, x.dtype) + ops.expand_dims(constant, (-2, -1))
+        return found._replace(vectors=vectors + ops.expand_dims(other, -1), bias=bias)
 
     def common_exponent(self, method, x, stats=None):
         matrix = ops.cast(ops.convert_to_tensor(self._side(method)[0]), x.dtype)

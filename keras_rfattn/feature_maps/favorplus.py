@@ -50,7 +50,7 @@ class FavorPlus(Exponential, ProjectedFeatureMap):
         if self.pair:
             vectors = ops.concatenate([vectors, -vectors], axis=-1)
         bias = ops.zeros((1, self.num_heads, 1, self.output_dim), dtype=x.dtype)
-        return Exponents(x, vectors[None], bias)
+        return Exponents(x, ops.expand_dims(vectors, 0), bias)
 
     def common_exponent(self, method, x, stats=None):
         return -half_square(x) - math.log(self.output_dim) / 2

@@ -154,7 +154,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
             measured = self.measure(query, key, query_mask, key_mask)
         if self.policy == "batch":
             return self.optimal_a(measured)
-        stored = ops.convert_to_tensor(self.mean_square)[None]
+        stored = ops.expand_dims(ops.convert_to_tensor(self.mean_square), 0)
         if is_stored is not True:
             stored = ops.where(is_stored, stored, measured)
         # Before the update: a step must not see what it is about to store.
@@ -210,7 +210,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         if stats is None:
             stats = ops.zeros((self.num_heads, 1), dtype=x.dtype)
         elif not self.per_direction:
-            stats = stats[..., None]
+            stats = ops.expand_dims(stats, -1)
         # (B or 1, K, 1 or H)
         a = ops.reshape(ops.cast(stats, x.dtype), (-1, *stats.shape[-2:]))
         squares = ops.cast(ops.square(vectors), x.dtype)
@@ -221,8 +221,8 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         constant = ops.sum(constant, axis=-1, keepdims=True)
         constant = constant + precise_einsum("bkh,khm->bkm", a, squares)
         vectors = ops.cast(ops.convert_to_tensor(vectors), x.dtype)
-        vectors = vectors * ops.sqrt(spread)[..., None]
-        return Exponents(x, vectors, constant[:, :, None])
+        vectors = vectors * ops.expand_dims(ops.sqrt(spread), -1)
+        return Exponents(x, vectors, ops.expand_dims(constant, 2))
 
     def common_exponent(self, method, x, stats=None):
         return -half_square(x) - math.log(self.num_features) / 2
@@ -242,8 +242,8 @@ def masked_moments(x, mask):
     if mask is None:
         return _of_finite(ops.mean(ops.square(x), 1), ops.mean(x, 1))
     mask = ops.cast(mask, "bool")
-    x = where(mask[:, :, None, None], x, 0)
-    count = ops.sum(ops.cast(mask, "float32"), axis=1)[:, None, None]
+    x = where(ops.expand_dims(mask, (2, 3)), x, 0)
+    count = ops.expand_dims(ops.sum(ops.cast(mask, "float32"), axis=1), (1, 2))
     count = elementwise_max(count, 1)
     return _of_finite(
         ops.sum(ops.square(x), axis=1) / count, ops.sum(x, axis=1) / count
@@ -254,7 +254,7 @@ def _of_finite(square, mean):
     """Moments whose sums and products are finite, but NaN where an entry was not."""
     if known_finite(mean, limit=LARGEST):
         return elementwise_min(square, LARGEST**2), mean
-    spoiled = spoils(mean[..., None])[..., 0]
+    spoiled = spoils(ops.expand_dims(mean, -1))[..., 0]
     return elementwise_min(square, LARGEST**2) + spoiled, bounded(mean) + spoiled
 
 

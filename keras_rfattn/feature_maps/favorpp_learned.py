@@ -164,7 +164,7 @@ class TrainedOPRF(FavorPP):
         vectors = self.query_vectors if is_query else self.key_vectors
         a = ops.convert_to_tensor(self.parameter)
         found = self.exponents_by(vectors, x, a if self.per_direction else a[..., 0])
-        weights = ops.convert_to_tensor(self.log_weights)[None, :, None]
+        weights = ops.expand_dims(ops.convert_to_tensor(self.log_weights), (0, 2))
         return found._replace(bias=found.bias + ops.cast(weights, x.dtype) / 2)
 
 

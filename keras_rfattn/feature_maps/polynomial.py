@@ -133,7 +133,7 @@ class Polynomial(PolynomialFeatureMap):
         x, log_norm = unit(ops.cast(x, wide_dtype(x)))
         power = x
         for _ in range(self.degree // 2 - 1):
-            power = power[..., :, None] * x[..., None, :]
+            power = ops.expand_dims(power, -1) * ops.expand_dims(x, -2)
             power = ops.reshape(power, (*ops.shape(x)[:-1], -1))
         return Squared(power, self.degree * log_norm)
 

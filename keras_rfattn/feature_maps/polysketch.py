@@ -95,7 +95,7 @@ class PolySketch(Sketch, ProjectedFeatureMap):
 
     def key_features(self, x, stats=None):
         x, log_norm = unit(ops.cast(x, wide_dtype(x)))
-        sketch = ops.repeat(x[..., None, :], self.degree // 2, axis=-2)
+        sketch = ops.repeat(ops.expand_dims(x, -2), self.degree // 2, axis=-2)
         for matrices in self.matrices:
             sketch = precise_einsum("...ch,chr->...cr", *_alike(sketch, matrices))
             sketch = sketch[..., 0::2, :] * sketch[..., 1::2, :]

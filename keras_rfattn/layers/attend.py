@@ -32,6 +32,10 @@ from keras_rfattn.ops.prefix import after_prefix
 from keras_rfattn.ops.prefix import check_prefix
 from keras_rfattn.ops.sequence_parallel import over_devices
 from keras_rfattn.ops.sequence_parallel import sequence_axis
+from keras_rfattn.ops.sizes import fits
+from keras_rfattn.ops.sizes import is_zero
+from keras_rfattn.ops.sizes import product
+from keras_rfattn.ops.sizes import smaller
 from keras_rfattn.ops.windowed import Local
 from keras_rfattn.ops.windowed import local_attention
 
@@ -173,12 +177,12 @@ class Attention:
         query, key, stats = self.prepared()
         masks = self.mask.key_mask, self.mask.prefix_mask
         arrays = query, key, self.value, *masks, stats
-        length, heads = query.shape[1] or 1, query.shape[2]
+        length, heads = query.shape[1], query.shape[2]
         if self.mask.causal:
-            length = min(length, self.options.block_length)
+            length = smaller(length, self.options.block_length)
         elif self.options.window is None:
             heads = 1  # of those that it takes in turn
-        size = heads * length * self.feature_map.output_dim
+        size = product(heads, length, self.feature_map.output_dim)
         return by_rows(self._answer, arrays, size)
 
     def _answer(self, query, key, value, visible, prefix, stats):
@@ -208,7 +212,7 @@ class Attention:
             return over_devices(
                 *deferred, value, local, key_mask, self.options, mask.causal, *devices
             )
-        is_short = (lengths[1] or math.inf) <= feature_map.output_dim
+        is_short = fits(lengths[1], feature_map.output_dim)
         if window is None and is_short and feature_map.has_exact_features:
             # Weights of pairs are fewer than features.
             return exact_attention(query, key, value, kernel, key_mask, mask.causal)
@@ -259,7 +263,7 @@ def attend(
     options = Options() if options is None else options
     check_options(options, feature_map)
     mask = interpret_mask(mask, query.shape[1], key.shape[1])
-    if 0 in (*query.shape[:2], key.shape[1]):
+    if any(is_zero(x) for x in (*query.shape[:2], key.shape[1])):
         # No query, or no key to see.
         return ops.zeros((*query.shape[:-1], value.shape[-1]), dtype=value.dtype)
     check_prefix(mask, options)
@@ -279,7 +283,7 @@ def attend(
         key_mask = ops.broadcast_to(mask.key_mask, ops.shape(key)[:2])
         mask = mask.replace(key_mask=needed(key_mask))
     if mask.key_mask is not None:
-        visible = mask.key_mask[:, :, None, None]
+        visible = ops.expand_dims(mask.key_mask, (2, 3))
         key, value = where(visible, key, 0), where(visible, value, 0)
     if scale is None:
         scale = feature_map.default_scale(query.shape[-1])
@@ -294,4 +298,4 @@ def _hidden(output, query_mask):
     query_mask = needed(query_mask)
     if query_mask is None:
         return output
-    return where(query_mask[:, :, None, None], output, 0)
+    return where(ops.expand_dims(query_mask, (2, 3)), output, 0)

@@ -29,7 +29,9 @@ def among_keys(query, key, value, mask, window=None):
     start = ops.cast(mask.offset, "int32"), *(0, 0)
     if query.shape[1] == 1 and window is None:
         # All that it sees is a matter of keys.
-        seen = ops.arange(ops.shape(key)[1], dtype="int32")[None] <= start[0]
+        seen = (
+            ops.expand_dims(ops.arange(ops.shape(key)[1], dtype="int32"), 0) <= start[0]
+        )
         if mask.key_mask is not None:
             seen = seen & ops.cast(mask.key_mask, "bool")
         plain = plain.replace(key_mask=seen, causal=False, self_attention=False)

@@ -125,7 +125,10 @@ def entering(known, cache, batch, length, start):
         `(enters, passed, seen)`: booleans `(B, T)` twice, and integers `(B,)`.
     """
     positions = start + ops.arange(length, dtype="int32")
-    passed, after = positions[None] >= cache.seen[:, None], positions[-1] + 1
+    passed, after = (
+        ops.expand_dims(positions, 0) >= ops.expand_dims(cache.seen, 1),
+        positions[-1] + 1,
+    )
     is_prompt = not any(isinstance(x, STATES) for x in cache.layers.values())
     if known.end is not None and is_prompt:
         # The rest is not written yet.
@@ -222,7 +225,7 @@ def stepped(task, inputs, stop_token_ids, name, before=None):
         return original(task, inputs, stop_token_ids)
     origin = 0 if before is None else getattr(task.backbone, before)
     mask = ops.cast(inputs[name], "bool")
-    positions = ops.arange(ops.shape(mask)[1], dtype="int32")[None]
+    positions = ops.expand_dims(ops.arange(ops.shape(mask)[1], dtype="int32"), 0)
     mask = mask | (~ops.any(mask, axis=1, keepdims=True) & (positions == 0))
     last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
     filled = positions <= last

@@ -16,12 +16,12 @@ from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.layout import take_apart
 from keras_rfattn.ops.loops import by_heads
 from keras_rfattn.ops.loops import compiled
-from keras_rfattn.ops.loops import product
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.sizes import product
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import normalize
@@ -127,7 +127,7 @@ def _attend(query, key, value, mask):
     del key
     features = query.features.compute()
     reading = read(sums, features, value.dtype, is_last=are_own[0])
-    spoiled = query.spoiled + sums.spoiled[..., None, None]
+    spoiled = query.spoiled + ops.expand_dims(sums.spoiled, (-2, -1))
     return normalize(reading, features, spoiled, value.dtype)
 
 

@@ -23,14 +23,15 @@ from keras_rfattn.ops.not_finite import onward
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.precision import quotient
 from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.recurrent import count_visible
 from keras_rfattn.ops.recurrent import to_state
 from keras_rfattn.ops.recurrent import to_sums
+from keras_rfattn.ops.sizes import smaller
 from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import guarded
 from keras_rfattn.ops.sums import no_sums
-from keras_rfattn.ops.sums import prefix_sums
 from keras_rfattn.ops.sums import summarize
 
 SPAN = 30.0
@@ -88,8 +89,7 @@ def _causal(
     """The output, and the sums after the last token."""
     num_kv_heads, length = value.shape[2], ops.shape(value)[1]
     groups = num_heads // num_kv_heads
-    if isinstance(length, int):
-        block_size = min(block_size, max(length, 1))
+    block_size = max(smaller(length, block_size), 1)
     dtype, value = value.dtype, representable(value)
 
     query, query_features = in_blocks(
@@ -121,6 +121,6 @@ def _attend(sums, query, key, value, mask, groups, span, fallback):
     prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
     (query, spoiled), (key, spoiled_keys) = query, key
     spoiled = spoiled + ops.repeat(onward(spoiled_keys), groups, axis=-2)
-    spoiled = spoiled + prefix.spoiled[..., None, None]
+    spoiled = spoiled + ops.expand_dims(prefix.spoiled, (-2, -1))
     reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
     return tuple(last), (reading.numerator, guarded(reading, query), spoiled)

@@ -54,7 +54,7 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     shift = ops.stop_gradient(ops.max(raised, axis=-1)) + largest
     raised = query._replace(log_scale=raised)
     # Of signed features the exponents are needed again.
-    rows = raised.expand(shift[..., None], dtype, query.is_exponential)
+    rows = raised.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)
     if key.shares_scale:
         # One scale a token: it can leave the product for the C × C matrix.
         weights = _scaled_weights(raised, key, excess, shift, visible, dtype)
@@ -86,9 +86,9 @@ def _reference(prefix, log_scale, mask):
     first = where(mask, position, mask.shape[-1])
     first = position == ops.min(first, axis=-1, keepdims=True)
     first = ops.cast(first, log_scale.dtype)
-    row = accumulated_matmul(first[..., None, :], log_scale)[..., 0, :]
+    row = accumulated_matmul(ops.expand_dims(first, -2), log_scale)[..., 0, :]
     has_prefix = ops.any(prefix.magnitude > 0, axis=-1, keepdims=True)
-    known = ops.where(has_prefix, mask[..., :1], ops.any(mask, axis=-1)[..., None])
+    known = ops.where(has_prefix, mask[..., :1], ops.any(mask, axis=-1, keepdims=True))
     return ops.where(known, elementwise_max(prefix.maximum, row), prefix.maximum)
 
 
@@ -101,7 +101,7 @@ def _visible(block_size, groups):
 
 def _scaled_weights(query, key, excess, shift, visible, dtype):
     """`weigh_keys` where a token's features share one scale; `excess` is any size."""
-    scale = query.log_scale - shift[..., None] + ops.swapaxes(excess, -1, -2)
+    scale = query.log_scale - ops.expand_dims(shift, -1) + ops.swapaxes(excess, -1, -2)
     scale = ops.exp(where(visible, scale, LOWEST))
     return query.products(key, dtype) * scale, scale * query.width
 
@@ -137,6 +137,7 @@ def _replace_rows(weights, shift, beyond, features, groups, dtype, fallback):
     *found, found_shift = found
 
     chosen = tuple(
-        ops.where(beyond[..., None], a, b) for a, b in zip(found, weights, strict=True)
+        ops.where(ops.expand_dims(beyond, -1), a, b)
+        for a, b in zip(found, weights, strict=True)
     )
     return chosen, ops.where(beyond, found_shift, shift)

@@ -44,7 +44,7 @@ def unbounded_weights(query, key, mask, groups, dtype):
     query = map_features(lambda x: _pad_rows(x, padding * groups), query)
     key = map_features(lambda x: _pad_rows(x, padding), key)
     if mask is not None:
-        mask = _pad_rows(mask[..., None], padding)[..., 0]
+        mask = _pad_rows(ops.expand_dims(mask, -1), padding)[..., 0]
     key = Features(key.values, masked_log_scale(key, mask))
 
     def cut(x, *inner):
@@ -57,8 +57,8 @@ def unbounded_weights(query, key, mask, groups, dtype):
     own, own_shift = _own_chunk(query, map_features(lambda x: cut(x, chunk), key))
 
     shift = elementwise_max(far_shift, own_shift)
-    far_factor = ops.exp(far_shift - shift)[..., None]
-    own_factor = ops.exp(own_shift - shift)[..., None]
+    far_factor = ops.expand_dims(ops.exp(far_shift - shift), -1)
+    own_factor = ops.expand_dims(ops.exp(own_shift - shift), -1)
     is_own = ops.repeat(number, chunk)[None, :] == number[:, None]
 
     def joined(far, own):
@@ -89,7 +89,7 @@ def _earlier_chunks(query, key, is_earlier, dtype):
     maximum = ops.expand_dims(maximum, -2)
     query = Features(query.values, query.log_scale + maximum)
     values = None if key.values is None else ops.expand_dims(key.values, 3)
-    rows = query.expand(shift[..., None], dtype, query.is_exponential)
+    rows = query.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)
     weights = weigh_keys(query, rows, Features(values, log_scale - maximum), shift)
     return tuple(where(is_earlier, x, 0) for x in weights), shift
 
@@ -102,7 +102,7 @@ def _own_chunk(query, key):
     exponent = ops.expand_dims(query.log_scale, -2) + ops.expand_dims(key.log_scale, -3)
     exponent = where(visible, exponent, 2 * LOWEST)
     shift = ops.stop_gradient(ops.max(exponent, axis=(-2, -1)))
-    magnitudes = where(visible, ops.exp(exponent - shift[..., None, None]), 0)
+    magnitudes = where(visible, ops.exp(exponent - ops.expand_dims(shift, (-2, -1))), 0)
     if query.is_exponential:
         return (ops.sum(magnitudes, axis=-1),), shift
     values = (ops.cast(x.values, magnitudes.dtype) for x in (query, key))
@@ -124,7 +124,7 @@ def weigh_keys(query, rows, key, shift):
     weights = accumulated_matmul(rows, columns, transpose_b=True)
     if query.is_exponential:
         return (weights,)
-    rows = query.magnitudes(shift[..., None], rows.dtype)
+    rows = query.magnitudes(ops.expand_dims(shift, -1), rows.dtype)
     columns = ops.cast(ops.exp(key.log_scale), rows.dtype)
     return weights, accumulated_matmul(rows, columns, transpose_b=True)
 
@@ -132,7 +132,7 @@ def weigh_keys(query, rows, key, shift):
 def weigh_values(weights, mask, value, shift):
     """The reading that weights `(..., R, S)` make of values `(..., S, V)`."""
     if mask is not None:
-        weights = tuple(where(mask[..., None, :], w, 0) for w in weights)
+        weights = tuple(where(ops.expand_dims(mask, -2), w, 0) for w in weights)
     # Numerator and denominator from the same rounded weights.
     rounded = ops.cast(weights[0], value.dtype)
     numerator = accumulated_matmul(rounded, value)

@@ -255,7 +255,7 @@ class Exponents(NamedTuple):
             return self
         common = self.common
         common = ops.zeros_like(self.x[..., :1]) if common is None else common
-        return self._replace(common=where(mask[..., None], common, LOWEST))
+        return self._replace(common=where(ops.expand_dims(mask, -1), common, LOWEST))
 
     def compute(self):
         """The `Features` `(B, K, R, M)`, heads first."""
@@ -291,10 +291,10 @@ def masked_log_scale(key, mask):
     """Key exponents with hidden keys at `LOWEST`, so that no maximum sees them."""
     if mask is None:
         return key.log_scale
-    return where(mask[..., None], key.log_scale, LOWEST)
+    return where(ops.expand_dims(mask, -1), key.log_scale, LOWEST)
 
 
 def self_tensor(x):
     """`x ⊗ x`: every product of two, `(..., r)` to `(..., r²)`."""
-    products = x[..., :, None] * x[..., None, :]
+    products = ops.expand_dims(x, -1) * ops.expand_dims(x, -2)
     return ops.reshape(products, (*ops.shape(x)[:-1], x.shape[-1] ** 2))

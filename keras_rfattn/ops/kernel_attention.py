@@ -18,7 +18,6 @@ from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.loops import NUMBERS
 from keras_rfattn.ops.loops import by_heads
-from keras_rfattn.ops.loops import product
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.not_finite import LARGEST
@@ -33,6 +32,7 @@ from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.sizes import product
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import normalize
 
@@ -160,12 +160,15 @@ def exact_attention(
     key, value = (split_heads(x, num_kv_heads) for x in (key, value))
     mask = heads_mask(key_mask)
     given = query, key, value
-    visible = None if mask is None else mask[..., None, :]
+    visible = None if mask is None else ops.expand_dims(mask, -2)
     if causal:
         tokens = ops.repeat(ops.arange(length), groups)
-        past = (tokens[:, None] >= ops.arange(length)[None, :])[None, None]
+        past = ops.expand_dims(
+            (ops.expand_dims(tokens, 1) >= ops.expand_dims(ops.arange(length), 0)),
+            (0, 1),
+        )
         if prefix_mask is not None:
-            past = past | heads_mask(prefix_mask)[..., None, :]
+            past = past | ops.expand_dims(heads_mask(prefix_mask), -2)
         visible = past if visible is None else visible & past
     is_finite = known_finite(*given, limit=LARGEST)
     tokens = given if is_finite else finite_tokens(*given)

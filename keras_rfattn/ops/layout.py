@@ -7,6 +7,10 @@ from keras_rfattn.ops.features import Deferred
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.not_finite import limited
+from keras_rfattn.ops.sizes import is_known
+from keras_rfattn.ops.sizes import is_zero
+from keras_rfattn.ops.sizes import leading
+from keras_rfattn.ops.sizes import num_blocks
 
 
 def heads_first(
@@ -62,21 +66,19 @@ def last_apart(x, axis=-1):
     return x[..., :-1], x[..., -1]
 
 
-def cut_blocks(x, size):
-    """`(B, K, T, ...)` as `(B, K, T / size, size, ...)`, zeros after the end.
+def cut_blocks(x, size, groups=1):
+    """`(B, K, T · G, ...)` as `(B, K, T / size, size · G, ...)`, zeros after the end.
 
     At least one block.
     """
     shape = ops.shape(x)
-    length = shape[2]
-    if isinstance(length, int):
-        padding = max(-(-length // size), 1) * size - length
-    else:
-        padding = ops.maximum(-(-length // size), 1) * size - length
-    if not isinstance(padding, int) or padding:
+    count = num_blocks(shape[2] // groups, size)
+    size = size * groups
+    padding = count * size - shape[2]
+    if not is_zero(padding):
         zeros = ops.zeros((*shape[:2], padding, *shape[3:]), dtype=x.dtype)
         x = ops.concatenate([x, zeros], axis=2)
-    return ops.reshape(x, (shape[0], x.shape[1], -1, size, *x.shape[3:]))
+    return ops.reshape(x, (shape[0], x.shape[1], count, size, *x.shape[3:]))
 
 
 def cut_tokens(x, size):
@@ -85,7 +87,7 @@ def cut_tokens(x, size):
     Tokens stay where they are: heads are put first block by block (`block_heads`), in a
     cache, where moving all of them would take fresh memory for each array.
     """
-    return cut_blocks(x[:, None], size)
+    return cut_blocks(ops.expand_dims(x, 1), size)
 
 
 def block_heads(blocks, num_kv_heads):
@@ -110,18 +112,18 @@ def join_tokens(blocks, length):
     """`(B, 1, n, C, N, ·)` as `(B, T, N, ·)`, without what is after the end."""
     batch, _, count, size, num_heads, width = ops.shape(blocks)
     x = ops.reshape(blocks, (batch, count * size, num_heads, width))
-    return x[:, :length]
+    return leading(x, length, 1)
 
 
 def block_mask(key_mask, length, size):
     """Which keys of each block exist, `(B or 1, 1, T / C, C)`; `None` if all do."""
     if key_mask is not None:
         mask = heads_mask(key_mask)
-    elif isinstance(length, int) and length and length % size == 0:
+    elif is_known(length) and length and length % size == 0:
         return None
     else:
         mask = ops.ones((1, 1, length), dtype="bool")
-    return cut_blocks(mask[..., None], size)[..., 0]
+    return ops.squeeze(cut_blocks(ops.expand_dims(mask, -1), size), -1)
 
 
 def take_apart(features):
@@ -139,7 +141,7 @@ def in_blocks(arrays, function, num_kv_heads, block_size, groups=1, is_relative=
     """
     if function is None:
         features = heads_first(arrays, num_kv_heads)
-        blocks = map_features(lambda x: cut_blocks(x, block_size * groups), features)
+        blocks = map_features(lambda x: cut_blocks(x, block_size, groups), features)
         return blocks, lambda blocks: blocks
     x, parameters = arrays
 
@@ -148,7 +150,13 @@ def in_blocks(arrays, function, num_kv_heads, block_size, groups=1, is_relative=
         block = block_heads(block, num_kv_heads)
         rows = ops.reshape(block, (*ops.shape(block)[:2], -1, block.shape[-1]))
         features = function.heads_first(rows, parameters, is_relative)
-        return map_features(lambda x: cut_blocks(x, block_size * groups), features)
+        count = ops.shape(block)[2]
+
+        def cut(x):
+            lead = ops.shape(x)[:2]
+            return ops.reshape(x, (*lead, count, block_size * groups, x.shape[-1]))
+
+        return map_features(cut, features)
 
     return cut_tokens(x, block_size), compute
 

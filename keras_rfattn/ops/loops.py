@@ -1,10 +1,13 @@
 """Loops over blocks, and programs compiled once, that `keras.ops` does not offer."""
 
 import functools
-import math
 
 import keras
 from keras import ops
+
+from keras_rfattn.ops.sizes import is_known
+from keras_rfattn.ops.sizes import is_traced
+from keras_rfattn.ops.sizes import product
 
 # Tokens, times heads, that PyTorch takes at once in `fold`, and numbers of features in
 # `by_rows` and `by_heads`: what stays in a cache. A step costs PyTorch more than JAX.
@@ -29,16 +32,6 @@ def exclusive_scan(combine, start, elements):
     if elements[0].shape[0] == 1:
         after = combine(start, tuple(x[0] for x in elements))
         return after, tuple(x[None] for x in start)
-    if keras.backend.backend() == "tensorflow":
-        # `keras.ops.scan` needs to know n beforehand on TensorFlow.
-        import tensorflow as tf
-
-        after = tf.scan(combine, elements, initializer=start)
-        before = tuple(
-            ops.concatenate([a[None], b[:-1]], axis=0)
-            for a, b in zip(start, after, strict=True)
-        )
-        return tuple(b[-1] for b in after), before
     if _is_on_gpu(start):
         return _scan_by_doubling(combine, start, elements)
     return ops.scan(lambda carry, x: (combine(carry, x), carry), start, elements)
@@ -127,12 +120,17 @@ def fold(step, carry, blocks):
     import jax.numpy as jnp
 
     count, size = _sizes(blocks)
-    # Of a batch of unknown size one at a time.
-    most = max(1, AT_ONCE_ON_GPU // size) if size and _is_on_gpu(carry) else 1
-    groups = min(i for i in range(1, count + 1) if count % i == 0 and count <= i * most)
+    groups, each = count, 1
+    # Of an unknown number, or of a batch of unknown size, one at a time.
+    if size and is_known(count) and _is_on_gpu(carry):
+        most = max(1, AT_ONCE_ON_GPU // size)
+        groups = next(
+            i for i in range(1, count + 1) if count % i == 0 and count <= i * most
+        )
+        each = count // groups
 
     def split(x):
-        shape = *x.shape[:2], groups, count // groups, *x.shape[3:]
+        shape = *x.shape[:2], groups, each, *x.shape[3:]
         return jnp.moveaxis(x.reshape(shape), 2, 0)
 
     def joined(x):
@@ -147,9 +145,9 @@ def fold(step, carry, blocks):
 def _by_groups(step, carry, blocks):
     """`fold` over a few blocks at a time."""
     count, size = _sizes(blocks)
-    group = max(1, AT_ONCE // size)
-    if _is_on_gpu(carry) or group >= count:
+    if is_traced() or _is_on_gpu(carry) or max(1, AT_ONCE // size) >= count:
         return step(carry, *blocks)
+    group = max(1, AT_ONCE // size)
     parts = []
     for part in _cut(blocks, group, 2):
         carry, found = step(carry, *part)
@@ -161,7 +159,7 @@ def _sizes(blocks):
     """How many blocks there are, and tokens, times heads, in each, if known."""
     leaves = [x for x in keras.tree.flatten(blocks) if x is not None]
     sizes = [product(*x.shape[:2], *x.shape[3:-1]) for x in leaves]
-    return max(x.shape[2] for x in leaves), None if None in sizes else max(sizes)
+    return leaves[0].shape[2], None if None in sizes else max(sizes)
 
 
 def by_rows(function, arrays, size):
@@ -175,7 +173,7 @@ def by_rows(function, arrays, size):
     Returns:
         What `function` gives of all rows.
     """
-    if keras.backend.backend() != "torch" or _is_on_gpu(arrays):
+    if keras.backend.backend() != "torch" or is_traced() or _is_on_gpu(arrays):
         return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
     batch, rows = leaves[0].shape[0], max(1, NUMBERS["torch"] // size)
@@ -184,11 +182,6 @@ def by_rows(function, arrays, size):
 
     parts = [function(*part) for part in _cut(arrays, rows, 0)]
     return ops.concatenate(parts, axis=0)
-
-
-def product(*sizes):
-    """Their product; `None` if one of a symbolic shape is no number yet."""
-    return math.prod(sizes) if all(isinstance(x, int) for x in sizes) else None
 
 
 def by_heads(function, arrays, size, limits=None):
@@ -206,7 +199,7 @@ def by_heads(function, arrays, size, limits=None):
         What `function` gives of all heads.
     """
     backend = keras.backend.backend()
-    if size is None or backend == "torch" and _is_on_gpu(arrays):
+    if size is None or backend == "torch" and (is_traced() or _is_on_gpu(arrays)):
         return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
     count = max(x.shape[1] for x in leaves)

@@ -95,7 +95,7 @@ def interpret_mask(mask, query_length, key_length, causal=False):
     if len(shape) == 4:
         mask = ops.squeeze(mask, axis=1)
     elif len(shape) == 2:
-        mask = mask[None]
+        mask = ops.expand_dims(mask, 0)
     if shape[-1] == 1 and key_length not in (1, None):
         mask = ops.repeat(mask, key_length, axis=-1)
     if mask.shape[1] == 1:
@@ -170,9 +170,9 @@ def needed(key_mask):
 
 def heads_mask(key_mask):
     """`(B, S)` padding mask as booleans that broadcast over `(B, K, S)`."""
-    return None if key_mask is None else ops.cast(key_mask, "bool")[:, None]
+    return None if key_mask is None else ops.expand_dims(ops.cast(key_mask, "bool"), 1)
 
 
 def hide(array, mask):
     """Zeroes the hidden rows of `(..., S, ·)`; they may hold NaN."""
-    return array if mask is None else where(mask[..., None], array, 0)
+    return array if mask is None else where(ops.expand_dims(mask, -1), array, 0)

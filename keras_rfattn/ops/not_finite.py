@@ -46,7 +46,7 @@ def _judged(x):
 def onward(spoiled):
     """NaN from the first NaN on, `(..., S, 1)`: what a cumulative sum would make."""
     # Which XLA computes in S² steps.
-    position = ops.arange(ops.shape(spoiled)[-2], dtype="int32")[:, None]
+    position = ops.expand_dims(ops.arange(ops.shape(spoiled)[-2], dtype="int32"), 1)
     found = ops.where(ops.isnan(spoiled), position, position[-1:] + 1)
     first = ops.min(found, axis=-2, keepdims=True)
     return where(position >= first, float("nan"), ops.zeros_like(spoiled))

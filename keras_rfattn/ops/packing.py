@@ -75,12 +75,14 @@ def layout(segment_ids, max_segments=None):
     rank = ops.cumsum(ops.pad(begins, ((0, 0), (1, 0))), axis=1)
     texts, most = _sizes(rank, length, max_segments)
 
-    members = ops.cast(rank[..., None] == ops.arange(texts, dtype="int32"), "int32")
+    members = ops.cast(
+        ops.expand_dims(rank, -1) == ops.arange(texts, dtype="int32"), "int32"
+    )
     counts = ops.sum(members, axis=1)
     starts = ops.cumsum(counts, axis=1) - counts
     places = ops.arange(most, dtype="int32")
-    tokens = elementwise_min(starts[..., None] + places, length - 1)
-    real = places < counts[..., None]
+    tokens = elementwise_min(ops.expand_dims(starts, -1) + places, length - 1)
+    real = places < ops.expand_dims(counts, -1)
 
     def flat(x):
         return ops.reshape(x, (-1, texts * most))

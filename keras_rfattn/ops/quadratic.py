@@ -52,17 +52,17 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     visible = ops.ones((length, key_length), dtype="bool")
     if causal:
         visible = ops.tril(visible)
-    visible = visible[None, None]
+    visible = ops.expand_dims(visible, (0, 1))
     if key_mask is not None:
-        visible = visible & ops.cast(key_mask, "bool")[:, None, None, :]
+        visible = visible & ops.expand_dims(ops.cast(key_mask, "bool"), (1, 2))
     # (B, N, T, S), summed over the keys a row sees.
     spoiled = aligned(per_query_head(spoiled), 2)[..., 0]
-    spoiled = ops.sum(ops.where(visible, spoiled, 0), axis=-1)[..., None]
+    spoiled = ops.expand_dims(ops.sum(ops.where(visible, spoiled, 0), axis=-1), -1)
     spoiled = spoiled + ops.transpose(query_spoiled, (0, 2, 1, 3))
 
     # (B, N, T, S, M)
     exponent = aligned(query.log_scale, 3) + aligned(per_query_head(key.log_scale), 2)
-    exponent = ops.where(visible[..., None], exponent, LOWEST)
+    exponent = ops.where(ops.expand_dims(visible, -1), exponent, LOWEST)
     shift = ops.max(exponent, axis=(-2, -1), keepdims=True)
     magnitude = ops.exp(exponent - ops.stop_gradient(shift))
     weights = magnitude

@@ -57,7 +57,7 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
     far = visible if local is None else visible & ~local[-1]
 
     def products(method, *dtype):
-        rows = getattr(lifted, method)(shift[..., None], *dtype)
+        rows = getattr(lifted, method)(ops.expand_dims(shift, -1), *dtype)
         columns = getattr(key, method)(maximum, *dtype)
         return where(far, accumulated_matmul(rows, columns, transpose_b=True), 0)
 
@@ -90,14 +90,16 @@ def nearby(key_mask, rows, length, window, sliding=False, causal=False):
     Returns:
         Boolean array of shape `(B or 1, R, T)`.
     """
-    positions = ops.arange(length, dtype="int32")[None]
-    rows = ops.cast(rows, "int32")[None]
+    positions = ops.expand_dims(ops.arange(length, dtype="int32"), 0)
+    rows = ops.expand_dims(ops.cast(rows, "int32"), 0)
     if key_mask is not None:
         hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
-        first = ops.sum(ops.cast(hidden, "int32"), axis=1)[:, None]
+        first = ops.expand_dims(ops.sum(ops.cast(hidden, "int32"), axis=1), 1)
         # Before the first visible key counts as after the end.
         positions, rows = ((x - first) % length for x in (positions, rows))
-    apart = (positions // window)[:, None, :] - (rows // window)[:, :, None]
+    apart = ops.expand_dims((positions // window), 1) - ops.expand_dims(
+        (rows // window), 2
+    )
     least, most = (-1, 0 if causal else 1) if sliding else (0, 0)
     return (apart >= least) & (apart <= most)
 

@@ -16,8 +16,6 @@ from keras import ops
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.layout import last_apart
-from keras_rfattn.ops.layout import move_axis
-from keras_rfattn.ops.loops import exclusive_scan
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.not_finite import values_apart
 from keras_rfattn.ops.precision import accumulated_matmul
@@ -105,7 +103,8 @@ def merge_sums(a, b):
     left, right = ops.exp(a.maximum - maximum), ops.exp(b.maximum - maximum)
     return Sums(
         maximum,
-        a.numerator * left[..., None, :] + b.numerator * right[..., None, :],
+        a.numerator * ops.expand_dims(left, -2)
+        + b.numerator * ops.expand_dims(right, -2),
         a.normalizer * left + b.normalizer * right,
         a.magnitude * left + b.magnitude * right,
         a.spoiled + b.spoiled,
@@ -114,7 +113,7 @@ def merge_sums(a, b):
 
 def settle(sums):
     """The first four `Sums`, with what was not finite in them."""
-    numerator = sums.numerator + sums.spoiled[..., None, None]
+    numerator = sums.numerator + ops.expand_dims(sums.spoiled, (-2, -1))
     return sums.maximum, numerator, sums.normalizer, sums.magnitude
 
 
@@ -123,7 +122,7 @@ def rebase(sums, maximum):
     factor = ops.exp(sums.maximum - maximum)
     return Sums(
         maximum,
-        sums.numerator * factor[..., None, :],
+        sums.numerator * ops.expand_dims(factor, -2),
         sums.normalizer * factor,
         sums.magnitude * factor,
         sums.spoiled,
@@ -157,7 +156,7 @@ def read(sums, query, dtype, shift=None, is_last=False):
         shift = ops.stop_gradient(ops.max(log_scale, axis=-1))
     raised = query._replace(log_scale=log_scale)
     # Of signed features the exponents are needed again.
-    rows = raised.expand(shift[..., None], dtype, query.is_exponential)
+    rows = raised.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)
     return look_up(sums, raised, rows, shift)
 
 
@@ -185,7 +184,7 @@ def look_up(sums, query, rows, shift):
     if query.is_exponential:
         bound = denominator
     else:
-        scale = query.magnitudes(shift[..., None], wide)
+        scale = query.magnitudes(ops.expand_dims(shift, -1), wide)
         column = ops.cast(ops.expand_dims(sums.magnitude, -1), wide)
         bound = accumulated_matmul(scale, column)[..., 0]
         if sums.magnitude.shape[-1] == 1:
@@ -199,7 +198,8 @@ def combine(a, b):
     left, right = ops.exp(a.shift - shift), ops.exp(b.shift - shift)
     return Reading(
         shift,
-        a.numerator * left[..., None] + b.numerator * right[..., None],
+        a.numerator * ops.expand_dims(left, -1)
+        + b.numerator * ops.expand_dims(right, -1),
         a.denominator * left + b.denominator * right,
         a.bound * left + b.bound * right,
     )
@@ -246,7 +246,7 @@ def guarded(reading, features):
         denominator = elementwise_max(denominator, 0)
         shift = where(seen, reading.shift, 0)
         denominator = denominator + ops.cast(ops.exp(-shift), denominator.dtype)
-    return where(seen, denominator, 1)[..., None]
+    return ops.expand_dims(where(seen, denominator, 1), -1)
 
 
 def no_sums(key, value):
@@ -259,16 +259,3 @@ def no_sums(key, value):
         ops.zeros((*lead, scale.shape[-1]), dtype=dtype),
         ops.zeros(lead, dtype=dtype),
     )
-
-
-def prefix_sums(blocks, start):
-    """Sums over all blocks before each, and over all: a scan over small states."""
-    moved = tuple(move_axis(x, 2, 0) for x in blocks)
-
-    def add(before, block):
-        sums = merge_sums(Sums(*before), Sums(*block))
-        return tuple(ops.cast(x, y.dtype) for x, y in zip(sums, start, strict=True))
-
-    last, prefix = exclusive_scan(add, tuple(start), moved)
-    prefix = Sums(*(move_axis(x, 0, 2) for x in prefix))
-    return prefix, Sums(*last)

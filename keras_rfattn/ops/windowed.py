@@ -25,6 +25,7 @@ from keras_rfattn.ops.layout import take_tokens
 from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.sizes import fits
 from keras_rfattn.ops.windows import all_windows
 from keras_rfattn.ops.windows import causal_windows
 
@@ -61,8 +62,8 @@ def from_first_visible(key_mask, arrays, functions):
     """
     length = ops.shape(key_mask)[1]
     hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
-    first = ops.sum(ops.cast(hidden, "int32"), axis=1)[:, None]
-    positions = ops.arange(length, dtype="int32")[None]
+    first = ops.sum(ops.cast(hidden, "int32"), axis=1, keepdims=True)
+    positions = ops.expand_dims(ops.arange(length, dtype="int32"), 0)
     forward, back = (positions + first) % length, (positions - first) % length
 
     def turn(x, index=forward):
@@ -109,7 +110,7 @@ def local_attention(
             f"tokens. Received: window={window}, {query.shape[1]} queries and "
             f"{key.shape[1]} keys. Leave cross-attention out (`exclude=`)."
         )
-    if key.shape[1] is not None and key.shape[1] <= window:
+    if fits(key.shape[1], window):
         return exact_attention(query, key, value, kernel, key_mask, causal)
     features = query_features, key_features
     arrays, functions = zip(*(take_apart(x) for x in features), strict=True)
@@ -128,5 +129,5 @@ def local_attention(
     if causal:
         # Rows before the first visible key were turned behind all keys.
         begun = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) > 0
-        output = where(begun[:, :, None, None], output, 0)
+        output = where(ops.expand_dims(begun, (2, 3)), output, 0)
     return output

@@ -20,6 +20,7 @@ from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.precision import clip
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.sizes import fits
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import settle
 from keras_rfattn.ops.sums import summarize
@@ -60,11 +61,11 @@ def local_chunk(
     # Tokens since the first of each row, from the first that is laid out.
     kept = 0 if is_empty else near * window
     first = (moved.before - near + 1) * window
-    first = (ops.zeros_like(first) if is_empty else first)[:, None]
-    places = ops.arange(kept + length, dtype="int32")[None]
+    first = ops.expand_dims((ops.zeros_like(first) if is_empty else first), 1)
+    places = ops.expand_dims(ops.arange(kept + length, dtype="int32"), 0)
     token = first + places
-    came = kept + token - moved.offset[:, None]
-    source = ops.where(token < state.position[:, None], places, came)
+    came = kept + token - ops.expand_dims(moved.offset, 1)
+    source = ops.where(token < ops.expand_dims(state.position, 1), places, came)
     source = clip(source, 0, kept + length - 1)
 
     def lay_out(old, new):
@@ -79,11 +80,11 @@ def local_chunk(
     query = lay_out(none, query)
     key = lay_out(tokens_first(state.key), key)
     laid_value = lay_out(tokens_first(state.value), value)
-    exists = (token >= 0) & (token < moved.position[:, None])
+    exists = (token >= 0) & (token < ops.expand_dims(moved.position, 1))
     visible = lay_out(state.visible, new) & exists
-    beyond = token < (moved.own[:, None] - near + 1) * window
+    beyond = token < (ops.expand_dims(moved.own, 1) - near + 1) * window
     far = sums_at(state, 0)
-    if is_empty and isinstance(length, int) and length <= window:
+    if is_empty and fits(length, window):
         output = exact_attention(query, key, laid_value, kernel, visible, causal=True)
     else:
         arrays, functions = zip(*map(take_apart, features(query, key)), strict=True)
@@ -95,13 +96,13 @@ def local_chunk(
             *arrays, laid_value, query, key, needed(visible), visible & beyond, far
         )
 
-    own = moved.offset[:, None] + ops.arange(length, dtype="int32")
+    own = ops.expand_dims(moved.offset, 1) + ops.arange(length, dtype="int32")
     output = take_tokens(output, clip(own - first, 0, kept + length - 1))
     # Before a row's first visible token there is nothing to see.
-    output = where((own >= 0)[:, :, None, None], output, 0)
+    output = where(ops.expand_dims((own >= 0), (2, 3)), output, 0)
 
-    slots = ops.arange(near * window, dtype="int32")[None]
-    slots = (moved.own[:, None] - near + 1) * window + slots - first
+    slots = ops.expand_dims(ops.arange(near * window, dtype="int32"), 0)
+    slots = (ops.expand_dims(moved.own, 1) - near + 1) * window + slots - first
     found = clip(slots, 0, kept + length - 1)
     query, key, laid_value = (take_tokens(x, found) for x in (query, key, laid_value))
     visible = take_tokens(visible, found) & (slots >= 0) & (slots < kept + length)

@@ -25,6 +25,7 @@ from keras_rfattn.ops.precision import clip
 from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.sizes import fits
 from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import combine
@@ -129,12 +130,13 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
     sums = []
     for place in range(near + 1):
         tokens, mask = (features, wide), new & (moved.place == place)
-        if place and not (isinstance(moved.length, int) and moved.length <= window):
+        if place and not fits(moved.length, window):
             # The few tokens of one window, not all of a long chunk.
             index, exists = moved.window(place)
             mask = ops.take_along_axis(new, index, axis=1) & exists
+            index = ops.expand_dims(index, (1, 3))
 
-            def take(x, index=index[:, None, :, None]):
+            def take(x, index=index):
                 return ops.take_along_axis(x, index, axis=2)
 
             tokens = map_features(take, features), take(wide)
@@ -146,9 +148,11 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
         sums.append([ops.cast(x, "float32") for x in settle(total)])
     return LocalState(
         *(ops.stack(parts, axis=2) for parts in zip(*sums, strict=True)),
-        moved.keep(state.key, hide(key, new[:, None])),
-        moved.keep(state.value, hide(value, new[:, None])),
-        moved.keep(state.visible[:, None, :, None], new[:, None, :, None])[:, 0, :, 0]
+        moved.keep(state.key, hide(key, ops.expand_dims(new, 1))),
+        moved.keep(state.value, hide(value, ops.expand_dims(new, 1))),
+        moved.keep(
+            ops.expand_dims(state.visible, (1, 3)), ops.expand_dims(new, (1, 3))
+        )[:, 0, :, 0]
         & moved.exists,
         moved.position,
     )
@@ -178,23 +182,32 @@ class Move:
             elementwise_max(x - 1, 0) // window for x in (position, self.position)
         )
         self.before, self.own, self.shift = before, own, own - before
-        added = position[:, None] - skipped[:, None] + ops.arange(length, dtype="int32")
+        added = (
+            ops.expand_dims(position, 1)
+            - ops.expand_dims(skipped, 1)
+            + ops.arange(length, dtype="int32")
+        )
         # A token's place among beyond (0) and near windows.
-        self.place = clip(added // window - own[:, None] + near, 0, near)
+        self.place = clip(added // window - ops.expand_dims(own, 1) + near, 0, near)
         # Slots of the new near windows, as tokens since the first and as sources.
-        slots = ops.arange(near * window, dtype="int32")[None]
-        token = (own[:, None] - near + 1) * window + slots
-        self.exists = (token >= 0) & (token < self.position[:, None])
-        kept = slots + self.shift[:, None] * window
-        came = near * window + token - position[:, None] + skipped[:, None]
-        source = ops.where(token < position[:, None], kept, came)
+        slots = ops.expand_dims(ops.arange(near * window, dtype="int32"), 0)
+        token = (ops.expand_dims(own, 1) - near + 1) * window + slots
+        self.exists = (token >= 0) & (token < ops.expand_dims(self.position, 1))
+        kept = slots + ops.expand_dims(self.shift, 1) * window
+        came = (
+            near * window
+            + token
+            - ops.expand_dims(position, 1)
+            + ops.expand_dims(skipped, 1)
+        )
+        source = ops.where(token < ops.expand_dims(position, 1), kept, came)
         self.source = clip(source, 0, near * window + length - 1)
 
     def window(self, place):
         """The added tokens at a near place: `(indices, which exist)`, `(B, window)`."""
         start = (self.own - self.near + place) * self.size - self.offset
-        index = start[:, None] + ops.arange(self.size, dtype="int32")
-        exists = (index >= 0) & (index < self.elapsed[:, None])
+        index = ops.expand_dims(start, 1) + ops.arange(self.size, dtype="int32")
+        exists = (index >= 0) & (index < ops.expand_dims(self.elapsed, 1))
         return clip(index, 0, self.length - 1), exists
 
     def place_of(self, origin):
@@ -204,7 +217,7 @@ class Move:
     def keep(self, old, new):
         """Near slots of `(B, K, n · window, ·)` and of `(B, K, S, ·)` together."""
         both = ops.concatenate([old, ops.cast(new, old.dtype)], axis=2)
-        return ops.take_along_axis(both, self.source[:, None, :, None], axis=2)
+        return ops.take_along_axis(both, ops.expand_dims(self.source, (1, 3)), axis=2)
 
 
 def sums_at(state, place):
@@ -245,10 +258,10 @@ def read_local_state(state, query_features, query, kernel):
     far = sums_at(state, 0)
     far = read(far, features, value.dtype)
     length, num_heads = ops.shape(query)[1], query_features.num_heads
-    query, visible = split_heads(query, num_kv_heads), state.visible[:, None]
+    query, visible = split_heads(query, num_kv_heads), ops.expand_dims(state.visible, 1)
     groups = num_heads // num_kv_heads
     tokens = query, state.key, value
-    near = read_exactly(kernel, *finite_tokens(*tokens), visible[..., None, :])
+    near = read_exactly(kernel, *finite_tokens(*tokens), ops.expand_dims(visible, -2))
     output = normalize(combine(far, near), features)
     output = output + spoiled(*tokens, visible, groups, causal=False)
     return ops.cast(merge_heads(output, num_heads, length), state.value.dtype)

@@ -29,20 +29,21 @@ from keras_rfattn.ops.layout import one_block
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.loops import by_heads
 from keras_rfattn.ops.loops import fold
-from keras_rfattn.ops.loops import product
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.not_finite import LARGEST
 from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import quotient
 from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.prefix_sums import prefix_sums
+from keras_rfattn.ops.sizes import leading
+from keras_rfattn.ops.sizes import product
 from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import combine
 from keras_rfattn.ops.sums import guarded
 from keras_rfattn.ops.sums import merge_sums
 from keras_rfattn.ops.sums import no_sums
-from keras_rfattn.ops.sums import prefix_sums
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize
 
@@ -84,11 +85,11 @@ class Windows:
             Arrays `(B, K, n, C · G, H)` and `(B, K, n, C, ·)`, hidden ones 0; and which
             exist, `(B, 1, n, C, 1)`.
         """
-        query = cut_blocks(query, self.size * self.groups)
+        query = cut_blocks(query, self.size, self.groups)
         key, value = (hide(cut_blocks(x, self.size), mask) for x in (key, value))
         if mask is None:
             mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
-        return query, key, value, mask[..., None]
+        return query, key, value, ops.expand_dims(mask, -1)
 
     def is_fused(self, query_features, key_features, query, key, value, earlier):
         """Whether `fused` answers, from `Marked` features that are not computed."""
@@ -121,7 +122,7 @@ class Windows:
         given, mask = (query, key, value), mask[..., 0]
         is_finite = known_finite(*given, limit=LARGEST)
         tokens = given if is_finite else finite_tokens(*given)
-        beside = sums.spoiled[..., None, None]
+        beside = ops.expand_dims(sums.spoiled, (-2, -1))
         if not is_finite:
             beside = beside + spoiled(*given, mask, self.groups, self.is_causal)
         if isinstance(features, Exponents):
@@ -136,7 +137,7 @@ class Windows:
         """`(C · G, C · len(nearby))`: the keys nearby that are not after the query."""
         token = ops.repeat(ops.arange(self.size), self.groups)
         keys = ops.arange(self.size * len(self.nearby)) + self.size * self.nearby[0]
-        return token[:, None] >= keys[None, :]
+        return ops.expand_dims(token, 1) >= ops.expand_dims(keys, 0)
 
     def __call__(self, query_features, key_features, query, key, value, mask, earlier):
         """All windows of some heads at once, not causal, `(B, K, T · G, V)`."""
@@ -144,13 +145,13 @@ class Windows:
         is_fused = self.is_fused(*given)
         are_own = [isinstance(x.features, Exponents) for x in given[:2]]
 
-        def cut(marked, size):
+        def cut(marked, groups=1):
             if not is_fused:
                 marked = Marked(marked.features.compute(), marked.spoiled)
-            return map_features(lambda x: cut_blocks(x, size), marked)
+            return map_features(lambda x: cut_blocks(x, self.size, groups), marked)
 
         query, key, value, exists = self.cut(query, key, value, mask)
-        tokens = admit(cut(key_features, self.size), value, mask)
+        tokens = admit(cut(key_features), value, mask)
         if is_fused:
             far = fused.summarize(*tokens)
             if far.logs.shape[2] <= fused.WINDOWS:
@@ -161,7 +162,7 @@ class Windows:
             far = summarize(*tokens, mask, are_own[1])
             far = self._elsewhere(far, earlier)
         del tokens
-        features, _ = cut(query_features, self.size * self.groups)
+        features, _ = cut(query_features, self.groups)
         near = (self.beside(x) for x in (key, value, exists))
         output = self.answer(
             far, features, query, *near, mask is None, are_own[0], value.dtype
@@ -210,7 +211,7 @@ def all_windows(
     mask = block_mask(mask, length, window)
     output = by_heads(windows, (*features, query, key, value, mask, earlier), size)
     # Without what is after the end.
-    output = output[:, :, : length * groups]
+    output = leading(output, length * groups, 2)
     return ops.cast(merge_heads(output, num_heads, length), dtype)
 
 
@@ -239,7 +240,7 @@ def causal_windows(
     tokens = [split_heads(x, num_kv_heads) for x in (query, key, representable(value))]
     query, key, value, exists = windows.cut(*tokens, hidden)
     summed = exists if far_mask is None else block_mask(far_mask, length, window)
-    summed = summed if far_mask is None else summed[..., None]
+    summed = summed if far_mask is None else ops.expand_dims(summed, -1)
     rows = far_query, query, *map(windows.beside, (key, value, exists))
 
     def beyond(offset):
@@ -284,7 +285,7 @@ def _moved(sums, none, offset):
     """Those of window i are what those of window `i + offset` were, or of no key."""
 
     def move(x, y):
-        y = ops.cast(y, x.dtype)[:, :, None]
+        y = ops.expand_dims(ops.cast(y, x.dtype), 2)
         parts = [y, x[:, :, :-1]] if offset < 0 else [x[:, :, 1:], y]
         return ops.concatenate(parts, axis=2)
 

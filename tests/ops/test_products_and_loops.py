@@ -37,6 +37,12 @@ def test_float64_stays_float64(product):
         h.assert_close(actual, x[0] @ x[1], 1e-14)
 
 
+loops_over_blocks = pytest.mark.skipif(
+    keras.backend.backend() == "tensorflow", reason="has no loop over blocks"
+)
+
+
+@loops_over_blocks
 def test_exclusive_scan_keeps_what_came_before():
     x = np.arange(1.0, 6.0, dtype="float32")
     start = (ops.convert_to_tensor(np.float32(10)),)
@@ -47,12 +53,7 @@ def test_exclusive_scan_keeps_what_came_before():
     h.assert_same(before[0], np.array([10, 11, 13, 16, 20], "float32"))
 
 
-on_gpu = pytest.mark.skipif(
-    keras.backend.backend() == "tensorflow", reason="takes all blocks on any device"
-)
-
-
-@on_gpu
+@loops_over_blocks
 @pytest.mark.parametrize("at_once", [2 * h.BATCH * h.HEADS * h.BLOCK, 2**19])
 @pytest.mark.parametrize("name", ["favorpp", "polysketch"])
 def test_blocks_and_scans_as_on_a_gpu(monkeypatch, name, at_once):
@@ -92,7 +93,7 @@ def test_one_block_larger_than_what_is_taken_at_once(monkeypatch):
     h.assert_close(function(h.LENGTH), expected, rtol=1e-5)
 
 
-@on_gpu
+@loops_over_blocks
 @pytest.mark.parametrize("count", [2, 3, 8, 13])
 def test_sums_by_doubling_are_those_in_turn(count):
     x = np.random.default_rng(0).normal(size=(count, 5)).astype("float32")

@@ -82,7 +82,7 @@ class SparseDecoderMasks(DecoderMasks):
         rows = keras.ops.ones_like(decoder_sequence[..., :1], dtype="bool")
         if mask.key_mask is not None:
             seen = keras.ops.cumsum(keras.ops.cast(mask.key_mask, "int32"), axis=1) > 0
-            rows = rows & seen[..., None]
+            rows = rows & keras.ops.expand_dims(seen, -1)
         hand_over(rows, mask)
         return rows
 

@@ -1,0 +1,133 @@
+"""Sums over all blocks before each block."""
+
+import keras
+from keras import ops
+
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.layout import move_axis
+from keras_rfattn.ops.loops import exclusive_scan
+from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.sizes import is_known
+from keras_rfattn.ops.sizes import is_traced
+from keras_rfattn.ops.sizes import leading
+from keras_rfattn.ops.sizes import num_blocks
+from keras_rfattn.ops.sums import Sums
+from keras_rfattn.ops.sums import merge_sums
+
+# Blocks of a group whose sums are added pair by pair, and how often groups are grouped
+# where the number of blocks is unknown: at most 2**16 of them.
+GROUP, LEVELS = 16, 4
+
+
+def prefix_sums(blocks, start):
+    """Sums over all blocks before each, and over all: a scan over small states.
+
+    Args:
+        blocks: `Sums` of n blocks along axis 2, `(B, K, n, ...)`.
+        start: `Sums` of what comes before all of them, `(B, K, ...)`.
+
+    Returns:
+        `(prefix, last)`: `Sums` like `blocks` and like `start`.
+    """
+    is_one = is_known(blocks[0].shape[2]) and blocks[0].shape[2] == 1
+    if not is_one and (keras.backend.backend() == "tensorflow" or is_traced()):
+        return _without_loop(blocks, start)
+    moved = tuple(move_axis(x, 2, 0) for x in blocks)
+
+    def add(before, block):
+        sums = merge_sums(Sums(*before), Sums(*block))
+        return tuple(ops.cast(x, y.dtype) for x, y in zip(sums, start, strict=True))
+
+    last, prefix = exclusive_scan(add, tuple(start), moved)
+    prefix = Sums(*(move_axis(x, 0, 2) for x in prefix))
+    return prefix, Sums(*last)
+
+
+def _without_loop(blocks, start):
+    """`prefix_sums` of a number of blocks that may be unknown.
+
+    Some formats of exported programs have no loops, and PyTorch would repeat the body
+    of one for every block.
+    """
+    batch, heads, count = ops.shape(blocks[0])[:3]
+
+    def merged(x, axes):
+        return ops.reshape(x, (batch * heads, *ops.shape(x)[axes:]))
+
+    blocks = Sums(*(merged(x, 2) for x in blocks))
+    start = Sums(*(merged(x, 2) for x in start))
+    prefix = _before(blocks, start, count, LEVELS)
+    last = merge_sums(*(Sums(*(y[:, -1] for y in x)) for x in (prefix, blocks)))
+
+    def apart(x, like):
+        return ops.cast(ops.reshape(x, (batch, heads, *ops.shape(x)[1:])), like.dtype)
+
+    return tuple(
+        Sums(*(apart(x, y) for x, y in zip(sums, start, strict=True)))
+        for sums in (prefix, last)
+    )
+
+
+def _before(blocks, start, count, levels):
+    """The sums before each of `count` blocks along axis 1, `start` among them.
+
+    Within groups of blocks each is added to all later ones. The totals of the groups
+    are then blocks in turn.
+    """
+    first = Sums(*(ops.expand_dims(x, 1) for x in start))
+    is_last = is_known(count) and count <= GROUP
+    groups, size = (1, count) if is_last else (num_blocks(count, GROUP), GROUP)
+
+    def cut(x):
+        rest = ops.shape(x)[2:]
+        if not is_last:
+            zeros = (ops.shape(x)[0], groups * size - count, *rest)
+            x = ops.concatenate([x, ops.zeros(zeros, dtype=x.dtype)], axis=1)
+        return ops.reshape(x, (ops.shape(x)[0], groups, size, *rest))
+
+    found = _within(Sums(*map(cut, blocks)), size)
+    within = Sums(*(x[:, :, :-1] for x in found))
+    totals = Sums(*(x[:, :, -1] for x in found))
+    if not is_last and levels > 1:
+        first = _before(totals, start, groups, levels - 1)
+    elif not is_last:
+        # One group is left, and on PyTorch another one of padding.
+        second = (x[:, :-1] for x in merge_sums(first, totals))
+        both = zip(first, second, strict=True)
+        first = Sums(*(ops.concatenate(x, axis=1) for x in both))
+    first = Sums(*(ops.expand_dims(x, 2) for x in first))
+
+    def joined(x):
+        x = ops.reshape(x, (ops.shape(x)[0], groups * size, *ops.shape(x)[3:]))
+        return leading(x, count, 1)
+
+    return Sums(*map(joined, merge_sums(first, within)))
+
+
+def _within(blocks, size):
+    """Sums before each of `size` blocks along axis 2, and over all of them."""
+    is_before = ops.arange(size)[None, :] < ops.arange(size + 1)[:, None]
+    is_before = ops.reshape(is_before, (1, 1, size + 1, size, 1))
+    scales = where(is_before, ops.expand_dims(blocks.maximum, 2), LOWEST)
+    maximum = ops.max(scales, axis=3)
+    weights = ops.exp(scales - ops.expand_dims(maximum, 3))
+    weights = where(is_before, weights, 0)
+    weights = ops.transpose(weights, (0, 1, 4, 2, 3))
+
+    def total(x):
+        """Of `(L, c, G, ·, M)`, weighed per feature."""
+        x = accumulated_matmul(weights, ops.transpose(x, (0, 1, 4, 2, 3)))
+        return ops.transpose(x, (0, 1, 3, 4, 2))
+
+    spoiled = where(is_before[..., 0], ops.expand_dims(blocks.spoiled, 2), 0)
+    numerator, normalizer = blocks.numerator, ops.expand_dims(blocks.normalizer, 3)
+    both = total(ops.concatenate([numerator, normalizer], axis=3))
+    magnitude = total(ops.expand_dims(blocks.magnitude, 3))
+    return Sums(
+        maximum,
+        both[:, :, :, :-1],
+        both[:, :, :, -1],
+        magnitude[:, :, :, 0],
+        ops.sum(spoiled, axis=3),
+    )
