@@ -45,8 +45,6 @@ import numpy as np
 import tpu
 from keras import ops
 
-from keras_rfattn.ops.sums import Reading
-
 
 def counts(mechanism, length, batch=1):
     """Operations and bytes of a step, of all layers by those of one and of two."""
@@ -54,18 +52,18 @@ def counts(mechanism, length, batch=1):
     return one + (LAYERS - 1) * (two - one)
 
 
-def not_taken(query, key, value, mask, groups):
-    """In place of `ops.causal_fallback.dyadic`, for logits in the hundreds."""
+def not_taken(query, key, mask, groups, dtype):
+    """Takes the place of `unbounded_weights`, which serves logits in the hundreds."""
     row = 0 * query.log_scale[..., 0]
-    zeros = ops.zeros((*row.shape, value.shape[-1]), row.dtype)
-    return Reading(row, zeros, row, row)
+    weights = ops.zeros((*row.shape, key.log_scale.shape[-2]), row.dtype)
+    return (weights,), row
 
 
 def counted(mechanism, length, batch, layers):
     options = tpu.parse_arguments()
     options.layers = layers
     # A branch that is not taken would be counted.
-    sys.modules["keras_rfattn.ops.causal"].dyadic = not_taken
+    sys.modules["keras_rfattn.ops.causal"].unbounded_weights = not_taken
     program = tpu.compiled(*tpu.step(options, mechanism, length, batch), options.chip)
     cost = program.cost_analysis()
     print(mechanism, length, batch, layers, cost["flops"], cost["bytes accessed"])

@@ -8,7 +8,7 @@ the query's own block are weighed one by one, on a C × C matrix; see `causal_bl
 from keras import ops
 
 from keras_rfattn.ops.causal_block import read_block
-from keras_rfattn.ops.causal_fallback import dyadic
+from keras_rfattn.ops.causal_fallback import unbounded_weights
 from keras_rfattn.ops.layout import block_heads
 from keras_rfattn.ops.layout import block_mask
 from keras_rfattn.ops.layout import block_tokens
@@ -72,7 +72,7 @@ def causal(
     arrays, functions = zip(*(take_apart(x) for x in features), strict=True)
     call = compiled(
         _causal, num_heads=query_features.num_heads, functions=functions,
-        block_size=block_size, span=SPAN, fallback=dyadic,
+        block_size=block_size, span=SPAN, fallback=unbounded_weights,
     )  # fmt: skip
     output, sums = call(*arrays, value, key_mask, state)
     if not return_state:
@@ -119,8 +119,6 @@ def _attend(sums, query, key, value, mask, groups, span, fallback):
     # Hidden rows leave before any product.
     key, value = admit(key, value, mask)
     prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
-    if mask is None:
-        mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
     (query, spoiled), (key, spoiled_keys) = query, key
     spoiled = spoiled + ops.repeat(onward(spoiled_keys), groups, axis=-2)
     spoiled = spoiled + ops.expand_dims(prefix.spoiled, (-2, -1))

@@ -18,19 +18,18 @@ heads or on other sequences. (On JAX each block decides alone whether `dyadic` r
 at all, since blocks are visited one after the other; see `fold`.)
 """
 
-import keras
 from keras import ops
 
 from keras_rfattn.ops.causal_fallback import weigh_keys
 from keras_rfattn.ops.causal_fallback import weigh_values
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.loops import run_if
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import elementwise_min
 from keras_rfattn.ops.precision import lower_to
 from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import combine
 from keras_rfattn.ops.sums import look_up
 from keras_rfattn.ops.sums import rebase
@@ -63,9 +62,12 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
         keys = Features(key.values, excess)
         weights = weigh_keys(raised, rows, keys, shift)
     weights = tuple(where(visible, w, 0) for w in weights)
-    own = weigh_values(weights, mask, value, shift)
+    own_shift = shift
     if not key.shares_scale:
-        own = _replace_rows(own, beyond, query, key, value, mask, groups, fallback)
+        weights, own_shift = _replace_rows(
+            weights, shift, beyond, (query, key, mask), groups, dtype, fallback
+        )
+    own = weigh_values(weights, mask, value, own_shift)
     before = look_up(rebase(prefix, reference), raised, rows, shift)
     return combine(before, own)
 
@@ -77,10 +79,14 @@ def _reference(prefix, log_scale, mask):
     queries ahead of it see at most the prefix, so that if there is one its maximum
     must do.
     """
-    count = ops.cumsum(ops.cast(mask, "int32"), axis=-1)
-    first = ops.cast(mask & (count == 1), log_scale.dtype)
-    row = accumulated_matmul(first[..., None, :], ops.stop_gradient(log_scale))
-    row = row[..., 0, :]
+    log_scale = ops.stop_gradient(log_scale)
+    if mask is None:
+        return elementwise_max(prefix.maximum, log_scale[..., 0, :])
+    position = ops.arange(mask.shape[-1], dtype="int32")
+    first = where(mask, position, mask.shape[-1])
+    first = position == ops.min(first, axis=-1, keepdims=True)
+    first = ops.cast(first, log_scale.dtype)
+    row = accumulated_matmul(first[..., None, :], log_scale)[..., 0, :]
     has_prefix = ops.any(prefix.magnitude > 0, axis=-1, keepdims=True)
     known = ops.where(has_prefix, mask[..., :1], ops.any(mask, axis=-1)[..., None])
     return ops.where(known, elementwise_max(prefix.maximum, row), prefix.maximum)
@@ -100,37 +106,37 @@ def _scaled_weights(query, key, excess, shift, visible, dtype):
     return query.products(key, dtype) * scale, scale * query.width
 
 
-def _replace_rows(own, beyond, query, key, value, mask, groups, fallback):
-    """Takes the rows of `own` that are `beyond` the span from the fallback."""
+def _replace_rows(weights, shift, beyond, features, groups, dtype, fallback):
+    """Takes the rows that are `beyond` the span from the fallback.
 
-    def replace(*operands):
-        query, key, value = _unflatten(operands, signed)
-        return tuple(fallback(query, key, value, mask, groups))
+    Args:
+        weights: Tuple of arrays `(..., R, C)`.
+        shift: What they are relative to, `(..., R)`.
+        beyond: Booleans `(..., R)`.
+        features: Queries, keys and the mask that `fallback` takes.
+        groups: Query heads per key head.
+        dtype: Compute dtype.
+        fallback: `unbounded_weights`.
 
-    def chosen(*operands):
-        return ops.cond(
-            ops.any(beyond),
-            lambda: remat(replace)(*operands),
-            lambda: tuple(ops.zeros_like(x) for x in own),
-        )
+    Returns:
+        Weights and shift with those rows replaced.
+    """
+    query, key, mask = features
+    operands = [x for x in (*query, *key) if x is not None]
 
-    signed = query.is_signed
-    # Else JAX would keep the residuals of the branch not taken.
-    remat = keras.remat if keras.backend.backend() == "jax" else (lambda x: x)
-    operands = [x for x in (*query, *key, value) if x is not None]
-    replacement = Reading(*remat(chosen)(*operands))
+    def rescue(*operands):
+        if query.is_signed:
+            rows, columns = Features(*operands[:2]), Features(*operands[2:])
+        else:
+            rows, columns = (Features(None, x) for x in operands)
+        weights, shift = fallback(rows, columns, mask, groups, dtype)
+        return (*weights, ops.cast(shift, weights[0].dtype))
 
-    def select(a, b):
-        rows = beyond[..., None] if len(a.shape) > len(beyond.shape) else beyond
-        return ops.where(rows, a, b)
+    nothing = (*weights, shift)
+    found = run_if(ops.any(beyond), rescue, nothing, operands)
+    *found, found_shift = found
 
-    return Reading(*(select(a, b) for a, b in zip(replacement, own, strict=True)))
-
-
-def _unflatten(operands, signed):
-    if signed:
-        query_values, query_scale, key_values, key_scale, value = operands
-    else:
-        (query_scale, key_scale, value), query_values, key_values = operands, None, None
-    query = Features(query_values, query_scale)
-    return query, Features(key_values, key_scale), value
+    chosen = tuple(
+        ops.where(beyond[..., None], a, b) for a, b in zip(found, weights, strict=True)
+    )
+    return chosen, ops.where(beyond, found_shift, shift)

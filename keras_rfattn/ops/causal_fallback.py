@@ -1,6 +1,11 @@
 """Causal attention inside a block without any bound on the exponents.
 
-Used by `causal` for the rows its factored product cannot represent.
+Used by `causal` for the rows that its factored product cannot represent.
+
+A block is cut into chunks of about the square root of its length. The keys of earlier
+chunks are taken relative to their maximum per feature, which every query of the chunk
+may know, so that a query's largest term is 1 and its sum cannot underflow. The keys of
+the query's own chunk are weighed one by one, each pair relative to its own maximum.
 """
 
 from keras import ops
@@ -10,85 +15,100 @@ from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.features import masked_log_scale
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sums import Reading
-from keras_rfattn.ops.sums import combine
 from keras_rfattn.ops.sums import query_shift
 
 
-def dyadic(query, key, value, mask, groups):
-    """Causal attention inside blocks as log2(C) attentions without causality.
+def unbounded_weights(query, key, mask, groups, dtype):
+    """Weights of every query for the keys of its block that are not after it.
 
-    A segment of length 2s is cut in halves; every query of the second sees every
-    key of the first, so that each feature can be taken relative to its maximum
-    over that half and no row's sum underflows. The halves are then cut in turn,
-    down to a token and itself.
+    Args:
+        query: `Features` of shape `(B, K, n, C · G, M)`, groups beside their token.
+        key: `Features` of shape `(B, K, n, C, M)`.
+        mask: Booleans that broadcast to `(B, K, n, C)`, true for visible keys, or
+            `None` if all are.
+        groups: G, query heads per key head.
+        dtype: Compute dtype of the products.
+
+    Returns:
+        `(weights, shift)`: a tuple of the weights, and for signed features of their
+        magnitudes too, each `(B, K, n, C · G, C)` relative to `exp(shift)`; and the
+        shift, `(B, K, n, C · G)`.
     """
-    size = value.shape[-2]
-    target = 1
-    while target < size:
-        target *= 2
-    query = map_features(lambda x: _pad_rows(x, (target - size) * groups), query)
-    key = map_features(lambda x: _pad_rows(x, target - size), key)
-    value = _pad_rows(value, target - size)
-    mask = _pad_rows(mask[..., None], target - size)[..., 0]
+    size = key.log_scale.shape[-2]
+    chunk = _chunk_length(size)
+    count = -(-size // chunk)
+    padding = count * chunk - size
+    query = map_features(lambda x: _pad_rows(x, padding * groups), query)
+    key = map_features(lambda x: _pad_rows(x, padding), key)
+    if mask is not None:
+        mask = _pad_rows(mask[..., None], padding)[..., 0]
+    key = Features(key.values, masked_log_scale(key, mask))
 
-    def cut(x, parts, *inner):
-        return ops.reshape(x, (*ops.shape(x)[:3], parts, *inner, x.shape[-1]))
+    def cut(x, *inner):
+        return ops.reshape(x, (*ops.shape(x)[:3], count, *inner, x.shape[-1]))
 
-    def attend(query, key, value, mask):
-        log_scale = masked_log_scale(key, mask)
-        maximum = ops.stop_gradient(ops.max(log_scale, axis=-2))
-        shift = query_shift(query, maximum)
-        maximum = ops.expand_dims(maximum, -2)
-        query = Features(query.values, query.log_scale + maximum)
-        key = Features(key.values, log_scale - maximum)
-        rows = query.expand(shift[..., None], value.dtype, query.is_exponential)
-        weights = weigh_keys(query, rows, key, shift)
-        return weigh_values(weights, mask, value, shift)
+    query = map_features(lambda x: cut(x, chunk * groups), query)
+    number = ops.arange(count)
+    is_earlier = ops.repeat(number, chunk)[None, :] < number[:, None]
+    far, far_shift = _earlier_chunks(query, key, is_earlier[:, None], dtype)
+    own, own_shift = _own_chunk(query, map_features(lambda x: cut(x, chunk), key))
 
-    def flat(x, inner):
-        shape = ops.shape(x)
-        lead, tail = shape[:3], shape[len(shape) - inner :]
-        return ops.reshape(x, (*lead, target * groups, *tail))
+    shift = elementwise_max(far_shift, own_shift)
+    far_factor = ops.exp(far_shift - shift)[..., None]
+    own_factor = ops.exp(own_shift - shift)[..., None]
+    is_own = ops.repeat(number, chunk)[None, :] == number[:, None]
 
-    half = 1
-    reading = attend(
-        map_features(lambda x: cut(x, target, groups), query),
-        map_features(lambda x: cut(x, target, 1), key),
-        cut(value, target, 1),
-        cut(mask[..., None], target, 1)[..., 0],
-    )
-    reading = Reading(*(flat(x, 1 if i == 1 else 0) for i, x in enumerate(reading)))
-    while half < target:
-        parts = target // (2 * half)
-        late = map_features(
-            lambda x: cut(x, parts, 2, half * groups)[..., 1, :, :],  # noqa: B023
-            query,
-        )
-        early = map_features(
-            lambda x: cut(x, parts, 2, half)[..., 0, :, :],  # noqa: B023
-            key,
-        )
-        part = attend(
-            late,
-            early,
-            cut(value, parts, 2, half)[..., 0, :, :],
-            cut(mask[..., None], parts, 2, half)[..., 0, :, 0],
-        )
-        nothing = Reading(
-            ops.zeros_like(part.shift) + LOWEST,
-            *(ops.zeros_like(x) for x in part[1:]),
-        )
-        both = Reading(
-            *(
-                flat(ops.stack([a, b], axis=4), 1 if i == 1 else 0)
-                for i, (a, b) in enumerate(zip(nothing, part, strict=True))
-            )
-        )
-        reading = combine(reading, both)
-        half *= 2
-    return Reading(*(x[:, :, :, : size * groups] for x in reading))
+    def joined(far, own):
+        own = ops.tile(own * own_factor, (1,) * (len(own.shape) - 1) + (count,))
+        found = far * far_factor + where(is_own[:, None], own, 0)
+        return ops.reshape(found, (*ops.shape(found)[:3], -1, count * chunk))
+
+    rows = size * groups
+    weights = (joined(*x)[..., :rows, :size] for x in zip(far, own, strict=True))
+    shift = ops.reshape(shift, (*ops.shape(shift)[:3], -1))[..., :rows]
+    return tuple(weights), shift
+
+
+def _chunk_length(size):
+    """The power of two next above the square root of a block's length."""
+    chunk = 1
+    while chunk * chunk < size:
+        chunk *= 2
+    return chunk
+
+
+def _earlier_chunks(query, key, is_earlier, dtype):
+    """Weights `(..., n, c · G, n · c)` for keys of earlier chunks, and their shift."""
+    log_scale = ops.expand_dims(key.log_scale, 3)
+    log_scale = where(is_earlier[:, 0, :, None], log_scale, LOWEST)
+    maximum = ops.stop_gradient(ops.max(log_scale, axis=-2))
+    shift = query_shift(query, maximum)
+    maximum = ops.expand_dims(maximum, -2)
+    query = Features(query.values, query.log_scale + maximum)
+    values = None if key.values is None else ops.expand_dims(key.values, 3)
+    rows = query.expand(shift[..., None], dtype, query.is_exponential)
+    weights = weigh_keys(query, rows, Features(values, log_scale - maximum), shift)
+    return tuple(where(is_earlier, x, 0) for x in weights), shift
+
+
+def _own_chunk(query, key):
+    """Weights `(..., n, c · G, c)` for keys of the query's chunk, and their shift."""
+    rows, columns = query.log_scale.shape[-2], key.log_scale.shape[-2]
+    token = ops.repeat(ops.arange(columns), rows // columns)
+    visible = (token[:, None] >= ops.arange(columns)[None, :])[..., None]
+    exponent = ops.expand_dims(query.log_scale, -2) + ops.expand_dims(key.log_scale, -3)
+    exponent = where(visible, exponent, 2 * LOWEST)
+    shift = ops.stop_gradient(ops.max(exponent, axis=(-2, -1)))
+    magnitudes = where(visible, ops.exp(exponent - shift[..., None, None]), 0)
+    if query.is_exponential:
+        return (ops.sum(magnitudes, axis=-1),), shift
+    values = (ops.cast(x.values, magnitudes.dtype) for x in (query, key))
+    products = [ops.expand_dims(x, a) for x, a in zip(values, (-2, -3), strict=True)]
+    products = products[0] * products[1] * magnitudes
+    return tuple(ops.sum(x, axis=-1) for x in (products, magnitudes)), shift
 
 
 def weigh_keys(query, rows, key, shift):
@@ -111,7 +131,8 @@ def weigh_keys(query, rows, key, shift):
 
 def weigh_values(weights, mask, value, shift):
     """The reading that weights `(..., R, S)` make of values `(..., S, V)`."""
-    weights = tuple(where(mask[..., None, :], w, 0) for w in weights)
+    if mask is not None:
+        weights = tuple(where(mask[..., None, :], w, 0) for w in weights)
     # Numerator and denominator from the same rounded weights.
     rounded = ops.cast(weights[0], value.dtype)
     numerator = accumulated_matmul(rounded, value)

@@ -184,6 +184,37 @@ def by_rows(function, arrays, size):
     return ops.concatenate(parts, axis=0)
 
 
+def run_if(condition, function, otherwise, operands):
+    """`function(*operands)` if a condition holds, else zeros like `otherwise`.
+
+    Args:
+        condition: Boolean scalar array.
+        function: Of arrays, to a tuple of arrays. Its gradient is computed from the
+            operands again, so that nothing is kept for it where it does not run.
+        otherwise: Tuple of arrays with the shapes and dtypes of the results.
+        operands: What `function` takes.
+
+    Returns:
+        A tuple of arrays. A program that PyTorch exports, which cannot look at the
+        condition, always runs the function.
+    """
+    if keras.backend.backend() == "torch":
+        import torch
+
+        is_recorded = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        if is_recorded or condition:
+            return function(*operands)
+        return tuple(torch.zeros_like(x) for x in otherwise)
+    if keras.backend.backend() == "jax":
+        # Else the residuals of the branch would be kept even where it is not taken.
+        function = keras.remat(function)
+    return ops.cond(
+        condition,
+        lambda: function(*operands),
+        lambda: tuple(ops.zeros_like(x) for x in otherwise),
+    )
+
+
 def by_heads(function, arrays, size, limits=None):
     """`function` of a few heads at a time where a CPU's cache would not hold all.
 

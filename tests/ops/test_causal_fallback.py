@@ -11,7 +11,6 @@ from keras_rfattn.ops import Features
 from keras_rfattn.ops import bidirectional
 from keras_rfattn.ops import causal
 from keras_rfattn.ops import quadratic
-from keras_rfattn.ops.sums import Reading
 from tests import helpers as h
 from tests.feature_maps.cases import case
 
@@ -151,22 +150,23 @@ def fresh(algorithm, **options):
 
 
 def blank(*arguments):
-    """What `dyadic` returns, with nothing in it."""
-    from keras_rfattn.ops.causal_fallback import dyadic
+    """What `unbounded_weights` returns, with nothing in it."""
+    from keras_rfattn.ops.causal_fallback import unbounded_weights
 
-    return Reading(*(ops.zeros_like(a) for a in dyadic(*arguments)))
+    weights, shift = unbounded_weights(*arguments)
+    return tuple(ops.zeros_like(a) for a in weights), shift
 
 
-def test_dyadic_is_taken_beyond_the_span_only(monkeypatch):
+def test_the_fallback_is_taken_beyond_the_span_only(monkeypatch):
     flat, hard = steep(0.0), steep(20.0)
     expected = [h.to_numpy(fresh(causal, block_size=8)(*x)) for x in (flat, hard)]
-    monkeypatch.setattr(module, "dyadic", blank)
+    monkeypatch.setattr(module, "unbounded_weights", blank)
     h.assert_same(fresh(causal, block_size=8)(*flat), expected[0])
     changed = h.to_numpy(fresh(causal, block_size=8)(*hard)) != expected[1]
     assert np.mean(np.any(changed, axis=-1)) > 0.5
 
 
-def test_without_dyadic_rows_are_lost(monkeypatch):
+def test_without_the_fallback_rows_are_lost(monkeypatch):
     query, key, value = steep(20.0)
     expected = h.reference(query, key, value).output
     h.assert_close(fresh(causal, block_size=8)(query, key, value), expected, 1e-4)
@@ -175,7 +175,7 @@ def test_without_dyadic_rows_are_lost(monkeypatch):
     assert not np.allclose(broken, expected, atol=0.1)
 
 
-def test_dyadic_agrees_where_it_is_not_needed(monkeypatch):
+def test_the_fallback_agrees_where_it_is_not_needed(monkeypatch):
     # Nearly every row goes there at this span, and none would at the usual one.
     query, key, value = steep(0.5)
     monkeypatch.setattr(module, "SPAN", 0.01)
