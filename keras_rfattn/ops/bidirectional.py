@@ -19,6 +19,7 @@ from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import largest_of
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.precision import wide_dtype
 from keras_rfattn.ops.sizes import product
@@ -139,13 +140,13 @@ def _attend_through(query, key, value, mask):
     query, key, value = query.features, key.features, hide(value, mask)
     key = key._replace(x=hide(key.x, mask)).hidden(mask)
     exponent = _columns(key)
-    maximum = ops.max(exponent, axis=-1, keepdims=True)
+    maximum = largest_of(exponent, axis=-1, keepdims=True)
     # Where no key is visible all count, with values of 0.
     both = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
     columns = ops.cast(ops.exp(exponent - maximum), value.dtype)
     sums = accumulated_matmul(columns, both)
     exponent = query.compute().log_scale + ops.swapaxes(maximum, -1, -2)
-    shift = ops.max(exponent, axis=-1, keepdims=True)
+    shift = largest_of(exponent, axis=-1, keepdims=True)
     rows = ops.cast(ops.exp(exponent - shift), value.dtype)
     found = accumulated_matmul(rows, sums)
     numerator, denominator = last_apart(found)

@@ -17,15 +17,15 @@ def run_if(condition, function, otherwise, operands):
         operands: What `function` takes.
 
     Returns:
-        A tuple of arrays. The function always runs in a program that PyTorch exports,
-        and under `torch.func`, where nobody can look at the condition.
+        A tuple of arrays. On PyTorch the function always runs in what is compiled or
+        exported, and under `torch.func`, where nobody can look at the condition.
     """
     if keras.backend.backend() == "torch":
         import torch
 
-        # `torch.compile` breaks its graph here, which costs less than the function.
-        can_look = torch.compiler.is_compiling() or is_plain(condition)
-        if torch.compiler.is_exporting() or not can_look or condition:
+        # A look would cut the program of `torch.compile` in pieces, within all the
+        # functions that are active, and compiling these takes minutes.
+        if not is_plain(condition) or condition:
             return function(*operands)
         return tuple(torch.zeros_like(x) for x in otherwise)
     if keras.backend.backend() == "jax":

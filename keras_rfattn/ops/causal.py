@@ -22,6 +22,7 @@ from keras_rfattn.ops.loops import fold
 from keras_rfattn.ops.not_finite import onward
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.precision import quotient
+from keras_rfattn.ops.precision import repeat_each
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.recurrent import count_visible
@@ -120,7 +121,7 @@ def _attend(sums, query, key, value, mask, groups, span, fallback):
     key, value = admit(key, value, mask)
     prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
     (query, spoiled), (key, spoiled_keys) = query, key
-    spoiled = spoiled + ops.repeat(onward(spoiled_keys), groups, axis=-2)
+    spoiled = spoiled + repeat_each(onward(spoiled_keys), groups, axis=-2)
     spoiled = spoiled + ops.expand_dims(prefix.spoiled, (-2, -1))
     reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
     return tuple(last), (reading.numerator, guarded(reading, query), spoiled)

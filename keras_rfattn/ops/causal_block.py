@@ -28,7 +28,10 @@ from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import elementwise_min
+from keras_rfattn.ops.precision import largest_of
 from keras_rfattn.ops.precision import lower_to
+from keras_rfattn.ops.precision import repeat_each
+from keras_rfattn.ops.precision import smallest_of
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sums import combine
 from keras_rfattn.ops.sums import look_up
@@ -43,15 +46,15 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     visible = _visible(excess.shape[-2], groups)
 
     # (..., R): the largest excess among the keys a row sees.
-    largest = ops.stop_gradient(ops.max(excess, axis=-1))
+    largest = ops.stop_gradient(largest_of(excess, axis=-1))
     largest = where(visible, ops.expand_dims(largest, -2), 0)
-    largest = elementwise_max(ops.max(largest, axis=-1), 0)
+    largest = elementwise_max(largest_of(largest, axis=-1), 0)
     if not key.shares_scale:
         beyond = largest > span
         largest = elementwise_min(largest, span)
         excess = lower_to(excess, span)
     raised = query.log_scale + ops.expand_dims(reference, -2)
-    shift = ops.stop_gradient(ops.max(raised, axis=-1)) + largest
+    shift = ops.stop_gradient(largest_of(raised, axis=-1)) + largest
     raised = query._replace(log_scale=raised)
     # Of signed features the exponents are needed again.
     rows = raised.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)
@@ -84,7 +87,7 @@ def _reference(prefix, log_scale, mask):
         return elementwise_max(prefix.maximum, log_scale[..., 0, :])
     position = ops.arange(mask.shape[-1], dtype="int32")
     first = where(mask, position, mask.shape[-1])
-    first = position == ops.min(first, axis=-1, keepdims=True)
+    first = position == smallest_of(first, axis=-1, keepdims=True)
     first = ops.cast(first, log_scale.dtype)
     row = accumulated_matmul(ops.expand_dims(first, -2), log_scale)[..., 0, :]
     has_prefix = ops.any(prefix.magnitude > 0, axis=-1, keepdims=True)
@@ -95,7 +98,7 @@ def _reference(prefix, log_scale, mask):
 def _visible(block_size, groups):
     """`(C · G, C)`: whether row r, of token `r // G`, sees key j."""
     token = ops.arange(block_size)
-    row = token if groups == 1 else ops.repeat(token, groups)
+    row = token if groups == 1 else repeat_each(token, groups)
     return row[:, None] >= token[None, :]
 
 

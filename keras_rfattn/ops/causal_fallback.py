@@ -16,6 +16,8 @@ from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.features import masked_log_scale
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import elementwise_max
+from keras_rfattn.ops.precision import largest_of
+from keras_rfattn.ops.precision import repeat_each
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import query_shift
@@ -52,14 +54,14 @@ def unbounded_weights(query, key, mask, groups, dtype):
 
     query = map_features(lambda x: cut(x, chunk * groups), query)
     number = ops.arange(count)
-    is_earlier = ops.repeat(number, chunk)[None, :] < number[:, None]
+    is_earlier = repeat_each(number, chunk)[None, :] < number[:, None]
     far, far_shift = _earlier_chunks(query, key, is_earlier[:, None], dtype)
     own, own_shift = _own_chunk(query, map_features(lambda x: cut(x, chunk), key))
 
     shift = elementwise_max(far_shift, own_shift)
     far_factor = ops.expand_dims(ops.exp(far_shift - shift), -1)
     own_factor = ops.expand_dims(ops.exp(own_shift - shift), -1)
-    is_own = ops.repeat(number, chunk)[None, :] == number[:, None]
+    is_own = repeat_each(number, chunk)[None, :] == number[:, None]
 
     def joined(far, own):
         own = ops.tile(own * own_factor, (1,) * (len(own.shape) - 1) + (count,))
@@ -84,7 +86,7 @@ def _earlier_chunks(query, key, is_earlier, dtype):
     """Weights `(..., n, c · G, n · c)` for keys of earlier chunks, and their shift."""
     log_scale = ops.expand_dims(key.log_scale, 3)
     log_scale = where(is_earlier[:, 0, :, None], log_scale, LOWEST)
-    maximum = ops.stop_gradient(ops.max(log_scale, axis=-2))
+    maximum = ops.stop_gradient(largest_of(log_scale, axis=-2))
     shift = query_shift(query, maximum)
     maximum = ops.expand_dims(maximum, -2)
     query = Features(query.values, query.log_scale + maximum)
@@ -97,11 +99,11 @@ def _earlier_chunks(query, key, is_earlier, dtype):
 def _own_chunk(query, key):
     """Weights `(..., n, c · G, c)` for keys of the query's chunk, and their shift."""
     rows, columns = query.log_scale.shape[-2], key.log_scale.shape[-2]
-    token = ops.repeat(ops.arange(columns), rows // columns)
+    token = repeat_each(ops.arange(columns), rows // columns)
     visible = (token[:, None] >= ops.arange(columns)[None, :])[..., None]
     exponent = ops.expand_dims(query.log_scale, -2) + ops.expand_dims(key.log_scale, -3)
     exponent = where(visible, exponent, 2 * LOWEST)
-    shift = ops.stop_gradient(ops.max(exponent, axis=(-2, -1)))
+    shift = ops.stop_gradient(largest_of(exponent, axis=(-2, -1)))
     magnitudes = where(visible, ops.exp(exponent - ops.expand_dims(shift, (-2, -1))), 0)
     if query.is_exponential:
         return (ops.sum(magnitudes, axis=-1),), shift

@@ -29,6 +29,8 @@ from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import exp_of_difference
 from keras_rfattn.ops.precision import known_finite
+from keras_rfattn.ops.precision import largest_of
+from keras_rfattn.ops.precision import repeat_each
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
@@ -89,14 +91,14 @@ def _exponentiate(exponent, visible):
     if visible is not None:
         exponent = where(visible, exponent, LOWEST)
     # Half of it, so that hidden weights vanish where nothing is visible, too.
-    shift = elementwise_max(ops.max(exponent, axis=-1), LOWEST / 2)
+    shift = elementwise_max(largest_of(exponent, axis=-1), LOWEST / 2)
     shift = ops.stop_gradient(shift)
     return exp_of_difference(exponent, ops.expand_dims(shift, -1), is_last=True), shift
 
 
 def unit(x):
     """`(x / ‖x‖, log ‖x‖)`: `(..., H)` and `(..., 1)`; 0 for the zero vector."""
-    size = ops.max(ops.abs(x), axis=-1, keepdims=True)
+    size = largest_of(ops.abs(x), axis=-1, keepdims=True)
     size = ops.stop_gradient(elementwise_max(size, LEAST))
     x = x / size
     square = ops.sum(ops.square(x), axis=-1, keepdims=True)
@@ -162,7 +164,7 @@ def exact_attention(
     given = query, key, value
     visible = None if mask is None else ops.expand_dims(mask, -2)
     if causal:
-        tokens = ops.repeat(ops.arange(length), groups)
+        tokens = repeat_each(ops.arange(length), groups)
         past = ops.expand_dims(
             (ops.expand_dims(tokens, 1) >= ops.expand_dims(ops.arange(length), 0)),
             (0, 1),
@@ -235,7 +237,7 @@ def spoiled(query, key, value, mask, groups, causal):
     keys = hide(spoils(key) + ops.cast(spoils(value), wide_dtype(key)), mask)
     if causal:
         keys = onward(keys)[..., -(ops.shape(query)[-2] // groups) :, :]
-        keys = ops.repeat(keys, groups, axis=-2)
+        keys = repeat_each(keys, groups, axis=-2)
     else:
         keys = ops.sum(keys, axis=-2, keepdims=True)
     return spoils(query) + keys

@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_rfattn.ops.plain import is_plain
 from keras_rfattn.ops.precision import known_true
+from keras_rfattn.ops.precision import repeat_each
 from keras_rfattn.ops.precision import where
 
 
@@ -97,7 +98,7 @@ def interpret_mask(mask, query_length, key_length, causal=False):
     elif len(shape) == 2:
         mask = ops.expand_dims(mask, 0)
     if shape[-1] == 1 and key_length not in (1, None):
-        mask = ops.repeat(mask, key_length, axis=-1)
+        mask = repeat_each(mask, key_length, axis=-1)
     if mask.shape[1] == 1:
         return AttentionMask(ops.cast(mask[:, 0], "bool"), causal=causal)
     return _decode_dense(mask, causal)

@@ -12,6 +12,8 @@ from keras_rfattn.ops.features import Marked
 from keras_rfattn.ops.features import finite
 from keras_rfattn.ops.precision import clip
 from keras_rfattn.ops.precision import known_finite
+from keras_rfattn.ops.precision import largest_of
+from keras_rfattn.ops.precision import smallest_of
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 
@@ -48,7 +50,7 @@ def onward(spoiled):
     # Which XLA computes in S² steps.
     position = ops.expand_dims(ops.arange(ops.shape(spoiled)[-2], dtype="int32"), 1)
     found = ops.where(ops.isnan(spoiled), position, position[-1:] + 1)
-    first = ops.min(found, axis=-2, keepdims=True)
+    first = smallest_of(found, axis=-2, keepdims=True)
     return where(position >= first, float("nan"), ops.zeros_like(spoiled))
 
 
@@ -109,7 +111,7 @@ def _all_finite(x):
     x = ops.abs(ops.stop_gradient(x))
     if keras.backend.backend() == "torch":
         # Fewer passes. The largest of NaN and others is NaN here, but not in XLA.
-        return ops.max(x, axis=-1, keepdims=True) < float("inf")
+        return largest_of(x, axis=-1, keepdims=True) < float("inf")
     return ops.all(x < float("inf"), axis=-1, keepdims=True)
 
 

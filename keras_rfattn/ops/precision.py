@@ -86,6 +86,35 @@ def elementwise_min(a, b):
     return ops.minimum(a, b)
 
 
+def largest_of(x, axis, keepdims=False):
+    """`max(x)` over an axis, or several; NaN if an entry is, on PyTorch.
+
+    Where Keras asks what PyTorch has returned, `torch.compile` would begin a program
+    anew at each.
+    """
+    if keras.backend.backend() == "torch" and 0 not in x.shape:
+        return x.amax(axis, keepdim=keepdims)
+    return ops.max(x, axis=axis, keepdims=keepdims)
+
+
+def smallest_of(x, axis, keepdims=False):
+    """`min(x)` over an axis, or several, as `largest_of`."""
+    if keras.backend.backend() == "torch" and 0 not in x.shape:
+        return x.amin(axis, keepdim=keepdims)
+    return ops.min(x, axis=axis, keepdims=keepdims)
+
+
+def repeat_each(x, count, axis=0):
+    """Each entry `count` times in a row, along an axis.
+
+    Keras makes a tensor of the number on PyTorch, and then `torch.compile` cannot know
+    the shape of the result.
+    """
+    if keras.backend.backend() == "torch":
+        return x.repeat_interleave(count, axis)
+    return ops.repeat(x, count, axis=axis)
+
+
 def clip(x, low, high):
     """`x` within two numbers."""
     if keras.backend.backend() == "torch":

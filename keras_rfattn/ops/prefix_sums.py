@@ -7,6 +7,7 @@ from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import move_axis
 from keras_rfattn.ops.loops import exclusive_scan
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import largest_of
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sizes import is_known
 from keras_rfattn.ops.sizes import is_traced
@@ -110,7 +111,7 @@ def _within(blocks, size):
     is_before = ops.arange(size)[None, :] < ops.arange(size + 1)[:, None]
     is_before = ops.reshape(is_before, (1, 1, size + 1, size, 1))
     scales = where(is_before, ops.expand_dims(blocks.maximum, 2), LOWEST)
-    maximum = ops.max(scales, axis=3)
+    maximum = largest_of(scales, axis=3)
     weights = ops.exp(scales - ops.expand_dims(maximum, 3))
     weights = where(is_before, weights, 0)
     weights = ops.transpose(weights, (0, 1, 4, 2, 3))

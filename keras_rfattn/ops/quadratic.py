@@ -7,6 +7,8 @@ from keras_rfattn.ops.features import finite
 from keras_rfattn.ops.not_finite import mark
 from keras_rfattn.ops.not_finite import values_apart
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import largest_of
+from keras_rfattn.ops.precision import repeat_each
 from keras_rfattn.ops.precision import wide_dtype
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import normalize
@@ -36,7 +38,7 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     dtype = wide_dtype(query_features.log_scale, value)
 
     def per_query_head(x):
-        return ops.repeat(x, num_heads // num_kv_heads, axis=2)
+        return repeat_each(x, num_heads // num_kv_heads, axis=2)
 
     def aligned(x, axis):
         return ops.expand_dims(ops.transpose(x, (0, 2, 1, 3)), axis)
@@ -63,7 +65,7 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     # (B, N, T, S, M)
     exponent = aligned(query.log_scale, 3) + aligned(per_query_head(key.log_scale), 2)
     exponent = ops.where(ops.expand_dims(visible, -1), exponent, LOWEST)
-    shift = ops.max(exponent, axis=(-2, -1), keepdims=True)
+    shift = largest_of(exponent, axis=(-2, -1), keepdims=True)
     magnitude = ops.exp(exponent - ops.stop_gradient(shift))
     weights = magnitude
     if query.is_signed:

@@ -8,6 +8,7 @@ from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.precision import accumulated_matmul
+from keras_rfattn.ops.precision import largest_of
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import combine
@@ -50,7 +51,7 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
     query, query_spoiled = heads_first(query_features, num_kv_heads)
     key, key_spoiled = heads_first(key_features, num_kv_heads)
     key, key_spoiled = key.hidden(mask), hide(key_spoiled, mask)
-    maximum = ops.stop_gradient(ops.max(key.log_scale, axis=-2))
+    maximum = ops.stop_gradient(largest_of(key.log_scale, axis=-2))
     shift = query_shift(query, maximum)
     maximum = ops.expand_dims(maximum, -2)
     lifted = query._replace(log_scale=query.log_scale + maximum)

@@ -19,6 +19,7 @@ from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.layout import take_apart
 from keras_rfattn.ops.layout import take_tokens
+from keras_rfattn.ops.precision import largest_of
 from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.recurrent import extend_state
 from keras_rfattn.ops.recurrent import init_state
@@ -212,7 +213,7 @@ def _merged(states, which):
 
     maximum = some(states[0], LOWEST)
     numerator, normalizer, magnitude = (some(x, 0) for x in states[1:])
-    highest = ops.max(maximum, axis=0)
+    highest = largest_of(maximum, axis=0)
     factor = ops.exp(maximum - highest)
     return State(
         highest,

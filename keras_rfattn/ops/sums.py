@@ -21,6 +21,7 @@ from keras_rfattn.ops.not_finite import values_apart
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import add_into
 from keras_rfattn.ops.precision import elementwise_max
+from keras_rfattn.ops.precision import largest_of
 from keras_rfattn.ops.precision import quotient
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
@@ -79,7 +80,7 @@ def summarize(key, value, mask=None, is_last=False):
         `Sums`, in float32 (float64 for float64 features).
     """
     key, spoiled = key
-    maximum = ops.stop_gradient(ops.max(key.log_scale, axis=-2))
+    maximum = ops.stop_gradient(largest_of(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
     rows = key.expand(shift, value.dtype, is_last)
     # The normalizer is the sum of a value 1, which a hidden key does not have: where no
@@ -132,7 +133,7 @@ def rebase(sums, maximum):
 def query_shift(query, maximum):
     """The largest exponent each query meets: `(..., R)` from `(..., R, M)`."""
     exponent = query.log_scale + ops.expand_dims(maximum, -2)
-    return ops.stop_gradient(ops.max(exponent, axis=-1))
+    return ops.stop_gradient(largest_of(exponent, axis=-1))
 
 
 def read(sums, query, dtype, shift=None, is_last=False):
@@ -153,7 +154,7 @@ def read(sums, query, dtype, shift=None, is_last=False):
     log_scale = query.log_scale
     log_scale = add_into(log_scale, raised) if is_last else log_scale + raised
     if shift is None:
-        shift = ops.stop_gradient(ops.max(log_scale, axis=-1))
+        shift = ops.stop_gradient(largest_of(log_scale, axis=-1))
     raised = query._replace(log_scale=log_scale)
     # Of signed features the exponents are needed again.
     rows = raised.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)

@@ -34,6 +34,7 @@ from keras_rfattn.ops.masks import needed
 from keras_rfattn.ops.not_finite import LARGEST
 from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import quotient
+from keras_rfattn.ops.precision import repeat_each
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.sizes import leading
@@ -135,7 +136,7 @@ class Windows:
 
     def _within(self):
         """`(C · G, C · len(nearby))`: the keys nearby that are not after the query."""
-        token = ops.repeat(ops.arange(self.size), self.groups)
+        token = repeat_each(ops.arange(self.size), self.groups)
         keys = ops.arange(self.size * len(self.nearby)) + self.size * self.nearby[0]
         return ops.expand_dims(token, 1) >= ops.expand_dims(keys, 0)
 

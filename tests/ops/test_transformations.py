@@ -67,14 +67,12 @@ def test_torch_func(name, feature_map):
 
     expected = torch.stack([plain(x) for x in xs])
     close(torch.func.grad(scalar)(xs[0]), expected[0])
-    # Causal blocks without a window decide by values, of which `vmap` has none.
-    if name != "causal":
-        vmap = torch.func.vmap
-        close(vmap(torch.func.grad(scalar))(xs), expected)
-        close(torch.func.grad(lambda x: vmap(scalar)(x).sum())(xs), expected)
-        with torch.no_grad():
-            outputs = torch.stack([attend(x) for x in xs])
-        close(vmap(attend)(xs), outputs)
+    vmap = torch.func.vmap
+    close(vmap(torch.func.grad(scalar))(xs), expected)
+    close(torch.func.grad(lambda x: vmap(scalar)(x).sum())(xs), expected)
+    with torch.no_grad():
+        outputs = torch.stack([attend(x) for x in xs])
+    close(vmap(attend)(xs), outputs)
     close(torch.func.jacrev(scalar)(xs[0]), expected[0])
     _, pullback = torch.func.vjp(attend, xs[0])
     close(pullback(WEIGHTS[None])[0], expected[0])
