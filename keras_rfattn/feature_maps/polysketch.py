@@ -15,6 +15,7 @@ from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import unit
 from keras_rfattn.ops.precision import precise_einsum
 from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.sizes import repeated
 
 DEFAULT_SKETCH_SIZE = 32
 
@@ -95,7 +96,7 @@ class PolySketch(Sketch, ProjectedFeatureMap):
 
     def key_features(self, x, stats=None):
         x, log_norm = unit(ops.cast(x, wide_dtype(x)))
-        sketch = ops.repeat(ops.expand_dims(x, -2), self.degree // 2, axis=-2)
+        sketch = repeated(ops.expand_dims(x, -2), self.degree // 2, axis=-2)
         for matrices in self.matrices:
             sketch = precise_einsum("...ch,chr->...cr", *_alike(sketch, matrices))
             sketch = sketch[..., 0::2, :] * sketch[..., 1::2, :]

@@ -27,6 +27,7 @@ from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.recurrent import count_visible
 from keras_rfattn.ops.recurrent import to_state
 from keras_rfattn.ops.recurrent import to_sums
+from keras_rfattn.ops.sizes import repeated
 from keras_rfattn.ops.sizes import smaller
 from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
@@ -120,7 +121,7 @@ def _attend(sums, query, key, value, mask, groups, span, fallback):
     key, value = admit(key, value, mask)
     prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
     (query, spoiled), (key, spoiled_keys) = query, key
-    spoiled = spoiled + ops.repeat(onward(spoiled_keys), groups, axis=-2)
+    spoiled = spoiled + repeated(onward(spoiled_keys), groups, axis=-2)
     spoiled = spoiled + ops.expand_dims(prefix.spoiled, (-2, -1))
     reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
     return tuple(last), (reading.numerator, guarded(reading, query), spoiled)

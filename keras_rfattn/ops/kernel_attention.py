@@ -33,6 +33,7 @@ from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 from keras_rfattn.ops.sizes import product
+from keras_rfattn.ops.sizes import repeated
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import normalize
 
@@ -162,7 +163,7 @@ def exact_attention(
     given = query, key, value
     visible = None if mask is None else ops.expand_dims(mask, -2)
     if causal:
-        tokens = ops.repeat(ops.arange(length), groups)
+        tokens = repeated(ops.arange(length), groups)
         past = ops.expand_dims(
             (ops.expand_dims(tokens, 1) >= ops.expand_dims(ops.arange(length), 0)),
             (0, 1),
@@ -235,7 +236,7 @@ def spoiled(query, key, value, mask, groups, causal):
     keys = hide(spoils(key) + ops.cast(spoils(value), wide_dtype(key)), mask)
     if causal:
         keys = onward(keys)[..., -(ops.shape(query)[-2] // groups) :, :]
-        keys = ops.repeat(keys, groups, axis=-2)
+        keys = repeated(keys, groups, axis=-2)
     else:
         keys = ops.sum(keys, axis=-2, keepdims=True)
     return spoils(query) + keys

@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_rfattn.ops.precision import known_true
 from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.sizes import repeated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def interpret_mask(mask, query_length, key_length, causal=False):
     elif len(shape) == 2:
         mask = ops.expand_dims(mask, 0)
     if shape[-1] == 1 and key_length not in (1, None):
-        mask = ops.repeat(mask, key_length, axis=-1)
+        mask = repeated(mask, key_length, axis=-1)
     if mask.shape[1] == 1:
         return AttentionMask(ops.cast(mask[:, 0], "bool"), causal=causal)
     return _decode_dense(mask, causal)

@@ -88,3 +88,11 @@ def leading(x, length, axis):
         # The size of a slice is unknown where that of the array is.
         return x.narrow(axis, 0, length)
     return x[(slice(None),) * axis + (slice(length),)]
+
+
+def repeated(x, count, axis=0):
+    """Each entry of an array along an axis `count` times, as of `ops.repeat`."""
+    if keras.backend.backend() == "torch":
+        # Keras makes an array of the count, so that the size would depend on values.
+        return x.repeat_interleave(count, dim=axis)
+    return ops.repeat(x, count, axis=axis)

@@ -38,6 +38,7 @@ from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.sizes import leading
 from keras_rfattn.ops.sizes import product
+from keras_rfattn.ops.sizes import repeated
 from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import admit
 from keras_rfattn.ops.sums import combine
@@ -115,10 +116,12 @@ class Windows:
             is_last: Whether nothing else holds the features.
             dtype: Of the result.
         """
-        within = self._within() if self.is_causal else True
+        within = self._within() if self.is_causal else None
         # Windows beside its own may be the zeros after an end.
-        is_all = is_all and within is True and len(self.nearby) == 1
-        visible = None if is_all else ops.swapaxes(mask, -1, -2) & within
+        is_all = is_all and within is None and len(self.nearby) == 1
+        visible = None if is_all else ops.swapaxes(mask, -1, -2)
+        if within is not None:
+            visible = visible & within
         given, mask = (query, key, value), mask[..., 0]
         is_finite = known_finite(*given, limit=LARGEST)
         tokens = given if is_finite else finite_tokens(*given)
@@ -135,7 +138,7 @@ class Windows:
 
     def _within(self):
         """`(C · G, C · len(nearby))`: the keys nearby that are not after the query."""
-        token = ops.repeat(ops.arange(self.size), self.groups)
+        token = repeated(ops.arange(self.size), self.groups)
         keys = ops.arange(self.size * len(self.nearby)) + self.size * self.nearby[0]
         return ops.expand_dims(token, 1) >= ops.expand_dims(keys, 0)
 
