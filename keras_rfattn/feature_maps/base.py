@@ -13,9 +13,8 @@ which algorithm will sum them. Every row of the registry is tested for these law
 3. `E[φ_q(x) · φ_k(y)] = kernel(x, y)` if `is_unbiased`; features are positive if
    `is_positive`; `is_causal_safe` unless a statistic of the sequence at hand
    enters the features.
-4. Random vectors are a float32 weight that is saved with the model and the same
-   on every backend for the same seed (`projected.py`). Nothing random happens in a
-   call.
+4. Random vectors are a float32 weight that is saved with the model and the same on
+   every backend for the same seed (`projected.py`). Nothing is random in a call.
 5. Projection and exponent are computed in float32.
 6. What a map learns of data is a weight, set by `adapt` (`adaptive.py`) or trained.
 7. The features of a token that is not finite are NaN, whatever the map's own
@@ -35,6 +34,7 @@ from keras_rfattn.feature_maps.weights import Weights
 from keras_rfattn.kernels import values
 from keras_rfattn.ops.features import Deferred
 from keras_rfattn.ops.kernel_attention import Softmax
+from keras_rfattn.ops.precision import repeat_each
 
 
 class FeatureMap(Weights, keras.layers.Layer):
@@ -244,7 +244,7 @@ class FeatureMap(Weights, keras.layers.Layer):
     def per_head(self, parameter, x):
         """A parameter `(K, ...)` beside the heads of `x`, `(..., N, H)`: `(N, ...)`."""
         groups = x.shape[-2] // self.num_heads
-        return parameter if groups == 1 else ops.repeat(parameter, groups, axis=0)
+        return parameter if groups == 1 else repeat_each(parameter, groups, axis=0)
 
     def load_own_variables(self, store):
         """Loads saved weights; of a softmax checkpoint, which has none, nothing.

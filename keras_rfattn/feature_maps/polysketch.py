@@ -14,6 +14,7 @@ from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import unit
 from keras_rfattn.ops.precision import precise_einsum
+from keras_rfattn.ops.precision import repeat_each
 from keras_rfattn.ops.precision import wide_dtype
 
 DEFAULT_SKETCH_SIZE = 32
@@ -95,7 +96,7 @@ class PolySketch(Sketch, ProjectedFeatureMap):
 
     def key_features(self, x, stats=None):
         x, log_norm = unit(ops.cast(x, wide_dtype(x)))
-        sketch = ops.repeat(ops.expand_dims(x, -2), self.degree // 2, axis=-2)
+        sketch = repeat_each(ops.expand_dims(x, -2), self.degree // 2, axis=-2)
         for matrices in self.matrices:
             sketch = precise_einsum("...ch,chr->...cr", *_alike(sketch, matrices))
             sketch = sketch[..., 0::2, :] * sketch[..., 1::2, :]

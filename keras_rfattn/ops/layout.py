@@ -183,7 +183,16 @@ def take_tokens(x, index):
         found = x.flatten(0, 1).index_select(0, (start + index).flatten())
         return found.reshape(*size, *x.shape[2:])
     index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
-    return ops.take_along_axis(x, index, axis=1)
+    return take_along(x, index, 1)
+
+
+def take_along(x, index, axis):
+    """The entries `index` of x along an axis; its other sizes are those of x, or 1."""
+    if keras.backend.backend() == "torch":
+        # Keras' way binds an exported program to the size of the batch.
+        sizes = [-1 if i == axis else size for i, size in enumerate(x.shape)]
+        return x.gather(axis, index.expand(sizes).long())
+    return ops.take_along_axis(x, index, axis=axis)
 
 
 def move_axis(x, source, destination):

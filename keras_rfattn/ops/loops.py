@@ -97,11 +97,9 @@ def _traced(function, options):
 def fold(step, carry, blocks):
     """Runs `step` over blocks, one at a time where that saves memory and time.
 
-    On JAX a loop, which computes a block again in the backward pass: all that a
-    block needs fits in a cache, and none of it is kept for the gradient; on a GPU a
-    step is of as many blocks as fill it. PyTorch pays for a loop operation by
-    operation, and takes as many blocks in one step as fit in a cache; TensorFlow takes
-    all of them.
+    On JAX it is a loop, which computes a block again for the gradient and keeps none
+    of it; a GPU takes as many blocks in a step as fill it. PyTorch takes as many as
+    fit in a cache, because it pays for every operation. TensorFlow takes all.
 
     Args:
         step: `(carry, *blocks) -> (carry, found)` of any number of blocks.
@@ -120,17 +118,13 @@ def fold(step, carry, blocks):
     import jax.numpy as jnp
 
     count, size = _sizes(blocks)
-    groups, each = count, 1
     # Of an unknown number, or of a batch of unknown size, one at a time.
-    if size and is_known(count) and _is_on_gpu(carry):
-        most = max(1, AT_ONCE_ON_GPU // size)
-        groups = next(
-            i for i in range(1, count + 1) if count % i == 0 and count <= i * most
-        )
-        each = count // groups
+    is_whole = size and is_known(count) and _is_on_gpu(carry)
+    most = min(count, max(1, AT_ONCE_ON_GPU // size)) if is_whole else 1
+    each = next(i for i in range(most, 0, -1) if count % i == 0) if most > 1 else 1
 
     def split(x):
-        shape = *x.shape[:2], groups, each, *x.shape[3:]
+        shape = *x.shape[:2], count // each, each, *x.shape[3:]
         return jnp.moveaxis(x.reshape(shape), 2, 0)
 
     def joined(x):
@@ -145,9 +139,9 @@ def fold(step, carry, blocks):
 def _by_groups(step, carry, blocks):
     """`fold` over a few blocks at a time."""
     count, size = _sizes(blocks)
-    if is_traced() or _is_on_gpu(carry) or max(1, AT_ONCE // size) >= count:
+    group = count if is_traced() else max(1, AT_ONCE // size)
+    if is_traced() or _is_on_gpu(carry) or group >= count:
         return step(carry, *blocks)
-    group = max(1, AT_ONCE // size)
     parts = []
     for part in _cut(blocks, group, 2):
         carry, found = step(carry, *part)
@@ -253,11 +247,7 @@ def _heads_in_turn(arrays, function, heads):
 
 
 def _is_on_gpu(x):
-    """Whether a loop costs their device more than all of its steps at once.
-
-    PyTorch's tensors tell, of which the first is looked at, as pytrees are long in
-    walking.
-    """
+    """Whether a loop costs their device more than all of its steps at once."""
     if keras.backend.backend() == "jax":
         import jax
 

@@ -19,6 +19,7 @@ from keras_rfattn.ops.kernel_attention import spoiled
 from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.layout import merge_heads
 from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.layout import take_along
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.precision import clip
@@ -133,11 +134,11 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
         if place and not fits(moved.length, window):
             # The few tokens of one window, not all of a long chunk.
             index, exists = moved.window(place)
-            mask = ops.take_along_axis(new, index, axis=1) & exists
+            mask = take_along(new, index, axis=1) & exists
             index = ops.expand_dims(index, (1, 3))
 
             def take(x, index=index):
-                return ops.take_along_axis(x, index, axis=2)
+                return take_along(x, index, axis=2)
 
             tokens = map_features(take, features), take(wide)
         mask = heads_mask(mask)
@@ -217,7 +218,7 @@ class Move:
     def keep(self, old, new):
         """Near slots of `(B, K, n · window, ·)` and of `(B, K, S, ·)` together."""
         both = ops.concatenate([old, ops.cast(new, old.dtype)], axis=2)
-        return ops.take_along_axis(both, ops.expand_dims(self.source, (1, 3)), axis=2)
+        return take_along(both, ops.expand_dims(self.source, (1, 3)), axis=2)
 
 
 def sums_at(state, place):

@@ -116,10 +116,12 @@ class Windows:
             is_last: Whether nothing else holds the features.
             dtype: Of the result.
         """
-        within = self._within() if self.is_causal else True
+        within = self._within() if self.is_causal else None
         # Windows beside its own may be the zeros after an end.
-        is_all = is_all and within is True and len(self.nearby) == 1
-        visible = None if is_all else ops.swapaxes(mask, -1, -2) & within
+        is_all = is_all and within is None and len(self.nearby) == 1
+        visible = None if is_all else ops.swapaxes(mask, -1, -2)
+        if within is not None:
+            visible = visible & within
         given, mask = (query, key, value), mask[..., 0]
         is_finite = known_finite(*given, limit=LARGEST)
         tokens = given if is_finite else finite_tokens(*given)

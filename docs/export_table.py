@@ -1,0 +1,65 @@
+"""Runs every export and writes the tables of `docs/pages/guides/export.md`.
+
+    KERAS_BACKEND=jax python docs/export_table.py
+
+Each run fills the rows of one backend; it takes tens of minutes.
+"""
+
+import pathlib
+import re
+import sys
+
+import keras
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "pages" / "guides" / "export.md"
+
+
+def marks(backend):
+    """What stands before and after the table of a backend."""
+    return tuple(f"<!-- exports of {backend}: {x} -->" for x in ("begin", "end"))
+
+
+def rows(text, backend):
+    """The rows of a backend's table on the page: `{(format, case): cells}`."""
+    begin, end = marks(backend)
+    table = text.split(begin)[1].split(end)[0].strip().splitlines()[2:]
+    cells = [[x.strip() for x in row.strip("|").split("|")] for row in table]
+    return {(form.strip("`"), case): found for form, case, *found in cells}
+
+
+def cell(form, case, shape, exports):
+    """A cell: what linear attention does, and softmax where that differs."""
+    arguments = form, exports.CASES[case], exports.SHAPES[shape]
+    linear = exports.answer(*arguments, "favorplus")
+    if linear == "yes":
+        return "yes"
+    if exports.answer(*arguments, None) != "yes":
+        return "no, nor softmax"
+    return f"no: {exports.REASONS.get((form, case, shape), linear.split(':')[0])}"
+
+
+def main():
+    """Fills the table of the backend at hand, row by row."""
+    sys.path.insert(0, str(ROOT))
+    from tests.models import exports
+
+    backend = keras.backend.backend()
+    begin, end = marks(backend)
+    pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.S)
+    shapes = list(exports.SHAPES)
+    lines = [
+        f"| format | attention | {' | '.join(shapes)} |",
+        "|---" * (2 + len(shapes)) + "|",
+    ]
+    for form in exports.FORMATS[backend]:
+        for case in exports.CASES:
+            found = [cell(form, case, shape, exports) for shape in shapes]
+            lines.append(f"| `{form}` | {case} | {' | '.join(found)} |")
+            table = "\n".join([begin, *lines, end])
+            PAGE.write_text(pattern.sub(lambda _, x=table: x, PAGE.read_text()))
+            print(lines[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
