@@ -145,10 +145,11 @@ def _saved_model(made, case, shape, folder):
         folder, format="tf_saved_model", verbose=False,
         input_signature=specs(case, shape), **others,
     )  # fmt: skip
-    serve = tf.saved_model.load(str(folder)).serve
+    # Its variables live as long as the loaded object.
+    loaded = tf.saved_model.load(str(folder))
 
     def run(inputs):
-        return serve(inputs if case.masked else inputs[0])
+        return loaded.serve(inputs if case.masked else inputs[0])
 
     return run
 
