@@ -162,12 +162,14 @@ def by_rows(function, arrays, size):
     Args:
         function: Of arrays, to an array of shape `(B, ...)`.
         arrays: What it takes: pytrees of arrays `(B, ...)` or `(1, ...)`, or `None`.
-        size: Numbers that a row makes it hold.
+        size: Floats held per batch row; all rows are taken at once if `None`.
 
     Returns:
         What `function` gives of all rows.
     """
-    if keras.backend.backend() != "torch" or is_traced() or _is_on_gpu(arrays):
+    if keras.backend.backend() != "torch" or size is None or is_traced():
+        return function(*arrays)
+    if _is_on_gpu(arrays):
         return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
     batch, rows = leaves[0].shape[0], max(1, NUMBERS["torch"] // size)

@@ -8,6 +8,7 @@ comparisons of sizes are made here.
 import math
 
 import keras
+import numpy as np
 from keras import ops
 
 
@@ -22,7 +23,7 @@ def is_traced():
 
 def is_known(size):
     """Whether a size is a number."""
-    return isinstance(size, int)
+    return isinstance(size, (int, np.integer))
 
 
 def is_zero(size):
