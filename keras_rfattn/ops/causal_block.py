@@ -43,7 +43,7 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     dtype = value.dtype
     reference = _reference(prefix, key.log_scale, mask)
     excess = key.log_scale - ops.expand_dims(reference, -2)
-    visible = _visible(excess.shape[-2], groups)
+    visible = _visible(int(excess.shape[-2]), groups)
 
     # (..., R): the largest excess among the keys a row sees.
     largest = ops.stop_gradient(largest_of(excess, axis=-1))
@@ -91,7 +91,9 @@ def _reference(prefix, log_scale, mask):
     first = ops.cast(first, log_scale.dtype)
     row = accumulated_matmul(ops.expand_dims(first, -2), log_scale)[..., 0, :]
     has_prefix = ops.any(prefix.magnitude > 0, axis=-1, keepdims=True)
-    known = ops.where(has_prefix, mask[..., :1], ops.any(mask, axis=-1, keepdims=True))
+    # ONNX Runtime has no `where` of booleans.
+    seen = ops.any(mask, axis=-1, keepdims=True)
+    known = (has_prefix & mask[..., :1]) | (~has_prefix & seen)
     return ops.where(known, elementwise_max(prefix.maximum, row), prefix.maximum)
 
 

@@ -39,7 +39,8 @@ def unbounded_weights(query, key, mask, groups, dtype):
         magnitudes too, each `(B, K, n, C · G, C)` relative to `exp(shift)`; and the
         shift, `(B, K, n, C · G)`.
     """
-    size = key.log_scale.shape[-2]
+    # `torch.jit.trace` records sizes as scalar tensors.
+    size = int(key.log_scale.shape[-2])
     chunk = _chunk_length(size)
     count = -(-size // chunk)
     padding = count * chunk - size
@@ -98,7 +99,7 @@ def _earlier_chunks(query, key, is_earlier, dtype):
 
 def _own_chunk(query, key):
     """Weights `(..., n, c · G, c)` for keys of the query's chunk, and their shift."""
-    rows, columns = query.log_scale.shape[-2], key.log_scale.shape[-2]
+    rows, columns = (int(x.log_scale.shape[-2]) for x in (query, key))
     token = repeat_each(ops.arange(columns), rows // columns)
     visible = (token[:, None] >= ops.arange(columns)[None, :])[..., None]
     exponent = ops.expand_dims(query.log_scale, -2) + ops.expand_dims(key.log_scale, -3)

@@ -239,7 +239,16 @@ FORMATS = {
 
 
 # Why a cell that softmax has is missing.
-REASONS = {}
+CAUSAL = [x for x, y in CASES.items() if y.causal and not y.options]
+REASONS = {
+    ("onnx", case, shape): "ONNX Runtime cannot broadcast a product of six axes"
+    for case in CAUSAL
+    for shape in ("any batch", "any length")
+} | {
+    ("litert", case, shape): "LiteRT takes arrays of at most five axes"
+    for case in CAUSAL
+    for shape in SHAPES
+}
 
 
 def need(*modules):
