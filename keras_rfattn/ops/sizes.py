@@ -94,5 +94,5 @@ def repeated(x, count, axis=0):
     """Each entry of an array along an axis `count` times, as of `ops.repeat`."""
     if keras.backend.backend() == "torch":
         # Keras makes an array of the count, so that the size would depend on values.
-        return x.repeat_interleave(count, dim=axis)
+        return ops.convert_to_tensor(x).repeat_interleave(count, dim=axis)
     return ops.repeat(x, count, axis=axis)

@@ -145,10 +145,10 @@ def _saved_model(made, case, shape, folder):
         folder, format="tf_saved_model", verbose=False,
         input_signature=specs(case, shape), **others,
     )  # fmt: skip
-    serve = tf.saved_model.load(str(folder)).serve
+    loaded = tf.saved_model.load(str(folder))
 
     def run(inputs):
-        return serve(inputs if case.masked else inputs[0])
+        return loaded.serve(inputs if case.masked else inputs[0])
 
     return run
 
@@ -238,7 +238,16 @@ FORMATS = {
 
 
 # Why a cell that softmax has is missing.
-REASONS = {}
+CAUSAL = [x for x, y in CASES.items() if y.causal and not y.options]
+REASONS = {
+    ("onnx", case, shape): "ONNX Runtime cannot broadcast a product of six axes"
+    for case in CAUSAL
+    for shape in ("any batch", "any length")
+} | {
+    ("litert", case, shape): "LiteRT takes arrays of at most five axes"
+    for case in CAUSAL
+    for shape in SHAPES
+}
 
 
 def need(*modules):
