@@ -2,7 +2,8 @@
 
     KERAS_BACKEND=jax python docs/export_table.py
 
-Each run fills the rows of one backend; it takes tens of minutes.
+Each run adds the rows of one backend that are missing, which takes tens of minutes for
+all of them. Delete rows from the page to have them run again.
 """
 
 import pathlib
@@ -40,7 +41,7 @@ def cell(form, case, shape, exports):
 
 
 def main():
-    """Fills the table of the backend at hand, row by row."""
+    """Adds the missing rows of the backend at hand, one after the other."""
     sys.path.insert(0, str(ROOT))
     from tests.models import exports
 
@@ -52,13 +53,16 @@ def main():
         f"| format | attention | {' | '.join(shapes)} |",
         "|---" * (2 + len(shapes)) + "|",
     ]
-    for form in exports.FORMATS[backend]:
-        for case in exports.CASES:
-            found = [cell(form, case, shape, exports) for shape in shapes]
-            lines.append(f"| `{form}` | {case} | {' | '.join(found)} |")
-            table = "\n".join([begin, *lines, end])
-            PAGE.write_text(pattern.sub(lambda _, x=table: x, PAGE.read_text()))
-            print(lines[-1], flush=True)
+    known = rows(PAGE.read_text(), backend)
+    wanted = [(f, c) for f in exports.FORMATS[backend] for c in exports.CASES]
+    for key in wanted:
+        if key not in known:
+            known[key] = [cell(*key, shape, exports) for shape in shapes]
+            print(*key, known[key], flush=True)
+        found = [k for k in wanted if k in known]
+        body = [f"| `{k[0]}` | {k[1]} | {' | '.join(known[k])} |" for k in found]
+        table = "\n".join([begin, *lines, *body, end])
+        PAGE.write_text(pattern.sub(lambda _, x=table: x, PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def repeat_each(x, count, axis=0):
     the shape of the result.
     """
     if keras.backend.backend() == "torch":
-        return x.repeat_interleave(count, axis)
+        return _tensor(x).repeat_interleave(count, axis)
     return ops.repeat(x, count, axis=axis)
 
 

@@ -118,10 +118,9 @@ class Windows:
         """
         within = self._within() if self.is_causal else None
         # Windows beside its own may be the zeros after an end.
-        is_all = is_all and within is None and len(self.nearby) == 1
+        is_all &= within is None and len(self.nearby) == 1
         visible = None if is_all else ops.swapaxes(mask, -1, -2)
-        if within is not None:
-            visible = visible & within
+        visible = visible if within is None else visible & within
         given, mask = (query, key, value), mask[..., 0]
         is_finite = known_finite(*given, limit=LARGEST)
         tokens = given if is_finite else finite_tokens(*given)
@@ -144,9 +143,9 @@ class Windows:
 
     def __call__(self, query_features, key_features, query, key, value, mask, earlier):
         """All windows of some heads at once, not causal, `(B, K, T · G, V)`."""
-        given = query_features, key_features, query, key, value, earlier
-        is_fused = self.is_fused(*given)
-        are_own = [isinstance(x.features, Exponents) for x in given[:2]]
+        sides = query_features, key_features
+        is_fused = self.is_fused(*sides, query, key, value, earlier)
+        are_own = [isinstance(x.features, Exponents) for x in sides]
 
         def cut(marked, groups=1):
             if not is_fused:
@@ -167,9 +166,8 @@ class Windows:
         del tokens
         features, _ = cut(query_features, self.groups)
         near = (self.beside(x) for x in (key, value, exists))
-        output = self.answer(
-            far, features, query, *near, mask is None, are_own[0], value.dtype
-        )
+        is_all, dtype = mask is None, value.dtype
+        output = self.answer(far, features, query, *near, is_all, are_own[0], dtype)
         shape = ops.shape(output)
         return ops.reshape(output, (*shape[:2], -1, shape[-1]))
 
@@ -248,11 +246,7 @@ def causal_windows(
 
     def beyond(offset):
         """What is summed before window i: keys of window `i + offset`."""
-        keys = far_key
-        if isinstance(keys, tuple):
-            keys = map_features(lambda x: shifted(x, offset), keys)
-        else:
-            keys = shifted(keys, offset)
+        keys = map_features(lambda x: shifted(x, offset), far_key)
         is_all = hidden is None and far_mask is None and not offset
         return keys, shifted(value, offset), None if is_all else shifted(summed, offset)
 
