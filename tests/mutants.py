@@ -52,7 +52,8 @@ MUTANTS = {
         "log_scale[..., -1, :]", "ops/test_isolation.py",
     ),
     "a reference that knows masked keys' future": Mutant(
-        "ops/causal_block.py", "_reference", "smallest_of(first, axis=-1, keepdims=True)",
+        "ops/causal_block.py", "_reference",
+        "smallest_of(first, axis=-1, keepdims=True)",
         "ops.max(ops.where(mask, position, 0), axis=-1, keepdims=True)",
         "ops/test_isolation.py",
     ),
