@@ -1,4 +1,4 @@
-"""What a batch of data must be, and what is wrong with one that a model refuses."""
+"""Checks batches of data, and explains why a model refuses one."""
 
 import sys
 

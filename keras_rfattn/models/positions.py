@@ -46,7 +46,7 @@ def _backbone(model):
 
 
 def _attribute(model, name):
-    """What a backbone calls the number of its positions for some tokens."""
+    """Returns the name of the attribute that holds a backbone's number of positions."""
     side = name.removesuffix("token_ids")
     special = f"max_{side}sequence_length"
     is_special = hasattr(_backbone(model), special)

@@ -118,7 +118,7 @@ def fold(step, carry, blocks):
     import jax.numpy as jnp
 
     count, size = _sizes(blocks)
-    # Of an unknown number, or of a batch of unknown size, one at a time.
+    # Blocks are taken one at a time if their number or the batch is unknown.
     is_whole = size and is_known(count) and _is_on_gpu(carry)
     most = min(count, max(1, AT_ONCE_ON_GPU // size)) if is_whole else 1
     each = next(i for i in range(most, 0, -1) if count % i == 0) if most > 1 else 1

@@ -13,7 +13,7 @@ SETTINGS = "stages", "trainable", "order", "objective", "window_dropout"
 
 
 def identity(training):
-    """What a checkpoint must have in common with a `Training`, plain values by name.
+    """Returns what must be equal for a checkpoint to belong to a `Training`, by name.
 
     The number of steps is not among them: a run may be extended.
     """
@@ -74,7 +74,7 @@ def flat(config, path=""):
 
 
 def mechanism(layer):
-    """What a linear attention layer computes by, as plain values."""
+    """Returns the map and options of a linear attention layer, as plain values."""
     return {
         "feature_map": without_names(feature_maps.serialize(layer.feature_map)),
         **without_names(layer.options.config()),
@@ -92,7 +92,7 @@ def without_names(config):
 
 
 def as_plain(optimizer):
-    """What an optimizer is made from, as plain values without automatic names."""
+    """Returns an optimizer's config, as plain values without automatic names."""
     found = keras.saving.serialize_keras_object(optimizer)
     kept = {k: found[k] for k in ("class_name", "config")}
     return json.loads(json.dumps(without_names(kept), default=repr))

@@ -46,7 +46,7 @@ def planned_rounds(rounds, settings, layers, trains):
     """
     plan = []
     for i, steps in enumerate(rounds):
-        # What the first round has trained is not calibrated again.
+        # Later rounds do not calibrate again, as the first one has trained the maps.
         stages = [x for x in settings["stages"] if i == 0 or x != "calibrate"]
         own = {**settings, "stages": stages, "steps": steps}
         plan += planned(own, layers, trains)

@@ -287,7 +287,7 @@ class Training:
 
 
 def _lap(index):
-    """What the clock calls a stage of the plan."""
+    """Returns the clock's name for a stage of the plan."""
     return f"stage {index}"
 
 

@@ -78,7 +78,7 @@ class SparseDecoderMasks(DecoderMasks):
         mask = super()._compute_self_attention_mask(decoder_sequence, **others)
         if not isinstance(mask, AttentionMask):
             return mask
-        # Of a dense mask the experts ask whether a row sees any key.
+        # The experts ask of a dense mask whether a row sees any key.
         rows = keras.ops.ones_like(decoder_sequence[..., :1], dtype="bool")
         if mask.key_mask is not None:
             seen = keras.ops.cumsum(keras.ops.cast(mask.key_mask, "int32"), axis=1) > 0
