@@ -28,18 +28,29 @@ def own_maps(config):
     return [EXAMPLES / "squared_relu.py", *config.getoption("--map")]
 
 
+# Names of the maps that `--map` has registered.
+OWN = set()
+
+
 def pytest_configure(config):
     for file in own_maps(config):
         name = f"{pathlib.Path(file).stem}_of_an_option"
         spec = importlib.util.spec_from_file_location(name, file)
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        module = importlib.util.module_from_spec(spec)
+        from keras_rfattn import feature_maps
+
+        before = set(feature_maps.list())
+        spec.loader.exec_module(module)
+        if str(file) in map(str, config.getoption("--map")):
+            OWN.update(set(feature_maps.list()) - before)
 
 
-def pytest_collection_modifyitems(config, items):
-    """Fast tests try algorithms and layers with a map of each form, once each.
+# First, so that `-m` sees the marks.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks what tries algorithms, layers and models with one more map of a form.
 
-    All of them try all maps on PyTorch, which compiles nothing; elsewhere where the
-    environment variable ALL_MAPS is set, or `--map` names one.
+    The first map of each form, and those of `--map`, are tried on every backend.
     """
     from tests.helpers import FORMS
     from tests.helpers import NAMES
@@ -53,16 +64,10 @@ def pytest_collection_modifyitems(config, items):
             continue
         name = item.callspec.params.get("name")
         key = item.path, item.originalname, name
-        if name in NAMES and (name not in FORMS or key in seen):
-            item.add_marker(pytest.mark.long)
-            item.add_marker(pytest.mark.every_map)
+        if name in NAMES and (name not in {*FORMS, *OWN} or key in seen):
+            item.add_marker(pytest.mark.full)
+            item.add_marker(pytest.mark.once)
         seen.add(key)
-    is_all = os.environ.get("ALL_MAPS") or config.getoption("--map")
-    if is_all or os.environ.get("KERAS_BACKEND") == "torch":
-        return
-    left_out = [x for x in items if "every_map" in x.keywords]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [x for x in items if "every_map" not in x.keywords]
 
 
 def pytest_collection_finish():

@@ -8,6 +8,8 @@ import pytest
 
 import keras_rfattn
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(keras_rfattn.__file__).parent
 # Floor by floor; a folder may import the folders named, and files of its own.
 MAY_IMPORT = {

@@ -9,6 +9,8 @@ import pytest
 
 from keras_rfattn import feature_maps
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parents[1]
 README, PAGES = ROOT / "README.md", ROOT / "docs" / "pages"
 FENCE, BLOCK = "```python", re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
@@ -32,7 +34,7 @@ def registry():
     feature_maps.FEATURE_MAPS.update(before)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("path", [README, *GUIDES, *OTHERS], ids=lambda p: p.stem)
 def test_every_block_runs(path, tmp_path, monkeypatch, registry):
     text = path.read_text()

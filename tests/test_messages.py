@@ -17,6 +17,8 @@ from keras_rfattn import models
 from keras_rfattn import projections
 from tests.helpers import NAMES
 
+pytestmark = pytest.mark.once
+
 X = np.random.default_rng(0).normal(size=(2, 4, 8)).astype("float32")
 IDS = np.ones((1, 2), "int32")
 

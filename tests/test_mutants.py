@@ -4,6 +4,8 @@ from tests.mutants import MUTANTS
 from tests.mutants import ROOT
 from tests.mutants import mutated
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_can_be_planted(name):

@@ -11,6 +11,8 @@ from sklearn.utils.estimator_checks import check_estimator
 from keras_rfattn.feature_maps import FavorPP
 from keras_rfattn.sklearn import RandomFeatures
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("feature_map", ["favor", "favorpp"])
 def test_scikit_learn_agrees(feature_map):

@@ -43,36 +43,48 @@ def unbounded_weights(query, key, mask, groups, dtype):
     size = int(key.log_scale.shape[-2])
     chunk = _chunk_length(size)
     count = -(-size // chunk)
-    padding = count * chunk - size
-    query = map_features(lambda x: _pad_rows(x, padding * groups), query)
-    key = map_features(lambda x: _pad_rows(x, padding), key)
-    if mask is not None:
-        mask = _pad_rows(ops.expand_dims(mask, -1), padding)[..., 0]
+    batch, heads, blocks = ops.shape(key.log_scale)[:3]
     key = Features(key.values, masked_log_scale(key, mask))
 
-    def cut(x, *inner):
-        return ops.reshape(x, (*ops.shape(x)[:3], count, *inner, x.shape[-1]))
+    def cut(x, pieces, rows):
+        # Heads and blocks share an axis: LiteRT and ONNX Runtime broadcast over five
+        # at most. The batch keeps its own, so that both can be sharded.
+        x = _pad_rows(x, pieces * rows - int(x.shape[-2]))
+        return ops.reshape(x, (batch, heads * blocks, pieces, rows, x.shape[-1]))
 
-    query = map_features(lambda x: cut(x, chunk * groups), query)
+    query = map_features(lambda x: cut(x, count, chunk * groups), query)
     number = ops.arange(count)
-    is_earlier = repeat_each(number, chunk)[None, :] < number[:, None]
-    far, far_shift = _earlier_chunks(query, key, is_earlier[:, None], dtype)
-    own, own_shift = _own_chunk(query, map_features(lambda x: cut(x, chunk), key))
+    chunk_of_key = ops.expand_dims(repeat_each(number, chunk), 0)
+    number = ops.expand_dims(number, 1)
+    keys = map_features(lambda x: cut(x, 1, count * chunk), key)
+    far, far_shift = _earlier_chunks(query, keys, chunk_of_key < number, dtype)
+    keys = map_features(lambda x: cut(x, count, chunk), key)
+    own, own_shift = _own_chunk(*(map_features(_join_chunks, x) for x in (query, keys)))
+    own_shift = ops.reshape(own_shift, ops.shape(far_shift))
 
     shift = elementwise_max(far_shift, own_shift)
     far_factor = ops.expand_dims(ops.exp(far_shift - shift), -1)
     own_factor = ops.expand_dims(ops.exp(own_shift - shift), -1)
-    is_own = repeat_each(number, chunk)[None, :] == number[:, None]
+    is_own = ops.expand_dims(chunk_of_key == number, 1)
 
     def joined(far, own):
-        own = ops.tile(own * own_factor, (1,) * (len(own.shape) - 1) + (count,))
-        found = far * far_factor + where(is_own[:, None], own, 0)
-        return ops.reshape(found, (*ops.shape(found)[:3], -1, count * chunk))
+        own = ops.reshape(own, (*ops.shape(far)[:-1], chunk)) * own_factor
+        own = ops.tile(own, (1, 1, 1, 1, count))
+        return whole(far * far_factor + where(is_own, own, 0))[..., :size]
 
-    rows = size * groups
-    weights = (joined(*x)[..., :rows, :size] for x in zip(far, own, strict=True))
-    shift = ops.reshape(shift, (*ops.shape(shift)[:3], -1))[..., :rows]
-    return tuple(weights), shift
+    def whole(x):
+        rows = count * chunk * groups
+        x = ops.reshape(x, (batch, heads, blocks, rows, x.shape[-1]))
+        return x[..., : size * groups, :]
+
+    weights = tuple(joined(*x) for x in zip(far, own, strict=True))
+    return weights, whole(ops.expand_dims(shift, -1))[..., 0]
+
+
+def _join_chunks(x):
+    """`(B, L, n, R, M)` to `(B, L · n, R, M)`."""
+    batch, blocks, chunks, rows, width = ops.shape(x)
+    return ops.reshape(x, (batch, blocks * chunks, rows, width))
 
 
 def _chunk_length(size):
@@ -84,24 +96,40 @@ def _chunk_length(size):
 
 
 def _earlier_chunks(query, key, is_earlier, dtype):
-    """Weights `(..., n, c · G, n · c)` for keys of earlier chunks, and their shift."""
-    log_scale = ops.expand_dims(key.log_scale, 3)
-    log_scale = where(is_earlier[:, 0, :, None], log_scale, LOWEST)
+    """Weights for the keys of earlier chunks, and their shift.
+
+    Args:
+        query: `Features` of shape `(B, L, n, c · G, M)`, n chunks of c tokens.
+        key: `Features` of shape `(B, L, 1, n · c, M)`.
+        is_earlier: Booleans `(n, n · c)`.
+        dtype: Compute dtype of the products.
+
+    Returns:
+        Tuple of weights `(B, L, n, c · G, n · c)`, and the shift `(B, L, n, c · G)`.
+    """
+    log_scale = where(ops.expand_dims(is_earlier, -1), key.log_scale, LOWEST)
     maximum = ops.stop_gradient(largest_of(log_scale, axis=-2))
     shift = query_shift(query, maximum)
     maximum = ops.expand_dims(maximum, -2)
     query = Features(query.values, query.log_scale + maximum)
-    values = None if key.values is None else ops.expand_dims(key.values, 3)
     rows = query.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)
-    weights = weigh_keys(query, rows, Features(values, log_scale - maximum), shift)
+    key = Features(key.values, log_scale - maximum)
+    weights = weigh_keys(query, rows, key, shift)
+    is_earlier = ops.expand_dims(is_earlier, 1)
     return tuple(where(is_earlier, x, 0) for x in weights), shift
 
 
 def _own_chunk(query, key):
-    """Weights `(..., n, c · G, c)` for keys of the query's chunk, and their shift."""
+    """Weights `(B, L, c · G, c)` for keys of the query's chunk, and their shift.
+
+    Args:
+        query: `Features` of shape `(B, L, c · G, M)`.
+        key: `Features` of shape `(B, L, c, M)`.
+    """
     rows, columns = (int(x.log_scale.shape[-2]) for x in (query, key))
     token = repeat_each(ops.arange(columns), rows // columns)
-    visible = (token[:, None] >= ops.arange(columns)[None, :])[..., None]
+    visible = ops.expand_dims(token, 1) >= ops.expand_dims(ops.arange(columns), 0)
+    visible = ops.expand_dims(visible, -1)
     exponent = ops.expand_dims(query.log_scale, -2) + ops.expand_dims(key.log_scale, -3)
     exponent = where(visible, exponent, 2 * LOWEST)
     shift = ops.stop_gradient(largest_of(exponent, axis=(-2, -1)))

@@ -54,11 +54,14 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
             a, b, (axes, (lead, lead)), precision, preferred_element_type=dtype
         )
     a, b = ops.cast(a, dtype), ops.cast(b, dtype)
-    a = ops.swapaxes(a, -1, -2) if transpose_a else a
-    b = ops.swapaxes(b, -1, -2) if transpose_b else b
     if keras.backend.backend() == "torch":
+        # PyTorch's exporter to ONNX swaps the wrong axes if they are negative.
+        a = a.transpose(a.ndim - 2, a.ndim - 1) if transpose_a else a
+        b = b.transpose(b.ndim - 2, b.ndim - 1) if transpose_b else b
         # Keras would make float32 of float64.
         return a @ b
+    a = ops.swapaxes(a, -1, -2) if transpose_a else a
+    b = ops.swapaxes(b, -1, -2) if transpose_b else b
     return ops.matmul(a, b)
 
 

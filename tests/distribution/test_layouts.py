@@ -19,58 +19,63 @@ import keras, numpy as np
 import keras_rfattn
 from tests.models import families
 
-name, kind = sys.argv[1:]
-devices = keras.distribution.list_devices()
-if kind == "data":
-    keras.distribution.set_distribution(keras.distribution.DataParallel())
-model, inputs = families.build(name)
-keras_rfattn.replace_attention(model, "favorpp", num_features=16, seed=0)
-inputs = {k: np.repeat(x, 4, axis=0) for k, x in inputs.items()}
-split = 0
-if kind in ("model", "all"):
-    shape, names = ((4, 2), ["batch", "model"])
-    if kind == "all":
-        shape, names = (2, 2, 2), ["batch", "model", "sequence"]
-    mesh = keras.distribution.DeviceMesh(shape, names, devices)
-    layouts = keras_rfattn.distribution.layout_map(model, mesh)
-    parallel = keras.distribution.ModelParallel
-    if kind == "all":
-        parallel = keras_rfattn.distribution.SequenceParallel
-    keras.distribution.set_distribution(parallel(
-        layout_map=layouts, batch_dim_name="batch"))
-    keras_rfattn.distribution.distribute(model, layouts)
-    for weight in model.weights:
-        split += len({str(x.index) for x in weight.value.addressable_shards}) == 2
-flat = keras.tree.flatten(model(inputs))
-first = [float(keras.ops.mean(keras.ops.abs(x))) for x in flat]
-trainer = keras.Model(model.input, keras.tree.flatten(model(model.input))[0])
-trainer.compile(keras.optimizers.SGD(0.1), "mse")
-y = np.zeros(flat[0].shape, "float32")
-losses = trainer.fit(inputs, y, batch_size=8, epochs=3, verbose=0).history["loss"]
-total = sum(float(keras.ops.sum(keras.ops.abs(w))) for w in model.trainable_weights)
-print(json.dumps([split, len(devices), *first, *losses, total]))
+
+def numbers(name, kind):
+    keras.distribution.set_distribution(None)
+    if kind == "data":
+        keras.distribution.set_distribution(keras.distribution.DataParallel())
+    model, inputs = families.build(name)
+    keras_rfattn.replace_attention(model, "favorpp", num_features=16, seed=0)
+    inputs = {k: np.repeat(x, 4, axis=0) for k, x in inputs.items()}
+    split = 0
+    if kind in ("model", "all"):
+        shape, names = ((4, 2), ["batch", "model"])
+        if kind == "all":
+            shape, names = (2, 2, 2), ["batch", "model", "sequence"]
+        devices = keras.distribution.list_devices()
+        mesh = keras.distribution.DeviceMesh(shape, names, devices)
+        layouts = keras_rfattn.distribution.layout_map(model, mesh)
+        parallel = keras.distribution.ModelParallel
+        if kind == "all":
+            parallel = keras_rfattn.distribution.SequenceParallel
+        keras.distribution.set_distribution(parallel(
+            layout_map=layouts, batch_dim_name="batch"))
+        keras_rfattn.distribution.distribute(model, layouts)
+        for weight in model.weights:
+            shards = weight.value.addressable_shards
+            split += len({str(x.index) for x in shards}) == 2
+    flat = keras.tree.flatten(model(inputs))
+    used = len(flat[0].sharding.device_set)
+    first = [float(keras.ops.mean(keras.ops.abs(x))) for x in flat]
+    trainer = keras.Model(model.input, keras.tree.flatten(model(model.input))[0])
+    trainer.compile(keras.optimizers.SGD(0.1), "mse")
+    y = np.zeros(flat[0].shape, "float32")
+    losses = trainer.fit(inputs, y, batch_size=8, epochs=3, verbose=0).history["loss"]
+    total = sum(float(keras.ops.sum(keras.ops.abs(w))) for w in model.trainable_weights)
+    return [split, used, *first, *losses, total]
+
+
+name, *kinds = sys.argv[1:]
+print(json.dumps([numbers(name, kind) for kind in kinds]))
 """
 
 
-def run(name, kind):
-    env = environment("jax", cpu_devices=1 if kind == "one" else 8)
+@pytest.mark.full
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX simulates devices")
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("gpt2", ("data", "all")), ("llama", ("model",))]
+)
+def test_eight_devices_are_one(name, kinds):
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name, kind],
-        env=env, capture_output=True, text=True,
+        [sys.executable, "-c", PROGRAM, name, "one", *kinds],
+        env=environment("jax", cpu_devices=8), capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-@pytest.mark.long
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX simulates devices")
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-def test_eight_devices_are_one(name):
-    _, devices, *expected = run(name, "one")
-    assert devices == 1 and expected[-2] != expected[-4]
-    for kind in ("data", "all") if name == "gpt2" else ("model",):
-        split, devices, *found = run(name, kind)
-        assert devices == 8 and (split > 10) == (kind != "data")
+    alone, *others = json.loads(result.stdout.splitlines()[-1])
+    _, used, *expected = alone
+    assert used == 1 and expected[-2] != expected[-4]
+    for kind, (split, used, *found) in zip(kinds, others, strict=True):
+        assert used == 8 and (split > 10) == (kind != "data")
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

@@ -91,7 +91,7 @@ print(json.dumps([errors, numbers, same, bool((first != second).any())]))
 """
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_many_devices_are_one():
     env = environment("jax", cpu_devices=8)
     result = subprocess.run(

@@ -18,6 +18,8 @@ from tests import helpers as h
 from tests.feature_maps.cases import DIM
 from tests.feature_maps.cases import case
 
+pytestmark = pytest.mark.once
+
 DRAWS = 400_000
 
 

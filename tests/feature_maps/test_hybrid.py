@@ -14,6 +14,8 @@ from keras_rfattn.kernels import hybrid_variance
 from keras_rfattn.kernels import variance
 from tests import helpers as h
 
+pytestmark = pytest.mark.once
+
 DIM, DRAWS, M, N = 4, 100_000, 3, 2
 # Of all comparisons below together, once in a million runs.
 LIMIT = 5.8
@@ -67,7 +69,7 @@ def gaussian(**arguments):
     )
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kind", ["angular", "gaussian"])
 def test_bipolar_variance_is_theorem_3_1(kind, shared):

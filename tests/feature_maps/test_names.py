@@ -9,6 +9,8 @@ from keras_rfattn import feature_maps
 from tests.helpers import NAMES
 from tests.helpers import small
 
+pytestmark = pytest.mark.once
+
 X = np.zeros((1, 4, 8), "float32")
 
 

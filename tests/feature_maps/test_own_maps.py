@@ -11,6 +11,8 @@ from keras_rfattn import feature_maps
 from tests.environment import environment
 from tests.feature_maps.cases import CASES
 
+pytestmark = pytest.mark.once
+
 EXAMPLES = pathlib.Path(__file__).parent / "examples"
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -23,7 +25,7 @@ def test_contributing_shows_a_file_that_runs():
     assert "squared_relu" in feature_maps.list() and "squared_relu" not in CASES
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_wrong_sign_is_named(tmp_path):
     right = EXAMPLES / "own_positive.py"
     text = right.read_text()

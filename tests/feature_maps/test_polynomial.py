@@ -16,6 +16,8 @@ from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
 
+pytestmark = pytest.mark.once
+
 DIM = 8
 
 
@@ -101,7 +103,7 @@ def test_products_of_features_are_not_negative(cls, degree):
     assert np.min(sketch(feature_map, x) @ sketch(feature_map, y).T) < 0
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("degree", "sizes"), [(4, (256, 1024, 4096)), (8, (256, 1024))]
 )
@@ -122,7 +124,7 @@ def test_frobenius_error_falls_with_the_root_of_the_size(degree, sizes):
     assert errors[-1] < 0.1
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_sketch_is_near_the_kernel_where_it_is_large():
     x = unit_vectors(32, 1)
     exact = (x @ x.T).astype("float64") ** 4

@@ -3,6 +3,8 @@ import pytest
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps import spelling
 
+pytestmark = pytest.mark.once
+
 CALLED = {
     "performer": "favorplus",
     "FAVOR+": "favorplus",

@@ -5,6 +5,8 @@ import pytest
 
 from keras_rfattn.kernels import tails
 
+pytestmark = pytest.mark.once
+
 DRAWS = 20_000
 
 

@@ -4,6 +4,8 @@ import pytest
 from keras_rfattn.kernels import values
 from tests import helpers as h
 
+pytestmark = pytest.mark.once
+
 X, Y = np.random.default_rng(0).normal(size=(2, 2, 3, 4)) * 0.7
 
 

@@ -5,6 +5,8 @@ import pytest
 
 from keras_rfattn.kernels import variance
 
+pytestmark = pytest.mark.once
+
 DIM, DRAWS = 4, 1_000_000
 PAIRS = [(0.3, 1.0), (0.5, 0.0), (0.4, -0.8)]
 

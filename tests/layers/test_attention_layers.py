@@ -51,7 +51,8 @@ def numpy(x):
     return ops.convert_to_numpy(ops.cast(x, "float32"))
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_wide_features_approach_softmax(kind, causal):

@@ -58,7 +58,7 @@ def here(tmp_path_factory):
     return results(keras.backend.backend(), path, [])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("other", ["tensorflow", "torch"])
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_layers_agree(other, request, tmp_path):

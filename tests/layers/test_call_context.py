@@ -16,6 +16,7 @@ from keras_rfattn.layers.call_context import context_of
 from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
+from tests.marks import ONE_BACKEND
 from tests.models import families
 
 IDS = np.array([[0] * 4 + [1] * 4] * 2, "int32")
@@ -62,11 +63,10 @@ def test_a_direct_call_is_the_same():
         np.testing.assert_array_equal(h.to_numpy(layer.call(x, key)), expected)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["gemma", "moonshine", "qwen3_moe"])
 def test_masks_are_forgotten_when_a_call_raises(name, monkeypatch):
     pytest.importorskip("keras_hub")
-    if keras.backend.backend() != "torch":
-        pytest.skip("compiled for long, and of no backend")
     model, inputs = families.build(name)
     keras_rfattn.replace_attention(model, "favorplus", num_features=8, seed=0)
     expected = families.outputs(model, inputs)
@@ -136,8 +136,7 @@ def at_once(*functions, calls):
 
 @pytest.mark.parametrize(
     ("shared", "calls"),
-    [(True, 10)]
-    + [pytest.param(x, 200, marks=pytest.mark.long) for x in (True, False)],
+    [(True, 10)] + [pytest.param(x, 200, marks=ONE_BACKEND) for x in (True, False)],
 )
 def test_threads_do_not_meet(shared, calls):
     one = made()
@@ -161,8 +160,7 @@ def test_threads_do_not_meet(shared, calls):
 
 @pytest.mark.parametrize(
     "family",
-    ["llama"]
-    + [pytest.param(x, marks=pytest.mark.long) for x in ("gpt2", "gpt_neo_x")],
+    ["llama"] + [pytest.param(x, marks=ONE_BACKEND) for x in ("gpt2", "gpt_neo_x")],
 )
 def test_one_thread_generates_while_others_predict(family):
     pytest.importorskip("keras_hub")
@@ -235,7 +233,7 @@ def test_another_call_is_of_one_thread():
     assert float(dense(x)[0, 0]) == 2.0 and "call" not in vars(dense)
 
 
-@pytest.mark.parametrize("packed", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.parametrize("packed", [pytest.param(True, marks=ONE_BACKEND), False])
 def test_what_runs_again_for_a_gradient_knows_the_same(packed):
     # Statistics of self-attention, and segments, are of the call.
     with keras.RematScope(mode="full"):

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_rfattn.layers import GroupedQueryAttention
 from tests import helpers as h
+from tests.marks import ONE_BACKEND
 
 DIM, HEADS, LENGTH = 8, 2, 12
 # Texts of 5 and 7 tokens, and of 9 and 3, so that each has slots without a token.
@@ -85,9 +86,7 @@ def test_values_at_hand(name, masked, causal):
     h.assert_close(h.to_numpy(found)[rows], expected[rows], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "masked", ["query", pytest.param("both", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("masked", ["query", pytest.param("both", marks=ONE_BACKEND)])
 def test_inside_a_compiled_function(masked):
     x, masks = problem(masked)
     inputs = {"x": x, "ids": IDS, **masks}
@@ -105,7 +104,8 @@ def test_inside_a_compiled_function(masked):
     h.assert_close(found[rows], expected[rows], rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_statistics_that_are_stored():
     x, masks = problem("both")
     packed, separate = made("favorpp"), made("favorpp")

@@ -10,7 +10,7 @@ from keras_rfattn.layers import GroupedQueryAttention
 from keras_rfattn.layers import MultiHeadAttention
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
-from tests.marks import on_torch
+from tests.marks import ONE_BACKEND
 
 DIM, HEADS, LENGTH = 8, 2, 15
 # Texts of row 0 and of row 1; one of the second is not in one piece.
@@ -70,11 +70,7 @@ def one_by_one(layer, x, visible, causal):
 @pytest.mark.parametrize(
     ("mechanism", "kv_heads"),
     [("favorpp", HEADS), ("sliding", 1)]
-    + [
-        pytest.param(x, HEADS, marks=[pytest.mark.long, on_torch])
-        for x in MECHANISMS
-        if x != "favorpp"
-    ],
+    + [pytest.param(x, HEADS, marks=ONE_BACKEND) for x in MECHANISMS if x != "favorpp"],
 )
 def test_packed_is_separate(mechanism, kv_heads, causal):
     layer, x = made(mechanism, kv_heads), inputs()

@@ -5,10 +5,12 @@ model, runs the exported program on batches and lengths that its shapes allow, a
 compares every output with the model's own.
 """
 
+import concurrent.futures
 import contextlib
 import importlib.util
 import io
 import logging
+import multiprocessing
 import pathlib
 import tempfile
 import warnings
@@ -238,17 +240,8 @@ FORMATS = {
 }
 
 
-# Why a cell that softmax has is missing.
-CAUSAL = [x for x, y in CASES.items() if y.causal and not y.options]
-REASONS = {
-    ("onnx", case, shape): "ONNX Runtime cannot broadcast a product of six axes"
-    for case in CAUSAL
-    for shape in ("any batch", "any length")
-} | {
-    ("litert", case, shape): "LiteRT takes arrays of at most five axes"
-    for case in CAUSAL
-    for shape in SHAPES
-}
+# Whose runtime ends the process where it meets a program that it cannot run.
+MAY_ABORT = {"litert"}
 
 
 def need(*modules):
@@ -267,6 +260,17 @@ def answer(form, case, shape, mechanism):
         shape: Batch and length, `None` for any.
         mechanism: Feature map of the layer; `None` for softmax.
     """
+    if form not in MAY_ABORT:
+        return _answer(form, case, shape, mechanism)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as child:
+        try:
+            return child.submit(_answer, form, case, shape, mechanism).result()
+        except concurrent.futures.process.BrokenProcessPool:
+            return "BrokenProcessPool: the runtime ended the process"
+
+
+def _answer(form, case, shape, mechanism):
     made = model(case, mechanism, shape[1])
     write = FORMATS[keras.backend.backend()][form]
 

@@ -4,8 +4,6 @@ import keras
 import keras_hub
 import numpy as np
 
-from tests.marks import RUNS_ALL
-
 models = keras_hub.models
 TEXT = dict(
     vocabulary_size=60,
@@ -319,10 +317,6 @@ FAMILIES = {
 }
 
 
-# Kin of others, of one adapter or of its parts.
-KIN = ("llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3", "phi3", "gemma",
-       "qwen3_5", "moonshine", "esm")  # fmt: skip
-TESTED = [name for name in FAMILIES if name not in KIN or RUNS_ALL]
 QUERIES_AND_KEYS = tuple(
     f"{x}/kernel"
     for x in (

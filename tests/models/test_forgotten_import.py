@@ -46,7 +46,8 @@ def quotations():
     return [text.removesuffix(" ...") for text in texts]
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_the_guide_quotes_what_keras_says(tmp_path):
     model = backbone()
     model.save_to_preset(str(tmp_path / "preset"))

@@ -136,7 +136,8 @@ def test_a_map_is_not_frozen_alone_by_a_file(tmp_path):
     assert attention.trainable and attention.feature_map.trainable
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_uptrain_trains_maps_of_a_frozen_model(when):
     model = functional()
@@ -152,7 +153,8 @@ def test_uptrain_trains_maps_of_a_frozen_model(when):
     assert not any(w.trainable for w in model.weights)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_a_map_frozen_on_purpose_stays_as_it_is():
     model = replaced(functional(), "hedgehog")
     first, second = model.get_layer("first"), model.get_layer("second")

@@ -9,7 +9,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn import diagnostics
 from keras_rfattn import generation
-from tests.marks import RUNS_ALL
+from tests.marks import ONE_BACKEND
 from tests.models import families
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -18,9 +18,8 @@ DECODERS = (
     "gpt2", "opt", "llama", "llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3",
     "qwen3_moe", "phi3", "gpt_neo_x", "smollm3", "gemma",
 )  # fmt: skip
-FAMILIES = [x for x in DECODERS if x in families.TESTED]
 # With layers of its own that keep a state.
-BESIDE = [x for x in ["qwen3_5"] if x in families.TESTED]
+BESIDE = ["qwen3_5"]
 MECHANISMS = {
     "favorpp": {"feature_map": "favorpp", "num_features": 16},
     "window": {"feature_map": "favorplus", "num_features": 16, "window": 3},
@@ -34,13 +33,10 @@ MECHANISMS = {
     "heads": {"feature_map": "favorplus", "softmax_heads": {"*": [1]}},
 }  # fmt: skip
 LENGTH = 12
-# Of which every length is compiled, on others than PyTorch.
-CHUNKS = [(4, 1, 1, 6), (1, 7, 4), (LENGTH,)]
-GENERATING = list(MECHANISMS)
-if not RUNS_ALL:
-    CHUNKS = CHUNKS[:1]
-    # Whose states are of different kinds.
-    GENERATING = ["favorpp", "window", "sliding", "mixed", "heads"]
+CHUNKS = [(4, 1, 1, 6)]
+if keras.backend.backend() == "torch":
+    # Others compile for each length.
+    CHUNKS += [(1, 7, 4), (LENGTH,)]
 
 
 def linear(family="gpt2", mechanism="favorpp"):
@@ -84,10 +80,10 @@ def assert_near(found, expected, tolerance=1e-4):
     ("family", "mechanism"),
     [("llama", x) for x in MECHANISMS]
     # KerasHub turns queries of GPT-NeoX as if they came first in its cache.
-    + [("gpt_neo_x", x) for x in ("mixed", "exact") if "gpt_neo_x" in FAMILIES]
+    + [("gpt_neo_x", x) for x in ("mixed", "exact")]
     + [
-        pytest.param(x, "window", marks=pytest.mark.long)
-        for x in [*FAMILIES, *BESIDE]
+        pytest.param(x, "window", marks=ONE_BACKEND)
+        for x in [*DECODERS, *BESIDE]
         if x != "llama"
     ],
 )
@@ -119,7 +115,7 @@ def masks():
 @pytest.mark.parametrize(
     ("family", "mechanism"),
     [("gpt2", x) for x in ("favorpp", "window", "sliding")]
-    + [pytest.param(x, "favorpp", marks=pytest.mark.long) for x in BESIDE],
+    + [pytest.param(x, "favorpp", marks=ONE_BACKEND) for x in BESIDE],
 )
 def test_padding_enters_no_state(family, mechanism):
     model, ids, mask = linear(family, mechanism), tokens(), masks()
@@ -151,7 +147,7 @@ def test_rows_are_copied_dropped_and_joined():
 @pytest.mark.parametrize(
     ("family", "mechanism"),
     [("gpt2", x) for x in ("favorpp", "sliding", "mixed")]
-    + [pytest.param(x, "favorpp", marks=pytest.mark.long) for x in BESIDE],
+    + [pytest.param(x, "favorpp", marks=ONE_BACKEND) for x in BESIDE],
 )
 def test_states_are_saved_bit_for_bit(tmp_path, family, mechanism):
     model, ids = linear(family, mechanism), tokens()
@@ -229,13 +225,13 @@ def greedy(model, ids, mask):
     ("family", "mechanism"),
     [("gpt2", "favorpp"), ("llama", "window")]
     + [
-        pytest.param(family, mechanism, marks=pytest.mark.long)
-        for family in FAMILIES
-        for mechanism in (GENERATING if family == "llama" else ["favorpp"])
+        pytest.param(family, mechanism, marks=ONE_BACKEND)
+        for family in DECODERS
+        for mechanism in (MECHANISMS if family == "llama" else ["favorpp"])
         if (family, mechanism) not in [("gpt2", "favorpp"), ("llama", "window")]
     ]
     + [
-        pytest.param(family, mechanism, marks=pytest.mark.long)
+        pytest.param(family, mechanism, marks=ONE_BACKEND)
         for family in BESIDE
         for mechanism in ("favorpp", "exact")
     ],
@@ -284,8 +280,8 @@ SAMPLERS = {
 @pytest.mark.parametrize(
     ("family", "sampler"),
     [("llama", "beam")]
-    + [pytest.param("gpt2", x, marks=pytest.mark.long) for x in SAMPLERS]
-    + [pytest.param("qwen3_moe", "greedy", marks=pytest.mark.long)],
+    + [pytest.param("gpt2", x, marks=ONE_BACKEND) for x in SAMPLERS]
+    + [pytest.param("qwen3_moe", "greedy", marks=ONE_BACKEND)],
 )
 def test_a_window_over_everything_generates_what_softmax_does(family, sampler):
     ids, lengths = tokens(), np.array([5, 3, 6])
@@ -401,7 +397,8 @@ def test_the_state_has_one_size():
     assert dtypes == {"float32", "int32"}
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_sums_are_wide_in_low_precision(policy, window):
@@ -425,7 +422,8 @@ def test_sums_are_wide_in_low_precision(policy, window):
     assert_near(found[0], found[1], 0.05)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("way", ["int8", "int4", "lora"])
 def test_quantized_and_adapted_models_stream_and_reload(tmp_path, way):
     model, ids = linear("llama"), tokens()

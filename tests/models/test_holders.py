@@ -192,7 +192,7 @@ def test_holders():
     assert id(inner_model()) not in found and id(model.get_layer("last")) not in found
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_adapters_that_uptrain_adds_reach_compiled_predictions():
     model = keras_rfattn.replace_attention(inner_model(), "favorplus", seed=0)
     outer = in_sequential(model)

@@ -6,6 +6,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn.models.generation import Cache
+from tests.marks import ONE_BACKEND
 from tests.models.families import QUERIES_AND_KEYS
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -71,7 +72,7 @@ def logits(model, x):
         pytest.param(
             IMAGE,
             {"exclude": ["*q_former*", "*transformer_layer_1/*"], "window": 2},
-            marks=pytest.mark.long,
+            marks=ONE_BACKEND,
         ),
     ],
 )

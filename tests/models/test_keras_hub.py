@@ -84,7 +84,8 @@ def test_padding_content_changes_nothing():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("make", [bert_task, gpt2_task])
 def test_presets_bring_tokenizer_and_preprocessor(make, tmp_path):
     model = make()
@@ -212,7 +213,8 @@ def test_generation_equals_greedy_search_without_a_cache(family):
     np.testing.assert_array_equal(np.asarray(generated), tokens)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float16"])
 def test_low_precision_models(policy):
     model, inputs = families.build("gpt2")
@@ -288,7 +290,8 @@ def test_windows_leave_out_cross_attention():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("family", ["bert", "gpt2", "roberta", "albert", "opt", "bart"])
 def test_tiled_positions_keep_short_inputs(family):
     model, inputs = families.build(family)
@@ -316,7 +319,8 @@ def test_tiled_positions_keep_short_inputs(family):
     np.testing.assert_allclose(new[1], (old[0] + old[1]) / 2, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("family", ["vit", "deit"])
 def test_image_grids_grow(family):
     model, images = families.build(family)

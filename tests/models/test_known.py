@@ -17,6 +17,8 @@ from keras_rfattn.models.adapters import known
 from keras_rfattn.models.survey import is_attention
 from keras_rfattn.models.survey import unsupported
 
+pytestmark = pytest.mark.once
+
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 HUB = sorted(n for n, x in known.ATTENTION.items() if x.package == known.HUB)
 BLOCKS = sorted(n for n, x in known.BLOCKS.items() if x.package == known.HUB)

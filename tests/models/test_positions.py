@@ -7,6 +7,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn.models.positions import token_limit
+from tests.marks import ONE_BACKEND
 from tests.models import families
 
 SIZES = dict(
@@ -107,14 +108,16 @@ def test_images():
 LIMITS = {"bert": 12, "roberta": 12, "opt": 12, "gpt2": 12, "albert": 12, "llama": None}
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("family", LIMITS)
 def test_the_limit_of_each_family(family):
     model, _ = families.build(family)
     assert token_limit(model) == LIMITS[family]
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_inputs_that_fit_are_never_refused(family):
     model, inputs = families.build(family)
@@ -124,7 +127,7 @@ def test_inputs_that_fit_are_never_refused(family):
             assert limit is None or x.shape[1] <= limit
 
 
-@pytest.mark.parametrize("length", [None, pytest.param(6, marks=pytest.mark.long)])
+@pytest.mark.parametrize("length", [None, pytest.param(6, marks=ONE_BACKEND)])
 def test_a_model_around_a_backbone_is_made_longer(length):
     model = classifier(length)
     model.compile("sgd", "mse")
@@ -148,7 +151,8 @@ def test_a_model_around_a_backbone_is_made_longer(length):
     assert np.abs(expected).max() > 1e-2
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_images_in_a_model_around_a_backbone():
     backbone, images = families.build("vit")
     backbone = getattr(backbone, "backbone", backbone)

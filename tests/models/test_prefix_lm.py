@@ -7,7 +7,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
-from tests.marks import on_torch
+from tests.marks import ONE_BACKEND
 from tests.models.families import QUERIES_AND_KEYS
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -69,7 +69,8 @@ def test_the_mask_is_kept():
     np.testing.assert_array_equal(logits(model, x), expected)
 
 
-@on_torch
+@pytest.mark.full
+@pytest.mark.once
 def test_who_sees_whom():
     model, x = replace(paligemma(), num_features=8), inputs()
     before = logits(model, x)
@@ -90,11 +91,9 @@ def test_who_sees_whom():
     ("feature_map", "arguments"),
     [
         ("favorpp", {"num_features": 16}),
-        pytest.param("polynomial", {}, marks=on_torch),
-        pytest.param(
-            "favorplus", {"exclude": "*_0/*"}, marks=[on_torch, pytest.mark.long]
-        ),
-        pytest.param("polysketch", {}, marks=[on_torch, pytest.mark.long]),
+        pytest.param("polynomial", {}, marks=ONE_BACKEND),
+        pytest.param("favorplus", {"exclude": "*_0/*"}, marks=ONE_BACKEND),
+        pytest.param("polysketch", {}, marks=ONE_BACKEND),
     ],
 )
 def test_generation_is_by_full_passes(feature_map, arguments):
@@ -134,7 +133,8 @@ def test_windows_and_streams_are_refused():
         keras_rfattn.generation.prefill(model, np.ones((1, 2), "int32"))
 
 
-@on_torch
+@pytest.mark.full
+@pytest.mark.once
 def test_it_trains_and_is_saved(tmp_path):
     model, x = replace(paligemma(), "hedgehog"), inputs()
     report = keras_rfattn.uptrain(

@@ -113,7 +113,8 @@ def run(script, **options):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_one_import_loads_and_unpickles(tmp_path):
     model = hub_model()
     model.save(tmp_path / "m.keras")
@@ -290,7 +291,8 @@ def test_training_stops_at_nan_as_with_softmax(name):
     assert epochs == [1, 1]
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_quantization_is_silent_about_maps(recwarn):
     model = make("functional", num_features=8)
     model.quantize("int8")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from tests.marks import on_torch
+from tests.marks import ONE_BACKEND
 from tests.models import families
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -70,8 +70,7 @@ def assert_greedy(model, inputs):
 
 @pytest.mark.parametrize(
     "mechanism",
-    ["favorpp", "first"]
-    + [pytest.param(x, marks=pytest.mark.long) for x in MECHANISMS],
+    ["favorpp", "first"] + [pytest.param(x, marks=ONE_BACKEND) for x in MECHANISMS],
 )
 def test_greedy_generation(mechanism):
     assert_greedy(*linear(mechanism))
@@ -150,7 +149,8 @@ def moonshine(mechanism):
     return model, inputs
 
 
-@on_torch
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("mechanism", SPEECH)
 def test_speech(mechanism):
     assert_greedy(*moonshine(mechanism))

@@ -10,6 +10,7 @@ import keras_rfattn
 from keras_rfattn.models import transformer_pp
 from keras_rfattn.models.transformer_pp.positions import RotaryAttention
 from tests import helpers as h
+from tests.marks import ONE_BACKEND
 
 TINY = {"vocabulary_size": 40, "num_layers": 2, "num_heads": 2, "head_dim": 8}
 MECHANISMS = {
@@ -104,7 +105,7 @@ def test_reloads(name, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["softmax", pytest.param("polysketch_learned", marks=pytest.mark.long)],
+    ["softmax", pytest.param("polysketch_learned", marks=ONE_BACKEND)],
 )
 def test_learns(name):
     model, x = build(name), tokens()

@@ -11,6 +11,7 @@ import keras_hub
 import numpy as np
 import pytest
 
+from tests.marks import ONE_BACKEND
 from tests.models.saved import make
 
 FOLDER = pathlib.Path(make.__file__).parent
@@ -57,7 +58,7 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:.*not normalized")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in CASES],
+    [pytest.param(n, marks=ONE_BACKEND if n in LONG else ()) for n in CASES],
 )
 def test_outputs_are_what_they_were(name):
     load, inputs = CASES[name]

@@ -66,7 +66,7 @@ def test_any_length(name, length):
     h.assert_matches(feature_map, actual, exact(feature_map, x))
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("name", h.FORMS)
 def test_longer_than_a_default_block(name):
     feature_map, x = h.build(name), h.problem(length=150)
@@ -90,7 +90,7 @@ def test_gradients_match_the_definition(name, block_size):
     h.assert_gradients_close(actual, expected, h.gradient_rtol(feature_map))
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["favorpp", "favor"])
 def test_features_may_be_deferred(name):
     # 40 tokens are three blocks, the last of them not full; 4 heads share 2.
@@ -163,7 +163,7 @@ def test_gradients_ignore_padding(name):
         np.testing.assert_array_equal(np.where(hidden, a, 0), 0)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("name", h.FORMS)
 def test_float64(name):
     with h.double_precision():

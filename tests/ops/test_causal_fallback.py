@@ -117,7 +117,7 @@ def test_equal_logits_are_the_mean_of_the_values():
     assert h.distance_to_prefix_mean(h.to_numpy(output), x.value) < 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", h.AVERAGING_FORMS)
 def test_zero_input(name, algorithm):

@@ -52,7 +52,7 @@ def test_the_future_changes_nothing_behind_a_gap(name, content):
     h.assert_same(actual[:, :now], expected[:, :now])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("name", h.FORMS)
 def test_the_future_changes_nothing_in_a_long_sequence(name, content):

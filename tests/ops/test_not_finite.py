@@ -171,7 +171,7 @@ def test_a_state_remembers(name, content):
     h.assert_close(actual[~lost], expected[~lost], 1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_a_windowed_state_remembers(side):
     x, feature_map = h.problem(), h.build("favorpp")

@@ -12,7 +12,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("of PyTorch", allow_module_level=True)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(("causal", "most"), [(False, 1), (True, 1)])
 def test_few_programs_of_a_layer(causal, most):
     layer = MultiHeadAttention(2, 4, feature_map="favorplus", num_features=6, seed=0)

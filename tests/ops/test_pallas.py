@@ -62,7 +62,7 @@ def interpreted(function, *arguments):
 
 
 @on_jax
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "causal"), [("favorpp_learned", True), ("favorpp", False)]
 )
@@ -90,7 +90,7 @@ def test_outputs_and_gradients(name, causal):
 
 
 @on_jax
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["favorplus", "favorpp_dense"])
 def test_every_map_and_what_is_not_finite(name):
     feature_map, tokens = build(name), arrays(batch=2)
@@ -106,7 +106,7 @@ def test_every_map_and_what_is_not_finite(name):
 
 
 @on_jax
-@pytest.mark.long
+@pytest.mark.full
 def test_a_key_far_above_all_before_it():
     feature_map, tokens = build("favorplus"), arrays()
     # Exponents of hundreds, in the middle of a block: more than its product can hold.
@@ -117,7 +117,7 @@ def test_a_key_far_above_all_before_it():
 
 
 @on_jax
-@pytest.mark.long
+@pytest.mark.full
 def test_the_future_changes_nothing():
     feature_map, mask = build(), AttentionMask(causal=True)
     tokens = arrays()
@@ -155,7 +155,7 @@ def windowed(feature_map, tokens, mask, size, sliding):
 
 
 @on_jax
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "causal", "size", "sliding"),
     [
@@ -194,7 +194,7 @@ def test_windows(name, causal, size, sliding):
 
 
 @on_jax
-@pytest.mark.long
+@pytest.mark.full
 def test_windows_keep_the_future_and_what_is_not_finite_away():
     feature_map, mask = build(), AttentionMask(causal=True, self_attention=True)
     tokens = arrays(40)
@@ -215,7 +215,7 @@ def test_windows_keep_the_future_and_what_is_not_finite_away():
 
 
 @on_jax
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("window", [{}, {"window": 16}], ids=["all", "window"])
 def test_bfloat16_is_as_near_as_without_kernels(window):
     import jax

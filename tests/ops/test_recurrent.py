@@ -72,7 +72,7 @@ def test_prefill_then_steps(name, kind):
     h.assert_same(state.position, mask.sum(axis=1))
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("name", h.FORMS)
 def test_split_and_resume(name, kind):
@@ -125,7 +125,7 @@ def test_many_tokens_at_once_are_one_by_one(name):
     h.assert_same(state.position, expected.position)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("name", h.FORMS)
 def test_size_does_not_depend_on_length(name):
     feature_map = h.build(name)

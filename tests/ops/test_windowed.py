@@ -117,7 +117,7 @@ def test_matches_the_definition(name, shape, kind):
     assert not causal or np.all(actual[blind] == 0)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(("causal", "sliding"), SHAPES)
 @pytest.mark.parametrize("window", [1, 4, 36])
 def test_any_window(window, causal, sliding):
@@ -175,7 +175,7 @@ def test_the_future_does_not_matter(name, sliding, disturbance, kind):
         h.assert_same(output[:, :token], expected[:, :token])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]])
 @pytest.mark.parametrize("name", FORMS)
 def test_hidden_keys_may_hold_anything(name, shape):
@@ -215,7 +215,7 @@ def test_windows_begin_at_the_first_visible_key(sliding):
     h.assert_close(h.to_numpy(output)[:, 7:], short)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("name", SOME)
 def test_token_by_token_is_the_parallel_pass(name, sliding):

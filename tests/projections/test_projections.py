@@ -11,6 +11,8 @@ from scipy import stats
 from keras_rfattn import projections
 from tests import helpers as h
 
+pytestmark = pytest.mark.once
+
 NAMES = sorted(projections.PROJECTIONS)
 KINDS = {
     **projections.PROJECTIONS,

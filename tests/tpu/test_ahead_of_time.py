@@ -20,7 +20,7 @@ def has_compiler():
 
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.full,
     pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX compiles them"),
     pytest.mark.skipif(not has_compiler(), reason="needs the extra `tpu`"),
 ]

@@ -29,7 +29,7 @@ print(json.dumps([*Losses.found, report.before, report.after]))
 """
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX simulates devices")
 def test_four_devices_have_the_losses_of_one():
     found = {}

@@ -16,7 +16,7 @@ from keras_rfattn.uptraining.resume import Checkpoints
 from tests.uptraining import models as m
 
 STEPS = 8
-KILLED_STEPS = 6
+KILLED_STEPS = 4
 
 
 def run(folder=None, feature_map="hedgehog", **arguments):
@@ -65,7 +65,8 @@ def test_resumed_compiled_is_unbroken(tmp_path, save_every, steps):
     assert same(run(tmp_path, save_every=save_every)[0], expected)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -277,7 +278,8 @@ def rounds(folder, *steps, **arguments):
     return run(folder, steps=steps[-1], **arguments)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_an_extended_run_is_bit_for_bit_that_of_any_interruptions(tmp_path):
     expected, report = rounds(tmp_path / "whole", 4, 10)
     assert [(x.name, x.steps) for x in report.stages] == [
@@ -300,7 +302,8 @@ def test_an_extended_run_is_bit_for_bit_that_of_any_interruptions(tmp_path):
         run(tmp_path / "whole", steps=4)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_an_extended_run_does_not_calibrate_what_it_has_trained(tmp_path):
     _, report = rounds(tmp_path, 4, 8, feature_map="favorpp_learned")
     names = [x.name for x in report.stages]
@@ -376,7 +379,8 @@ def program(folder, result, *doom):
     np.savez(result, *found)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_killed_processes_go_on(tmp_path):
     # Imports are done once; every process is forked before anything is computed.
     context = multiprocessing.get_context("forkserver")
@@ -391,8 +395,8 @@ def test_killed_processes_go_on(tmp_path):
     generator = np.random.default_rng(5)
     dooms = [((1, 0), "while")]
     for stage in (1, 2):
-        steps = generator.choice(KILLED_STEPS, 5, replace=False) + 1
-        phases = generator.choice(["before", "while", "after"], 5)
+        steps = generator.choice(KILLED_STEPS, 2, replace=False) + 1
+        phases = generator.choice(["before", "while", "after"], 2, replace=False)
         dooms += [
             # The last step of a stage is kept as the beginning of the next.
             ((stage, int(step)) if step < KILLED_STEPS else (stage + 1, 0), phase)

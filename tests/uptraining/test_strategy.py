@@ -60,7 +60,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="of TensorFlow")
 def test_maps_are_made_where_the_model_was():
     result = subprocess.run(

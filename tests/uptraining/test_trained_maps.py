@@ -209,7 +209,8 @@ def test_only_the_maps_that_were_not_trained_are_calibrated():
     assert "'attention_1'" not in report.stages[0].note
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["favorpp", "favorpp_dense"])
 def test_calibrating_again_keeps_what_would_become_worse(name):
     model = m.linear_model(name, num_features=8)

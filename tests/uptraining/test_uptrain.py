@@ -12,7 +12,6 @@ from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.fitting import rate_for
 from keras_rfattn.uptraining.plan import planned
 from tests import helpers as h
-from tests.marks import on_torch
 from tests.uptraining import models as m
 
 LEARNED = ("hedgehog", "favorpp_learned")
@@ -94,7 +93,8 @@ def test_the_model_is_as_compiled_and_as_trainable_as_before():
     assert len(model.weights) == len(m.linear_model().weights)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_seeds_decide():
     found = []
     for seed in (0, 0, 1):
@@ -108,7 +108,8 @@ def test_seeds_decide():
     assert same and not other
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("trainable", ["query_key", "lora", "all"])
 def test_own_weights_train_against_what_they_were(trainable):
     softmax = m.softmax_model()
@@ -140,7 +141,8 @@ def test_own_weights_train_against_what_they_were(trainable):
             h.assert_close(outputs(model), wanted, 1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_each_stage_trains_what_it_is_told_to():
     model = m.linear_model()
     own = {w.path: h.to_numpy(w) for w in model.weights if "feature_map" not in w.path}
@@ -178,7 +180,8 @@ def test_rates(stage, trainable, rate):
     assert rate_for(stage, trainable, "features", layers) == rate
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_what_was_trained_is_known_after_loading(tmp_path):
     model = m.linear_model("favorpp", num_features=8)
     m.uptrain(model, trainable="query_key", steps=2)
@@ -189,7 +192,8 @@ def test_what_was_trained_is_known_after_loading(tmp_path):
         keras_rfattn.restore_attention(loaded)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_bottom_up_meets_the_linear_layers_below():
     model = m.linear_model()
     first = model.get_layer("attention_0").feature_map
@@ -236,7 +240,8 @@ def test_bottom_up_goes_by_what_tokens_meet():
     assert in_order(keras.Sequential([keras.layers.ReLU()]), layers, data) == layers
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_logits_of_language_models():
     softmax = m.softmax_model(causal=True)
     logits = keras.layers.Dense(m.WORDS)(softmax.output)
@@ -251,7 +256,8 @@ def test_logits_of_language_models():
     assert stage.last < 0.9 * stage.first and stage.last < stage.zero
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision(dtype):
     model = m.linear_model(dtype=dtype)
@@ -260,7 +266,8 @@ def test_mixed_precision(dtype):
     assert all(w.dtype == "float32" for w in model.trainable_weights)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_any_optimizer_and_gradient_accumulation():
     model = m.linear_model()
     optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=4)
@@ -286,7 +293,8 @@ def test_windows_are_dropped_so_that_features_learn(window_dropout):
     assert (changed > 1e-3) == (window_dropout > 0)
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 def test_generators_of_just_enough_batches():
     rows = m.tokens()
     expected = m.linear_model()
@@ -629,13 +637,14 @@ def test_steps_are_shared_out():
     assert plan([1].__contains__) == [("attention", 3, 1), last]
 
 
-@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("family", "trainable"),
     [
         ("llama", "maps"),
-        pytest.param("gpt_neo_x", "query_key", marks=on_torch),
-        pytest.param("smollm3", "lora", marks=on_torch),
+        ("gpt_neo_x", "query_key"),
+        ("smollm3", "lora"),
     ],
 )
 def test_decoders_with_grouped_heads(family, trainable):
