@@ -210,7 +210,7 @@ def gradients(function, *arrays):
     if backend == "jax":
         import jax
 
-        result = jax.grad(scalar, argnums=tuple(range(len(tensors))))(*tensors)
+        result = jax.jit(jax.grad(scalar, argnums=tuple(range(len(tensors)))))(*tensors)
     elif backend == "tensorflow":
         import tensorflow as tf
 

@@ -171,7 +171,8 @@ def exact_attention(
         )
         if prefix_mask is not None:
             past = past | ops.expand_dims(heads_mask(prefix_mask), -2)
-        visible = past if visible is None else visible & past
+        # LiteRT has no `and` of five axes.
+        visible = past if visible is None else where(past, visible, False)
     is_finite = known_finite(*given, limit=LARGEST)
     tokens = given if is_finite else finite_tokens(*given)
     if kernel == Softmax() and keras.backend.backend() == "torch":

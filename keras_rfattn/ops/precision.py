@@ -6,6 +6,7 @@ off by a factor, and a running sum kept in bfloat16 stops growing at 256.
 """
 
 import functools
+import math
 
 import keras
 from keras import ops
@@ -115,6 +116,14 @@ def repeat_each(x, count, axis=0):
     """
     if keras.backend.backend() == "torch":
         return _tensor(x).repeat_interleave(count, axis)
+    if keras.backend.backend() == "tensorflow" and len(x.shape) > 4:
+        # LiteRT tiles arrays of five axes at most, and one is added to tile.
+        shape, axis = ops.shape(x), axis % len(x.shape)
+        lead, size, tail = shape[:axis], shape[axis], shape[axis + 1 :]
+        rows = ops.reshape(x, (math.prod(lead), size, math.prod(tail)))
+        return ops.reshape(
+            ops.repeat(rows, count, axis=1), (*lead, size * count, *tail)
+        )
     return ops.repeat(x, count, axis=axis)
 
 

@@ -4,8 +4,10 @@ What `local_attention` is made of, and chunks of tokens and stretches of devices
 """
 
 import dataclasses
+import math
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_rfattn.ops import fused
@@ -36,6 +38,7 @@ from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import quotient
 from keras_rfattn.ops.precision import repeat_each
 from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.sizes import leading
 from keras_rfattn.ops.sizes import product
@@ -120,7 +123,9 @@ class Windows:
         # Windows beside its own may be the zeros after an end.
         is_all &= within is None and len(self.nearby) == 1
         visible = None if is_all else ops.swapaxes(mask, -1, -2)
-        visible = visible if within is None else visible & within
+        if within is not None:
+            # LiteRT has no `and` of five axes.
+            visible = where(within, visible, False)
         given, mask = (query, key, value), mask[..., 0]
         is_finite = known_finite(*given, limit=LARGEST)
         tokens = given if is_finite else finite_tokens(*given)
@@ -272,10 +277,16 @@ def shifted(blocks, offset):
     """Block i is what was block `i + offset`, or zeros."""
     if offset == 0:
         return blocks
+    shape = ops.shape(blocks)
+    if keras.backend.backend() == "tensorflow":
+        # LiteRT slices arrays of five axes at most.
+        blocks = ops.reshape(blocks, (*shape[:3], math.prod(shape[3:])))
     zeros = ops.zeros_like(blocks[:, :, : abs(offset)])
     if offset < 0:
-        return ops.concatenate([zeros, blocks[:, :, :offset]], axis=2)
-    return ops.concatenate([blocks[:, :, offset:], zeros], axis=2)
+        found = ops.concatenate([zeros, blocks[:, :, :offset]], axis=2)
+    else:
+        found = ops.concatenate([blocks[:, :, offset:], zeros], axis=2)
+    return ops.reshape(found, shape)
 
 
 def _moved(sums, none, offset):

@@ -6,6 +6,8 @@ from keras_rfattn import diagnostics
 from keras_rfattn.models import Plan
 from tests.uptraining import models as m
 
+pytestmark = pytest.mark.once
+
 WIDTHS = (4, 8, 16, 32)
 
 

@@ -14,6 +14,8 @@ from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
 from tests.feature_maps.cases import case
 
+pytestmark = pytest.mark.once
+
 
 def model(feature_map=None, causal=False, **arguments):
     keras.utils.set_random_seed(0)

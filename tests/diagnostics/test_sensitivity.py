@@ -9,6 +9,8 @@ from tests import helpers as h
 from tests.diagnostics.test_attribute import first_output
 from tests.uptraining import models as m
 
+pytestmark = pytest.mark.once
+
 
 def test_each_layer_is_softmax_again_and_alone_linear():
     data = m.tokens()

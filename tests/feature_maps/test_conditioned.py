@@ -14,6 +14,8 @@ from keras_rfattn.ops import AttentionMask
 from keras_rfattn.ops.layout import heads_first
 from tests import helpers as h
 
+pytestmark = pytest.mark.once
+
 DIM, HEADS, DRAWS = 6, 2, 40
 
 

@@ -13,7 +13,11 @@ from tests import helpers as h
 
 HAVE_VECTORS = h.RANDOM
 # Of hybrids in attention whose queries are not normalized, which is not the point here.
-pytestmark = pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning"),
+    # Values of all maps are compared between backends in test_backends_agree.py.
+    pytest.mark.costly,
+]
 
 
 def features(name, x, side="key_features", **arguments):
@@ -132,7 +136,6 @@ def test_tokens_do_not_see_each_other(name, side):
             h.assert_close(single, whole[:, 5:6], 1e-5)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", h.NAMES)
 def test_grouped_queries_use_the_vectors_of_their_head(name):
     feature_map, x = h.build(name), h.problem()
@@ -163,7 +166,6 @@ def test_exponents_of_narrow_inputs_are_float32(name, dtype):
             h.assert_close(a, e, 1e-6)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", h.NAMES)
 def test_float64_stays_float64(name):
     x = 0.5 * h.problem(length=3, dtype="float64").key
@@ -267,7 +269,6 @@ def test_may_be_built_while_a_program_is_traced(name):
         np.testing.assert_array_equal(h.to_numpy(a), h.to_numpy(b))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", h.NAMES)
 def test_weights_bring_the_vectors_along(name, tmp_path):
     one, feature_map = model(name, seed=1)
@@ -285,7 +286,6 @@ def test_weights_bring_the_vectors_along(name, tmp_path):
         assert int(h.to_numpy(loaded.draws)) == 1
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", h.NAMES)
 def test_gradients_of_features(name):
     # In float64, where a step may be so short that it meets no kink of an activation.
@@ -315,7 +315,6 @@ HEADS = 4000
 LIMIT = 6  # standard errors, of some hundred comparisons once in a million runs
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", h.NAMES)
 def test_products_average_to_the_kernel(name):
     """Law 3. Every head draws its own vectors: as many estimates of each pair."""

@@ -52,27 +52,21 @@ def results(backend, path, maps):
     return dict(np.load(path))
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    path = tmp_path_factory.mktemp("agree") / "here.npz"
-    return results(keras.backend.backend(), path, [])
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("other", ["tensorflow", "torch"])
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
-def test_layers_agree(other, request, tmp_path):
+def test_layers_agree(request, tmp_path):
     if keras.backend.backend() != "jax":
         pytest.skip("both others are compared with JAX, on JAX")
-    pytest.importorskip(other)
-    here = request.getfixturevalue("here")
-    there = results(other, tmp_path / "there.npz", own_maps(request.config))
-    assert len(here) == len(there) >= 2 * len(feature_maps.FEATURE_MAPS)
-    for name, expected in here.items():
-        if name.endswith(("vectors", "draws")):
-            np.testing.assert_array_equal(there[name], expected)
-            continue
-        is_positive = feature_maps.get(name.split()[0]).is_positive
-        tolerance = 1e-5 if is_positive else 1e-4
-        error = np.abs(there[name] - expected).max()
-        assert error <= tolerance * max(np.abs(expected).max(), 1e-30), name
+    here = results("jax", tmp_path / "here.npz", [])
+    for other in ("tensorflow", "torch"):
+        pytest.importorskip(other)
+        there = results(other, tmp_path / f"{other}.npz", own_maps(request.config))
+        assert len(here) == len(there) >= 2 * len(feature_maps.FEATURE_MAPS)
+        for name, expected in here.items():
+            if name.endswith(("vectors", "draws")):
+                np.testing.assert_array_equal(there[name], expected)
+                continue
+            is_positive = feature_maps.get(name.split()[0]).is_positive
+            tolerance = 1e-5 if is_positive else 1e-4
+            error = np.abs(there[name] - expected).max()
+            assert error <= tolerance * max(np.abs(expected).max(), 1e-30), name

@@ -69,7 +69,7 @@ def one_by_one(layer, x, visible, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("mechanism", "kv_heads"),
-    [("favorpp", HEADS), ("sliding", 1)]
+    [("favorpp", HEADS), pytest.param("sliding", 1, marks=ONE_BACKEND)]
     + [pytest.param(x, HEADS, marks=ONE_BACKEND) for x in MECHANISMS if x != "favorpp"],
 )
 def test_packed_is_separate(mechanism, kv_heads, causal):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn import layers
+from tests.marks import ONE_BACKEND
 from tests.models import exports
 
 BACKEND = keras.backend.backend()
@@ -43,7 +44,7 @@ def test_what_softmax_can_be_exported_to(form, case, shape):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("batch", [2, None])
+@pytest.mark.parametrize("batch", [None, pytest.param(2, marks=ONE_BACKEND)])
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_step_of_a_decoder(window, batch):
     (form,) = exports.STEPS[BACKEND]

@@ -70,12 +70,13 @@ def assert_greedy(model, inputs):
 
 @pytest.mark.parametrize(
     "mechanism",
-    ["favorpp", "first"] + [pytest.param(x, marks=ONE_BACKEND) for x in MECHANISMS],
+    ["favorpp"] + [pytest.param(x, marks=ONE_BACKEND) for x in ["first", *MECHANISMS]],
 )
 def test_greedy_generation(mechanism):
     assert_greedy(*linear(mechanism))
 
 
+@pytest.mark.once
 def test_beam_search():
     model, inputs = linear("favorpp")
     inputs = {k: x[:1] for k, x in inputs.items()}
@@ -100,6 +101,7 @@ def test_beam_search():
     np.testing.assert_array_equal(found["decoder_token_ids"], beams[[scores.argmax()]])
 
 
+@pytest.mark.once
 def test_the_encoder_is_summed_up_once():
     model, inputs = linear("favorpp")
     sizes, steps = [], []

@@ -91,7 +91,9 @@ def test_gradients_match_the_definition(name, block_size):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["favorpp", "favor"])
+@pytest.mark.parametrize(
+    "name", ["favorpp", pytest.param("favor", marks=pytest.mark.once)]
+)
 def test_features_may_be_deferred(name):
     # 40 tokens are three blocks, the last of them not full; 4 heads share 2.
     feature_map, x = h.build(name), h.problem(length=40)

@@ -14,6 +14,7 @@ from keras_rfattn.ops.loops import exclusive_scan
 from keras_rfattn.ops.precision import accumulated_matmul
 from keras_rfattn.ops.precision import precise_einsum
 from tests import helpers as h
+from tests.marks import ONE_BACKEND
 
 
 def test_sums_of_narrow_numbers_keep_growing():
@@ -55,7 +56,9 @@ def test_exclusive_scan_keeps_what_came_before():
 
 @loops_over_blocks
 @pytest.mark.parametrize("at_once", [2 * h.BATCH * h.HEADS * h.BLOCK, 2**19])
-@pytest.mark.parametrize("name", ["favorpp", "polysketch"])
+@pytest.mark.parametrize(
+    "name", ["favorpp", pytest.param("polysketch", marks=ONE_BACKEND)]
+)
 def test_blocks_and_scans_as_on_a_gpu(monkeypatch, name, at_once):
     # Ten blocks, two or all of them at once, and their sums by doubling.
     feature_map, x = h.build(name), h.problem()
