@@ -209,7 +209,7 @@ class _Whole(NamedTuple):
 
 
 def _fused(query, key, value, visible, is_causal):
-    """Computes softmax attention by PyTorch's operation; 0 for a row that sees no key."""
+    """Computes softmax attention by PyTorch; 0 for a row that sees no key."""
     import torch
 
     wide, seen, mask = query.dtype, None, None

@@ -16,7 +16,7 @@ from keras_rfattn.ops.plain import is_plain
 
 
 def wide_dtype(*arrays):
-    """Returns the dtype of sums and exponents: float64 if any array has it, else float32."""
+    """Returns the dtype for sums: float64 if any array has it, else float32."""
     names = {keras.backend.standardize_dtype(x.dtype) for x in arrays}
     return "float64" if "float64" in names else "float32"
 
@@ -72,7 +72,7 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
 
 
 def elementwise_max(a, b):
-    """Returns `max(a, b)` in the dtype of `a`: Keras on PyTorch makes float64 float32."""
+    """Returns `max(a, b)` in the dtype of `a`; Keras on PyTorch loses float64."""
     if keras.backend.backend() == "torch":
         import torch
 
@@ -145,7 +145,7 @@ def where(condition, a, b):
 
 
 def _tensor(x):
-    """Returns a PyTorch tensor for an array or variable; a number is returned as it is."""
+    """Returns a PyTorch tensor for an array or variable; numbers are unchanged."""
     import torch
 
     is_given = isinstance(x, torch.Tensor) or _is_number(x)
@@ -261,7 +261,7 @@ def representable(value):
 
 
 def known_finite(*arrays, limit):
-    """Returns whether all entries are within ±`limit`, or `False` if not cheap to know."""
+    """Returns whether all entries are within ±`limit`; `False` if that is costly."""
     if keras.backend.backend() != "torch":
         return False
     if not are_values_at_hand(*arrays):
@@ -273,7 +273,7 @@ def known_finite(*arrays, limit):
 
 
 def known_true(condition):
-    """Returns whether all entries are true, or `False` if that is not cheap to know."""
+    """Returns whether all entries are true; `False` if that is costly to know."""
     if keras.backend.backend() != "torch" or not are_values_at_hand(condition):
         return False
     return condition.all().item()
