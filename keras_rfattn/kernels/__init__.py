@@ -1,1 +1,1 @@
-"""What is approximated (`values`), and with what variance."""
+"""The kernels that feature maps estimate (`values`), and the estimators' variance."""

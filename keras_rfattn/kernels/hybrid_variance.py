@@ -1,7 +1,7 @@
 """Closed-form variance of hybrid estimators, and their errors on a sphere.
 
-As in `kernels/variance.py`; "HRF" is Choromanski et al., "Hybrid Random Features"
-(2022).
+Pairs `x`, `y` have shape `(..., d)`, as in `kernels/variance.py`.
+"HRF" is Choromanski et al., "Hybrid Random Features" (2022).
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from keras_rfattn.kernels import variance
 
 
 def angle(x, y):
-    """The angle between x and y, in radians, from 0 to π.
+    """Returns the angle between x and y, in radians, from 0 to π.
 
     Args:
         x: Array of shape `(..., d)`.
@@ -24,10 +24,10 @@ def angle(x, y):
 
 
 def angular_moments(x, y, n):
-    """`E λ̂²`, `E (1 - λ̂)²`, `E λ̂ (1 - λ̂)` of HRF's angular coefficient.
+    """Returns `E λ̂²`, `E (1 - λ̂)²`, `E λ̂ (1 - λ̂)` of HRF's angular coefficient.
 
-    Lemma 3.2 and theorem D.1, for `λ̂ = ½ - (1/2n) Σ sgn(τ·x) sgn(τ·y)`, whose mean
-    is `θ / π`. (The print of equation 47 has another second moment.)
+    The coefficient is `λ̂ = ½ - (1/2n) Σ sgn(τ·x) sgn(τ·y)`, with mean `θ / π` (lemma
+    3.2 and theorem D.1). Equation 47 as printed has another second moment.
     """
     t = angle(x, y) / np.pi
     return (
@@ -38,10 +38,10 @@ def angular_moments(x, y, n):
 
 
 def gaussian_moments(x, y, n, sigma, rho):
-    """`E λ̂²`, `E (1 - λ̂)²`, `E λ̂ (1 - λ̂)` of the normalized Gaussian coefficient.
+    """Returns `E λ̂²`, `E (1 - λ̂)²`, `E λ̂ (1 - λ̂)` of the Gaussian coefficient.
 
-    HRF, theorem F.1, equations 72 and 73 (F.2 is the same on a sphere), for
-    `λ̂ = (1 - (1/n) Σ cos(σ τ · (x - y))) / ρ`.
+    The normalized coefficient is `λ̂ = (1 - (1/n) Σ cos(σ τ · (x - y))) / ρ` (HRF,
+    theorem F.1, equations 72 and 73; F.2 is the same on a sphere).
     """
     square = np.sum((x - y) ** 2, -1) * sigma**2
     mean, spread = np.exp(-square / 2), (1 - np.exp(-square)) ** 2 / (2 * n)
@@ -51,13 +51,15 @@ def gaussian_moments(x, y, n, sigma, rho):
 
 
 def bipolar_hybrid(x, y, m, moments, shared=False):
-    """Variance of `λ̂ SM++ + (1 - λ̂) SMtrig` (HRF, theorem 3.1; D.1, F.1, F.2).
+    """Returns the variance of `λ̂ SM++ + (1 - λ̂) SMtrig` (HRF, theorem 3.1).
+
+    See also theorems D.1, F.1 and F.2.
 
     Args:
         x: Array of shape `(..., d)`.
         y: Array of shape `(..., d)`.
         m: Number of vectors of each base estimator.
-        moments: Of the coefficient, as `angular_moments` gives them.
+        moments: Moments of the coefficient, as returned by `angular_moments`.
         shared: Whether the base estimators use the same vectors.
 
     Returns:
@@ -76,23 +78,25 @@ def bipolar_hybrid(x, y, m, moments, shared=False):
 
 
 def max_relative_error(radius, m):
-    """The largest `√MSE / SM` on a sphere (HRF, lemma 3.4), of ++ and trig alike.
+    """Returns the largest `√MSE / SM` on a sphere (HRF, lemma 3.4).
+
+    It is the same for SM++ and SMtrig.
 
     Args:
-        radius: Of the sphere.
-        m: Number of vectors (of ++, of pairs).
+        radius: Radius of the sphere.
+        m: Number of vectors of SMtrig, or of pairs of vectors of SM++.
     """
     return np.sqrt(1 / (2 * m)) * np.exp(2 * radius**2) * -np.expm1(-4 * radius**2)
 
 
 def relative_error(theta, radius, m, positive):
-    """`√MSE / SM` at angle θ on a sphere (HRF, lemma 3.4) of SM++ or SMtrig.
+    """Returns `√MSE / SM` at angle θ on a sphere (HRF, lemma 3.4).
 
     Args:
         theta: Angle between the inputs, in radians.
-        radius: Of the sphere.
-        m: Number of vectors (of ++, of pairs).
-        positive: Whether of SM++.
+        radius: Radius of the sphere.
+        m: Number of vectors of SMtrig, or of pairs of vectors of SM++.
+        positive: Whether the estimator is SM++ and not SMtrig.
     """
     theta = np.pi - theta if positive else theta
     square = 2 * radius**2 * np.sin(theta / 2) ** 2
@@ -100,10 +104,12 @@ def relative_error(theta, radius, m, positive):
 
 
 def angular_relative_error_bound(radius, m, n):
-    """Bound on the angular hybrid's `max_relative_error` (HRF, theorem 3.5).
+    """Returns a bound on the angular hybrid's largest error (HRF, theorem 3.5).
+
+    The error is `√MSE / SM` on a sphere, as in `max_relative_error`.
 
     Args:
-        radius: Of the sphere, at least 1.
+        radius: Radius of the sphere, at least 1.
         m: Number of vectors of both base estimators.
         n: Number of vectors of the coefficient.
     """

@@ -1,30 +1,31 @@
 """The kernels that feature maps estimate, on NumPy arrays.
 
-`x` has shape `(..., T, H)` and `y` `(..., S, H)`; results are `(..., T, S)`. What a
-feature map of that `kernel` estimates, in the exact sense of its law 3.
+All functions take `x` of shape `(..., T, H)` and `y` of shape `(..., S, H)`, and return
+an array of shape `(..., T, S)`. A feature map names its kernel in `kernel`; the exact
+meaning of the estimate is law 3 of feature maps.
 """
 
 import numpy as np
 
 
 def softmax(x, y):
-    """The softmax kernel `exp(x · y)`."""
+    """Returns the softmax kernel `exp(x · y)`."""
     return np.exp(x @ np.swapaxes(y, -1, -2))
 
 
 def gaussian(x, y):
-    """The Gaussian kernel `exp(-‖x - y‖² / 2)`."""
+    """Returns the Gaussian kernel `exp(-‖x - y‖² / 2)`."""
     squares = np.sum(x * x, -1)[..., :, None] + np.sum(y * y, -1)[..., None, :]
     return np.exp(x @ np.swapaxes(y, -1, -2) - squares / 2)
 
 
 def relu(x, y):
-    """The first-order arc-cosine kernel, of rectified random projections.
+    """Returns the first-order arc-cosine kernel, that of rectified projections.
 
-    It is the mean of `relu(w · x) relu(w · y)` over `w ~ N(0, I)`, and
-    equals `‖x‖ ‖y‖ (sin θ + (π - θ) cos θ) / 2π` for the angle θ between x and y
-    (Cho and Saul, "Kernel Methods for Deep Learning", 2009, equation 3, halved
-    because they carry a factor 2).
+    The kernel is the mean of `relu(w · x) relu(w · y)` over `w ~ N(0, I)`. For the
+    angle θ between x and y it equals `‖x‖ ‖y‖ (sin θ + (π - θ) cos θ) / 2π` (Cho and
+    Saul, "Kernel Methods for Deep Learning", 2009, equation 3, halved because they
+    carry a factor 2).
     """
     lengths = np.linalg.norm(x, axis=-1)[..., :, None]
     lengths = lengths * np.linalg.norm(y, axis=-1)[..., None, :]
@@ -34,7 +35,7 @@ def relu(x, y):
 
 
 def elu(x, y):
-    """The kernel `Σ_l (elu(x_l) + 1)(elu(y_l) + 1)`, exact by definition."""
+    """Returns the kernel `Σ_l (elu(x_l) + 1)(elu(y_l) + 1)`, exact by definition."""
 
     def feature(z):
         return np.where(z > 0, z + 1, np.exp(np.minimum(z, 0)))
@@ -43,5 +44,5 @@ def elu(x, y):
 
 
 def polynomial(x, y, degree):
-    """The kernel `(x · y)^degree`."""
+    """Returns the kernel `(x · y)^degree`."""
     return (x @ np.swapaxes(y, -1, -2)) ** degree

@@ -1,13 +1,13 @@
-"""Closed-form variance of estimators of the softmax kernel: the oracle of tests.
+"""Closed-form variance of estimators of the softmax kernel, against which tests check.
 
-All are for pairs `x`, `y` of shape `(..., d)` and independent vectors; the variance
-of a mean over m of them is the value over m. What orthogonal vectors change is in
-`orthogonal_covariance`.
+Most functions take pairs `x`, `y` of shape `(..., d)` and assume independent vectors.
+The variance of a mean over m vectors is the returned value divided by m.
+`orthogonal_covariance` gives the change for orthogonal vectors.
 
-The functions `log_moment_*` give the logarithm of the second moment `E[Z²]` of one
-draw Z, finite where the moment itself would overflow. `variance` and `log_variance`
-take the square of the mean off. The Gaussian kernel's estimators are the same
-times `exp(-(‖x‖² + ‖y‖²) / 2)`.
+The functions `log_moment_*` return the logarithm of the second moment `E[Z²]` of one
+draw Z, which is finite where the moment itself would overflow. `variance` and
+`log_variance` subtract the square of the mean. An estimator of the Gaussian kernel is
+that of the softmax kernel times `exp(-(‖x‖² + ‖y‖²) / 2)`.
 
 Sources: "CRT" is Likhosherstov et al., "Chefs' Random Tables" (2022); "HRF" is
 Choromanski et al., "Hybrid Random Features" (2022).
@@ -17,7 +17,7 @@ import numpy as np
 
 
 def variance(log_moment, x, y):
-    """`E[Z²] - SM²`, the variance of one unbiased draw Z.
+    """Returns `E[Z²] - SM²`, the variance of one unbiased draw Z.
 
     Args:
         log_moment: `log E[Z²]`, array of shape `(...)`.
@@ -32,7 +32,7 @@ def variance(log_moment, x, y):
 
 
 def log_variance(log_moment, x, y):
-    """The logarithm of `variance`, without overflow; -inf where it is 0.
+    """Returns the logarithm of `variance` without overflow; -inf where it is 0.
 
     Args:
         log_moment: `log E[Z²]`, array of shape `(...)`.
@@ -48,14 +48,14 @@ def log_variance(log_moment, x, y):
 
 
 def log_moment_of_z(z, dim, a, s=1):
-    """`log E[Z²] + s (‖x‖² + ‖y‖²)` of generalized exponential features.
+    """Returns `log E[Z²] + s (‖x‖² + ‖y‖²)` of generalized exponential features.
 
-    What CRT minimises to choose A: of the data it needs `z = ‖x + s y‖²` alone.
+    CRT minimizes this to choose A: it depends on the data only by `z = ‖x + s y‖²`.
 
     Args:
         z: Array of shape `(...)`.
         dim: The dimension d.
-        a: A, real or complex, with `Re(1 - 8A) > 0`.
+        a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
         s: 1 or -1.
 
     Returns:
@@ -68,23 +68,24 @@ def log_moment_of_z(z, dim, a, s=1):
     log_a3 = dim / 2 * np.log(1 + 16 * np.abs(a) ** 2 / real)
     a4 = s / 2 + (s + 2 * np.abs(1 - 4 * a)) / (2 * real)
     first, second = log_a1 + a2 * z, log_a3 + a4 * z
-    # |exp(first)| <= exp(second).
+    # |exp(first)| <= exp(second), so that nothing overflows.
     return second + np.log((1 + np.exp(first - second).real) / 2)
 
 
 def log_moment_generalized_exponential(x, y, a=0.0, s=1):
-    """Second moment of `Re f1(w, x) f2(w, y)` (CRT, theorem 3.2, equation 6).
+    """Returns the log second moment of `Re f1(w, x) f2(w, y)` (CRT, equation 6).
 
-    For `f(w, x) = D exp(A ‖w‖² + B w · x + C ‖x‖²)` with `B = √(s (1 - 4A))`,
-    `C = -(s + 1) / 2`, `D = (1 - 4A)^(d/4)` and `Re(1 - 8A) > 0`, the Gaussian
-    kernel's is, with `z = ‖x + s y‖²`,
+    Theorem 3.2 gives it for `f(w, x) = D exp(A ‖w‖² + B w · x + C ‖x‖²)` with
+    `B = √(s (1 - 4A))`, `C = -(s + 1) / 2`, `D = (1 - 4A)^(d/4)` and `Re(1 - 8A) > 0`.
+    The second moment for the Gaussian kernel is, with `z = ‖x + s y‖²`,
 
         ½ exp(-(s+1)(‖x‖²+‖y‖²)) (Re(α1 exp(α2 z)) + α3 exp(α4 z))
         α1 = √(1 + 16A²/(1-8A))^d,        α2 = s + s / (1 - 8A)
         α3 = (1 + 16|A|²/(1-8 Re A))^(d/2), α4 = s/2 + (s + 2|1-4A|)/(2(1-8 Re A))
 
-    and the softmax kernel's is `exp(‖x‖² + ‖y‖²)` times that. `A = 0, s = -1` are
-    trigonometric features, `A = 0, s = 1` positive ones, real `A < 0` OPRF.
+    and that for the softmax kernel is `exp(‖x‖² + ‖y‖²)` times as large.
+    `A = 0, s = -1` gives trigonometric features, `A = 0, s = 1` positive ones, and real
+    `A < 0` OPRF.
 
     Args:
         x: Array of shape `(..., d)`.
@@ -101,17 +102,18 @@ def log_moment_generalized_exponential(x, y, a=0.0, s=1):
 
 
 def generalized_exponential(x, y, a=0.0, s=1):
-    """One-draw variance of the estimator of `log_moment_generalized_exponential`.
+    """Returns the one-draw variance of generalized exponential features.
 
-    Takes and returns what that does; trigonometric features are `a=0, s=-1`.
+    The arguments and the shape of the result are those of
+    `log_moment_generalized_exponential`. `a=0, s=-1` gives trigonometric features.
     """
     return variance(log_moment_generalized_exponential(x, y, a, s), x, y)
 
 
 def log_moment_per_direction(x, y, a):
-    """Second moment of OPRF features with a real A for each coordinate.
+    """Returns the log second moment of OPRF features with a real A per coordinate.
 
-    A product over coordinates, each as in one dimension.
+    The moment is a product over coordinates of one-dimensional moments.
 
     Args:
         x: Array of shape `(..., d)`.
@@ -126,23 +128,25 @@ def log_moment_per_direction(x, y, a):
 
 
 def orthogonal_covariance(x, y, s=1):
-    """Relative covariance `E[Z Z'] / SM² - 1` of two draws on orthogonal vectors.
+    """Returns the relative covariance `E[Z Z'] / SM² - 1` of orthogonal draws.
 
-    Of generalized exponential features with any A, real or complex, and of ± pairs of
-    positive ones: w and w' have Gaussian lengths, their directions are orthogonal. The
-    integral over directions is `₀F₁(d/2; s(r² + r'²)z/4)` with `z = ‖x + s y‖²`, and
-    that over lengths leaves
+    The two draws Z and Z' use vectors w and w' with orthogonal directions and Gaussian
+    lengths. The formula holds for generalized exponential features with any A, real or
+    complex, and for ± pairs of positive features. The integral over directions is
+    `₀F₁(d/2; s(r² + r'²)z/4)` with `z = ‖x + s y‖²`, and the integral over lengths
+    leaves
 
         exp(-v) ₁F₁(-d/2; d/2; -v) - 1,   v = s z / 2,
 
-    in which A has cancelled. Negative for s = 1: theorem 4.1 of CRT bounds it for
-    OPRF. A mean over m vectors in orthogonal blocks has this times the mean number of
-    other vectors in a vector's block, over m, more variance than independent ones.
+    in which A has cancelled. It is negative for s = 1; theorem 4.1 of CRT bounds it for
+    OPRF. A mean over m vectors in orthogonal blocks has more variance than one over
+    independent vectors, by this covariance times the mean number of other vectors in a
+    vector's block, divided by m.
 
     Args:
         x: Array of shape `(..., d)`, d at least 2.
         y: Array of shape `(..., d)`.
-        s: 1 or -1, which is trigonometric features'.
+        s: 1, or -1 for trigonometric features.
 
     Returns:
         Array of shape `(...)`.
@@ -155,9 +159,11 @@ def orthogonal_covariance(x, y, s=1):
 
 
 def log_moment_positive_pair(x, y):
-    """Second moment of `½ Σ_± exp(±w · (x + y)) exp(-(‖x‖² + ‖y‖²)/2)`.
+    """Returns the log second moment of a ± pair of positive features.
 
-    HRF, lemma 2.2: `½ (1 + exp(2 ‖x + y‖²)) exp(-‖x‖² - ‖y‖²)`, of features of width 2.
+    The estimator is `½ Σ_± exp(±w · (x + y)) exp(-(‖x‖² + ‖y‖²)/2)`, with features of
+    width 2. Its second moment is `½ (1 + exp(2 ‖x + y‖²)) exp(-‖x‖² - ‖y‖²)` (HRF,
+    lemma 2.2).
 
     Args:
         x: Array of shape `(..., d)`.
@@ -172,9 +178,9 @@ def log_moment_positive_pair(x, y):
 
 
 def positive_pair(x, y):
-    """One-pair variance of the estimator of `log_moment_positive_pair`.
+    """Returns the variance of one ± pair; see `log_moment_positive_pair`.
 
-    `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, exact near 0 too.
+    It is `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, which is accurate near 0 too.
     """
     z = np.sum((x + y) ** 2, -1)
     softmax = np.exp(np.sum(x * y, -1))
@@ -182,21 +188,22 @@ def positive_pair(x, y):
 
 
 def log_moment_poisson(products, rate):
-    """Second moment of Poisson features (CRT, theorem 3.4, equation 11).
+    """Returns the log second moment of Poisson features (CRT, theorem 3.4).
 
-    `exp(λd + Σ_l x_l² y_l² / λ)` for the softmax kernel.
+    The moment for the softmax kernel is `exp(λd + Σ_l x_l² y_l² / λ)` (equation 11).
 
     Args:
         products: `x_l y_l`, array of shape `(..., d)`.
-        rate: λ > 0.
+        rate: The parameter λ > 0.
     """
     return rate * products.shape[-1] + np.sum(products**2, -1) / rate
 
 
 def log_moment_geometric(products, p):
-    """Second moment of geometric features (CRT, theorem 3.5, equation 13).
+    """Returns the log second moment of geometric features (CRT, theorem 3.5).
 
-    `p^-d Π_l I0(2 |x_l y_l| / √(1 - p))` for the softmax kernel.
+    The moment for the softmax kernel is `p^-d Π_l I0(2 |x_l y_l| / √(1 - p))` (equation
+    13).
 
     Args:
         products: `x_l y_l`, array of shape `(..., d)`.
@@ -210,30 +217,32 @@ def log_moment_geometric(products, p):
 
 
 def log_moment_shifted(log_moment, x, y, shift):
-    """Second moment of a softmax estimator used on `x - c`, `y - c`.
+    """Returns the log second moment of an estimator used on `x - c`, `y - c`.
 
-    `x · y = (x-c)·(y-c) + c·x + c·y - ‖c‖²`: the factor is put back (CRT, 3.2.3).
+    Since `x · y = (x-c)·(y-c) + c·x + c·y - ‖c‖²`, the estimator of the softmax kernel
+    is multiplied by the remaining factor (CRT, 3.2.3).
 
     Args:
-        log_moment: Of the pair `x - c`, `y - c`.
+        log_moment: Log second moment for the pair `x - c`, `y - c`.
         x: Array of shape `(..., d)`.
         y: Array of shape `(..., d)`.
-        shift: c, of shape `(d,)`.
+        shift: The vector c, of shape `(d,)`.
     """
     return log_moment + 2 * ((x + y) @ shift - shift @ shift)
 
 
 def log_moment_complex_exponential(x, y, a):
-    """Second moment of `Re exp(w · z) exp(-(Ax)²/2 - (A⁻ᵀy)²/2)`, z = Ax + A⁻ᵀy.
+    """Returns the log second moment of complex exponential features.
 
-    From HRF's lemma 2.4, `E exp(w · v) = exp(v · v / 2)` without conjugation, and
-    `(Re Z)² = (|Z|² + Re Z²) / 2`. It is the mean's square where Re z and Im z
-    vanish (equation 18).
+    The estimator is `Re exp(w · z) exp(-(Ax)²/2 - (A⁻ᵀy)²/2)` with `z = Ax + A⁻ᵀy`. The
+    formula follows from `E exp(w · v) = exp(v · v / 2)` without conjugation (HRF, lemma
+    2.4) and `(Re Z)² = (|Z|² + Re Z²) / 2`. It equals the square of the mean where Re z
+    and Im z vanish (equation 18).
 
     Args:
         x: Array of shape `(..., d)`.
         y: Array of shape `(..., d)`.
-        a: Complex or real matrix A, `(d, d)`, or its diagonal, `(d,)`.
+        a: Complex or real matrix A of shape `(d, d)`, or its diagonal of shape `(d,)`.
     """
     a = np.asarray(a)
     u = x * a if a.ndim == 1 else x @ a.T

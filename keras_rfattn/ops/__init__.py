@@ -1,15 +1,16 @@
 """Attention algorithms over features: functions of arrays, without state or layers.
 
-Shape letters used here and everywhere else:
+The docstrings of this folder use these shape letters:
 
-- B batch, T queries, S keys
-- N query heads, K key/value heads (N is a multiple of K; query head n reads
-  key/value head ``n // (N // K)``), G = N // K
-- H head dim, V value dim, M feature width, C block
+- B batch size, T number of queries, S number of keys
+- N query heads, K key/value heads, G = N // K query heads per key head; query head n
+  reads key/value head ``n // G``
+- H head dim, V value dim, M feature width, C block length, n blocks
+- R = T · G query rows of one key head: the G query heads of a token are adjacent rows
 
-Public layout is ``(B, T, N, H)``. Every algorithm takes
-``(query_features, key_features, value, key_mask=None)`` and agrees with
-`quadratic`, forward and gradient.
+Public functions take arrays of shape ``(B, T, N, H)``. Every algorithm takes
+``(query_features, key_features, value, key_mask=None)`` and gives the output and the
+gradient of `quadratic`.
 """
 
 from keras_rfattn.ops.bidirectional import bidirectional

@@ -1,4 +1,4 @@
-"""Every query sees every key: one sum over the keys, one product per query."""
+"""Bidirectional attention: one sum over the keys, then one product per query."""
 
 import functools
 
@@ -29,24 +29,25 @@ from keras_rfattn.ops.sums import normalize
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize
 
-# Numbers of features of all heads up to which JAX takes them at once on a CPU, where
-# turns would cost more than a larger cache.
+# Number of features of all heads, tokens included, up to which JAX on a CPU computes
+# all heads at once. There a loop over heads would cost more than a larger cache.
 AT_ONCE = 2**20
 
 
 def bidirectional(query_features, key_features, value, key_mask=None):
-    """Linear attention without causality, O((T + S) · M · V).
+    """Computes linear attention without causality in O((T + S) · M · V).
 
     Args:
-        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred`.
-        key_features: The same of shape `(B, S, K, M)`.
+        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred` features of
+            that shape.
+        key_features: `Features` or `Deferred` features of shape `(B, S, K, M)`.
         value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
-        key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden
-            keys and values may hold anything, NaN included.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden keys
+            and values may hold anything, NaN included.
 
     Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no
-        key is 0.
+        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
+        0.
     """
     sides = [take_apart(x) for x in (query_features, key_features)]
     arrays, functions = zip(*sides, strict=True)
@@ -58,14 +59,16 @@ def bidirectional(query_features, key_features, value, key_mask=None):
 
 
 def _let_through(functions, parts):
-    """It on JAX, where a CPU lets products carry what is not finite: that is free.
+    """Runs attention on JAX, where a CPU lets NaN propagate through the products.
 
-    In a gradient it is kept apart, where NaN times the 0 of an output that nothing
-    reads would be NaN.
+    That propagation is free. The gradient marks tokens that are not finite separately
+    (`_apart`), because NaN times the 0 gradient of an output that nothing reads would
+    be NaN.
     """
     import jax
 
-    # What is compiled outlives a map, and so must not ask for a gradient's rule later.
+    # Compiled programs outlive a feature map, so the gradient rule is set outside of
+    # them: they must not ask for it later.
     through, apart = (compiled(x, functions=functions) for x in (_through, _apart))
     attend = jax.custom_jvp(through)
     attend.defjvp(lambda primals, tangents: jax.jvp(apart, primals, tangents))
@@ -87,7 +90,7 @@ def _apart(*parts, functions, is_apart=True):
 
 
 def _whole(query_features, key_features, value, key_mask, is_apart=True):
-    """`bidirectional`; `is_apart` as of `heads_first`."""
+    """Implements `bidirectional`; `is_apart` is an argument of `heads_first`."""
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     dtype, value = value.dtype, representable(value)
     query, key = (
@@ -111,16 +114,16 @@ def _whole(query_features, key_features, value, key_mask, is_apart=True):
 
 
 def _without_features(query, key, value, mask):
-    """All heads of it by PyTorch's fused operation."""
+    """Computes all heads by PyTorch's fused operation."""
     key, value = admit(key, value, mask)
     spoiled = ops.sum(key.spoiled, axis=-2, keepdims=True)
     return fused.attend(query.features, key.features, value) + (query.spoiled + spoiled)
 
 
 def _attend(query, key, value, mask):
-    """Some heads of it, `(B, K, R, V)`."""
-    # What is computed here may be overwritten; one side after the other, in the memory
-    # of one.
+    """Computes some heads: the output has shape `(B, K, R, V)`."""
+    # Features that are computed here may be overwritten. Keys are done before queries
+    # start, so that memory holds the features of one side at a time.
     are_own = [isinstance(x.features, Exponents) for x in (query, key)]
     key, value = admit(key, value, mask)
     key = Marked(key.features.compute(), key.spoiled)
@@ -133,15 +136,17 @@ def _attend(query, key, value, mask):
 
 
 def _attend_through(query, key, value, mask):
-    """`_attend` of `Exponents` and values that may be NaN, in float32 or float64.
+    """Computes `_attend` of `Exponents` and values, either of which may hold NaN.
 
-    Features of keys before tokens: all products are in the order XLA is fastest in.
+    Values have dtype float32 or float64. Key features are laid out with the feature
+    axis before the token axis, which gives all products the order that XLA is fastest
+    in.
     """
     query, key, value = query.features, key.features, hide(value, mask)
     key = key._replace(x=hide(key.x, mask)).hidden(mask)
     exponent = _columns(key)
     maximum = largest_of(exponent, axis=-1, keepdims=True)
-    # Where no key is visible all count, with values of 0.
+    # A row that sees no key weighs all hidden keys equally; their values are 0.
     both = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
     columns = ops.cast(ops.exp(exponent - maximum), value.dtype)
     sums = accumulated_matmul(columns, both)
@@ -151,13 +156,13 @@ def _attend_through(query, key, value, mask):
     found = accumulated_matmul(rows, sums)
     numerator, denominator = last_apart(found)
     reading = Reading(shift[..., 0], numerator, denominator, denominator)
-    # All entries of an output are to know of one of a value.
+    # One entry of a value that is not finite must reach all entries of an output.
     spoiled = ops.sum(0 * sums, axis=(-2, -1), keepdims=True)
     return normalize(reading, query, spoiled, value.dtype)
 
 
 def _columns(features):
-    """The exponents of `Exponents`, features before tokens: `(B, K, M, S)`."""
+    """Returns the exponents of `Exponents`, features before tokens: `(B, K, M, S)`."""
     x, vectors, bias, common = features
     vectors, bias = (ops.cast(y, x.dtype) for y in (vectors, bias))
     found = accumulated_matmul(

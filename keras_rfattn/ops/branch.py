@@ -7,29 +7,32 @@ from keras_rfattn.ops.plain import is_plain
 
 
 def run_if(condition, function, otherwise, operands):
-    """`function(*operands)` if a condition holds, else zeros like `otherwise`.
+    """Returns `function(*operands)` if the condition holds, else zeros.
 
     Args:
         condition: Boolean scalar array.
-        function: Of arrays, to a tuple of arrays. Its gradient is computed from the
-            operands again, so that nothing is kept for it where it does not run.
+        function: Function of arrays that returns a tuple of arrays. On JAX its gradient
+            is recomputed from the operands, so that nothing is kept for it where it
+            does not run.
         otherwise: Tuple of arrays with the shapes and dtypes of the results.
-        operands: What `function` takes.
+        operands: The arguments of `function`.
 
     Returns:
-        A tuple of arrays. On PyTorch the function always runs in what is compiled or
-        exported, and under `torch.func`, where nobody can look at the condition.
+        A tuple of arrays, zeros like `otherwise` if the condition is false. PyTorch
+        always runs the function in compiled or exported programs and under
+        `torch.func`, where the value of the condition cannot be read.
     """
     if keras.backend.backend() == "torch":
         import torch
 
-        # A look would cut the program of `torch.compile` in pieces, within all the
-        # functions that are active, and compiling these takes minutes.
+        # Reading the condition would break the graph of `torch.compile` into pieces, in
+        # every active function, and compiling these takes minutes.
         if not is_plain(condition) or condition:
             return function(*operands)
         return tuple(torch.zeros_like(x) for x in otherwise)
     if keras.backend.backend() == "jax":
-        # Else the residuals of the branch would be kept even where it is not taken.
+        # Without it JAX would keep the residuals of the branch even where it does not
+        # run.
         function = keras.remat(function)
     return ops.cond(
         condition,

@@ -1,8 +1,9 @@
-"""Causal linear attention in blocks: O(T · (M · V + C · M)), any length.
+"""Causal linear attention in blocks: O(T · (M · V + C · M)), for any length.
 
-Keys before a query's block are read from prefix sums (`sums.read`), exact
-whatever their size, because each feature keeps its own running maximum. Keys in
-the query's own block are weighed one by one, on a C × C matrix; see `causal_block`.
+A query reads the keys before its block from prefix sums (`sums.read`). These are exact
+for exponents of any size, because each feature keeps its own running maximum. The keys
+in its own block are weighed one by one, in a C × C matrix of weights; see
+`causal_block`.
 """
 
 from keras import ops
@@ -47,19 +48,20 @@ def causal(
     state=None,
     return_state=False,
 ):
-    """Linear attention in which query i sees keys `j <= i`.
+    """Computes linear attention in which query i sees keys `j <= i`.
 
     Args:
-        query_features: `Features` of shape `(B, T, N, M)`; or `Deferred`, which JAX
-            computes block by block, so that no more than a block is ever held.
-        key_features: The same of shape `(B, T, K, M)`.
+        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred` features,
+            which JAX computes block by block, so that it never holds more than one
+            block.
+        key_features: `Features` or `Deferred` features of shape `(B, T, K, M)`.
         value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
-        key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden
-            keys and values may hold anything, NaN included.
-        block_size: Length of a block, by the device if `None` (`Options`). Any positive
-            integer, and no effect on the result.
+        key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden keys
+            and values may hold anything, NaN included.
+        block_size: Number of tokens in a block, any positive integer. It has no effect
+            on the result. `None` chooses it by the device (see `Options`).
         state: Optional `State` of earlier tokens, which every query sees.
-        return_state: Whether to return the state after the last token too.
+        return_state: Whether to also return the state after the last token.
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`, and the `State` if
@@ -87,7 +89,7 @@ def causal(
 def _causal(
     query, key, value, key_mask, state, num_heads, functions, block_size, span, fallback
 ):
-    """The output, and the sums after the last token."""
+    """Returns the output, and the sums after the last token."""
     num_kv_heads, length = value.shape[2], ops.shape(value)[1]
     groups = num_heads // num_kv_heads
     block_size = max(smaller(length, block_size), 1)
@@ -116,8 +118,8 @@ def _causal(
 
 
 def _attend(sums, query, key, value, mask, groups, span, fallback):
-    """The sums after some blocks, and what `quotient` takes of their queries."""
-    # Hidden rows leave before any product.
+    """Returns the sums after some blocks, and the arguments that `quotient` needs."""
+    # Hidden rows may hold NaN, so they are removed before any product.
     key, value = admit(key, value, mask)
     prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
     (query, spoiled), (key, spoiled_keys) = query, key

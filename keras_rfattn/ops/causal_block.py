@@ -1,21 +1,22 @@
-"""What the queries of a block see of the keys before it and of those within.
+"""How the queries of a block read the keys before the block and the keys in it.
 
-The exponents of the keys within are taken relative to a reference that every query
-of the block may know: the running maximum up to and including the block's first
-visible key (`_reference`; not if a query with a prefix does not see it). Queries
-share the shift of the prefix, keys exceed the reference by an *excess* that is known
-per query (the largest over keys it sees). Two cases follow, row by row:
+The exponents of the block's keys are taken relative to a reference (`_reference`) that
+depends only on keys that every query of the block may see. It is the running maximum up
+to and including the block's first visible key; it leaves that key out if there are
+earlier keys and some query of the block does not see it. The part of a key's exponent
+above the reference is its *excess*. The largest excess among the keys that a query sees
+is known per query. Two cases follow, row by row:
 
-- excess <= `span`: the factored product is exact; whatever underflows is at most
+- Excess <= `span`: the factored product is exact. What underflows is at most
   `C · M · exp(2 · span - 87)` of the row's sum, 1e-7.
-- above it (logits in the hundreds, or the first tokens of a sequence meeting
-  very different ones), the row is taken from `fallback` (`dyadic`), which never
-  multiplies a query's exponents by those of keys it does not see and so needs no
-  bound. It costs log2(C) times as much and runs only if some row asks for it.
+- Excess > `span` (logits in the hundreds, or the first tokens of a sequence with very
+  different keys): the row is taken from `fallback` (`unbounded_weights`). It never
+  multiplies a query's exponents by those of keys that the query does not see, so it
+  needs no bound. It costs more, and runs only if some row needs it.
 
-Which case a row takes depends on keys the row sees, never on the future, on other
-heads or on other sequences. (On JAX each block decides alone whether `dyadic` runs
-at all, since blocks are visited one after the other; see `fold`.)
+The case depends only on keys that the row sees, never on future tokens, other heads or
+other sequences. (On JAX each block decides separately whether the fallback runs at all,
+because blocks are visited one after the other; see `fold`.)
 """
 
 from keras import ops
@@ -39,13 +40,13 @@ from keras_rfattn.ops.sums import rebase
 
 
 def read_block(prefix, query, key, value, mask, groups, span, fallback):
-    """What the queries of each block see of the prefix and of their own block."""
+    """Returns the `Reading` of each block's queries over the prefix and their block."""
     dtype = value.dtype
     reference = _reference(prefix, key.log_scale, mask)
     excess = key.log_scale - ops.expand_dims(reference, -2)
     visible = _visible(int(excess.shape[-2]), groups)
 
-    # (..., R): the largest excess among the keys a row sees.
+    # (..., R): the largest excess among the keys that a row sees.
     largest = ops.stop_gradient(largest_of(excess, axis=-1))
     largest = where(visible, ops.expand_dims(largest, -2), 0)
     largest = elementwise_max(largest_of(largest, axis=-1), 0)
@@ -56,10 +57,10 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     raised = query.log_scale + ops.expand_dims(reference, -2)
     shift = ops.stop_gradient(largest_of(raised, axis=-1)) + largest
     raised = query._replace(log_scale=raised)
-    # Of signed features the exponents are needed again.
+    # Signed features need the exponents again, so they are not overwritten.
     rows = raised.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)
     if key.shares_scale:
-        # One scale a token: it can leave the product for the C × C matrix.
+        # A token's features share one scale, which can be applied to the C × C matrix.
         weights = _scaled_weights(raised, key, excess, shift, visible, dtype)
     else:
         keys = Features(key.values, excess)
@@ -76,11 +77,11 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
 
 
 def _reference(prefix, log_scale, mask):
-    """The running maximum that each query of a block that sees any key may know.
+    """Returns a running maximum `(..., M)` that depends on keys all queries may see.
 
-    It includes the block's first visible key. Where that is not the first token,
-    queries ahead of it see at most the prefix, so that if there is one its maximum
-    must do.
+    It includes the block's first visible key. If that key is not the first token, the
+    queries before it see at most the prefix; where there is a prefix, its maximum alone
+    is returned.
     """
     log_scale = ops.stop_gradient(log_scale)
     if mask is None:
@@ -91,40 +92,41 @@ def _reference(prefix, log_scale, mask):
     first = ops.cast(first, log_scale.dtype)
     row = accumulated_matmul(ops.expand_dims(first, -2), log_scale)[..., 0, :]
     has_prefix = ops.any(prefix.magnitude > 0, axis=-1, keepdims=True)
-    # ONNX Runtime has no `where` of booleans.
+    # ONNX Runtime has no `where` for booleans.
     seen = ops.any(mask, axis=-1, keepdims=True)
     known = (has_prefix & mask[..., :1]) | (~has_prefix & seen)
     return ops.where(known, elementwise_max(prefix.maximum, row), prefix.maximum)
 
 
 def _visible(block_size, groups):
-    """`(C · G, C)`: whether row r, of token `r // G`, sees key j."""
+    """Returns booleans `(C · G, C)`: whether row r, of token `r // G`, sees key j."""
     token = ops.arange(block_size)
     row = token if groups == 1 else repeat_each(token, groups)
     return row[:, None] >= token[None, :]
 
 
 def _scaled_weights(query, key, excess, shift, visible, dtype):
-    """`weigh_keys` where a token's features share one scale; `excess` is any size."""
+    """Computes `weigh_keys` for features that share a scale; allows any `excess`."""
     scale = query.log_scale - ops.expand_dims(shift, -1) + ops.swapaxes(excess, -1, -2)
     scale = ops.exp(where(visible, scale, LOWEST))
     return query.products(key, dtype) * scale, scale * query.width
 
 
 def _replace_rows(weights, shift, beyond, features, groups, dtype, fallback):
-    """Takes the rows that are `beyond` the span from the fallback.
+    """Replaces the rows that are `beyond` the span by those of the fallback.
 
     Args:
-        weights: Tuple of arrays `(..., R, C)`.
-        shift: What they are relative to, `(..., R)`.
-        beyond: Booleans `(..., R)`.
-        features: Queries, keys and the mask that `fallback` takes.
-        groups: Query heads per key head.
-        dtype: Compute dtype.
-        fallback: `unbounded_weights`.
+        weights: Tuple of arrays of shape `(..., R, C)`.
+        shift: Log-scale of the weights, of shape `(..., R)`: they are relative to
+            `exp(shift)`.
+        beyond: Booleans of shape `(..., R)`, true for rows to replace.
+        features: Tuple of the query features, the key features and the mask.
+        groups: G, query heads per key head.
+        dtype: Compute dtype of the products.
+        fallback: The function `unbounded_weights`.
 
     Returns:
-        Weights and shift with those rows replaced.
+        The weights and the shift with those rows replaced.
     """
     query, key, mask = features
     operands = [x for x in (*query, *key) if x is not None]

@@ -1,11 +1,12 @@
 """Causal attention inside a block without any bound on the exponents.
 
-Used by `causal` for the rows that its factored product cannot represent.
+`causal` uses it for the rows that its factored product cannot represent.
 
-A block is cut into chunks of about the square root of its length. The keys of earlier
-chunks are taken relative to their maximum per feature, which every query of the chunk
-may know, so that a query's largest term is 1 and its sum cannot underflow. The keys of
-the query's own chunk are weighed one by one, each pair relative to its own maximum.
+A block is cut into chunks of about the square root of its length. The exponents of the
+keys in earlier chunks are taken relative to their maximum per feature. Every query of
+the chunk may see these keys, so a query's largest term is 1 and its sum cannot
+underflow. The keys in the query's own chunk are weighed one by one, and each pair of
+query and key is taken relative to its own maximum.
 """
 
 from keras import ops
@@ -24,20 +25,21 @@ from keras_rfattn.ops.sums import query_shift
 
 
 def unbounded_weights(query, key, mask, groups, dtype):
-    """Weights of every query for the keys of its block that are not after it.
+    """Returns the weights of every query for the keys of its block up to its own token.
 
     Args:
-        query: `Features` of shape `(B, K, n, C · G, M)`, groups beside their token.
+        query: `Features` of shape `(B, K, n, C · G, M)`; the G heads of a token are
+            adjacent rows.
         key: `Features` of shape `(B, K, n, C, M)`.
         mask: Booleans that broadcast to `(B, K, n, C)`, true for visible keys, or
-            `None` if all are.
+            `None` if all keys are visible.
         groups: G, query heads per key head.
         dtype: Compute dtype of the products.
 
     Returns:
-        `(weights, shift)`: a tuple of the weights, and for signed features of their
-        magnitudes too, each `(B, K, n, C · G, C)` relative to `exp(shift)`; and the
-        shift, `(B, K, n, C · G)`.
+        Tuple `(weights, shift)`. `weights` is a tuple of the weights and, for signed
+        features, of their magnitudes, each of shape `(B, K, n, C · G, C)` and relative
+        to `exp(shift)`. `shift` has shape `(B, K, n, C · G)`.
     """
     # `torch.jit.trace` records sizes as scalar tensors.
     size = int(key.log_scale.shape[-2])
@@ -47,8 +49,8 @@ def unbounded_weights(query, key, mask, groups, dtype):
     key = Features(key.values, masked_log_scale(key, mask))
 
     def cut(x, pieces, rows):
-        # Heads and blocks share an axis: LiteRT and ONNX Runtime broadcast over five
-        # at most. The batch keeps its own, so that both can be sharded.
+        # Heads and blocks share an axis because LiteRT and ONNX Runtime broadcast over
+        # at most five axes. The batch keeps its own axis, so that both can be sharded.
         x = _pad_rows(x, pieces * rows - int(x.shape[-2]))
         return ops.reshape(x, (batch, heads * blocks, pieces, rows, x.shape[-1]))
 
@@ -82,13 +84,13 @@ def unbounded_weights(query, key, mask, groups, dtype):
 
 
 def _join_chunks(x):
-    """`(B, L, n, R, M)` to `(B, L · n, R, M)`."""
+    """Reshapes `(B, L, n, R, M)` to `(B, L · n, R, M)`."""
     batch, blocks, chunks, rows, width = ops.shape(x)
     return ops.reshape(x, (batch, blocks * chunks, rows, width))
 
 
 def _chunk_length(size):
-    """The power of two next above the square root of a block's length."""
+    """Returns the smallest power of two whose square is at least a block's length."""
     chunk = 1
     while chunk * chunk < size:
         chunk *= 2
@@ -96,16 +98,19 @@ def _chunk_length(size):
 
 
 def _earlier_chunks(query, key, is_earlier, dtype):
-    """Weights for the keys of earlier chunks, and their shift.
+    """Returns the weights for the keys of earlier chunks, and their shift.
+
+    A chunk has c tokens and a block n chunks; L is heads times blocks.
 
     Args:
-        query: `Features` of shape `(B, L, n, c · G, M)`, n chunks of c tokens.
+        query: `Features` of shape `(B, L, n, c · G, M)`.
         key: `Features` of shape `(B, L, 1, n · c, M)`.
-        is_earlier: Booleans `(n, n · c)`.
+        is_earlier: Booleans of shape `(n, n · c)`, true for the keys of earlier chunks.
         dtype: Compute dtype of the products.
 
     Returns:
-        Tuple of weights `(B, L, n, c · G, n · c)`, and the shift `(B, L, n, c · G)`.
+        Tuple of a tuple of weights `(B, L, n, c · G, n · c)`, and the shift of shape
+        `(B, L, n, c · G)`.
     """
     log_scale = where(ops.expand_dims(is_earlier, -1), key.log_scale, LOWEST)
     maximum = ops.stop_gradient(largest_of(log_scale, axis=-2))
@@ -120,10 +125,11 @@ def _earlier_chunks(query, key, is_earlier, dtype):
 
 
 def _own_chunk(query, key):
-    """Weights `(B, L, c · G, c)` for keys of the query's chunk, and their shift.
+    """Returns weights `(B, L, c · G, c)` for keys of the own chunk, and their shift.
 
     Args:
-        query: `Features` of shape `(B, L, c · G, M)`.
+        query: `Features` of shape `(B, L, c · G, M)`; L counts heads, blocks and
+            chunks.
         key: `Features` of shape `(B, L, c, M)`.
     """
     rows, columns = (int(x.log_scale.shape[-2]) for x in (query, key))
@@ -143,12 +149,16 @@ def _own_chunk(query, key):
 
 
 def weigh_keys(query, rows, key, shift):
-    """`(weights, magnitudes)`, each `(..., R, S)`, of every query for every key.
+    """Returns the weights of every query for every key, `(..., R, S)`.
+
+    Signed features give a tuple of the weights and their magnitudes, exponential ones a
+    tuple of the weights alone.
 
     Args:
         query: `Features` of shape `(..., R, M)`.
-        rows: The same, expanded relative to `shift`.
-        key: `Features` of shape `(..., S, M)`, which nothing else holds.
+        rows: The expanded query features, relative to `exp(shift)`, of shape
+            `(..., R, M)`.
+        key: `Features` of shape `(..., S, M)`, which may be overwritten.
         shift: Array of shape `(..., R)`.
     """
     columns = key.expand(None, rows.dtype, key.is_exponential)
@@ -161,10 +171,11 @@ def weigh_keys(query, rows, key, shift):
 
 
 def weigh_values(weights, mask, value, shift):
-    """The reading that weights `(..., R, S)` make of values `(..., S, V)`."""
+    """Returns the `Reading` of values `(..., S, V)` by weights `(..., R, S)`."""
     if mask is not None:
         weights = tuple(where(ops.expand_dims(mask, -2), w, 0) for w in weights)
-    # Numerator and denominator from the same rounded weights.
+    # The numerator and the denominator use the same rounded weights, so that their
+    # ratio is a weighted average.
     rounded = ops.cast(weights[0], value.dtype)
     numerator = accumulated_matmul(rounded, value)
     denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)

@@ -1,7 +1,8 @@
-"""What feature maps hand to algorithms: `values · exp(log_scale)`.
+"""What feature maps return to the algorithms: `values · exp(log_scale)`.
 
-The exponent is carried, never applied, so that an algorithm can choose shifts that
-cancel between numerator and denominator; nothing overflows, and no epsilon is needed.
+The exponent is carried along and not applied, so that an algorithm can choose shifts
+that cancel between numerator and denominator. Then nothing overflows, and no epsilon is
+needed.
 """
 
 from typing import Any
@@ -19,7 +20,8 @@ from keras_rfattn.ops.precision import known_finite
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 
-# Stands for -inf in exponents. Finite, so that a difference of two is 0, not NaN.
+# Stands for -inf in exponents. It is finite, so that the difference of two such
+# exponents is 0 and not NaN.
 LOWEST = -1e30
 
 
@@ -27,36 +29,36 @@ class Features(NamedTuple):
     """Random features of queries or of keys: `values * exp(log_scale)`.
 
     Attributes:
-        values: Array of shape `(..., M)` with magnitudes at most 1, or `None`
-            where every value is 1 (positive maps, which carry all in the exponent).
-        log_scale: Array of shape `(..., M)`, or `(..., 1)` where all features of
-            a token share it; float32 or float64.
+        values: Array of shape `(..., M)` with magnitudes at most 1, or `None` if every
+            value is 1 (positive maps, which put everything in the exponent).
+        log_scale: Array of shape `(..., M)`, or `(..., 1)` if all features of a token
+            share one exponent; float32 or float64.
     """
 
     values: Any
     log_scale: Any
 
-    # Whether attention over them has a 1 in its denominator.
+    # Whether attention over these features has a 1 in its denominator.
     has_offset = False
 
     @property
     def num_heads(self):
-        """The length of the axis before the last."""
+        """The size of the head axis (the axis before the last)."""
         return self.log_scale.shape[-2]
 
     @property
     def is_exponential(self):
-        """Whether the exponents say all."""
+        """Whether every value is 1, so that the exponents are the whole feature."""
         return self.values is None
 
     @property
     def is_signed(self):
-        """Whether a sum of products may cancel."""
+        """Whether values have signs, so that a sum of products may cancel."""
         return not self.is_exponential
 
     @property
     def width(self):
-        """How many features there are."""
+        """The number of features per token."""
         return (self.log_scale if self.values is None else self.values).shape[-1]
 
     @property
@@ -65,30 +67,31 @@ class Features(NamedTuple):
         return self.values is not None and self.log_scale.shape[-1] == 1
 
     def compute(self):
-        """Themselves: nothing is deferred."""
+        """Returns the features unchanged: unlike `Deferred` ones they are computed."""
         return self
 
     def dense(self):
-        """`Features` one by one: themselves."""
+        """Returns `Features` with every feature present: the features unchanged."""
         return self
 
     def ones_or_values(self):
-        """Values, ones where they are left out."""
+        """Returns the values, or ones if `values` is `None`."""
         return ops.ones_like(self.log_scale) if self.values is None else self.values
 
     def spread_scale(self):
-        """Exponents, one for each feature."""
+        """Returns the exponents broadcast to one for each feature."""
         if self.values is None:
             return self.log_scale
         return ops.broadcast_to(self.log_scale, ops.shape(self.values))
 
     def expand(self, shift, dtype, is_last=False):
-        """`values * exp(log_scale - shift)`, computed wide, rounded once to `dtype`.
+        """Returns `values * exp(log_scale - shift)`, rounded once, to `dtype`.
 
         Args:
             shift: Array that broadcasts to `log_scale`, or `None` for 0.
-            dtype: Of the result.
-            is_last: Whether nothing else holds `log_scale`, which may be overwritten.
+            dtype: Dtype of the result. The computation is in the dtype of `log_scale`.
+            is_last: Whether `log_scale` may be overwritten because nothing else uses
+                it.
         """
         scale = exp_of_difference(self.log_scale, shift, is_last)
         if self.values is not None:
@@ -96,25 +99,26 @@ class Features(NamedTuple):
         return ops.cast(scale, dtype)
 
     def magnitudes(self, shift, dtype):
-        """`exp(log_scale - shift)`: every |value| taken as 1; of width M or 1."""
+        """Returns `exp(log_scale - shift)`, of width M or 1: |values| taken as 1."""
         return ops.cast(ops.exp(self.log_scale - shift), dtype)
 
     def hidden(self, mask):
-        """Keys whose hidden rows are in no product and no maximum."""
+        """Returns key features whose hidden rows enter no product and no maximum."""
         values = None if self.values is None else hide(self.values, mask)
         return type(self)(values, masked_log_scale(self, mask))
 
     def products(self, other, dtype):
-        """Products `(..., R, S)` of the values alone with those of `other`."""
+        """Returns the products `(..., R, S)` of the values with those of `other`."""
         rows, columns = ops.cast(self.values, dtype), ops.cast(other.values, dtype)
         return accumulated_matmul(rows, columns, transpose_b=True)
 
 
 class Squared(NamedTuple):
-    """Features `v ⊗ v · exp(log_scale)`: every product of two is a square.
+    """Features `v ⊗ v · exp(log_scale)`, whose inner products are squares.
 
-    They are the features of polynomial attention, whose denominator has a 1. Products
-    of a few tokens are taken as `(v · w)²`, which never forms the r² features.
+    These are the features of polynomial attention, whose denominator has a 1. The
+    product of a few tokens is computed as `(v · w)²`, which never forms the r²
+    features.
 
     Attributes:
         values: Array v of shape `(..., r)` with magnitudes at most 1.
@@ -135,36 +139,36 @@ class Squared(NamedTuple):
 
     @property
     def width(self):
-        """How many features there are."""
+        """The number of features per token, r²."""
         return self.values.shape[-1] ** 2
 
     def dense(self):
-        """The same as `Features`, of width r²."""
+        """Returns the same features as `Features` of width r²."""
         return Features(self_tensor(self.values), self.log_scale)
 
     def expand(self, shift, dtype, is_last=False):
-        """As of `Features`, of width r²."""
-        # Half the exponent for each factor: r numbers are scaled, not r².
+        """Returns `v ⊗ v · exp(log_scale - shift)`, as `Features.expand` does."""
+        # Each of the two factors gets half the exponent, which scales r numbers instead
+        # of r².
         scale = ops.exp((self.log_scale - shift) / 2)
         rows = scale * ops.cast(self.values, scale.dtype)
         return ops.cast(self_tensor(rows), dtype)
 
     def products(self, other, dtype):
-        """As of `Features`."""
+        """Returns the products of the values with those of `other`: `(v · w)²`."""
         return ops.square(Features.products(self, other, dtype))
 
 
 class Marked(NamedTuple):
-    """Features all of which are finite, and which tokens were not.
+    """Features that are all finite, with a mark for tokens that were not.
 
-    What is not finite must reach the rows that see it and no other, but 0 · NaN is
-    NaN. So such a token enters products as some finite one, and algorithms add its
-    mark to what sees it.
+    A token that is not finite must turn exactly the rows that see it into NaN. Products
+    do not give this, because 0 · NaN is NaN. So such a token enters products as a
+    finite one, and algorithms add `spoiled` to the outputs that see the token.
 
     Attributes:
         features: `Features` or `Squared` of shape `(..., M)`.
-        spoiled: Array of shape `(..., 1)`: NaN for a token that was not finite, else
-            0.
+        spoiled: Array of shape `(..., 1)`: NaN for a token that was not finite, else 0.
     """
 
     features: Any
@@ -172,7 +176,7 @@ class Marked(NamedTuple):
 
     @property
     def num_heads(self):
-        """The length of the axis before the last of the features."""
+        """The size of the head axis of the features (the axis before the last)."""
         return self.features.num_heads
 
     compute = Features.compute
@@ -182,9 +186,10 @@ class Deferred(NamedTuple):
     """Features yet to be computed, so that an algorithm need not hold all at once.
 
     Attributes:
-        function: Pure `(x, parameters) -> Features` (or `Marked`), `(..., N, H) ->
-            (..., N, M)`; hashable, as calls whose functions are equal share a program.
-            Its method `heads_first` takes `(B, K, R, H)`, groups beside their token.
+        function: Pure function `(x, parameters) -> Features` (or `Marked`), from shape
+            `(..., N, H)` to `(..., N, M)`. It must be hashable: calls with equal
+            functions share a compiled program. Its method `heads_first` takes `x` of
+            shape `(B, K, R, H)`, in which the query heads of a token are adjacent rows.
         x: Array of shape `(..., N, H)`.
         parameters: Pytree of arrays.
     """
@@ -195,20 +200,20 @@ class Deferred(NamedTuple):
 
     @property
     def num_heads(self):
-        """The length of the axis before the last."""
+        """The size of the head axis (the axis before the last)."""
         return self.x.shape[-2]
 
     def compute(self):
-        """The `Features`, or `Marked`."""
+        """Returns the `Features`, or `Marked`."""
         return self.function(self.x, self.parameters)
 
 
 class Scaled(NamedTuple):
-    """A function of `Deferred` that widens and scales what it is given first.
+    """A function for `Deferred` that scales its input, in float32 or wider.
 
     Attributes:
-        function: As of `Deferred`.
-        factor: A number.
+        function: The function that takes the scaled input; see `Deferred`.
+        factor: Number by which the input is multiplied.
     """
 
     function: Any
@@ -218,7 +223,7 @@ class Scaled(NamedTuple):
         return self.function(self._scaled(x), parameters)
 
     def heads_first(self, x, parameters, *choices):
-        """As of the function."""
+        """Returns what `function.heads_first` gives for the scaled input."""
         return self.function.heads_first(self._scaled(x), parameters, *choices)
 
     def _scaled(self, x):
@@ -229,10 +234,12 @@ class Exponents(NamedTuple):
     """Exponential features before they are computed: `x · vectors + bias + common`.
 
     Attributes:
-        x: Array of shape `(B, ..., N, H)`, or `(B, K, R, H)` heads first.
-        vectors: `(B or 1, K, H, M)`, for each group of N / K heads.
-        bias: `(B or 1, K, 1, M)`.
-        common: `(..., 1)`, what the exponents of a token share, or `None`.
+        x: Array of shape `(B, ..., N, H)`, or `(B, K, R, H)` in heads-first layout.
+        vectors: Array of shape `(B or 1, K, H, M)`; the N / K query heads of a key head
+            share it.
+        bias: Array of shape `(B or 1, K, 1, M)`.
+        common: Array of shape `(..., 1)`: the exponent term that all features of a
+            token share. `None` for 0.
     """
 
     x: Any
@@ -246,11 +253,11 @@ class Exponents(NamedTuple):
 
     @property
     def width(self):
-        """How many features there are."""
+        """The number of features per token."""
         return self.vectors.shape[-1]
 
     def hidden(self, mask):
-        """As of `Features`, heads first."""
+        """Returns `Exponents`, heads first, in which hidden keys are at `LOWEST`."""
         if mask is None:
             return self
         common = self.common
@@ -258,7 +265,7 @@ class Exponents(NamedTuple):
         return self._replace(common=where(ops.expand_dims(mask, -1), common, LOWEST))
 
     def compute(self):
-        """The `Features` `(B, K, R, M)`, heads first."""
+        """Returns the `Features` of shape `(B, K, R, M)`, heads first."""
         x, vectors, bias, common = self
         found = accumulated_matmul(x, ops.cast(vectors, x.dtype), is_precise=True)
         found = add_into(found, ops.cast(bias, x.dtype))
@@ -266,7 +273,7 @@ class Exponents(NamedTuple):
 
 
 def map_features(function, features):
-    """Applies a function of tokens to all parts of `Features` or `Marked`."""
+    """Applies a function of token arrays to all parts of `Features` or `Marked`."""
     if isinstance(features, Exponents):
         common = map_features(function, features.common)
         return features._replace(x=function(features.x), common=common)
@@ -276,25 +283,25 @@ def map_features(function, features):
 
 
 def finite(features):
-    """Clips exponents to finite numbers, whose differences are no NaN; NaN stays."""
+    """Clips exponents to finite numbers, so that differences are not NaN; NaN stays."""
     log_scale = features.log_scale
     if known_finite(log_scale, limit=-LOWEST):
         return features
     clipped = clip(log_scale, LOWEST, -LOWEST)
     if keras.backend.backend() == "jax":
-        # XLA may take the larger of NaN and a number to be the number.
+        # On XLA the maximum of NaN and a number may be the number.
         clipped = ops.where(ops.isnan(log_scale), log_scale, clipped)
     return features._replace(log_scale=clipped)
 
 
 def masked_log_scale(key, mask):
-    """Key exponents with hidden keys at `LOWEST`, so that no maximum sees them."""
+    """Returns key exponents with hidden keys at `LOWEST`, which no maximum sees."""
     if mask is None:
         return key.log_scale
     return where(ops.expand_dims(mask, -1), key.log_scale, LOWEST)
 
 
 def self_tensor(x):
-    """`x ⊗ x`: every product of two, `(..., r)` to `(..., r²)`."""
+    """Returns `x ⊗ x`, all products of two entries: `(..., r)` to `(..., r²)`."""
     products = ops.expand_dims(x, -1) * ops.expand_dims(x, -2)
     return ops.reshape(products, (*ops.shape(x)[:-1], x.shape[-1] ** 2))

@@ -1,10 +1,11 @@
-"""Softmax attention by PyTorch's fused operation on a CPU, and exponentials by it.
+"""Softmax and exponential features by PyTorch's fused attention operation on a CPU.
 
-With features `exp(w · x + b)`, what a feature sums over the keys is, but for its
-normalizer, softmax attention of the vector w to the keys; and what a query reads of all
-features is softmax attention to the vectors, each with the logarithm of its normalizer
-in the exponent. So no feature is ever in memory. Without gradients, as the operation
-gives none of the normalizers.
+With features `exp(w · x + b)`, the average that a feature takes over the keys (its sum
+divided by its normalizer) is softmax attention of the vector w to the keys. What a
+query reads of all features is softmax attention to the vectors, with the logarithm of
+each feature's normalizer added to the exponent. So features are never held in memory.
+This works without gradients only, because the operation gives no gradient of the
+normalizers.
 """
 
 import functools
@@ -19,17 +20,18 @@ from keras_rfattn.ops.plain import are_values_at_hand
 from keras_rfattn.ops.plain import is_differentiated
 from keras_rfattn.ops.sums import Sums
 
-# What `scaled_dot_product_attention` calls, which keeps the normalizers to itself.
+# The operation that `scaled_dot_product_attention` calls; that function does not return
+# the normalizers.
 OPERATION = "_scaled_dot_product_flash_attention_for_cpu"
 
-# Up to so many windows, each weighs all others at once; beyond, sums pass from one to
-# the next.
+# Up to this many windows, each window weighs all others at once. With more windows
+# prefix sums are used.
 WINDOWS = 32
 
 
 @functools.cache
 def has_operation():
-    """Whether the private operation exists and answers as this module expects."""
+    """Returns whether the private operation exists and answers as expected here."""
     import torch
 
     row = torch.zeros((1, 1, 1, 1), device="cpu")
@@ -42,13 +44,13 @@ def has_operation():
 
 
 def is_fused(query, key, value, *others):
-    """Whether these are for this module.
+    """Returns whether this module can compute attention of these arrays.
 
     Args:
-        query: `Marked`, of `Exponents` or others.
-        key: Likewise.
+        query: `Marked` query features, `Exponents` or others.
+        key: `Marked` key features, `Exponents` or others.
         value: Array of shape `(..., S, V)`.
-        others: Queries and keys of softmax, where it is asked besides.
+        others: Queries and keys of exact softmax attention, if that is needed too.
     """
     if keras.backend.backend() != "torch":
         return False
@@ -61,7 +63,7 @@ def is_fused(query, key, value, *others):
     tokens = key.features.x, query.features.x, *others
     arrays = (*query.features, *key.features, value, *others)
     arrays = [x for x in arrays if x is not None]
-    # The operation has no rules for transformations, and none for gradients.
+    # The operation supports neither transformations nor gradients.
     if not are_values_at_hand(*arrays) or is_differentiated(*arrays):
         return False
     if not all(x.numel() for x in arrays):
@@ -72,15 +74,15 @@ def is_fused(query, key, value, *others):
 
 
 class Averages(NamedTuple):
-    """Keys and values summed per feature, and divided by its normalizer."""
+    """Keys and values summed per feature, and divided by the feature's normalizer."""
 
     means: Any  # (..., M, V)
-    logs: Any  # (..., M): of the normalizers
+    logs: Any  # (..., M): logarithms of the normalizers
     spoiled: Any  # (...): NaN if a key or value was not finite, else 0
 
     @classmethod
     def of(cls, sums):
-        """Those of `Sums`; of no key, what weighs nothing beside any."""
+        """Converts `Sums`; features that met no key get the log `LOWEST`, weight 0."""
         import torch
 
         total = torch.where(sums.normalizer > 0, sums.normalizer, 1)
@@ -88,14 +90,14 @@ class Averages(NamedTuple):
         return cls(means, sums.maximum + total.log(), sums.spoiled)
 
     def sums(self):
-        """As `Sums`."""
+        """Returns the averages as `Sums`."""
         import torch
 
         ones = torch.ones_like(self.logs)
         return Sums(self.logs, self.means.mT, ones, ones, self.spoiled)
 
     def elsewhere(self, nearby):
-        """Of all windows `(B, K, n, ...)` but those `nearby`, for each of them."""
+        """Returns for each of the n windows the averages of all but `nearby` ones."""
         import torch
 
         window = torch.arange(self.logs.shape[2], device="cpu")
@@ -113,30 +115,32 @@ class Averages(NamedTuple):
 
 
 def attend(query, key, value):
-    """What queries read of all keys, but for marks: `(..., R, V)`.
+    """Returns what queries read of all keys, `(..., R, V)`, without NaN propagation.
 
     Args:
-        query: `Exponents`.
-        key: `Exponents`, as `admit` gives them; likewise `value`.
+        query: `Exponents` of the queries.
+        key: `Exponents` of the keys, as returned by `admit`.
+        value: Values, as returned by `admit`.
     """
     return _look_up(query, *_average(key, value))[0]
 
 
 def summarize(key, value):
-    """`Averages` of what `admit` gives, as `sums.summarize` gives `Sums`."""
+    """Returns the `Averages` of the keys and values that `admit` returned."""
     return Averages(*_average(key.features, value), key.spoiled[..., 0].sum(-1))
 
 
 def read_beside(averages, features, query, key, value, visible):
-    """What queries read of `Averages`, and by softmax of what is beside them.
+    """Returns what queries read of `Averages` and, by softmax, of keys nearby.
 
     Args:
-        averages: `Averages`.
-        features: `Exponents` of the queries, of softmax.
-        query: Finite, `(..., R, H)`.
-        key: Likewise, `(..., S, H)`.
-        value: Likewise, `(..., S, V)`.
-        visible: Boolean array that broadcasts to `(..., R, S)`, or `None` for all.
+        averages: `Averages` of the keys that features summarize.
+        features: `Exponents` of the queries; their kernel is softmax.
+        query: Finite queries of shape `(..., R, H)`.
+        key: Finite keys nearby, of shape `(..., S, H)`.
+        value: Finite values nearby, of shape `(..., S, V)`.
+        visible: Boolean array that broadcasts to `(..., R, S)`, or `None` if all keys
+            are visible.
     """
     import torch
 
@@ -147,13 +151,13 @@ def read_beside(averages, features, query, key, value, visible):
         mask = torch.where(visible, 0.0, LOWEST).to(query.dtype)
     near, near_log = _softmax(query, key, value.to(query.dtype), mask)
     if visible is not None:
-        # Of a row that sees none of them.
+        # A row that sees none of the keys nearby has no meaningful average of them.
         near = torch.where((near_log > LOWEST / 2)[..., None], near, 0)
     return torch.lerp(near, far, torch.sigmoid(far_log - near_log)[..., None])
 
 
 def _average(key, value):
-    """What features sum over keys by their normalizers, and the logarithms of these."""
+    """Returns each feature's average over the keys, and the log of its normalizer."""
     vectors, bias = _parameters(key)
     common = None if key.common is None else key.common.mT
     means, logs = _softmax(vectors, key.x, value.to(key.x.dtype), common)
@@ -161,13 +165,13 @@ def _average(key, value):
 
 
 def _look_up(query, means, logs):
-    """What queries read of that, and the logarithms of their normalizers."""
+    """Returns what queries read of these averages, and the log of each normalizer."""
     vectors, bias = _parameters(query)
     return _softmax(query.x, vectors, means, (logs + bias)[..., None, :])
 
 
 def _parameters(exponents):
-    """Vectors `(..., M, H)` and bias `(..., M)`, the same for all blocks."""
+    """Returns vectors `(..., M, H)` and bias `(..., M)`, shared by all blocks."""
     vectors, bias = (
         x.to(exponents.x.dtype) for x in (exponents.vectors, exponents.bias)
     )
@@ -177,32 +181,35 @@ def _parameters(exponents):
 
 
 def _softmax(query, key, value, bias):
-    """Softmax attention, and the logarithms of its normalizers.
+    """Computes softmax attention, and the logarithms of its normalizers.
 
     Args:
-        query: Array that broadcasts to `(B, K, R, H)`, or to `(B, K, n, R, H)` of
-            n blocks.
-        key: Likewise, of S keys.
-        value: Likewise, V numbers of which there are at most H.
-        bias: Of exponents, an array that broadcasts to `(..., R, S)`, or `None`.
+        query: Array that broadcasts to `(B, K, R, H)`, or to `(B, K, n, R, H)` for n
+            blocks.
+        key: Array that broadcasts to `(B, K, S, H)`, or to `(B, K, n, S, H)` for n
+            blocks.
+        value: Array of the shape of `key` except for its last axis, whose size V is at
+            most H.
+        bias: Array that broadcasts to `(..., R, S)` and is added to the exponents, or
+            `None` for 0.
 
     Returns:
-        `(..., R, V)` and `(..., R)`.
+        Tuple of the output `(..., R, V)` and the logarithms `(..., R)`.
     """
     import torch
 
     size = value.shape[-1]
     if size < key.shape[-1]:
-        # It takes values as long as keys.
+        # The operation needs values as wide as keys.
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - size))
 
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
 
     def rows(x):
-        # It takes numbers of a row to stand side by side,
+        # The operation needs the entries of a row to be contiguous,
         x = x if x.stride(-1) == 1 else x.contiguous()
         x = x.expand(*lead, *x.shape[-2:])
-        # and knows one axis of rows.
+        # and takes two leading axes only, so blocks join the batch.
         return x.transpose(1, 2).flatten(0, 1) if len(lead) == 3 else x
 
     query, key, value = map(rows, (query, key, value))

@@ -1,4 +1,4 @@
-"""What PyTorch, which keeps for a gradient all it computes, has to be told."""
+"""Control of gradients on PyTorch, which keeps all it computes for a gradient."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ import keras
 
 
 def without_gradients():
-    """A context in which nothing is kept for a gradient."""
+    """Returns a context manager under which PyTorch keeps nothing for a gradient."""
     if keras.backend.backend() != "torch":
         return contextlib.nullcontext()
     import torch
@@ -15,15 +15,20 @@ def without_gradients():
 
 
 def with_gradient(function, variables, tensors):
-    """`function(*tensors)`, the first of whose results alone may be differentiated.
+    """Returns `function(*tensors)`; only its first result can be differentiated.
 
-    PyTorch computes its gradient at once, and holds that instead of all that is needed
-    for it. XLA and TensorFlow order what they compile by themselves.
+    PyTorch computes the gradient at once and keeps that, instead of everything that
+    would be needed to compute it later. XLA and TensorFlow schedule their compiled
+    programs themselves.
 
     Args:
-        function: Of tensors to a tuple of them, the first a scalar.
-        variables: Keras variables that it uses.
-        tensors: What it is given.
+        function: Function of tensors that returns a tuple of tensors, the first a
+            scalar.
+        variables: Keras variables that the function uses.
+        tensors: Arguments of the function.
+
+    Returns:
+        The tuple of results.
     """
     if keras.backend.backend() != "torch":
         return function(*tensors)
@@ -33,7 +38,8 @@ def with_gradient(function, variables, tensors):
         @staticmethod
         def forward(ctx, *inputs):
             with torch.enable_grad():
-                # Cut off from what they were computed from, which comes later.
+                # Detached from the operations that computed them, whose gradient comes
+                # later.
                 live = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
                 found = function(*live)
             inputs = [*inputs[: -len(live)], *live]

@@ -1,8 +1,9 @@
-"""Attention by the kernel itself, token by token: what features estimate.
+"""Attention by the kernel that features estimate, computed for each pair of tokens.
 
-A kernel is a frozen object, so that programs compiled for equal ones are shared. It
-weighs finite queries `(..., R, H)` and keys `(..., S, H)` into weights `(..., R, S)`,
-each relative to `exp(shift)` of its row, and 0 where not `visible` (`None`: all are).
+A kernel is a frozen dataclass, so that equal kernels share compiled programs. It takes
+finite queries `(..., R, H)`, keys `(..., S, H)` and a boolean array `visible` (`None`
+if all keys are visible). It returns weights `(..., R, S)` and `shift` `(..., R)`: each
+row of weights is relative to `exp(shift)`, and 0 where `visible` is false.
 """
 
 import dataclasses
@@ -38,8 +39,9 @@ from keras_rfattn.ops.sizes import product
 from keras_rfattn.ops.sums import Reading
 from keras_rfattn.ops.sums import normalize
 
-LEAST = 1e-30  # norm of a vector, which may be zero
-# Weights at once: read twice, where features are read more often.
+LEAST = 1e-30  # smallest norm to divide by; a vector may be zero
+# Number of weights to hold at once. JAX takes more than of features, because weights
+# are read twice and features more often.
 WEIGHTS = {**NUMBERS, "jax": 2**21}
 
 
@@ -47,21 +49,21 @@ WEIGHTS = {**NUMBERS, "jax": 2**21}
 class Softmax:
     """The kernel `exp(q · k)` of scaled queries and keys.
 
-    Called with queries `(..., R, H)`, keys `(..., S, H)` and which are `visible`, it
-    gives weights `(..., R, S)` relative to `exp(shift)`, and the shift `(..., R)`.
+    Calling it with queries `(..., R, H)`, keys `(..., S, H)` and `visible` returns
+    weights `(..., R, S)` relative to `exp(shift)`, and the shift `(..., R)`.
     """
 
     is_signed = False
     has_offset = False
 
     def __call__(self, query, key, visible):
-        """`(weights, shift)`: `(..., R, S)` and `(..., R)`."""
+        """Returns `(weights, shift)` of shapes `(..., R, S)` and `(..., R)`."""
         return _exponentiate(_products(query, key), visible)
 
 
 @dataclasses.dataclass(frozen=True)
 class Polynomial:
-    """`(q · k)^degree`, and a 1 in the denominator of its attention.
+    """The kernel `(q · k)^degree`, whose attention has a 1 in its denominator.
 
     Attributes:
         degree: Positive even integer.
@@ -75,7 +77,7 @@ class Polynomial:
     has_offset = True
 
     def __call__(self, query, key, visible):
-        """`(weights, shift)`: `(..., R, S)` and `(..., R)`."""
+        """Returns `(weights, shift)` of shapes `(..., R, S)` and `(..., R)`."""
         (query, query_scale), (key, key_scale) = unit(query), unit(key)
         products = _products(query, key)
         scale = query_scale + ops.swapaxes(key_scale, -1, -2)
@@ -90,14 +92,17 @@ def _products(query, key):
 def _exponentiate(exponent, visible):
     if visible is not None:
         exponent = where(visible, exponent, LOWEST)
-    # Half of it, so that hidden weights vanish where nothing is visible, too.
+    # Half of `LOWEST`, so that hidden weights vanish even in a row that sees no key.
     shift = elementwise_max(largest_of(exponent, axis=-1), LOWEST / 2)
     shift = ops.stop_gradient(shift)
     return exp_of_difference(exponent, ops.expand_dims(shift, -1), is_last=True), shift
 
 
 def unit(x):
-    """`(x / ‖x‖, log ‖x‖)`: `(..., H)` and `(..., 1)`; 0 for the zero vector."""
+    """Returns `(x / ‖x‖, log ‖x‖)`, of shapes `(..., H)` and `(..., 1)`.
+
+    The zero vector gives 0 as its direction.
+    """
     size = largest_of(ops.abs(x), axis=-1, keepdims=True)
     size = ops.stop_gradient(elementwise_max(size, LEAST))
     x = x / size
@@ -107,21 +112,23 @@ def unit(x):
 
 
 def read_exactly(kernel, query, key, value, visible):
-    """The `Reading` of finite queries, keys and values by the kernel.
+    """Returns the `Reading` of finite queries, keys and values by the kernel.
 
     Args:
         kernel: `Softmax()` or `Polynomial(degree)`.
         query: Array of shape `(..., R, H)`.
         key: Array of shape `(..., S, H)`.
         value: Array of shape `(..., S, V)`.
-        visible: Boolean array that broadcasts to `(..., R, S)`, or `None` for all.
+        visible: Boolean array that broadcasts to `(..., R, S)`, or `None` if all keys
+            are visible.
     """
     weights, shift = kernel(query, key, visible)
     rounded = ops.cast(weights, value.dtype)
     backend, size = keras.backend.backend(), product(*ops.shape(weights))
     is_small = size is not None and size <= WEIGHTS["jax"]
     if backend == "tensorflow" or (backend == "jax" and is_small):
-        # Still in a cache, where a sum costs less than one column beyond a register.
+        # The weights are still in a cache, where summing them costs less than a matrix
+        # product with one more column, which overflows a register.
         numerator = accumulated_matmul(rounded, value)
         denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
     else:
@@ -129,8 +136,9 @@ def read_exactly(kernel, query, key, value, visible):
         numerator, denominator = last_apart(accumulated_matmul(rounded, both))
     bound = denominator
     if kernel.has_offset:
-        # Weights that all vanish, as of orthogonal vectors, are seen all the same. The
-        # largest of a softmax is 1, and XLA is twice as fast without this.
+        # Weights may all vanish, for example those of orthogonal vectors; such a row
+        # still sees keys. A softmax row has a weight of 1, and XLA is twice as fast
+        # without this.
         bound = elementwise_max(bound, ops.cast(shift > LOWEST / 2, bound.dtype))
     return Reading(shift, numerator, denominator, bound)
 
@@ -138,22 +146,22 @@ def read_exactly(kernel, query, key, value, visible):
 def exact_attention(
     query, key, value, kernel, key_mask=None, causal=False, prefix_mask=None
 ):
-    """Attention by a kernel, O(T · S).
+    """Computes attention by a kernel in O(T · S).
 
     Args:
-        query: Scaled queries, `(B, T, N, H)`.
-        key: Scaled keys, `(B, S, K, H)`.
+        query: Scaled queries of shape `(B, T, N, H)`.
+        key: Scaled keys of shape `(B, S, K, H)`.
         value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
         kernel: `Softmax()` or `Polynomial(degree)`.
-        key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden
-            keys and values may hold anything, NaN included.
-        causal: Whether query i sees keys `j <= i` only.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden keys
+            and values may hold anything, NaN included.
+        causal: Whether query i sees only keys `j <= i`.
         prefix_mask: Optional array of shape `(B, S)`, true for keys that all queries
-            see, if causal.
+            see although attention is causal.
 
     Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key
-        is 0.
+        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
+        0.
     """
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     groups, length = num_heads // num_kv_heads, ops.shape(query)[1]
@@ -171,7 +179,7 @@ def exact_attention(
         )
         if prefix_mask is not None:
             past = past | ops.expand_dims(heads_mask(prefix_mask), -2)
-        # LiteRT has no `and` of five axes.
+        # LiteRT has no logical `and` for arrays with five axes.
         visible = past if visible is None else where(past, visible, False)
     is_finite = known_finite(*given, limit=LARGEST)
     tokens = given if is_finite else finite_tokens(*given)
@@ -192,7 +200,7 @@ def exact_attention(
 
 
 class _Whole(NamedTuple):
-    """`read_exactly` and `normalize`, for `by_heads`."""
+    """Computes `read_exactly` and `normalize`; hashable, for `by_heads`."""
 
     kernel: Any
 
@@ -201,14 +209,14 @@ class _Whole(NamedTuple):
 
 
 def _fused(query, key, value, visible, is_causal):
-    """Softmax attention by PyTorch's own operation; 0 for a row that sees no key."""
+    """Computes softmax attention by PyTorch; 0 for a row that sees no key."""
     import torch
 
     wide, seen, mask = query.dtype, None, None
     value = value.to(wide)
     if visible is not None and not is_causal:
         seen = visible.any(dim=-1, keepdim=True)
-        # A row without any key would be NaN, in the gradient too.
+        # A row that sees no key would be NaN, in the gradient too.
         mask = visible | ~seen
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=is_causal, scale=1.0
@@ -217,20 +225,23 @@ def _fused(query, key, value, visible, is_causal):
 
 
 def finite_tokens(query, key, value):
-    """Queries, keys and values as `read_exactly` takes them."""
+    """Returns queries, keys and values made finite, for `read_exactly`."""
     return bounded(query), bounded(key), finite_values(value)
 
 
 def spoiled(query, key, value, mask, groups, causal):
-    """NaN for rows that see a query, key or value which is not finite, else 0.
+    """Returns NaN for rows that see a token which is not finite, else 0.
 
     Args:
-        query: Array of shape `(..., R · G, H)`.
+        query: Array of shape `(..., R · G, H)`, with the G query heads of a token
+            adjacent.
         key: Array of shape `(..., S, H)`.
         value: Array of shape `(..., S, V)`.
-        mask: Boolean array that broadcasts to `(..., S)`, or `None`.
-        groups: G.
-        causal: Whether query i of the last R tokens sees keys up to its own only.
+        mask: Boolean array that broadcasts to `(..., S)`, true for visible keys, or
+            `None`.
+        groups: Number G of query heads per key head.
+        causal: Whether the queries belong to the last R tokens and see keys only up to
+            their own.
 
     Returns:
         Array of shape `(..., R · G, 1)`.
@@ -245,16 +256,16 @@ def spoiled(query, key, value, mask, groups, causal):
 
 
 def softmax_attention(query, key, value, key_mask=None, causal=False, prefix_mask=None):
-    """`softmax(q · k) v` over the visible keys, O(T · S).
+    """Computes `softmax(q · k) v` over the visible keys in O(T · S).
 
     Args:
-        query: Scaled queries, `(B, T, N, H)`.
-        key: Scaled keys, `(B, S, K, H)`.
+        query: Scaled queries of shape `(B, T, N, H)`.
+        key: Scaled keys of shape `(B, S, K, H)`.
         value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
         key_mask: Optional array of shape `(B, S)`, true for visible keys.
-        causal: Whether query i sees keys `j <= i` only.
+        causal: Whether query i sees only keys `j <= i`.
         prefix_mask: Optional array of shape `(B, S)`, true for keys that all queries
-            see, if causal.
+            see although attention is causal.
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is

@@ -1,4 +1,8 @@
-"""Where heads and tokens stand: key heads first, sequences cut into blocks."""
+"""Moves axes between layouts: heads first, and sequences cut into blocks.
+
+Shapes use `·` for an axis of any size. In `T · G` the G query heads of a key head are
+adjacent rows of their token.
+"""
 
 import keras
 from keras import ops
@@ -16,14 +20,16 @@ from keras_rfattn.ops.sizes import num_blocks
 def heads_first(
     features, num_kv_heads, is_relative=False, is_lazy=False, is_apart=True
 ):
-    """`(B, T, N, M)` features as `Marked` `(B, K, T · G, M)`, groups by token.
+    """Converts features `(B, T, N, M)` to `Marked` features `(B, K, T · G, M)`.
 
     Args:
         features: `Features`, `Marked` or `Deferred`.
-        num_kv_heads: K.
-        is_relative: Whether a factor for each token may be left out.
-        is_lazy: Whether the features may be `Exponents`, yet to be computed.
-        is_apart: Whether tokens that are not finite are marked; otherwise they are NaN.
+        num_kv_heads: Number of key heads K.
+        is_relative: Whether a factor that all features of a token share may be left
+            out.
+        is_lazy: Whether the result may hold `Exponents`, which are yet to be computed.
+        is_apart: Whether tokens that are not finite are recorded in `spoiled`;
+            otherwise their features are NaN.
     """
     if isinstance(features, Deferred):
         x, choices = split_heads(features.x, num_kv_heads), (is_lazy, is_apart)
@@ -33,7 +39,7 @@ def heads_first(
 
 
 def split_heads(x, num_kv_heads):
-    """`(B, T, N, ·)` as `(B, K, T · G, ·)`."""
+    """Reshapes `(B, T, N, ·)` to `(B, K, T · G, ·)`."""
     batch, length = ops.shape(x)[0], ops.shape(x)[1]
     num_heads, width = x.shape[2], x.shape[3]
     groups = num_heads // num_kv_heads
@@ -45,7 +51,7 @@ def split_heads(x, num_kv_heads):
 
 
 def merge_heads(x, num_heads, length):
-    """`(B, K, T · G, V)` back as `(B, T, N, V)`."""
+    """Reshapes `(B, K, T · G, V)` back to `(B, T, N, V)`."""
     batch, num_kv_heads, width = ops.shape(x)[0], x.shape[1], x.shape[3]
     groups = num_heads // num_kv_heads
     if groups == 1:
@@ -56,9 +62,9 @@ def merge_heads(x, num_heads, length):
 
 
 def last_apart(x, axis=-1):
-    """`(..., V + 1)` as `(..., V)` and `(...)`; or so along axis -2."""
+    """Splits `(..., V + 1)` into `(..., V)` and `(...)`, along axis -1 or -2."""
     if keras.backend.backend() == "torch":
-        # One array in the gradient, where each slice would be one.
+        # A split is one array in the gradient, where two slices would be two.
         rest, last = x.split([x.shape[axis] - 1, 1], axis)
         return rest, last.squeeze(axis)
     if axis == -2:
@@ -67,9 +73,9 @@ def last_apart(x, axis=-1):
 
 
 def cut_blocks(x, size, groups=1):
-    """`(B, K, T · G, ...)` as `(B, K, T / size, size · G, ...)`, zeros after the end.
+    """Cuts `(B, K, T · G, ...)` into `(B, K, T / size, size · G, ...)`.
 
-    At least one block.
+    The end is padded with zeros to whole blocks, at least one.
     """
     shape = ops.shape(x)
     count = num_blocks(shape[2] // groups, size)
@@ -82,16 +88,16 @@ def cut_blocks(x, size, groups=1):
 
 
 def cut_tokens(x, size):
-    """`(B, T, N, ·)` as `(B, 1, T / size, size, N, ·)`, zeros after the end.
+    """Cuts `(B, T, N, ·)` into `(B, 1, T / size, size, N, ·)`, padded with zeros.
 
-    Tokens stay where they are: heads are put first block by block (`block_heads`), in a
-    cache, where moving all of them would take fresh memory for each array.
+    Tokens stay in place. `block_heads` puts heads first block by block, within a cache;
+    moving all of them at once would take fresh memory for each array.
     """
     return cut_blocks(ops.expand_dims(x, 1), size)
 
 
 def block_heads(blocks, num_kv_heads):
-    """`(B, 1, n, C, N, ·)` as `(B, K, n, C · G, ·)`, groups by token."""
+    """Reshapes `(B, 1, n, C, N, ·)` to `(B, K, n, C · G, ·)`."""
     batch, _, count, size, num_heads, width = ops.shape(blocks)
     groups = num_heads // num_kv_heads
     shape = batch, count, size, num_kv_heads, groups, width
@@ -100,7 +106,7 @@ def block_heads(blocks, num_kv_heads):
 
 
 def block_tokens(x, num_heads):
-    """`(B, K, n, C · G, ·)` back as `(B, 1, n, C, N, ·)`."""
+    """Reshapes `(B, K, n, C · G, ·)` back to `(B, 1, n, C, N, ·)`."""
     batch, num_kv_heads, count, rows, width = ops.shape(x)
     groups = num_heads // num_kv_heads
     shape = batch, num_kv_heads, count, rows // groups, groups, width
@@ -109,14 +115,17 @@ def block_tokens(x, num_heads):
 
 
 def join_tokens(blocks, length):
-    """`(B, 1, n, C, N, ·)` as `(B, T, N, ·)`, without what is after the end."""
+    """Joins blocks `(B, 1, n, C, N, ·)` to `(B, T, N, ·)`, and cuts the padding off."""
     batch, _, count, size, num_heads, width = ops.shape(blocks)
     x = ops.reshape(blocks, (batch, count * size, num_heads, width))
     return leading(x, length, 1)
 
 
 def block_mask(key_mask, length, size):
-    """Which keys of each block exist, `(B or 1, 1, T / C, C)`; `None` if all do."""
+    """Returns which keys of each block exist and are visible; `None` if all are.
+
+    The result is a boolean array of shape `(B or 1, 1, T / C, C)`.
+    """
     if key_mask is not None:
         mask = heads_mask(key_mask)
     elif is_known(length) and length and length % size == 0:
@@ -127,7 +136,7 @@ def block_mask(key_mask, length, size):
 
 
 def take_apart(features):
-    """Arrays, and what makes `Features` of them, `None` if they are."""
+    """Returns `(arrays, function)`; `function` is `None` for computed features."""
     if not isinstance(features, Deferred):
         return features, None
     function, *arrays = features
@@ -135,9 +144,10 @@ def take_apart(features):
 
 
 def in_blocks(arrays, function, num_kv_heads, block_size, groups=1, is_relative=False):
-    """Arrays of blocks along axis 2, and what makes `Features` of some of them.
+    """Returns arrays in blocks along axis 2, and a function that gives their features.
 
-    These have the shape `(B, K, n, C · G, ·)`.
+    The function takes the arrays of some blocks and returns `Features` of shape
+    `(B, K, n, C · G, ·)`. Features that are computed already are returned unchanged.
     """
     if function is None:
         features = heads_first(arrays, num_kv_heads)
@@ -146,7 +156,8 @@ def in_blocks(arrays, function, num_kv_heads, block_size, groups=1, is_relative=
     x, parameters = arrays
 
     def compute(block):
-        # The map knows tokens, and these blocks of them at a time.
+        # `heads_first` of the map takes rows of tokens, so the blocks are joined for
+        # it.
         block = block_heads(block, num_kv_heads)
         rows = ops.reshape(block, (*ops.shape(block)[:2], -1, block.shape[-1]))
         features = function.heads_first(rows, parameters, is_relative)
@@ -162,7 +173,10 @@ def in_blocks(arrays, function, num_kv_heads, block_size, groups=1, is_relative=
 
 
 def one_block(blocks):
-    """A block of zeros if features are to be computed: their shapes are wanted."""
+    """Returns one block of zeros for deferred features, to find out their shapes.
+
+    Blocks of computed features are returned unchanged.
+    """
     if isinstance(blocks, tuple):
         return blocks
     shape = ops.shape(blocks)
@@ -170,14 +184,14 @@ def one_block(blocks):
 
 
 def take_tokens(x, index):
-    """The tokens `index` `(B, L)` of each row of x, `(B, T, ...)` to `(B, L, ...)`."""
+    """Gathers the tokens `index` `(B, L)` from x: `(B, T, ...)` to `(B, L, ...)`."""
     if keras.backend.backend() == "tensorflow":
-        # Keras' way takes a batch of unknown size to be at least 1.
+        # `ops.take_along_axis` takes a batch of unknown size to be at least 1.
         import tensorflow as tf
 
         return tf.gather(x, index, axis=1, batch_dims=1)
     if keras.backend.backend() == "torch":
-        # Whole tokens at once: Keras' way reads an index for each of their numbers.
+        # This copies whole tokens; Keras' way would read an index for each number.
         (batch, length), size = ops.shape(x)[:2], ops.shape(index)
         start = length * ops.arange(batch, dtype=index.dtype)[:, None]
         found = x.flatten(0, 1).index_select(0, (start + index).flatten())
@@ -187,7 +201,10 @@ def take_tokens(x, index):
 
 
 def take_along(x, index, axis):
-    """The entries `index` of x along an axis; its other sizes are those of x, or 1."""
+    """Gathers the entries `index` of x along an axis.
+
+    The other sizes of `index` are those of x, or 1.
+    """
     if keras.backend.backend() == "torch":
         # Keras' way binds an exported program to the size of the batch.
         sizes = [-1 if i == axis else size for i, size in enumerate(x.shape)]
@@ -196,7 +213,7 @@ def take_along(x, index, axis):
 
 
 def move_axis(x, source, destination):
-    """As `ops.moveaxis`, for which `torch.vmap` has no rule on PyTorch."""
+    """Moves an axis as `ops.moveaxis`, which `torch.vmap` does not support."""
     rank = len(x.shape)
     axes = [i for i in range(rank) if i != source % rank]
     axes.insert(destination % rank, source % rank)

@@ -1,4 +1,4 @@
-"""Loops over blocks, and programs compiled once, that `keras.ops` does not offer."""
+"""Loops over blocks and programs compiled once, which `keras.ops` does not offer."""
 
 import functools
 
@@ -9,25 +9,26 @@ from keras_rfattn.ops.sizes import is_known
 from keras_rfattn.ops.sizes import is_traced
 from keras_rfattn.ops.sizes import product
 
-# Tokens, times heads, that PyTorch takes at once in `fold`, and numbers of features in
-# `by_rows` and `by_heads`: what stays in a cache. A step costs PyTorch more than JAX.
+# `AT_ONCE` is the number of tokens times heads that `fold` takes at once on PyTorch.
+# `NUMBERS` is the number of features that `by_rows` and `by_heads` take at once. Both
+# fit a cache. A step costs PyTorch more than JAX.
 AT_ONCE, NUMBERS = 2048, {"torch": 2**20, "jax": 2**18}
-# The same of JAX on a GPU, where a step is many small programs: some GiB of memory.
+# `AT_ONCE` for JAX on a GPU, where a step is many small kernels: some GiB of memory.
 AT_ONCE_ON_GPU = 2**19
 
 
 def exclusive_scan(combine, start, elements):
-    """Folds `elements` along axis 0, and keeps what came before each.
+    """Folds `elements` along axis 0, and returns the carry before each of them.
 
     Args:
-        combine: `(carry, element) -> carry`, tuples of arrays; associative, and taking
-            any axes before those of a carry.
+        combine: Function `(carry, element) -> carry` of tuples of arrays. It must be
+            associative, and accept any leading axes before those of a carry.
         start: The first carry, a tuple of arrays.
-        elements: Tuple of arrays of shape `(n, ...)`, n possibly unknown.
+        elements: Tuple of arrays of shape `(n, ...)`; n may be unknown.
 
     Returns:
-        `(last, before)`: the carry after all elements, and a tuple of arrays of
-        shape `(n, ...)` with the carry before each.
+        `(last, before)`: the carry after all elements, and a tuple of arrays of shape
+        `(n, ...)` with the carry before each element.
     """
     if elements[0].shape[0] == 1:
         after = combine(start, tuple(x[0] for x in elements))
@@ -38,7 +39,7 @@ def exclusive_scan(combine, start, elements):
 
 
 def _scan_by_doubling(combine, start, elements):
-    """`exclusive_scan` in log2(n) steps, each of which a GPU takes all at once."""
+    """Computes `exclusive_scan` in log2(n) steps, each over all elements at once."""
     both = zip(start, elements, strict=True)
     found, distance = [ops.concatenate([a[None], b], 0) for a, b in both], 1
     while distance < found[0].shape[0]:
@@ -50,14 +51,18 @@ def _scan_by_doubling(combine, start, elements):
 
 
 def compiled(function, /, **options):
-    """`function` with its `options` set: one program for all calls of a shape.
+    """Returns `function` with its `options` set, compiled once for each input shape.
 
-    Without it JAX would compile a loop again in every call outside of a jit, and
-    TensorFlow trace the same graph and gradient in every layer of a model.
+    Without it JAX would compile a loop again in every call outside of `jax.jit`, and
+    TensorFlow would trace the same graph and gradient in every layer of a model.
 
     Args:
-        function: A function of a module, of pytrees of arrays.
-        **options: Hashable arguments of `function`; what is equal shares a program.
+        function: Module-level function that takes pytrees of arrays.
+        **options: Hashable keyword arguments of `function`. Calls with equal options
+            share a compiled program.
+
+    Returns:
+        A function of the array arguments.
     """
     if keras.backend.backend() == "jax":
         return functools.partial(_jit(), function, tuple(options.items()))
@@ -80,11 +85,14 @@ def _jit():
 
 
 def _traced(function, options):
-    """A function of the graph at hand, where one of another may know a map no more."""
+    """Returns a `tf.function` cached for the current graph.
+
+    A function of another graph may refer to a feature map that no longer exists.
+    """
     import tensorflow as tf
 
     graph = tf.compat.v1.get_default_graph()
-    # It may be a proxy, which has attributes and no dictionary of them.
+    # The graph may be a proxy, which has attributes but no `__dict__` of them.
     if not hasattr(graph, "_rfattn_functions"):
         graph._rfattn_functions = {}
     key = function, options
@@ -97,18 +105,20 @@ def _traced(function, options):
 def fold(step, carry, blocks):
     """Runs `step` over blocks, one at a time where that saves memory and time.
 
-    On JAX it is a loop, which computes a block again for the gradient and keeps none
-    of it; a GPU takes as many blocks in a step as fill it. PyTorch takes as many as
-    fit in a cache, because it pays for every operation. TensorFlow takes all.
+    JAX loops over blocks; the gradient computes a block again and keeps none of it. On
+    a GPU each step takes as many blocks as fill it. PyTorch takes as many blocks as fit
+    in a cache, because every operation has a fixed cost there. TensorFlow takes all
+    blocks at once.
 
     Args:
-        step: `(carry, *blocks) -> (carry, found)` of any number of blocks.
+        step: Function `(carry, *blocks) -> (carry, found)` for any number of blocks.
         carry: Tuple of arrays.
-        blocks: Pytrees of arrays of blocks along axis 2, as of `layout.cut_blocks` or
-            `layout.cut_tokens`.
+        blocks: Pytrees of arrays with the blocks along axis 2, as `layout.cut_blocks`
+            and `layout.cut_tokens` return them.
 
     Returns:
-        `(carry, found)`, which are pytrees of such arrays too.
+        `(carry, found)`: the last carry, and the results as pytrees with the blocks
+        along axis 2.
     """
     if keras.backend.backend() == "tensorflow":
         return step(carry, *blocks)
@@ -118,7 +128,7 @@ def fold(step, carry, blocks):
     import jax.numpy as jnp
 
     count, size = _sizes(blocks)
-    # Blocks are taken one at a time if their number or the batch is unknown.
+    # Blocks are taken one at a time if their number or the batch size is unknown.
     is_whole = size and is_known(count) and _is_on_gpu(carry)
     most = min(count, max(1, AT_ONCE_ON_GPU // size)) if is_whole else 1
     each = next(i for i in range(most, 0, -1) if count % i == 0) if most > 1 else 1
@@ -137,7 +147,7 @@ def fold(step, carry, blocks):
 
 
 def _by_groups(step, carry, blocks):
-    """`fold` over a few blocks at a time."""
+    """Computes `fold` over a few blocks at a time."""
     count, size = _sizes(blocks)
     group = count if is_traced() else max(1, AT_ONCE // size)
     if is_traced() or _is_on_gpu(carry) or group >= count:
@@ -150,22 +160,23 @@ def _by_groups(step, carry, blocks):
 
 
 def _sizes(blocks):
-    """How many blocks there are, and tokens, times heads, in each, if known."""
+    """Returns the number of blocks, and of tokens times heads in each, if known."""
     leaves = [x for x in keras.tree.flatten(blocks) if x is not None]
     sizes = [product(*x.shape[:2], *x.shape[3:-1]) for x in leaves]
     return leaves[0].shape[2], None if None in sizes else max(sizes)
 
 
 def by_rows(function, arrays, size):
-    """`function` of a few rows of the batch at a time on PyTorch, elsewhere of all.
+    """Applies `function` to a few batch rows at a time on PyTorch, else to all.
 
     Args:
-        function: Of arrays, to an array of shape `(B, ...)`.
-        arrays: What it takes: pytrees of arrays `(B, ...)` or `(1, ...)`, or `None`.
+        function: Function of arrays that returns an array of shape `(B, ...)`.
+        arrays: Arguments of the function: pytrees of arrays of shape `(B, ...)` or
+            `(1, ...)`, or `None`.
         size: Floats held per batch row; all rows are taken at once if `None`.
 
     Returns:
-        What `function` gives of all rows.
+        The result of `function` for all rows.
     """
     if keras.backend.backend() != "torch" or size is None or is_traced():
         return function(*arrays)
@@ -181,18 +192,18 @@ def by_rows(function, arrays, size):
 
 
 def by_heads(function, arrays, size, limits=None):
-    """`function` of a few heads at a time where a CPU's cache would not hold all.
+    """Applies `function` to a few heads at a time if a CPU's cache cannot hold all.
 
     Args:
-        function: Hashable, of arrays, to an array of shape `(B, K, ...)`; what is equal
-            shares a program.
-        arrays: What it takes: pytrees of arrays `(·, K, ...)` or `(·, 1, ...)`, or
-            `None`.
-        size: Numbers that a head makes it hold; all heads are taken if `None`.
-        limits: Numbers at once, by backend; `NUMBERS` if `None`.
+        function: Hashable function of arrays that returns an array of shape
+            `(B, K, ...)`. Equal functions share a compiled program.
+        arrays: Arguments of the function: pytrees of arrays of shape `(·, K, ...)` or
+            `(·, 1, ...)`, or `None`.
+        size: Floats held per head; all heads are taken at once if `None`.
+        limits: Floats to hold at once, by backend; `NUMBERS` if `None`.
 
     Returns:
-        What `function` gives of all heads.
+        The result of `function` for all heads.
     """
     backend = keras.backend.backend()
     if size is None or backend == "torch" and (is_traced() or _is_on_gpu(arrays)):
@@ -208,13 +219,13 @@ def by_heads(function, arrays, size, limits=None):
         parts = [function(*part) for part in _cut(arrays, heads, 1)]
         return ops.concatenate(parts, axis=1)
     if keras.distribution.distribution() is not None:
-        # Heads may be on many devices.
+        # With a distribution the heads may be on several devices.
         return function(*arrays)
     return compiled(_heads_in_turn, function=function, heads=heads)(arrays)
 
 
 def _heads_in_turn(arrays, function, heads):
-    """`by_heads` on JAX; all heads at once for a gradient, which keeps them all."""
+    """Computes `by_heads` on JAX; the gradient keeps, and takes, all heads at once."""
     import jax
     import jax.numpy as jnp
 
@@ -225,7 +236,8 @@ def _heads_in_turn(arrays, function, heads):
         count = max(x.shape[1] for x in jax.tree.leaves(arrays))
 
         def some(start):
-            # Sliced where they are: blocks of heads to scan over would be a copy.
+            # Slices are taken in place: `scan` over blocks of heads would copy the
+            # array.
             def cut(x):
                 if x.shape[1] != count:
                     return x
@@ -249,7 +261,7 @@ def _heads_in_turn(arrays, function, heads):
 
 
 def _is_on_gpu(x):
-    """Whether a loop costs their device more than all of its steps at once."""
+    """Returns whether a loop on this device costs more than all its steps at once."""
     if keras.backend.backend() == "jax":
         import jax
 
@@ -260,8 +272,8 @@ def _is_on_gpu(x):
 
 
 def _cut(arrays, size, axis):
-    """Pytrees of `size` entries along an axis each; what has one is in all of them."""
-    # Not by slices: in the gradient each would be as large as all.
+    """Yields pytrees of `size` entries along an axis; arrays of size 1 go to each."""
+    # `split` is used because each slice would make a gradient as large as the array.
     parts = [
         x if x is None or x.shape[axis] == 1 else x.split(size, axis)
         for x in keras.tree.flatten(arrays)

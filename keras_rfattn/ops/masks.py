@@ -1,4 +1,4 @@
-"""What a Keras attention mask means: key padding, causality, both, or refused."""
+"""Keras attention masks: key padding, causality or both; any other is refused."""
 
 import dataclasses
 from typing import Any
@@ -16,22 +16,23 @@ from keras_rfattn.ops.precision import where
 class AttentionMask:
     """A mask whose meaning is known, in place of a dense `(B, T, S)` array.
 
-    Not a pytree: Keras would otherwise refuse it as an argument that mixes tensors
-    with plain values.
+    It is not a pytree, because Keras refuses a pytree argument that mixes tensors with
+    plain values.
 
     Attributes:
         key_mask: `(B, S)` booleans, true for visible keys (`(1, S)` for every row of
-            the batch), or `None` for all.
-        query_mask: `(B, T)` booleans, false for queries whose row is 0, or `None`.
-        causal: Whether query i sees keys `j <= i` only.
-        self_attention: Whether queries and keys come from the same tokens, so that
-            a statistic of the queries tells nothing of a future token.
-        offset: Position of query 0 among the keys, when causal: query i then sees
-            keys `j <= offset + i` (cached decoding).
-        segment_ids: Integers `(B, T)` of self-attention over packed rows: tokens see
-            those of their own text, that is of equal ids, alone. `None` for one text.
-        prefix_mask: `(B, S)` booleans of causal self-attention: keys that queries
-            before them see too (prefix-LM). `None` for none.
+            the batch), or `None` if all keys are visible.
+        query_mask: `(B, T)` booleans, false for queries whose output is 0, or `None`.
+        causal: Whether query i sees only keys `j <= i`.
+        self_attention: Whether queries and keys come from the same tokens. Then a
+            statistic of the queries reveals nothing about a future token.
+        offset: Position of query 0 among the keys, for causal attention: query i sees
+            keys `j <= offset + i` (decoding with a cache). `None` for 0.
+        segment_ids: `(B, T)` integers for self-attention over packed rows: a token sees
+            only the tokens of its own text, which have the same id. `None` for one text
+            per row.
+        prefix_mask: `(B, S)` booleans for causal self-attention: keys that earlier
+            queries see too (prefix-LM). `None` for none.
     """
 
     key_mask: Any = None
@@ -43,7 +44,7 @@ class AttentionMask:
     prefix_mask: Any = None
 
     def replace(self, **changes):
-        """A copy with some attributes changed."""
+        """Returns a copy with some attributes changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -59,22 +60,22 @@ def interpret_mask(mask, query_length, key_length, causal=False):
     """Turns a Keras attention mask into an `AttentionMask`.
 
     Args:
-        mask: `None`, an `AttentionMask`, or an array (true or nonzero: visible) that
-            broadcasts to `(B, T, S)` as in Keras: of shape `(B, 1, S)` or `(B, 1, 1,
-            S)`; or, if its values are at hand and it is padding, causal or both,
-            `(B, T, S)`, `(B, 1, T, S)` or `(T, S)`.
-        query_length: T.
-        key_length: S.
-        causal: Whether attention is causal besides.
+        mask: `None`, an `AttentionMask`, or an array in which true or nonzero means
+            visible and which broadcasts to `(B, T, S)` as in Keras. Its shape is
+            `(B, 1, S)` or `(B, 1, 1, S)`. If its values are known and it is padding,
+            causal or both, it may also be `(B, T, S)`, `(B, 1, T, S)` or `(T, S)`.
+        query_length: T, number of queries.
+        key_length: S, number of keys.
+        causal: Whether attention is causal in addition to the mask.
 
     Returns:
         An `AttentionMask`.
 
     Raises:
-        TypeError: If the mask is no array.
-        ValueError: If the mask has another shape, is neither padding nor causal, nor
-            both, or depends on the query and is being traced, so that its values
-            cannot be looked at.
+        TypeError: If the mask is not an array.
+        ValueError: If the mask has another shape, is neither padding nor causal nor
+            both, or depends on the query while being traced, so that its values are
+            unknown.
     """
     if isinstance(mask, AttentionMask):
         return mask.replace(causal=mask.causal or causal)
@@ -105,12 +106,15 @@ def interpret_mask(mask, query_length, key_length, causal=False):
 
 
 def check_lengths(mask, query_length, key_length):
-    """Raises `ValueError` unless padding masks have a column for each token.
+    """Checks that padding masks have a column for each token.
 
     Args:
         mask: `AttentionMask`.
-        query_length: T.
-        key_length: S.
+        query_length: T, number of queries.
+        key_length: S, number of keys.
+
+    Raises:
+        ValueError: If a mask has another shape.
     """
     masks = {
         "query_mask": (mask.query_mask, query_length),
@@ -120,7 +124,7 @@ def check_lengths(mask, query_length, key_length):
         if x is None:
             continue
         shape = tuple(x.shape)
-        # Lengths that are not known yet may be anything.
+        # Lengths that are not known yet may have any value.
         is_open = not all(isinstance(n, int) for n in (*shape[1:], length))
         if len(shape) != 2 or not (is_open or shape[1] in (1, length)):
             raise ValueError(
@@ -130,7 +134,7 @@ def check_lengths(mask, query_length, key_length):
 
 
 def _broadcasts(shape, lengths):
-    """Whether a mask's shape is one of a mask `(B, T, S)` shared by the heads."""
+    """Returns whether a shape can be that of a mask `(B, T, S)` shared by the heads."""
     if len(shape) not in (2, 3) and not (len(shape) == 4 and shape[1] == 1):
         return False
     pairs = zip(shape[-2:], lengths, strict=True)
@@ -163,17 +167,17 @@ def _decode_dense(mask, causal):
 
 
 def needed(key_mask):
-    """A mask, `None` if it hides nothing and PyTorch can tell at once."""
+    """Returns the mask, or `None` if it hides nothing and that is cheap to know."""
     if key_mask is None or known_true(key_mask):
         return None
     return key_mask
 
 
 def heads_mask(key_mask):
-    """`(B, S)` padding mask as booleans that broadcast over `(B, K, S)`."""
+    """Returns a padding mask `(B, S)` as booleans that broadcast to `(B, K, S)`."""
     return None if key_mask is None else ops.expand_dims(ops.cast(key_mask, "bool"), 1)
 
 
 def hide(array, mask):
-    """Zeroes the hidden rows of `(..., S, ·)`; they may hold NaN."""
+    """Sets the hidden rows of `(..., S, ·)`, which may hold NaN, to 0."""
     return array if mask is None else where(ops.expand_dims(mask, -1), array, 0)

@@ -1,8 +1,9 @@
-"""What is not finite: it must reach the rows that see it, and no other.
+"""NaN propagation: a token that is not finite must reach exactly the rows that see it.
 
-But 0 · NaN is NaN, and a largest number may be NaN or not. So a token that is not
-finite enters products as some finite one, and a NaN that stands for it (`spoiled`) is
-carried beside and added to the output of what sees it.
+Sums do not give this for free: 0 · NaN is NaN, and a maximum treats NaN differently
+across backends. So a token that is not finite enters products as a finite one. A NaN
+that stands for it (`spoiled`) is carried separately, and added to the outputs that see
+the token.
 """
 
 import keras
@@ -17,13 +18,13 @@ from keras_rfattn.ops.precision import smallest_of
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 
-# Entries of queries and keys beyond this count as this: their squares, summed over a
-# head, stay far above `features.LOWEST`.
+# Entries of queries and keys beyond this are replaced by it: then their squares, summed
+# over a head, stay far above `features.LOWEST`.
 LARGEST = 1e13
 
 
 def spoils(x):
-    """NaN for tokens `(..., D)` that are not finite, else 0: `(..., 1)`."""
+    """Returns NaN for tokens `(..., D)` that are not finite, else 0: `(..., 1)`."""
     if known_finite(x, limit=float("inf")):
         return _none_spoiled(x)
     if keras.backend.backend() == "jax":
@@ -35,7 +36,8 @@ def spoils(x):
 
 
 def _times_zero(x):
-    # Finite numbers times 0 are 0, others NaN: XLA's fastest sum over a token on a CPU.
+    # Finite numbers times 0 are 0, others are NaN. This product is XLA's fastest sum
+    # over a token on a CPU.
     zeros = ops.zeros((x.shape[-1], 1), dtype=x.dtype)
     return ops.cast(ops.matmul(x, zeros), wide_dtype(x))
 
@@ -46,8 +48,8 @@ def _judged(x):
 
 
 def onward(spoiled):
-    """NaN from the first NaN on, `(..., S, 1)`: what a cumulative sum would make."""
-    # Which XLA computes in S² steps.
+    """Returns NaN from the first NaN on, `(..., S, 1)`, like a cumulative sum."""
+    # XLA computes a cumulative sum in S² steps.
     position = ops.expand_dims(ops.arange(ops.shape(spoiled)[-2], dtype="int32"), 1)
     found = ops.where(ops.isnan(spoiled), position, position[-1:] + 1)
     first = smallest_of(found, axis=-2, keepdims=True)
@@ -55,42 +57,42 @@ def onward(spoiled):
 
 
 def bounded(x):
-    """Queries or keys with entries in ±`LARGEST`, and 0 for tokens not finite."""
+    """Returns queries or keys clipped to ±`LARGEST`; tokens not finite become 0."""
     if known_finite(x, limit=LARGEST):
         return x
-    # Without gradient where something is cut off, which costs less than one.
+    # Clipped entries get no gradient, which costs less than computing one.
     cut = clip(ops.stop_gradient(x), -LARGEST, LARGEST)
     cut = ops.where(ops.abs(x) < LARGEST, x, cut)
     return where(_is_clean(x), cut, 0)
 
 
 def flowing(x):
-    """`(x, spoiled)` as of `apart`, but NaN for what is not finite, and no mark.
+    """Returns `x` clipped as in `apart`, but with NaN left in, and `spoiled` all 0.
 
-    Where all queries see all keys it is carried by the products themselves.
+    Where all queries see all keys, the products themselves propagate the NaN.
     """
     cut = clip(ops.stop_gradient(x), -LARGEST, LARGEST)
-    # A number less itself is 0, or NaN, which a comparison may lose.
+    # `x - x` is 0 or NaN; a comparison with NaN may lose it.
     nan = ops.stop_gradient(x - x)
     return ops.where(ops.abs(x) < LARGEST, x, cut) + nan, _none_spoiled(x)
 
 
 def finite_values(value):
-    """Values `(..., V)` with 0 for tokens that are not finite."""
+    """Returns values `(..., V)` with 0 for tokens that are not finite."""
     if known_finite(value, limit=float("inf")):
         return value
     return where(_is_clean(value), value, 0)
 
 
 def apart(x):
-    """`(bounded(x), spoils(x))`, looked at once where it is finite."""
+    """Returns `(bounded(x), spoils(x))`, with a single check if `x` is finite."""
     if known_finite(x, limit=LARGEST):
         return x, _none_spoiled(x)
     return bounded(x), spoils(x)
 
 
 def values_apart(value):
-    """`(finite_values(value), spoils(value))`, likewise."""
+    """Returns `(finite_values(value), spoils(value))`, checked once if finite."""
     if known_finite(value, limit=float("inf")):
         return value, _none_spoiled(value)
     return finite_values(value), spoils(value)
@@ -101,7 +103,7 @@ def _none_spoiled(x):
 
 
 def _is_clean(x):
-    """Whether a token is finite, `(..., 1)`, from what `spoils` has looked at."""
+    """Returns whether each token is finite, `(..., 1)`, by the check of `spoils`."""
     if keras.backend.backend() == "jax":
         return ops.logical_not(ops.isnan(spoils(x)))
     return _all_finite(x)
@@ -110,19 +112,20 @@ def _is_clean(x):
 def _all_finite(x):
     x = ops.abs(ops.stop_gradient(x))
     if keras.backend.backend() == "torch":
-        # Fewer passes. The largest of NaN and others is NaN here, but not in XLA.
+        # This takes fewer passes. PyTorch's maximum propagates NaN; that of XLA does
+        # not.
         return largest_of(x, axis=-1, keepdims=True) < float("inf")
     return ops.all(x < float("inf"), axis=-1, keepdims=True)
 
 
 def limited(features):
-    """`Marked`, with exponents whose differences are no NaN."""
+    """Returns `Marked` features whose exponents have differences that are not NaN."""
     features, spoiled = mark(features)
     return Marked(finite(features), spoiled)
 
 
 def mark(features):
-    """`Marked`, of features that are NaN where a token was not finite."""
+    """Returns `Marked` features for features that are NaN at tokens not finite."""
     if isinstance(features, Marked):
         return features
     spoiled = ops.isnan(features.log_scale[..., :1])

@@ -1,12 +1,12 @@
-"""How features are summed: what users may choose beside the map."""
+"""Options of the attention algorithms, which users choose in addition to the map."""
 
 import dataclasses
 
 import keras
 import numpy as np
 
-# Of causal attention: a CPU does least within blocks that are short, a TPU wants few
-# long steps, and keeps the sums of each.
+# Block sizes of causal attention. A CPU does the least work with short blocks; a TPU is
+# faster with few long steps, and keeps the sums of each block.
 BLOCK_SIZES, DEFAULT_BLOCK_SIZE = {"cpu": 64, "tpu": 512}, 128
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas")
@@ -14,30 +14,32 @@ IMPLEMENTATIONS = ("auto", "xla", "pallas")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Choices of an attention algorithm, checked when made.
+    """Options of an attention algorithm, checked on construction.
 
     Attributes:
-        block_size: Number of tokens in a block of causal attention; 64 on a CPU,
-            128 on a GPU, 512 on a TPU if `None`. Changes no number.
-        window: Number of tokens within which attention is exact: the sequence is cut
-            into windows of so many, counted from a row's first visible token, and
-            features take over beyond. `None` for features alone.
-        sliding: Whether the window before a query's own is exact too (and, without
-            causality, the one after).
-        max_segments: How many texts a packed row has at most, for `segment_ids` inside
-            compiled functions, where their values are not at hand.
+        block_size: Number of tokens in a block of causal attention. `None` chooses 64
+            on a CPU, 128 on a GPU and 512 on a TPU. It does not change the result.
+        window: Number of tokens in a window of exact attention. The sequence is cut
+            into windows, counted from a row's first visible token. Attention within a
+            window is exact, and features take over beyond it. `None` uses features
+            alone.
+        sliding: Whether the window before a query's own is exact too (and the window
+            after it, without causality).
+        max_segments: Largest number of texts in a packed row. `segment_ids` need it
+            inside compiled functions, where their values are unknown.
         implementation: `"xla"`; `"pallas"`, the kernels of `ops/pallas` for TPUs; or
-            `"auto"`, which is XLA everywhere until the kernels were timed on a TPU.
-        temperature: Positive number: queries and keys are divided by their lengths,
-            and their product, a cosine, by it. `None` leaves them as they are, scaled
-            as the model does.
-        softmax_heads: Query heads that stay softmax attention, as the model has it.
-            These take time quadratic in length, and a layer with any keeps keys and
-            values when it generates.
+            `"auto"`, which is XLA everywhere until the kernels have been timed on a
+            TPU.
+        temperature: Positive number. Queries and keys are divided by their norms, and
+            their product, a cosine, by the temperature. `None` keeps the model's own
+            queries, keys and scale.
+        softmax_heads: Indices of query heads that stay softmax attention, as in the
+            model. These heads take time quadratic in the length, and a layer with any
+            of them keeps keys and values when it generates.
 
     Raises:
-        ValueError: If a number is not a positive integer, `sliding` not a boolean,
-            `sliding` is asked for without a window, `temperature` is not positive,
+        ValueError: If a number is not a positive integer, `sliding` is not a boolean,
+            `sliding` is set without a window, `temperature` is not positive,
             `softmax_heads` are not distinct non-negative integers, or `implementation`
             is unknown.
     """
@@ -90,14 +92,14 @@ class Options:
                 "a number of tokens as `window`, or sliding=False."
             )
         for field in dataclasses.fields(self):
-            # NumPy's scalars cannot be written to a config.
+            # NumPy scalars cannot be written to a config.
             if isinstance(getattr(self, field.name), np.generic):
                 plain = getattr(self, field.name).item()
                 object.__setattr__(self, field.name, plain)
 
     @property
     def block_length(self):
-        """`block_size`, or the default for the device."""
+        """The `block_size`, or the default for the device if it is `None`."""
         if self.block_size is not None:
             return self.block_size
         if keras.backend.backend() == "jax":
@@ -111,15 +113,15 @@ class Options:
 
     @classmethod
     def take(cls, arguments):
-        """Removes the options from a dict of keyword arguments, and returns them."""
+        """Removes the options from a dict of keyword arguments; returns `Options`."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: arguments.pop(name) for name in names if name in arguments})
 
     def config(self):
-        """As a dict, for configs."""
+        """Returns the options as a dict, for configs."""
         found = dataclasses.asdict(self)
         heads = found.pop("softmax_heads")
-        # Left out where there are none, so that older versions read it.
+        # Left out if empty, so that older versions can read the config.
         return {**found, **({"softmax_heads": list(heads)} if heads else {})}
 
 

@@ -1,8 +1,9 @@
-"""Packing: several texts in a row of the batch, none of which sees another.
+"""Packing: several texts in one row of the batch, none of which sees another.
 
-Each text gets a row of its own before attention and its place back after it, so that
-sums, windows, statistics and positions within windows begin anew with every text, in
-every algorithm. Tokens are moved by gathers alone; nothing is added across texts.
+Before attention each text is moved to a row of its own, and afterwards back to its
+place. So sums, windows, statistics and positions within windows start anew with every
+text, in every algorithm. Tokens are moved only by gathers; nothing is added across
+texts.
 """
 
 from typing import Any
@@ -15,20 +16,22 @@ from keras_rfattn.ops.plain import is_plain
 from keras_rfattn.ops.precision import elementwise_min
 from keras_rfattn.ops.precision import where
 
-# Lengths are rounded up to a multiple, for fewer shapes to compile.
+# Lengths are rounded up to a multiple of this, to compile for fewer shapes.
 STEP = 16
 
 
 class Layout(NamedTuple):
-    """Where the tokens of packed rows go.
+    """The places of the tokens of packed rows, in rows of one text each.
 
     Attributes:
-        tokens: Position in its packed row of each token of each text, `(B, P · L)`.
-        real: Which of those there are, `(B, P · L)`.
-        slots: Position among them of each token of a packed row, `(B, T)`.
-        lost: Which tokens found no place, `(B, T)`.
-        texts: P, texts of a row.
-        length: L, tokens of a text.
+        tokens: `(B, P · L)` integers: the position in the packed row of each token of
+            each text.
+        real: `(B, P · L)` booleans: whether such a token exists.
+        slots: `(B, T)` integers: the position among the P · L tokens of each token of
+            the packed row.
+        lost: `(B, T)` booleans: which tokens found no place.
+        texts: P, number of texts per row.
+        length: L, number of tokens per text.
     """
 
     tokens: Any
@@ -39,12 +42,12 @@ class Layout(NamedTuple):
     length: Any
 
     def unpack(self, x):
-        """A row for each text: `(B, T, ...)` to `(B · P, L, ...)`."""
+        """Moves each text to a row: `(B, T, ...)` to `(B · P, L, ...)`."""
         x = take_tokens(x, self.tokens)
         return ops.reshape(x, (-1, self.length, *x.shape[2:]))
 
     def pack(self, x):
-        """The way back; NaN for a token that was lost."""
+        """Moves tokens back to packed rows; lost tokens become NaN."""
         shape = -1, self.texts * self.length, *x.shape[2:]
         x = take_tokens(ops.reshape(x, shape), self.slots)
         lost = ops.reshape(self.lost, (*ops.shape(self.lost), *(1,) * len(shape[2:])))
@@ -52,20 +55,21 @@ class Layout(NamedTuple):
 
 
 def layout(segment_ids, max_segments=None):
-    """The `Layout` of packed rows.
+    """Computes the `Layout` of packed rows.
 
     Args:
-        segment_ids: Integers `(B, T)`; tokens of a row with equal ones are a text.
-        max_segments: How many texts a row has at most. Needed where the values of
-            `segment_ids` are not at hand, inside a compiled function: each row then
-            takes the room of that many texts of T tokens.
+        segment_ids: Integers of shape `(B, T)`; the tokens of a row with the same id
+            form a text.
+        max_segments: Largest number of texts in a row. It is required if the values of
+            `segment_ids` are unknown, inside a compiled function: then each row takes
+            the room of that many texts of T tokens.
 
     Returns:
         A `Layout`.
 
     Raises:
-        ValueError: If a row has more texts than `max_segments`, or that is needed and
-            not given.
+        ValueError: If a row has more texts than `max_segments`, or if `max_segments` is
+            required and not given.
     """
     length = ops.shape(segment_ids)[1]
     order = ops.argsort(segment_ids, axis=1)
@@ -97,7 +101,7 @@ def layout(segment_ids, max_segments=None):
 
 
 def _sizes(rank, length, max_segments):
-    """`(P, L)`: how many texts a row has, and tokens a text, at most."""
+    """Returns `(P, L)`: the most texts per row, and the most tokens per text."""
     try:
         rank = ops.convert_to_numpy(rank) if is_plain(rank) else None
         texts = int(rank.max()) + 1
@@ -121,21 +125,21 @@ def _sizes(rank, length, max_segments):
 
 
 def by_text(attend, tokens, mask, max_segments, **arguments):
-    """Attention of packed rows: each text by itself.
+    """Computes attention of packed rows, separately for each text.
 
     Args:
-        attend: `(query, key, value, mask=, **arguments) -> output`.
-        tokens: Queries, keys and values, `(B, T, ·, ·)`.
+        attend: Function `(query, key, value, mask=, **arguments) -> output`.
+        tokens: Tuple of queries, keys and values of shape `(B, T, ·, ·)`.
         mask: `AttentionMask` with `segment_ids`.
-        max_segments: The most texts of a row, see `layout`.
+        max_segments: Largest number of texts in a row; see `layout`.
         **arguments: Further arguments of `attend`.
 
     Returns:
-        `(B, T, ·, ·)`.
+        The output of shape `(B, T, ·, ·)`.
 
     Raises:
-        ValueError: If queries and keys are not the same tokens of whole rows, or
-            for the reasons of `layout`.
+        ValueError: If queries and keys are not the same tokens of whole rows, or for
+            the reasons of `layout`.
     """
     if not mask.self_attention or mask.offset is not None:
         raise ValueError(
@@ -150,8 +154,8 @@ def by_text(attend, tokens, mask, max_segments, **arguments):
             f"{tuple(tokens[0].shape[:2])}. Received: shape {tuple(ids.shape)}."
         )
     texts = layout(ids, max_segments)
-    # Slots without a token hold copies of other texts' tokens: neither a key nor a
-    # query, which would count in statistics.
+    # Slots without a token hold copies of tokens of other texts. They are neither keys
+    # nor queries, or they would count in statistics.
     real = ops.reshape(texts.real, (-1, texts.length))
 
     def visible(x):

@@ -1,10 +1,10 @@
-"""Whether PyTorch's numbers are at hand, or belong to a program or a transformation.
+"""Checks whether PyTorch tensors have values, or are traced or transformed.
 
-Some shortcuts look at values, overwrite an array, or call an operation that has no
-gradient. They are right for plain tensors alone: not inside of `torch.compile`,
-`torch.export` and `torch.jit.trace`, not for the tensors of `torch.func`, of a mode of
-dispatch or of a subclass, such as a `FakeTensor`. JAX and TensorFlow say so themselves
-by an exception.
+Some shortcuts read values, overwrite an array, or call an operation that has no
+gradient. They are correct for plain tensors only: not inside `torch.compile`,
+`torch.export` or `torch.jit.trace`, and not for tensors of `torch.func`, of a dispatch
+mode or of a subclass such as `FakeTensor`. JAX and TensorFlow raise an exception in
+these cases.
 """
 
 import functools
@@ -13,9 +13,9 @@ import keras
 
 
 def is_plain(*arrays):
-    """Whether all PyTorch tensors among `arrays` are ordinary ones, whatever device.
+    """Returns whether all PyTorch tensors in `arrays` are ordinary ones, on any device.
 
-    If PyTorch does not tell, the answer is `False`, which leads to the general path.
+    If PyTorch does not tell, the result is `False`, which selects the general path.
     """
     if keras.backend.backend() != "torch":
         return True
@@ -27,7 +27,7 @@ def is_plain(*arrays):
 
 
 def is_differentiated(*arrays):
-    """Whether a gradient of plain PyTorch tensors is asked for, in either mode."""
+    """Returns whether PyTorch tensors need a gradient, in forward or reverse mode."""
     import torch
     from torch.autograd import forward_ad
 
@@ -37,7 +37,7 @@ def is_differentiated(*arrays):
 
 
 def are_values_at_hand(*arrays):
-    """Whether asking for PyTorch tensors' values is right, and cheap: on a CPU."""
+    """Returns whether reading the tensors' values is correct, and cheap: on a CPU."""
     return is_plain(*arrays) and all(x.device.type == "cpu" for x in arrays)
 
 
@@ -47,7 +47,7 @@ def _has_memory(x):
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta:
         return False
     try:
-        # Those of `torch.func` are of the same class, and have none.
+        # Tensors of `torch.func` have the same class, but no memory.
         x.untyped_storage()
     except (RuntimeError, NotImplementedError):
         return False
@@ -56,10 +56,10 @@ def _has_memory(x):
 
 @functools.cache
 def _modes():
-    """Functions that say whether something sees all that is computed.
+    """Returns functions that say whether PyTorch observes all computations.
 
-    That is `torch.jit.trace`, or a mode of dispatch, of which only a private name of
-    PyTorch tells; a release without it is answered as if there were one.
+    The observer is `torch.jit.trace` or a dispatch mode. Only a private name of PyTorch
+    tells about the latter; a release without it is treated as if there were a mode.
     """
     try:
         from torch.jit import is_tracing

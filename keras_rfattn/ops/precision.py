@@ -1,8 +1,8 @@
-"""Products and comparisons at the precision that `keras.ops` does not promise.
+"""Products and comparisons at a precision that `keras.ops` does not guarantee.
 
-Keras exposes neither the precision nor the accumulation type of a product, and
-both decide whether linear attention is right: an exponent rounded to bfloat16 is
-off by a factor, and a running sum kept in bfloat16 stops growing at 256.
+Keras exposes neither the precision nor the accumulation dtype of a product. Both decide
+whether linear attention is correct: an exponent rounded to bfloat16 changes the weight
+by a factor, and a running sum in bfloat16 stops growing at 256.
 """
 
 import functools
@@ -16,13 +16,13 @@ from keras_rfattn.ops.plain import is_plain
 
 
 def wide_dtype(*arrays):
-    """The dtype sums and exponents are kept in: float32, or float64 if any is."""
+    """Returns the dtype for sums: float64 if any array has it, else float32."""
     names = {keras.backend.standardize_dtype(x.dtype) for x in arrays}
     return "float64" if "float64" in names else "float32"
 
 
 def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=False):
-    """`a @ b` with operands as they are and sums in float32.
+    """Returns `a @ b`, with operands in their own dtype and sums in float32.
 
     Args:
         a: Array of shape `(..., i, j)`, or `(..., j, i)` if `transpose_a`.
@@ -43,7 +43,8 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
         shape = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         a = jnp.broadcast_to(a, (*shape, *a.shape[-2:]))
         b = jnp.broadcast_to(b, (*shape, *b.shape[-2:]))
-        # One contraction: a transpose before it would be undone in the gradient.
+        # A single contraction: a separate transpose would be undone again in the
+        # gradient.
         rank = len(a.shape)
         lead = tuple(range(rank - 2))
         axes = (
@@ -59,19 +60,19 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
         # PyTorch's exporter to ONNX swaps the wrong axes if they are negative.
         a = a.transpose(a.ndim - 2, a.ndim - 1) if transpose_a else a
         b = b.transpose(b.ndim - 2, b.ndim - 1) if transpose_b else b
-        # Keras would make float32 of float64.
+        # Keras would convert float64 to float32.
         return a @ b
     a = ops.swapaxes(a, -1, -2) if transpose_a else a
     b = ops.swapaxes(b, -1, -2) if transpose_b else b
     return ops.matmul(a, b)
 
 
-# Of a number Keras makes a tensor, and to send one to a GPU PyTorch waits for all that
-# it has begun there. These four leave numbers be.
+# Keras turns scalars into tensors, and on PyTorch sending one to a GPU waits until the
+# GPU has finished all earlier work. The functions below keep Python scalars.
 
 
 def elementwise_max(a, b):
-    """`max(a, b)` in the dtype of `a`: Keras on PyTorch turns float64 into float32."""
+    """Returns `max(a, b)` in the dtype of `a`; Keras on PyTorch loses float64."""
     if keras.backend.backend() == "torch":
         import torch
 
@@ -81,7 +82,7 @@ def elementwise_max(a, b):
 
 
 def elementwise_min(a, b):
-    """`min(a, b)` in the dtype of `a`."""
+    """Returns `min(a, b)` in the dtype of `a`."""
     if keras.backend.backend() == "torch":
         import torch
 
@@ -91,10 +92,10 @@ def elementwise_min(a, b):
 
 
 def largest_of(x, axis, keepdims=False):
-    """`max(x)` over an axis, or several; NaN if an entry is, on PyTorch.
+    """Returns `max(x)` over one or several axes; on PyTorch it propagates NaN.
 
-    Where Keras asks what PyTorch has returned, `torch.compile` would begin a program
-    anew at each.
+    Keras inspects the result on PyTorch, which would break the graph of `torch.compile`
+    at each call.
     """
     if keras.backend.backend() == "torch" and 0 not in x.shape:
         return x.amax(axis, keepdim=keepdims)
@@ -102,22 +103,22 @@ def largest_of(x, axis, keepdims=False):
 
 
 def smallest_of(x, axis, keepdims=False):
-    """`min(x)` over an axis, or several, as `largest_of`."""
+    """Returns `min(x)` over one or several axes; see `largest_of`."""
     if keras.backend.backend() == "torch" and 0 not in x.shape:
         return x.amin(axis, keepdim=keepdims)
     return ops.min(x, axis=axis, keepdims=keepdims)
 
 
 def repeat_each(x, count, axis=0):
-    """Each entry `count` times in a row, along an axis.
+    """Repeats each entry `count` times in a row, along an axis.
 
-    Keras makes a tensor of the number on PyTorch, and then `torch.compile` cannot know
+    Keras converts `count` to a tensor on PyTorch, and then `torch.compile` cannot know
     the shape of the result.
     """
     if keras.backend.backend() == "torch":
         return _tensor(x).repeat_interleave(count, axis)
     if keras.backend.backend() == "tensorflow" and len(x.shape) > 4:
-        # LiteRT tiles arrays of five axes at most, and one is added to tile.
+        # LiteRT tiles arrays of at most five axes, and tiling adds one.
         shape, axis = ops.shape(x), axis % len(x.shape)
         lead, size, tail = shape[:axis], shape[axis], shape[axis + 1 :]
         rows = ops.reshape(x, (math.prod(lead), size, math.prod(tail)))
@@ -128,14 +129,14 @@ def repeat_each(x, count, axis=0):
 
 
 def clip(x, low, high):
-    """`x` within two numbers."""
+    """Returns `x` limited to the range from `low` to `high`, which are numbers."""
     if keras.backend.backend() == "torch":
         return _tensor(x).clamp(low, high)
     return ops.clip(x, low, high)
 
 
 def where(condition, a, b):
-    """`a` where the condition is true, `b` elsewhere; one or both are numbers."""
+    """Returns `a` where the condition is true, else `b`; `a` or `b` may be a number."""
     if keras.backend.backend() == "torch":
         import torch
 
@@ -144,7 +145,7 @@ def where(condition, a, b):
 
 
 def _tensor(x):
-    """Of PyTorch, of an array or a variable; a number stays one."""
+    """Returns a PyTorch tensor for an array or variable; numbers are unchanged."""
     import torch
 
     is_given = isinstance(x, torch.Tensor) or _is_number(x)
@@ -156,14 +157,15 @@ def _is_number(x):
 
 
 def exp_of_difference(a, b, is_last=False):
-    """`exp(a - b)`, of the shape of a.
+    """Returns `exp(a - b)`, in the shape of `a`.
 
-    On PyTorch in place where that can be: fresh memory costs a CPU more than the sum.
+    PyTorch works in place if possible, because on a CPU fresh memory costs more than
+    the arithmetic.
 
     Args:
         a: Array.
-        b: Array, or `None` for 0.
-        is_last: Whether nothing else holds `a`.
+        b: Array that broadcasts to `a`, or `None` for 0.
+        is_last: Whether `a` may be overwritten because nothing else uses it.
     """
     if keras.backend.backend() != "torch" or not is_plain(a, b):
         return ops.exp(a if b is None else a - b)
@@ -173,28 +175,30 @@ def exp_of_difference(a, b, is_last=False):
 
 
 def add_into(x, term):
-    """`x + term` of the shape of x, an array that is not used again."""
+    """Returns `x + term` in the shape of `x`, which may be overwritten."""
     is_own = keras.backend.backend() == "torch" and is_plain(x, term)
     return x.add_(term) if is_own else x + term
 
 
 def lower_to(x, limit):
-    """`min(x, limit)`, a number, of an array that is not used again."""
+    """Returns `min(x, limit)` for a number `limit`; `x` may be overwritten."""
     if keras.backend.backend() == "torch":
         return x.clamp_(max=limit) if is_plain(x) else x.clamp(max=limit)
     return ops.minimum(x, limit)
 
 
 def quotient(numerator, denominator, mark, dtype):
-    """`numerator / denominator + mark`; a gradient keeps that, and the denominator.
+    """Returns `numerator / denominator + mark`; the gradient keeps little memory.
 
-    Of V float32 numbers a query, which numerators are, JAX would keep all.
+    On JAX the gradient keeps only the output and the denominator. Otherwise JAX would
+    keep the numerator, which is V float32 numbers for each query.
 
     Args:
         numerator: Array of shape `(..., V)`.
         denominator: Array of shape `(..., 1)`.
-        mark: 0 or NaN, `(..., 1)`, or such a number.
-        dtype: Of the result.
+        mark: Array of shape `(..., 1)` of 0 or NaN, or such a number; it makes rows NaN
+            that see a token which is not finite.
+        dtype: Dtype of the result.
     """
     if keras.backend.backend() == "jax":
         return _quotient()(numerator, denominator, mark, dtype)
@@ -210,10 +214,10 @@ def _quotient():
     def divide(numerator, denominator, mark, dtype):
         return (numerator / denominator + mark).astype(dtype)
 
-    # Else what is made of the output on the way would be kept instead.
+    # Otherwise JAX would keep what is computed from the output on the way.
     @jax.checkpoint
     def tangent(output, denominator, mark, up, down):
-        # A NaN that nothing reads leaves no NaN in the gradient.
+        # A NaN output that nothing reads must not put NaN into the gradient.
         found = jnp.where(jnp.isnan(mark), 0, output).astype(up.dtype)
         return ((up - found * down) / denominator).astype(output.dtype)
 
@@ -226,11 +230,11 @@ def _quotient():
 
 
 def precise_einsum(equation, a, b):
-    """`einsum` at full float32 precision, also where a TPU or GPU would round.
+    """Computes `einsum` in full float32 precision, where a TPU or GPU would round.
 
-    The result is about to be exponentiated, so its absolute error is the
-    relative error of a feature: a TPU's default single bfloat16 pass is off by
-    0.04 at an exponent of 10.
+    The result is about to be exponentiated, so its absolute error is the relative error
+    of a feature: a TPU's default single bfloat16 pass is off by 0.04 at an exponent of
+    10.
     """
     dtype = wide_dtype(a, b)
     a, b = ops.cast(a, dtype), ops.cast(b, dtype)
@@ -238,8 +242,8 @@ def precise_einsum(equation, a, b):
         import jax
         import jax.numpy as jnp
 
-        # The operand with the free axes of the result's end comes first: XLA on a
-        # CPU then writes the result in order instead of transposing it afterwards.
+        # The operand that owns the last axes of the result comes first: then XLA on a
+        # CPU writes the result in order instead of transposing it afterwards.
         inputs, output = equation.split("->")
         equation = ",".join(reversed(inputs.split(","))) + "->" + output
         return jnp.einsum(equation, b, a, precision=jax.lax.Precision.HIGHEST)
@@ -247,9 +251,9 @@ def precise_einsum(equation, a, b):
 
 
 def representable(value):
-    """`value` in a dtype that can hold features beside it: float16 as float32.
+    """Returns `value` in a dtype that can hold features: float16 becomes float32.
 
-    float16's smallest number is exp(-17), and features span far more.
+    The smallest float16 number is exp(-17), and features span far more.
     """
     if keras.backend.standardize_dtype(value.dtype) == "float16":
         return ops.cast(value, "float32")
@@ -257,7 +261,7 @@ def representable(value):
 
 
 def known_finite(*arrays, limit):
-    """Whether all entries are within a limit; only where that is cheap to ask."""
+    """Returns whether all entries are within ±`limit`; `False` if that is costly."""
     if keras.backend.backend() != "torch":
         return False
     if not are_values_at_hand(*arrays):
@@ -269,7 +273,7 @@ def known_finite(*arrays, limit):
 
 
 def known_true(condition):
-    """Whether all are true; only where that is cheap to ask, else `False`."""
+    """Returns whether all entries are true; `False` if that is costly to know."""
     if keras.backend.backend() != "torch" or not are_values_at_hand(condition):
         return False
     return condition.all().item()

@@ -1,4 +1,4 @@
-"""Causal attention after a prefix, which all queries see (prefix-LM)."""
+"""Causal attention with a prefix that all queries see (prefix-LM)."""
 
 from keras import ops
 
@@ -16,19 +16,19 @@ from keras_rfattn.ops.sums import summarize
 def after_prefix(
     query_features, key_features, value, prefix_mask, key_mask=None, block_size=None
 ):
-    """Linear attention in which query i sees keys `j <= i` and those of a prefix.
+    """Computes linear attention in which query i sees keys `j <= i` and a prefix.
 
     Args:
-        query_features: As `ops.causal` takes them, of shape `(B, T, N, M)`.
-        key_features: Likewise, `(B, T, K, M)`.
+        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred` features.
+        key_features: `Features` of shape `(B, T, K, M)`, or `Deferred` features.
         value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
-        prefix_mask: Booleans `(B, T)`, true for keys of the prefix.
-        key_mask: Optional booleans `(B, T)`, true for visible keys.
-        block_size: As of `ops.causal`.
+        prefix_mask: Booleans of shape `(B, T)`, true for keys of the prefix.
+        key_mask: Optional booleans of shape `(B, T)`, true for visible keys.
+        block_size: Number of tokens in a block; `None` chooses it by the device.
 
     Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key
-        is 0.
+        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
+        0.
     """
     others = ops.logical_not(prefix_mask)
     if key_mask is not None:
@@ -44,7 +44,12 @@ def after_prefix(
 
 
 def check_prefix(mask, options):
-    """Raises `ValueError` for what attention after a prefix cannot keep."""
+    """Checks that the options and the mask can be combined with a prefix.
+
+    Raises:
+        ValueError: If the mask has a prefix, and is not causal or asks for something
+            that does not work with a prefix.
+    """
     asked = {
         "window": options.window is not None,
         "segment_ids": mask.segment_ids is not None,

@@ -1,4 +1,4 @@
-"""Sums over all blocks before each block."""
+"""Prefix sums: for each block, the sums over all blocks before it."""
 
 import keras
 from keras import ops
@@ -16,20 +16,22 @@ from keras_rfattn.ops.sizes import num_blocks
 from keras_rfattn.ops.sums import Sums
 from keras_rfattn.ops.sums import merge_sums
 
-# Blocks of a group whose sums are added pair by pair, and how often groups are grouped
-# where the number of blocks is unknown: at most 2**16 of them.
+# `GROUP` is the number of blocks that are summed at once, by weights for each pair.
+# `LEVELS` is how often groups are grouped again if the number of blocks is unknown,
+# which allows at most 2**16 of them.
 GROUP, LEVELS = 16, 4
 
 
 def prefix_sums(blocks, start):
-    """Sums over all blocks before each, and over all: a scan over small states.
+    """Returns the sums over all blocks before each block, and over all blocks.
 
     Args:
         blocks: `Sums` of n blocks along axis 2, `(B, K, n, ...)`.
-        start: `Sums` of what comes before all of them, `(B, K, ...)`.
+        start: `Sums` of what comes before all blocks, `(B, K, ...)`.
 
     Returns:
-        `(prefix, last)`: `Sums` like `blocks` and like `start`.
+        `(prefix, last)`: `Sums` shaped like `blocks` and like `start`. `last` includes
+        all blocks.
     """
     is_one = is_known(blocks[0].shape[2]) and blocks[0].shape[2] == 1
     if not is_one and (keras.backend.backend() == "tensorflow" or is_traced()):
@@ -46,10 +48,10 @@ def prefix_sums(blocks, start):
 
 
 def _without_loop(blocks, start):
-    """`prefix_sums` of a number of blocks that may be unknown.
+    """Computes `prefix_sums` without a loop, for any number of blocks.
 
     Some formats of exported programs have no loops, and PyTorch would repeat the body
-    of one for every block.
+    of a loop for every block.
     """
     batch, heads, count = ops.shape(blocks[0])[:3]
 
@@ -71,10 +73,10 @@ def _without_loop(blocks, start):
 
 
 def _before(blocks, start, count, levels):
-    """The sums before each of `count` blocks along axis 1, `start` among them.
+    """Returns the sums before each of `count` blocks along axis 1, including `start`.
 
-    Within groups of blocks each is added to all later ones. The totals of the groups
-    are then blocks in turn.
+    Within a group, each block is added to all later blocks of the group. The totals of
+    the groups are then treated as blocks in the same way.
     """
     first = Sums(*(ops.expand_dims(x, 1) for x in start))
     is_last = is_known(count) and count <= GROUP
@@ -93,7 +95,7 @@ def _before(blocks, start, count, levels):
     if not is_last and levels > 1:
         first = _before(totals, start, groups, levels - 1)
     elif not is_last:
-        # One group is left, and on PyTorch another one of padding.
+        # One group is left, or two on PyTorch, where the second is padding.
         second = (x[:, :-1] for x in merge_sums(first, totals))
         both = zip(first, second, strict=True)
         first = Sums(*(ops.concatenate(x, axis=1) for x in both))
@@ -107,7 +109,7 @@ def _before(blocks, start, count, levels):
 
 
 def _within(blocks, size):
-    """Sums before each of `size` blocks along axis 2, and over all of them."""
+    """Returns the sums before each of `size` blocks along axis 2, and over all."""
     is_before = ops.arange(size)[None, :] < ops.arange(size + 1)[:, None]
     is_before = ops.reshape(is_before, (1, 1, size + 1, size, 1))
     scales = where(is_before, ops.expand_dims(blocks.maximum, 2), LOWEST)
@@ -117,7 +119,7 @@ def _within(blocks, size):
     weights = ops.transpose(weights, (0, 1, 4, 2, 3))
 
     def total(x):
-        """Of `(L, c, G, ·, M)`, weighed per feature."""
+        """Sums `(L, c, G, ·, M)` over the G blocks of a group, weighed per feature."""
         x = accumulated_matmul(weights, ops.transpose(x, (0, 1, 4, 2, 3)))
         return ops.transpose(x, (0, 1, 3, 4, 2))
 

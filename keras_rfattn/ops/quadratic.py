@@ -1,4 +1,4 @@
-"""The definition, slow and plain: what every other algorithm is tested against."""
+"""The definition of linear attention, slow and simple: the reference for all tests."""
 
 from keras import ops
 
@@ -15,12 +15,12 @@ from keras_rfattn.ops.sums import normalize
 
 
 def quadratic(query_features, key_features, value, key_mask=None, causal=False):
-    """Attention with weights `w_ij = φ_q(q_i) · φ_k(k_j)`, one by one.
+    """Computes attention with weights `w_ij = φ_q(q_i) · φ_k(k_j)`, one by one.
 
         out_i = Σ_j w_ij v_j / D_i,   D_i = Σ_j w_ij   over the visible j
 
-    All exponents of a row are shifted by the largest among them, which cancels. A row
-    that sees a query, key or value which is not finite is NaN. Holds
+    All exponents of a row are shifted by the largest of them, which cancels. A row that
+    sees a query, key or value which is not finite is NaN. The computation holds
     `B · N · T · S · M` numbers.
 
     Args:
@@ -28,7 +28,7 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
         key_features: `Features` of shape `(B, S, K, M)`.
         value: Array of shape `(B, S, K, V)`.
         key_mask: Optional array of shape `(B, S)`, true for visible keys.
-        causal: Whether query i sees keys `j <= i` only.
+        causal: Whether query i sees only keys `j <= i`.
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`.
@@ -57,7 +57,7 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     visible = ops.expand_dims(visible, (0, 1))
     if key_mask is not None:
         visible = visible & ops.expand_dims(ops.cast(key_mask, "bool"), (1, 2))
-    # (B, N, T, S), summed over the keys a row sees.
+    # (B, N, T, S), then summed over the keys that a row sees.
     spoiled = aligned(per_query_head(spoiled), 2)[..., 0]
     spoiled = ops.expand_dims(ops.sum(ops.where(visible, spoiled, 0), axis=-1), -1)
     spoiled = spoiled + ops.transpose(query_spoiled, (0, 2, 1, 3))

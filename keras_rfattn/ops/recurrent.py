@@ -1,8 +1,8 @@
 """Attention with a state of fixed size: prefill a context, then add token by token.
 
-The state holds no token, only sums, so that it is as large after a million tokens
-as after one. `causal(..., state=...)` continues from it in parallel; a single
-token is `extend_state` followed by `read_state`.
+The state holds sums over tokens, not the tokens themselves, so its size does not depend
+on the number of tokens. `causal(..., state=...)` continues from it in parallel. For a
+single token, call `extend_state` and then `read_state`.
 """
 
 from typing import Any
@@ -26,15 +26,18 @@ from keras_rfattn.ops.sums import summarize
 
 
 class State(NamedTuple):
-    """What past tokens left behind; a pytree with the batch on axis 0.
+    """Sums over past tokens, a pytree with the batch on axis 0.
 
     Attributes:
-        maximum: `(B, K, M)`, or `(B, K, 1)` for features with a shared scale:
-            the largest exponent each feature has met, float32.
-        numerator: `(B, K, V, M)`: Σ v φ(k)ᵀ relative to `maximum`, float32.
-        normalizer: `(B, K, M)`: Σ φ(k) relative to `maximum`, float32.
-        magnitude: like `maximum`: Σ exp(log_scale), for the guard of signed maps.
-        position: `(B,)`: how many tokens were visible, int32.
+        maximum: Array of shape `(B, K, M)`, or `(B, K, 1)` for features that share one
+            scale: the largest exponent so far of each feature, float32.
+        numerator: Array of shape `(B, K, V, M)`: Σ v φ(k)ᵀ relative to `exp(maximum)`,
+            float32.
+        normalizer: Array of shape `(B, K, M)`: Σ φ(k) relative to `exp(maximum)`,
+            float32.
+        magnitude: Array in the shape of `maximum`: Σ exp(log_scale) relative to
+            `exp(maximum)`, float32. The guard of signed maps needs it.
+        position: Array of shape `(B,)`: number of visible tokens so far, int32.
     """
 
     maximum: Any
@@ -45,14 +48,14 @@ class State(NamedTuple):
 
 
 def init_state(batch_size, num_kv_heads, feature_dim, value_dim, scale_dim=None):
-    """The state before any token.
+    """Returns the state before any token.
 
     Args:
-        batch_size: Number of sequences.
+        batch_size: Number of sequences B.
         num_kv_heads: Number of key/value heads K.
         feature_dim: Feature width M.
         value_dim: Value dim V.
-        scale_dim: Last dimension of the features' `log_scale`: M (default), or 1
+        scale_dim: Size of the last axis of the features' `log_scale`: M (default), or 1
             for maps whose features share one scale.
 
     Returns:
@@ -70,11 +73,11 @@ def init_state(batch_size, num_kv_heads, feature_dim, value_dim, scale_dim=None)
 
 
 def extend_state(state, key_features, value, key_mask=None):
-    """Adds keys and values to a state.
+    """Returns the state with keys and values added.
 
     Args:
         state: A `State`.
-        key_features: `Features` of shape `(B, S, K, M)`, any S.
+        key_features: `Features` of shape `(B, S, K, M)`, for any S.
         value: Array of shape `(B, S, K, V)`.
         key_mask: Optional array of shape `(B, S)`, true for visible keys.
 
@@ -93,16 +96,16 @@ def extend_state(state, key_features, value, key_mask=None):
 
 
 def read_state(state, query_features, dtype=None):
-    """What queries see of all tokens in a state.
+    """Computes attention of queries to all tokens in a state.
 
     Args:
         state: A `State`.
-        query_features: `Features` of shape `(B, T, N, M)`; every query sees the
-            whole state.
+        query_features: `Features` of shape `(B, T, N, M)`; every query sees the whole
+            state.
         dtype: Compute dtype, float32 by default.
 
     Returns:
-        Array of shape `(B, T, N, V)`.
+        Array of shape `(B, T, N, V)` in `dtype`.
     """
     num_kv_heads = state.numerator.shape[1]
     query, spoiled = heads_first(query_features, num_kv_heads)
@@ -117,18 +120,18 @@ def read_state(state, query_features, dtype=None):
 
 
 def to_sums(state):
-    """The sums inside a state."""
+    """Returns the `Sums` in a state."""
     sums = state[:4]
     return Sums(*sums, ops.zeros_like(state.normalizer[..., 0]))
 
 
 def to_state(sums, position):
-    """Sums as a state, kept in float32 whatever the compute dtype."""
+    """Returns sums as a `State`, in float32 for any compute dtype."""
     return State(*(ops.cast(x, "float32") for x in settle(sums)), position)
 
 
 def count_visible(value, key_mask):
-    """How many of `(B, S, K, V)` values are visible, `(B,)` int32."""
+    """Returns how many of the values `(B, S, K, V)` are visible: `(B,)`, int32."""
     batch, length = ops.shape(value)[0], ops.shape(value)[1]
     if key_mask is None:
         return ops.broadcast_to(ops.cast(length, "int32"), (batch,))

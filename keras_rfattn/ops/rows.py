@@ -1,4 +1,7 @@
-"""Rows of the attention matrix, which no algorithm forms: what training compares."""
+"""Rows of the attention matrix, which training compares; no algorithm forms them.
+
+R is the number of queries, and G the number of query heads per key head.
+"""
 
 from keras import ops
 
@@ -17,35 +20,37 @@ from keras_rfattn.ops.sums import query_shift
 
 
 def kernel_rows(kernel, query, key, visible):
-    """Normalized weights by a kernel, of finite queries and keys.
+    """Returns the normalized attention weights of a kernel.
 
     Args:
         kernel: `ops.kernel_attention.Softmax()` or `Polynomial(degree)`.
-        query: Scaled queries, `(B, R, N, H)`.
-        key: Scaled keys, `(B, S, K, H)`.
+        query: Scaled queries of shape `(B, R, N, H)`.
+        key: Scaled keys of shape `(B, S, K, H)`.
         visible: Boolean array that broadcasts to `(B, K, R · G, S)`.
 
     Returns:
-        Array of shape `(B, K, R · G, S)`, groups beside their token; a row that sees no
-        key is 0.
+        Array of shape `(B, K, R · G, S)`, with the G query heads of a token adjacent. A
+        row that sees no key is 0.
     """
     return normalize(_by_kernel(kernel, query, key, visible), kernel)
 
 
 def feature_rows(query_features, key_features, visible, key_mask=None, local=None):
-    """Normalized weights by features, as their attention has them.
+    """Returns the normalized attention weights that features imply.
 
     Args:
-        query_features: `Features` of R queries, `(B, R, N, M)`.
+        query_features: `Features` of R queries, of shape `(B, R, N, M)`.
         key_features: `Features` of shape `(B, S, K, M)`.
         visible: Boolean array that broadcasts to `(B, K, R · G, S)`.
         key_mask: Optional array of shape `(B, S)`, true for keys that some query sees.
             Hidden keys may hold anything.
-        local: Optional `(kernel, query, key, near)`, as `kernel_rows` takes them: which
-            keys are weighed by the kernel itself.
+        local: Optional tuple `(kernel, query, key, near)`. The first three are
+            arguments of `kernel_rows`; `near` is a boolean array that broadcasts to
+            `(B, K, R · G, S)`, true for keys that are weighed by the kernel itself.
 
     Returns:
-        As `kernel_rows`.
+        Array of shape `(B, K, R · G, S)`, with the G query heads of a token adjacent. A
+        row that sees no key is 0.
     """
     num_kv_heads, mask = key_features.num_heads, heads_mask(key_mask)
     query, query_spoiled = heads_first(query_features, num_kv_heads)
@@ -78,15 +83,15 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
 
 
 def nearby(key_mask, rows, length, window, sliding=False, causal=False):
-    """Which keys a windowed query weighs by the kernel, as `local_attention` does.
+    """Returns which keys `local_attention` weighs by the kernel for each query.
 
     Args:
         key_mask: Array of shape `(B, T)`, true for visible keys, or `None`.
-        rows: Positions of the queries, integers `(R,)`.
-        length: T, an integer or a scalar of them.
-        window: Positive integer, length of a window in tokens.
-        sliding: Whether the windows beside a query's own are exact too.
-        causal: Whether later windows are not seen anyway.
+        rows: Positions of the queries, integers of shape `(R,)`.
+        length: T, an integer or a scalar integer tensor.
+        window: Positive integer, the number of tokens in a window.
+        sliding: Whether the windows next to a query's own are exact too.
+        causal: Whether attention is causal, so that later windows are not seen.
 
     Returns:
         Boolean array of shape `(B or 1, R, T)`.
@@ -96,7 +101,7 @@ def nearby(key_mask, rows, length, window, sliding=False, causal=False):
     if key_mask is not None:
         hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
         first = ops.expand_dims(ops.sum(ops.cast(hidden, "int32"), axis=1), 1)
-        # Before the first visible key counts as after the end.
+        # Positions before the first visible key count as after the end.
         positions, rows = ((x - first) % length for x in (positions, rows))
     apart = ops.expand_dims((positions // window), 1) - ops.expand_dims(
         (rows // window), 2

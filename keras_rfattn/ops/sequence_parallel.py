@@ -1,10 +1,10 @@
-"""Attention of a sequence that lies over many devices, a stretch of tokens on each.
+"""Attention of a sequence that is divided over devices, one stretch of tokens on each.
 
-Every device sums its own keys up, one exchange gives each the sums of all others,
+Each device sums its own keys. One exchange gives each device the sums of all others,
 whose size does not depend on the length, and they are merged exactly. A device then
-reads what its queries may see: all sums, or under causality those of the devices
-before it, and its own tokens one by one. With a window the tokens beside its stretch
-come from its neighbours, and are not in the sums it reads.
+reads what its queries may see: all sums, or, for causal attention, the sums of the
+devices before it and its own tokens one by one. With a window, the tokens next to its
+stretch come from its neighbours, and are left out of the sums that it reads.
 """
 
 import functools
@@ -30,13 +30,20 @@ from keras_rfattn.ops.windows import causal_windows
 
 
 def sequence_axis(query_length, key_length, options, is_causal):
-    """`(mesh, axis)` over which Keras' distribution divides sequences, or `None`.
+    """Returns the mesh and axis over which Keras divides sequences, or `None`.
+
+    The result is `None` if no distribution divides sequences, or if the shapes do not
+    allow it.
 
     Args:
-        query_length: Number of queries; which the devices have to divide.
-        key_length: Number of keys, likewise.
-        options: `Options`: a stretch holds the windows beside those of its neighbours.
-        is_causal: Whether query i sees keys `j <= i` only.
+        query_length: Number of queries; it must be divisible by the number of devices.
+        key_length: Number of keys; it must be divisible by the number of devices.
+        options: `Options`. With a window, each stretch must be long enough to hold the
+            windows that its neighbours need.
+        is_causal: Whether query i sees only keys `j <= i`.
+
+    Returns:
+        `(mesh, axis)`: a `jax.sharding.Mesh` and the name of an axis, or `None`.
     """
     distribution = keras.distribution.distribution()
     axis = getattr(distribution, "sequence_dim_name", None)
@@ -58,21 +65,21 @@ def sequence_axis(query_length, key_length, options, is_causal):
 def over_devices(
     query, key, value, local, key_mask, options, is_causal, mesh, axis
 ):  # fmt: skip
-    """`bidirectional`, `causal` or `local_attention` over an axis of a mesh.
+    """Computes `bidirectional`, `causal` or `local_attention` over an axis of a mesh.
 
     Args:
         query: `Deferred` features of shape `(B, T, N, M)`.
         key: `Deferred` features of shape `(B, S, K, M)`.
         value: Array of shape `(B, S, K, V)`.
-        local: `Local`, if the options have a window.
-        key_mask: Array of shape `(B, S)`, or `None`.
+        local: `Local`, if the options have a window, else `None`.
+        key_mask: Array of shape `(B, S)`, true for visible keys, or `None`.
         options: `Options`.
-        is_causal: Whether query i sees keys `j <= i` only.
-        mesh: `jax.sharding.Mesh`; its other axes are left to the compiler.
+        is_causal: Whether query i sees only keys `j <= i`.
+        mesh: `jax.sharding.Mesh`; the compiler handles its other axes.
         axis: Name of the axis over which T and S are divided.
 
     Returns:
-        Array of shape `(B, T, N, V)`, laid out as the queries are.
+        Array of shape `(B, T, N, V)`, divided over the devices as the queries are.
     """
     kernel = None if local is None else local.kernel
     tokens = None if local is None else (local.query, local.key)
@@ -115,7 +122,7 @@ def _over_devices(functions, kernel, options, is_causal, mesh, axis, *arguments)
 
 
 def _stretch(query, key, value, mask, _, options, is_causal, axis):
-    """What a device's queries see."""
+    """Returns the output for the queries of one device."""
     import jax
 
     every = jax.lax.all_gather(_summed(key.compute(), value, mask), axis)
@@ -129,7 +136,7 @@ def _stretch(query, key, value, mask, _, options, is_causal, axis):
 def _windowed_stretch(
     query, key, value, mask, tokens, kernel, options, is_causal, axis
 ):  # fmt: skip
-    """The same with a window."""
+    """Returns the output for the queries of one device, with a window."""
     import jax
 
     size, place = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -138,7 +145,8 @@ def _windowed_stretch(
     right = 0 if is_causal else left
     mask = ops.ones((batch, length), "bool") if mask is None else mask
 
-    # What each neighbour is given, and what lies between.
+    # The stretch is summed in three parts: the tokens that the left neighbour gets,
+    # those between, and those that the right neighbour gets.
     features, parts = key.compute(), []
     for part in (slice(0, right), slice(right, length - left), slice(-left, None)):
 
@@ -162,7 +170,7 @@ def _windowed_stretch(
             parts.append(jax.lax.ppermute(x[:, :right], axis, after))
         return ops.concatenate(parts, axis=1)
 
-    # Rows are moved, so that a window begins at the first token laid out.
+    # Rows are shifted, so that a window begins at the first token laid out.
     seen = ops.any(mask, axis=1)
     first = place * length + ops.argmax(ops.cast(mask, "int32"), axis=1)
     first = jax.lax.pmin(ops.where(seen, first, size * length), axis)
@@ -187,7 +195,7 @@ def _windowed_stretch(
 
 
 def _summed(features, value, mask):
-    """The four arrays of a `State` of some tokens, of no token too."""
+    """Returns the first four arrays of the `State` of some tokens, or of no token."""
     of_heads = heads_first(features, value.shape[2]).features
     none = init_state(
         ops.shape(value)[0], value.shape[2], of_heads.width, value.shape[-1],
@@ -199,11 +207,12 @@ def _summed(features, value, mask):
 
 
 def _merged(states, which):
-    """The `State` of some of many, whose arrays `(n, B, ...)` are given.
+    """Merges some of the given states into one `State`; its position is 0.
 
     Args:
-        states: Maximum, numerator, normalizer and magnitude, as in `State`.
-        which: `(n,)`, which of them count; `None` for all.
+        states: Maximum, numerator, normalizer and magnitude as in `State`, stacked to
+            shape `(n, B, ...)`.
+        which: Booleans of shape `(n,)`, true for states to merge; `None` merges all.
     """
 
     def some(x, other):

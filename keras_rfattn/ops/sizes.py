@@ -1,8 +1,8 @@
-"""Sizes of arrays, which are no numbers while a program for any size is exported.
+"""Sizes of arrays, which may be symbolic while a program for any size is exported.
 
-Such a size is a dimension variable of JAX, a `SymInt` of PyTorch, or a scalar tensor.
-Comparing one raises an error or binds the program to the sizes of its example, so all
-comparisons of sizes are made here.
+A symbolic size is a dimension variable of JAX, a `SymInt` of PyTorch, or a scalar
+tensor. Comparing one raises an error or binds the program to the sizes of its example
+inputs, so all comparisons of sizes are made here.
 """
 
 import math
@@ -13,7 +13,7 @@ from keras import ops
 
 
 def is_traced():
-    """Whether PyTorch records operations for a program, of other values and sizes."""
+    """Returns whether PyTorch is compiling or tracing a program."""
     if keras.backend.backend() != "torch":
         return False
     import torch
@@ -22,36 +22,36 @@ def is_traced():
 
 
 def is_known(size):
-    """Whether a size is a number."""
+    """Returns whether a size is a number."""
     return isinstance(size, (int, np.integer))
 
 
 def is_zero(size):
-    """Whether a size is known to be 0."""
+    """Returns whether a size is known to be 0."""
     return is_known(size) and size == 0
 
 
 def fits(size, limit):
-    """Whether a size is known to be at most a number."""
+    """Returns whether a size is known to be at most `limit`."""
     return is_known(size) and size <= limit
 
 
 def smaller(size, limit):
-    """The smaller of a size and a number; the number if the size is unknown."""
+    """Returns the smaller of a size and a number; the number if the size is unknown."""
     return min(size, limit) if is_known(size) else limit
 
 
 def product(*sizes):
-    """The product of sizes; `None` if one is unknown."""
+    """Returns the product of sizes; `None` if one is unknown."""
     return math.prod(sizes) if all(is_known(x) for x in sizes) else None
 
 
 def num_blocks(length, size):
-    """How many blocks of `size` hold `length` tokens, at least one.
+    """Returns how many blocks of `size` hold `length` tokens, at least one.
 
-    A PyTorch program of any length takes one block more than it needs. It would
-    otherwise be bound to more than one block, because PyTorch treats a size of 1 as a
-    number.
+    A PyTorch program for any length takes one block more than it needs. Otherwise the
+    program would not accept a single block, because PyTorch treats a size of 1 as a
+    constant.
     """
     if is_known(length):
         return max(-(-length // size), 1)
@@ -64,10 +64,10 @@ def num_blocks(length, size):
 
 
 def _as_symbol(count, length, size):
-    """A number of blocks without its formula, the same one for equal lengths.
+    """Returns a number of blocks as a new symbol, the same one for equal lengths.
 
     PyTorch cannot decide inequalities of quotients such as `8 * ((T + 7) // 8) >= T`,
-    and would bind the program to what it cannot decide.
+    and would bind the program to what it cannot decide. The new symbol has no formula.
     """
     import torch
 
@@ -84,8 +84,8 @@ def _as_symbol(count, length, size):
 
 
 def leading(x, length, axis):
-    """The first `length` entries of an array along an axis."""
+    """Returns the first `length` entries of an array along an axis."""
     if keras.backend.backend() == "torch":
-        # The size of a slice is unknown where that of the array is.
+        # The size of a slice would be unknown if that of the array is.
         return x.narrow(axis, 0, length)
     return x[(slice(None),) * axis + (slice(length),)]

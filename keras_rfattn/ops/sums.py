@@ -1,10 +1,11 @@
-"""Sums over features: all that an algorithm is made of.
+"""Sums over the features of keys: the operations that every algorithm is built from.
 
-`summarize` folds keys and values into sums whose size does not depend on how many
-there were, each feature relative to its own maximum. `read` looks queries up in such
-sums, with the maxima absorbed into the query's exponent: the largest exponent becomes 0
-and meets a sum that holds a 1, so a denominator of a positive map is at least 1.
-`combine` adds two readings of disjoint sets of keys, and `normalize` divides.
+`summarize` adds up keys and values. The size of the sums does not depend on the number
+of keys, and each feature is taken relative to its own maximum. `read` computes what
+queries see in such sums. It adds the maxima to the query's exponents and shifts them,
+so that the largest exponent is 0; its feature meets a sum that contains a 1, so the
+denominator of a positive map is at least 1. `combine` adds two readings of disjoint
+sets of keys, and `normalize` divides.
 """
 
 from typing import Any
@@ -26,8 +27,8 @@ from keras_rfattn.ops.precision import quotient
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.precision import wide_dtype
 
-# Below this fraction of the sum of magnitudes a signed denominator is rounding
-# noise in float32, whose resolution is 6e-8 per term.
+# A signed denominator below this fraction of the sum of magnitudes is rounding noise in
+# float32, whose resolution is 6e-8 per term.
 GUARD = 1e-6
 
 
@@ -35,14 +36,18 @@ class Sums(NamedTuple):
     """Keys and values summed per feature, relative to `maximum` (see `summarize`)."""
 
     maximum: Any  # (..., M or 1)
-    numerator: Any  # (..., V, M): products write it in order, and read it so
+    numerator: Any  # (..., V, M): the layout in which products write and read it
     normalizer: Any  # (..., M)
     magnitude: Any  # (..., M or 1): the normalizer with every |value| taken as 1
     spoiled: Any  # (...): NaN if a key or value was not finite, else 0
 
 
 class Reading(NamedTuple):
-    """What queries see of some keys, times `exp(-shift)`; `bound >= |denominator|`."""
+    """Weighted sums of the values, as queries see them, relative to `exp(shift)`.
+
+    R rows of queries read some of the keys. `bound` is the denominator with every
+    |value| of the features taken as 1, so `bound >= |denominator|`.
+    """
 
     shift: Any  # (..., R)
     numerator: Any  # (..., R, V)
@@ -51,16 +56,17 @@ class Reading(NamedTuple):
 
 
 def admit(key, value, mask=None):
-    """What `summarize` takes: hidden rows in no product, and no value not finite.
+    """Prepares keys and values for `summarize`: hides masked rows, makes values finite.
 
     Args:
-        key: `Marked` of shape `(..., S, M)`.
+        key: `Marked` features of shape `(..., S, M)`.
         value: Array of shape `(..., S, V)`.
         mask: Boolean array of shape `(..., S)`, true for visible keys; hidden keys and
-            values may hold anything.
+            values may hold anything. `None` if all keys are visible.
 
     Returns:
-        `Marked` features, whose mark tells of their values too, and the values.
+        Tuple of `Marked` features, whose `spoiled` also covers the values, and the
+        values.
     """
     value, spoiled = values_apart(hide(value, mask))
     spoiled = hide(key.spoiled, mask) + ops.cast(spoiled, key.spoiled.dtype)
@@ -68,13 +74,14 @@ def admit(key, value, mask=None):
 
 
 def summarize(key, value, mask=None, is_last=False):
-    """Sums keys and values over S.
+    """Sums keys and values over the S tokens.
 
     Args:
-        key: `Marked` of shape `(..., S, M)`, as `admit` gives them.
-        value: Array of shape `(..., S, V)`, likewise; its dtype is the compute dtype.
+        key: `Marked` features of shape `(..., S, M)`, as returned by `admit`.
+        value: Array of shape `(..., S, V)`, as returned by `admit`; its dtype is the
+            compute dtype.
         mask: The mask given to `admit`.
-        is_last: Whether nothing else holds the features, which may be overwritten.
+        is_last: Whether the features may be overwritten because nothing else uses them.
 
     Returns:
         `Sums`, in float32 (float64 for float64 features).
@@ -83,11 +90,13 @@ def summarize(key, value, mask=None, is_last=False):
     maximum = ops.stop_gradient(largest_of(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
     rows = key.expand(shift, value.dtype, is_last)
-    # The normalizer is the sum of a value 1, which a hidden key does not have: where no
-    # key is visible the maximum is `LOWEST` too.
+    # The normalizer is computed as the sum of a value that is 1, and 0 for a hidden
+    # key: where no key is visible the maximum is `LOWEST` too, so features do not
+    # vanish.
     ones = hide(ops.ones_like(value[..., :1]), mask)
     both = ops.concatenate([value, ones], axis=-1)
-    # Values first: XLA on a CPU is half as fast where the wide one is transposed.
+    # Values come first because XLA on a CPU is half as fast if the wide operand is
+    # transposed.
     both = accumulated_matmul(both, rows, transpose_a=True)
     (numerator, normalizer), dtype = last_apart(both, -2), both.dtype
     if key.is_exponential:
@@ -99,7 +108,7 @@ def summarize(key, value, mask=None, is_last=False):
 
 
 def merge_sums(a, b):
-    """The sums over two disjoint sets of keys together."""
+    """Returns the sums over two disjoint sets of keys together."""
     maximum = elementwise_max(a.maximum, b.maximum)
     left, right = ops.exp(a.maximum - maximum), ops.exp(b.maximum - maximum)
     return Sums(
@@ -113,13 +122,13 @@ def merge_sums(a, b):
 
 
 def settle(sums):
-    """The first four `Sums`, with what was not finite in them."""
+    """Returns the first four `Sums`, with `spoiled` added to the numerator."""
     numerator = sums.numerator + ops.expand_dims(sums.spoiled, (-2, -1))
     return sums.maximum, numerator, sums.normalizer, sums.magnitude
 
 
 def rebase(sums, maximum):
-    """The same sums relative to another `maximum`, at least their own."""
+    """Returns the sums relative to another `maximum` that is at least their own."""
     factor = ops.exp(sums.maximum - maximum)
     return Sums(
         maximum,
@@ -131,24 +140,24 @@ def rebase(sums, maximum):
 
 
 def query_shift(query, maximum):
-    """The largest exponent each query meets: `(..., R)` from `(..., R, M)`."""
+    """Returns the largest exponent of each query with the sums: `(..., R)`."""
     exponent = query.log_scale + ops.expand_dims(maximum, -2)
     return ops.stop_gradient(largest_of(exponent, axis=-1))
 
 
 def read(sums, query, dtype, shift=None, is_last=False):
-    """Looks queries up in `sums`, but for their mark, which is added to the output.
+    """Computes what queries see in `sums`, except for `spoiled`, which callers add.
 
     Args:
         sums: `Sums` with leading dimensions `(...)`.
         query: `Features` of shape `(..., R, M)`.
         dtype: Compute dtype of the products.
-        shift: Array of shape `(..., R)`, at least `query_shift(query, maximum)`, which
-            it is if `None`.
-        is_last: Whether nothing else holds the features, which may be overwritten.
+        shift: Array of shape `(..., R)`, at least `query_shift(query, maximum)`. `None`
+            uses that value.
+        is_last: Whether the features may be overwritten because nothing else uses them.
 
     Returns:
-        A `Reading` relative to `shift`.
+        A `Reading` relative to `exp(shift)`.
     """
     raised = ops.expand_dims(sums.maximum, -2)
     log_scale = query.log_scale
@@ -156,20 +165,23 @@ def read(sums, query, dtype, shift=None, is_last=False):
     if shift is None:
         shift = ops.stop_gradient(largest_of(log_scale, axis=-1))
     raised = query._replace(log_scale=log_scale)
-    # Of signed features the exponents are needed again.
+    # Signed features need the exponents again, so they are not overwritten.
     rows = raised.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)
     return look_up(sums, raised, rows, shift)
 
 
 def look_up(sums, query, rows, shift):
-    """`read`, of queries whose exponents are those of the sums' maxima already.
+    """Computes `read` for queries whose exponents already contain the sums' maxima.
 
     Args:
-        sums: As of `read`.
-        query: `Features` of shape `(..., R, M)`; the exponents of what is exponential
-            are not looked at.
-        rows: The same, expanded relative to `shift`, in the compute dtype.
+        sums: `Sums` with leading dimensions `(...)`.
+        query: `Features` of shape `(..., R, M)`; their exponents are used for signed
+            features only.
+        rows: The expanded features, relative to `exp(shift)`, in the compute dtype.
         shift: Array of shape `(..., R)`.
+
+    Returns:
+        A `Reading` relative to `exp(shift)`.
     """
     wide, dtype = wide_dtype(sums.numerator), rows.dtype
     last = ops.cast(ops.expand_dims(sums.normalizer, -2), wide)
@@ -207,33 +219,40 @@ def combine(a, b):
 
 
 def normalize(reading, features, mark=0, dtype=None):
-    """Numerator over `guarded` denominator; 0 for a row that sees no key.
+    """Divides the numerator by the `guarded` denominator; 0 for a row that sees no key.
 
     Args:
         reading: A `Reading`.
-        features: What was read with, for `is_signed` and `has_offset`.
-        mark: 0 or NaN, `(..., R, 1)`: whether what a row sees is not finite.
-        dtype: Of the result, the numerator's by default.
+        features: The features or kernel of the reading; their `is_signed` and
+            `has_offset` are used.
+        mark: Array of shape `(..., R, 1)`: NaN where a row sees a token that is not
+            finite, else 0. It is added to the result. A number is allowed.
+        dtype: Dtype of the result; the numerator's by default.
+
+    Returns:
+        Array of shape `(..., R, V)`.
     """
     dtype = reading.numerator.dtype if dtype is None else dtype
     return quotient(reading.numerator, guarded(reading, features), mark, dtype)
 
 
 def guarded(reading, features):
-    """The denominator of each row, `(..., R, 1)`; 1 for one that sees no key.
+    """Returns the denominator of each row, `(..., R, 1)`; 1 for one that sees no key.
 
-    A positive map's is used as it is. A signed map's denominator D can come near 0 by
-    cancellation; with `bound = Σ_j Σ_m exp(log_scale_i + log_scale_j)` (every |value|
-    taken as 1) it is replaced by
+    The denominator of a positive map is returned as it is. A signed map's denominator D
+    can come near 0 by cancellation. With `bound = Σ_j Σ_m exp(log_scale_i +
+    log_scale_j)` (every |value| taken as 1) it is replaced by
 
         sign(D) · max(|D|, GUARD · bound),  sign(0) = 1
 
-    which needs sums alone, so that all algorithms agree. The 1 in the denominator of
-    polynomial attention is `exp(-shift)` here.
+    This needs only sums, so all algorithms agree. The 1 in the denominator of
+    polynomial attention becomes `exp(-shift)` here, because everything is relative to
+    `exp(shift)`.
 
     Args:
         reading: A `Reading`.
-        features: What was read with, for `is_signed` and `has_offset`.
+        features: The features or kernel of the reading; their `is_signed` and
+            `has_offset` are used.
     """
     denominator = reading.denominator
     if features.is_signed:
@@ -243,7 +262,7 @@ def guarded(reading, features):
         denominator = sign * elementwise_max(ops.abs(denominator), floor)
     seen = reading.bound > 0
     if features.has_offset:
-        # Of a sum of squares; below 0 it is rounding.
+        # The denominator is a sum of squares, so it is below 0 only by rounding.
         denominator = elementwise_max(denominator, 0)
         shift = where(seen, reading.shift, 0)
         denominator = denominator + ops.cast(ops.exp(-shift), denominator.dtype)
@@ -251,7 +270,7 @@ def guarded(reading, features):
 
 
 def no_sums(key, value):
-    """The sums over no key at all; `key` and `value` give shapes and dtypes."""
+    """Returns the sums over no key; `key` and `value` give the shapes and dtypes."""
     lead, dtype, scale = ops.shape(value)[:2], wide_dtype(value), key.log_scale
     return Sums(
         ops.zeros((*lead, scale.shape[-1]), dtype=scale.dtype) + LOWEST,

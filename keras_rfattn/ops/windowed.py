@@ -1,15 +1,15 @@
-"""Exact attention nearby, features beyond: one normaliser over both.
+"""Exact attention nearby and features beyond, with one normalizer over both.
 
-The sequence of each row is cut into windows of `window` tokens, counted from its
-first visible key. A query weighs the keys of its own window by the kernel itself, and
-those of all other windows by features. With `sliding` the window before counts as its
-own too (without causality the one after also), so that a query sees at least `window`
-keys exactly. A sequence that fits one window is exact attention.
+The sequence of each row is cut into windows of `window` tokens, counted from its first
+visible key. A query weighs the keys of its own window by the kernel itself, and those
+of all other windows by features. With `sliding` the window before its own is exact too
+(without causality also the one after), so that a query sees at least `window` keys
+exactly. A sequence that fits one window is exact attention.
 
-Nothing is subtracted from a sum over all keys, which would cancel: what lies outside
-a window is what came before and what comes after.
+Nothing is subtracted from a sum over all keys, because that would cancel: the sum over
+the keys outside a window is computed from the keys before it and the keys after it.
 
-The local exact part of PolySketchFormer (Kacham et al., 2024, section 3.2), for
+This is the local exact part of PolySketchFormer (Kacham et al., 2024, section 3.2), for
 every kernel that can be computed.
 """
 
@@ -31,14 +31,15 @@ from keras_rfattn.ops.windows import causal_windows
 
 
 class Local(NamedTuple):
-    """What is exact, and on what.
+    """The tokens and the kernel for the exact part of attention.
 
     Attributes:
-        query: Scaled queries, `(B, T, N, H)`.
-        key: Scaled keys, `(B, S, K, H)`.
-        kernel: `Softmax()` or `Polynomial(degree)`, of which the features are.
-        window: Positive integer, length of a window in tokens.
-        sliding: Whether the windows beside a query's own are exact too.
+        query: Scaled queries of shape `(B, T, N, H)`.
+        key: Scaled keys of shape `(B, S, K, H)`.
+        kernel: `Softmax()` or `Polynomial(degree)`: the kernel that the features
+            estimate.
+        window: Positive integer, the number of tokens in a window.
+        sliding: Whether the windows next to a query's own are exact too.
     """
 
     query: Any
@@ -49,16 +50,17 @@ class Local(NamedTuple):
 
 
 def from_first_visible(key_mask, arrays, functions):
-    """Turns the rows of arrays so that the first visible key comes first.
+    """Rotates the rows of arrays so that the first visible key comes first.
 
     Args:
         key_mask: Array of shape `(B, T)`.
-        arrays: What `causal_windows` takes; `(B, T, ...)`, `Features` of such, or those
-            and the parameters that one of `functions` takes.
-        functions: What `take_apart` gave.
+        arrays: Arguments of `causal_windows`. Each is an array of shape `(B, T, ...)`,
+            `Features` of such arrays, or, where one of `functions` is not `None`, a
+            list of such an array and the parameters of that function.
+        functions: The functions that `take_apart` returned.
 
     Returns:
-        The arrays turned, and a function that turns one back.
+        The rotated arrays, and a function that rotates an array back.
     """
     length = ops.shape(key_mask)[1]
     hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
@@ -82,25 +84,25 @@ def from_first_visible(key_mask, arrays, functions):
 def local_attention(
     query_features, key_features, value, local, key_mask=None, causal=False
 ):
-    """Self-attention, exact within windows and by features beyond.
+    """Computes self-attention that is exact within windows and uses features beyond.
 
     Args:
-        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred`.
-        key_features: The same of shape `(B, T, K, M)`.
+        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred` features.
+        key_features: `Features` of shape `(B, T, K, M)`, or `Deferred` features.
         value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
-        local: `Local`.
-        key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden
-            keys and values may hold anything, NaN included.
-        causal: Whether query i sees keys `j <= i` only.
+        local: `Local` with the scaled queries and keys, the kernel and the window.
+        key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden keys
+            and values may hold anything, NaN included.
+        causal: Whether query i sees only keys `j <= i`.
 
     Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key
-        is 0. Rows before the first visible key, which only a query of padding has,
-        count as after the end where attention is not causal.
+        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
+        0. If attention is not causal, tokens before the first visible key, which are
+        padding, count as being after the end.
 
     Raises:
-        ValueError: If the window is not a positive integer, or queries and keys are
-            of different lengths.
+        ValueError: If the window is not a positive integer, or if queries and keys have
+            different lengths.
     """
     query, key, kernel, window, sliding = local
     Options(window=window, sliding=sliding)
@@ -127,7 +129,7 @@ def local_attention(
         return output
     output = turn_back(output)
     if causal:
-        # Rows before the first visible key were turned behind all keys.
+        # Rows before the first visible key were rotated behind all keys.
         begun = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) > 0
         output = where(ops.expand_dims(begun, (2, 3)), output, 0)
     return output

@@ -1,8 +1,8 @@
-"""Many tokens that follow a windowed state, in parallel.
+"""Attention of many new tokens after a windowed state, in parallel.
 
-The tokens of a row's last windows, which the state keeps, and the new ones after them
-are laid out from the beginning of a window, and attended to as any sequence is; what
-came before enters as sums.
+The tokens of the last windows, which the state keeps, and the new tokens after them are
+laid out from the beginning of a window. Attention then treats them like any sequence;
+earlier tokens enter as sums.
 """
 
 from keras import ops
@@ -33,20 +33,22 @@ from keras_rfattn.ops.windows import causal_windows
 def local_chunk(
     state, features, value, local, key_mask=None, passed=None, is_empty=False
 ):
-    """Causal `local_attention` of tokens after those of a state.
+    """Computes causal `local_attention` of tokens after those of a state.
 
     Args:
         state: A `LocalState`.
-        features: Function of scaled queries and keys that gives their `Features`,
-            or `Deferred`.
+        features: Function of scaled queries and keys that returns their `Features`, or
+            `Deferred` features.
         value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
         local: `Local` of the new tokens.
-        key_mask: As in `extend_local_state`.
-        passed: As in `extend_local_state`.
-        is_empty: Whether no token has entered the state, which saves laying it out.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys.
+        passed: Optional array of shape `(B, S)`, false for tokens at the end that do
+            not count at all, such as padding after a text.
+        is_empty: Whether no token has entered the state yet, which saves laying it out.
 
     Returns:
-        `(output, state)`: `(B, S, N, V)`, and the extended `LocalState`.
+        `(output, state)`: the output of shape `(B, S, N, V)`, and the extended
+        `LocalState`.
     """
     query, key, kernel, window, sliding = local
     near, num_kv_heads = 2 if sliding else 1, value.shape[2]
@@ -58,7 +60,8 @@ def local_chunk(
     elapsed = ops.sum(ops.cast(passed, "int32"), axis=1)
     moved = Move(state.position, new, elapsed, window, near)
 
-    # Tokens since the first of each row, from the first that is laid out.
+    # Positions of the tokens that are laid out, counted from each row's first visible
+    # token.
     kept = 0 if is_empty else near * window
     first = (moved.before - near + 1) * window
     first = ops.expand_dims((ops.zeros_like(first) if is_empty else first), 1)

@@ -1,9 +1,10 @@
 """The state of fixed size for attention that is exact within windows.
 
-Beside the sums of all windows beyond, it holds the keys and values of the windows that
-the last token weighs exactly (one, or two with `sliding`), and their sums, which join
-the others as soon as a new window begins. Its size depends on the window alone, and
-windows are counted from a row's first visible token, as in `local_attention`.
+The state holds the keys and values of the near windows, which the last token weighs
+exactly (one, or two with `sliding`), and the sums of each near window. It also holds
+the sums of all windows before them; the sums of a near window are added to those as
+soon as a new window begins. Its size depends on the window alone, and windows are
+counted from a row's first visible token, as in `local_attention`.
 """
 
 from typing import Any
@@ -38,20 +39,28 @@ from keras_rfattn.ops.sums import summarize
 
 
 class LocalState(NamedTuple):
-    """What past tokens left behind; a pytree with the batch on axis 0.
+    """Sums, keys and values of past tokens, a pytree with the batch on axis 0.
 
-    Axis 2 of the sums counts windows: all those beyond, then each of the n near ones
-    (n is 1, or 2 with `sliding`), the last token's own last.
+    Axis 2 of the sums counts windows. Entry 0 is the sum over all windows before the
+    near ones; the n near windows follow in order, so the last token's own window is the
+    last (n is 1, or 2 with `sliding`).
 
     Attributes:
-        maximum: `(B, K, n + 1, M)` (or 1 for M), as in `State`, float32.
-        numerator: `(B, K, n + 1, V, M)`, float32.
-        normalizer: `(B, K, n + 1, M)`, float32.
-        magnitude: like `maximum`.
-        key: `(B, K, n · window, H)`: scaled keys of the near windows, float32.
-        value: `(B, K, n · window, V)`.
-        visible: `(B, n · window)`, which of them exist.
-        position: `(B,)`: tokens since the first visible one, int32.
+        maximum: Array of shape `(B, K, n + 1, M)`, or with 1 for M if features share
+            one scale: the largest exponent so far of each feature, float32.
+        numerator: Array of shape `(B, K, n + 1, V, M)`: Σ v φ(k)ᵀ relative to
+            `exp(maximum)`, float32.
+        normalizer: Array of shape `(B, K, n + 1, M)`: Σ φ(k) relative to
+            `exp(maximum)`, float32.
+        magnitude: Array in the shape of `maximum`: Σ exp(log_scale) relative to
+            `exp(maximum)`, float32.
+        key: Array of shape `(B, K, n · window, H)`: scaled keys of the near windows,
+            float32.
+        value: Array of shape `(B, K, n · window, V)`: values of the near windows.
+        visible: Booleans of shape `(B, n · window)`: which of these tokens exist and
+            are visible.
+        position: Array of shape `(B,)`: number of tokens since the first visible one,
+            int32.
     """
 
     maximum: Any
@@ -68,18 +77,19 @@ def init_local_state(
     batch_size, num_kv_heads, feature_dim, value_dim, head_dim, window, sliding=False,
     scale_dim=None, dtype="float32",
 ):  # fmt: skip
-    """The state before any token.
+    """Returns the state before any token.
 
     Args:
-        batch_size: Number of sequences.
+        batch_size: Number of sequences B.
         num_kv_heads: Number of key/value heads K.
         feature_dim: Feature width M.
         value_dim: Value dim V.
         head_dim: Head dim H of the keys.
-        window: Length of a window in tokens.
+        window: Number of tokens in a window.
         sliding: Whether the window before a query's own is exact too.
-        scale_dim: As in `init_state`.
-        dtype: Of the values it keeps; keys are kept in float32.
+        scale_dim: Size of the last axis of the features' `log_scale`: M (default), or 1
+            for maps whose features share one scale.
+        dtype: Dtype of the values in the state; keys are kept in float32.
 
     Returns:
         A `LocalState`.
@@ -101,16 +111,16 @@ def init_local_state(
 
 
 def extend_local_state(state, key_features, value, key, key_mask=None, passed=None):
-    """Adds tokens to a state.
+    """Returns the state with tokens added.
 
     Args:
         state: A `LocalState`.
-        key_features: `Features` of shape `(B, S, K, M)`, any S.
+        key_features: `Features` of shape `(B, S, K, M)`, for any S.
         value: Array of shape `(B, S, K, V)`.
-        key: Scaled keys, `(B, S, K, H)`.
+        key: Scaled keys of shape `(B, S, K, H)`.
         key_mask: Optional array of shape `(B, S)`, true for visible keys.
         passed: Optional array of shape `(B, S)`, false for tokens at the end that do
-            not count as having been there at all, as padding after a text.
+            not count at all, such as padding after a text.
 
     Returns:
         The extended `LocalState`.
@@ -132,7 +142,7 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
     for place in range(near + 1):
         tokens, mask = (features, wide), new & (moved.place == place)
         if place and not fits(moved.length, window):
-            # The few tokens of one window, not all of a long chunk.
+            # Sums the few tokens of one window instead of all tokens of a long chunk.
             index, exists = moved.window(place)
             mask = take_along(new, index, axis=1) & exists
             index = ops.expand_dims(index, (1, 3))
@@ -160,13 +170,13 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
 
 
 class Move:
-    """Where tokens and windows of each row go when tokens are added.
+    """The new places of the tokens and windows of each row after tokens are added.
 
     Args:
-        position: `(B,)`, tokens so far.
-        new: `(B, S)`, which added ones are visible.
-        elapsed: `(B,)`, how many have passed.
-        window: Length of a window.
+        position: Integers of shape `(B,)`: number of tokens so far.
+        new: Booleans of shape `(B, S)`: which added tokens are visible.
+        elapsed: Integers of shape `(B,)`: how many of the added tokens count.
+        window: Number of tokens in a window.
         near: Number of near windows.
     """
 
@@ -188,9 +198,11 @@ class Move:
             - ops.expand_dims(skipped, 1)
             + ops.arange(length, dtype="int32")
         )
-        # A token's place among beyond (0) and near windows.
+        # A token's entry on axis 2 of the sums: 0 before the near windows, then 1 to n.
         self.place = clip(added // window - ops.expand_dims(own, 1) + near, 0, near)
-        # Slots of the new near windows, as tokens since the first and as sources.
+        # Tokens in the slots of the new near windows: their positions since the first
+        # visible token, and their index among the old slots followed by the added
+        # tokens.
         slots = ops.expand_dims(ops.arange(near * window, dtype="int32"), 0)
         token = (ops.expand_dims(own, 1) - near + 1) * window + slots
         self.exists = (token >= 0) & (token < ops.expand_dims(self.position, 1))
@@ -205,30 +217,30 @@ class Move:
         self.source = clip(source, 0, near * window + length - 1)
 
     def window(self, place):
-        """The added tokens at a near place: `(indices, which exist)`, `(B, window)`."""
+        """Returns indices `(B, window)` of a window's added tokens, and which exist."""
         start = (self.own - self.near + place) * self.size - self.offset
         index = ops.expand_dims(start, 1) + ops.arange(self.size, dtype="int32")
         exists = (index >= 0) & (index < ops.expand_dims(self.elapsed, 1))
         return clip(index, 0, self.length - 1), exists
 
     def place_of(self, origin):
-        """Where a window that was at `origin` is now, `(B,)`."""
+        """Returns the new place `(B,)` of a window that was at place `origin`."""
         return elementwise_max(origin - self.shift, 0)
 
     def keep(self, old, new):
-        """Near slots of `(B, K, n · window, ·)` and of `(B, K, S, ·)` together."""
+        """Returns the near slots `(B, K, n · window, ·)`, from old slots and tokens."""
         both = ops.concatenate([old, ops.cast(new, old.dtype)], axis=2)
         return take_along(both, ops.expand_dims(self.source, (1, 3)), axis=2)
 
 
 def sums_at(state, place):
-    """The sums of one place."""
+    """Returns the `Sums` at one place of axis 2."""
     sums = [x[:, :, place] for x in state[:4]]
     return Sums(*sums, ops.zeros_like(sums[2][..., 0]))
 
 
 def _empty_like(state):
-    """The state before any token, of the shapes of another."""
+    """Returns the state before any token, with the shapes of the given one."""
     return LocalState(
         ops.zeros_like(state.maximum) + LOWEST, *(ops.zeros_like(x) for x in state[1:])
     )
@@ -242,17 +254,18 @@ def _where(rows, a, b):
 
 
 def read_local_state(state, query_features, query, kernel):
-    """What queries of the last token see of all tokens in a state.
+    """Computes attention of the last token's queries to all tokens in a state.
 
     Args:
         state: A `LocalState`.
-        query_features: `Features` of shape `(B, T, N, M)`; every query sees the
-            whole state.
-        query: Scaled queries, `(B, T, N, H)`.
-        kernel: `Softmax()` or `Polynomial(degree)`, of which the features are.
+        query_features: `Features` of shape `(B, T, N, M)`; every query sees the whole
+            state.
+        query: Scaled queries of shape `(B, T, N, H)`.
+        kernel: `Softmax()` or `Polynomial(degree)`: the kernel that the features
+            estimate.
 
     Returns:
-        Array of shape `(B, T, N, V)` in the dtype of the values it holds.
+        Array of shape `(B, T, N, V)` in the dtype of the state's values.
     """
     num_kv_heads, value = state.key.shape[1], representable(state.value)
     features, _ = heads_first(query_features, num_kv_heads)

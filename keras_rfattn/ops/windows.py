@@ -1,6 +1,8 @@
-"""Windows of a sequence that begins with one: exact inside, sums of the others beyond.
+"""Attention in windows whose first window begins at the first token of the sequence.
 
-What `local_attention` is made of, and chunks of tokens and stretches of devices too.
+Attention is exact inside a window, and uses sums of features for the other windows.
+`local_attention`, chunks of new tokens after a state, and the stretches of several
+devices are built from it.
 """
 
 import dataclasses
@@ -54,14 +56,15 @@ from keras_rfattn.ops.sums import summarize
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """What is exact for a query.
+    """The settings of windowed attention, and its computation.
 
     Attributes:
-        kernel: As in `Local`.
-        size: Length of a window in tokens.
-        groups: Queries of a token, beside each other.
-        sliding: Whether the windows beside its own are exact too.
-        is_causal: Whether a query sees no key after its token.
+        kernel: `Softmax()` or `Polynomial(degree)`: the kernel that the features
+            estimate.
+        size: Number of tokens in a window, C.
+        groups: G, query heads per key head, which are adjacent rows of a token.
+        sliding: Whether the windows next to a query's own are exact too.
+        is_causal: Whether a query sees no key after its own token.
     """
 
     kernel: Any
@@ -72,22 +75,22 @@ class Windows:
 
     @property
     def nearby(self):
-        """Windows, counted from its own, whose keys a query weighs exactly."""
+        """Offsets from a query's own window of the windows it weighs exactly."""
         after = self.sliding and not self.is_causal
         return range(-1 if self.sliding else 0, 2 if after else 1)
 
     def cut(self, query, key, value, mask):
-        """Tokens as windows: `(query, key, value, mask, hidden)`.
+        """Cuts tokens into n windows: returns `(query, key, value, exists)`.
 
         Args:
-            query: `(B, K, T · G, H)`.
-            key: `(B, K, T, H)`.
-            value: `(B, K, T, V)`.
-            mask: Blocks `(B, 1, n, C)`, or `None` if all keys exist.
+            query: Array of shape `(B, K, T · G, H)`.
+            key: Array of shape `(B, K, T, H)`.
+            value: Array of shape `(B, K, T, V)`.
+            mask: Booleans of shape `(B, 1, n, C)`, or `None` if all keys exist.
 
         Returns:
-            Arrays `(B, K, n, C · G, H)` and `(B, K, n, C, ·)`, hidden ones 0; and which
-            exist, `(B, 1, n, C, 1)`.
+            Queries `(B, K, n, C · G, H)`, keys and values `(B, K, n, C, ·)` in which
+            hidden rows are 0, and booleans `(B, 1, n, C, 1)` of the keys that exist.
         """
         query = cut_blocks(query, self.size, self.groups)
         key, value = (hide(cut_blocks(x, self.size), mask) for x in (key, value))
@@ -96,35 +99,38 @@ class Windows:
         return query, key, value, ops.expand_dims(mask, -1)
 
     def is_fused(self, query_features, key_features, query, key, value, earlier):
-        """Whether `fused` answers, from `Marked` features that are not computed."""
+        """Returns whether `fused` can compute this, from `Marked` features."""
         if self.kernel != Softmax() or earlier is not None:
             return False
         return fused.is_fused(query_features, key_features, value, query, key)
 
     def beside(self, blocks):
-        """Blocks with those nearby beside them, C each."""
+        """Returns each window together with the windows nearby, side by side."""
         found = [shifted(blocks, x) for x in self.nearby]
         return found[0] if len(found) == 1 else ops.concatenate(found, axis=3)
 
     def answer(self, sums, features, query, key, value, mask, is_all, is_last, dtype):
-        """The output: of `sums`, and exactly of what is `beside` queries.
+        """Returns the output, from sums for far windows and exactly for those nearby.
 
         Args:
-            sums: `Sums` of each window, or of the first of several, or `Averages`.
-            features: `Features` of the queries, `(B, K, n, C · G, M)`, or `Exponents`
-                if `fused` reads.
-            query: `(B, K, n, C · G, H)`.
-            key: `beside` of the keys; likewise `value` and `mask`.
+            sums: `Sums` of what is far from each window, or `Averages`.
+            features: `Features` of the queries of shape `(B, K, n, C · G, M)`, or
+                `Exponents` if `fused` reads them.
+            query: Queries of shape `(B, K, n, C · G, H)`.
+            key: Keys nearby, as returned by `beside`.
+            value: Values nearby, as returned by `beside`.
+            mask: Booleans nearby, as returned by `beside`.
             is_all: Whether no key is hidden.
-            is_last: Whether nothing else holds the features.
-            dtype: Of the result.
+            is_last: Whether the features may be overwritten because nothing else uses
+                them.
+            dtype: Dtype of the result.
         """
         within = self._within() if self.is_causal else None
-        # Windows beside its own may be the zeros after an end.
+        # Windows next to a query's own may be zeros before the start or after the end.
         is_all &= within is None and len(self.nearby) == 1
         visible = None if is_all else ops.swapaxes(mask, -1, -2)
         if within is not None:
-            # LiteRT has no `and` of five axes.
+            # LiteRT has no logical `and` for arrays with five axes.
             visible = where(within, visible, False)
         given, mask = (query, key, value), mask[..., 0]
         is_finite = known_finite(*given, limit=LARGEST)
@@ -141,13 +147,13 @@ class Windows:
         return quotient(reading.numerator, guarded(reading, features), beside, dtype)
 
     def _within(self):
-        """`(C · G, C · len(nearby))`: the keys nearby that are not after the query."""
+        """Returns `(C · G, C · len(nearby))` booleans: keys not after the query."""
         token = repeat_each(ops.arange(self.size), self.groups)
         keys = ops.arange(self.size * len(self.nearby)) + self.size * self.nearby[0]
         return ops.expand_dims(token, 1) >= ops.expand_dims(keys, 0)
 
     def __call__(self, query_features, key_features, query, key, value, mask, earlier):
-        """All windows of some heads at once, not causal, `(B, K, T · G, V)`."""
+        """Computes all windows of some heads, without causality: `(B, K, T · G, V)`."""
         sides = query_features, key_features
         is_fused = self.is_fused(*sides, query, key, value, earlier)
         are_own = [isinstance(x.features, Exponents) for x in sides]
@@ -177,7 +183,7 @@ class Windows:
         return ops.reshape(output, (*shape[:2], -1, shape[-1]))
 
     def _elsewhere(self, own, earlier=None):
-        """`Sums` of all windows but those `nearby`, of those of each, and `earlier`."""
+        """Returns each window's `Sums` over `earlier` and all windows not `nearby`."""
         none = Sums(
             ops.zeros_like(own.maximum[:, :, 0]) + LOWEST,
             *(ops.zeros_like(x[:, :, 0]) for x in own[1:]),
@@ -193,10 +199,27 @@ def all_windows(
     query_features, key_features, value, query, key, mask, earlier=None,
     *, functions, kernel, window, sliding,
 ):  # fmt: skip
-    """`local_attention` of rows whose first token begins a window, not causal.
+    """Computes `local_attention` without causality; the first token begins a window.
+
+    The arguments are those of `local_attention`, with features taken apart by
+    `layout.take_apart` and the fields of `Local` passed separately.
 
     Args:
-        earlier: `Sums` of keys that are in none of the windows, which all queries see.
+        query_features: Query features of shape `(B, T, N, M)`, or their arrays.
+        key_features: Key features of shape `(B, T, K, M)`, or their arrays.
+        value: Array of shape `(B, T, K, V)`.
+        query: Scaled queries of shape `(B, T, N, H)`.
+        key: Scaled keys of shape `(B, T, K, H)`.
+        mask: Optional booleans of shape `(B, T)`, true for visible keys.
+        earlier: Optional `Sums` of keys outside all windows, which all queries see.
+        functions: Functions that compute the query and key features from their arrays;
+            `None` if the features are computed.
+        kernel: The kernel that the features estimate.
+        window: Number of tokens in a window.
+        sliding: Whether the windows next to a query's own are exact too.
+
+    Returns:
+        Array of shape `(B, T, N, V)`.
     """
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
@@ -216,7 +239,7 @@ def all_windows(
         size = None
     mask = block_mask(mask, length, window)
     output = by_heads(windows, (*features, query, key, value, mask, earlier), size)
-    # Without what is after the end.
+    # Cuts off the padding after the end.
     output = leading(output, length * groups, 2)
     return ops.cast(merge_heads(output, num_heads, length), dtype)
 
@@ -225,14 +248,27 @@ def causal_windows(
     query_features, key_features, value, query, key, mask, far_mask=None, earlier=None,
     *, functions, kernel, window, sliding,
 ):  # fmt: skip
-    """The same, causal.
+    """Computes causal `local_attention`; the first token begins a window.
 
     Args:
-        far_mask: `(B, T)`, which keys are ever summed; `mask` if `None`.
-        earlier: `Sums` of keys that are in none of the windows, which all queries see.
+        query_features: Query features of shape `(B, T, N, M)`, or their arrays.
+        key_features: Key features of shape `(B, T, K, M)`, or their arrays.
+        value: Array of shape `(B, T, K, V)`.
+        query: Scaled queries of shape `(B, T, N, H)`.
+        key: Scaled keys of shape `(B, T, K, H)`.
+        mask: Optional booleans of shape `(B, T)`, true for visible keys.
+        far_mask: Booleans of shape `(B, T)`, true for keys that may be summed; `mask`
+            if `None`.
+        earlier: Optional `Sums` of keys outside all windows, which all queries see.
+        functions: Functions that compute the query and key features from their arrays;
+            `None` if the features are computed.
+        kernel: The kernel that the features estimate.
+        window: Number of tokens in a window.
+        sliding: Whether the windows next to a query's own are exact too.
 
     Returns:
-        The output, and the `Sums` of all that no further window would weigh exactly.
+        The output of shape `(B, T, N, V)`, and the `Sums` of all keys that a window
+        after the last one would not weigh exactly.
     """
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
@@ -250,7 +286,7 @@ def causal_windows(
     rows = far_query, query, *map(windows.beside, (key, value, exists))
 
     def beyond(offset):
-        """What is summed before window i: keys of window `i + offset`."""
+        """Returns what is summed before window i: keys of window `i + offset`."""
         keys = map_features(lambda x: shifted(x, offset), far_key)
         is_all = hidden is None and far_mask is None and not offset
         return keys, shifted(value, offset), None if is_all else shifted(summed, offset)
@@ -274,12 +310,12 @@ def causal_windows(
 
 
 def shifted(blocks, offset):
-    """Block i is what was block `i + offset`, or zeros."""
+    """Returns blocks in which block i is the former block `i + offset`, or zeros."""
     if offset == 0:
         return blocks
     shape = ops.shape(blocks)
     if keras.backend.backend() == "tensorflow":
-        # LiteRT slices arrays of five axes at most.
+        # LiteRT slices arrays of at most five axes.
         blocks = ops.reshape(blocks, (*shape[:3], math.prod(shape[3:])))
     zeros = ops.zeros_like(blocks[:, :, : abs(offset)])
     if offset < 0:
@@ -290,7 +326,7 @@ def shifted(blocks, offset):
 
 
 def _moved(sums, none, offset):
-    """Those of window i are what those of window `i + offset` were, or of no key."""
+    """Returns `Sums` in which window i has the sums of window `i + offset`, if any."""
 
     def move(x, y):
         y = ops.expand_dims(ops.cast(y, x.dtype), 2)

@@ -36,17 +36,17 @@ __all__ = [
 
 
 def get(identifier, seed=0):
-    """Resolves a projection.
+    """Resolves a projection from its name, config or object.
 
     Args:
-        identifier: A name of `PROJECTIONS`, a `Projection` or its serialized config.
+        identifier: A name in `PROJECTIONS`, a `Projection` or its serialized config.
         seed: Seed of a projection given by name.
 
     Returns:
         A `Projection`.
 
     Raises:
-        ValueError: If the name is unknown or the object is of another kind.
+        ValueError: If the name is unknown, or the object is not a `Projection`.
     """
     if isinstance(identifier, str) and identifier in PROJECTIONS:
         return PROJECTIONS[identifier](seed=seed)

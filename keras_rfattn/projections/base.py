@@ -1,14 +1,14 @@
-"""Where random vectors come from.
+"""The base class of projections, which draw the random vectors of feature maps.
 
 A projection is a seeded Keras initializer for a weight of shape
-`(heads, head_dim, num_features)`: one set of vectors, the columns, for each head.
-Laws, tested for every row of the table:
+`(heads, head_dim, num_features)`: each head has its own set of vectors, which are the
+columns. Every projection in the table satisfies these laws, which are tested:
 
-1. Every vector is marginally `N(0, I)`, so that an estimator built on it is
-   unbiased; or `is_gaussian` is false and the docstring says what it is.
+1. Every vector is marginally `N(0, I)`, so that an estimator built on it is unbiased.
+Otherwise `is_gaussian` is false, and the docstring says what the distribution is.
 2. Heads are independent.
-3. The numbers come from NumPy's Philox generator: the same seed gives the same
-   float32 numbers on every backend.
+3. The numbers come from NumPy's Philox generator: the same seed gives the same float32
+numbers on every backend.
 """
 
 import keras
@@ -18,11 +18,13 @@ import numpy as np
 class Projection(keras.initializers.Initializer):
     """Base class of random projections.
 
+    Subclasses implement `sample`.
+
     Args:
         seed: Non-negative integer. The same seed gives the same numbers.
 
     Raises:
-        ValueError: If `seed` is no such integer.
+        ValueError: If `seed` is not a non-negative integer.
     """
 
     is_gaussian = True
@@ -43,7 +45,7 @@ class Projection(keras.initializers.Initializer):
         return keras.ops.convert_to_tensor(vectors.astype("float32"), dtype=dtype)
 
     def sample(self, generator, dim, count):
-        """Draws `count` vectors, a NumPy array of shape `(count, dim)`."""
+        """Draws `count` vectors as a NumPy array of shape `(count, dim)`."""
         raise NotImplementedError(
             f"{type(self).__name__} must implement `sample(generator, dim, count)`."
         )

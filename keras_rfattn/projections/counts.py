@@ -7,14 +7,14 @@ from keras_rfattn.projections.base import Projection
 
 
 class Counts(Projection):
-    """Base class: every entry an independent count, 0, 1, 2, …
+    """Base class of projections whose entries are independent counts 0, 1, 2, …
 
-    Not Gaussian and not in the table of projections: the parameter belongs to the
-    feature map, whose constants depend on it.
+    Counts are not Gaussian and not in the table of projections: their parameter belongs
+    to the feature map, whose constants depend on it.
 
     Args:
-        parameter: Of the distribution, a number or one for each head.
-        seed: Non-negative integer.
+        parameter: Parameter of the distribution: a number, or one number per head.
+        seed: Non-negative integer. The same seed gives the same counts.
     """
 
     is_gaussian = False
@@ -27,10 +27,11 @@ class Counts(Projection):
         return keras.ops.convert_to_tensor(self.counts(shape), dtype=dtype)
 
     def counts(self, shape):
-        """The numbers of a call, as a NumPy array."""
+        """Returns the counts of a call as a NumPy array."""
         heads, dim, count = shape
         largest = float(np.max(self.mean(np.asarray(self.parameter, "float64"))))
-        # Beyond, float32 holds no odd numbers; draws may be 30 times their mean.
+        # Above `LARGEST_COUNT` float32 cannot hold odd numbers; draws may be 30 times
+        # their mean.
         if not largest < LARGEST_COUNT / 32:
             raise ValueError(
                 f"Counts would be too large for float32: parameter={self.parameter} "

@@ -8,18 +8,19 @@ from keras_rfattn.projections.base import Projection
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Hadamard(Projection):
-    """Rows of `H D₁ H D₂ H D₃`, of the lengths of Gaussian vectors.
+    """Rows of `H D₁ H D₂ H D₃`, with the lengths of Gaussian vectors.
 
-    H is the normalized Hadamard matrix of the next power of two p, each D a diagonal
-    of random signs. A block of p rows is orthogonal in p dimensions; of each row the
-    first `dim` entries are kept. A transform takes `p log p` operations instead of
-    `p²`. The entries have mean 0 and variance 1 and are uncorrelated, but normal
-    only as p grows: estimators on a few dimensions are biased.
+    H is the normalized Hadamard matrix whose size p is the next power of two, and each
+    D is a diagonal matrix of random signs. A block of p rows is orthogonal in p
+    dimensions, and only the first `dim` entries of each row are kept. A transform takes
+    `p log p` operations instead of `p²`. The entries have mean 0 and variance 1 and are
+    uncorrelated, but they become normal only as p grows, so estimators on few
+    dimensions are biased.
 
     Args:
-        num_factors: How many factors `H D`. With one, all entries of a row are equal
-            but for their signs; three is the paper's.
-        seed: Non-negative integer.
+        num_factors: Number of factors `H D`. With one factor the entries of a row
+            differ only in sign; the paper uses three.
+        seed: Non-negative integer. The same seed gives the same numbers.
 
     Raises:
         ValueError: If `num_factors` is not a positive integer.
@@ -55,7 +56,7 @@ class Hadamard(Projection):
 
 
 def hadamard_transform(x):
-    """`x H` over the last axis, whose length is a power of two; H is orthogonal."""
+    """Returns `x H` over the last axis, of power-of-two length; H is orthogonal."""
     size = x.shape[-1]
     width = 1
     while width < size:

@@ -1,4 +1,4 @@
-"""Gaussian vectors that are orthogonal in blocks of the dimension."""
+"""Gaussian vectors that are orthogonal in blocks of `dim` vectors."""
 
 import keras
 import numpy as np
@@ -10,21 +10,21 @@ from keras_rfattn.projections.base import Projection
 class Orthogonal(Projection):
     """Blocks of `dim` orthogonal vectors, independent between blocks.
 
-    The directions of a block are a Haar-distributed orthogonal matrix: the Q of a
-    Gaussian matrix's QR decomposition with every column multiplied by the sign of
-    R's diagonal. Without that sign Q is not Haar (its diagonal keeps one sign),
+    The directions of a block are a Haar-distributed orthogonal matrix. It is the Q of a
+    Gaussian matrix's QR decomposition, with every column multiplied by the sign of R's
+    diagonal. Without that sign Q is not Haar-distributed (its diagonal keeps one sign),
     and every kernel estimate is biased by 7 to 40 percent.
 
     Args:
-        norms: `"chi"` (default): each vector has the length of an independent
-            Gaussian vector, so that it is marginally `N(0, I)` and estimators stay
-            unbiased. `"sqrt_dim"`: every length is `sqrt(dim)`, of lower variance
-            but slightly biased.
-        seed: Non-negative integer.
+        norms: `"chi"` (default): each vector has the norm of an independent Gaussian
+            vector, so that it is marginally `N(0, I)` and estimators stay unbiased.
+            `"sqrt_dim"`: every norm is `sqrt(dim)`, which has a lower variance but a
+            slight bias.
+        seed: Non-negative integer. The same seed gives the same numbers.
 
     Reference:
-        Choromanski et al., "Rethinking Attention with Performers" (2021), section
-        2.4; Likhosherstov et al., "Chefs' Random Tables" (2022), theorem 4.1.
+        Choromanski et al., "Rethinking Attention with Performers" (2021), section 2.4;
+        Likhosherstov et al., "Chefs' Random Tables" (2022), theorem 4.1.
     """
 
     def __init__(self, norms="chi", seed=0):
@@ -48,7 +48,7 @@ class Orthogonal(Projection):
 
 
 def haar(generator, blocks, dim):
-    """Random orthogonal matrices, uniformly distributed: `(blocks, dim, dim)`."""
+    """Returns uniformly distributed orthogonal matrices, `(blocks, dim, dim)`."""
     q, r = np.linalg.qr(generator.standard_normal((blocks, dim, dim)))
     q = q * np.sign(np.einsum("bii->bi", r))[:, None, :]
     return q.swapaxes(-1, -2)

@@ -1,4 +1,4 @@
-"""Gaussian vectors whose directions repel each other as far as they can."""
+"""Gaussian vectors whose directions in a block are as far apart as possible."""
 
 import keras
 import numpy as np
@@ -11,12 +11,11 @@ from keras_rfattn.projections.orthogonal import haar
 class Simplex(Projection):
     """Blocks of `dim` vectors with pairwise cosine `-1 / (dim - 1)`.
 
-    The directions are the corners of a regular simplex, turned at random; the
-    lengths are those of independent Gaussian vectors, so that each vector is
-    `N(0, I)`.
+    The directions are the corners of a regular simplex in a random rotation. The norms
+    are those of independent Gaussian vectors, so each vector is `N(0, I)`.
 
     Args:
-        seed: Non-negative integer.
+        seed: Non-negative integer. The same seed gives the same numbers.
 
     Reference:
         Reid et al., "Simplex Random Features" (2023).

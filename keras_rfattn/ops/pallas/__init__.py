@@ -1,7 +1,8 @@
-"""Attention by exponential features as Pallas kernels for TPUs, for JAX alone.
+"""Attention by exponential features as Pallas kernels for TPUs; only for JAX.
 
-Queries and keys go in and outputs come out: features, running maxima and sums never
-leave the chip's own memory, forward and backward. Only imported when asked for.
+The kernels read queries and keys and write outputs. Features, running maxima and sums
+stay in the chip's own memory, in the forward and in the backward pass. This package is
+imported only if it is asked for.
 """
 
 from keras_rfattn.ops.pallas.attention import Side as Side

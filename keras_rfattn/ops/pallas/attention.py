@@ -1,4 +1,4 @@
-"""From tokens to what the kernels take, and back."""
+"""Converts tokens to the arguments of the Pallas kernels, and outputs back."""
 
 from typing import Any
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from keras_rfattn.ops.pallas.windowed import windowed
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.windowed import from_first_visible
 
-# Tokens of a block, and what divides it: rows of bfloat16 come in sixteens.
+# Number of tokens in a block, and its divisor: rows of bfloat16 come in sixteens.
 BLOCK_SIZE, ROWS = 256, 16
 
 
@@ -29,10 +29,13 @@ class Side(NamedTuple):
     """Queries or keys, all finite.
 
     Attributes:
-        tokens: `(B, T, N, H)`, scaled: `exp(q · k)` of them is what is estimated.
-        exponents: Their `Exponents`.
-        common: `(B, T, N, 1)`, what all exponents of a token have besides.
-        spoiled: `(B, T, N, 1)`: NaN for a token that was not finite, else 0.
+        tokens: Scaled tokens of shape `(B, T, N, H)`; the features estimate
+            `exp(q · k)` of them.
+        exponents: `Exponents` of the features of the tokens.
+        common: Array of shape `(B, T, N, 1)`: the exponent term that all features of a
+            token share.
+        spoiled: Array of shape `(B, T, N, 1)`: NaN for a token that was not finite,
+            else 0.
     """
 
     tokens: Any
@@ -42,19 +45,20 @@ class Side(NamedTuple):
 
 
 def attention(query, key, value, key_mask=None, is_causal=False, options=None):
-    """Linear attention by exponential features.
+    """Computes linear attention by exponential features.
 
     Args:
-        query: `Side` of T queries of N heads.
-        key: `Side` of S keys of K heads.
-        value: `(B, S, K, V)`; its dtype is the compute dtype.
-        key_mask: Optional `(B, S)`, true for visible keys.
-        is_causal: Whether query i sees keys `j <= i` only.
-        options: `ops.Options`: the window, or the tokens of a block, a multiple of 16,
-            256 by default.
+        query: `Side` of T queries with N heads.
+        key: `Side` of S keys with K heads.
+        value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
+        key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
+        is_causal: Whether query i sees only keys `j <= i`.
+        options: `ops.Options`. `window`, or else `block_size`, a multiple of 16 tokens
+            (256 by default), is used.
 
     Returns:
-        `(B, T, N, V)` in the dtype of `value`; a row that sees no key is 0.
+        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
+        0.
     """
     window, dtype = options.window, value.dtype
     if window is not None and key_mask is not None:
@@ -66,7 +70,7 @@ def attention(query, key, value, key_mask=None, is_causal=False, options=None):
         output = _attention(query, key, *turned[8:], is_causal, options)
         output = turn_back(output)
         if is_causal:
-            # Rows before the first visible key were turned behind all keys.
+            # Rows before the first visible key were rotated behind all keys.
             begun = jnp.cumsum(key_mask.astype("int32"), axis=1) > 0
             output = jnp.where(begun[:, :, None, None], output, 0)
     else:
@@ -108,7 +112,7 @@ def _attention(query, key, value, key_mask, is_causal, options):
         size = BLOCK_SIZE if options.block_size is None else options.block_size
         longest = max(length, columns[0].shape[2])
         size = min(size, -(-longest // ROWS) * ROWS)
-        # What is added at the end is hidden, and queries of it are cut off again.
+        # Keys added at the end are hidden, and the added queries are cut off again.
         row, (x, _, value, term) = _padded(rows[0], size * groups), columns
         columns = *(_padded(a, size) for a in (x, value)), _padded(term, size, LOWEST)
         algorithm = causal if is_causal else bidirectional
@@ -122,7 +126,7 @@ def _attention(query, key, value, key_mask, is_causal, options):
 
 
 def _in_windows(rows, columns, parameters, is_causal, options):
-    """Windows as blocks, filled up with hidden tokens to what a kernel takes."""
+    """Computes windows as blocks, padded with hidden tokens to a kernel's size."""
     size = min(options.window, columns[0].shape[2])
     whole, groups = -(-size // ROWS) * ROWS, rows[0].shape[2] // columns[0].shape[2]
 
@@ -142,6 +146,6 @@ def _in_windows(rows, columns, parameters, is_causal, options):
 
 
 def _padded(x, size, constant=0):
-    """Rows at the end, up to whole blocks of `size`; at least one."""
+    """Pads axis 2 at the end to whole blocks of `size`, at least one."""
     count = max(-(-x.shape[2] // size), 1) * size - x.shape[2]
     return jnp.pad(x, ((0, 0), (0, 0), (0, count), (0, 0)), constant_values=constant)

@@ -1,4 +1,4 @@
-"""Attention without causality as two kernels: sums over keys, and reading them."""
+"""Attention without causality as two kernels: one sums the keys, one reads the sums."""
 
 import functools
 
@@ -27,9 +27,10 @@ from keras_rfattn.ops.pallas.blocks import whole
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
 def bidirectional(query, key, value, term, query_vectors, key_vectors, query_bias,
                   key_bias, size):  # fmt: skip
-    """Linear attention by exponential features; arguments as those of `causal`.
+    """Computes linear attention by exponential features, without causality.
 
-    Queries and keys may be of different lengths, each of whole blocks of `size` rows.
+    The arguments are those of `causal`, but queries and keys may have different
+    lengths, each a multiple of `size`.
     """
     return _forward(
         query, key, value, term, query_vectors, key_vectors, query_bias, key_bias, size
@@ -37,7 +38,7 @@ def bidirectional(query, key, value, term, query_vectors, key_vectors, query_bia
 
 
 def _call(kernel, rows, size, inputs, out_specs, out_shape):
-    """Runs a kernel over blocks of `rows`, the first of `inputs` (name by name)."""
+    """Runs a kernel over blocks; the first `rows` of `inputs` are cut into blocks."""
     batch, heads = inputs[0].shape[:2]
     return pl.pallas_call(
         kernel, grid=(batch, heads, inputs[0].shape[2] // size),
@@ -50,7 +51,7 @@ def _call(kernel, rows, size, inputs, out_specs, out_shape):
 
 
 def _sums(batch, heads, width, value_dim):
-    """Shapes of a `State` as outputs."""
+    """Returns the shapes of a `State` as outputs."""
     rows = 1, value_dim, 1
     return [float32(batch, heads, n, width) for n in rows]
 

@@ -1,11 +1,11 @@
-"""What a kernel does with a block of queries and of keys, in two dimensions.
+"""Operations of a kernel on a block of queries and a block of keys, in two dimensions.
 
-Rows are queries `(R, ·)`, G of them beside each other for each of C tokens, or keys
-`(C, ·)`; features stand on the lanes, `(·, M)`, numbers of a row in an axis of 1. The
-numerator is kept transposed, `(V, M)`.
+Rows are queries `(R, ·)`, with G query heads adjacent for each of C tokens, or keys
+`(C, ·)`. Features `(·, M)` lie along the lanes, and one number per row has a trailing
+axis of 1. The numerator is kept transposed, `(V, M)`.
 
-Features are `exp(x · vectors + bias + term)`, the term one number a token: a query's
-cancels and is left out, a key's is `LOWEST` where it is hidden.
+Features are `exp(x · vectors + bias + term)`, where `term` is one number per token. For
+queries it cancels and is left out; for keys it is `LOWEST` where a key is hidden.
 """
 
 from typing import Any
@@ -19,17 +19,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from keras_rfattn.ops.features import LOWEST
 
-# Exponents above what a query knows of the past that its block's product can hold.
+# The largest excess of a key's exponent over the reference (`reference_of`) that the
+# product of a block can hold.
 SPAN = 40.0
-# Blocks of a sequence one after the other.
+# The blocks of a sequence run one after the other.
 ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
 
 
 class State(NamedTuple):
-    """References to sums over keys, `(1, M)`, `(V, M)`, `(1, M)`.
+    """References to sums over keys: `(1, M)`, `(V, M)` and `(1, M)`.
 
-    Backwards the same sums over queries: of their gradients for the numerator, and of
-    what a change of the denominator costs for the normalizer.
+    In the backward pass they are sums over queries: the numerator sums their gradients,
+    and the normalizer what a change of the denominator costs.
     """
 
     maximum: Any
@@ -38,13 +39,13 @@ class State(NamedTuple):
 
 
 def state_shapes(width, value_dim):
-    """Of a `State` that a kernel keeps from block to block."""
+    """Returns the memory shapes of a `State` that a kernel keeps between blocks."""
     shapes = (1, width), (value_dim, width), (1, width)
     return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
 
 
 def dot(a, b, contract, precision=None):
-    """`a · b` over axis `contract[0]` of a and `contract[1]` of b, in float32."""
+    """Contracts axis `contract[0]` of a with `contract[1]` of b, in float32."""
     axes = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(
         a, b, axes, precision=precision, preferred_element_type=jnp.float32
@@ -52,28 +53,28 @@ def dot(a, b, contract, precision=None):
 
 
 def exponents(x, vectors, bias):
-    """`(·, H)` to `(·, M)`, at full precision: they are about to be exponentiated."""
+    """Returns exponents `(·, M)` of `(·, H)` in full precision, for `exp` to follow."""
     x = x.astype(jnp.float32)
     return dot(x, vectors, (1, 0), lax.Precision.HIGHEST) + bias
 
 
 def reset(state):
-    """No keys."""
+    """Sets the sums to those of no key."""
     state.maximum[...] = jnp.full(state.maximum.shape, LOWEST, jnp.float32)
     state.numerator[...] = jnp.zeros(state.numerator.shape, jnp.float32)
     state.normalizer[...] = jnp.zeros(state.normalizer.shape, jnp.float32)
 
 
 def add(state, exponent, rows, weights, among, dtype):
-    """Adds `exp(exponent)` of the rows that are `among`, to the running maximum.
+    """Adds `exp(exponent)` of the rows that are `among`, at the running maximum.
 
     Args:
-        state: `State`.
-        exponent: `(C, M)`.
-        rows: `(C, V)`, what the numerator sums.
-        weights: `(C, 1)`, what the normalizer sums.
-        among: Booleans `(C, 1)`.
-        dtype: Of the products.
+        state: `State` to update.
+        exponent: Array of shape `(C, M)`.
+        rows: Array of shape `(C, V)`, summed in the numerator.
+        weights: Array of shape `(C, 1)`, summed in the normalizer.
+        among: Booleans of shape `(C, 1)`, true for rows to add.
+        dtype: Dtype of the products.
     """
     exponent = jnp.where(among, exponent, LOWEST)
     old = state.maximum[...]
@@ -88,13 +89,13 @@ def add(state, exponent, rows, weights, among, dtype):
 
 
 def rebased(state, reference):
-    """Numerator and normalizer relative to a `reference`, at least the maximum."""
+    """Returns the sums relative to a `reference` that is at least their maximum."""
     scale = jnp.exp(state.maximum[...] - reference)
     return state.numerator[...] * scale, state.normalizer[...] * scale
 
 
 def look_up(features, numerator, normalizer, dtype):
-    """`(R, M)` features into sums: `(R, V)` and `(R, 1)`."""
+    """Returns what features `(R, M)` read of the sums: `(R, V)` and `(R, 1)`."""
     features = features.astype(dtype)
     found = dot(features, numerator.astype(dtype), (1, 1))
     wide = features.astype(jnp.float32)
@@ -102,21 +103,21 @@ def look_up(features, numerator, normalizer, dtype):
 
 
 def divided(numerator, denominator):
-    """0 for a row that sees no key."""
+    """Returns the quotient; 0 for a row that sees no key."""
     is_seen = denominator > 0
     return jnp.where(is_seen, numerator / jnp.where(is_seen, denominator, 1), 0)
 
 
 def visible_keys(term):
-    """Booleans `(C, 1)`."""
+    """Returns booleans `(C, 1)`, true for visible keys."""
     return term > LOWEST / 2
 
 
 def reference_of(maximum, exponent, among, first):
-    """The `(1, M)` that all queries from token `first` on may know.
+    """Returns the maximum `(1, M)` that all queries from token `first` on may use.
 
-    The maximum before them, and the first key among them: if it is the first token's,
-    or if there is nothing before.
+    It is the maximum before them. It includes the first key that is `among` if that key
+    is the first token, or if no key comes before.
     """
     place = lax.broadcasted_iota(jnp.int32, among.shape, 0)
     earliest = jnp.min(jnp.where(among, place, among.shape[0]))
@@ -127,13 +128,13 @@ def reference_of(maximum, exponent, among, first):
 
 
 def is_held(exponent, reference, among):
-    """Whether a product relative to the reference holds all keys among."""
+    """Returns whether a product relative to the reference can hold all keys among."""
     excess = jnp.where(among, exponent - reference, LOWEST)
     return jnp.max(excess) <= SPAN
 
 
 def in_parts(held, size, step, reverse=False):
-    """Calls `step(first, last)` for the whole block, or token by token."""
+    """Calls `step(first, last)` for the whole block if `held`, else token by token."""
     count = jnp.where(held, 1, size)
     length = jnp.where(held, size, 1)
 
@@ -146,25 +147,25 @@ def in_parts(held, size, step, reverse=False):
 
 
 def within(size, first, last, groups=1):
-    """Booleans `(size, 1)`: rows of tokens from `first` up to `last`, G for each."""
+    """Returns booleans `(size, 1)`: rows of tokens `first <= i < last`, G for each."""
     row = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
     return (row >= first * groups) & (row < last * groups)
 
 
 def past(rows, keys, groups):
-    """Booleans `(R, C)`: keys up to a row's own token."""
+    """Returns booleans `(R, C)`: keys up to a row's own token."""
     row = lax.broadcasted_iota(jnp.int32, (rows, keys), 0)
     column = lax.broadcasted_iota(jnp.int32, (rows, keys), 1)
     return row >= column * groups
 
 
 def at_start(function):
-    """Calls it at the first block of a sequence."""
+    """Calls `function` at the first block of a sequence."""
     pl.when(pl.program_id(2) == 0)(function)
 
 
 def clear(*refs):
-    """Sets them to 0."""
+    """Sets the references to 0."""
     for ref in refs:
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
@@ -177,7 +178,7 @@ def accumulate(refs, values):
 
 
 def block(size, width, is_reversed=None):
-    """The block of `(B, K, ·, width)` at a step of the grid `(B, K, blocks)`."""
+    """Returns the spec of a block of `(B, K, ·, width)` at a grid step."""
     if is_reversed is None:
         index = lambda b, k, i: (b, k, i, 0)  # noqa: E731
     else:
@@ -186,7 +187,7 @@ def block(size, width, is_reversed=None):
 
 
 def row_of_block(width, is_reversed=None):
-    """The row `(1, width)` that a block has in `(B, K, blocks, 1, width)`."""
+    """Returns the spec of a block's row `(1, width)` in `(B, K, blocks, 1, width)`."""
     last = is_reversed
     return pl.BlockSpec(
         (None, None, None, 1, width),
@@ -195,7 +196,7 @@ def row_of_block(width, is_reversed=None):
 
 
 def whole(x):
-    """All of a head's part of `(B or 1, K, ·, ·)`, whatever the step."""
+    """Returns the spec of all rows of a head in `(B or 1, K, ·, ·)`, at every step."""
     rows, last = x.shape[2:]
     is_shared = x.shape[0] == 1
     return pl.BlockSpec(
@@ -204,12 +205,12 @@ def whole(x):
 
 
 def float32(*shape):
-    """The shape of an output."""
+    """Returns the shape of a float32 output."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def summed_to(gradient, like):
-    """A gradient in the shape and dtype of what it is of, which a batch may share."""
+    """Returns a gradient in the shape and dtype of its input, summed if shared."""
     if gradient.shape[0] != like.shape[0]:
         gradient = jnp.sum(gradient, axis=0, keepdims=True)
     return gradient.astype(like.dtype)

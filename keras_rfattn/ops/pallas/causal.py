@@ -35,21 +35,23 @@ from keras_rfattn.ops.pallas.blocks import within
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
 def causal(query, key, value, term, query_vectors, key_vectors, query_bias, key_bias,
            size):  # fmt: skip
-    """Causal linear attention by exponential features.
+    """Computes causal linear attention by exponential features.
 
     Args:
-        query: `(B, K, T · G, H)`, the G queries of a token beside each other.
-        key: `(B, K, T, H)`.
-        value: `(B, K, T, V)`; its dtype is that of the products.
-        term: `(B, K, T, 1)`, float32: of a key's exponents, `LOWEST` if it is hidden.
-        query_vectors: `(B or 1, K, H, M)`, float32.
-        key_vectors: Likewise.
-        query_bias: `(B or 1, K, 1, M)`, float32.
-        key_bias: Likewise.
-        size: Tokens of a block, which divide T.
+        query: Array of shape `(B, K, T · G, H)`; the G query heads of a token are
+            adjacent rows.
+        key: Array of shape `(B, K, T, H)`.
+        value: Array of shape `(B, K, T, V)`; its dtype is that of the products.
+        term: Array of shape `(B, K, T, 1)`, float32: a number added to all exponents of
+            a key, `LOWEST` if the key is hidden.
+        query_vectors: Array of shape `(B or 1, K, H, M)`, float32.
+        key_vectors: Array of shape `(B or 1, K, H, M)`, float32.
+        query_bias: Array of shape `(B or 1, K, 1, M)`, float32.
+        key_bias: Array of shape `(B or 1, K, 1, M)`, float32.
+        size: Number of tokens in a block; it must divide T.
 
     Returns:
-        `(B, K, T · G, V)`, float32; 0 for a row that sees no key.
+        Array of shape `(B, K, T · G, V)`, float32. A row that sees no key is 0.
     """
     return _forward(
         query, key, value, term, query_vectors, key_vectors, query_bias, key_bias, size
@@ -125,7 +127,8 @@ def _save(*arguments):
 def _gradient(size, saved, gradient):
     *inputs, output, shift, denominator, reference = saved
     query, key, value, term, *parameters = inputs
-    # What a unit of each weight is worth beside the output, before it is divided.
+    # The gradient of the numerator; `worth` is what a unit of any weight costs through
+    # the denominator.
     gradient = divided(gradient, denominator)
     worth = jnp.sum(gradient * output, axis=-1, keepdims=True)
     of_rows = gradient, worth, shift, denominator

@@ -1,4 +1,4 @@
-"""One pass over windows: which of them a kernel reads at a step, and in what order."""
+"""One pass over windows: which windows a kernel reads at a step, and in what order."""
 
 from typing import NamedTuple
 
@@ -15,14 +15,15 @@ from keras_rfattn.ops.pallas.blocks import whole
 
 
 class Pass(NamedTuple):
-    """What queries of a window see.
+    """The windows that the queries of a window see, by offset from their own window.
 
     Attributes:
-        size: Tokens of a window.
-        nearby: Windows, counted from its own, whose keys are weighed exactly.
-        farther: The window, counted likewise, that is the first one summed; those
-            beyond it on its side are summed too.
-        is_causal: Whether a query sees no key of its own window after its token.
+        size: Number of tokens in a window.
+        nearby: Offsets of the windows whose keys are weighed exactly.
+        farther: Offset of the first window that is summed; all windows farther away on
+            its side are summed too.
+        is_causal: Whether a query does not see the keys of its own window after its
+            token.
     """
 
     size: int
@@ -32,22 +33,22 @@ class Pass(NamedTuple):
 
     @property
     def is_backward(self):
-        """Whether it is the windows after a query's own that are summed."""
+        """Whether the sums are over windows after a query's own, not before it."""
         return self.farther > 0
 
     @property
     def keys(self):
-        """Windows whose keys a step reads: those nearby, and what is summed next."""
+        """Offsets of the windows whose keys a step reads: nearby, and summed next."""
         return self._with_joining(self.nearby, self.joining)
 
     @property
     def queries(self):
-        """Windows whose queries a step reads that is about keys: the other way."""
+        """Offsets of the windows whose queries a step over keys reads: `-keys`."""
         return self._with_joining(tuple(-x for x in self.nearby), -self.joining)
 
     @property
     def joining(self):
-        """The window that is summed once a window's queries have been answered."""
+        """Offset of the window to sum after a window's queries were answered."""
         return self.farther + (-1 if self.is_backward else 1)
 
     @staticmethod
@@ -56,16 +57,16 @@ class Pass(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """References to what there is of a window's queries, R rows.
+    """References to the queries of a window, R rows.
 
     Attributes:
-        query: `(R, H)`, of which features are.
-        near: `(R, H)`, by which keys are weighed exactly.
-        common: `(R, 1)`, what the exponents of all its features have besides.
-        gradient: `(R, V)`, by the denominator.
-        worth: `(R, 1)`, what a unit of any weight costs, likewise.
-        shift: `(R, 1)`.
-        denominator: `(R, 1)`.
+        query: `(R, H)`: the queries from which features are computed.
+        near: `(R, H)`: the queries that weigh keys exactly.
+        common: `(R, 1)`: the exponent term that all features of a query share.
+        gradient: `(R, V)`: the output's gradient, divided by the denominator.
+        worth: `(R, 1)`: what a unit of any weight costs, divided by the denominator.
+        shift: `(R, 1)`: the weights are relative to `exp(shift)`.
+        denominator: `(R, 1)`: sum of the weights.
     """
 
     query: jax.Array
@@ -78,7 +79,7 @@ class Rows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """References to what there is of a window's keys, C rows: `causal`, and `near`."""
+    """References to the keys of a window, C rows: as in `causal`, with `near` added."""
 
     key: jax.Array
     near: jax.Array
@@ -88,20 +89,22 @@ class Columns(NamedTuple):
 
 def run(kernel, what, groups, is_reversed, rows, row_windows, columns, key_windows,
         parameters, of_tokens, shared):  # fmt: skip
-    """Runs a kernel over windows, in turn or from the last one on.
+    """Runs a kernel over windows, from the first or from the last on.
 
     Args:
-        kernel: Takes references: `Rows` by window, `Columns` by window, parameters,
-            outputs, `State`.
+        kernel: Function that takes references: `Rows` by window, `Columns` by window,
+            the parameters, the outputs and the `State`.
         what: `Pass`.
-        groups: Queries of a token.
-        is_reversed: Whether it begins with the last window.
+        groups: Query heads per token.
+        is_reversed: Whether the loop begins with the last window.
         rows: Arrays of `Rows`.
-        row_windows: Whose rows it reads, counted from the window of the step.
+        row_windows: Offsets of the windows whose rows are read, from the window of the
+            step.
         columns: Arrays of `Columns`.
-        key_windows: Likewise.
+        key_windows: Offsets of the windows whose columns are read, from the window of
+            the step.
         parameters: Vectors and biases.
-        of_tokens: Shapes of outputs by token, `(B, K, T or T · G, ·)`.
+        of_tokens: Shapes of outputs per token, `(B, K, T or T · G, ·)`.
         shared: Shapes of outputs that all windows of a sequence share.
     """
     batch, heads, length = columns[0].shape[:3]
@@ -114,7 +117,7 @@ def run(kernel, what, groups, is_reversed, rows, row_windows, columns, key_windo
         size = what.size * (x.shape[2] // length)
 
         def index(b, k, i):
-            # What is beyond either end is not used.
+            # Windows beyond either end are read but not used.
             return b, k, jnp.clip(place(i) + offset, 0, count - 1), 0
 
         return pl.BlockSpec((None, None, size, x.shape[-1]), index)

@@ -1,9 +1,9 @@
-"""Windows as kernels: exact nearby, sums of the blocks on one side beyond.
+"""Attention in windows as Pallas kernels: exact nearby, sums of the blocks beyond.
 
-A block is a window. One pass sees the windows on one side of a query's own by sums,
-and those nearby, if any, by `exp(q · k)`. Causal attention is one pass; otherwise a
-pass in each direction, of which the first sees what is nearby, are joined by their
-normalizers (`joined`).
+A block is a window. One pass sees the windows on one side of a query's own by their
+sums, and those nearby, if any, by `exp(q · k)`. Causal attention needs one pass.
+Otherwise there is a pass in each direction, the first of which also sees what is
+nearby, and the two outputs are joined by their normalizers (`joined`).
 """
 
 import functools
@@ -29,18 +29,18 @@ from keras_rfattn.ops.pallas.passes import run
 
 
 def windowed(rows, columns, parameters, size, is_causal, is_sliding):
-    """Attention that is exact within windows and by exponential features beyond.
+    """Computes attention that is exact within windows and uses features beyond.
 
     Args:
-        rows: `Rows` of arrays `(B, K, T · G, ·)`, the first three.
-        columns: `Columns` of arrays `(B, K, T, ·)`.
-        parameters: Vectors and biases of queries and keys as of `causal`.
-        size: Tokens of a window, which divide T.
-        is_causal: Whether query i sees keys `j <= i` only.
-        is_sliding: Whether the windows beside its own are exact too.
+        rows: The first three arrays of `Rows`, each of shape `(B, K, T · G, ·)`.
+        columns: The arrays of `Columns`, each of shape `(B, K, T, ·)`.
+        parameters: Vectors and biases of queries and keys, in the order of `causal`.
+        size: Number of tokens in a window; it must divide T.
+        is_causal: Whether query i sees only keys `j <= i`.
+        is_sliding: Whether the windows next to a query's own are exact too.
 
     Returns:
-        `(B, K, T · G, V)`, float32; 0 for a row that sees no key.
+        Array of shape `(B, K, T · G, V)`, float32. A row that sees no key is 0.
     """
     lag = 1 if is_sliding else 0
     after = () if is_causal else tuple(range(1, lag + 1))
@@ -53,7 +53,7 @@ def windowed(rows, columns, parameters, size, is_causal, is_sliding):
 
 
 def joined(one, other):
-    """The output over what two passes saw, of their outputs and log normalizers."""
+    """Returns the output of two passes, joined by their log normalizers."""
     outputs, totals = zip(one, other, strict=True)
     shift = lax.stop_gradient(jnp.maximum(*totals))
     weights = [jnp.exp(x - shift) for x in totals]
@@ -63,7 +63,7 @@ def joined(one, other):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def one_way(rows, columns, parameters, what):
-    """`(output, log normalizer)` of a `Pass`: `(B, K, T · G, V)` and `(..., 1)`."""
+    """Returns the output `(B, K, T · G, V)` of a `Pass`, and its log normalizer."""
     return _save(rows, columns, parameters, what)[0]
 
 
@@ -106,7 +106,7 @@ one_way.defvjp(_save, _gradient)
 
 
 def _logits(rows, columns, offset, what, groups):
-    """`(R, C)`: exact exponents beside those of features; `LOWEST` if not seen."""
+    """Returns exact logits `(R, C)`, relative to `common`; `LOWEST` if not seen."""
     near, other = (x[...].astype(jnp.float32) for x in (rows.near, columns.near))
     found = dot(near, other, (1, 1), lax.Precision.HIGHEST) - rows.common[...]
     seen = jnp.transpose(columns.term[...]) > LOWEST / 2
@@ -116,7 +116,7 @@ def _logits(rows, columns, offset, what, groups):
 
 
 def _weights(logits, shift, is_used):
-    """Weights `(R, C)` relative to `exp(shift)`."""
+    """Returns weights `(R, C)` relative to `exp(shift)`."""
     relative = jnp.minimum(logits - shift, 0)
     return jnp.where((logits > LOWEST / 2) & is_used, jnp.exp(relative), 0)
 
@@ -178,7 +178,7 @@ def _query_kernel(queries, keys, parameters, found, state, *, what, groups):
 
 
 def _slope(rows, columns, there, offset, what, groups, dtype):
-    """What exact logits `(R, C)` are worth, and the weights."""
+    """Returns the gradient of exact logits `(R, C)`, and the weights."""
     logits = _logits(rows, columns, offset, what, groups)
     is_used = there & (rows.denominator[...] > 0)
     weights = _weights(logits, rows.shift[...], is_used)
