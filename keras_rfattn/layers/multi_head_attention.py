@@ -12,8 +12,8 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
     """Multi-head attention whose cost is linear in sequence length.
 
     The layer has the call signature, projections and weight names of
-    `keras.layers.MultiHeadAttention`, and the two can load each other's weights. There
-    are four differences:
+    `keras.layers.MultiHeadAttention`, and can load its weights. There are four
+    differences:
 
     - Attention dropout stays in the config, but is inactive.
     - `return_attention_scores=True` raises.
