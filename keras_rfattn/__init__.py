@@ -1,4 +1,4 @@
-"""Linear attention for Keras 3, in place of a checkpoint's softmax attention."""
+"""Linear attention for Keras 3, which replaces softmax attention in existing models."""
 
 from keras_rfattn import diagnostics
 from keras_rfattn import distribution

@@ -1,6 +1,6 @@
-"""Random features as a scikit-learn transformer, beside `RBFSampler`.
+"""Random features as a scikit-learn transformer, similar to `RBFSampler`.
 
-Needs scikit-learn, which `import keras_rfattn` alone does not load.
+This module needs scikit-learn, which `import keras_rfattn` does not import.
 """
 
 import numbers
@@ -21,7 +21,7 @@ BLOCK = 1024
 
 
 def _gamma(gamma, X):
-    """The number that `gamma` means for X."""
+    """Returns the value of `gamma` for the data X."""
     if isinstance(gamma, str) and gamma in ("scale", "auto"):
         variance = float(X.var()) if gamma == "scale" else 1.0
         return 1 / (X.shape[1] * (variance or 1.0))
@@ -34,19 +34,20 @@ def _gamma(gamma, X):
 
 
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """Approximates a kernel's feature space by random features.
+    """Transformer that approximates a kernel's feature space by random features.
 
     Args:
-        feature_map: Name, `keras_rfattn.feature_maps.FeatureMap` or config of a
-            symmetric estimator of the softmax kernel. Parameters learnt from data are
-            measured by `fit`.
-        kernel: `"gaussian"`: `exp(-gamma ‖x - y‖²)`, or `"softmax"`:
+        feature_map: A registered name, a `keras_rfattn.feature_maps.FeatureMap` or its
+            config. The map must estimate the softmax kernel, with the same features
+            for queries and keys. If it has parameters that are measured on data, `fit`
+            sets them. Defaults to `"favor"`.
+        kernel: `"gaussian"` (default) for `exp(-gamma ‖x - y‖²)`, or `"softmax"` for
             `exp(2 gamma x · y)`.
-        gamma: Positive number; or, as elsewhere in scikit-learn, `"scale"` for `1 /
-            (n_features · X.var())` or `"auto"` for `1 / n_features`.
-        num_features: Number of random vectors of a map given by name.
+        gamma: Positive number, 0.5 by default. As elsewhere in scikit-learn, `"scale"`
+            means `1 / (n_features · X.var())` and `"auto"` means `1 / n_features`.
+        num_features: Number of random vectors of a map given by name, 100 by default.
         random_state: Seed of the random vectors of a map given by name: an integer,
-            `RandomState` or `None`.
+            a `RandomState` or `None`.
 
     Attributes:
         layer_: The fitted `keras_rfattn.layers.KernelFeatures`.
@@ -64,18 +65,18 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self.random_state = random_state
 
     def fit(self, X, y=None):
-        """Draws the random vectors, and measures what the map learns from X.
+        """Draws the random vectors, and adapts the map to X if it is adaptive.
 
         Args:
-            X: Array of shape `(n, H)`.
+            X: Array of shape `(n, H)`, for n examples of H columns.
             y: Ignored.
 
         Returns:
-            The transformer.
+            The transformer itself.
 
         Raises:
-            ValueError: If the map has other features for queries than for keys, or
-                `gamma` is none of the above.
+            ValueError: If the map has different features for queries and for keys, or
+                `gamma` is invalid.
         """
         X = validate_data(self, X, dtype=("float64", "float32"))
         feature_map = self.feature_map
@@ -85,7 +86,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
                 feature_map, self.num_features, int(seed)
             )
         else:
-            # A copy: the caller's map stays as it is.
+            # A copy, so that the caller's map does not change.
             feature_map = feature_maps.get(feature_map)
             feature_map = feature_map.reseeded(feature_map.seed)
         if not feature_map.is_symmetric:
@@ -101,17 +102,18 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return self
 
     def transform(self, X):
-        """Random features of X.
+        """Computes random features of X.
 
         Args:
-            X: Array of shape `(n, H)`.
+            X: Array of shape `(n, H)`, for n examples of H columns.
 
         Returns:
-            Array of shape `(n, M)` with the dtype of X.
+            Array of shape `(n, M)` with the dtype of X, for M features.
         """
         check_is_fitted(self)
         X = validate_data(self, X, dtype=("float64", "float32"), reset=False)
-        # Blocks of one length: a row's features do not depend on how many came along.
+        # All blocks have the same length, so that the features of a row do not depend
+        # on the number of rows.
         padded = np.zeros((-(-len(X) // BLOCK) * BLOCK, X.shape[1]), "float32")
         padded[: len(X)] = X
         blocks = [

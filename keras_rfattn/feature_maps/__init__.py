@@ -1,4 +1,4 @@
-"""Feature maps, and the registry that knows them by the literature's names."""
+"""Feature maps, and the registry that finds them by their names in the literature."""
 
 from keras_rfattn.feature_maps.activation import Activation
 from keras_rfattn.feature_maps.activation import Elementwise

@@ -1,4 +1,4 @@
-"""Generalized kernels: an activation of the token or of its projection."""
+"""Maps of generalized attention: an activation of a token or of its projection."""
 
 import math
 
@@ -15,10 +15,11 @@ from keras_rfattn.ops.precision import wide_dtype
 
 
 class OfActivation:
-    """Mixin of maps with a positive function f of their own, by its logarithm.
+    """Mixin of maps that apply a positive function f, given by its logarithm.
 
-    A replaced model needs uptraining to become what it was. Queries and keys enter as
-    they are, without the factor `1/√head_dim` of softmax attention, as in the papers.
+    These maps do not estimate softmax attention, so that a softmax model needs
+    uptraining after its attention is replaced. As in the papers, queries and keys are
+    not scaled by the factor `1/√head_dim` of softmax attention.
     """
 
     kernel = "activation"
@@ -28,26 +29,28 @@ class OfActivation:
         return 1.0
 
     def log_activation(self, z):
-        """`log f(z)`, elementwise."""
+        """Returns `log f(z)`, elementwise."""
         raise NotImplementedError(
             f"{type(self).__name__} must implement `log_activation(z)`."
         )
 
 
 class Elementwise(OfActivation, FeatureMap):
-    """Features `f(x)`, of width head_dim. Subclasses give `log_activation(z)`."""
+    """Features `f(x)` of width head_dim. Subclasses implement `log_activation(z)`."""
 
     def key_features(self, x, stats=None):
         return Features(None, self.log_activation(ops.cast(x, wide_dtype(x))))
 
 
 class Activation(OfActivation, ProjectedFeatureMap):
-    """Features `f(w · x) / √m`. Subclasses give `log_activation(z)`.
+    """Features `f(w · x) / √m`. Subclasses implement `log_activation(z)`.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors w, 256 by default.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
     """
 
     def key_features(self, x, stats=None):
@@ -56,14 +59,14 @@ class Activation(OfActivation, ProjectedFeatureMap):
 
 
 class OfElu:
-    """Mixin: `f(z) = elu(z) + 1`."""
+    """Mixin for the activation `f(z) = elu(z) + 1`."""
 
     def log_activation(self, z):
         return ops.where(z > 0, ops.log1p(ops.relu(z)), -ops.relu(-z))
 
 
 class OfRelu:
-    """Mixin: `f(z) = relu(z) + epsilon`."""
+    """Mixin for the activation `f(z) = relu(z) + epsilon`."""
 
     def __init__(self, *args, epsilon=1e-3, **kwargs):
         super().__init__(*args, **kwargs)
@@ -82,12 +85,13 @@ class OfRelu:
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Elu(OfElu, Elementwise):
-    """The linear transformer's `elu(x) + 1`, of width head_dim.
+    """Features `elu(x) + 1` of the linear transformer, of width head_dim.
 
     Args:
-        num_features: Only `None`; `ProjectedElu` has a width.
-        projection: Only `None`.
-        seed: Of nothing.
+        num_features: Must be `None`, because the head dim decides the width.
+            `ProjectedElu` takes a number of features.
+        projection: Must be `None`, because the map has no random vectors.
+        seed: Unused.
 
     Raises:
         ValueError: If `num_features` or `projection` is given.
@@ -106,7 +110,7 @@ class Elu(OfElu, Elementwise):
     @classmethod
     def from_config(cls, config):
         if config.get("projection") is not None:
-            # Of files from when one class did both.
+            # The file was saved when `Elu` also had random vectors.
             return ProjectedElu.from_config(config)
         return cls(**without(config, "projection"))
 
@@ -116,12 +120,14 @@ class Elu(OfElu, Elementwise):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class ProjectedElu(OfElu, Activation):
-    """`(elu(w · x) + 1) / √m`.
+    """Features `(elu(w · x) + 1) / √m`.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors w, 256 by default.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
     """
 
     former_name = "Elu"
@@ -129,16 +135,19 @@ class ProjectedElu(OfElu, Activation):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Relu(OfRelu, Activation):
-    """Performer-ReLU: `(relu(w · x) + epsilon) / √m`.
+    """Performer-ReLU features `(relu(w · x) + epsilon) / √m`.
 
-    Epsilon belongs to the kernel (it is not a stabiliser): without it a query can
-    have no feature in common with any key, and its attention no meaning.
+    Epsilon is part of the kernel, not a numerical stabilizer. Without it, a query may
+    share no nonzero feature with any key, which leaves its attention undefined.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        epsilon: Positive number, 0.001 by default as in the paper's code.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors w, 256 by default.
+        epsilon: Positive number added to each activation, 0.001 by default as in the
+            paper's code.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Raises:
         ValueError: If `epsilon` is not positive.
@@ -156,18 +165,19 @@ class Relu(OfRelu, Activation):
     @classmethod
     def from_config(cls, config):
         if "projection" in config and config["projection"] is None:
-            # Of files from when one class did both.
+            # The file was saved when `Relu` could also lack random vectors.
             return PlainRelu.from_config(config)
         return cls(**config)
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class PlainRelu(OfRelu, Elementwise):
-    """`relu(x) + epsilon`, of width head_dim; see `Relu`.
+    """Features `relu(x) + epsilon` of width head_dim, without random vectors.
 
     Args:
-        epsilon: Positive number, 0.001 by default.
-        seed: Of nothing.
+        epsilon: Positive number added to each activation, 0.001 by default. `Relu`
+            explains why it is needed.
+        seed: Unused.
 
     Raises:
         ValueError: If `epsilon` is not positive.
@@ -180,5 +190,6 @@ class PlainRelu(OfRelu, Elementwise):
         return cls(**without(config, "projection", "num_features"))
 
     def get_config(self):
-        # The width is a part of fingerprints, which were the same for both classes.
+        # Fingerprints include `num_features`. `None` keeps them equal to those of files
+        # saved when this class was part of `Relu`.
         return {**super().get_config(), "num_features": None}

@@ -12,15 +12,17 @@ from keras_rfattn.feature_maps.trained import unchanged_on_error
 
 
 class Adaptive:
-    """Mixin of maps with parameters per head that are measured on data, and saved.
+    """Mixin of maps whose per-head parameters are measured on data and saved.
 
-    Comes before a `FeatureMap` in the bases. Subclasses create their parameters in
-    `build`, by `add_fixed`, and give `fit(samples)`, which assigns them; `adapt` says
-    what a sample is. `keras_rfattn.calibrate` collects the samples of a whole model.
+    The mixin must come before `FeatureMap` in the bases. Subclasses create their
+    parameters in `build` with `add_fixed`, and implement `fit(samples)`, which assigns
+    them. `adapt` describes the samples. `keras_rfattn.calibrate` collects samples for
+    all maps of a model.
 
-    The saved weight `updates` is 0 before the first call of `adapt`. Afterwards it is
-    the number of samples; in a map with trained weights it is a checksum of these,
-    which tells later whether training has changed them (`was_trained`).
+    The saved weight `updates` is 0 before the first call of `adapt`, and the number of
+    samples after it. In a map with trained weights, `updates` is instead a checksum of
+    these weights, from which `was_trained` later tells whether training has changed
+    them.
     """
 
     is_adaptive = True
@@ -32,7 +34,7 @@ class Adaptive:
 
     @property
     def is_calibrated(self):
-        """Whether the parameters have met data."""
+        """Whether the parameters were set from data."""
         if not self.built or not self.is_adaptive:
             return False
         return int(as_numpy(self.updates.value)) > 0
@@ -50,19 +52,19 @@ class Adaptive:
         return "calibrated" if self.is_calibrated else "uncalibrated"
 
     def adapt(self, samples, discard_training=False):
-        """Sets the parameters from data. What was measured before is replaced.
+        """Sets the parameters from data, and replaces earlier measurements.
 
         Args:
-            samples: List of `(queries, keys)`, one for each sequence: NumPy arrays
-                of shape `(K, n, H)`, scaled, real tokens only. Queries and keys
-                that meet in attention are in one pair.
-            discard_training: Whether a map that was trained is adapted too. Its
-                trained weights then start anew.
+            samples: List of pairs `(queries, keys)`, one for each sequence. Both are
+                NumPy arrays of shape `(K, n, H)`, scaled, for K key/value heads and n
+                real tokens. A pair holds queries and keys that attend to each other.
+            discard_training: Whether to adapt a map even if it was trained. Its trained
+                weights are then reset to their initial values. Defaults to `False`.
 
         Raises:
-            ValueError: If there is no sample or one is not finite, the map is not
-                built or learns nothing, or it was trained and `discard_training` is
-                false. The map is unchanged then.
+            ValueError: If there is no sample, a sample is not finite, the map is not
+                built or measures nothing on data, or it was trained and
+                `discard_training` is false. The map is then unchanged.
         """
         if not self.built or not self.is_adaptive or not samples:
             raise ValueError(
@@ -83,5 +85,5 @@ class Adaptive:
             mark(self)
 
     def fit(self, samples):
-        """Assigns the parameters from what `adapt` has checked."""
+        """Assigns the parameters from samples that `adapt` has checked."""
         raise NotImplementedError(f"{type(self).__name__} must implement `fit`.")

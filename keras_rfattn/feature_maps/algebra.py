@@ -1,9 +1,9 @@
-"""Sums and products of feature maps' kernels, on `Features`.
+"""Sums and products of estimated kernels, computed on their `Features`.
 
-If φ estimates a kernel and ψ another, the concatenation of both estimates the sum
-and their tensor product the product (of independent ones). A coefficient scales one
-side only, so that it may be negative; a factor i on both sides, as papers write it,
-amounts to that.
+If φ estimates one kernel and ψ another, the concatenation of φ and ψ estimates the sum
+of the kernels. If φ and ψ are independent, their tensor product estimates the product
+of the kernels. A coefficient scales the features of one side only (queries or keys),
+so that it may be negative. This equals the factor i on both sides that papers use.
 """
 
 import math
@@ -14,7 +14,7 @@ from keras_rfattn.ops.features import Features
 
 
 def add(*features):
-    """Features of the sum of the kernels: `(..., Σ M)`."""
+    """Returns features of the sum of the kernels, of shape `(..., Σ M)`."""
     values = None
     if any(f.is_signed for f in features):
         values = ops.concatenate([f.ones_or_values() for f in features], axis=-1)
@@ -23,7 +23,7 @@ def add(*features):
 
 
 def multiply(a, b):
-    """Features of the product of two kernels: `(..., M_a · M_b)`."""
+    """Returns features of the product of two kernels, `(..., M_a · M_b)`."""
     values = None
     if a.is_signed or b.is_signed:
         values = _outer(a.ones_or_values(), b.ones_or_values(), ops.multiply)
@@ -31,14 +31,14 @@ def multiply(a, b):
 
 
 def scale(features, factor):
-    """Features times a number: the kernel is scaled by what one side is."""
+    """Multiplies the features of one side by a number, which scales the kernel."""
     if factor < 0:
         features = Features(-features.ones_or_values(), features.log_scale)
     return Features(features.values, features.log_scale + math.log(abs(factor)))
 
 
 def constant(x, factor):
-    """One feature that is `factor` for every token of `x`, `(..., 1)`."""
+    """Returns one feature that equals `factor` for each token of x, `(..., 1)`."""
     zero = ops.zeros_like(x[..., :1])
     return scale(Features(None, zero), factor)
 
@@ -49,15 +49,18 @@ def _outer(a, b, combine):
 
 
 def exponential(exponent, phase, is_key):
-    """`exp(exponent + i phase) / √m`, whose products' real part is meant.
+    """Returns real features for the complex `exp(exponent + i phase) / √m`.
+
+    The products of real query and key features equal the real part of the products of
+    the complex ones.
 
     Args:
         exponent: Real array of shape `(..., m)`.
-        phase: Likewise, or `None` for 0.
-        is_key: Whether the imaginary part changes sign.
+        phase: Real array of shape `(..., m)`, or `None` for 0.
+        is_key: Whether these are features of keys, whose imaginary part changes sign.
 
     Returns:
-        `Features` of width m, or `2 m` with a phase.
+        `Features` of width m, or of width `2 m` if there is a phase.
     """
     exponent = exponent - math.log(exponent.shape[-1]) / 2
     if phase is None:

@@ -1,20 +1,20 @@
-"""Arguments that maps share: how many vectors, and their seeds."""
+"""Checks of arguments that several maps share, such as sizes and seeds."""
 
 import numpy as np
 
 
 def derive_seed(*entropy):
-    """A seed that follows from other integers, unlike those of other integers."""
+    """Hashes integers into a seed; other integers give another seed."""
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def is_integer(x):
-    """Whether x is an integer of Python or NumPy, and no boolean."""
+    """Whether x is an integer of Python or NumPy, but not a boolean."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def is_number(x):
-    """Whether x is a real number of Python or NumPy, and no boolean."""
+    """Whether x is a real number of Python or NumPy, but not a boolean."""
     return isinstance(x, (int, float, np.number)) and not isinstance(x, bool)
 
 
@@ -44,13 +44,13 @@ def check_num_features(num_features):
 
 
 def refuse_vectors(cls, num_features, projection, other):
-    """Raises `ValueError` if a map without random vectors is asked for some.
+    """Raises `ValueError` if a map without random vectors is given such arguments.
 
     Args:
         cls: The map's class.
-        num_features: What it was given.
-        projection: Likewise.
-        other: What has random vectors.
+        num_features: The argument `num_features` that the map received.
+        projection: The argument `projection` that the map received.
+        other: Name of a map that has random vectors, for the error message.
     """
     if num_features is not None or projection is not None:
         raise ValueError(

@@ -1,25 +1,29 @@
-"""The laws of a feature map.
+"""The base class of feature maps, and the laws that every feature map keeps.
 
-A map is a Keras layer that turns queries and keys into `Features`. It never knows
-which algorithm will sum them. Every row of the registry is tested for these laws:
+A feature map is a Keras layer that turns queries and keys into `Features`. It does
+not know which algorithm will sum them. Shapes use B for the batch, T for the sequence
+length, K for key/value heads, G for query heads per key/value head, N = K · G for
+heads, H for the head dim and M for the number of features. Every registered map is
+tested for these laws:
 
-1. `stats = map.statistics(query, key, ...)`, then `query_features(x, stats)` and
-   `key_features(x, stats)`, each `(..., N, H) -> Features`. The feature methods
-   reduce over the last axis only: a token's features depend on no other token but
-   through `stats`.
-2. Stabilisation is returned, never applied: a map takes no maximum and adds no
-   epsilon. Exponential maps return their whole exponent as `log_scale` with
-   `values=None`.
-3. `E[φ_q(x) · φ_k(y)] = kernel(x, y)` if `is_unbiased`; features are positive if
-   `is_positive`; `is_causal_safe` unless a statistic of the sequence at hand
-   enters the features.
-4. Random vectors are a float32 weight that is saved with the model and the same on
-   every backend for the same seed (`projected.py`). Nothing is random in a call.
-5. Projection and exponent are computed in float32.
-6. What a map learns of data is a weight, set by `adapt` (`adaptive.py`) or trained.
-7. The features of a token that is not finite are NaN, whatever the map's own
-   arithmetic would make of it, and entries beyond ±1e13 count as that. `FeatureMap`
-   sees to both, around the methods of its subclasses.
+1. Callers first compute `stats = map.statistics(query, key, ...)`. They then call
+   `query_features(x, stats)` and `key_features(x, stats)`, each of which maps
+   `(..., N, H)` to `Features`. These methods reduce over the last axis only, so that
+   a token's features depend on other tokens only through `stats`.
+2. A map does not stabilize its features: it subtracts no maximum and adds no epsilon.
+   It returns exponents as `log_scale`, and the algorithm shifts them. Exponential maps
+   return their whole exponent as `log_scale`, with `values=None`.
+3. If `is_unbiased`, then `E[φ_q(x) · φ_k(y)] = kernel(x, y)`. If `is_positive`,
+   features are positive. A map is `is_causal_safe` unless a statistic of the current
+   sequence enters its features.
+4. Random vectors are a float32 weight. It is saved with the model and is the same on
+   every backend for the same seed (`projected.py`). A call draws nothing at random.
+5. Projections and exponents are computed in float32.
+6. Everything that a map learns from data is a weight. Either `adapt` sets it
+   (`adaptive.py`), or training does.
+7. The features of a token with a non-finite entry are NaN, whatever the map's own
+   arithmetic would give. Entries beyond ±1e13 are clipped to ±1e13. `FeatureMap` wraps
+   the methods of its subclasses to ensure both.
 """
 
 import math
@@ -38,45 +42,48 @@ from keras_rfattn.ops.precision import repeat_each
 
 
 class FeatureMap(Weights, keras.layers.Layer):
-    """Base class of feature maps: the laws, and nothing random.
+    """Base class of feature maps, without any random vectors.
 
-    A subclass writes `key_features`, and `query_features` if they differ; creates its
-    weights in `build` (after `super().build`), trainable or by `add_fixed`; and says by
-    the attributes below what it estimates. What it knows of its own variance it tells
-    by `log_moment`.
+    A subclass implements `key_features`, and also `query_features` if the two differ.
+    It creates its weights in `build`, after `super().build`, with `add_fixed` or
+    `add_trained`. It sets the class attributes below to say what it estimates. If the
+    variance of its estimate has a closed form, it implements `log_moment`.
 
     Args:
-        seed: Non-negative integer; drawn by Keras' global seed if `None`.
+        seed: Non-negative integer. If `None`, the seed is drawn from Keras' global
+            seed generator.
         **kwargs: Arguments of `keras.layers.Layer`.
     """
 
-    # What products of features estimate: a function of `kernels/values.py` if unbiased.
+    # The kernel that products of features estimate. If the map is unbiased, this is the
+    # name of a function in `kernels/values.py`.
     kernel = "softmax"
     is_unbiased = True
     is_positive = True
-    # Whether equal queries and keys have equal features.
+    # Whether a query and a key with equal entries have equal features.
     is_symmetric = True
-    # Whether features of a token never depend on other tokens of its row.
+    # Whether a token's features never depend on other tokens of its row.
     is_causal_safe = True
     # Whether the map has parameters that `adapt` measures on data.
     is_adaptive = False
-    # Whether products of features are the kernel, without error.
+    # Whether products of features equal the kernel, without error.
     has_exact_features = False
-    # Whether attention is by the kernel alone, without features.
+    # Whether attention always evaluates the kernel itself, without features.
     is_exact = False
-    # Whether features are exponentials of products, which `exponents` gives.
+    # Whether features are exponentials of products, which `exponents` returns.
     has_exponents = False
     # Whether `prepare` changes queries and keys.
     is_preparing = False
-    # Whether estimates are precise only for queries and keys of one length.
+    # Whether estimates are precise only if all queries and keys have equal norms.
     assumes_equal_lengths = False
-    # Number of random vectors, or what else decides the width; `None` if nothing does.
+    # Number of random vectors, or another number that decides the width M. `None` if
+    # the head dim alone decides it.
     num_features = None
-    # Default of `uptrain`, which trains it against attention.
+    # Default learning rate of `uptrain`, which trains the map to imitate softmax.
     learning_rate = 0.02
-    # Of a map in an attention layer, where a file may be a softmax checkpoint's.
+    # Set by the owning layer, which uses it to recognize softmax checkpoints on load.
     presence = None
-    # What fingerprints in files call the class, if not by its name.
+    # The name of this class in the fingerprints of saved files, if it is another one.
     former_name = None
 
     def __init_subclass__(cls, **kwargs):
@@ -87,51 +94,52 @@ class FeatureMap(Weights, keras.layers.Layer):
         super().__init__(**kwargs)
         check_seed(seed)
         if seed is None:
-            # The first word of a fresh generator follows `keras.utils.set_random_seed`.
+            # A new generator's first word is determined by
+            # `keras.utils.set_random_seed`.
             seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
         self.seed = int(seed)
 
     @property
     def exact_kernel(self):
-        """The kernel as `ops.kernel_attention` computes it, `None` if it cannot be."""
+        """The kernel for `ops.kernel_attention`, `None` if that cannot compute it."""
         return Softmax() if self.kernel == "softmax" else None
 
     @property
     def output_dim(self):
-        """Width M of the features; may need a built map."""
+        """Width M of the features. Some maps must be built first."""
         return self.num_features or self.head_dim
 
     @property
     def num_projections(self):
-        """Number of vectors that a token is multiplied by; may need a built map."""
+        """Number of vectors that project a token. Some maps must be built first."""
         return self.num_features or 0
 
     @property
     def features_per_scale(self):
-        """Width of `log_scale`: M, or 1 where a token's features share one."""
+        """Width of `log_scale`: M, or 1 if a token's features share one exponent."""
         return self.output_dim
 
     def default_scale(self, head_dim):
-        """What `q · k` is multiplied by, each side with its square root.
+        """Returns the factor on `q · k`; each side is multiplied by its square root.
 
-        `1/√head_dim` for estimators of softmax attention.
+        Estimators of softmax attention use `1/√head_dim`.
         """
         return 1 / math.sqrt(head_dim)
 
     def prepare(self, query, key):
-        """What queries and keys become before they are scaled."""
+        """Returns queries and keys as they must be before they are scaled."""
         return query, key
 
     def build(self, input_shape):
         """Creates the weights.
 
         Args:
-            input_shape: Shape of the keys, `(..., K, H)`.
+            input_shape: Shape of the keys, `(..., K, H)`, for K heads of dim H.
         """
         self.num_heads, self.head_dim = input_shape[-2:]
 
     def reseeded(self, seed):
-        """The same map with another seed, not built."""
+        """Returns an unbuilt copy of the map with another seed."""
         return type(self).from_config({**self.get_config(), "seed": int(seed)})
 
     def statistics(
@@ -143,25 +151,33 @@ class FeatureMap(Weights, keras.layers.Layer):
         causal=False,
         training=False,
     ):
-        """What the features need to know of the data, `None` for most maps.
+        """Returns the statistics that the features need, which is `None` for most maps.
 
         Args:
-            query: Scaled queries, `(B, T, N, H)`.
-            key: Scaled keys, `(B, S, K, H)`.
-            query_mask: Optional `(B, T)`, true for real tokens.
-            key_mask: Optional `(B, S)`, true for real tokens.
-            causal: Whether a query may see only part of the tokens at hand, so that
-                nothing measured on them may enter.
-            training: Whether a moving average should be updated.
+            query: Scaled queries of shape `(B, T, N, H)`.
+            key: Scaled keys of shape `(B, S, K, H)`.
+            query_mask: Optional boolean mask of shape `(B, T)`, true for real tokens.
+            key_mask: Optional boolean mask of shape `(B, S)`, true for real tokens.
+            causal: Whether a query may see only part of the tokens. If so, the result
+                must not depend on `query` and `key`.
+            training: Whether stored moving averages are updated.
 
         Returns:
-            What `query_features` and `key_features` take: a pytree of arrays whose
-            first axis is B (or 1), or `None`.
+            The argument `stats` of `query_features` and `key_features`: a pytree of
+            arrays whose first axis is B (or 1), or `None`.
         """
         return None
 
     def query_features(self, x, stats=None):
-        """Features of scaled queries `(..., N, H)`, as `Features` `(..., N, M)`."""
+        """Computes the features of queries.
+
+        Args:
+            x: Scaled queries of shape `(..., N, H)`.
+            stats: The result of `statistics`.
+
+        Returns:
+            `Features` of shape `(..., N, M)`.
+        """
         return self.key_features(x, stats)
 
     query_features.marked = lambda self, x, stats=None: type(self).key_features.marked(
@@ -169,89 +185,139 @@ class FeatureMap(Weights, keras.layers.Layer):
     )
 
     def key_features(self, x, stats=None):
-        """Features of scaled keys `(..., K, H)`, as `Features` `(..., K, M)`."""
+        """Computes the features of keys.
+
+        Args:
+            x: Scaled keys of shape `(..., K, H)`.
+            stats: The result of `statistics`.
+
+        Returns:
+            `Features` of shape `(..., K, M)`.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must implement `key_features(x, stats)`."
         )
 
     def deferred(self, method, x, stats=None):
-        """`"query_features"` or `"key_features"` of x, for an algorithm to compute.
+        """Returns features that an algorithm computes later, when it needs them.
+
+        Args:
+            method: `"query_features"` or `"key_features"`.
+            x: Scaled queries or keys, the argument of that method.
+            stats: The result of `statistics`.
 
         Returns:
-            `keras_rfattn.ops.features.Deferred`, which computes `Marked` features.
+            A `keras_rfattn.ops.features.Deferred`, which computes `Marked` features.
         """
         weights = [v.value for v in self.variables]
         return Deferred(FeatureFunction(self, method), x, (stats, weights))
 
     def exponents(self, method, x, stats=None):
-        """`Exponents` of finite tokens; args as of `deferred`, x float32 or float64."""
+        """Returns the exponents of the features as `ops.features.Exponents`.
+
+        Args:
+            method: `"query_features"` or `"key_features"`.
+            x: Scaled queries or keys of shape `(B, ..., N, H)`, finite, in float32 or
+                float64.
+            stats: The result of `statistics`.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
 
     def common_exponent(self, method, x, stats=None):
-        """What the exponents of all features of a token have besides, `(..., K, R, 1)`.
+        """Returns the exponent term that all features of a token share.
 
-        Args as of `exponents`, but x, which is that of the `Exponents`, heads first:
-        `(..., K, R, H)`. Apart, as attention does not depend on a query's.
+        It is separate from `exponents` because attention does not depend on this term
+        of a query, so that algorithms can skip it.
+
+        Args:
+            method: `"query_features"` or `"key_features"`.
+            x: The `x` of the result of `exponents`, with heads first: `(..., K, R, H)`,
+                where R counts the tokens of all G query heads of a group.
+            stats: The result of `statistics`.
+
+        Returns:
+            Array of shape `(..., K, R, 1)`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
 
     def status(self, causal):
-        """Where parameters come from, for reports; nothing for most maps.
+        """Returns text for reports that says where parameters come from.
 
         Args:
-            causal: Whether attention is causal; `None` where each call decides.
+            causal: Whether attention is causal, or `None` if each call decides.
+
+        Returns:
+            A string. It is empty for maps without parameters that data set.
         """
         return ""
 
     def kernel_values(self, query, key):
-        """The kernel itself, `(..., T, S)` of arrays `(..., T, H)` and `(..., S, H)`.
+        """Evaluates the kernel exactly.
+
+        Args:
+            query: Array of shape `(..., T, H)`.
+            key: Array of shape `(..., S, H)`.
+
+        Returns:
+            Array of shape `(..., T, S)`.
 
         Raises:
-            AttributeError: If no closed form of it is known to `kernels/values.py`.
+            AttributeError: If `kernels/values.py` has no closed form of the kernel.
         """
         return getattr(values, self.kernel)(query, key)
 
     def log_moment(self, head=0, stats=None):
-        """The second moment of one draw of the estimate, from its closed form.
+        """Returns a function for the second moment of one draw Z of the estimate.
 
         Args:
-            head: Which key/value head.
-            stats: What `statistics` gives, where its parameters are not stored.
+            head: Index of the key/value head.
+            stats: The result of `statistics`, for maps that do not store their
+                parameters.
 
         Returns:
-            A function `(x, y) -> log E[Z²]` of pairs `(..., H)` of what the random
-            vectors meet (`meets`), NumPy arrays; or `None` if no closed form is known.
+            A function `(x, y) -> log E[Z²]`, where x and y are NumPy arrays of shape
+            `(..., H)` as `meets` returns them. `None` if no closed form is known.
         """
         return None
 
     def relative_covariance(self, head=0):
-        """What dependence between draws adds to the relative variance of one.
+        """Returns a function for the variance that dependent draws add.
+
+        The function gives the amount that dependence between draws adds to the relative
+        variance of one draw.
+
+        Args:
+            head: Index of the key/value head.
 
         Returns:
-            A function of pairs, as that of `log_moment`, or `None` if draws are
-            independent, or taken to be.
+            A function of the same arguments `(x, y)` as that of `log_moment`. `None` if
+            draws are independent, or are treated as independent.
         """
         return None
 
     def sign(self, head=0):
-        """The s of `‖x + s y‖²`, with which the variance grows: 1 or -1."""
+        """Returns the s (1 or -1) for which the variance grows with `‖x + s y‖²`."""
         return 1
 
     def meets(self, query, key, head=0):
-        """What the random vectors meet of `(..., H)` arrays: themselves, mostly."""
+        """Returns queries and keys `(..., H)` as they are when vectors project them."""
         return query, key
 
     def per_head(self, parameter, x):
-        """A parameter `(K, ...)` beside the heads of `x`, `(..., N, H)`: `(N, ...)`."""
+        """Repeats a parameter `(K, ...)` for the N heads of `x`, `(..., N, H)`.
+
+        Returns:
+            Array of shape `(N, ...)`.
+        """
         groups = x.shape[-2] // self.num_heads
         return parameter if groups == 1 else repeat_each(parameter, groups, axis=0)
 
     def load_own_variables(self, store):
-        """Loads saved weights; of a softmax checkpoint, which has none, nothing.
+        """Loads saved weights, or nothing from a softmax checkpoint, which has none.
 
         Raises:
-            ValueError: If they are missing although the attention layer was saved with
-                this map, or are there although it was not.
+            ValueError: If the file lacks the weights although its attention layer was
+                saved with this map, or has them although it was not.
         """
         if not self._trainable_variables and not self._non_trainable_variables:
             return
@@ -264,22 +330,22 @@ class FeatureMap(Weights, keras.layers.Layer):
                 raise ValueError(f"In feature map '{self.path}': {refusal}.")
 
     def quantize(self, mode=None, type_check=True, config=None):
-        """Does nothing: exponents need float32 (law 5)."""
+        """Does nothing, because exponents need float32 (law 5)."""
 
     def get_config(self):
         return {**super().get_config(), "seed": self.seed}
 
 
 def half_square(x):
-    """`‖x‖² / 2` over the last axis, kept: `(..., H) -> (..., 1)`."""
+    """Returns `‖x‖² / 2` over the last axis, of shape `(..., 1)`."""
     return ops.sum(ops.square(x), axis=-1, keepdims=True) / 2
 
 
 def number(weight, head):
-    """A weight of one head as float64 NumPy, for closed forms."""
+    """Returns a weight of one head as a float64 NumPy array, for closed forms."""
     return ops.convert_to_numpy(weight)[head].astype("float64")
 
 
 def without(config, *names):
-    """A config without arguments that are `None` and that the class does not take."""
+    """Returns a config without those of the named entries that are `None`."""
     return {k: v for k, v in config.items() if k not in names or v is not None}

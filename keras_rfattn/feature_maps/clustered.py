@@ -1,4 +1,4 @@
-"""Hybrids adapted to clusters of queries and of keys ("hybrid_clustered")."""
+"""A hybrid that adapts to clusters of queries and of keys ("hybrid_clustered")."""
 
 import math
 from typing import Any
@@ -25,25 +25,31 @@ from keras_rfattn.ops.precision import wide_dtype
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class HybridClustered(Adaptive, ProjectedFeatureMap):
-    """Complex exponential features, one diagonal A for each pair of clusters.
+    """Complex exponential features with a diagonal A for each pair of clusters.
 
-    Queries and keys belong to the cluster with the nearest center; the coefficient
-    of a pair of clusters is 1 if x and y belong to them, else 0, so that exactly one
-    estimator is active and all may use the same vectors. With a real A features are
-    positive. `adapt` finds the centers by k-means; before it A is I everywhere, which
-    is favorplus.
+    A query or key belongs to the cluster with the nearest center. The coefficient of
+    a pair of clusters is 1 if the query x and the key y belong to it, and 0 otherwise.
+    Exactly one estimator is therefore active for each x and y, and all estimators can
+    use the same vectors. Features are positive if A is real. `adapt` finds the centers
+    by k-means. Until then every A is the identity, which gives `FavorPlus`.
 
     Args:
-        num_features: Number m of random vectors, 32 by default.
-        num_clusters: Numbers of clusters of queries and of keys, (2, 2) by default.
-        num_pairs: How many pairs of clusters, the most massive ones, have an A of
-            their own; the others share favorplus. All by default.
-        form: `"real"` (default), equation 88 with the root mean squares of a
-            cluster's entries in place of its center's: for concentrated clusters the
-            same, and where a center is near 0 no noise is amplified. `"complex"`
-            (equations 86, 87): exact at the centers; signed and of twice the width.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors w, 32 by default.
+        num_clusters: Pair of the number of query clusters and the number of key
+            clusters, (2, 2) by default.
+        num_pairs: Number of pairs of clusters that have their own A. These are the
+            pairs with the most pairs of tokens. The others share the estimator of
+            `FavorPlus`. By default, all pairs have their own.
+        form: The form of A.
+            `"real"` (default): A is real. It follows equation 88, but with root mean
+            squares of a cluster's entries in place of its center. Both are the same for
+            concentrated clusters, but a center near 0 does not amplify noise.
+            `"complex"`: A is complex (equations 86 and 87). The estimate is exact at
+            the centers. Features are signed and have twice the width.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Raises:
         ValueError: If a number of clusters or pairs is not positive, or there are
@@ -79,7 +85,11 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
 
     @property
     def num_slots(self):
-        """Estimators: one a pair, and the default's, one a cluster of queries."""
+        """Number of blocks of features.
+
+        There is one for each pair of clusters with its own A. If there are other pairs,
+        there is also one for each query cluster, for their shared estimator.
+        """
         every = math.prod(self.num_clusters)
         return self.num_pairs + (self.num_clusters[0] if self.num_pairs < every else 0)
 
@@ -105,7 +115,10 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
             getattr(self, name).assign(value)
 
     def _arrays(self, clusters):
-        """The weights for the `Clusters` of each head; A is I without sizes."""
+        """Returns the weights for a list of `Clusters`, one for each head.
+
+        A is the identity for `Clusters` without sizes.
+        """
         heads, (n_q, n_k) = self.num_heads, self.num_clusters
         query_active = np.zeros((heads, n_q, self.num_slots))
         key_active = np.zeros((heads, n_k, self.num_slots))
@@ -146,7 +159,8 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
         cluster = ops.cast(cluster, x.dtype)
         active = ops.sum(ops.expand_dims(cluster, -1) * active, axis=-2) > 0
 
-        # (..., N, slots, H), then one slot after the other along the width.
+        # Parts have shape (..., N, slots, H). The results of all slots are then
+        # concatenated along the feature axis.
         parts = diagonal_parts(
             ops.expand_dims(x, -2), a[..., 0, :], a[..., 1, :], is_key
         )
@@ -178,7 +192,7 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
 
 
 def check_clusters(num_clusters):
-    """Two positive integers as a tuple, or `ValueError`."""
+    """Returns two positive integers as a tuple, or raises `ValueError`."""
     is_pair = isinstance(num_clusters, (list, tuple)) and len(num_clusters) == 2
     if not is_pair or not all(is_integer(n) and n > 0 for n in num_clusters):
         raise ValueError(
@@ -189,14 +203,14 @@ def check_clusters(num_clusters):
 
 
 class Clusters(NamedTuple):
-    """Clusters of one head's queries and keys.
+    """Clusters of one head's queries and keys, n_q of queries and n_k of keys.
 
     Attributes:
-        query_centers: `(n_q, H)`.
-        key_centers: `(n_k, H)`.
-        query_sizes: Root mean squares of the entries of each cluster, `(n_q, H)`.
-        key_sizes: Likewise, `(n_k, H)`.
-        mass: Share of pairs of tokens in each pair of clusters, `(n_q, n_k)`.
+        query_centers: Centers of the query clusters, `(n_q, H)`.
+        key_centers: Centers of the key clusters, `(n_k, H)`.
+        query_sizes: Root mean squares of the entries of each query cluster, `(n_q, H)`.
+        key_sizes: Root mean squares of the entries of each key cluster, `(n_k, H)`.
+        mass: Fraction of pairs of tokens in each pair of clusters, `(n_q, n_k)`.
     """
 
     query_centers: Any
@@ -206,20 +220,24 @@ class Clusters(NamedTuple):
     mass: Any
 
     def diagonal(self, i, j, is_real):
-        """The diagonal of A for a pair of clusters, `(H,)`."""
+        """Returns the diagonal of A, `(H,)`, for query cluster i and key cluster j."""
         if is_real:
             return diagonal(self.query_sizes[i], self.key_sizes[j], is_real=True)
         return diagonal(self.query_centers[i], self.key_centers[j], is_real=False)
 
 
 def find_clusters(samples, num_clusters, head, seed):
-    """The `Clusters` of one head, by k-means.
+    """Finds the clusters of one head by k-means.
 
     Args:
-        samples: As in `Adaptive.adapt`.
-        num_clusters: Of queries and of keys.
-        head: Which key/value head.
-        seed: Of k-means' first centers.
+        samples: List of pairs `(queries, keys)`, one for each sequence: NumPy arrays
+            of shape `(K, n, H)`.
+        num_clusters: Pair of the number of query clusters and of key clusters.
+        head: Index of the key/value head.
+        seed: Integer from which the seed of the initial centers is derived.
+
+    Returns:
+        The `Clusters`.
 
     Raises:
         ImportError: If scikit-learn is missing.

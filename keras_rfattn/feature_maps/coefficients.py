@@ -1,4 +1,4 @@
-"""Coefficients of hybrid estimators, as random features of their own."""
+"""Coefficients of hybrid estimators, which are estimated by random features too."""
 
 import math
 
@@ -15,9 +15,10 @@ from keras_rfattn.ops.precision import where
 class Coefficient:
     """Mixin of maps that estimate `λ(x, y) = constant + E ρ_q(x) · ρ_k(y)`.
 
-    Comes before a `FeatureMap` in the bases. `query_features` and `key_features` are
-    ρ_q and ρ_k. The constant is kept apart because a hybrid needs λ and `1 - Σ λ`,
-    whose constants merge (HRF, lemma 2.3).
+    The mixin must come before `FeatureMap` in the bases. `query_features` computes ρ_q
+    and `key_features` computes ρ_k. The constant is separate because a hybrid needs λ
+    and `1 - Σ λ`, and merges the constants of the latter ("Hybrid Random Features",
+    lemma 2.3).
     """
 
     kernel = "coefficient"
@@ -26,21 +27,24 @@ class Coefficient:
     constant = 0.0
 
     def averaged(self, values):
-        """Values as features whose products are a mean over the random vectors."""
+        """Returns features whose products average the values over random vectors."""
         log_scale = -math.log(self.num_features) / 2
         return Features(values, ops.full_like(values[..., :1], log_scale))
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class AngularCoefficient(Coefficient, ProjectedFeatureMap):
-    """`λ = θ / π`: the angle between x and y, by signs of projections.
+    """The coefficient `λ = θ / π` for the angle θ between x and y.
 
+    It is estimated from the signs of projections on n random vectors τ:
     `λ̂ = ½ - (1/2n) Σ sgn(τ·x) sgn(τ·y)`.
 
     Args:
-        num_features: Number n of random vectors.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number n of random vectors τ, 256 by default.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equation 19.
@@ -60,17 +64,22 @@ class AngularCoefficient(Coefficient, ProjectedFeatureMap):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
-    """`λ = (1 - exp(-σ² ‖x - y‖² / 2)) / ρ`, by trigonometric features.
+    """The coefficient `λ = (1 - exp(-σ² ‖x - y‖² / 2)) / ρ`.
 
-    With `ρ = 1 - exp(-2 σ² r²)` it is 1 for opposite x and y of length r, and 0 for
-    equal ones.
+    It is estimated by trigonometric features. With `ρ = 1 - exp(-2 σ² r²)`, λ is 1 for
+    opposite x and y of norm r, and 0 for equal x and y.
 
     Args:
-        num_features: Number n of random vectors; width `2 n`.
-        sigma: σ > 0.
-        radius: r > 0, or `None` for ρ = 1.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number n of random vectors, 256 by default. Features have width
+            `2 n`.
+        sigma: Positive number σ. A larger σ makes λ grow faster with the distance.
+            Defaults to 1.
+        radius: Norm r > 0 of queries and keys, which sets ρ. With `None` (default),
+            ρ = 1.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 67 to 70.

@@ -1,4 +1,4 @@
-"""Complex exponential features: queries and keys through A and its inverse."""
+"""Complex exponential features, which transform queries by A and keys by `A⁻ᵀ`."""
 
 import keras
 import numpy as np
@@ -17,18 +17,19 @@ from keras_rfattn.ops.precision import precise_einsum
 from keras_rfattn.ops.precision import wide_dtype
 
 FORMS = ("complex", "real", "full")
-# Of a diagonal entry, where a center is 0 on one side only and no A would do.
+# Largest entry of a diagonal A, and the inverse of the smallest. It applies where a
+# center is 0 on one side only, for which no finite A solves the equations.
 LARGEST = 1e3
 
 
 class MatrixExponential(Adaptive, ProjectedFeatureMap):
-    """Base of maps that see queries through A, keys through `A⁻ᵀ`, one A per head.
+    """Base of maps that multiply queries by A and keys by `A⁻ᵀ`, with one A per head.
 
-    Before `set_matrix` A is I.
+    A is the identity until `set_matrix` sets it.
     """
 
     is_symmetric = False
-    # Of A: "complex" or "real" diagonals, or "full" real matrices.
+    # The form of A: "complex" or "real" diagonals, or "full" real matrices.
     form = "real"
 
     def build(self, input_shape):
@@ -42,7 +43,11 @@ class MatrixExponential(Adaptive, ProjectedFeatureMap):
             self.inverse = self.add_fixed("inverse", start)
 
     def set_matrix(self, a):
-        """Sets A: complex `(K, H)` diagonals, or real `(K, H, H)` if `"full"`.
+        """Sets A for all heads.
+
+        Args:
+            a: Diagonals of shape `(K, H)`, real or complex as `form` says. If the form
+                is `"full"`, real matrices of shape `(K, H, H)`.
 
         Raises:
             ValueError: If A has another shape, is complex where it must be real, or
@@ -63,22 +68,28 @@ class MatrixExponential(Adaptive, ProjectedFeatureMap):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class ComplexExponential(MatrixExponential):
-    """Features `exp(w·Ax - (Ax)²/2) / √m` of queries, with `A⁻ᵀ` for A of keys.
+    """Features `exp(w·Ax - (Ax)²/2) / √m` of queries; keys use `A⁻ᵀ` in place of A.
 
-    `(v)² = Σ v_l²` without conjugation. The products average to the softmax kernel
-    for every invertible A, and exactly where `Ax + A⁻ᵀy = 0` (equation 17): `A = I` is
-    favorplus, `A = iI` favor. `adapt` solves that for the mean query and the mean key;
-    before it A is I.
+    Here `(v)² = Σ v_l²`, without conjugation. The products of query and key features
+    average to the softmax kernel for every invertible A. They have no error where
+    `Ax + A⁻ᵀy = 0` (equation 17). `adapt` solves this equation for the mean query and
+    the mean key. Until then A is the identity, which gives `FavorPlus`. `A = iI` gives
+    `Favor`.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        form: `"complex"` (default): diagonal, each entry real or imaginary
-            (equations 86 and 87), exact at the means; width `2 m`, signed.
-            `"real"`: diagonal (equation 88 with root mean squares for the means'
-            magnitudes), positive. `"full"`: a real matrix that makes the covariances
-            of Ax and A⁻ᵀy equal, positive.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors w, 256 by default.
+        form: The form of A.
+            `"complex"` (default): A is diagonal, and each entry is real or imaginary
+            (equations 86 and 87). The estimate is exact at the means. Features are
+            signed, of width `2 m`.
+            `"real"`: A is a real diagonal (equation 88, with root mean squares in place
+            of the means' magnitudes). Features are positive, of width m.
+            `"full"`: A is a real matrix that makes the covariances of Ax and A⁻ᵀy
+            equal. Features are positive, of width m.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), section 2.3 and H.2.
@@ -139,7 +150,7 @@ class ComplexExponential(MatrixExponential):
 
 
 def check_invertible(a, shape, form):
-    """Raises `ValueError` unless A of this form is invertible, and real if it must."""
+    """Raises `ValueError` unless A is invertible, and real if `form` demands it."""
     if a.shape != shape or (form != "complex" and np.any(np.imag(a) != 0)):
         kind = "complex" if form == "complex" else "real"
         raise ValueError(
@@ -153,7 +164,7 @@ def check_invertible(a, shape, form):
     elif finite:
         sizes = np.abs(a)
         condition = np.max(sizes.max(-1) / np.maximum(sizes.min(-1), 1e-300))
-    # Beyond, float32 keeps no digit of A or of its inverse.
+    # With a larger condition number, A or its inverse has no correct digit in float32.
     if not condition < 1e7:
         raise ValueError(
             f"A must be invertible. Received: A of condition number {condition:.3g}."
@@ -161,7 +172,7 @@ def check_invertible(a, shape, form):
 
 
 def diagonal_parts(x, real, imaginary, is_key):
-    """Real and imaginary part of `A x`, or of `A⁻¹ x` for keys, for a diagonal A."""
+    """Returns real and imaginary part of `A x`, or of `A⁻¹ x` for keys (diagonal A)."""
     if is_key:
         square = ops.square(real) + ops.square(imaginary)
         real, imaginary = real / square, -imaginary / square
@@ -169,15 +180,17 @@ def diagonal_parts(x, real, imaginary, is_key):
 
 
 def diagonal(query_center, key_center, is_real):
-    """The diagonal of A for a pair of centers (HRF, equations 86 to 88).
+    """Returns the diagonal of A for a query center x and a key center y.
+
+    See "Hybrid Random Features" (2022), equations 86 to 88.
 
     Args:
-        query_center: Array of shape `(..., d)`.
-        key_center: Array of shape `(..., d)`.
-        is_real: Whether A must be real; else `A x + A⁻¹ y = 0` at the centers.
+        query_center: Array x of shape `(..., d)`.
+        key_center: Array y of shape `(..., d)`.
+        is_real: Whether A must be real. If not, `A x + A⁻¹ y = 0` holds.
 
     Returns:
-        Complex array of shape `(..., d)`, each entry real or imaginary.
+        Complex array of shape `(..., d)`. Each entry is real or imaginary.
     """
     x, y = np.abs(query_center), np.abs(key_center)
     both_zero = (x == 0) & (y == 0)

@@ -1,4 +1,8 @@
-"""Data-dependent conditioning: any softmax map on better placed queries and keys."""
+"""Conditioning: softmax maps on queries and keys that are transformed to fit the data.
+
+Centering and a linear transformation leave softmax attention unchanged, but can reduce
+the variance of its estimate.
+"""
 
 import keras
 import numpy as np
@@ -22,38 +26,44 @@ STEPS = ("center", "balance", "rotate")
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Conditioned(Adaptive, FeatureMap):
-    """A softmax map of `A (q - c_q)` and `A⁻ᵀ (k - c_k)`.
+    """Applies a softmax map to `A (q - c_q)` and `A⁻ᵀ (k - c_k)`.
 
-    Softmax attention depends on neither the centers nor the matrix:
-    `q·k = A(q - c_q) · A⁻ᵀ(k - c_k) + c_q·k + q·c_k - c_q·c_k`, and the last terms go
-    into the exponents. A random-feature estimate does depend on them: its variance
-    grows with `exp(‖x + y‖²)` of what the features see. Model weights are untouched.
+    Here c_q and c_k are centers of queries and keys, and A is a matrix, for each head.
+    Softmax attention does not depend on them, because
+    `q·k = A(q - c_q) · A⁻ᵀ(k - c_k) + c_q·k + q·c_k - c_q·c_k`, and the map adds the
+    last terms to the exponents. A random-feature estimate does depend on them: its
+    variance grows with `exp(‖x + y‖²)`, where x and y are the transformed query and
+    key. Conditioning does not change the weights of the model.
 
-    Kin of dense-exponential random features (DERF; Likhosherstov et al., "FAVOR#: Sharp
-    Attention Kernel Approximations via New Classes of Positive Random Features", 2023),
-    whose exponents have matrices chosen in closed form from second moments of both
-    sides. What differs: queries and keys are centered first, and the matrices stand
-    around any estimator of softmax instead of inside one.
+    It is related to dense-exponential random features (DERF; Likhosherstov et al.,
+    "FAVOR#: Sharp Attention Kernel Approximations via New Classes of Positive Random
+    Features", 2023), whose exponents have matrices that are chosen in closed form from
+    second moments of queries and keys. There are two differences: queries and keys are
+    centered first, and the matrices are applied before any estimator of softmax, not
+    inside a specific one.
 
-    Before `adapt` nothing is changed; `adapt` sets, by the steps up to `up_to`,
+    Until `adapt` is called, queries and keys are not transformed. `adapt` performs
+    these steps, up to and including the one that `up_to` names:
 
-    - `"center"`: c_q and c_k, the mean query and the mean key;
-    - `"balance"`: A, which makes the covariances of both sides equal (the geometric
-      mean of their positive matrices);
-    - `"rotate"`: a rotation onto the eigenvectors of `E (x + y)(x + y)ᵀ`, for maps
-      that treat each direction by itself.
+    - `"center"` sets c_q and c_k to the mean query and the mean key.
+    - `"balance"` sets A so that both sides have equal covariances. A² is the geometric
+      mean of the inverse query covariance and the key covariance.
+    - `"rotate"` multiplies A by a rotation onto the eigenvectors of
+      `E (x + y)(x + y)ᵀ`, for maps that treat each direction separately.
 
     Args:
-        feature_map: A map of kernel softmax, its name or config.
-        up_to: `"center"`, `"balance"` (default) or `"rotate"`.
-        seed: Of the inner map; its own if `None`.
+        feature_map: A map of the softmax kernel, its registered name or its config.
+            Defaults to `"favorpp"`.
+        up_to: Last step of `adapt`: `"center"`, `"balance"` (default) or `"rotate"`.
+        seed: Seed of the inner map. If `None`, the inner map keeps its own.
 
     Raises:
-        ValueError: If the map estimates another kernel than softmax.
+        ValueError: If the map estimates another kernel than softmax, or `up_to` is
+            unknown.
     """
 
     is_symmetric = False
-    # Whether matrices and centers are trained besides.
+    # Whether training changes the matrices and centers.
     is_trained = False
 
     def __init__(self, feature_map="favorpp", up_to="balance", seed=None, **kwargs):
@@ -91,7 +101,8 @@ class Conditioned(Adaptive, FeatureMap):
 
     @property
     def has_exponents(self):
-        # One that moves tokens itself has no vectors for those that are not moved.
+        # `exponents` folds A into the inner map's vectors. An inner `Conditioned` map
+        # returns vectors for tokens that it has centered itself.
         return self.inner.has_exponents and not isinstance(self.inner, Conditioned)
 
     @property
@@ -153,7 +164,7 @@ class Conditioned(Adaptive, FeatureMap):
             self.inner.adapt(samples)
 
     def _rotation(self, samples):
-        """Eigenvectors of `E (x + y)(x + y)ᵀ` over pairs that meet, in columns."""
+        """Returns the eigenvectors of `E (x + y)(x + y)ᵀ` over pairs, as columns."""
 
         def cross(q, k):
             product = np.einsum("kh,ki->khi", q.mean(1), k.mean(1))
@@ -185,7 +196,8 @@ class Conditioned(Adaptive, FeatureMap):
         matrix, center, other = self._side(method)
         x = x - self._center(center, x)
         found = self.inner.exponents(method, x, stats)
-        # Products with the matrix and the center are some with vectors, which are few.
+        # The matrix and the center are folded into the random vectors, because there
+        # are fewer vectors than tokens.
         matrix, center, other = (
             ops.cast(ops.expand_dims(ops.convert_to_tensor(y), 0), x.dtype)
             for y in (matrix, center, other)
@@ -205,7 +217,7 @@ class Conditioned(Adaptive, FeatureMap):
         return self.inner.common_exponent(method, inner, stats)
 
     def _side(self, method):
-        """The matrix and center of a side, and the other's center."""
+        """Returns the matrix and center of a side, and the center of the other side."""
         if method == "query_features":
             return self.query_matrix, self.query_center, self.key_center
         return self.key_matrix, self.key_center, self.query_center
@@ -224,17 +236,22 @@ class Conditioned(Adaptive, FeatureMap):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class FavorPPDense(Conditioned):
-    """FAVOR++ with an A for each direction, on conditioned queries and keys.
+    """FAVOR++ with a separate A for each direction, on conditioned queries and keys.
 
-    `A` of OPRF becomes a matrix: after centring and balancing, diagonal in the
-    eigenvectors of `E (x + y)(x + y)ᵀ`, each entry the optimum with d = 1. Before
-    `keras_rfattn.calibrate` it is FAVOR++ with an A for each coordinate.
+    The number A of FAVOR++ becomes a matrix. After queries and keys are centered and
+    balanced (see `Conditioned`), this matrix is diagonal in the basis of eigenvectors
+    of `E (x + y)(x + y)ᵀ`, and each entry is the optimum with d = 1. Before
+    `keras_rfattn.calibrate`, the map is FAVOR++ with a separate A for each coordinate.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        statistics: As in `FavorPP`.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors w, 256 by default.
+        statistics: Where the statistic that decides A comes from: `"batch"` (the
+            current sequence), `"stored"` (a moving average) or `"auto"` (default), as
+            `FavorPP` describes.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
     """
 
     def __init__(
@@ -262,12 +279,12 @@ class FavorPPDense(Conditioned):
 
 
 def _through(a, samples):
-    """Samples with `A q` for queries and `A⁻ᵀ k` for keys."""
+    """Transforms samples to `A q` for queries and `A⁻ᵀ k` for keys."""
     inverse = np.linalg.inv(a)
     return [(q @ a.swapaxes(-1, -2), k @ inverse) for q, k in samples]
 
 
 def _shift(features, center, x):
-    """Features times `exp(center · x)`."""
+    """Multiplies features by `exp(center · x)`."""
     factor = ops.sum(center * ops.cast(x, center.dtype), axis=-1, keepdims=True)
     return Features(features.values, features.log_scale + factor)

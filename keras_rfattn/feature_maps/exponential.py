@@ -1,4 +1,4 @@
-"""Maps whose features are exponentials of products, and nothing else."""
+"""Mixin of maps whose features are pure exponentials of products."""
 
 from keras import ops
 
@@ -7,22 +7,24 @@ from keras_rfattn.ops.precision import precise_einsum
 
 
 class Exponential:
-    """Mixin of maps that write `exponents` and `common_exponent` alone.
+    """Mixin of maps that implement only `exponents` and `common_exponent`.
 
-    It comes before `FeatureMap` or `ProjectedFeatureMap` in the bases. Algorithms that
-    know them compute features where and in the order they need them; for all others the
-    features are computed here. A subclass that changes features must change `exponents`
-    too: otherwise its features are computed by its own methods.
+    The mixin must come before `FeatureMap` or `ProjectedFeatureMap` in the bases. Some
+    algorithms use the two methods to compute features where and when they need them.
+    For all other algorithms, this class computes the features from the two methods. A
+    subclass that overrides `query_features` or `key_features` must override `exponents`
+    too. Otherwise `has_exponents` becomes `False`, and every algorithm calls the
+    overridden feature methods.
     """
 
     has_exponents = True
 
     def query_features(self, x, stats=None):
-        """Features of scaled queries `(B, ..., N, H)`."""
+        """Computes the features of scaled queries `(B, ..., N, H)`."""
         return self._features("query_features", x, stats)
 
     def key_features(self, x, stats=None):
-        """Features of scaled keys `(B, ..., K, H)`."""
+        """Computes the features of scaled keys `(B, ..., K, H)`."""
         return self._features("key_features", x, stats)
 
     def _features(self, method, x, stats):

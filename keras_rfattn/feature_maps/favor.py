@@ -15,15 +15,18 @@ from keras_rfattn.ops.features import Features
 class Favor(ProjectedFeatureMap):
     """Trigonometric features: `exp(‖x‖²/2) [cos(w·x), sin(w·x)] / √m`.
 
-    Their products average to the softmax kernel `exp(x · y)`, as
-    `E cos(w·(x - y)) = exp(-‖x - y‖²/2)` (Rahimi and Recht, 2007). Precise where x
-    and y are close; not positive, so that an attention denominator can come near
-    0. `keras_rfattn.ops.sums.normalize` states the guard. Width `2 m`.
+    The products of query and key features average to the softmax kernel
+    `exp(x · y)`, because `E cos(w·(x - y)) = exp(-‖x - y‖²/2)` (Rahimi and Recht,
+    2007). The estimate is precise where x and y are close. Features are not positive,
+    so that the denominator of attention can come near 0;
+    `keras_rfattn.ops.sums.normalize` describes the guard. Features have width `2 m`.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors w, 256 by default.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021),

@@ -18,16 +18,23 @@ from keras_rfattn.ops.features import Exponents
 class FavorPlus(Exponential, ProjectedFeatureMap):
     """FAVOR+, positive features: `exp(w·x - ‖x‖²/2) / √m`.
 
-    Their products average to the softmax kernel `exp(x · y)`. Precise where x and
-    y point in opposite directions; the relative variance grows like
-    `exp(‖x + y‖²)`.
+    The products of query and key features average to the softmax kernel
+    `exp(x · y)`. The estimate is precise where x and y point in opposite directions.
+    Its relative variance grows like `exp(‖x + y‖²)`.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        pair: Whether each vector is used with both signs (equation 3 of HRF, the
-            hyperbolic estimator), which makes the width `2 m`.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors w, 256 by default.
+        pair: Whether each vector is used with both signs (the hyperbolic estimator,
+            equation 3 of "Hybrid Random Features"), which makes the width `2 m`.
+            Defaults to `False`.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `pair` is not a
+            boolean, or `projection` is unknown.
 
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), lemma 1;

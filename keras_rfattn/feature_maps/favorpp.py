@@ -33,28 +33,31 @@ POLICIES = ("auto", "batch", "stored")
 class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
     """FAVOR++: `D exp(A‖w‖² + B w·x - ‖x‖²/2) / √m` with the best real A <= 0.
 
-    `B = √(1 - 4A)` and `D = (1 - 4A)^(d/4)` keep the products' average at the
-    softmax kernel for every A; `A = 0` is FAVOR+. The variance is least at
+    Here d is the head dim. With `B = √(1 - 4A)` and `D = (1 - 4A)^(d/4)`, the products
+    of query and key features average to the softmax kernel for every A. `A = 0` is
+    FAVOR+. The variance is least at
 
-        A = (1 - 1/ρ) / 8,   ρ = 2d / (√((2z + d)² + 8dz) + 2z + d)
+        A = (1 - 1/ρ) / 8,   ρ = 2d / (√((2z + d)² + 8dz) + 2z + d),
 
-    (the paper's equation 7 without its division by z), where z is the mean of
-    `‖x_i + y_j‖²` over pairs, taken from sums over tokens (equation 8).
+    which is the paper's equation 7 without its division by z. Here z is the mean of
+    `‖x_i + y_j‖²` over pairs of tokens, computed from sums over tokens (equation 8).
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        statistics: Where z comes from, per key/value head.
-            `"batch"`: from the sequence at hand, as in the paper; raises in
-            causal attention, where it would leak the future.
-            `"stored"`: from a weight, a moving average over training batches; 0
-            (which is FAVOR+) before any.
-            `"auto"` (default): stored; where nothing is stored yet and the
-            attention is bidirectional self-attention, from the sequence.
-        momentum: Of the moving average. Defaults to 0.99.
-        per_direction: Whether every coordinate has an A of its own, the optimum with
-            d = 1 for its own mean of `(x_l + y_l)²`.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors w, 256 by default.
+        statistics: Where z comes from. There is one z per key/value head.
+            `"batch"`: z is measured on the current sequence, as in the paper. This
+            raises in causal attention, where it would leak the future.
+            `"stored"`: z is a weight, a moving average over training batches. Before
+            the first batch it is 0, which gives FAVOR+.
+            `"auto"` (default): z is the stored weight. While nothing is stored, it is
+            measured on the current sequence in bidirectional self-attention.
+        momentum: Momentum of the moving average, in [0, 1). Defaults to 0.99.
+        per_direction: Whether each coordinate l has its own A, which is the optimum
+            with d = 1 for the mean of `(x_l + y_l)²`. Defaults to `False`.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), equations 4 to 8.
@@ -137,7 +140,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         causal=False,
         training=False,
     ):
-        """The parameter A, `(1, K)` or `(B, K)`, with an H per direction."""
+        """Returns A, of shape `(1, K)` or `(B, K)`, plus an axis H if per direction."""
         if causal and not self.is_causal_safe:
             raise ValueError(
                 "`statistics='batch'` measures the whole sequence and would leak "
@@ -157,16 +160,24 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         stored = ops.expand_dims(ops.convert_to_tensor(self.mean_square), 0)
         if is_stored is not True:
             stored = ops.where(is_stored, stored, measured)
-        # Before the update: a step must not see what it is about to store.
+        # Computed before the update, so that a step does not use its own statistic.
         parameter = self.optimal_a(stored)
         if updating:
             self.update(*mean_over_rows(measured, query_mask, key_mask))
         return parameter
 
     def measure(self, query, key, query_mask=None, key_mask=None):
-        """The mean of `‖q_i + k_j‖²` over real tokens, per row and head: `(B, K)`.
+        """Measures the mean of `‖q_i + k_j‖²` over real tokens, per row and head.
 
-        Per direction the mean of each `(q_il + k_jl)²`, `(B, K, H)`.
+        Args:
+            query: Scaled queries of shape `(B, T, N, H)`.
+            key: Scaled keys of shape `(B, S, K, H)`.
+            query_mask: Optional boolean mask of shape `(B, T)`, true for real tokens.
+            key_mask: Optional boolean mask of shape `(B, S)`, true for real tokens.
+
+        Returns:
+            Array of shape `(B, K)`. If `per_direction`, the mean of each
+            `(q_il + k_jl)²`, of shape `(B, K, H)`.
         """
         groups = query.shape[2] // self.num_heads
         q_square, q_mean = masked_moments(query, query_mask)
@@ -181,8 +192,12 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
     def update(self, measured, real=True):
         """Moves the stored statistic towards `measured`, by a moving average.
 
-        Nothing moves unless `real`: a batch may hold padding alone. Nor if the batch is
-        not finite: an optimizer that scales losses skips such a step.
+        A batch whose statistic is not finite changes nothing, because an optimizer that
+        scales losses skips such a step.
+
+        Args:
+            measured: The statistic of the batch, of shape `(K,)` or `(K, H)`.
+            real: Whether the batch has a real token. If not, nothing changes.
         """
         real = ops.logical_and(real, ops.all(ops.isfinite(measured)))
         count = ops.cast(self.updates, "float32")
@@ -194,9 +209,9 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         self.updates.assign(self.updates + ops.cast(real, "int32"))
 
     def optimal_a(self, z):
-        """The A of least variance for a mean square z (equation 7)."""
+        """Returns the A of least variance for a mean square z (equation 7)."""
         d = 1 if self.per_direction else self.head_dim
-        # Beyond it squares overflow.
+        # The squares of larger z would overflow.
         z = elementwise_min(z, 1e15)
         root = ops.sqrt(ops.square(2 * z + d) + 8 * d * z)
         rho = 2 * d / (root + 2 * z + d)
@@ -206,7 +221,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         return self.exponents_by(self.vectors, x, stats)
 
     def exponents_by(self, vectors, x, stats):
-        """`Exponents` by random vectors `(K, H, m)`."""
+        """Returns the `Exponents` for random vectors `(K, H, m)` and parameters A."""
         if stats is None:
             stats = ops.zeros((self.num_heads, 1), dtype=x.dtype)
         elif not self.per_direction:
@@ -237,7 +252,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
 
 
 def masked_moments(x, mask):
-    """Means of squares and of entries over the real tokens of x: `(B, N, H)` each."""
+    """Returns the means of `x²` and of `x` over real tokens, each `(B, N, H)`."""
     x = ops.cast(x, "float32")
     if mask is None:
         return _of_finite(ops.mean(ops.square(x), 1), ops.mean(x, 1))
@@ -251,7 +266,7 @@ def masked_moments(x, mask):
 
 
 def _of_finite(square, mean):
-    """Moments whose sums and products are finite, but NaN where an entry was not."""
+    """Bounds the moments so that their products are finite, but keeps NaN."""
     if known_finite(mean, limit=LARGEST):
         return elementwise_min(square, LARGEST**2), mean
     spoiled = spoils(ops.expand_dims(mean, -1))[..., 0]
@@ -259,7 +274,11 @@ def _of_finite(square, mean):
 
 
 def mean_over_rows(measured, query_mask, key_mask):
-    """The mean of `(B, ...)` over rows that hold a real token, and whether any does."""
+    """Averages `(B, ...)` over the rows that have real queries and real keys.
+
+    Returns:
+        `(mean, real)`, where the boolean tensor `real` says whether any row counted.
+    """
     real = ops.ones_like(ops.reshape(measured, (ops.shape(measured)[0], -1))[:, 0])
     for mask in (query_mask, key_mask):
         if mask is not None:

@@ -1,4 +1,4 @@
-"""FAVOR++ whose vectors, parameters and conditioning are trained."""
+"""FAVOR++ with trained vectors, parameters and conditioning."""
 
 import keras
 from keras import ops
@@ -13,20 +13,23 @@ STARTS = ("favorplus", "favorpp", "favorpp_dense")
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class FavorPPLearned(Conditioned):
-    """FAVOR++, conditioned or not, and everything about it trained.
+    """FAVOR++, optionally conditioned, with all of its parameters trained.
 
-    Vectors w (queries and keys have their own), A, the conditioning matrices and
-    centers, and a weight for every feature. At first it computes what the map computes
-    that it starts as, bit for bit: the estimate is unbiased until trained. Made for
-    `uptrain`, whose stage "calibrate" sets the start.
+    The trained parameters are the vectors w (separate ones for queries and keys), A,
+    the conditioning matrices and centers, and a weight for every feature. Before
+    training, the map computes exactly, bit for bit, what the map named by `start`
+    computes, so that its estimate is unbiased. It is made for `uptrain`, whose stage
+    "calibrate" sets the starting values.
 
     Args:
-        num_features: Number m of vectors, 256 by default.
-        start: What it is at first: `"favorplus"`, `"favorpp"` or `"favorpp_dense"`
-            (default), the latter two as calibrated. FAVOR+ before that.
-        projection: Of the first vectors: `"orthogonal"` (default), `"gaussian"` or a
-            `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of vectors w, 256 by default.
+        start: The map that training starts from: `"favorplus"`, `"favorpp"` or
+            `"favorpp_dense"` (default). The latter two start from calibrated values;
+            before calibration they equal FAVOR+.
+        projection: How the initial vectors are drawn: `"orthogonal"` (default),
+            `"gaussian"` or a `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Raises:
         ValueError: If `start` is unknown.
@@ -56,14 +59,18 @@ class FavorPPLearned(Conditioned):
 
     @classmethod
     def of(cls, feature_map):
-        """The learned map, built, that computes what another one computes.
+        """Returns a built learned map that computes the same as another map.
 
         Args:
-            feature_map: A built `FavorPlus` (no pairs), or a calibrated `FavorPP` or
+            feature_map: A built `FavorPlus` without pairs, or a calibrated `FavorPP` or
                 `FavorPPDense`.
 
+        Returns:
+            A built `FavorPPLearned`.
+
         Raises:
-            ValueError: If it is another map, not built or not calibrated.
+            ValueError: If `feature_map` is another map, or is not built, or is not
+                calibrated.
         """
         name = registry.name_of(feature_map)
         is_known = name in STARTS and feature_map.built
@@ -115,11 +122,11 @@ class FavorPPLearned(Conditioned):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class TrainedOPRF(FavorPP):
-    """The inside of `FavorPPLearned`: A and vectors are trained weights.
+    """The map inside `FavorPPLearned`: FAVOR++ with trained vectors and A.
 
     Args:
-        num_features: Number m of vectors.
-        **kwargs: Of `FavorPP`.
+        num_features: Number m of vectors w, 256 by default.
+        **kwargs: Further arguments of `FavorPP`, except `statistics`.
     """
 
     is_unbiased = False
@@ -152,7 +159,7 @@ class TrainedOPRF(FavorPP):
         self.adopt(self.mean_square)
 
     def adopt(self, mean_square):
-        """Sets A to the optimum for a mean square, as FAVOR++ computes it."""
+        """Sets A to the optimum of FAVOR++ for a mean square z."""
         a = self.optimal_a(ops.convert_to_tensor(mean_square))
         self.parameter.assign(ops.reshape(a, self.parameter.shape))
 
@@ -170,7 +177,7 @@ class TrainedOPRF(FavorPP):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class NotPositive(keras.constraints.Constraint):
-    """Keeps A at most 0, beyond which features need not have a variance."""
+    """Keeps A at most 0, because larger A can make the variance infinite."""
 
     def __call__(self, w):
         return ops.minimum(w, 0)

@@ -1,4 +1,4 @@
-"""Hybrids whose clusters overlap smoothly ("hybrid_gaussian_mixture")."""
+"""A hybrid whose clusters overlap smoothly ("hybrid_gaussian_mixture")."""
 
 import math
 
@@ -21,15 +21,18 @@ from keras_rfattn.ops.precision import wide_dtype
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class PairCoefficient(Coefficient, MatrixExponential):
-    """`λ = exp(-‖Ax + A⁻¹y‖² / 2τ²)`, 1 where x and y are the centers A is made for.
+    """The coefficient `λ = exp(-‖Ax + A⁻¹y‖² / 2τ²)` of a pair of clusters.
 
-    A is a real diagonal: of a complex one λ would leave [0, 1].
+    λ is 1 where `Ax + A⁻¹y = 0`, which A is chosen for at the centers. A is a real
+    diagonal matrix, because λ would leave [0, 1] for a complex one.
 
     Args:
-        num_features: Number n of random vectors.
-        tau: Width τ > 0 of the coefficient.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number n of random vectors, 256 by default.
+        tau: Width τ > 0 of the coefficient, 1 by default.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 93 to 96.
@@ -63,18 +66,24 @@ class PairCoefficient(Coefficient, MatrixExponential):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class HybridGaussianMixture(Hybrid):
-    """One real A for each pair of clusters, weighed by Gaussian coefficients.
+    """Hybrid with a real A for each pair of clusters and Gaussian coefficients.
 
-    Nearby pairs of centers share a token smoothly; what they leave of 1 goes to a
-    default estimator, favorplus. See `HybridClustered` for centers.
+    Each pair of clusters has an estimator with its own A. Its Gaussian coefficient is
+    large where query and key are near the pair's centers, so that several pairs can
+    share a query and key smoothly. The coefficients' difference to 1 weighs a default
+    estimator, which is `FavorPlus`. `adapt` finds the centers by k-means, as in
+    `HybridClustered`.
 
     Args:
-        num_features: Number m of vectors of each estimator, 16 by default.
-        num_coefficients: Number n of vectors of each coefficient, 4 by default.
-        num_clusters: Numbers of clusters of queries and of keys, (2, 2) by default.
-        tau: Width τ > 0 of the coefficients.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors of each estimator, 16 by default.
+        num_coefficients: Number n of random vectors of each coefficient, 4 by default.
+        num_clusters: Pair of the number of query clusters and the number of key
+            clusters, (2, 2) by default.
+        tau: Width τ > 0 of the coefficients, 1 by default.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), definition H.1.

@@ -19,24 +19,27 @@ from keras_rfattn.ops.precision import wide_dtype
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Gerf(Adaptive, ProjectedFeatureMap):
-    """GERF: `D exp(A‖w‖² + B w·x - s‖x‖²/2) / √m`, any complex A, s = ±1.
+    """GERF: `D exp(A‖w‖² + B w·x - s‖x‖²/2) / √m` with complex A and s = ±1.
 
-    `B = √(s (1 - 4A))`, `D = (1 - 4A)^(d/4)`; keys have `s B` for B. The real part of
-    the products averages to the softmax kernel; it is taken in real arithmetic, as
-    `[Re, Im]` of queries times `[Re, -Im]` of keys, of width `2 m`. `A = 0` gives
-    favorplus (s = 1, the start) and favor (s = -1); signed in general.
+    Here `B = √(s (1 - 4A))`, `D = (1 - 4A)^(d/4)`, and d is the head dim. Keys use
+    `s B` in place of B. The real part of the products averages to the softmax kernel.
+    It is computed in real arithmetic: features are `[Re, Im]` for queries and
+    `[Re, -Im]` for keys, of width `2 m`. They are signed in general. `A = 0` gives
+    `FavorPlus` for s = 1, which is the initial value, and `Favor` for s = -1.
 
-    `adapt` chooses A and s per head: the least second moment (equation 6) for the
-    data's average `‖x + s y‖²` (equation 8), by one L-BFGS-B run for each s.
+    `adapt` chooses A and s for each head. It minimizes the second moment (equation 6)
+    for the data's average `‖x + s y‖²` (equation 8), with one L-BFGS-B run for each s.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors w, 256 by default.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.1. The estimate
-        is the plain product; equation 1's conjugate is a misprint.
+        is the plain product of features; the conjugate in equation 1 is a misprint.
     """
 
     is_positive = False
@@ -49,7 +52,7 @@ class Gerf(Adaptive, ProjectedFeatureMap):
 
     def build(self, input_shape):
         super().build(input_shape)
-        # Re A, Im A and s.
+        # A row holds Re A, Im A and s.
         start = np.tile(np.float32([0, 0, 1]), (self.num_heads, 1))
         self.parameters = self.add_fixed("parameters", start)
 
@@ -85,7 +88,8 @@ class Gerf(Adaptive, ProjectedFeatureMap):
             ops.cast(self.per_head(self.parameters[:, i : i + 1], x), x.dtype)
             for i in range(3)
         )
-        # 1 - 4A and B, in polar form; the root of s = -1 is i.
+        # `size` and `angle` are the polar form of 1 - 4A. `turn` is the angle of B, to
+        # which √s adds π/2 if s = -1.
         size = ops.sqrt(ops.square(1 - 4 * real) + ops.square(4 * imaginary))
         angle = ops.arctan2(-4 * imaginary, 1 - 4 * real)
         turn = angle / 2 + (1 - s) * (math.pi / 4)
@@ -104,7 +108,7 @@ class Gerf(Adaptive, ProjectedFeatureMap):
 
 
 def optimal_parameters(square, cross, dim):
-    """A and s of the least second moment.
+    """Returns the A and s that minimize the second moment.
 
     Args:
         square: The mean of `‖x‖² + ‖y‖²`.
@@ -129,6 +133,6 @@ def optimal_parameters(square, cross, dim):
             bounds=((None, 0.12), (None, None)), options={"maxiter": 50},
         )  # fmt: skip
         results.append((found.fun, (found.x[0], found.x[1], s)))
-        # Where a search from elsewhere would end above its neighbour.
+        # A = 0 is a candidate too, in case the search ends at a larger moment.
         results.append((moment((0.0, 0.0)), (0.0, 0.0, s)))
     return min(results)[1]

@@ -1,4 +1,4 @@
-"""Learned maps that imitate softmax attention by a softmax over features."""
+"""A learned map that imitates softmax attention by a softmax over its features."""
 
 import keras
 import numpy as np
@@ -13,15 +13,17 @@ from keras_rfattn.ops.precision import wide_dtype
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Hedgehog(FeatureMap):
-    """`[softmax(Wx), softmax(-Wx)]`, with a trained W per head.
+    """Features `[softmax(Wx), softmax(-Wx)]`, with a trained matrix W per head.
 
-    Queries and keys have a W of their own, the identity at first where it is square,
-    else orthogonal. Made to be trained against softmax attention (`uptrain`); before
-    that it is no estimate of it. The width is `2 · num_features`.
+    Queries and keys have separate matrices. A square W starts as the identity, any
+    other W as a random orthogonal matrix. `uptrain` trains the matrices to imitate
+    softmax attention; before training, the map does not estimate softmax attention.
+    Features have width `2 · num_features`.
 
     Args:
         num_features: Number of rows of W, the head dim by default.
-        seed: Of W's first value where it is not square.
+        seed: Seed of the initial W if it is not square. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Raises:
         ValueError: If `num_features` is not a positive integer.
@@ -56,7 +58,7 @@ class Hedgehog(FeatureMap):
         self.key_kernel = self.add_trained("key_kernel", start)
 
     def first_kernel(self):
-        """The W that training starts from, `(K, H, rows)`."""
+        """Returns the initial W of each head, of shape `(K, H, rows)`."""
         shape = self.num_heads, self.head_dim, self.num_projections
         if self.num_projections == self.head_dim:
             return np.broadcast_to(np.eye(self.num_projections), shape)
@@ -67,7 +69,7 @@ class Hedgehog(FeatureMap):
         return start if tall == shape else start.swapaxes(-1, -2)
 
     def project(self, kernel, x):
-        """`W x` with the matrix of the head of x: `(..., N, H) -> (..., N, rows)`."""
+        """Multiplies x by the matrix of its head: `(..., N, H) -> (..., N, rows)`."""
         x = ops.cast(x, wide_dtype(x))
         kernel = self.per_head(ops.cast(kernel, x.dtype), x)
         return precise_einsum("...nh,nhm->...nm", x, kernel)

@@ -1,4 +1,4 @@
-"""Hybrid random features: base estimators weighed by random coefficients."""
+"""Hybrid random features: several estimators, weighted by estimated coefficients."""
 
 import keras
 from keras import ops
@@ -15,31 +15,37 @@ from keras_rfattn.feature_maps.favorplus import FavorPlus
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.precision import wide_dtype
 
-# Of hybrids given by name, whose width is a product: 8 · (2 + 2) · 16 = 512.
+# Defaults of hybrids given by name. Their width is a product: 8 · (2 + 2) · 16 = 512.
 NUM_FEATURES, NUM_COEFFICIENTS = 16, 7
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Hybrid(Adaptive, FeatureMap):
-    """`Σ_k λ_k SM_k + (1 - Σ_k λ_k) SM_{p+1}` of p + 1 softmax estimators.
+    """Hybrid `Σ_k λ_k SM_k + (1 - Σ_k λ_k) SM_{p+1}` of p + 1 softmax estimators.
 
-    Unbiased, as coefficients and estimators are independent; signed, so that
-    attention denominators can come near 0 (`keras_rfattn.ops.sums.normalize`
-    states the guard; queries and keys of bounded norm are its best use). Every part
-    projects its input once and products are of features, so that building them costs
+    SM_k are the estimators, and λ_k are coefficients. The estimate is unbiased,
+    because coefficients and estimators are independent. Features are signed,
+    so that the denominator of attention can come near 0;
+    `keras_rfattn.ops.sums.normalize` describes the guard. Hybrids work best if queries
+    and keys have bounded norms. Each part projects its input once, and the parts'
+    features are then multiplied. With n vectors of a coefficient, m vectors of an
+    estimator and head dim d, computing the features of a token costs
     `O(nd + md + mn)`.
 
     Args:
-        estimators: p + 1 maps of kernel softmax (names, maps or configs); one may
-            be a hybrid itself.
-        coefficients: p `Coefficient`s, in the order of the first p estimators.
-        shared: Whether the estimators use the same vectors, which needs equal
-            projections and numbers of features. Reduces the variance (theorem 3.1).
-        seed: Non-negative integer, or `None`; every part derives its own from it.
+        estimators: List of p + 1 maps of the softmax kernel, as registered names, maps
+            or configs. An estimator may be a hybrid itself.
+        coefficients: List of p `Coefficient` maps, in the order of the first p
+            estimators.
+        shared: Whether all estimators use the same vectors, which reduces the variance
+            (theorem 3.1). They must then have equal projections and numbers of
+            features. Defaults to `False`.
+        seed: Non-negative integer, from which the seed of each part is derived. If
+            `None`, it is drawn from Keras' global seed generator.
 
     Raises:
-        ValueError: If there is not one estimator more than coefficients, or one
-            estimates another kernel.
+        ValueError: If there is not exactly one more estimator than coefficients, or an
+            estimator estimates another kernel.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equation 8, lemma 2.3.
@@ -141,7 +147,7 @@ class Hybrid(Adaptive, FeatureMap):
         rest = algebra.add(*rest)
         rest = with_constant(self._rest_constant(), rest, is_key)
         result = algebra.add(*terms, algebra.multiply(rest, last))
-        # Signs stand on one side, but algorithms expect values on both.
+        # Only one side needs values for signs, but algorithms expect them on both.
         return Features(result.ones_or_values(), result.log_scale)
 
     def get_config(self):
@@ -154,7 +160,7 @@ class Hybrid(Adaptive, FeatureMap):
 
 
 def with_constant(constant, features, is_key):
-    """Features of `constant + kernel`."""
+    """Returns features of `constant + kernel`, from features of the kernel."""
     if constant == 0:
         return features
     one = algebra.constant(features.log_scale, 1.0 if is_key else constant)
@@ -162,10 +168,12 @@ def with_constant(constant, features, is_key):
 
 
 class Bipolar(Hybrid):
-    """`λ SM++ + (1 - λ) SMtrig`: precise for opposite and for equal inputs alike.
+    """Base of hybrids `λ SM++ + (1 - λ) SMtrig` of two estimators.
 
-    SM++ is the ± pair of positive features, SMtrig trigonometric features, both of
-    `num_features` vectors; λ is estimated by `num_coefficients` more.
+    They are precise both for opposite and for equal inputs. SM++ uses positive features
+    with both signs of each vector (`FavorPlus` with `pair=True`), and SMtrig uses
+    trigonometric features (`Favor`). Both use `num_features` vectors.
+    `num_coefficients` further vectors estimate λ.
     """
 
     def __init__(
@@ -204,17 +212,20 @@ class Bipolar(Hybrid):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class HybridAngular(Bipolar):
-    """The angular hybrid: `λ = θ / π`, by signs of projections.
+    """The angular hybrid, whose coefficient is `λ = θ / π`.
 
-    For inputs of equal length the variance is 0 at θ = 0 and at θ = π. Width
-    `4 m (n + 1)`.
+    θ is the angle between query and key, and is estimated from signs of projections.
+    For inputs of equal norm, the variance is 0 at θ = 0 and at θ = π. Features have
+    width `4 m (n + 1)`.
 
     Args:
-        num_features: Number m of vectors of both base estimators, 16 by default.
-        num_coefficients: Number n of vectors of the coefficient, 7 by default.
-        shared: Whether the base estimators use the same vectors, as by default.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors of both estimators, 16 by default.
+        num_coefficients: Number n of random vectors of the coefficient, 7 by default.
+        shared: Whether both estimators use the same vectors. Defaults to `True`.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), sections 2.4 and 3.
@@ -228,18 +239,21 @@ class HybridAngular(Bipolar):
 class HybridGaussian(Bipolar):
     """The normalized bipolar Gaussian hybrid: `λ = (1 - exp(-σ²‖x-y‖²/2)) / ρ`.
 
-    The variance is 0 at θ = 0 for inputs of length `radius`. Width `4 m (2 n + 1)` with
-    a radius, `2 m (4 n + 1)` without.
+    Let r be `radius` and `ρ = 1 - exp(-2 σ² r²)`. For inputs of norm r, the variance is
+    0 at angle 0 between query and key. Features have width `4 m (2 n + 1)` with a
+    radius, and `2 m (4 n + 1)` without.
 
     Args:
-        num_features: Number m of vectors of both base estimators, 16 by default.
-        num_coefficients: Number n of vectors of the coefficient, 7 by default.
-        sigma: Smoothness σ of the coefficient.
-        radius: Length of the inputs, which makes λ 1 for opposite ones; `None` for
-            ρ = 1.
-        shared: Whether the base estimators use the same vectors, as by default.
-        projection: `"orthogonal"` (default), `"gaussian"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors of both estimators, 16 by default.
+        num_coefficients: Number n of random vectors of the coefficient, 7 by default.
+        sigma: Smoothness σ of the coefficient, 1 by default.
+        radius: Norm r of queries and keys, for which λ is 1 if they are opposite. With
+            `None` (default), ρ = 1.
+        shared: Whether both estimators use the same vectors. Defaults to `True`.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), section F.

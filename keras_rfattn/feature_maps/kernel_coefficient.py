@@ -1,4 +1,4 @@
-"""Coefficients that fire where x is near a linear function of y."""
+"""A hybrid's coefficient that is largest where x is near a linear function of y."""
 
 import keras
 import numpy as np
@@ -16,27 +16,28 @@ from keras_rfattn.ops.precision import wide_dtype
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
-    """`λ = constant + factor · exp(-‖x + M y‖² / (2 c²))`, for any M and c.
+    """The coefficient `λ = constant + factor · exp(-‖x + M y‖² / (2 c²))`.
 
-    The Gaussian is the softmax kernel of `x / c` and `-M y / c` times
-    `exp(-‖x‖²/2c²) exp(-‖M y‖²/2c²)`, so that any softmax map estimates it. Without a
-    matrix M is -I, which fires where x is near y: trigonometric features then have
-    no variance for equal inputs, positive ones for opposite inputs, and a hybrid, whose
-    coefficients are nested in these, for both.
+    The matrix M and the width c are arbitrary. The Gaussian equals the softmax kernel
+    of `x / c` and `-M y / c`, times `exp(-‖x‖²/2c²) exp(-‖M y‖²/2c²)`. Any softmax map
+    can therefore estimate it. By default M is -I, so that the Gaussian is largest where
+    x is near y. The estimate of λ then has no variance for equal inputs if the map is
+    trigonometric, for opposite inputs if the map is positive, and for both if the map
+    is a hybrid of these two.
 
     Args:
-        feature_map: A map of kernel softmax, its name or config; `"favorplus"` by
-            default.
-        matrix: M, `(H, H)` numbers for all heads or `(K, H, H)`; -I if `None`.
-        width: c > 0, how near is near.
-        constant: Of λ.
-        factor: Of the Gaussian, not 0.
-        seed: Of the inner map; its own if `None`.
+        feature_map: A map of the softmax kernel, its registered name or its config.
+            Defaults to `"favorplus"`.
+        matrix: M, an array of shape `(H, H)` for all heads, or `(K, H, H)` for K heads
+            of dim H. -I if `None`.
+        width: Width c > 0 of the Gaussian. Defaults to 1.
+        constant: Number that is added to the Gaussian. Defaults to 0.
+        factor: Factor of the Gaussian, not 0. Defaults to 1.
+        seed: Seed of the inner map. If `None`, the inner map keeps its own.
 
     Raises:
         ValueError: If the map estimates another kernel than softmax, `width` is not
-            positive, `factor` is 0, or `matrix` has not two or three axes of which the
-            last are equal.
+            positive, `factor` is 0, or `matrix` has another shape.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equation 20, section F.
@@ -125,7 +126,7 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
         return _windowed(self.inner.key_features(x, stats), x)
 
     def _placed(self, x, is_key):
-        """`x / c`, of keys `-M x / c`."""
+        """Returns `x / c` for queries and `-M x / c` for keys."""
         x = ops.cast(x, wide_dtype(x)) / self.width
         if is_key:
             x = -precise_einsum("...nh,nih->...ni", x, self.per_head(self.weight, x))
@@ -144,5 +145,5 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
 
 
 def _windowed(features, x):
-    """Features times `exp(-‖x‖²/2)`."""
+    """Multiplies features by `exp(-‖x‖²/2)`."""
     return features._replace(log_scale=features.log_scale - half_square(x))

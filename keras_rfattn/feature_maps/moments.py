@@ -1,19 +1,19 @@
-"""Moments of queries and keys that maps adapt to, on NumPy arrays.
+"""Moments of queries and keys that maps adapt to, computed with NumPy.
 
-A sample is a pair `(queries, keys)` of one sequence, `(K, n, H)` each; see
-`Adaptive.adapt`.
+A sample is a pair `(queries, keys)` of one sequence. Both are arrays of shape
+`(K, n, H)`, for K key/value heads, n tokens and head dim H; see `Adaptive.adapt`.
 """
 
 import numpy as np
 
 
 def mean_of(function, samples):
-    """The mean of `function(queries, keys)` over samples, one vote a sequence."""
+    """Averages `function(queries, keys)` over samples, with equal weights."""
     return np.mean([function(q, k) for q, k in samples], axis=0)
 
 
 def second_moments(samples):
-    """`E q qᵀ` and `E k kᵀ` over tokens, `(2, K, H, H)`."""
+    """Returns `E q qᵀ` and `E k kᵀ` over tokens, as an array `(2, K, H, H)`."""
 
     def moment(x):
         return np.einsum("knh,kni->khi", x, x) / x.shape[1]
@@ -22,15 +22,15 @@ def second_moments(samples):
 
 
 def balance(query_covariance, key_covariance, ridge=1e-3):
-    """The symmetric A for which `A C_q A = A⁻¹ C_k A⁻¹`, per head.
+    """Returns the symmetric A for which `A C_q A = A⁻¹ C_k A⁻¹`, for each head.
 
-    `A² = C_q⁻¹ # C_k`, the geometric mean of two positive matrices.
+    `A² = C_q⁻¹ # C_k`, where # is the geometric mean of two positive matrices.
 
     Args:
         query_covariance: C_q, array of shape `(K, d, d)`.
-        key_covariance: C_k, likewise.
-        ridge: Added to the diagonals, as a fraction of their mean, so that a
-            direction the data does not have is left alone.
+        key_covariance: C_k, array of shape `(K, d, d)`.
+        ridge: Number that is added to the diagonals, as a fraction of their mean, so
+            that A hardly changes directions in which the data does not vary.
 
     Returns:
         Array of shape `(K, d, d)`.
@@ -48,7 +48,7 @@ def balance(query_covariance, key_covariance, ridge=1e-3):
 
 
 def power(matrices, exponent):
-    """A real power of symmetric positive matrices `(..., d, d)`."""
+    """Returns a real power of symmetric positive matrices `(..., d, d)`."""
     values, vectors = np.linalg.eigh((matrices + matrices.swapaxes(-1, -2)) / 2)
     values = np.maximum(values, 1e-30) ** exponent
     return (vectors * values[..., None, :]) @ vectors.swapaxes(-1, -2)

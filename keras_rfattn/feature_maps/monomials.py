@@ -20,35 +20,38 @@ from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.precision import elementwise_max
 from keras_rfattn.ops.precision import wide_dtype
 
-# Entries below this in magnitude count as this. 0⁰ = 1 stays exact.
+# Smaller magnitudes are replaced by this before a logarithm. 0⁰ = 1 stays exact.
 TINY = 1e-30
-# How far the shifted entries of the positive variants stay above 0, as in the paper.
+# Smallest shifted entry of the positive variants, as in the paper.
 EPSILON = 1e-8
 
 
 class Monomials(Adaptive, RandomFeatureMap):
     """Features `Π_l x_l^ω_l / √(m Π_l ω_l! P(ω_l))` of the softmax kernel.
 
-    By the Taylor series of `exp(x · y)`, one term drawn for each coordinate (CRT,
-    equations 9 and 10, times `exp(‖x‖²/2)` for softmax instead of Gaussian). Signed
-    unless all entries are positive.
+    The kernel `exp(x · y)` is a product of Taylor series over the coordinates l. For
+    each coordinate, a random vector ω draws one term, whose power ω_l has probability
+    `P(ω_l)`. These are equations 9 and 10 of "Chefs' Random Tables" times
+    `exp(‖x‖²/2)`, which turns the Gaussian kernel into the softmax kernel. Features are
+    signed unless all entries are positive.
 
-    Subclasses name a distribution of counts and know its best parameter for given
-    magnitudes `|x_l y_l|`; on data these are `(E |x_l|ᵖ E |y_l|ᵖ)^(1/p)` with their
-    `power` p.
+    Subclasses set the distribution of the counts ω_l and compute its best parameter for
+    magnitudes `|x_l y_l|`. On data these are `(E |x_l|ᵖ E |y_l|ᵖ)^(1/p)`, where p is
+    the attribute `power`.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        parameter: Of the distribution; `None` for the optimum of entries of unit
-            variance before scaling. Replaced by `adapt`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors ω, 256 by default.
+        parameter: Parameter of the distribution. If `None`, the optimum for entries of
+            unit variance before scaling. `adapt` replaces it.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
     """
 
     is_positive = False
     distribution = None
     log_moment_of_products = None
     power = None
-    # |x_l y_l| √d before any data: standard normal entries, scaled.
+    # |x_l y_l| √d that is assumed before `adapt`, for scaled standard normal entries.
     typical_product = 1.0
 
     def __init__(self, num_features=None, parameter=None, seed=None, **kwargs):
@@ -59,7 +62,7 @@ class Monomials(Adaptive, RandomFeatureMap):
 
     def build(self, input_shape):
         heads, dim = input_shape[-2:]
-        # Numbers only: a layer may be built while a program is traced.
+        # Only NumPy here, because a layer may be built during tracing.
         start = np.full(heads, self._initial_parameter(dim))
         self._start = start
         super().build(input_shape)
@@ -80,7 +83,7 @@ class Monomials(Adaptive, RandomFeatureMap):
         return self.distribution(parameter, seed)
 
     def _offsets(self, counts, parameter):
-        """`-½ log Π_l k_l! P(k_l)` of each vector, `(K, m)`."""
+        """Returns `-½ log Π_l k_l! P(k_l)` for counts k of each vector, `(K, m)`."""
         counts = counts.astype("float64")
         terms = -self.log_weight(counts, parameter[:, None, None]) / 2
         return terms.sum(axis=1).astype("float32")
@@ -90,7 +93,7 @@ class Monomials(Adaptive, RandomFeatureMap):
         self._set(parameter, draw)
 
     def _set(self, parameter, draw):
-        """Draws counts for a parameter of each head."""
+        """Draws the counts of each head for the head's parameter, and assigns both."""
         counts = self._distribution(parameter, draw).counts(self.vectors.shape)
         self.parameter.assign(parameter.astype("float32"))
         self.vectors.assign(counts)
@@ -127,14 +130,16 @@ class Monomials(Adaptive, RandomFeatureMap):
 class Poisson(Monomials):
     """Poisson random features: `exp(λd/2) Π_l x_l^ω_l λ^(-ω_l/2) / √m`.
 
-    The counts ω are Poisson with mean λ; the variance is least at
-    `λ = √(Σ_l x_l² y_l² / d)`, on data with the average of the sum (equation 12).
+    The counts ω_l are drawn from a Poisson distribution with mean λ, and d is the head
+    dim. The variance is least at `λ = √(Σ_l x_l² y_l² / d)`. On data, `adapt` uses the
+    average of the sum (equation 12).
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        parameter: λ > 0, or `None` for the optimum of entries of unit variance
-            before scaling. Replaced by `adapt`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors ω, 256 by default.
+        parameter: λ > 0. If `None`, the optimum for entries of unit variance before
+            scaling. `adapt` replaces it.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.1.
@@ -158,7 +163,7 @@ class Poisson(Monomials):
 
     @staticmethod
     def optimum(products):
-        """The best λ for magnitudes `|x_l y_l|`, of shape `(d,)`."""
+        """Returns the best λ for magnitudes `|x_l y_l|`, of shape `(d,)`."""
         return max(float(np.sqrt(np.mean(products**2))), EPSILON)
 
 
@@ -166,14 +171,16 @@ class Poisson(Monomials):
 class Geometric(Monomials):
     """Geometric random features: `p^(-d/2) Π_l x_l^ω_l (1-p)^(-ω_l/2) ω_l!^(-½) / √m`.
 
-    The counts have `P(k) = p (1 - p)ᵏ`; p minimises the variance (equation 13) for
-    the averages of `|x_l y_l|` (equation 14), by a bounded Brent search.
+    The counts ω_l are drawn with `P(k) = p (1 - p)ᵏ`, and d is the head dim. A bounded
+    Brent search finds the p that minimizes the variance (equation 13) for the averages
+    of `|x_l y_l|` (equation 14).
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        parameter: p in (0, 1), or `None` for the optimum of entries of unit
-            variance before scaling. Replaced by `adapt`.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors ω, 256 by default.
+        parameter: p in (0, 1). If `None`, the optimum for entries of unit variance
+            before scaling. `adapt` replaces it.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.2.
@@ -199,7 +206,7 @@ class Geometric(Monomials):
 
     @staticmethod
     def optimum(products):
-        """The best p for magnitudes `|x_l y_l|`, of shape `(d,)`."""
+        """Returns the best p for magnitudes `|x_l y_l|`, of shape `(d,)`."""
         from scipy import optimize
 
         found = optimize.minimize_scalar(
@@ -212,13 +219,13 @@ class Geometric(Monomials):
 
 
 class Shifted:
-    """Mixin that makes monomials positive by a shift of queries and keys.
+    """Mixin that makes monomials positive by shifting queries and keys.
 
-    With c below every entry, `x - c` and `y - c` are positive and
-    `x · y = (x-c)·(y-c) + c·x + c·y - ‖c‖²`, whose last terms go back into the
-    exponent. c is the data's minimum less 1e-8 (`adapt`), before that four standard
-    deviations below 0 for standard normal entries; entries of new data below it are
-    taken as 1e-8 above it, and only there is the estimate biased.
+    If c is below every entry, `x - c` and `y - c` are positive. Since
+    `x · y = (x-c)·(y-c) + c·x + c·y - ‖c‖²`, the map adds the last terms to the
+    exponent. `adapt` sets c to the data's minimum minus 1e-8. Until then, c is four
+    standard deviations below 0 for standard normal entries. Entries of new data below
+    c are raised to 1e-8 above c. The estimate is biased only for these.
     """
 
     is_positive = True
@@ -258,14 +265,16 @@ class Shifted:
 class PoissonPositive(Shifted, Poisson):
     """PoisRF+: Poisson features of `x - c`, whose entries are positive.
 
-    c is below every entry of the data that `adapt` met, before that four standard
-    deviations below 0; entries of new data below it are clipped, and only there is the
-    estimate biased.
+    `adapt` sets c below every entry of its data. Until then, c is four standard
+    deviations below 0 for standard normal entries. Entries of new data below c are
+    raised to 1e-8 above c. The estimate is biased only for these.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        parameter: λ > 0, or `None` for the optimum of entries of unit variance.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors ω, 256 by default.
+        parameter: Mean λ > 0 of the Poisson distribution. If `None`, the optimum for
+            entries of unit variance before scaling. `adapt` replaces it.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
@@ -276,12 +285,15 @@ class PoissonPositive(Shifted, Poisson):
 class GeometricPositive(Shifted, Geometric):
     """GeomRF+: geometric features of `x - c`, whose entries are positive.
 
-    c as in `PoissonPositive`.
+    `adapt` sets c below every entry of its data, as `PoissonPositive` describes.
 
     Args:
-        num_features: Number m of random vectors, 256 by default.
-        parameter: p in (0, 1), or `None` for the optimum of entries of unit variance.
-        seed: Non-negative integer, or `None`.
+        num_features: Number m of random vectors ω, 256 by default.
+        parameter: Success probability p in (0, 1) of the geometric distribution. If
+            `None`, the optimum for entries of unit variance before scaling. `adapt`
+            replaces it.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.

@@ -1,7 +1,8 @@
-"""Fixed names for the parts of a map, so that the paths of weights never change.
+"""Fixed names for the sublayers of a map, so that the paths of weights never change.
 
-Keras names layers by counting those of the process. A weight's path would then depend
-on what else was made before, and weights assigned by path would land nowhere.
+Keras numbers the automatic names of layers in order of creation. The path of a weight
+would depend on which layers were created before, and assigning weights by path would
+fail.
 """
 
 import re
@@ -13,7 +14,7 @@ OF_BACKENDS = "_layers", "_self_"
 
 
 class FixedNames:
-    """Mixin of Keras layers that name their sublayers after attributes."""
+    """Mixin of Keras layers that names sublayers after their attributes."""
 
     def __setattr__(self, name, value):
         fix_names(name, value)
@@ -24,17 +25,18 @@ def fix_name(layer, name):
     """Names a layer that has an automatic name, and all layers inside it.
 
     Args:
-        layer: A Keras layer. One that is built keeps its name, as its weights do.
-        name: The new name. A layer that was named on purpose keeps its own.
+        layer: A Keras layer. A built layer keeps its name, because its weights have
+            their paths already. A layer with a name that a user chose keeps it too.
+        name: The new name.
     """
     automatic = rf"{to_snake_case(type(layer).__name__)}(_\d+)?"
     if not layer.built and re.fullmatch(automatic, layer.name):
         layer.name = name
-    # PyTorch keeps modules apart from other attributes.
+    # PyTorch stores submodules in `_modules`, not with the other attributes.
     attributes = dict(vars(layer))
     attributes.update(attributes.pop("_modules", {}))
-    # Keras' and TensorFlow's own lists of all sublayers come last: attributes give
-    # better names.
+    # The lists of all sublayers that Keras and TensorFlow keep come last, because
+    # attributes give better names.
     for attribute in sorted(attributes, key=lambda x: x.startswith(OF_BACKENDS)):
         fix_names(attribute, attributes[attribute])
 
@@ -43,9 +45,9 @@ def fix_names(attribute, value):
     """Names the layers that an attribute holds after the attribute.
 
     Args:
-        attribute: The attribute's name.
-        value: What is assigned to it: a layer, or a list, tuple or dict of layers.
-            Anything else is left alone.
+        attribute: Name of the attribute.
+        value: Value of the attribute: a layer, or a list, tuple or dict of layers.
+            Other values are ignored.
     """
     attribute = attribute.lstrip("_")
     if isinstance(value, keras.layers.Layer):

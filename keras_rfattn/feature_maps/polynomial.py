@@ -18,21 +18,24 @@ DEFAULT_DEGREE = 4
 
 
 class PolynomialFeatureMap(FeatureMap):
-    """Base of maps for the weights `(q · k)^p / (1 + Σ (q · k)^p)`.
+    """Base of maps of polynomial attention, with weights `(q·k)^p / (1 + Σ (q·k)^p)`.
 
-    Queries and keys pass a layer normalization each, shared by the heads, before they
-    are scaled: with the default scale their product is `√head_dim` times their
-    cosine. The 1 is part of the definition. All heads share the features.
+    The sum is over all keys that the query sees, and the 1 is part of the definition.
+    Before queries and keys are scaled, a layer normalization is applied to each of
+    them; all heads share it. With the default scale, `q · k` is `√head_dim` times the
+    cosine between q and k. All heads use the same feature function.
 
-    The paper has neither that scale nor two normalizations: there the product is
-    `head_dim` times the cosine, which makes the 1 weigh `head_dim^{p/2}` times less.
-    `is_scaled=False, shares_norm=True` is the paper's.
+    The paper uses no scale, and one normalization for both queries and keys. There
+    `q · k` is `head_dim` times the cosine, so that the 1 weighs `head_dim^{p/2}` times
+    less. Pass `is_scaled=False, shares_norm=True` for the paper's definition.
 
     Args:
         degree: The even degree p, 4 by default.
-        is_scaled: Whether `q · k` is divided by `√head_dim`, as softmax attention's is.
-        shares_norm: Whether queries and keys pass the same normalization.
-        **kwargs: Of the next class in the bases.
+        is_scaled: Whether `q · k` is divided by `√head_dim`, as in softmax attention.
+            Defaults to `True`.
+        shares_norm: Whether queries and keys share one layer normalization. Defaults to
+            `False`.
+        **kwargs: Arguments of the next class in the bases.
 
     Raises:
         ValueError: If `degree` is not a positive even integer.
@@ -84,7 +87,7 @@ class PolynomialFeatureMap(FeatureMap):
         return values.polynomial(query, key, self.degree)
 
     def prepare(self, query, key):
-        """Layer normalization of queries and keys, in float32."""
+        """Applies the layer normalizations to queries and keys, in float32."""
         return (
             norm(bounded(x)) + ops.cast(spoils(x), "float32")
             for norm, x in ((self.query_norm, query), (self.key_norm, key))
@@ -92,7 +95,7 @@ class PolynomialFeatureMap(FeatureMap):
 
     def get_config(self):
         config = {**super().get_config(), "degree": self.degree}
-        # Left out where they say nothing new: fingerprints of older files.
+        # Default values are left out, so that fingerprints equal those of older files.
         if not self.is_scaled:
             config["is_scaled"] = False
         if self.shares_norm:
@@ -102,15 +105,21 @@ class PolynomialFeatureMap(FeatureMap):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Polynomial(PolynomialFeatureMap):
-    """The kernel itself: exact features `x^{⊗p}`, of width `head_dim^p`.
+    """Exact features `x^{⊗p}` of the polynomial kernel, of width `head_dim^p`.
 
-    Attention is computed by them for p = 2 and more than `head_dim²` keys, and
-    quadratically otherwise, where they are wider than the sequence is long.
+    For p = 2 and more than `head_dim²` keys, attention is computed with the features,
+    in linear time. Otherwise it is computed with the kernel, in quadratic time, because
+    there are more features than keys.
 
     Args:
+        num_features: Must be `None`, because the width is `head_dim ** degree`.
         degree: The even degree p, 4 by default.
-        num_features: Only `None`; the width is `head_dim ** degree`.
-        projection: Only `None`.
+        projection: Must be `None`, because the map has no random vectors.
+        **kwargs: Further arguments of `PolynomialFeatureMap`.
+
+    Raises:
+        ValueError: If `num_features` or `projection` is given, or `degree` is not a
+            positive even integer.
     """
 
     has_exact_features = True

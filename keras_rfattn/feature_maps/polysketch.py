@@ -23,8 +23,9 @@ DEFAULT_SKETCH_SIZE = 32
 class Sketch(PolynomialFeatureMap):
     """Base of sketches: `φ(x) = S(x) ⊗ S(x)` with `S(x) · S(y)` near `(x · y)^{p/2}`.
 
-    S halves the degree again and again, down to 1: two sketches of degree p/4, each
-    transformed, are multiplied entry by entry (algorithms 1 and 2).
+    S is defined recursively. A sketch for half the degree is computed twice, both
+    results are transformed, and they are multiplied entry by entry (algorithms 1 and
+    2). The recursion ends at degree 1, whose sketch is x.
     """
 
     is_unbiased = False
@@ -42,7 +43,7 @@ class Sketch(PolynomialFeatureMap):
         return (self.head_dim if self.degree == 2 else self.num_features) ** 2
 
     def levels(self):
-        """How many transformations each halving has: p/2, p/4, ... 2."""
+        """Yields the number of transformations of each level: p/2, p/4, ... 2."""
         count = self.degree // 2
         while count > 1:
             yield count
@@ -53,21 +54,24 @@ class Sketch(PolynomialFeatureMap):
 class PolySketch(Sketch, ProjectedFeatureMap):
     """Random polynomial sketch, non-negative (algorithm 1).
 
-    Each transformation is a Gaussian matrix of r columns, and each product is divided
-    by √r, so that `E[S(x) · S(y)] = (x · y)^{p/2}`; squared it is biased upwards by
-    the sketch's variance. Degree 2 needs no sketch and is exact.
+    Each transformation multiplies by a Gaussian matrix of r columns, and each product
+    is divided by √r, so that `E[S(x) · S(y)] = (x · y)^{p/2}`. The square of
+    `S(x) · S(y)` is biased upwards by the variance of the sketch. For degree 2, no
+    sketch is needed and features are exact.
 
     Args:
-        num_features: Sketch size r, 32 by default; features are r² wide.
-        degree: 2, 4 (default), 8, 16, ...
-        projection: `"gaussian"` (default), `"orthogonal"` or a `Projection`.
-        seed: Non-negative integer, or `None`.
+        num_features: Sketch size r, 32 by default. Features have width r².
+        degree: Degree p of the kernel, a power of 2 that is at least 2. Defaults to 4.
+        projection: How the matrices are drawn: `"gaussian"` (default), `"orthogonal"`
+            or a `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), algorithm 1 and theorem 1.1.
     """
 
-    # Whether its matrices are.
+    # Whether the matrices are trained.
     is_trained = False
 
     def __init__(
@@ -107,17 +111,18 @@ class PolySketch(Sketch, ProjectedFeatureMap):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class PolySketchLinear(PolySketch):
-    """Learned linear polynomial sketch: the random one, whose matrices are trained.
+    """Learned linear polynomial sketch: `PolySketch` with trained matrices.
 
-    Equal to `PolySketch` of the same seed at first, and after `redraw`, which starts it
-    over.
+    Before training, it equals `PolySketch` with the same seed. It also does so after
+    `redraw`, which discards training.
 
     Args:
-        num_features: Sketch size r, 32 by default; features are r² wide.
-        degree: 2, 4 (default), 8, 16, ...
-        projection: `"gaussian"` (default), `"orthogonal"` or a `Projection`, where
-            training starts.
-        seed: Non-negative integer, or `None`.
+        num_features: Sketch size r, 32 by default. Features have width r².
+        degree: Degree p of the kernel, a power of 2 that is at least 2. Defaults to 4.
+        projection: How the initial matrices are drawn: `"gaussian"` (default),
+            `"orthogonal"` or a `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, matrices G.
@@ -130,15 +135,17 @@ class PolySketchLinear(PolySketch):
 class PolySketchLearned(Sketch):
     """Learned polynomial sketch, non-negative (algorithm 2).
 
-    Each transformation is a small network, and each product passes `√r tanh(· / √r)`.
-    p - 2 networks of about `8 h r + 24 r²` parameters, shared by the heads: random at
-    first, so that a replaced model needs training.
+    Each transformation is a small network, and `√r tanh(· / √r)` is applied to each
+    product. There are p - 2 networks of about `8 h r + 24 r²` parameters, where h is
+    the size of their input; all heads share them. Their initial weights are random, so
+    that a model needs training after its attention is replaced.
 
     Args:
-        num_features: Sketch size r, 32 by default; features are r² wide.
-        degree: 2, 4 (default), 8, 16, ...
-        projection: Only `None`.
-        seed: Non-negative integer, or `None`.
+        num_features: Sketch size r, 32 by default. Features have width r².
+        degree: Degree p of the kernel, a power of 2 that is at least 2. Defaults to 4.
+        projection: Must be `None`, because the map has no random vectors.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, appendix D, algorithm 2.
@@ -197,11 +204,13 @@ class PolySketchLearned(Sketch):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class SketchNetwork(keras.layers.Layer):
-    """Dense layers of 8r, r, 8r and r, normalized before the first and the third.
+    """Four dense layers of 8r, r, 8r and r units, for sketch size r.
+
+    A layer normalization comes before the first and before the third dense layer.
 
     Args:
         size: The sketch size r.
-        seed: Non-negative integer.
+        seed: Seed of the initial weights, a non-negative integer.
     """
 
     def __init__(self, size, seed, **kwargs):
@@ -225,7 +234,7 @@ class SketchNetwork(keras.layers.Layer):
             shape = step.compute_output_shape(shape)
 
     def call(self, x):
-        """`(..., H) -> (..., r)`."""
+        """Transforms x: `(..., H) -> (..., r)`."""
         for step in self.steps:
             x = step(x)
         return x

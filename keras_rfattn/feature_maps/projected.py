@@ -1,4 +1,7 @@
-"""Maps with random vectors: drawn from a seed, saved with the model."""
+"""Base classes of maps with random vectors.
+
+The vectors are drawn from a seed and saved with the model.
+"""
 
 import keras
 from keras import ops
@@ -15,11 +18,14 @@ DEFAULT_NUM_FEATURES = 256
 
 
 class RandomFeatureMap(FeatureMap):
-    """A map with vectors w per key/value head, and `w · x` of them.
+    """Base of maps with random vectors w for each key/value head.
+
+    The method `project` computes `w · x` for all vectors.
 
     Args:
-        num_features: Number of random vectors, the papers' m. Defaults to 256.
-        seed: Non-negative integer; drawn by Keras' global seed if `None`.
+        num_features: Number of random vectors, which papers call m. Defaults to 256.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
         **kwargs: Arguments of `keras.layers.Layer`.
 
     Raises:
@@ -36,23 +42,31 @@ class RandomFeatureMap(FeatureMap):
         super().build(input_shape)
         before = len(self._trainable_variables)
         self.add_vectors()
-        # Whether `redraw` replaces weights that training changes.
+        # Whether the random weights are trained, so that `redraw` discards training.
         self.draws_trained = len(self._trainable_variables) > before
         self.draws = self.add_fixed("draws", "zeros", (), "int32")
 
     def initializer(self, draw, *which):
-        """The projection of a draw, and of one of several weights."""
+        """Returns the initializer of the random weights.
+
+        Args:
+            draw: Number of the draw. 0 is the first one; `redraw` takes the next.
+            *which: Integers that identify one of several random weights.
+
+        Returns:
+            A callable initializer, such as a `keras_rfattn.projections.Projection`.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must implement `initializer(draw)`."
         )
 
     def add_vectors(self):
-        """Creates the random weights, of draw 0."""
+        """Creates the random weights with the values of draw 0."""
         shape = self.num_heads, self.head_dim, self.num_features
         self.vectors = self.add_fixed("vectors", self.initializer(0), shape)
 
     def assign_vectors(self, draw):
-        """Sets the random weights to those of another draw."""
+        """Sets the random weights to the values of another draw."""
         self.vectors.assign(self.initializer(draw)(self.vectors.shape))
 
     def draw_again(self):
@@ -61,14 +75,17 @@ class RandomFeatureMap(FeatureMap):
         self.draws.assign(draw)
 
     def project(self, x, vectors=None):
-        """`w · x` for all vectors of the head of x: `(..., N, H) -> (..., N, m)`.
+        """Computes `w · x` for all m vectors of the head of x.
 
-        N may be a multiple of the number K of heads the map was built for: query
-        head n then uses the vectors of head `n // (N // K)`.
+        N may be a multiple of the number K of key/value heads that the map was built
+        for. Query head n then uses the vectors of key/value head `n // (N // K)`.
 
         Args:
             x: Array of shape `(..., N, H)`.
-            vectors: `(K, H, m)`, the map's own by default.
+            vectors: Array of shape `(K, H, m)`. Defaults to the map's own vectors.
+
+        Returns:
+            Array of shape `(..., N, m)`.
         """
         vectors = self.vectors if vectors is None else vectors
         shape, groups = ops.shape(x), x.shape[-2] // self.num_heads
@@ -83,13 +100,14 @@ class RandomFeatureMap(FeatureMap):
 
 
 class ProjectedFeatureMap(RandomFeatureMap):
-    """A map of `w · x` whose vectors any projection may draw.
+    """Base of maps of `w · x` whose vectors w are drawn by a `Projection`.
 
     Args:
-        num_features: Number of random vectors, the papers' m. Defaults to 256.
-        projection: Where they come from: `"orthogonal"` (default), `"gaussian"`, or
-            a `keras_rfattn.projections.Projection`.
-        seed: Non-negative integer; drawn by Keras' global seed if `None`.
+        num_features: Number of random vectors, which papers call m. Defaults to 256.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
         **kwargs: Arguments of `keras.layers.Layer`.
 
     Raises:
@@ -97,8 +115,8 @@ class ProjectedFeatureMap(RandomFeatureMap):
             unknown.
     """
 
-    # Whether a draw is `D exp(A‖w‖² + B w·x + C‖x‖²)` with one A for all directions,
-    # for which it is known what orthogonal vectors change.
+    # Whether features are `D exp(A‖w‖² + B w·x + C‖x‖²)` with one A for all directions.
+    # For these, `orthogonal_covariance` gives the effect of orthogonal vectors.
     is_generalized_exponential = False
 
     def __init__(self, num_features=None, projection="orthogonal", seed=None, **kwargs):

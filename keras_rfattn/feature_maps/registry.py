@@ -1,6 +1,7 @@
-"""Feature maps by name: `get` looks one up, `resolve` is what layers and surgery ask.
+"""The registry of feature maps by name.
 
-The table itself stands in `keras_rfattn/feature_maps/__init__.py`.
+`get` looks a map up. Layers and functions that replace attention call `resolve`. The
+table itself is filled in `keras_rfattn/feature_maps/__init__.py`.
 """
 
 import keras
@@ -11,24 +12,24 @@ from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.spelling import hint
 from keras_rfattn.feature_maps.spelling import way_out
 
-# Name -> class.
+# Maps each registered name to its class.
 FEATURE_MAPS = {}
 
 
 def get(identifier, **arguments):
-    """Resolves a feature map.
+    """Returns the feature map for a name, a map or a config.
 
     Args:
         identifier: A registered name, a `FeatureMap` or its serialized config.
-        **arguments: Constructor arguments for a map given by name; those that are
-            `None` are left at the map's default.
+        **arguments: Constructor arguments of a map given by name. Arguments that are
+            `None` keep the map's defaults.
 
     Returns:
-        A `FeatureMap`. One given as an object is returned as it is.
+        A `FeatureMap`. If `identifier` is a `FeatureMap`, it is returned unchanged.
 
     Raises:
-        ValueError: If the name is unknown, or `arguments` are given for a map that
-            already has its own.
+        ValueError: If the name is unknown, or `arguments` are given together with a map
+            or a config, which already has its own.
         TypeError: If `identifier` is of another type.
     """
     arguments = {k: v for k, v in arguments.items() if v is not None}
@@ -61,7 +62,7 @@ def get(identifier, **arguments):
 
 
 def check_identifier(identifier, num_features=None, seed=None):
-    """Raises what `resolve` raises, and draws nothing from Keras' global seed."""
+    """Raises the same errors as `resolve`, without using Keras' global seed."""
     if isinstance(identifier, str):
         check_seed(seed)
         seed = 0
@@ -69,20 +70,20 @@ def check_identifier(identifier, num_features=None, seed=None):
 
 
 def resolve(identifier, num_features=None, seed=None, name=None):
-    """The map that a user asked for, wherever a map is accepted.
+    """Returns the map that a user asked for; used wherever a map is accepted.
 
     Args:
         identifier: A registered name, a `FeatureMap` or its serialized config.
-        num_features: Of a map given by name.
-        seed: Of a map given by name; one given otherwise keeps its own.
-        name: Likewise, of the layer.
+        num_features: Number of random vectors, for a map given by name.
+        seed: Seed of a map given by name. A map or config keeps its own seed.
+        name: Layer name of a map given by name. A map or config keeps its own name.
 
     Returns:
-        A `FeatureMap`. One given as an object is returned as it is.
+        A `FeatureMap`. If `identifier` is a `FeatureMap`, it is returned unchanged.
 
     Raises:
-        ValueError: If the name is unknown, `seed` is no non-negative integer, or
-            `num_features` is given for a map that has its own.
+        ValueError: If the name is unknown, `seed` is not a non-negative integer, or
+            `num_features` is given together with a map or a config.
         TypeError: If `identifier` is of another type.
     """
     if isinstance(identifier, str):
@@ -95,17 +96,18 @@ def register(name, cls=None):
     """Adds a feature map to the registry, as a call or as a class decorator.
 
     Args:
-        name: The name users will give.
-        cls: A subclass of `FeatureMap`, or `None` to get a decorator. It must be
-            registered with `keras.saving.register_keras_serializable`, or it is
-            registered here under `keras_rfattn>ClassName`.
+        name: The name by which users select the map.
+        cls: A subclass of `FeatureMap`, or `None` to get a decorator. If it is not yet
+            registered with `keras.saving.register_keras_serializable`, this function
+            registers it as `keras_rfattn>ClassName`.
 
     Returns:
-        The class, or the decorator.
+        The class, or the decorator if `cls` is `None`.
 
     Raises:
-        ValueError: If the name is taken by another class.
-        TypeError: If `name` is no string or `cls` not a subclass of `FeatureMap`.
+        ValueError: If another class has this name.
+        TypeError: If `name` is not a non-empty string, or `cls` is not a subclass of
+            `FeatureMap`.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"`name` must be a string, not empty. Received: name={name!r}.")
@@ -128,16 +130,16 @@ def register(name, cls=None):
 
 
 def list():
-    """The registered names, sorted.
+    """Returns the registered names, sorted.
 
     Returns:
-        List of strings, what `replace_attention` takes as `feature_map`.
+        List of strings, each of which `replace_attention` takes as `feature_map`.
     """
     return sorted(FEATURE_MAPS)
 
 
 def name_of(feature_map):
-    """The registered name of a map's class, or the class name.
+    """Returns the registered name of a map's class, or the class name if it has none.
 
     Args:
         feature_map: A `FeatureMap`, built or not.
@@ -150,13 +152,16 @@ def name_of(feature_map):
 
 
 def serialize(feature_map):
-    """A `FeatureMap` as a config dict; the layer that owns the map builds it.
+    """Converts a `FeatureMap` to a config dict.
+
+    The config holds no build config, because the layer that owns the map builds it.
 
     Args:
         feature_map: A `FeatureMap`. Its weights are not part of the config.
 
     Returns:
-        A dict of plain Python values, as of `keras.saving.serialize_keras_object`.
+        A dict of plain Python values, as `keras.saving.serialize_keras_object` returns
+        it.
 
     Raises:
         TypeError: If `feature_map` is not a `FeatureMap`.
@@ -174,16 +179,16 @@ def serialize(feature_map):
 
 
 def deserialize(config):
-    """A `FeatureMap`, not built, from its config dict.
+    """Creates a `FeatureMap` from its config dict.
 
     Args:
-        config: What `serialize` gave.
+        config: A dict that `serialize` returned.
 
     Returns:
-        A `FeatureMap`.
+        A `FeatureMap` that is not built.
 
     Raises:
-        TypeError: If `config` is no such dict.
+        TypeError: If `config` is not such a dict.
     """
     is_config = isinstance(config, dict) and isinstance(config.get("class_name"), str)
     if not is_config or not isinstance(config.get("config"), dict):

@@ -1,13 +1,14 @@
-"""What people call mechanisms, and which registered name each of them means.
+"""Common names of attention mechanisms, and the registered names that they mean.
 
-Only error messages use this table: a name that is not registered never selects a map.
+Only error messages use this table. A name that is not registered never selects a map.
 """
 
 import difflib
 import inspect
 import re
 
-# Name in papers and in other libraries, normalized by `_normalized` -> names here.
+# Maps names in papers and other libraries, normalized by `_normalized`, to the
+# registered names.
 ALIASES = {
     "adaptiverandomfeatures": ("favorpp",),
     "chefsrandomtables": ("favorpp", "gerf", "poisson_positive", "geometric_positive"),
@@ -49,19 +50,19 @@ ALIASES = {
 }
 # Words that may follow a name and do not change what it means.
 GENERIC_WORDS = ("attention", "transformer", "features", "kernel", "map", "former")
-# Lower, "reformer" would be a misspelt "performer".
+# With a lower value, "reformer" would count as a misspelled "performer".
 CUTOFF = 0.85
 
 
 def hint(name, registered):
-    """What to tell a user whose name of a mechanism is not registered.
+    """Returns a hint for a user whose name of a mechanism is not registered.
 
     Args:
         name: The unknown name.
         registered: The registered names.
 
     Returns:
-        A sentence, or "" if no registered name is known to be meant.
+        A sentence, or "" if no registered name is similar.
     """
     if name.strip().lower() in ("softmax", "none", "vanilla", "exact"):
         return (
@@ -69,7 +70,8 @@ def hint(name, registered):
             "or give them `None` in a `Plan`."
         )
     spellings = {_normalized(x): (x,) for x in registered}
-    # A map that a user registers may have the name of a map that is missing here.
+    # Registered names come last, so that they override an equal alias. Users may
+    # register a map under an alias.
     known = {
         alias: tuple(x for x in names if x in registered)
         for alias, names in ALIASES.items()
@@ -78,7 +80,8 @@ def hint(name, registered):
         if known.get(spelling):
             return f"{name!r} is called {_either(known[spelling])} here."
     normalized = _normalized(name)
-    # The first letter tells "eluu", a misspelt "elu", from "gelu", another function.
+    # Candidates share the first letter. "eluu" is a misspelled "elu", but "gelu" is
+    # another function.
     candidates = [x for x in known if known[x] and x[:1] == normalized[:1]]
     close = difflib.get_close_matches(normalized, candidates, n=1, cutoff=CUTOFF)
     if not close:
@@ -95,7 +98,7 @@ def _either(names):
 
 
 def way_out(found):
-    """What to pass in place of an object that is no feature map, or ""."""
+    """Returns advice on what to pass in place of a wrong object, or ""."""
     if isinstance(found, type) and hasattr(found, "key_features"):
         return f" Call it: {found.__name__}()."
     if inspect.isroutine(found):
@@ -109,14 +112,14 @@ def way_out(found):
 
 
 def _normalized(name):
-    """A name without case, punctuation and British spelling; + and # become words."""
+    """Normalizes a name: case, punctuation, spelling; + and # become words."""
     name = name.lower().replace("++", "pp").replace("+", "plus").replace("#", "sharp")
     name = re.sub(r"plus[\W_]*plus", "pp", name)
     return re.sub(r"[\W_]", "", name).replace("favour", "favor")
 
 
 def _spellings(name):
-    """The normalized name, and what is left of it without generic words."""
+    """Yields the normalized name, then the name without each trailing generic word."""
     found = _normalized(name)
     yield found
     while True:

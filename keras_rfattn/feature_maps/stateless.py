@@ -1,4 +1,4 @@
-"""Feature maps as pure functions, which algorithms may call within a loop."""
+"""Feature maps as pure functions, which algorithms can call inside a loop."""
 
 import functools
 import weakref
@@ -14,15 +14,17 @@ from keras_rfattn.ops.not_finite import flowing
 from keras_rfattn.ops.not_finite import limited
 from keras_rfattn.ops.precision import wide_dtype
 
+# Config entries that do not change the function of given weights.
 IGNORED = ("name", "trainable", "dtype", "seed", "projection")
 
 
 class FeatureFunction:
-    """`(x, (stats, values)) -> Marked`: a method of a map with its weights given.
+    """Pure function `(x, (stats, values)) -> Marked` for a method of a feature map.
 
-    Equal to the same method of any map that computes the same of the same weights, so
-    that all layers of a model share a compiled program. It does not keep the map
-    alive, as a program outlives the model it was compiled for.
+    `values` are the values of the map's variables. Two such functions are equal if they
+    compute the same result from the same values, so that all layers of a model can
+    share a compiled program. The function holds only a weak reference to the map,
+    because a compiled program can outlive its model.
 
     Args:
         feature_map: A built `FeatureMap`.
@@ -34,14 +36,14 @@ class FeatureFunction:
 
     @functools.cached_property
     def identity(self):
-        """What equal functions share."""
+        """Hashable key that equal functions share."""
         feature_map = self.reference()
         shape = feature_map.num_heads, feature_map.head_dim
         return type(feature_map), repr(essence(feature_map)), self.method, shape
 
     @property
     def is_exponential(self):
-        """Whether `heads_first` gives exponents alone, which nothing else holds."""
+        """Whether `heads_first` returns exponents that no other object references."""
         return self.reference().has_exponents
 
     def __eq__(self, other):
@@ -57,7 +59,7 @@ class FeatureFunction:
             return method.marked(feature_map, x, stats)
 
     def _given(self, parameters):
-        """The map, its statistics, and a scope in which its weights are those given."""
+        """Returns the map, its statistics, and a scope that sets the given weights."""
         feature_map, (stats, values) = self.reference(), parameters
         pairs = list(zip(feature_map.variables, values, strict=True))
         return feature_map, stats, keras.StatelessScope(pairs)
@@ -65,15 +67,21 @@ class FeatureFunction:
     def heads_first(
         self, x, parameters, is_relative=False, is_lazy=False, is_apart=True
     ):
-        """The same of `(B, K, R, H)`, as `Marked` `(B, K, R, M)`.
+        """Computes features for heads that come before tokens.
 
         Args:
-            x: G rows beside each other for each token, of the heads of a group.
-            parameters: As in a call.
-            is_relative: Whether a factor for each token may be left out.
-            is_lazy: Whether the features may be `Exponents`, yet to be computed.
-            is_apart: Whether tokens that are not finite are marked; otherwise they are
-                NaN, where the map has exponents.
+            x: Array of shape `(B, K, R, H)`, for batch B, K key/value heads and head
+                dim H. R counts rows: each token has G adjacent rows, one for each query
+                head of the group.
+            parameters: `(stats, values)`, as in a call.
+            is_relative: Whether a factor that a token's features share may be omitted.
+            is_lazy: Whether the result may hold `Exponents` instead of computed
+                features.
+            is_apart: Whether tokens with non-finite entries are marked. If not, and if
+                the map has exponents, their features are NaN.
+
+        Returns:
+            `Marked` features of shape `(B, K, R, M)`.
         """
         feature_map, stats, scope = self._given(parameters)
         tokens = ops.swapaxes(x, 1, 2)
@@ -93,9 +101,9 @@ class FeatureFunction:
 
 
 def essence(feature_map):
-    """What decides a map's function, whatever its seeds, names and weights."""
+    """Returns what decides a map's function besides its weights, seeds and names."""
     cls = type(feature_map)
-    # Of the class itself: a subclass computes something else.
+    # The attribute is not inherited, because a subclass computes another function.
     name = vars(cls).get("former_name") or cls.__name__
     return name, _essence(feature_map.get_config())
 
@@ -106,30 +114,38 @@ def _essence(config):
         return [(key, _essence(config[key])) for key in kept]
     if isinstance(config, (list, tuple)):
         return [_essence(item) for item in config]
-    # A number of NumPy is the same number in a file.
+    # A saved file turns NumPy scalars into Python numbers, which must compare equal.
     return config.item() if isinstance(config, np.generic) else config
 
 
 def complete(cls):
-    """Makes a subclass of `FeatureMap` keep law 7, and say what it knows alone."""
+    """Wraps the feature methods of a `FeatureMap` subclass, so that it keeps law 7.
+
+    It also clears `has_exponents` if the class overrides a feature method, but not
+    `exponents`.
+    """
     names = "query_features", "key_features"
     for name in names:
-        # Looked up, as it may come from a mixin.
+        # `getattr`, because the method may come from a mixin.
         method = getattr(cls, name)
         if not hasattr(method, "marked"):
             setattr(cls, name, of_finite_tokens(method))
-    # Exponents of a parent say nothing of features that a subclass changes.
+    # Inherited `exponents` do not match features that a subclass overrides.
     if min(_owner(cls, name) for name in names) < _owner(cls, "exponents"):
         cls.has_exponents = False
 
 
 def _owner(cls, name):
-    """How far up the class is that defines a method."""
+    """Returns the position in the class hierarchy at which a method is defined."""
     return next(i for i, x in enumerate(cls.__mro__) if name in vars(x))
 
 
 def of_finite_tokens(method):
-    """`query_features` or `key_features` by law 7; its `marked` gives `Marked`."""
+    """Wraps `query_features` or `key_features`, so that it keeps law 7.
+
+    The wrapped method returns NaN for tokens with non-finite entries. Its attribute
+    `marked` is a function that returns `Marked` features instead.
+    """
 
     def marked(self, x, stats=None):
         if not self.built:

@@ -1,8 +1,8 @@
-"""Whether training has changed a feature map since the library set its weights.
+"""Detects whether training has changed a feature map since the library set its weights.
 
-No flag is set by whatever trains: weights are compared. A map that measures data keeps
-a checksum of the weights that `adapt` left behind; any other map is compared with what
-its seed and its number of draws give.
+Training sets no flag; weights are compared instead. A map that measures data keeps a
+checksum of the weights after `adapt`. The weights of any other map are compared with
+those that its seed and its number of draws determine.
 """
 
 import contextlib
@@ -11,21 +11,19 @@ import zlib
 import numpy as np
 from keras import ops
 
-# Relative to the largest entry: platforms round random draws differently.
+# Tolerance relative to the largest entry, because platforms round random draws
+# differently.
 TOLERANCE = 1e-5
 
 
 def trained_weights(feature_map):
-    """Variables that training changes, of a map and of the maps inside it.
-
-    Frozen ones are among them.
-    """
+    """Returns the trained variables of a map and its inner maps, even if frozen."""
     layers = feature_map._flatten_layers()
     return [v for layer in layers for v in layer._trainable_variables]
 
 
 def checksum(arrays):
-    """A 32-bit number that changes when an entry of any of the arrays does."""
+    """Returns a 32-bit checksum of the entries of all arrays."""
     total = 0
     for array in arrays:
         array = np.ascontiguousarray(as_numpy(array))
@@ -34,15 +32,16 @@ def checksum(arrays):
 
 
 def mark_of(feature_map):
-    """A positive int32 that changes when a trained weight of the map does."""
+    """Returns a positive int32 that changes if a trained weight of the map changes."""
     weights = trained_weights(feature_map)
     return checksum(v.value for v in weights) & 0x7FFFFFFF or 1
 
 
 def mark(feature_map):
-    """Records that all trained weights are as the library set them.
+    """Records that the trained weights have the values that the library set.
 
-    Each calibrated part of the map that has trained weights gets a record of its own.
+    Each calibrated map with trained weights, including inner maps, stores its own
+    checksum.
     """
     for part in feature_map._flatten_layers():
         updates = getattr(part, "updates", None)
@@ -51,7 +50,7 @@ def mark(feature_map):
 
 
 def as_drawn(feature_map):
-    """A copy of a built map that was neither trained nor calibrated."""
+    """Returns a copy of a built map as it was before training and calibration."""
     copy = type(feature_map).from_config(feature_map.get_config())
     copy.build((None, None, feature_map.num_heads, feature_map.head_dim))
     parts = zip(copy._flatten_layers(), feature_map._flatten_layers(), strict=True)
@@ -64,7 +63,7 @@ def as_drawn(feature_map):
 
 
 def is_as_drawn(feature_map):
-    """Whether the trained weights of a built map are those of `as_drawn`."""
+    """Whether the trained weights of a built map equal those of `as_drawn`."""
     weights = trained_weights(feature_map)
     if not weights:
         return True
@@ -73,7 +72,7 @@ def is_as_drawn(feature_map):
 
 
 def check_untrained(feature_map, discard_training, method):
-    """Raises `ValueError` if a map was trained, unless that is to be discarded."""
+    """Raises `ValueError` if a map was trained, unless `discard_training` is true."""
     if feature_map.was_trained and not discard_training:
         raise ValueError(
             f"`{method}` would replace weights of {type(feature_map).__name__} that "
@@ -83,7 +82,7 @@ def check_untrained(feature_map, discard_training, method):
 
 
 def start_anew(feature_map):
-    """Gives a map the weights it had before it was trained or calibrated."""
+    """Resets a map's weights to their values before training and calibration."""
     pairs = zip(feature_map.weights, as_drawn(feature_map).weights, strict=True)
     for weight, first in pairs:
         weight.assign(first)
@@ -91,7 +90,7 @@ def start_anew(feature_map):
 
 @contextlib.contextmanager
 def unchanged_on_error(feature_maps):
-    """Puts the weights of built maps back if the block raises."""
+    """Context manager that restores the weights of built maps if its block raises."""
     weights = [w for feature_map in feature_maps for w in feature_map.weights]
     before = [np.array(_array(w)) for w in weights]
     try:
@@ -107,9 +106,9 @@ def _is_close(a, b):
 
 
 def as_numpy(array):
-    """A NumPy array of a tensor, or of the value of a variable."""
+    """Converts a tensor, or the value of a variable, to a NumPy array."""
     if array.shape == ():
-        # NumPy refuses scalar variables of TensorFlow's distribution strategies.
+        # NumPy cannot convert scalar variables of TensorFlow's distribution strategies.
         return ops.convert_to_numpy(ops.reshape(array, (1,)))[0]
     return ops.convert_to_numpy(array)
 

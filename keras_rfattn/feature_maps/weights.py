@@ -1,4 +1,4 @@
-"""Weights of feature maps: float32 whatever the dtype policy, fixed or trained."""
+"""Weights of feature maps, which are float32 under every dtype policy."""
 
 from keras import ops
 
@@ -11,16 +11,19 @@ from keras_rfattn.feature_maps.trained import unchanged_on_error
 
 
 class Weights(FixedNames):
-    """Mixin of Keras layers: weights with fixed paths, and random ones drawn again."""
+    """Mixin of Keras layers with fixed weight paths and random weights to redraw."""
 
     def add_fixed(self, name, value, shape=None, dtype="float32"):
-        """A weight that no optimizer changes and no dtype policy casts.
+        """Adds a weight that no optimizer changes and no dtype policy casts.
 
         Args:
             name: Name of the weight.
-            value: Its first value, a NumPy array; or an initializer, with `shape`.
-            shape: Shape for an initializer.
-            dtype: `"float32"` or `"int32"`.
+            value: Initial value, as a NumPy array, or an initializer.
+            shape: Shape of the weight. Needed only if `value` is an initializer.
+            dtype: `"float32"` (default) or `"int32"`.
+
+        Returns:
+            The `keras.Variable`.
         """
         shape, initializer = _start(value, shape)
         return self.add_weight(
@@ -29,13 +32,16 @@ class Weights(FixedNames):
         )  # fmt: skip
 
     def add_trained(self, name, value, shape=None, **kwargs):
-        """A weight that training changes and no dtype policy casts, float32.
+        """Adds a float32 weight that training changes and no dtype policy casts.
 
         Args:
             name: Name of the weight.
-            value: Its first value, a NumPy array; or an initializer, with `shape`.
-            shape: Shape for an initializer.
-            **kwargs: Of `keras.layers.Layer.add_weight`.
+            value: Initial value, as a NumPy array, or an initializer.
+            shape: Shape of the weight. Needed only if `value` is an initializer.
+            **kwargs: Further arguments of `keras.layers.Layer.add_weight`.
+
+        Returns:
+            The `keras.Variable`.
         """
         shape, initializer = _start(value, shape)
         return self.add_weight(
@@ -47,23 +53,25 @@ class Weights(FixedNames):
     def was_trained(self):
         """Whether training changed a weight of the map since the library set it.
 
-        The library sets weights in `build`, `redraw` and `adapt`. The answer follows
-        from the weights themselves, so that it survives saving and loading.
+        The library sets weights in `build`, `redraw` and `adapt`. The answer is
+        computed from the weights, so that it is the same after saving and loading.
         """
         return self.built and not is_as_drawn(self)
 
     def redraw(self, discard_training=False):
-        """Replaces what is random by the next draw of the same seed.
+        """Replaces the random vectors by the next draw of the same seed.
 
-        The number of draws is saved with the model. Never called by the library.
+        The number of draws is saved with the model. The library never calls this
+        method by itself.
 
         Args:
-            discard_training: Whether a map whose vectors were trained is redrawn too.
-                All its weights then start anew, and it is not calibrated any more.
+            discard_training: Whether to redraw a map even if its vectors were trained.
+                All of its weights are then reset to their initial values, and it is no
+                longer calibrated. Defaults to `False`.
 
         Raises:
             ValueError: If the map has no random vectors, is not built, or its vectors
-                were trained and `discard_training` is false. The map is unchanged then.
+                were trained and `discard_training` is false. The map is then unchanged.
         """
         if not self.built:
             raise ValueError(
@@ -91,7 +99,7 @@ class Weights(FixedNames):
 
 
 def _start(value, shape):
-    """Shape and initializer of a weight."""
+    """Returns the shape and the initializer of a weight."""
     if callable(value) or isinstance(value, str):
         return shape, value
 

@@ -1,4 +1,4 @@
-"""Attention layers that are linear in sequence length."""
+"""Attention layers whose cost is linear in sequence length."""
 
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.layers.grouped_query_attention import GroupedQueryAttention

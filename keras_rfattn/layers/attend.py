@@ -1,4 +1,9 @@
-"""The parallel pass: projected queries, keys and values become an output."""
+"""The parallel pass: computes the output of attention for a whole sequence.
+
+Shapes use B for the batch, T for the number of queries, S for the number of keys, K for
+key/value heads, N for query heads (a multiple of K), H for the head dim and V for the
+size of values.
+"""
 
 import dataclasses
 import math
@@ -39,22 +44,23 @@ from keras_rfattn.ops.sizes import smaller
 from keras_rfattn.ops.windowed import Local
 from keras_rfattn.ops.windowed import local_attention
 
-# Of a feature that vanishes beside any weight of a window.
+# Exponent of a feature that is negligible compared to any weight of a window.
 NEGLIGIBLE = -1e5
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One call of an attention layer, and the ways to answer it.
+    """One call of an attention layer, with several methods to compute its output.
 
     Attributes:
-        query: `(B, T, N, H)`, not scaled.
-        key: `(B, S, K, H)`, likewise; hidden keys are 0.
-        value: `(B, S, K, V)`; hidden values are 0.
-        mask: `AttentionMask`, without an offset; its `key_mask` is `(B, S)` or `None`.
+        query: Queries of shape `(B, T, N, H)`, not scaled.
+        key: Keys of shape `(B, S, K, H)`, not scaled. Hidden keys are 0.
+        value: Values of shape `(B, S, K, V)`. Hidden values are 0.
+        mask: An `AttentionMask` without an offset. Its `key_mask` has shape `(B, S)` or
+            is `None`.
         scale: Factor on `q · k`.
-        feature_map: A `FeatureMap` built for K heads of dim H.
-        options: `ops.Options`.
+        feature_map: A `FeatureMap` that is built for K heads of dim H.
+        options: The `ops.Options`.
         training: Whether stored statistics are updated.
     """
 
@@ -69,37 +75,37 @@ class Attention:
 
     @property
     def logit_scale(self):
-        """What a product of `scaled()` is a softmax logit times."""
+        """Factor that turns a product of `scaled()` into a softmax logit."""
         return 1 / (math.sqrt(self.query.shape[-1]) * self.scale)
 
     def scaled(self):
-        """Queries and keys, each times the square root of the scale."""
+        """Returns queries and keys, each multiplied by the square root of the scale."""
         side = math.sqrt(self.scale)
         return tuple(x * side for x in self.wide())
 
     def wide(self):
-        """Queries and keys in float32 or float64."""
+        """Returns queries and keys in float32 or float64."""
         return tuple(ops.cast(x, wide_dtype(x)) for x in (self.query, self.key))
 
     @property
     def query_mask(self):
-        """Which queries are real tokens, `(B, T)`, or `None`."""
+        """Mask of shape `(B, T)`, true for queries that are real tokens, or `None`."""
         mask = self.mask
         if mask.query_mask is None and mask.self_attention:
             return mask.key_mask
         return mask.query_mask
 
     def replace(self, **changes):
-        """A copy with some attributes changed."""
+        """Returns a copy with some attributes changed."""
         return dataclasses.replace(self, **changes)
 
     def without_window(self):
-        """The same call, to be answered by features alone."""
+        """Returns the same call without a window, so that it uses only features."""
         options = dataclasses.replace(self.options, window=None, sliding=False)
         return self.replace(options=options)
 
     def prepared(self):
-        """What features are of: `(query, key, stats)`."""
+        """Returns `(query, key, stats)`, the inputs of the feature methods."""
         query, key = self.feature_map.prepare(*self.wide())
         mask, temperature = self.mask, self.options.temperature
         side = math.sqrt(self.scale)
@@ -117,16 +123,17 @@ class Attention:
         return query, key, stats
 
     def deferred(self, query, key, stats):
-        """Features of what `prepared` gives, to be computed where they are needed."""
+        """Returns `Deferred` features for the results of `prepared`."""
         return (
             self.feature_map.deferred("query_features", query, stats),
             self.feature_map.deferred("key_features", key, stats),
         )
 
     def _narrow(self, deferred):
-        """The same features on JAX, of queries and keys as narrow as they came.
+        """Makes JAX hold queries and keys in their own dtype, such as bfloat16.
 
-        Those are what is kept for the gradient, in half the memory.
+        JAX keeps the inputs of the features for the gradient. In 16 bits these need
+        half the memory, and the features are the same.
         """
         is_changed = self.feature_map.is_preparing or self.options.temperature
         is_narrow = self.query.dtype != wide_dtype(self.query)
@@ -139,19 +146,19 @@ class Attention:
         )
 
     def softmax(self):
-        """The answer of softmax attention, O(T · S)."""
+        """Computes softmax attention, at a cost of O(T · S)."""
         query, key = self.scaled()
         mask, query = self.mask, query * self.logit_scale
         masks = mask.key_mask, mask.causal, mask.prefix_mask
         return softmax_attention(query, key, self.value, *masks)
 
     def zero(self):
-        """No attention: 0."""
+        """Returns an output of zeros, `(B, T, N, V)`."""
         shape = (*ops.shape(self.query)[:-1], self.value.shape[-1])
         return ops.zeros(shape, dtype=self.value.dtype)
 
     def mean_of_values(self):
-        """Uniform attention: the mean of the values a query sees."""
+        """Computes uniform attention: the mean of the values that a query sees."""
         features = (_one_feature(x, 0.0) for x in self.wide())
         mask, key_mask = self.mask, self.mask.key_mask
         size = self.options.block_size
@@ -162,7 +169,7 @@ class Attention:
         return bidirectional(*features, self.value, key_mask)
 
     def window_alone(self):
-        """What the window gives, without features; 0 where there is no window."""
+        """Computes attention within the window only, or zeros if there is no window."""
         window, mask = self.options.window, self.mask
         if window is None:
             return self.zero()
@@ -173,7 +180,7 @@ class Attention:
         return local_attention(*features, self.value, local, mask.key_mask, mask.causal)
 
     def linear(self):
-        """The answer of the feature map, by the algorithm for the mask and window."""
+        """Computes linear attention, by the algorithm for the mask and the options."""
         query, key, stats = self.prepared()
         masks = self.mask.key_mask, self.mask.prefix_mask
         arrays = query, key, self.value, *masks, stats
@@ -181,12 +188,12 @@ class Attention:
         if self.mask.causal:
             length = smaller(length, self.options.block_length)
         elif self.options.window is None:
-            heads = 1  # of those that it takes in turn
+            heads = 1  # because the algorithm processes heads in turn
         size = product(heads, length, self.feature_map.output_dim)
         return by_rows(self._answer, arrays, size)
 
     def _answer(self, query, key, value, visible, prefix, stats):
-        """`linear`, of what was prepared."""
+        """Computes `linear` from the results of `prepared`."""
         mask, feature_map, key_mask = self.mask, self.feature_map, needed(visible)
         kernel, window = feature_map.exact_kernel, self.options.window
         if feature_map.is_exact:
@@ -214,7 +221,7 @@ class Attention:
             )
         is_short = fits(lengths[1], feature_map.output_dim)
         if window is None and is_short and feature_map.has_exact_features:
-            # Weights of pairs are fewer than features.
+            # With fewer keys than features, the attention matrix is cheaper.
             return exact_attention(query, key, value, kernel, key_mask, mask.causal)
         if window is None and mask.causal:
             deferred = self._narrow(deferred)
@@ -225,7 +232,7 @@ class Attention:
 
 
 def _one_feature(x, log_scale):
-    """`Features` of width 1, `exp(log_scale)` for every token of x."""
+    """Returns `Features` of width 1 that equal `exp(log_scale)` for all tokens of x."""
     return Features(None, ops.zeros_like(x[..., :1]) + log_scale)
 
 
@@ -240,31 +247,37 @@ def attend(
     training=False,
     recorder=None,
 ):
-    """Linear attention of projected queries, keys and values.
+    """Computes linear attention of projected queries, keys and values.
 
     Args:
-        query: `(B, T, N, H)`.
-        key: `(B, S, K, H)`.
-        value: `(B, S, K, V)`.
-        feature_map: A `FeatureMap` built for K heads of dim H.
-        mask: `None`, an `AttentionMask` or what `interpret_mask` takes.
-        scale: Factor on `q · k`; the map's default if `None`.
-        options: `ops.Options`: window, block size, heads that stay softmax.
-        training: Whether stored statistics are updated.
-        recorder: Called with the `Attention`; may return an output to go on with.
+        query: Queries of shape `(B, T, N, H)`, not scaled.
+        key: Keys of shape `(B, S, K, H)`, not scaled. N is a multiple of K.
+        value: Values of shape `(B, S, K, V)`. Their dtype is the compute dtype.
+        feature_map: A `FeatureMap` that is built for K heads of dim H.
+        mask: `None` (no mask), an `AttentionMask`, or an array that
+            `keras_rfattn.ops.interpret_mask` accepts.
+        scale: Factor on `q · k`. If `None`, the map's default, which is `1/√H` for maps
+            that estimate softmax attention.
+        options: `keras_rfattn.ops.Options`, such as the window, the block size and the
+            heads that stay softmax. If `None`, their defaults.
+        training: Whether stored statistics of the map are updated.
+        recorder: Optional function that is called with the `Attention`. If it returns
+            an array `(B, T, N, V)`, that is used as the output of the linear heads.
 
     Returns:
-        `(B, T, N, V)`. A row that sees no key is 0.
+        Array of shape `(B, T, N, V)` in the dtype of `value`. The output of a query
+        that sees no key is 0.
 
     Raises:
-        ValueError: If the mask cannot be kept (`interpret_mask`), the map's statistics
-            would leak the future, or its kernel cannot be exact within a window.
+        ValueError: If the mask is not supported (see `interpret_mask`), the map's
+            statistics would leak the future, or a window is given and the map's kernel
+            cannot be computed exactly.
     """
     options = Options() if options is None else options
     check_options(options, feature_map)
     mask = interpret_mask(mask, query.shape[1], key.shape[1])
     if any(is_zero(x) for x in (*query.shape[:2], key.shape[1])):
-        # No query, or no key to see.
+        # There is no query, or no key that it could see.
         return ops.zeros((*query.shape[:-1], value.shape[-1]), dtype=value.dtype)
     check_prefix(mask, options)
     if mask.offset is None:
@@ -294,7 +307,7 @@ def attend(
 
 
 def _hidden(output, query_mask):
-    """An output that is 0 at padding."""
+    """Sets the output to 0 for queries that are padding."""
     query_mask = needed(query_mask)
     if query_mask is None:
         return output

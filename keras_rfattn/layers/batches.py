@@ -5,13 +5,13 @@ import sys
 import keras
 import numpy as np
 
-# Of several KerasHub preprocessors that fit, the first of these kinds is named: it
-# gives the plain inputs of the model.
+# If several KerasHub preprocessors fit a model, errors name the first of these kinds,
+# because it produces the plain inputs of the model.
 KINDS = ("TextClassifier", "CausalLM", "Seq2SeqLM", "")
 
 
 def check_batches(data):
-    """Raises `ValueError` for what cannot be an iterable of batches."""
+    """Raises `ValueError` if `data` cannot be an iterable of batches."""
     reason = None
     if isinstance(data, dict):
         reason = f"{described(data)}, which is one batch. Put it into a list: `[data]`"
@@ -29,13 +29,13 @@ def check_batches(data):
 
 
 def refusal(model, batch, error=None, data=None):
-    """`ValueError` that says why a model did not run on a batch.
+    """Returns a `ValueError` that says why a model did not run on a batch.
 
     Args:
-        model: A model.
-        batch: What it was given.
-        error: What it raised, or `None` if it was not asked.
-        data: What the batch is from, or `None`.
+        model: A Keras model.
+        batch: The batch.
+        error: The exception that the model raised, or `None` if it was not called.
+        data: The iterable that yielded the batch, or `None`.
     """
     wanted, received = _wanted(model), described(batch)
     raised = "" if error is None else f" The model raised {_named(error)}."
@@ -61,11 +61,14 @@ def refusal(model, batch, error=None, data=None):
 
 
 def too_long(model, batch):
-    """What to do about more tokens than a model has positions; empty if it has enough.
+    """Returns advice if a batch has more tokens than the model has positions.
 
     Args:
-        model: A model.
-        batch: What it was given.
+        model: A Keras model.
+        batch: The batch.
+
+    Returns:
+        Text for an error message. It is empty if the model has enough positions.
     """
     limits = [
         x for layer in model._flatten_layers()
@@ -84,7 +87,7 @@ def too_long(model, batch):
 
 
 def preprocessor_hint(model):
-    """Text that names the KerasHub preprocessor of a model, if there is one."""
+    """Returns text that names the KerasHub preprocessor or the tokenizer of a model."""
     if getattr(model, "preprocessor", None) is not None:
         return "as `model.preprocessor` does"
     name = _preprocessor_name(model)
@@ -94,7 +97,10 @@ def preprocessor_hint(model):
 
 
 def _preprocessor_name(model):
-    """Name of the preprocessor class of a KerasHub model, or of one that is inside."""
+    """Returns the name of the preprocessor class of a KerasHub model, or `None`.
+
+    If the model itself has none, this looks for a backbone among its layers.
+    """
     hub = sys.modules.get("keras_hub")
     if hub is None:
         return None
@@ -119,12 +125,12 @@ def _kind(name):
 
 
 def original_class(model):
-    """The class that a model had before its attention was replaced."""
+    """Returns the class that a model had before its attention was replaced."""
     return getattr(type(model), "original_class", None) or type(model)
 
 
 def is_text(x):
-    """Whether it is a string, or an array or list of nothing but strings."""
+    """Whether x is a string, or an array that holds only strings."""
     if isinstance(x, np.ndarray) and x.dtype.kind == "O":
         return all(isinstance(i, (str, bytes)) for i in x.flat)
     if isinstance(x, np.ndarray):
@@ -133,7 +139,7 @@ def is_text(x):
 
 
 def described(x):
-    """What something is, for errors."""
+    """Returns a short description of an object, for error messages."""
     if isinstance(x, dict):
         parts = (f"{key!r}: {described(value)}" for key, value in x.items())
         return "a dict of " + ", ".join(parts)
@@ -177,7 +183,7 @@ def _is_row(model, batch, data):
 
 
 def _fits(model, batch):
-    """Whether a batch has the names and shapes that a model says it takes."""
+    """Whether a batch has the names and shapes of the model's inputs."""
     inputs = _inputs(model)
     if inputs is None:
         return True

@@ -1,25 +1,29 @@
-"""Calls with a cache of keys and values, for whoever keeps one.
+"""Calls with a cache of keys and values, for users who pass one themselves.
 
-KerasHub's tasks do not: they generate with states (`keras_rfattn.models.generation`).
+KerasHub's tasks do not need this, because they generate with states
+(`keras_rfattn.models.generation`).
 """
 
 from keras import ops
 
 
 def among_keys(query, key, value, mask, window=None):
-    """Query i, at position `offset + i`, sees keys up to itself.
+    """Rewrites causal attention to a cache as attention without an offset.
+
+    Query i is at position `offset + i` of the cache and sees keys up to that position.
 
     Args:
-        query: `(B, T, N, H)`.
-        key: `(B, S, K, H)`: the cache, those of the queries in it.
-        value: `(B, S, K, V)`.
-        mask: `AttentionMask`, causal and with an offset.
-        window: Of the layer's options.
+        query: Queries of shape `(B, T, N, H)`.
+        key: Keys of the cache, `(B, S, K, H)`. They include those of the queries.
+        value: Values of the cache, `(B, S, K, V)`.
+        mask: A causal `AttentionMask` with an offset.
+        window: The `window` of the layer's options, or `None`.
 
     Returns:
-        `(query, key, value, mask, function)`: attention without an offset or a mask of
-        queries, causal with as many queries as keys or of one query, and the function
-        that takes its output to that of those given.
+        `(query, key, value, mask, function)`. The new mask has no offset and no query
+        mask. The new attention is either causal with as many queries as keys, or has a
+        single query that is not causal. `function` extracts the output of the given
+        queries from the output of the new attention.
     """
     length, plain = ops.shape(query)[1], mask.replace(offset=None, query_mask=None)
     if isinstance(mask.offset, int) and mask.offset == 0:
@@ -28,7 +32,7 @@ def among_keys(query, key, value, mask, window=None):
         return query, key[:, :length], value[:, :length], plain, _as_it_is
     start = ops.cast(mask.offset, "int32"), *(0, 0)
     if query.shape[1] == 1 and window is None:
-        # All that it sees is a matter of keys.
+        # For a single query, a key mask expresses causality.
         seen = (
             ops.expand_dims(ops.arange(ops.shape(key)[1], dtype="int32"), 0) <= start[0]
         )

@@ -1,9 +1,9 @@
-"""What one call of an attention layer knows besides its arguments.
+"""The context of a call of an attention layer: information besides its arguments.
 
 Keras and KerasHub call hooks of a layer, such as `_compute_attention`, with fewer
-arguments than linear attention needs. The rest is kept here, never in an attribute of
-the layer: a thread sees only what it has set itself, and nothing outlives the `with`
-that has set it, whatever raises inside.
+arguments than linear attention needs. The remaining information is stored here, not in
+an attribute of the layer. Each thread sees only values that it has set itself. A value
+is reset when the `with` block that set it ends, even if the block raises.
 """
 
 import contextlib
@@ -13,19 +13,20 @@ from typing import Any
 
 
 class PerThread(threading.local):
-    """A value of which each thread has its own; `None` unless set.
+    """A separate value for each thread, `None` until the thread sets it.
 
-    Not a `contextvars.ContextVar`, which `torch.compile` cannot trace.
+    This is not a `contextvars.ContextVar`, because `torch.compile` cannot trace one.
     """
 
     def __init__(self):
-        # In every thread, as guards of `torch.compile` cannot tell an attribute that
-        # is missing from a default of the class.
+        # `threading.local` calls this in every thread. A class attribute would not do,
+        # because guards of `torch.compile` cannot tell a missing attribute from a
+        # default of the class.
         self.value = None
 
     @contextlib.contextmanager
     def holding(self, value):
-        """Sets the value until the `with` ends."""
+        """Context manager that sets the value for the current thread."""
         before, self.value = self.value, value
         try:
             yield
@@ -34,32 +35,34 @@ class PerThread(threading.local):
 
 
 class PerObject(PerThread):
-    """A value for each of some objects, set by a thread and seen by it alone."""
+    """Separate values for each thread and each object."""
 
     def get(self, owner, default=None):
-        """The value of an object, or `default`."""
+        """Returns the value of an object, or `default` if none is set."""
         if not self.value:
             return default
         _, value = self.value.get(id(owner), (owner, default))
         return value
 
     def giving(self, owner, value):
-        """Sets the value of one object until the `with` ends."""
-        # With the object, whose id stays its own while it is alive.
+        """Context manager that sets the value of one object for the current thread."""
+        # The object is stored too. This keeps it alive, so that no other object can
+        # have its id.
         return self.holding({**(self.value or {}), id(owner): (owner, value)})
 
 
 @dataclasses.dataclass(frozen=True)
 class CallContext:
-    """One call of an attention layer.
+    """The context of one call of an attention layer.
 
     Attributes:
-        layer: The layer; no other sees this context.
+        layer: The layer. Other layers do not see this context.
         self_attention: Whether queries, keys and values are the same tokens.
-        segment_ids: Integers `(B, T)` of packed rows, or `None`.
-        mask: `AttentionMask` in place of the mask that the layer's class is given, or
-            `None` for that one.
-        recorder: What watches the layer or answers for it (see `attend`), or `None`.
+        segment_ids: Integers `(B, T)` that number the texts of packed rows, or `None`.
+        mask: An `AttentionMask` that replaces the mask which the layer's class
+            receives, or `None` to use that mask.
+        recorder: A function that observes the layer or computes its attention (see
+            `attend`), or `None`.
     """
 
     layer: Any
@@ -69,11 +72,11 @@ class CallContext:
     recorder: Any = None
 
     def active(self):
-        """The layer's hooks see this context until the `with` ends."""
+        """Context manager in which the layer's hooks see this context."""
         return _CALL.holding(self)
 
     def replace(self, **changes):
-        """A copy with some attributes changed."""
+        """Returns a copy with some attributes changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -83,11 +86,12 @@ _HANDED = PerThread()
 
 
 def context_of(layer, self_attention=False):
-    """The `CallContext` of a layer's call.
+    """Returns the `CallContext` of a layer's current call.
 
     Args:
         layer: An attention layer.
-        self_attention: What holds where the layer's `call` was called directly.
+        self_attention: Whether queries, keys and values are the same tokens. This is
+            used only if `call` was called directly, so that no context is active.
     """
     context = _CALL.value
     if context is not None and context.layer is layer:
@@ -96,25 +100,27 @@ def context_of(layer, self_attention=False):
 
 
 def recorder_of(layer):
-    """What answers for a layer in this thread, else its attribute `recorder`."""
+    """Returns a layer's recorder for this thread, or else its attribute `recorder`."""
     return _RECORDERS.get(layer, layer.recorder)
 
 
 def answered_by(layer, recorder):
-    """A `with` in which `recorder` answers for a layer, in this thread alone."""
+    """Context manager in which `recorder` answers for a layer in this thread only."""
     return _RECORDERS.giving(layer, recorder)
 
 
 def hand_over(array, mask):
-    """Lets `array`, as an attention layer's mask in this thread, stand for `mask`.
+    """Makes `array` stand for `mask` in this thread.
 
-    It means nothing for any other array, so that nobody need take it back.
+    An attention layer that receives `array` as its mask uses `mask` instead. Other
+    arrays are not affected, so that this need not be undone if no layer receives
+    `array`.
     """
     _HANDED.value = array, mask
 
 
 def taken_over(array):
-    """The mask for which an array stands, or the array."""
+    """Returns the mask for which an array stands (see `hand_over`), or the array."""
     handed = _HANDED.value
     if array is None or handed is None or handed[0] is not array:
         return array

@@ -1,4 +1,7 @@
-"""What every function that takes a model asks of it."""
+"""Checks of models, and lookups of attributes that attention classes name differently.
+
+Every function that takes a model uses `check_model`.
+"""
 
 import keras
 
@@ -18,7 +21,7 @@ def check_model(model):
 
 
 def _way_out(found):
-    """What to pass in place of an object that is no Keras layer, or ""."""
+    """Returns advice on what to pass instead of a wrong object, or ""."""
     if isinstance(found, str):
         return (
             f" Load the model of a KerasHub preset first: `keras_rfattn.from_preset("
@@ -30,11 +33,12 @@ def _way_out(found):
 
 
 def title(model):
-    """How errors and reports name a model."""
+    """Returns the name of a model for errors and reports."""
     return f"{type(model).__name__} '{model.name}'"
 
 
-# What attention classes call their projections; a fused one stands for several sides.
+# Names under which attention classes store their projections. A fused projection is
+# listed for each of query, key and value.
 PROJECTIONS = {
     "query": (
         "_query_dense", "query_dense", "q_proj", "q_dense", "query_proj", "_qkv_dense"
@@ -47,7 +51,7 @@ PROJECTIONS = {
 }  # fmt: skip
 
 
-# And their number of query heads.
+# Names under which attention classes store their number of query heads.
 NUM_HEADS = (
     "num_query_heads", "_num_query_heads", "num_attention_heads", "num_heads",
     "_num_heads", "heads",
@@ -55,10 +59,10 @@ NUM_HEADS = (
 
 
 def num_heads(layer):
-    """Number of query heads of an attention layer."""
+    """Returns the number of query heads of an attention layer."""
     return next(getattr(layer, x) for x in NUM_HEADS if hasattr(layer, x))
 
 
 def projection(layer, side):
-    """A projection of an attention layer, by a key of `PROJECTIONS`."""
+    """Returns a projection of an attention layer; `side` is a key of `PROJECTIONS`."""
     return next(getattr(layer, x) for x in PROJECTIONS[side] if hasattr(layer, x))

@@ -1,4 +1,7 @@
-"""Decoding: a prompt in parallel, then token after token, with a state of one size."""
+"""Decoding with a state of fixed size.
+
+A prompt is processed in parallel, and later tokens are processed one after another.
+"""
 
 import contextlib
 import itertools
@@ -19,29 +22,31 @@ from keras_rfattn.ops.windowed_state import extend_local_state
 from keras_rfattn.ops.windowed_state import init_local_state
 from keras_rfattn.ops.windowed_state import read_local_state
 
-# What attention classes call the layer that turns their queries and keys by position.
+# Names under which attention classes store their rotary embedding layer.
 ROTARY = ("rotary_embedding_layer", "rotary_embedding", "rope_layer")
-# And the cache they are given.
+# Names of the arguments by which they receive a cache.
 CACHES = ("cache", "self_attention_cache")
 
 
 def onward(call, state=None, passed=None):
-    """Answers tokens that come after those of a state.
+    """Computes attention of new tokens to a state and to earlier new tokens.
 
     Args:
-        call: A causal `layers.attend.Attention` of the new tokens alone; its
-            `mask.key_mask` says which of them enter the state.
-        state: `ops.State`, or `ops.LocalState` if the layer has a window; of no token
-            if `None`.
-        passed: `(B, T)`, for which tokens time goes on, as windows count it: all that
-            enter, and padding between them; `None` for all.
+        call: A causal `layers.attend.Attention` of T new tokens. Its `mask.key_mask`
+            says which of them enter the state.
+        state: An `ops.State`, or an `ops.LocalState` if the layer has a window. `None`
+            is the state before any token.
+        passed: Boolean array of shape `(B, T)`, true for tokens that windows count as
+            positions: those that enter the state, and padding between them. `None` for
+            all tokens.
 
     Returns:
-        `(output, state)`: `(B, T, N, V)`, what each token sees of the state and of the
-        new tokens up to itself, and the state after the last one.
+        `(output, state)`. `output` has shape `(B, T, N, V)`: each token attends to the
+        tokens of the given state and to the new tokens up to itself. The returned state
+        includes the new tokens.
 
     Raises:
-        ValueError: If the map has no features.
+        ValueError: If the map computes its kernel exactly and has no features.
     """
     feature_map, window = call.feature_map, call.options.window
     if feature_map.is_exact:
@@ -74,7 +79,7 @@ def onward(call, state=None, passed=None):
 
 
 def empty_state(layer, batch_size):
-    """The state of a linear layer before any token."""
+    """Returns the state of a linear attention layer before any token."""
     feature_map, options = layer.feature_map, layer.options
     heads, head_dim = layer._kv_shape()
     value_dim = getattr(layer, "_value_dim", head_dim)
@@ -108,14 +113,18 @@ def _one_more(call, state, passed):
 
 
 class Decoder:
-    """A layer's recorder while it decodes: answers with its state, and moves it on.
+    """Recorder of a layer while it decodes, which keeps and updates its state.
 
     Args:
-        state: See `onward`.
-        enters: `(B, T)`, which of the new tokens enter the state.
-        passed: See `onward`.
+        state: An `ops.State`, or an `ops.LocalState` if the layer has a window. `None`
+            is the state before any token.
+        enters: Boolean array of shape `(B, T)`, true for new tokens that enter the
+            state.
+        passed: Boolean array of shape `(B, T)`, true for tokens that windows count as
+            positions (see `onward`). `None` for all tokens.
         start: Position of the first new token, for rotary embeddings.
-        is_prefix: Whether the new tokens, the first ones, all see each other.
+        is_prefix: Whether the new tokens are a prefix at the start of the text, whose
+            tokens all see each other.
     """
 
     def __init__(self, state, enters, passed, start, is_prefix=False):
@@ -124,10 +133,16 @@ class Decoder:
         self.is_prefix = is_prefix
 
     def around(self, layer, function, args, kwargs):
-        """The layer's call by a block that passes a cache, without that cache."""
+        """Calls the layer without the cache that the enclosing block passes.
+
+        Returns:
+            The layer's output. If there was a cache, `(output, cache)` with the cache
+            unchanged, as the block expects it.
+        """
         cache, kwargs = without_cache(kwargs)
         if cache is None:
-            # Not of the decoder: an encoder of images, say.
+            # The layer is not part of the decoder, but of an image encoder, for
+            # example.
             with context_of(layer).replace(recorder=None).active():
                 return function(*args, **kwargs)
         kwargs.pop("attention_mask", None)
@@ -135,42 +150,56 @@ class Decoder:
         mask = AttentionMask(self.enters, causal=causal, self_attention=causal)
         with turned_from(layer, self.start):
             output = function(*args, attention_mask=mask, **kwargs)
-        # Some classes always return a cache.
+        # Some classes return a cache even if they receive none.
         return output[0] if isinstance(output, tuple) else output, cache
 
     def __call__(self, call):
-        """The answer to an `Attention`."""
+        """Returns the output for an `Attention`, and updates the state."""
         answer = looked_up if self.is_prefix else partial(onward, passed=self.passed)
         output, self.state = answer(call, self.state)
         return output
 
 
 class CrossDecoder:
-    """The recorder of attention to what was encoded, which is summed up once.
+    """Recorder of cross-attention to an encoder, whose tokens are summed only once.
 
     Args:
-        state: `ops.State` of the encoder's tokens; `None` where they are yet to enter.
+        state: The `ops.State` of the encoder's tokens. `None` if they are not summed
+            yet.
     """
 
     def __init__(self, state):
         self.state = state
 
     def around(self, layer, function, args, kwargs):
-        """The layer's call by a block that passes a cache, without that cache."""
+        """Calls the layer without the cache that the enclosing block passes.
+
+        Returns:
+            `(output, cache)` with the cache unchanged, as the block expects it.
+        """
         cache, kwargs = without_cache(kwargs)
         if self.state is not None:
-            # Nobody looks at them again: one is projected in place of all.
+            # The state holds the sums of all encoder tokens, so that projecting one
+            # token is enough.
             kwargs |= {"value": kwargs["value"][:, :1], "attention_mask": None}
         return function(*args, **kwargs), cache
 
     def __call__(self, call):
-        """The answer to an `Attention`."""
+        """Returns the output for an `Attention`, and sets the state."""
         output, self.state = looked_up(call, self.state)
         return output
 
 
 def looked_up(call, state=None):
-    """`(output, state)` of queries that see all of a state, at first all keys."""
+    """Computes attention of queries to all tokens of a state.
+
+    Args:
+        call: A `layers.attend.Attention`.
+        state: The `ops.State`. If `None`, it is computed from all keys of the call.
+
+    Returns:
+        `(output, state)`, where `output` has shape `(B, T, N, V)`.
+    """
     query, key, stats = call.prepared()
     if state is None:
         (batch, _, *sizes), value_dim = ops.shape(key), call.value.shape[-1]
@@ -185,7 +214,7 @@ def looked_up(call, state=None):
 
 
 def without_cache(kwargs):
-    """`(cache, kwargs)` of a call: the cache it was given, and what else."""
+    """Splits keyword arguments of a call into `(cache, other arguments)`."""
     names = (*CACHES, *(f"{x}_update_index" for x in CACHES))
     cache = next((kwargs[x] for x in CACHES if x in kwargs), None)
     return cache, {k: x for k, x in kwargs.items() if k not in names}
@@ -193,13 +222,13 @@ def without_cache(kwargs):
 
 @contextlib.contextmanager
 def turned_from(layer, start, count=None):
-    """Rotary embeddings of an attention layer begin at a position meanwhile.
+    """Context manager in which rotary embeddings of a layer start at a position.
 
     Args:
-        layer: The layer.
+        layer: An attention layer.
         start: Position of the first token.
-        count: How many of their calls that is so for, from the first on; `None` for
-            all.
+        count: Number of calls of each rotary embedding that are shifted, counted from
+            the first call. `None` for all calls.
     """
     rotary = [getattr(layer, x) for x in ROTARY if getattr(layer, x, None) is not None]
 

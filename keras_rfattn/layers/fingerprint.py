@@ -1,11 +1,12 @@
-"""A mark in saved weights that says which mechanism they belong to.
+"""A fingerprint in saved weights that says which attention mechanism they belong to.
 
-Keras rebuilds many models from hyper-parameters, as softmax, and its loader skips
-saved weights that the rebuilt layer has no place for if it meets the layer by a
-second path. The mark is therefore stored beside the query projection's own arrays:
-a softmax layer finds one array too many there and refuses, a replaced layer
-compares. A softmax checkpoint, without a mark and without arrays of the feature map,
-loads as it always did; not where the config that came with it says linear.
+Keras rebuilds many models from their hyperparameters, with softmax attention. If its
+loader reaches a layer by a second path, it skips saved weights for which the rebuilt
+layer has no variables. The fingerprint is therefore stored with the arrays of the query
+projection. A softmax layer then finds one array too many and refuses to load. A linear
+layer compares the fingerprint with its own. Linear layers still load softmax
+checkpoints, which have neither a fingerprint nor arrays of the feature map, unless a
+saved config already made the layer linear.
 """
 
 import functools
@@ -23,12 +24,12 @@ OF_ANOTHER = (
     "the weights were saved from another one, or with other arguments or another "
     "window. Replace attention as it was when the weights were saved"
 )
-# Options that change what is computed.
+# Options that change the result of attention, not only its cost.
 MEANING = ("window", "sliding")
-# What the config of a plain dtype policy is made of.
+# Entries of the config of a plain dtype policy.
 POLICY = {"class_name": "", "config": {"name": ""}, "module": "", "registered_name": ""}
-# A map inside a map is known by its file too. Where files have moved since the first
-# marks were written, what they were called then.
+# Configs of inner maps contain the names of their modules. These modules were renamed
+# after the first fingerprints were written, so that fingerprints use the former names.
 FORMER_MODULES = {
     f"keras_rfattn.feature_maps.{now}": f"keras_rfattn.feature_maps.{then}"
     for now, then in {
@@ -41,7 +42,10 @@ FORMER_MODULES = {
 
 
 def fingerprint(layer):
-    """`[format, checksum]` of what a layer computes, whatever its seed and names."""
+    """Returns `[format, checksum]` for the function that a layer computes.
+
+    Seeds, names and weights do not change it.
+    """
     options = [getattr(layer.options, name) for name in MEANING]
     if layer.options.temperature is not None:
         options.append(float(layer.options.temperature))
@@ -53,7 +57,7 @@ def fingerprint(layer):
 
 
 def _former(x):
-    """An `essence` with the names that files had when marks were first written."""
+    """Replaces module names in an `essence` by those of the first fingerprints."""
     if isinstance(x, tuple) and x[0] == "module":
         return x[0], FORMER_MODULES.get(x[1], x[1])
     if isinstance(x, (list, tuple)):
@@ -66,7 +70,7 @@ def _checksum(x):
 
 
 def _projections(config):
-    """Where random vectors come from, whatever their seeds, wherever in a config."""
+    """Returns how random vectors are drawn in all parts of a config, without seeds."""
     if isinstance(config, dict):
         own = config.get("projection")
         own = (
@@ -77,7 +81,8 @@ def _projections(config):
                 sorted((k, repr(v)) for k, v in own["config"].items() if k != "seed"),
             ]
         )
-        # Policies of quantized layers have more to their configs than those of others.
+        # The config of a quantized layer's policy has more entries, which must not
+        # change the fingerprint.
         config = config | ({"dtype": POLICY} if "dtype" in config else {})
         return own + [
             _projections(config[k]) for k in sorted(config) if k != "projection"
@@ -89,42 +94,44 @@ def _projections(config):
 
 def _is_mark_of(layer, found):
     if found.shape == ():
-        # Format 1 covered the map alone.
+        # Format 1 covered only the map, and had no options or projections.
         return int(found) == _checksum(_former(essence(layer.feature_map)))
     return np.array_equal(found, fingerprint(layer))
 
 
 class Marks(dict):
-    """The mark that a file holds of one layer, without the layer's arrays.
+    """The fingerprint of one layer in a file, without the layer's arrays.
 
-    `models.loading` shows it to all layers before the first array is loaded.
+    `models.loading` passes it to all layers before the first array is loaded.
 
     Attributes:
-        refusal: What the layer says against it, or `None`.
-        is_known: Whether the layer is linear, and has looked at it.
+        refusal: The reason why the layer refuses it, or `None`.
+        is_known: Whether a linear layer has compared it.
     """
 
     refusal, is_known = None, False
 
 
 class Presence:
-    """Whether a file holds a mechanism: its mark and all weights of its map, or none.
+    """Checks that a file has all parts of a mechanism, or none of them.
 
-    Keras loads parts in an order of its own, so that the later ones are compared with
-    the first.
+    The parts are the fingerprint of a layer and the weights of its feature map. Keras
+    decides the order in which parts are loaded, so that each part is compared with
+    those before it.
     """
 
     def __init__(self):
         self.seen = {}
 
     def compare(self, part, found):
-        """Why a file is refused that holds one part and not another, or `None`.
+        """Returns why a file with only some of the parts is refused, or `None`.
 
         Args:
-            part: Hashable; what the file may hold.
-            found: Whether it does.
+            part: Hashable key of a part that the file may have.
+            found: Whether the file has the part.
         """
-        # Keras asks again for parts that failed, but in every file for the first.
+        # Keras may load parts again after a failure. It loads the first part from
+        # every file, so that this part begins a new comparison.
         if part == next(iter(self.seen), part):
             self.seen.clear()
         self.seen[part] = found
@@ -159,7 +166,7 @@ def _save(query, layer, store):
 
 
 def _look(layer, marks):
-    """Compares a mark before anything is loaded."""
+    """Compares the fingerprint of a file before anything is loaded."""
     if KEY not in marks:
         raise KeyError(f"The file has no {KEY!r} of layer '{layer.name}' here.")
     marks.is_known = True
@@ -178,7 +185,7 @@ def _load(query, layer, store):
     arrays = {key: store[key] for key in store.keys() if key != KEY}
     is_marked, refusal = KEY in store.keys(), None
     if not arrays:
-        # Keras asks again, with nothing, for a layer whose first attempt failed.
+        # If a layer's first attempt failed, Keras tries again with an empty store.
         refusal = layer.refusal or "the weights lack this layer"
     elif is_marked and not _is_mark_of(layer, np.asarray(store[KEY])):
         refusal = OF_ANOTHER

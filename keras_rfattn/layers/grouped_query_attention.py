@@ -1,4 +1,4 @@
-"""Drop-in for `keras.layers.GroupQueryAttention`."""
+"""Drop-in replacement of `keras.layers.GroupQueryAttention`."""
 
 import keras
 
@@ -10,26 +10,35 @@ from keras_rfattn.ops.options import Options
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
-    """Grouped-query attention, linear in sequence length.
+    """Grouped-query attention whose cost is linear in sequence length.
 
-    Features of keys are computed once per key/value head and read by all query
-    heads of its group. Same call signature and weights as
-    `keras.layers.GroupQueryAttention`; differences as in `MultiHeadAttention`.
+    The features of keys are computed once for each key/value head, and all query heads
+    of its group use them. The layer has the call signature and the weights of
+    `keras.layers.GroupQueryAttention`. It differs from that layer in the same ways as
+    `keras_rfattn.layers.MultiHeadAttention` from Keras': attention dropout is inactive,
+    attention scores and general masks are refused, and a query that sees no key
+    yields 0.
 
     Args:
         head_dim: Size of each head.
         num_query_heads: Number of query heads.
         num_key_value_heads: Number of key/value heads.
         *args: Further arguments of `keras.layers.GroupQueryAttention`.
-        feature_map: A registered name, a `FeatureMap` or its config.
-        num_features: Number of random vectors, for a map given by name.
+        feature_map: A registered name, a `FeatureMap` or its config. Defaults to
+            `"favorpp"`.
+        num_features: Number of random vectors of a map given by name. If `None`, the
+            map's default.
         seed: Seed of the random vectors (and of the inactive dropout).
         **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
-            `block_size`, `max_segments`, `temperature`, `softmax_heads`; and further
-            arguments of `keras.layers.GroupQueryAttention`.
+            `block_size`, `max_segments`, `temperature`, `softmax_heads` and
+            `implementation`; and further arguments of
+            `keras.layers.GroupQueryAttention`.
+
+    Raises:
+        ValueError: If a size is not a positive integer.
     """
 
-    # What `restore_attention` makes of a layer.
+    # `restore_attention` turns the layer into one of this class.
     original_class = keras.layers.GroupQueryAttention
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which program answers an attention call: XLA's, or the Pallas kernels."""
+"""Decides whether Pallas kernels or ordinary operations (XLA) compute attention."""
 
 import keras
 
@@ -9,11 +9,12 @@ from keras_rfattn.ops.not_finite import bounded
 from keras_rfattn.ops.not_finite import spoils
 from keras_rfattn.ops.precision import wide_dtype
 
+# Why "auto" does not select the Pallas kernels even where they can run.
 AUTO = "not timed on a TPU yet"
 
 
 def obstacle(options, feature_map):
-    """Why the Pallas kernels cannot answer, `None` if they can."""
+    """Returns why the Pallas kernels cannot be used, or `None` if they can."""
     if keras.backend.backend() != "jax":
         return f"they run on JAX, not on {keras.backend.backend()}"
     if not feature_map.has_exponents:
@@ -23,7 +24,7 @@ def obstacle(options, feature_map):
 
 
 def check_implementation(options, feature_map):
-    """Raises `ValueError` if the Pallas kernels are asked for and cannot answer."""
+    """Raises `ValueError` if Pallas kernels are requested but cannot be used."""
     reason = obstacle(options, feature_map)
     if options.implementation == "pallas" and reason:
         raise ValueError(
@@ -35,8 +36,8 @@ def check_implementation(options, feature_map):
 def check_options(options, feature_map):
     """Raises `ValueError` for options that a map does not support.
 
-    A window needs a map whose kernel can be computed exactly, and the Pallas kernels
-    need features that they compute.
+    A window needs a map whose kernel can be computed exactly. The Pallas kernels need a
+    map whose features are exponentials of products.
     """
     check_implementation(options, feature_map)
     if options.window is not None and feature_map.exact_kernel is None:
@@ -50,7 +51,7 @@ def check_options(options, feature_map):
 
 
 def _with_exact_kernel():
-    """The registered names of maps that may have a window."""
+    """Returns the registered names of maps that support a window."""
     return [
         name
         for name in feature_maps.list()
@@ -59,28 +60,28 @@ def _with_exact_kernel():
 
 
 def told(options, feature_map):
-    """Which program answers and why, for reports."""
+    """Returns which implementation is used and why, as text for reports."""
     if options.implementation != "auto":
         return f"{options.implementation} as asked"
     return f"xla ({obstacle(options, feature_map) or AUTO})"
 
 
 def by_kernels(call, query, key, stats, value, key_mask):
-    """The answer of the Pallas kernels.
+    """Computes attention with the Pallas kernels.
 
     Args:
-        call: `layers.attend.Attention`.
-        query: What features are of, `(B, T, N, H)`.
-        key: Likewise, `(B, S, K, H)`.
-        stats: What the map's `statistics` gave.
-        value: `(B, S, K, V)`.
-        key_mask: `(B, S)`, true for visible keys, or `None`.
+        call: The `layers.attend.Attention`.
+        query: Queries as `call.prepared` returns them, `(B, T, N, H)`.
+        key: Keys as `call.prepared` returns them, `(B, S, K, H)`.
+        stats: The result of the map's `statistics`.
+        value: Values of shape `(B, S, K, V)`.
+        key_mask: Boolean array of shape `(B, S)`, true for visible keys, or `None`.
 
     Returns:
-        `(B, T, N, V)`.
+        Array of shape `(B, T, N, V)`.
 
     Raises:
-        ValueError: Under a `keras.distribution`.
+        ValueError: If a `keras.distribution` is active.
     """
     if keras.distribution.distribution() is not None:
         raise ValueError(
@@ -88,7 +89,7 @@ def by_kernels(call, query, key, stats, value, key_mask):
             "Received: implementation='pallas' under a `keras.distribution`. Use "
             "'auto' or 'xla'."
         )
-    # Only here, as other backends have no JAX.
+    # Imported here, because JAX may not be installed with other backends.
     from keras_rfattn.ops import pallas
 
     feature_map, sides = call.feature_map, []

@@ -1,4 +1,4 @@
-"""Random features outside attention: vectors in, features of a kernel out."""
+"""A layer that computes random features of a kernel, for use outside attention."""
 
 import math
 import numbers
@@ -18,26 +18,29 @@ KERNELS = ("gaussian", "softmax")
 class KernelFeatures(keras.layers.Layer):
     """Random features φ with `φ(x) · φ(y) ≈ k(x, y)`, for kernel machines.
 
-    Any feature map of kernel softmax serves; a linear model on its output is a
-    kernel machine whose cost is linear in the number of examples.
+    A linear model on the output is a kernel machine whose cost is linear in the number
+    of examples.
 
     Args:
-        feature_map: Name, `FeatureMap` or config; `"favor"` (random Fourier
-            features) by default.
-        kernel: `"gaussian"`: `exp(-gamma ‖x - y‖²)`, or `"softmax"`:
-            `exp(2 gamma x · y)`, the same times `exp(gamma (‖x‖² + ‖y‖²))`.
+        feature_map: A map of the softmax kernel, its registered name or its config.
+            Defaults to `"favor"` (random Fourier features).
+        kernel: `"gaussian"` (default) for `exp(-gamma ‖x - y‖²)`, or `"softmax"` for
+            `exp(2 gamma x · y)`, which is the Gaussian kernel times
+            `exp(gamma (‖x‖² + ‖y‖²))`.
         gamma: Positive number, 0.5 by default.
-        num_features: Number of random vectors of a map given by name.
-        seed: Likewise.
+        num_features: Number of random vectors of a map given by name. If `None`, the
+            map's default.
+        seed: Seed of a map given by name, a non-negative integer. If `None`, it is
+            drawn from Keras' global seed generator.
 
     Call arguments:
         inputs: Array of shape `(..., H)`.
-        side: `"query"` or `"key"`: maps that are not symmetric (`is_symmetric`) have
-            different features for x and for y.
+        side: `"query"` (default) for x or `"key"` for y. The two differ only for maps
+            that are not symmetric (`is_symmetric`).
 
     Returns:
-        Array of shape `(..., M)`. Softmax features may overflow where the kernel
-        does.
+        Array of shape `(..., M)`, for M features. Features of the softmax kernel can
+        overflow where the kernel itself does.
 
     Raises:
         ValueError: If the map estimates another kernel, or `gamma` is not positive.
@@ -77,17 +80,17 @@ class KernelFeatures(keras.layers.Layer):
             self.feature_map.build((None, None, 1, input_shape[-1]))
 
     def adapt(self, x, y=None, discard_training=False):
-        """Measures what the map learns from data; nothing for maps that learn nothing.
+        """Adapts the map to data, if it is adaptive. Builds the layer in any case.
 
         Args:
-            x: Array of shape `(n, H)`, inputs of the query side.
-            y: Likewise for the key side, `x` by default.
-            discard_training: Whether a map that was trained is adapted too. Its
-                trained weights then start anew.
+            x: Array of shape `(n, H)`, n inputs of the query side.
+            y: Array of shape `(n, H)`, inputs of the key side. Defaults to `x`.
+            discard_training: Whether to adapt a map even if it was trained. Its trained
+                weights are then reset to their initial values. Defaults to `False`.
 
         Raises:
             ValueError: If the map was trained and `discard_training` is false, or it
-                cannot adapt to the data. The map is unchanged then.
+                cannot adapt to the data. The map is then unchanged.
         """
         x = self._rows("x", x)
         y = x if y is None else self._rows("y", y)

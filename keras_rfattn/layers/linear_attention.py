@@ -1,9 +1,9 @@
-"""The mixin of all layers: where Keras computes softmax, `attend` comes in.
+"""The mixin of all linear attention layers, which replaces softmax by `attend`.
 
-Some 25 attention classes of Keras and KerasHub leave this step to one method,
+About 25 attention classes of Keras and KerasHub compute softmax attention in the method
 `_compute_attention(query, key, value, attention_mask, ...)`. `LinearAttention`
-overrides it and nothing else of the computation; projections, rotary embeddings
-and gates stay with the class it is mixed into.
+overrides this method and no other part of the computation. The class that it is mixed
+into still computes projections, rotary embeddings and gates.
 """
 
 import functools
@@ -25,10 +25,10 @@ from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.ops.masks import interpret_mask
 
-# What a layer has only while it is linear.
+# Attributes that a layer has only while its attention is linear.
 STATE = ("options", "is_from_config", "refusal", "trained")
 
-# What attention classes call the number of tokens that a query sees at most.
+# Names under which attention classes store the size of a sliding window.
 SLIDING_WINDOWS = ("_sliding_window", "sliding_window", "sliding_window_size")
 
 NO_SCORES = (
@@ -40,39 +40,39 @@ NO_SCORES = (
 class LinearAttention:
     """Mixin that makes a Keras attention layer linear in sequence length.
 
-    Comes before a class that has `_compute_attention` in the bases. The layer then
-    owns a feature map (sublayer `feature_map`), and its saved weights carry a mark
-    that names it, so that no checkpoint of another mechanism loads in silence.
+    In the bases, the mixin must come before a class that has `_compute_attention`. The
+    layer then owns a feature map (sublayer `feature_map`). Its saved weights contain a
+    fingerprint of the map, so that loading weights of another mechanism raises.
     """
 
-    # Whether a saved config, and not `replace_attention`, made it linear.
+    # Whether the layer is linear because of a saved config, not `replace_attention`.
     is_from_config = False
-    # Why weights could not be loaded.
+    # Why weights could not be loaded, or `None`.
     refusal = None
-    # Paths of the checkpoint's own weights, in the whole model, that were trained.
+    # Paths, in the whole model, of the checkpoint's own weights that were trained.
     trained = ()
-    # Watches the layer, or answers for it (see `attend`), in all threads: replicas of
-    # a model run in threads of their own.
+    # Observes the layer, or computes its attention (see `attend`). It applies in all
+    # threads, because replicas of a model run in separate threads.
     recorder = None
-    # Attributes that normalize queries where a layer has one of them.
+    # Names of sublayers that normalize queries, in the classes that have one.
     query_normalizations = ("query_norm", "_query_norm", "q_norm")
 
     def _set_mechanism(self, feature_map, options):
-        """Makes the layer the owner of a map, summed as `ops.Options` say."""
+        """Checks and stores the feature map and the `ops.Options` of the layer."""
         check_options(options, feature_map)
         check_softmax_heads(options.softmax_heads, num_heads(self), title(self))
         fix_name(feature_map, "feature_map")
         self.feature_map, self.options = feature_map, options
 
     def _kv_shape(self):
-        """`(K, H)`: number of key/value heads and head dim."""
+        """Returns `(K, H)`, the number of key/value heads and the head dim."""
         return self._num_heads, self._key_dim
 
     def _build_mechanism(self):
         if not self.feature_map.built:
             self.feature_map.build((None, None, *self._kv_shape()))
         if not self.trainable:
-            # Keras freezes the sublayers that a layer has when it is frozen.
+            # Freezing a layer freezes only the sublayers that it has at that time.
             self.feature_map.trainable = False
         warn_of_lengths(self)
         mark(self)
@@ -81,13 +81,14 @@ class LinearAttention:
         """Builds the projections, then the feature map."""
         super().build(query_shape, value_shape, key_shape)
         refuse_unsupported(self)
-        # Weights in the order of a layer that was replaced in place: the map last.
+        # The map comes last, so that weights have the same order as in a layer that was
+        # replaced after it was built.
         self._tracker.untrack(self.feature_map)
         self._tracker.track(self.feature_map)
         self._build_mechanism()
 
     def __call__(self, *args, **kwargs):
-        # Here the arguments are still the caller's objects; casts make copies.
+        # Identity is compared here, because Keras casts later, which makes copies.
         inputs = dict(zip(("query", "value", "key"), args, strict=False))
         query, value, key = (
             (inputs | kwargs).get(x) for x in ("query", "value", "key")
@@ -96,7 +97,7 @@ class LinearAttention:
             kwargs["attention_mask"] = taken_over(kwargs["attention_mask"])
         recorder = recorder_of(self)
         is_same = query is value and (key is None or key is value)
-        # Keys of a cache are not the queries' tokens.
+        # With a cache, keys include tokens other than the queries'.
         is_same = is_same and kwargs.get("cache") is None
         with CallContext(self, is_same, recorder=recorder).active():
             if hasattr(recorder, "arguments"):
@@ -106,10 +107,12 @@ class LinearAttention:
             return super().__call__(*args, **kwargs)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
-        """As Keras', which on JAX and TensorFlow takes every argument for an array.
+        """Rematerializes `layer_call` like Keras, but keeps the context of this call.
 
-        What runs again for the gradient does so outside of this call, possibly in
-        another thread, and gets the context of this call.
+        On JAX and TensorFlow, Keras treats every argument as an array, so that the
+        arguments that are not arrays are bound first. The computation runs again for
+        the gradient, outside of this call and possibly in another thread. It therefore
+        sets the context of this call itself.
         """
         parent, context = super().rematerialized_call, context_of(self)
 
@@ -141,7 +144,7 @@ class LinearAttention:
         num_kv_heads, _ = self._kv_shape()
         groups = key.shape[2] // num_kv_heads
         if groups > 1:
-            # Keras repeats keys over the query heads that share them.
+            # Keras repeats keys and values for the query heads that share them.
             key, value = key[:, :, ::groups], value[:, :, ::groups]
         output = attend(
             query,
@@ -149,8 +152,8 @@ class LinearAttention:
             value,
             self.feature_map,
             mask=attention_mask,
-            # What runs again for the gradient must leave no trace: stored statistics
-            # stay as they are.
+            # A rematerialized call runs twice and must have no side effects, so that it
+            # does not update stored statistics.
             training=bool(training) and getattr(self, "_remat_mode", None) is None,
             recorder=context_of(self).recorder,
             options=self.options,
@@ -167,7 +170,7 @@ class LinearAttention:
         attention_mask=None,
         use_causal_mask=False,
     ):
-        """An `AttentionMask`, which goes straight to `_compute_attention`."""
+        """Returns an `AttentionMask`, which Keras passes to `_compute_attention`."""
         masks = [m for m in (value_mask, key_mask) if m is not None]
         mask = interpret_mask(attention_mask, query.shape[1], value.shape[1])
         for extra in masks:
@@ -204,7 +207,7 @@ class LinearAttention:
 
 
 class Packable(LinearAttention):
-    """`LinearAttention` of the drop-ins, whose call takes `segment_ids` besides."""
+    """`LinearAttention` for layers whose call also takes `segment_ids`."""
 
     def call(
         self,
@@ -220,17 +223,18 @@ class Packable(LinearAttention):
         use_causal_mask=False,
         segment_ids=None,
     ):
-        """As the Keras layer's.
+        """Computes attention from the Keras layer's arguments and `segment_ids`.
 
         Args:
-            segment_ids: Integers `(B, T)` of rows that hold several texts: tokens see
-                those with an equal number alone, as if each text had a row of its own
-                (key padding still applies). Sums, windows and statistics begin anew
-                with each. The work is that of `max_segments` rows inside a compiled
-                function, and of the texts there are elsewhere.
+            segment_ids: Integers of shape `(B, T)`, for rows that hold several texts.
+                Tokens see only tokens with the same integer, as if each text were a
+                separate row; key padding still applies. Sums, windows and statistics
+                restart with each text. Inside a compiled function, the cost is that of
+                `max_segments` rows for each row; elsewhere, that of the actual number
+                of texts.
         """
         if return_attention_scores:
-            # Before Keras' grouped layer keeps the argument as an attribute.
+            # Raises here, because Keras' grouped layer would store the argument first.
             raise ValueError(NO_SCORES)
         context = context_of(self, query is value and (key is None or key is value))
         with context.replace(segment_ids=segment_ids).active():
@@ -247,12 +251,12 @@ class Packable(LinearAttention):
             )
 
     def compute_output_spec(self, *args, segment_ids=None, **kwargs):
-        """As without `segment_ids`."""
+        """Returns the Keras layer's output spec, which ignores `segment_ids`."""
         return super().compute_output_spec(*args, **kwargs)
 
 
 def warn_of_lengths(layer):
-    """Warns of a hybrid whose queries and keys may have any length."""
+    """Warns if the map needs normalized queries and keys, but they are not."""
     names = layer.query_normalizations
     normalizes = any(getattr(layer, name, None) is not None for name in names)
     normalizes = normalizes or layer.options.temperature is not None
@@ -270,11 +274,11 @@ def warn_of_lengths(layer):
 
 
 def refusal(layer, windows=True):
-    """Why a layer's own arguments rule linear attention out, or `None`.
+    """Returns why a layer's arguments rule linear attention out, or `None`.
 
     Args:
         layer: An attention layer.
-        windows: Whether a sliding window is such a reason.
+        windows: Whether a sliding window is such a reason. Defaults to `True`.
     """
     found = (getattr(layer, name, None) for name in SLIDING_WINDOWS)
     window = next((x for x in found if x is not None), None)

@@ -1,4 +1,4 @@
-"""Drop-in for `keras.layers.MultiHeadAttention`."""
+"""Drop-in replacement of `keras.layers.MultiHeadAttention`."""
 
 import keras
 
@@ -9,24 +9,31 @@ from keras_rfattn.ops.options import Options
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
-    """Multi-head attention, linear in sequence length.
+    """Multi-head attention whose cost is linear in sequence length.
 
-    Same call signature, projections and weight names as
-    `keras.layers.MultiHeadAttention`; weights load from one into the other.
-    Differences: attention dropout is kept in the config and inactive;
-    `return_attention_scores` raises; `attention_mask` must be key padding, causal
-    or both (`keras_rfattn.ops.interpret_mask`); a row that sees no key is 0.
+    The layer has the call signature, projections and weight names of
+    `keras.layers.MultiHeadAttention`, and can load its weights. There are four
+    differences:
+
+    - Attention dropout stays in the config, but is inactive.
+    - `return_attention_scores=True` raises.
+    - `attention_mask` must express key padding, causality or both (see
+      `keras_rfattn.ops.interpret_mask`).
+    - The output of a query that sees no key is 0.
 
     Args:
         num_heads: Number of heads.
         key_dim: Size of each head for query and key.
         *args: Further arguments of `keras.layers.MultiHeadAttention`.
-        feature_map: A registered name, a `FeatureMap` or its config.
-        num_features: Number of random vectors, for a map given by name.
+        feature_map: A registered name, a `FeatureMap` or its config. Defaults to
+            `"favorpp"`.
+        num_features: Number of random vectors of a map given by name. If `None`, the
+            map's default.
         seed: Seed of the random vectors (and of the inactive dropout).
         **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
-            `block_size`, `max_segments`, `temperature`, `softmax_heads`; and further
-            arguments of `keras.layers.MultiHeadAttention`.
+            `block_size`, `max_segments`, `temperature`, `softmax_heads` and
+            `implementation`; and further arguments of
+            `keras.layers.MultiHeadAttention`.
 
     Example:
     ```python
@@ -35,7 +42,7 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
     ```
     """
 
-    # What `restore_attention` makes of a layer.
+    # `restore_attention` turns the layer into one of this class.
     original_class = keras.layers.MultiHeadAttention
 
     def __init__(

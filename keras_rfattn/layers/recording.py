@@ -1,4 +1,4 @@
-"""Watching a model's queries, keys and values at work."""
+"""Records the queries, keys and values of a model's attention layers."""
 
 import contextlib
 import itertools
@@ -15,7 +15,13 @@ from keras_rfattn.ops.gradients import without_gradients
 
 
 def progress(items, verbose):
-    """Iterates over `items` under Keras' progress bar; `verbose` as in Keras."""
+    """Yields `items` and shows Keras' progress bar.
+
+    Args:
+        items: An iterable.
+        verbose: 0 for no output, 1 or `"auto"` for a progress bar, 2 for a line at the
+            end, as in Keras.
+    """
     if verbose not in ("auto", 0, 1, 2):
         raise ValueError(
             f"`verbose` must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
@@ -29,19 +35,26 @@ def progress(items, verbose):
             done += 1
             bar.update(done, finalize=False)
     finally:
-        # Also where the loop over it ends early.
+        # In `finally`, because the caller's loop may end early.
         if done:
             bar.update(done, finalize=True)
 
 
 def run(model, batch, function=None, data=None):
-    """The model on one batch, or `ValueError` that says what a batch must be.
+    """Runs a model on one batch, without gradients.
 
     Args:
-        model: A model.
-        batch: What it is given.
-        function: What is done with the batch, `model(batch)` if `None`.
-        data: What the batch is from, for the error; `None` if that is of no use.
+        model: A Keras model.
+        batch: The batch.
+        function: Function of the batch that is called instead of `model(batch)`.
+        data: The iterable that yielded the batch, for the error message, or `None`.
+
+    Returns:
+        The result of the model or the function.
+
+    Raises:
+        ValueError: If the model cannot run on the batch. The message says what a batch
+            must be.
     """
     if any(map(is_text, keras.tree.flatten(batch))):
         raise refusal(model, batch, data=data)
@@ -55,20 +68,25 @@ def run(model, batch, function=None, data=None):
 
 
 class Sequence(NamedTuple):
-    """The real tokens of one sequence in one attention layer, float64 NumPy arrays.
+    """The real tokens of one sequence in one attention layer, as float64 NumPy arrays.
+
+    K is the number of key/value heads, G the number of query heads for each of them, T
+    and S are the numbers of queries and keys, H is the head dim and V the size of
+    values.
 
     Attributes:
-        query: Scaled queries, before a normalization of the map's own, `(K, T · G,
-            H)`, groups beside their token.
-        key: Keys likewise, `(K, S, H)`.
-        value: `(K, S, V)`.
-        causal: Whether query i sees keys `j <= i` only.
-        logit_scale: What `query · key` is a softmax logit times; 1 for maps that
-            estimate softmax, as their scale is softmax's.
-        softmax: Queries and keys as softmax attention has them, where features are of
-            normalized ones; `None` where `query` and `key` are those.
-        prefix: `(S,)`, which keys queries before them see too (prefix-LM); `None` for
-            none.
+        query: Scaled queries of shape `(K, T · G, H)`, before any normalization by the
+            map itself. The G query heads of a token are adjacent.
+        key: Scaled keys of shape `(K, S, H)`, before any normalization by the map.
+        value: Values of shape `(K, S, V)`.
+        causal: Whether query i sees only keys `j <= i`.
+        logit_scale: Factor that turns `query · key` into a logit of softmax attention.
+            It is 1 for maps that estimate softmax, because they use the same scale.
+        softmax: Pair of the queries and keys of softmax attention, if `query` and `key`
+            are normalized (option `temperature`). `None` if `query` and `key` are
+            those of softmax attention.
+        prefix: Boolean array of shape `(S,)`, true for keys that earlier queries see
+            too (prefix-LM). `None` if there are none.
     """
 
     query: np.ndarray
@@ -81,7 +99,7 @@ class Sequence(NamedTuple):
 
 
 class Recorder:
-    """Collects `Sequence`s; the layer goes on with softmax if `exact`."""
+    """Recorder that collects `Sequence`s; if `exact`, the layer computes softmax."""
 
     def __init__(self, layer, exact, max_tokens):
         self.num_heads, _ = layer._kv_shape()
@@ -89,7 +107,7 @@ class Recorder:
         self.sequences = []
 
     def __call__(self, call):
-        """Adds a batch, of an `Attention`."""
+        """Adds the sequences of a batch, from an `Attention`."""
         key_mask, causal = call.mask.key_mask, call.mask.causal
 
         def tokens(query, key):
@@ -112,7 +130,7 @@ class Recorder:
         return call.softmax() if self.exact else None
 
     def _tokens(self, x, mask):
-        """The real tokens of each row, evenly thinned, as `(K, n · G, ·)`."""
+        """Yields evenly spaced real tokens of each row, as `(K, n · G, ·)`."""
         for row in self._real(x, mask):
             groups = row.shape[1] // self.num_heads
             row = row.reshape(len(row), self.num_heads, groups, row.shape[-1])
@@ -121,7 +139,7 @@ class Recorder:
             yield row.astype("float64")
 
     def _prefixes(self, call):
-        """Which of the kept keys are of the prefix, row by row."""
+        """Yields for each row which of the kept keys belong to the prefix."""
         prefix = call.mask.prefix_mask
         if prefix is None:
             return itertools.repeat(None, len(call.key))
@@ -129,7 +147,7 @@ class Recorder:
         return (row.astype(bool) for row in found)
 
     def _real(self, x, mask):
-        """What belongs to the real tokens of each row, evenly thinned."""
+        """Yields the entries of evenly spaced real tokens, row by row."""
         x = keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
         real = np.ones(x.shape[:2], bool)
         if mask is not None:
@@ -141,7 +159,11 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording(recorders):
-    """Sets the `recorder` of layers meanwhile; `recorders` are `(layer, recorder)`."""
+    """Context manager that sets the `recorder` of layers.
+
+    Args:
+        recorders: List of pairs `(layer, recorder)`.
+    """
     try:
         for layer, recorder in recorders:
             layer.recorder = recorder
@@ -152,18 +174,18 @@ def recording(recorders):
 
 
 def linear_layers(model):
-    """The linear attention layers of a model, in no particular order."""
+    """Returns the linear attention layers of a model, in no particular order."""
     return [x for x in model._flatten_layers() if isinstance(x, LinearAttention)]
 
 
 def in_order(model, layers, batch):
-    """Attention layers in the order in which a batch meets them, others last."""
+    """Sorts attention layers by when a batch reaches them; unreached ones are last."""
     met = {}
 
     def meeting(layer):
         def recorder(call):
             met[id(layer)] = layer
-            # Any output does, and this one costs nothing.
+            # The output does not matter, and zeros cost nothing.
             return call.zero()
 
         return recorder
@@ -174,22 +196,22 @@ def in_order(model, layers, batch):
 
 
 def record(model, data, exact=True, max_tokens=1024, verbose=0):
-    """Runs a model on data and keeps what its linear attention layers meet.
+    """Runs a model and records the inputs of its linear attention layers.
 
     Args:
-        model: A model with linear attention, run outside of any compiled function.
-        data: An iterable of batches, each what `model(batch)` takes.
-        exact: Whether layers compute softmax attention meanwhile, so that deeper ones
-            meet what they meet in the softmax model. Takes memory quadratic in the
-            length of a batch.
-        max_tokens: How many queries and keys of a sequence are kept at most, evenly
-            spread.
-        verbose: 0 for silence, 1 or `"auto"` for a progress bar, 2 for a line at the
-            end, as in Keras.
+        model: A model with linear attention. It runs outside of compiled functions.
+        data: An iterable of batches, each of which `model(batch)` accepts.
+        exact: Whether the layers compute softmax attention during the run, so that
+            deeper layers receive the same inputs as in the softmax model. This takes
+            memory quadratic in the sequence length. Defaults to `True`.
+        max_tokens: Maximum number of queries and of keys that are kept of a sequence,
+            evenly spaced. Defaults to 1024.
+        verbose: 0 (default) for no output, 1 or `"auto"` for a progress bar, 2 for a
+            line at the end, as in Keras.
 
     Returns:
         List of `(path, layer, sequences)`, one for each linear attention layer that
-        met a real token.
+        received a real token. `sequences` is a list of `Sequence`s.
 
     Raises:
         ValueError: If `max_tokens` is not a positive integer, `data` is not an

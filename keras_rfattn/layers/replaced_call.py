@@ -1,4 +1,4 @@
-"""Another function in place of a layer's `call`, for one thread and for a while."""
+"""Temporarily replaces a layer's `call` by another function, for one thread."""
 
 import contextlib
 import threading
@@ -9,13 +9,13 @@ _LOCK = threading.Lock()
 
 
 class ReplacedCall:
-    """An instance's `call` while some thread answers for it.
+    """The `call` of a layer instance while at least one thread replaces it.
 
     Attributes:
-        before: What the instance had under that name, or `None`.
-        call: The layer's own `call`, for threads that do not.
-        answer: `PerThread`, the function that answers.
-        users: How many `with`s need this, in all threads.
+        before: The instance attribute `call` before the replacement, or `None`.
+        call: The layer's own `call`, for threads that do not replace it.
+        answer: `PerThread` value, the function that replaces `call`.
+        users: Number of active `with` blocks that need this object, in all threads.
     """
 
     def __init__(self, layer):
@@ -23,7 +23,7 @@ class ReplacedCall:
         self.answer, self.users = PerThread(), 0
 
     def current(self):
-        """The function that this thread calls."""
+        """Returns the function that the current thread calls."""
         return self.answer.value or self.call
 
     def __call__(self, *args, **kwargs):
@@ -32,17 +32,18 @@ class ReplacedCall:
 
 @contextlib.contextmanager
 def answering(layer, around):
-    """This thread calls another function in place of a layer's `call` meanwhile.
+    """Context manager that replaces a layer's `call` in the current thread.
 
     Args:
         layer: A Keras layer.
-        around: `call -> function`, of what would be called otherwise.
+        around: Function that takes the current `call` and returns its replacement.
     """
     with _LOCK:
         replaced = vars(layer).get("call")
         if not isinstance(replaced, ReplacedCall):
             replaced = ReplacedCall(layer)
-            # Past Keras' tracking: it is gone before anything could be saved.
+            # This bypasses Keras' attribute tracking. The attribute is temporary and
+            # must not be saved.
             object.__setattr__(layer, "call", replaced)
         replaced.users += 1
     try:

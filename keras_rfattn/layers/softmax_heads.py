@@ -1,26 +1,28 @@
-"""Heads that stay softmax in a layer whose others are linear.
+"""Heads that stay softmax in a layer whose other heads are linear.
 
-A few heads look a token up elsewhere in the text, which features of any useful width
-blur; most do not ("DuoAttention", Xiao et al., 2024, keeps full attention in such
-"retrieval heads"). `diagnostics.sensitivity` finds them.
+A few heads retrieve a single token from elsewhere in the text, which random features of
+any useful width blur. Most heads do not. "DuoAttention" (Xiao et al., 2024) keeps full
+attention in such "retrieval heads". `diagnostics.sensitivity` finds them.
 """
 
 from keras import ops
 
 
 def with_softmax_heads(call, output):
-    """An output in which the heads that stay softmax are.
+    """Replaces the output of heads that stay softmax by softmax attention.
 
     Args:
-        call: `layers.attend.Attention`.
-        output: `(B, T, N, V)`, of whatever answers for the other heads: features, or a
-            control in their place.
+        call: The `layers.attend.Attention`.
+        output: Array of shape `(B, T, N, V)` with the output of the linear heads. It
+            may come from features or from a recorder. Its entries for softmax heads are
+            ignored.
 
     Returns:
-        `(B, T, N, V)`.
+        Array of shape `(B, T, N, V)`.
 
     Raises:
-        ValueError: If there are no such heads, or no others.
+        ValueError: If the option `softmax_heads` names heads that do not exist, or all
+            heads.
     """
     heads = call.options.softmax_heads
     if not heads:
@@ -42,12 +44,18 @@ def with_softmax_heads(call, output):
 
 
 def _taken(x, heads):
-    # Slices, as indices would have to be sent to a GPU.
+    # Slices are used because an array of indices would have to be copied to the GPU.
     return ops.concatenate([x[:, :, head : head + 1] for head in heads], axis=2)
 
 
 def check_softmax_heads(heads, count, whose):
-    """Raises `ValueError` if not some of so many heads, named `whose`, can be kept."""
+    """Raises `ValueError` unless `softmax_heads` are some, but not all, heads.
+
+    Args:
+        heads: Sorted tuple of the indices of softmax heads.
+        count: Number of query heads.
+        whose: Description of the layer or tensor, for the error message.
+    """
     if heads and heads[-1] >= count:
         raise ValueError(
             f"`softmax_heads` must be heads of {whose}, from 0 to {count - 1}. "
