@@ -27,10 +27,9 @@ LINEAR_CLASSES = {
 
 
 def original_class(layer):
-    """Returns a layer's class before replacement, or its class if it was not replaced.
+    """Returns the class that a layer or model had before replacement.
 
-    Args:
-        layer: Any layer or model.
+    This is its present class if nothing was replaced.
     """
     return getattr(type(layer), "original_class", type(layer))
 
