@@ -63,7 +63,7 @@ def holders(layers):
 
 
 def refresh(layer):
-    """Discards a layer's compiled functions; on PyTorch, also tracks its variables."""
+    """Discards a layer's compiled functions; PyTorch tracks its variables anew."""
     for name in COMPILED:
         if getattr(layer, f"{name}_function", None) is not None:
             setattr(layer, f"{name}_function", None)

@@ -26,7 +26,7 @@ class Row:
         causal: Whether the attention is causal, or `None` if each call decides.
         parameters_added: Number of parameters that the feature map owns.
         crossover: Sequence length in tokens above which linear attention takes fewer
-            operations than softmax. `None` wherever `width` is.
+            operations than softmax. `None` wherever `width` is `None`.
         note: Why the layer was kept softmax, or remarks on its mechanism.
         implementation: Which implementation computes the layer, and why. `None` for
             softmax.
