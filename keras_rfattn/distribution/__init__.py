@@ -1,4 +1,4 @@
-"""Many devices, by `keras.distribution`: where the weights of a linear model lie.
+"""Distributes a model with linear attention over devices (`keras.distribution`).
 
     mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], devices)
     layouts = keras_rfattn.distribution.layout_map(model, mesh)
@@ -7,8 +7,8 @@
     )
     keras_rfattn.distribution.distribute(model, layouts)
 
-`keras.distribution.DataParallel` needs none of it. `SequenceParallel` divides
-sequences, for texts that no device could hold.
+`keras.distribution.DataParallel` needs no call of this module. `SequenceParallel`
+splits sequences, for texts that do not fit on a single device.
 """
 
 from keras_rfattn.distribution.layouts import distribute

@@ -1,4 +1,4 @@
-"""Heads over the devices of a mesh, and feature maps with their heads."""
+"""Splits attention heads and their feature maps over the devices of a mesh."""
 
 import re
 
@@ -11,24 +11,24 @@ from keras_rfattn.layers.checks import check_model
 
 
 def layout_map(model, mesh, axis="model"):
-    """Layouts that split a model over an axis of a device mesh.
+    """Creates layouts that split a model over an axis of a device mesh.
 
-    Heads are split: query, key, value and output projections, and feature maps with
-    the key/value heads they are of; so are the inner neurons of the dense layers in
-    the same blocks, and the vocabulary of token embeddings. What the number of devices
-    does not divide, key/value heads above all, is on every device, as is everything
-    else.
+    The following weights are split: by head, the query, key, value and output
+    projections, and each feature map together with its key heads; by hidden unit, the
+    dense layers in the same blocks; by token, the token embeddings. Every device holds
+    a full copy of all other weights, and of those whose heads, units or tokens cannot
+    be divided evenly by the number of devices (most often key heads).
 
     Args:
-        model: A built model, replaced or not.
+        model: A built model, with or without linear attention.
         mesh: `keras.distribution.DeviceMesh`.
-        axis: Name of the axis of `mesh`.
+        axis: Name of the axis of `mesh` to split over.
 
     Returns:
-        A `keras.distribution.LayoutMap` by the paths of the model's weights.
+        A `keras.distribution.LayoutMap` with the paths of the model's weights as keys.
 
     Raises:
-        TypeError: If `model` is not a Keras layer, or `mesh` not a mesh.
+        TypeError: If `model` is not a Keras layer, or `mesh` is not a mesh.
         ValueError: If the model is not built, or `mesh` has no such axis.
     """
     check_model(model)
@@ -58,17 +58,20 @@ def layout_map(model, mesh, axis="model"):
         if place is not None:
             names = [None] * len(weight.shape)
             names[place] = axis
-            # The key is a pattern, looked for in the paths of optimizers' weights too.
+            # Keras treats keys as regular expressions, and also searches the paths of
+            # optimizer variables with them: hence the anchors.
             layouts[f"^{re.escape(weight.path)}$"] = tuple(names)
     return layouts
 
 
 def distribute(model, layouts):
-    """Lays the weights that a model has out; those made later follow by themselves.
+    """Applies layouts to the existing weights of a model.
+
+    Keras itself applies the active distribution to weights that are created later.
 
     Args:
-        model: The model.
-        layouts: What `layout_map` returned.
+        model: A built model.
+        layouts: The `keras.distribution.LayoutMap` that `layout_map` returned.
 
     Raises:
         TypeError: If `model` is not a Keras layer, or `layouts` not a `LayoutMap`.
@@ -81,7 +84,7 @@ def distribute(model, layouts):
             f"returns it. Received: layouts={layouts!r:.80} of type "
             f"{type(layouts).__name__}."
         )
-    # The states of random generators, too.
+    # `variables` includes the states of random generators; `weights` does not.
     for weight in model.variables:
         layout = layouts[weight.path]
         if layout is None:
@@ -93,7 +96,7 @@ def distribute(model, layouts):
 
 
 def _of_attention(layer, size):
-    """Path and split axis of the weights of an attention layer."""
+    """Returns a dict from weight path to split axis for an attention layer."""
     linear = swap.linear_class(swap.original_class(layer))
     kv_heads, _ = linear._kv_shape(layer)
     found = {}
@@ -103,7 +106,7 @@ def _of_attention(layer, size):
         )
         equation = getattr(dense, "equation", None)
         if equation is None:
-            # Heads side by side, with others or in one axis: on every device.
+            # Fused kernels, or kernels without a head axis, stay on every device.
             continue
         inputs, kernel, output = re.split(",|->", equation)
         letter = (inputs if side == "output" else output)[-2]
@@ -124,7 +127,10 @@ def _of_attention(layer, size):
 
 
 def _of_dense(block, attention, size):
-    """The same of dense layers beside attention, between which something is wider."""
+    """Returns a dict from weight path to split axis for a block's dense layers.
+
+    Only layers whose input and output sizes differ are split, along the larger one.
+    """
     own, found = {id(x) for x in attention._flatten_layers()}, {}
     for layer in block._flatten_layers():
         if not isinstance(layer, keras.layers.Dense) or id(layer) in own:

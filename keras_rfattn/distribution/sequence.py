@@ -1,33 +1,35 @@
-"""Sequences over the devices of a mesh, a stretch of tokens on each."""
+"""Splits sequences over the devices of a mesh, a segment of tokens on each."""
 
 import keras
 
 
 class SequenceParallel(keras.distribution.ModelParallel):
-    """`keras.distribution.ModelParallel` that divides sequences, too.
+    """`keras.distribution.ModelParallel` that also splits sequences; needs JAX.
 
         mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "sequence"], devices)
         keras.distribution.set_distribution(SequenceParallel(
             layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="batch"))
 
-    Each device holds a stretch of tokens. Linear attention exchanges sums, whose size
-    does not depend on the length, and is what it is on one device up to rounding; all
-    else that a transformer does concerns one token. JAX.
+    Each device holds a contiguous segment of tokens. For linear attention the devices
+    only exchange sums, whose size does not depend on the sequence length; the result
+    equals that of one device up to rounding. All other parts of a transformer work on
+    each token separately.
 
-    Axis 1 of the data is divided, if it is a multiple of the number of devices; where
-    queries or keys of a layer are not, or it has softmax attention, the compiler
-    gathers what it needs.
+    Axis 1 of the data is split if its length is a multiple of the number of devices.
+    Where the queries or keys of a layer cannot be split like this, or the layer has
+    softmax attention, the compiler gathers the tokens it needs.
 
     Args:
-        layout_map: `keras.distribution.LayoutMap`, of no entry where weights are to be
-            on every device; or what `layout_map` gives, for both.
-        batch_dim_name: Name of the mesh's axis for the batch, its first by default.
-        sequence_dim_name: Name of the mesh's axis for tokens.
-        **kwargs: Of `ModelParallel`.
+        layout_map: `keras.distribution.LayoutMap`. Leave it empty to keep all weights
+            on every device, or pass the result of `layout_map` to split weights too.
+        batch_dim_name: Name of the mesh axis for the batch; the first axis by default.
+        sequence_dim_name: Name of the mesh axis for tokens.
+        **kwargs: Further arguments of `ModelParallel`.
 
     Raises:
-        ValueError: If the mesh has no such axis, or the batch's is the same.
-        NotImplementedError: On another backend than JAX.
+        ValueError: If the mesh has no axis `sequence_dim_name`, or this axis is also
+            the batch axis.
+        NotImplementedError: If the backend is not JAX.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class SequenceParallel(keras.distribution.ModelParallel):
         self._size = self.device_mesh.shape[names.index(sequence_dim_name)]
 
     def get_data_layout(self, data_shape):
-        """The layout of an array of the data: batch, then tokens."""
+        """Returns the layout of a data array: batch on axis 0, tokens on axis 1."""
         axes = list(super().get_data_layout(data_shape).axes)
         if len(data_shape) > 1 and data_shape[1] and data_shape[1] % self._size == 0:
             axes[1] = self.sequence_dim_name

@@ -1,10 +1,11 @@
-"""Token streams: a state that has one size, and what can be done with it.
+"""Feeds tokens to a model chunk by chunk, with a state of fixed size.
 
     logits, state = keras_rfattn.generation.prefill(model, tokens)
     logits, state = keras_rfattn.generation.step(model, more_tokens, state)
 
-Chunks may have any length; outputs are those of one pass over all of them. A state can
-be saved, copied for a shared prompt, and its rows taken, dropped, repeated and joined.
+A chunk may have any length. The logits equal those of a single pass over all chunks. A
+state can be saved to a file or reused for a shared prompt. `take_rows` selects, drops
+or repeats its batch rows, and `join_rows` concatenates the rows of several states.
 """
 
 from keras_rfattn.generation.states import join_rows

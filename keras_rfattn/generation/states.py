@@ -1,4 +1,4 @@
-"""Rows and files of states."""
+"""Selects and joins the batch rows of states, and saves states to files."""
 
 import keras
 import numpy as np
@@ -18,14 +18,19 @@ KINDS = {"state": State, "local": LocalState, "delta": Delta}
 
 
 def take_rows(state, rows):
-    """The rows of a state in another order; some may be dropped, or come twice.
+    """Selects batch rows of a state, in any order; rows may be dropped or repeated.
 
     Args:
         state: A `Cache`.
-        rows: Integers, of the rows of the result.
+        rows: List or 1D array of integers. Row `i` of the result is row `rows[i]` of
+            `state`; negative numbers count from the end.
+
+    Returns:
+        A `Cache` with `len(rows)` rows.
 
     Raises:
-        ValueError: If `rows` are no integers, or there are no such rows.
+        TypeError: If `state` is not a `Cache`.
+        ValueError: If `rows` are not integers, or `state` has no such rows.
     """
     check_type(state)
     rows, count = np.asarray(rows), ops.shape(state.seen)[0]
@@ -40,14 +45,17 @@ def take_rows(state, rows):
 
 
 def join_rows(states):
-    """One state with the rows of several states of a model.
+    """Concatenates the batch rows of several states of one model.
 
     Args:
         states: List of `Cache`.
 
+    Returns:
+        A `Cache` with all rows, in the order of `states`.
+
     Raises:
-        TypeError: If `states` is no list of `Cache`.
-        ValueError: If there is none, or they are of different models.
+        TypeError: If `states` is not a list of `Cache`.
+        ValueError: If `states` is empty, or the states belong to different models.
     """
     if isinstance(states, Cache) or not isinstance(states, (list, tuple)):
         raise TypeError(
@@ -69,14 +77,22 @@ def join_rows(states):
 
 
 def _kind(state):
-    """What states of one model have in common."""
+    """Returns layers, shapes and model number, which are equal within one model."""
     leaves = keras.tree.flatten(state._replace(model=0))
     shapes = [(tuple(x.shape[1:]), str(x.dtype)) for x in leaves if hasattr(x, "shape")]
     return sorted(state.layers), shapes, set(np.unique(_array(state.model)).tolist())
 
 
 def save(path, state):
-    """Writes a state to an `.npz` file, bit for bit."""
+    """Writes a state to an `.npz` file, bit for bit.
+
+    Args:
+        path: Path of the file.
+        state: A `Cache`.
+
+    Raises:
+        TypeError: If `state` is not a `Cache`.
+    """
     check_type(state)
     arrays = {"format": np.array(FORMAT), "seen": _array(state.seen),
               "model": _array(state.model)}  # fmt: skip
@@ -91,18 +107,19 @@ def save(path, state):
 
 
 def load(path, model):
-    """Reads a state that `save` wrote, and nothing else: no object is unpickled.
+    """Reads a state that `save` wrote. No object is unpickled.
 
     Args:
-        path: Of the file.
-        model: The model that will go on with it.
+        path: Path of the file.
+        model: The model that will continue from the state.
 
     Returns:
         A `Cache`.
 
     Raises:
         TypeError: If `model` cannot be decoded with a state.
-        ValueError: If the file is no state, of another format or another model.
+        ValueError: If the file does not hold a state, has another format version, or
+            belongs to another model.
     """
     check(model)
     try:
@@ -149,6 +166,7 @@ def load(path, model):
 
 
 def _array(x):
-    # NumPy has no bfloat16; float32 holds it, and the name remembers it.
+    # NumPy has no bfloat16. float32 holds the values exactly, and the array's name in
+    # the file records the dtype.
     is_short = keras.backend.standardize_dtype(x.dtype) == "bfloat16"
     return ops.convert_to_numpy(ops.cast(x, "float32") if is_short else x)

@@ -1,4 +1,4 @@
-"""Chunks of tokens through a model, and what a state must be for that."""
+"""Runs chunks of tokens through a model, and checks the states that go in."""
 
 import zlib
 
@@ -23,7 +23,7 @@ from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
 from keras_rfattn.ops.gradients import without_gradients
 
-# What tasks that can be streamed begin with, by how they are called.
+# `call_with_cache` of tasks that can be streamed -> function for their empty cache.
 EMPTY = {
     generation.call_with_cache: generation.empty_cache,
     gated_delta.call_with_cache: gated_delta.empty_cache,
@@ -31,21 +31,23 @@ EMPTY = {
 
 
 def prefill(model, tokens, padding_mask=None, max_length=None):
-    """Answers a first chunk of tokens.
+    """Computes the logits of a first chunk of tokens, and the state after it.
 
     Args:
         model: A KerasHub `CausalLM` with linear attention.
-        tokens: Integers `(B, T)`.
-        padding_mask: `(B, T)`, true for real tokens; all if `None`. Padding enters no
-            state, wherever it is.
-        max_length: For models that keep softmax layers: how many tokens those can hold.
+        tokens: Integers `(B, T)`, with batch size B and sequence length T.
+        padding_mask: Booleans `(B, T)`, true for real tokens. `None` if all tokens are
+            real. Padding enters no state, wherever it is.
+        max_length: Number of tokens for which softmax layers reserve keys and values.
+            Only models that keep such layers need it.
 
     Returns:
-        `(logits, state)`: `(B, T, vocabulary)`, and a `Cache`.
+        `(logits, state)`: logits `(B, T, vocabulary)`, and a `Cache`.
 
     Raises:
-        TypeError: If `model` is not such a model.
-        ValueError: If tokens are not of shape `(B, T)`, or `max_length` is missing.
+        TypeError: If `model` is not a `CausalLM` with linear attention.
+        ValueError: If `tokens` does not have shape `(B, T)`, exceeds the model's
+            positions or `max_length`, or `max_length` is missing.
     """
     stream = check(model)
     tokens = _tokens(tokens)
@@ -57,28 +59,31 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
             "that are their kernel, whose keys and values need room. Received: "
             "max_length=None. Pass the number of tokens that will ever be seen."
         )
-    # Weights may have changed since the last one.
+    # The weights may have changed since the last prefill.
     stream.mark = mark_of(model, stream.sites)
     cache = cache._replace(model=cache.model + stream.mark)
     return stream(tokens, cache, 0, padding_mask)
 
 
 def step(model, tokens, state, padding_mask=None):
-    """Answers the tokens that come next, one or many.
+    """Computes the logits of the next tokens, and the state after them.
 
     Args:
-        model: The model of `prefill`.
-        tokens: Integers `(B, T)`.
-        state: What `prefill` or `step` returned; it can be used again.
-        padding_mask: As in `prefill`.
+        model: The model that `prefill` was called with.
+        tokens: Integers `(B, T)`, one or many tokens per row.
+        state: The state that `prefill` or `step` returned. It does not change and can
+            be used again.
+        padding_mask: Booleans `(B, T)`, true for real tokens. `None` if all tokens are
+            real. Padding enters no state.
 
     Returns:
-        `(logits, state)`.
+        `(logits, state)`: logits `(B, T, vocabulary)`, and the new `Cache`.
 
     Raises:
-        TypeError: If `model` or `state` are of another kind.
-        ValueError: If the state is of another model or batch size, or its rows have
-            seen different numbers of positions.
+        TypeError: If `model` is not a `CausalLM` with linear attention, or `state` is
+            not a `Cache`.
+        ValueError: If the state belongs to another model or batch size, or its rows
+            have seen different numbers of positions.
     """
     stream = check(model)
     tokens = _tokens(tokens)
@@ -93,7 +98,11 @@ def step(model, tokens, state, padding_mask=None):
 
 
 def check(model):
-    """The `Stream` of a model; `TypeError` if it cannot be decoded with a state."""
+    """Returns the `Stream` of a model, which is created once.
+
+    Raises:
+        TypeError: If the model cannot be decoded with a state.
+    """
     check_model(model)
     stream = vars(model).get("stream_function")
     if stream is not None and stream.variables == variables_of(model):
@@ -106,7 +115,7 @@ def check(model):
             "`keras_rfattn.replace_attention` first."
         )
     stream = Stream(model)
-    # Past Keras' tracking; `holders.refresh` takes it away.
+    # Bypasses Keras' attribute tracking. `holders.refresh` resets the attribute.
     object.__setattr__(model, "stream_function", stream)
     return stream
 
@@ -121,7 +130,12 @@ def check_type(state):
 
 
 def check_state(model, state, batch_size):
-    """Raises unless a state is of a model and a batch size."""
+    """Checks that a state belongs to a model and has a given batch size.
+
+    Raises:
+        TypeError: If `state` is not a `Cache`.
+        ValueError: If it belongs to another model, or has another batch size.
+    """
     check_type(state)
     stream = check(model)
     wanted = stream.shapes
@@ -152,20 +166,23 @@ def check_state(model, state, batch_size):
 
 
 def keys_and_values(cache):
-    """Those of a cache, of layers that keep them."""
+    """Returns the `(B, 2, S, K, H)` keys and values of each layer that keeps them."""
     return [x for x in cache.layers.values() if not isinstance(x, tuple)]
 
 
 def variables_of(model):
-    """What a compiled program is of: adapters and quantization bring others."""
+    """Returns the ids of a model's variables.
+
+    LoRA adapters and quantization change them, and so invalidate a compiled program.
+    """
     return [id(x) for x in model.variables]
 
 
 class Stream:
-    """What `prefill` and `step` know of a model, and the program they compile once.
+    """Facts about a model that `prefill` and `step` need, and their compiled function.
 
     Args:
-        model: The model.
+        model: A KerasHub `CausalLM` with linear attention.
     """
 
     def __init__(self, model):
@@ -181,7 +198,7 @@ class Stream:
         self.function = self._compiled()
 
     def __call__(self, tokens, state, start, padding_mask):
-        """`(logits, state)` of tokens from a position on."""
+        """Returns `(logits, state)` for tokens that begin at position `start`."""
         hidden = None
         if padding_mask is not None:
             mask = ops.convert_to_numpy(padding_mask).astype(bool)
@@ -225,7 +242,7 @@ class Stream:
         return logits, state
 
     def _compiled(self):
-        """As the backend compiles `generate`."""
+        """Compiles `_forward` as Keras compiles `generate` on each backend."""
         backend = keras.backend.backend()
         if backend == "torch":
             return without_gradients()(self._forward)
@@ -250,7 +267,11 @@ class Stream:
 
 
 def mark_of(model, sites):
-    """A number that tells classes, mechanisms, random vectors and projections apart."""
+    """Returns a checksum that identifies the model whose states these are.
+
+    It covers the model's class, and the mechanism, random vectors and query projection
+    of each linear layer.
+    """
     found = zlib.crc32(original_class(model).__name__.encode())
     for site in sites:
         if site.is_linear:
@@ -263,7 +284,7 @@ def mark_of(model, sites):
 
 
 def _shapes(cache):
-    """Shapes without the batch, and without the length of keys and values, by name."""
+    """Returns shapes and dtypes by name, without the batch axis and key length."""
     found = {}
     for i, kept in cache.layers.items():
         if isinstance(kept, tuple):

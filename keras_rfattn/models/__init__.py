@@ -1,4 +1,4 @@
-"""Surgery on other people's models."""
+"""Replaces attention in existing Keras models, and restores it."""
 
 from keras_rfattn.models.adapters.keras_cv import convert_vit
 from keras_rfattn.models.extend_positions import extend_positions

@@ -1,7 +1,8 @@
-"""Generation of Moonshine: speech is summed up once, text is generated token by token.
+"""Generates text with Moonshine, which sums the encoded speech only once.
 
-As for encoder-decoders of text (`seq2seq`); the task takes speech, and runs the whole
-prompt through its decoder while it makes its caches.
+It works as for encoder-decoders of text (`seq2seq`), with two differences: the task
+takes speech, and it runs the whole prompt through its decoder while it builds its
+caches.
 """
 
 import inspect
@@ -12,6 +13,7 @@ import keras_rfattn.models.generation as generation
 import keras_rfattn.models.seq2seq as seq2seq
 from keras_rfattn.models.carried import sums_up
 
+# Parameters of `_build_cache`, by which such tasks are recognized.
 BUILD = ["self", "encoder_input_values", "encoder_padding_mask", "decoder_token_ids",
          "decoder_padding_mask"]  # fmt: skip
 
@@ -23,12 +25,12 @@ def build_cache(
     decoder_token_ids,
     decoder_padding_mask,
 ):
-    """`_build_cache` of the task.
+    """Runs the task's `_build_cache`.
 
     Returns:
-        `(hidden_states, cache, cross_cache, encoder_hidden_states, encoder_mask)`;
-        `cross_cache` has the keys and values of softmax layers, and is a placeholder
-        where there are none.
+        `(hidden_states, cache, cross_cache, encoder_hidden_states, encoder_mask)`.
+        `cross_cache` holds the keys and values of layers that keep them for
+        cross-attention; it is a placeholder if there are none.
     """
     known = generation.context(task)
     original = type(task).original_class._build_cache
@@ -57,7 +59,9 @@ def call_decoder_with_cache(
     self_attention_cache_update_index=None,
     cross_attention_cache=None,
 ):
-    """`call_decoder_with_cache` of the task; see `seq2seq.call_decoder_with_cache`.
+    """Runs the task's `call_decoder_with_cache`.
+
+    The arguments are those of `seq2seq.call_decoder_with_cache`.
 
     Returns:
         `(logits, hidden_states, self_attention_cache, cross_attention_cache)`.
@@ -80,7 +84,7 @@ def call_decoder_with_cache(
 
 
 def members(cls):
-    """Methods that a task's class gets, if it turns speech into text."""
+    """Returns the methods for a task's carrier, if it turns speech into text."""
     build = getattr(cls, "_build_cache", None)
     if build is None or list(inspect.signature(build).parameters) != BUILD:
         return {}

@@ -1,4 +1,7 @@
-"""What each attention layer keeps while a model generates: sums, or keys and values."""
+"""Lets each attention layer use its own state or cache while a model generates.
+
+Linear layers keep recurrent sums; softmax layers keep keys and values.
+"""
 
 import contextlib
 
@@ -13,17 +16,20 @@ from keras_rfattn.ops.masks import AttentionMask
 
 @contextlib.contextmanager
 def carried(sites, layers, decoder, is_hidden=None):
-    """Meanwhile, attention layers answer by what they keep.
+    """Context manager in which attention layers compute from their own caches.
 
     Args:
-        sites: `survey.Site`s.
-        layers: What they keep, as in `Cache`.
-        decoder: `state -> recorder` of a linear layer.
-        is_hidden: `length -> (B, length)`, which of so many keys are padding.
+        sites: List of `survey.Site`.
+        layers: Dict of states and caches by layer number, as in `Cache.layers`.
+        decoder: Function from a state (or `None`) to the recorder of a linear layer.
+        is_hidden: Function from a number of keys S to booleans `(B, S)`, true for
+            padding. `None` if there is no padding.
 
     Yields:
-        `(parts, blank)`: what answers, by number of the layer, with its `state`; and
-        `(batch_size, dtype) -> placeholder` of the one cache that nobody reads.
+        `(parts, blank)`. `parts` is a dict from layer number to the object that
+        computes the layer's output and holds its new `state`. `blank` is a function
+        from `(batch_size, dtype)` to a placeholder for the model's cache, which no
+        layer reads.
     """
     parts, longest = {}, 1
     with contextlib.ExitStack() as stack:
@@ -53,14 +59,20 @@ def carried(sites, layers, decoder, is_hidden=None):
 
 
 def kept(parts):
-    """What layers keep after a call, as in `Cache`."""
+    """Returns the states and caches after a call, in the form of `Cache.layers`."""
     return {i: part.state for i, part in parts.items() if part.state is not None}
 
 
 class Exact:
-    """A layer's `call`, with keys and values of its own for a placeholder.
+    """A layer's `call`, which gets its own keys and values instead of a placeholder.
 
-    That of a softmax layer, or of a map that computes its kernel.
+    It serves softmax layers, and linear layers with exact maps or softmax heads.
+
+    Args:
+        site: `survey.Site` of the layer.
+        state: Keys and values `(B, 2, S, K, H)`: batch B, length S, K key heads, head
+            dim H.
+        is_hidden: Function from S to booleans `(B, S)`, true for padding, or `None`.
     """
 
     def __init__(self, site, state, is_hidden=None):
@@ -72,7 +84,7 @@ class Exact:
             self.placed = getattr(linear, "placed", None)
 
     def around(self, call):
-        """This, in place of a layer's `call`."""
+        """Keeps the layer's `call`, and returns this object to be used in its place."""
         self.function = call
         return self
 
@@ -93,7 +105,12 @@ class Exact:
 
 
 def also(mask, visible):
-    """An attention mask that hides keys too where `(B, S)` is false."""
+    """Returns an attention mask that also hides keys where `visible` is false.
+
+    Args:
+        mask: `AttentionMask`, dense array, or `None`.
+        visible: Booleans `(B, S)`.
+    """
     if isinstance(mask, AttentionMask):
         known = mask.key_mask
         return mask.replace(key_mask=visible if known is None else known & visible)
@@ -102,14 +119,14 @@ def also(mask, visible):
 
 
 def sums_up(site):
-    """Whether a layer keeps sums alone: none of its heads is exact."""
+    """Returns whether a layer keeps only recurrent sums, i.e. no head is exact."""
     if not site.is_linear:
         return False
     return not (site.layer.feature_map.is_exact or site.layer.options.softmax_heads)
 
 
 def empty_layers(sites, batch_size, max_length):
-    """Room for the keys and values of softmax layers, as in `Cache`."""
+    """Allocates keys and values for the layers that keep them, as in `Cache.layers`."""
     layers = {}
     for site in sites:
         if not sums_up(site):

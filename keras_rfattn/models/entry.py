@@ -1,4 +1,7 @@
-"""The entry "attention" in a container's config: the mechanisms of the layers below."""
+"""The "attention" entry in a container's config, which lists its linear layers.
+
+A container is a layer or model that holds attention layers.
+"""
 
 import keras
 
@@ -10,10 +13,18 @@ FORMAT = 1
 
 
 def attention_config(container):
-    """The config entry of a container: the mechanism of every linear layer below."""
+    """Returns the "attention" entry that a container saves in its config.
+
+    Args:
+        container: Layer or model that holds attention layers.
+
+    Returns:
+        Dict with the feature map and options of every linear layer inside, in the
+        form that `check_entry` accepts.
+    """
     base = swap.original_class(container)
     return {
-        # Keras quotes the config where it does not find a class.
+        # Keras' error for an unknown class quotes the config, and so shows this hint.
         "how_to_load": "import keras_rfattn",
         "format": FORMAT,
         "class": {
@@ -36,17 +47,25 @@ def attention_config(container):
 
 
 def _map_config(layer):
-    """The config of a layer's map, not frozen by what only the layer keeps."""
+    """Returns the config of a layer's map, without the freeze of a frozen layer."""
     config = feature_maps.serialize(layer.feature_map)
     if not layer.trainable:
-        # Many containers are rebuilt without the flags of the layers inside, and then
-        # the map would stay frozen alone.
+        # Many containers do not save the `trainable` flags of their inner layers.
+        # After loading, only the map would still be frozen.
         config["config"]["trainable"] = True
     return config
 
 
 def check_entry(entry, name):
-    """Raises `ValueError` unless `entry` is what `attention_config` makes."""
+    """Checks that an entry has the form that `attention_config` returns.
+
+    Args:
+        entry: Value of "attention" in a saved config, or `None` if it is missing.
+        name: Name of the container's class, for error messages.
+
+    Raises:
+        ValueError: If the entry is missing, malformed or of another format version.
+    """
     if entry is None:
         raise ValueError(
             f"The config of {name} has no entry 'attention', so that its attention "

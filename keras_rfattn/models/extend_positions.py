@@ -1,4 +1,4 @@
-"""Longer inputs than a checkpoint was trained on: extended position tables."""
+"""Extends learned position tables, so that a checkpoint takes longer inputs."""
 
 import keras
 import numpy as np
@@ -11,31 +11,31 @@ METHODS = ("tile", "interpolate")
 
 
 def extend_positions(model, max_length, method="tile"):
-    """A copy of a model whose learned position table covers longer inputs.
+    """Copies a model with a larger table of learned positions, for longer inputs.
 
-    Linear attention pays at lengths that most checkpoints cannot take: BERT has
-    512 positions, GPT-2 1024, a ViT its training grid. The copy is rebuilt from
-    the model's config with a larger table; every other weight is copied, and
+    Linear attention pays off at lengths that most checkpoints cannot take: BERT has
+    512 positions, GPT-2 has 1024, and a ViT has its training grid. The copy is rebuilt
+    from the model's config with a larger table. Every other weight is copied, and
     replaced attention stays replaced.
 
     Args:
         model: A KerasHub backbone or task with learned absolute positions, or a model
             that holds one backbone, such as `keras.Model(inputs, head(backbone(...)))`.
-            It is left as it is.
-        max_length: For text the new number of positions; for images the new
-            `(height, width)` in pixels. Inputs of a model around the backbone that
-            have the old size get the new one.
+            This model does not change.
+        max_length: The new number of positions for text; the new `(height, width)` in
+            pixels for images. If a model around the backbone has inputs of the old
+            size, they get the new size.
         method: `"tile"` repeats the table, so that every position keeps a trained
-            embedding and neighbours stay neighbours; `"interpolate"` stretches it
-            linearly (bilinearly for images, where class tokens keep theirs).
+            embedding and neighbors stay neighbors; `"interpolate"` stretches it
+            linearly (bilinearly for images, where class tokens keep their rows).
 
     Returns:
-        A new model of the same class, not compiled beyond what its constructor does.
+        A new model of the same class, compiled only if its constructor compiles it.
 
     Raises:
         ValueError: If the model has no learned positions or several backbones, cannot
-            be rebuilt from its config, has other weights that depend on the length, or
-            `max_length` or `method` is invalid.
+            be rebuilt from its config, or has other weights that depend on the length;
+            or if `max_length` or `method` is invalid.
         TypeError: If `model` is not a Keras model.
     """
     if not isinstance(model, keras.Model):
@@ -102,7 +102,7 @@ def _drop(config, key):
 
 
 def _nodes(config):
-    """All `(class name, config)` in a config, the outer ones first."""
+    """Yields each `(class name, config)` in a nested config, the outer ones first."""
     if isinstance(config, dict):
         inner = config.get("config")
         if isinstance(inner, dict):
@@ -114,7 +114,7 @@ def _nodes(config):
 
 
 def _sized(config, model):
-    """The one config inside `config` that has a size of its inputs."""
+    """Returns the one config inside `config` that holds the size of the inputs."""
     found = []
     for _, inner in _nodes(config):
         is_below = any(inner is x for y in found for _, x in _nodes(y))
@@ -133,7 +133,7 @@ def _sized(config, model):
 
 
 def _resize(config, max_length, name):
-    """Writes the new size into a backbone's config; returns the old and the new one."""
+    """Writes the new size into a backbone's config; returns the old and new sizes."""
     if "image_shape" not in config:
         old = config["max_sequence_length"]
         if not _is_integer(max_length) or max_length < old:
@@ -162,7 +162,7 @@ def _resize(config, max_length, name):
 
 
 def _resize_inputs(config, old, new):
-    """Gives the new size to inputs, of models around a backbone, that have the old."""
+    """Writes the new size into each `InputLayer` config that has the old size."""
     is_text = isinstance(old, int)
     # Tokens are (B, T); images (B, H, W, C) or (B, C, H, W).
     rank, starts = (2, (1,)) if is_text else (4, (1, 2))
@@ -199,7 +199,8 @@ def _copy_weights(source, target, old, new, method):
     _check_tables(tables, old, new)
     for a, b in pairs:
         if tuple(a.shape) == tuple(b.shape):
-            # A copy: on JAX both models would own one buffer, which `fit` donates.
+            # The NumPy copy keeps the models apart: on JAX they would otherwise share
+            # one buffer, which `fit` donates.
             b.assign(ops.convert_to_numpy(a))
         elif "float" in keras.backend.standardize_dtype(a.dtype):
             table = np.asarray(ops.convert_to_numpy(a), dtype="float32")
@@ -208,7 +209,13 @@ def _copy_weights(source, target, old, new, method):
 
 
 def _check_tables(tables, old, new):
-    """Raises `ValueError` unless all weights that grow are position tables."""
+    """Raises `ValueError` unless every weight that changes shape is a position table.
+
+    Args:
+        tables: Pairs of old and new weights whose shapes differ.
+        old: Old number of positions, or old `(height, width)`.
+        new: New number of positions, or new `(height, width)`.
+    """
     for a, b in tables:
         if isinstance(new, int):
             is_table = a.shape[-1:] == b.shape[-1:] or len(a.shape) == 1
@@ -226,7 +233,7 @@ def _check_tables(tables, old, new):
 
 
 def _grow_sequence(table, shape, old, new, method):
-    """A table `(L, d)` grown to `(L', d)`; rows beyond `old` are an offset's."""
+    """Grows a table `(L, d)` to `(L', d)`, keeping its first `L - old` rows."""
     extra, count = table[: len(table) - old], shape[0] - (len(table) - old)
     rows = table[len(table) - old :]
     if method == "tile":
@@ -240,7 +247,7 @@ def _grow_sequence(table, shape, old, new, method):
 
 
 def _grow_grid(table, shape, old, new, method):
-    """A table of class tokens and a grid of patches, grown to a larger grid."""
+    """Grows a table of class tokens and a grid of patches to a larger grid."""
     rows, wanted = table.reshape(-1, table.shape[-1]), int(np.prod(shape[:-1]))
     patch = _patch_size(len(rows), wanted, old, new)
     (h, w), (h2, w2) = [(n[0] // patch, n[1] // patch) for n in (old, new)]
@@ -257,7 +264,7 @@ def _grow_grid(table, shape, old, new, method):
 
 
 def _patch_size(rows, wanted, old, new):
-    """The patch size at which both tables have the same number of class tokens."""
+    """Finds the patch size for which both tables have equally many class tokens."""
     for patch in range(1, min(old) + 1):
         prefix = rows - (old[0] // patch) * (old[1] // patch)
         if 0 <= prefix <= 8 and any(

@@ -1,9 +1,10 @@
-"""Generation beside layers of Qwen 3.5's own linear attention, gated delta networks.
+"""Generates text with Qwen 3.5, which also has gated delta networks.
 
-Those layers keep the last inputs of a convolution, and a matrix. KerasHub lets padding
-into both, and the last token of a prompt a second time. Here a prompt enters them up to
-the token before generation begins, padding is the zeros that a full pass makes of it,
-and nothing comes after it.
+Gated delta networks, Qwen 3.5's own linear attention, keep the last inputs of a
+convolution and a matrix. KerasHub lets padding enter both, and lets the last token of
+the prompt enter twice. Here the prompt enters without the last token before generation
+begins, because the sampler feeds this token again. Padding enters as zeros, as in a
+full pass, and nothing enters for later positions.
 """
 
 import contextlib
@@ -19,16 +20,19 @@ from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.models.carried import carried
 from keras_rfattn.models.carried import kept
 
+# Parameters of `_build_cache`, by which such tasks are recognized.
 BUILD = ["self", "token_ids", "padding_mask", "img_embeddings", "vision_indices",
          "position_ids"]  # fmt: skip
 
 
 class Delta(NamedTuple):
-    """What all such layers keep, under the name "delta" in `generation.Cache.layers`.
+    """State of all gated delta networks, the entry "delta" in `Cache.layers`.
 
     Attributes:
-        conv: `(B, layers, channels, size - 1)`, the last inputs of convolutions.
-        recurrent: `(B, layers, heads, key dim, value dim)`, float32.
+        conv: Last inputs of the convolutions, `(B, layers, channels, size - 1)`, where
+            `size` is the kernel size.
+        recurrent: Recurrent matrices, `(B, layers, heads, key dim, value dim)`,
+            float32.
     """
 
     conv: Any
@@ -36,13 +40,13 @@ class Delta(NamedTuple):
 
 
 def gated_layers(task):
-    """The gated delta networks of a task."""
+    """Returns the gated delta networks of a task."""
     blocks = task.backbone.transformer_layers
     return [x._linear_attn for x in blocks if hasattr(x, "_linear_attn")]
 
 
 def empty_cache(task, batch_size, max_length):
-    """`generation.empty_cache`, of such layers too."""
+    """Returns `generation.empty_cache` with an entry for gated delta networks."""
     empty = generation.empty_cache(task, batch_size, max_length)
     layer = next(iter(gated_layers(task)), None)
     sizes = 1, 1, 1, 1, 1
@@ -61,21 +65,23 @@ def empty_cache(task, batch_size, max_length):
 
 
 def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs):
-    """`call_with_cache` of the task.
+    """Runs the task's `call_with_cache`.
 
     Args:
         task: The task.
-        token_ids: Integers `(B, T)`, one token or many.
-        cache: `generation.Cache`, or the empty one with which KerasHub begins.
+        token_ids: Integers `(B, T)`, one or many tokens per row.
+        cache: The `generation.Cache` before these tokens, or the empty cache that
+            KerasHub passes first.
         cache_update_index: Position of the first token.
-        *args: Further arguments of the task's own.
-        **kwargs: Likewise.
+        *args: Further arguments of the task's own method.
+        **kwargs: Further keyword arguments of the task's own method.
 
     Returns:
-        `(logits, hidden_states, cache)`.
+        `(logits, hidden_states, cache)`, with the `generation.Cache` after these
+        tokens.
 
     Raises:
-        ValueError: If `cache` is neither.
+        ValueError: If `cache` is neither of the two.
     """
     known = generation.context(task)
     original = type(task).original_class.call_with_cache
@@ -84,7 +90,7 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
     batch, length = ops.shape(token_ids)
     cache = begun(task, cache, cache_update_index, batch, length)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
-    # The sampler asks for the last token of the prompt once more.
+    # The sampler feeds the last token of the prompt again, so it must not enter yet.
     count = None if known.end is None or length == 1 else known.end - 1
     known = known._replace(end=count)
     enters, passed, seen = generation.entering(known, cache, batch, length, start)
@@ -108,7 +114,7 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
 
 
 def begun(task, cache, start, batch, length):
-    """A `generation.Cache`, also of what KerasHub begins with."""
+    """Returns a `generation.Cache`, a new one for KerasHub's empty first cache."""
     if isinstance(cache, generation.Cache):
         return cache
     if isinstance(start, int) and start == 0 and isinstance(cache, tuple):
@@ -122,14 +128,15 @@ def begun(task, cache, start, batch, length):
 
 @contextlib.contextmanager
 def entered(task, enters, count=None):
-    """Meanwhile, gated delta networks let some tokens in and leave others out.
+    """Context manager that selects the tokens that enter the gated delta networks.
 
     Args:
         task: The task.
-        enters: `(B, T)`, tokens that are not padding.
-        count: If not `None`, the first tokens after which there is nothing yet. They
-            are moved to the end for what is kept, and their outputs back; those of
-            later tokens mean nothing.
+        enters: Booleans `(B, T)`, true for tokens that enter.
+        count: Number of first tokens that exist so far; `None` if all T exist. The
+            networks keep the state after their last input. The existing tokens are
+            therefore moved to the end, and their outputs are moved back. The outputs of
+            later positions are meaningless.
     """
     length = ops.shape(enters)[1]
     positions = ops.arange(length, dtype="int32")
@@ -154,12 +161,12 @@ def entered(task, enters, count=None):
 
 
 def generate_step(task, inputs, stop_token_ids=None):
-    """`generate_step` of the task, for padding wherever it is."""
+    """Runs the task's `generate_step`; the prompt may have padding anywhere."""
     return generation.stepped(task, inputs, stop_token_ids, "padding_mask")
 
 
 def members(cls):
-    """Methods that a task's class gets, if it has such layers."""
+    """Returns the methods for a task's carrier, if it is like Qwen 3.5."""
     build = getattr(cls, "_build_cache", None)
     if build is None or list(inspect.signature(build).parameters) != BUILD:
         return {}

@@ -1,9 +1,9 @@
-"""Generation whose state does not grow: one state a linear layer, whatever the context.
+"""Generates text with one state of fixed size per linear layer.
 
-KerasHub's tasks hand each attention layer its part of one cache of keys and values.
-Here every layer has its own part of a `Cache`, its sums, and the task's own code runs
-around a placeholder that nobody reads. Softmax layers of a mixed model keep keys and
-values.
+KerasHub's tasks pass each attention layer its slice of one array of keys and values.
+Here every layer has its own entry in a `Cache`: recurrent sums for a linear layer, keys
+and values for a softmax layer of a mixed model. The task's own code passes a
+placeholder around, which no layer reads.
 """
 
 import inspect
@@ -24,20 +24,21 @@ from keras_rfattn.ops.windowed_state import LocalState
 
 STATES = (State, LocalState)
 
-# Of tasks, while `generate` runs.
+# Task -> `Generating`, while `generate` runs.
 _GENERATING = PerObject()
 
 
 class Cache(NamedTuple):
-    """What a model has seen so far; a pytree with the batch on axis 0.
+    """State of a model after the tokens so far; a pytree with the batch on axis 0.
 
     Attributes:
-        seen: `(B,)`, how many positions, int32. A token at an earlier one is answered,
-            and does not enter a second time.
-        layers: Dict of what each attention layer keeps, by its number in the model:
-            `ops.State` or `ops.LocalState`, or keys and values `(B, 2, S, K, H)`.
-        model: `(B,)`, a number that tells the model whose cache it is, int32; 0 inside
-            of `generate`.
+        seen: Number of positions seen, int32 `(B,)` for batch size B. A token at an
+            earlier position gets logits, but does not enter the state a second time.
+        layers: Dict from the number of an attention layer in the model, as a string,
+            to its entry: `ops.State` or `ops.LocalState` of a linear layer, or keys and
+            values `(B, 2, S, K, H)` for S positions, K key heads and head dim H.
+        model: Number that identifies the model of the cache, int32 `(B,)`. It is 0
+            inside `generate`.
     """
 
     seen: Any
@@ -46,13 +47,15 @@ class Cache(NamedTuple):
 
 
 class Generating(NamedTuple):
-    """What is known while `generate` runs.
+    """Facts about a task and its prompt, for the calls inside `generate`.
 
     Attributes:
-        sites: `survey.Site` of each attention layer.
-        hidden: `(B, T)`, padding before the last real token of each row.
+        sites: List of `survey.Site`, one for each attention layer.
+        hidden: Booleans `(B, T)`, true for padding before the last real token of each
+            row. `None` if there is no padding.
         origin: Position of the first column of `hidden`.
-        end: Position where generation begins: the first that some row has no token at.
+        end: Position where generation begins, which is the first position at which
+            some row has no token. `None` outside `generate`.
     """
 
     sites: Any
@@ -64,19 +67,21 @@ class Generating(NamedTuple):
 def call_with_cache(
     task, token_ids, cache, cache_update_index, *args, before=0, **kwargs
 ):
-    """`CausalLM.call_with_cache` of a task with linear attention.
+    """Runs `CausalLM.call_with_cache` of a task with linear attention.
 
     Args:
         task: The task.
-        token_ids: Integers `(B, T)`, one token or many.
-        cache: `Cache`.
-        cache_update_index: Position of the first of them, or of what is before them.
-        *args: Further arguments of the task's own.
-        before: Number of positions that the task puts before them, as of an image.
-        **kwargs: Likewise.
+        token_ids: Integers `(B, T)`, one or many tokens per row.
+        cache: The `Cache` before these tokens.
+        cache_update_index: Position of the first token; with `before`, position of
+            what comes before the tokens.
+        *args: Further arguments of the task's own method.
+        before: Number of positions, such as those of an image, that the task inserts
+            before the tokens.
+        **kwargs: Further keyword arguments of the task's own method.
 
     Returns:
-        `(logits, hidden_states, cache)`.
+        `(logits, hidden_states, cache)`, with the `Cache` after these tokens.
 
     Raises:
         ValueError: If `cache` is not a `Cache`.
@@ -112,17 +117,20 @@ def call_with_cache(
 
 
 def entering(known, cache, batch, length, start):
-    """Which new tokens enter states, for which time goes on, and `seen` after them.
+    """Determines which new tokens enter the states.
 
     Args:
         known: `Generating`.
-        cache: `Cache` before them.
-        batch: Number of rows.
-        length: Number of new tokens T of each.
-        start: Position of the first of them.
+        cache: The `Cache` before the new tokens.
+        batch: Batch size B.
+        length: Number T of new tokens per row.
+        start: Position of the first new token.
 
     Returns:
-        `(enters, passed, seen)`: booleans `(B, T)` twice, and integers `(B,)`.
+        `(enters, passed, seen)`. `enters`, booleans `(B, T)`, is true for tokens that
+        enter the states. `passed`, booleans `(B, T)`, is true for tokens that advance
+        the windows: those that enter, and padding between them. `seen`, int32 `(B,)`,
+        is the new `Cache.seen`.
     """
     positions = start + ops.arange(length, dtype="int32")
     passed, after = (
@@ -131,7 +139,7 @@ def entering(known, cache, batch, length, start):
     )
     is_prompt = not any(isinstance(x, STATES) for x in cache.layers.values())
     if known.end is not None and is_prompt:
-        # The rest is not written yet.
+        # Positions from `end` on have no token yet.
         passed, after = passed & (positions < known.end), known.end
     enters = passed
     if known.hidden is not None:
@@ -140,41 +148,57 @@ def entering(known, cache, batch, length, start):
 
 
 def context(task):
-    """`Generating` of a task, which `generate` looks up once."""
+    """Returns the `Generating` that `generating` set, or one without padding.
+
+    Inside `generate` this avoids a new survey of the task for each token.
+    """
     return _GENERATING.get(task) or Generating(survey.survey(task).sites)
 
 
 def generating(task, hidden=None, end=None, origin=0, sites=None):
-    """A `with` in which this thread finds a `Generating` of a task."""
+    """Context manager in which `context(task)` finds a `Generating`, in this thread.
+
+    Args:
+        task: The task.
+        hidden: Booleans `(B, T)`, true for padding; see `Generating`.
+        end: Position where generation begins; see `Generating`.
+        origin: Position of the first column of `hidden`.
+        sites: List of `survey.Site`; `None` surveys the task.
+    """
     sites = survey.survey(task).sites if sites is None else sites
     return _GENERATING.giving(task, Generating(sites, hidden, end, origin))
 
 
 def decodes(site):
-    """Whether an attention layer is one that generates with a cache."""
+    """Returns whether a layer is causal attention, which generates with a cache."""
     return site.causal and swap.linear_class(swap.original_class(site.layer))
 
 
 def crosses(site):
-    """Whether an attention layer looks at what was encoded while it generates."""
+    """Returns whether a layer is cross-attention to the encoder's tokens."""
     is_known = swap.linear_class(swap.original_class(site.layer))
     return is_known and survey.is_cross(site)
 
 
 def has_states(sites):
-    """Whether some layer that generates is linear."""
+    """Returns whether any layer that takes part in generation is linear."""
     return any(x.is_linear and (decodes(x) or crosses(x)) for x in sites)
 
 
 def empty_cache(task, batch_size, max_length):
-    """The cache before any token; of linear layers there is nothing in it yet."""
+    """Returns the cache before any token, in which linear layers have no entry yet."""
     sites = [x for x in context(task).sites if decodes(x)]
     seen = ops.zeros((batch_size,), dtype="int32")
     return Cache(seen, empty_layers(sites, batch_size, max_length), 0 * seen)
 
 
 def hidden_keys(known, batch):
-    """`length -> (B, length)`: which of the first keys are padding, or `None`."""
+    """Returns a function that marks padding among the first keys of a cache.
+
+    Returns:
+        Function from a number of keys S to booleans `(B, S)`, true for padding; or
+        `None` if there is no padding.
+    """
     if known.hidden is None:
         return None
     return lambda length: _hidden(
@@ -183,16 +207,19 @@ def hidden_keys(known, batch):
 
 
 def _hidden(hidden, positions, batch):
-    """Which tokens at some positions are padding, `(B, T)`; samplers repeat rows."""
+    """Returns which tokens at the given positions are padding, `(B, T)`.
+
+    Samplers may repeat rows, so `hidden` may have fewer rows than the batch.
+    """
     rows, length = ops.shape(hidden)
     hidden = ops.take(hidden, ops.clip(positions, 0, length - 1), axis=1)
-    # An image before them is never padding.
+    # Negative positions belong to an image before the prompt, which is never padding.
     hidden = hidden & (positions >= 0)
     return ops.take(hidden, ops.arange(batch) // (batch // rows), axis=0)
 
 
 def build_cache(task, token_ids):
-    """`CausalLM._build_cache`: the prompt, in parallel."""
+    """Runs `CausalLM._build_cache`, which processes the prompt in parallel."""
     if not has_states(context(task).sites):
         return type(task).original_class._build_cache(task, token_ids)
     cache = empty_cache(task, *ops.shape(token_ids))
@@ -201,23 +228,28 @@ def build_cache(task, token_ids):
 
 
 def generate_step(task, inputs, stop_token_ids=None):
-    """`CausalLM.generate_step`, for padding wherever it is.
+    """Runs `CausalLM.generate_step`; the prompt may have padding anywhere.
 
-    Padding before the last real token of a row, on the left or in between, stays where
-    it is and enters no state. A row without any token begins with the one it has.
+    Padding before the last real token of a row, on the left or in between, keeps its
+    position and enters no state. A row without any real token starts from the token at
+    its first position.
     """
     return stepped(task, inputs, stop_token_ids, "padding_mask")
 
 
 def stepped(task, inputs, stop_token_ids, name, before=None):
-    """The task's own `generate_step`, told what of a prompt is padding.
+    """Runs the task's own `generate_step`, and marks the padding of the prompt.
 
     Args:
         task: The task.
-        inputs: Of `generate_step`.
-        stop_token_ids: Likewise.
-        name: What `inputs` call the mask of the prompt.
-        before: What the backbone calls the number of positions before the prompt.
+        inputs: Dict of inputs of `generate_step`.
+        stop_token_ids: Stop tokens of `generate_step`, or `None`.
+        name: Key of the prompt's padding mask in `inputs`.
+        before: Attribute of the backbone that holds the number of positions before the
+            prompt, or `None` if there are none.
+
+    Returns:
+        The outputs of `generate_step`, with padding left out of the mask.
     """
     original = type(task).original_class.generate_step
     sites = context(task).sites
@@ -237,7 +269,7 @@ def stepped(task, inputs, stop_token_ids, name, before=None):
 
 
 def members(cls):
-    """Methods that a task's class gets; none for tasks of more than tokens."""
+    """Returns the methods for a task's carrier, if the task takes only tokens."""
     build = getattr(cls, "_build_cache", None)
     is_causal = any(base.__name__ == "CausalLM" for base in cls.__mro__)
     if not is_causal or build is None:

@@ -1,8 +1,9 @@
-"""Which models of the process hold a layer, and what they must forget when it changes.
+"""Finds the models that hold a layer, and discards what they compiled with it.
 
 Keras keeps no reference from a layer to the models around it, and any number of models
-may share it. All layers are therefore remembered, weakly, as they are made. Objects
-that only a garbage collector knows would not do: it does not list frozen ones.
+may share a layer. This module therefore keeps a weak reference to every layer from its
+creation on. The garbage collector's list of objects would not suffice, because it does
+not contain frozen objects (`gc.freeze`).
 """
 
 import functools
@@ -18,7 +19,7 @@ _LAYERS = weakref.WeakValueDictionary()
 
 
 def _remember_layers():
-    """Remembers every layer there is, and every layer that will be made."""
+    """Records every layer that exists, and every layer that will be created."""
     cls = keras.layers.Layer
     make = cls.__new__
 
@@ -30,7 +31,7 @@ def _remember_layers():
 
     cls.__new__ = __new__
     for x in gc.get_objects():
-        # Not isinstance: some objects answer a look at `__class__` with a warning.
+        # `isinstance` reads `__class__`, at which some objects emit a warning.
         if issubclass(type(x), cls):
             _LAYERS[id(x)] = x
 
@@ -39,18 +40,17 @@ _remember_layers()
 
 
 def holders(layers):
-    """The layers and models of the process that hold any of some layers.
+    """Returns the layers and models in this process that hold any of `layers`.
 
     Args:
-        layers: Keras layers.
+        layers: List of Keras layers.
 
     Returns:
-        List of layers, without duplicates: those that hold one directly, and those
-        that hold these.
+        List of layers without duplicates: the direct parents and all their ancestors.
     """
     parents = {}
     for layer in list(_LAYERS.values()):
-        # One that is being constructed may have no sublayers yet.
+        # A layer that is being constructed may have no `_layers` yet.
         for child in getattr(layer, "_layers", ()):
             parents.setdefault(id(child), []).append(layer)
     found, todo = {}, list(layers)
@@ -63,7 +63,7 @@ def holders(layers):
 
 
 def refresh(layer):
-    """Makes a layer forget what it compiled, and PyTorch recount its weights."""
+    """Discards a layer's compiled functions; PyTorch tracks its variables anew."""
     for name in COMPILED:
         if getattr(layer, f"{name}_function", None) is not None:
             setattr(layer, f"{name}_function", None)
@@ -72,17 +72,21 @@ def refresh(layer):
 
 
 def check_optimizers(layers, feature_maps):
-    """Raises `ValueError` if an optimizer would have no slots for new weights.
+    """Checks that no built optimizer would lack slots for new trainable weights.
 
     Args:
-        layers: The layers that are to own the maps.
-        feature_maps: Their maps, built.
+        layers: The layers that will own the maps.
+        feature_maps: Their maps, one built map per layer.
+
+    Raises:
+        ValueError: If a model around the layers has an optimizer that is built.
     """
     pairs = zip(layers, feature_maps, strict=True)
     trainable = [w for x, m in pairs if x.trainable for w in m.trainable_weights]
     if not trainable or not _with_slots(layers):
         return
-    # Models that nobody uses any more may be waiting for a collection.
+    # Models that nobody uses any more may still await garbage collection. They must
+    # not cause an error.
     gc.collect()
     for model in _with_slots(layers):
         raise ValueError(
@@ -94,6 +98,6 @@ def check_optimizers(layers, feature_maps):
 
 
 def _with_slots(layers):
-    """The models around layers whose optimizer is built."""
+    """Returns the models around the layers that have a built optimizer."""
     optimizers = ((x, getattr(x, "optimizer", None)) for x in holders(layers))
     return [model for model, x in optimizers if x is not None and x.built]

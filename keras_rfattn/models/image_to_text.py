@@ -1,7 +1,8 @@
-"""Generation of BLIP-2: an image stands before the prompt, and attention is causal.
+"""Generates text with BLIP-2, which puts an image before the prompt.
 
-What its Q-Former made of the image enters the states with the prompt, in parallel; then
-all is as in `generation`.
+Attention is causal over the image and the prompt. The features that the Q-Former
+computes from the image enter the states together with the prompt, in parallel. Later
+tokens are processed as in `generation`.
 """
 
 import inspect
@@ -10,14 +11,15 @@ from keras import ops
 
 import keras_rfattn.models.generation as generation
 
+# Parameters of `_build_cache`, by which such tasks are recognized.
 BUILD = ["self", "token_ids", "projected_features", "padding_mask"]
 
 
 def build_cache(task, token_ids, projected_features, padding_mask):
-    """`_build_cache` of the task: images, or none of them, and prompts.
+    """Runs the task's `_build_cache`, which processes images (if any) and prompts.
 
     Raises:
-        ValueError: If images are missing in a model that takes them.
+        ValueError: If images are missing and the model takes images.
     """
     if not generation.has_states(generation.context(task).sites):
         original = type(task).original_class._build_cache
@@ -29,7 +31,8 @@ def build_cache(task, token_ids, projected_features, padding_mask):
                 f"{type(task).__name__} has {images} positions of an image before "
                 "each text. Received: no images. Pass `{'images': ..., 'text': ...}`."
             )
-        # Without them the task gives all tokens of a prompt the first's position.
+        # Without features the task would give every token of the prompt the position
+        # of the first.
         width = task.backbone.language_model.hidden_dim
         projected_features = ops.zeros((batch, 0, width), dtype=task.compute_dtype)
     cache = generation.empty_cache(task, batch, images + length)
@@ -51,7 +54,21 @@ def call_with_cache(
     projected_features=None,
     padding_mask=None,
 ):
-    """`call_with_cache` of the task; see `generation.call_with_cache`."""
+    """Runs the task's `call_with_cache`.
+
+    Args:
+        task: The task.
+        token_ids: Integers `(B, T)`, one or many tokens per row.
+        cache: The `generation.Cache` before these tokens.
+        cache_update_index: Position of the image if there is one, otherwise of the
+            first token.
+        projected_features: Image features `(B, S, D)`, or `None`.
+        padding_mask: `(B, T)`, true for tokens of the prompt, or `None`.
+
+    Returns:
+        `(logits, hidden_states, cache)`, with the `generation.Cache` after these
+        tokens.
+    """
     before = 0 if projected_features is None else ops.shape(projected_features)[1]
     return generation.call_with_cache(
         task,
@@ -65,13 +82,13 @@ def call_with_cache(
 
 
 def generate_step(task, inputs, stop_token_ids=None):
-    """`generate_step` of the task, for padding wherever it is."""
+    """Runs the task's `generate_step`; the prompt may have padding anywhere."""
     image = "num_query_tokens"
     return generation.stepped(task, inputs, stop_token_ids, "padding_mask", image)
 
 
 def members(cls):
-    """Methods that a task's class gets, if it puts an image before a text."""
+    """Returns the methods for a task's carrier, if it puts an image before a text."""
     build = getattr(cls, "_build_cache", None)
     if build is None or list(inspect.signature(build).parameters) != BUILD:
         return {}

@@ -1,8 +1,8 @@
-"""Registers library adapters as soon as both that library and this one are loaded.
+"""Registers library adapters once both the library and this package are imported.
 
-Keras finds a saved class by its registered name only if the code that registers
-it has run. Importing KerasHub costs seconds and must not be forced on anyone, so
-that its adapters are registered when it is imported, before or after this package.
+Keras finds a saved class by its registered name only if the code that registers it has
+run. Importing KerasHub takes seconds and must not be forced on users. Its adapters are
+therefore registered when KerasHub is imported, before or after this package.
 """
 
 import importlib
@@ -13,12 +13,12 @@ import sys
 _installed = set()
 
 
-# Library -> the file that adapts it, imported only once the library is.
+# Library -> its adapter module, which is imported only after the library.
 ADAPTERS = {"keras_hub": "keras_rfattn.models.adapters.keras_hub"}
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Runs an adapter right after its library has been executed."""
+    """Import finder that registers a library's adapter right after its import."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in ADAPTERS or name in _installed:
@@ -51,9 +51,9 @@ class _Loader(importlib.abc.Loader):
 def register():
     """Registers the adapters of every supported library that is imported.
 
-    Called by itself on `import keras_rfattn` and on `import keras_hub`, whichever
-    comes last. Call it again after defining KerasHub classes of your own, before
-    loading a model that was saved with linear attention in them.
+    It runs automatically on `import keras_rfattn` or `import keras_hub`, whichever
+    comes last. If you define KerasHub classes of your own, call it again before you
+    load a model of these classes that was saved with linear attention.
     """
     for name, file in ADAPTERS.items():
         if sys.modules.get(name) is None:
@@ -67,7 +67,7 @@ def register():
 
 
 def watch():
-    """Registers what is imported, and waits for what is not."""
+    """Registers adapters of imported libraries now, and of others on their import."""
     if not any(isinstance(f, _AfterImport) for f in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
     register()

@@ -1,9 +1,10 @@
-"""Weights files are compared with a model before its first weight changes.
+"""Compares a weights file with a model before the first weight of the model changes.
 
-A layer can only refuse its own weights: a softmax layer does not know the mark of a
-linear one, `skip_mismatch=True` makes Keras leave out what is refused and load the
-rest, and whole models in legacy HDF5 files hold arrays alone. The functions of Keras
-that load and write such files are therefore wrapped.
+A mark in the file tells which linear attention the weights belong to (`fingerprint`).
+It is not enough that each layer checks its own mark: a softmax layer does not know
+the mark of a linear layer; with `skip_mismatch=True`, Keras skips a layer that refuses
+and loads the rest; and legacy HDF5 files hold only arrays. This module therefore wraps
+the Keras functions that load and write such files.
 """
 
 import functools
@@ -19,7 +20,7 @@ from keras_rfattn.layers.linear_attention import LinearAttention
 
 
 def _wrap(module, name, wrapper):
-    """Wraps a function of Keras, which may be gone in another release."""
+    """Wraps a Keras function, unless this release of Keras does not have it."""
     original = getattr(module, name, None)
     if original is None:
         return
@@ -32,7 +33,7 @@ def _wrap(module, name, wrapper):
 
 
 def _load_state(original, saveable, weights_store, *args, **kwargs):
-    """Keras' loader of one object and all inside it."""
+    """Wraps Keras' loader of one object and everything inside it."""
     is_whole = kwargs.get("inner_path", args[1] if len(args) > 1 else None) == ""
     if is_whole and weights_store:
         visited = kwargs.get("visited_saveables")
@@ -41,7 +42,11 @@ def _load_state(original, saveable, weights_store, *args, **kwargs):
 
 
 def _check_marks(load, model, weights_store, visited):
-    """Raises `ValueError` if attention differs between a model and a file."""
+    """Raises `ValueError` if a model and a file differ in attention.
+
+    It runs Keras' loader on a store that shows each layer only its mark, so no weight
+    is loaded.
+    """
     get, shown = weights_store.get, {}
 
     def get_marks(path):
@@ -72,7 +77,7 @@ def _check_marks(load, model, weights_store, visited):
 
 
 def _marks_of(layer):
-    """The marks of all linear attention in a layer, `(n, 2)` integers."""
+    """Returns the marks of all `n` linear layers inside a layer, int32 `(n, 2)`."""
     layers = layer._flatten_layers()
     found = [fingerprint(x) for x in layers if isinstance(x, LinearAttention)]
     return np.array(found, "int32").reshape(-1, 2)
@@ -101,7 +106,7 @@ def _load_legacy_by_name(original, group, model, *args, **kwargs):
 
 
 def _legacy_groups(group):
-    """The groups of layers that have weights, in the order of the layers."""
+    """Returns the HDF5 groups of layers with weights, in the order of the layers."""
     load = legacy_h5_format.load_attributes_from_hdf5_group
     groups = [group[name] for name in load(group, "layer_names")]
     return [x for x in groups if len(load(x, "weight_names"))]
@@ -109,7 +114,7 @@ def _legacy_groups(group):
 
 def _check_legacy(model, pairs):
     for group, layer in pairs:
-        # Files of softmax models, and of earlier versions, have none.
+        # Files of softmax models and of earlier versions have no marks.
         if KEY in group.attrs and not np.array_equal(
             group.attrs[KEY], _marks_of(layer)
         ):

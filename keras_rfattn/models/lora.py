@@ -1,8 +1,8 @@
-"""KerasHub's LoRA adapters of a backbone with linear attention.
+"""Supports KerasHub's LoRA adapters in a backbone with linear attention.
 
-KerasHub knows layers by their position among all layers that have weights. Here the
-feature maps are left out of that count, so that adapters of a checkpoint load into its
-linear model and back.
+KerasHub identifies a layer by its position among all layers that have weights. Here
+feature maps are left out of that count, so that adapters of a softmax checkpoint load
+into its linear model, and vice versa.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from keras_rfattn.models.holders import refresh
 
 @contextlib.contextmanager
 def _without_maps(backbone):
-    """Meanwhile a backbone lists the layers that it has with softmax."""
+    """Context manager in which a backbone's list of layers omits the feature maps."""
     if "_flatten_layers" in vars(backbone):
-        # KerasHub's `load_lora_weights` may call `enable_lora`.
+        # Already hidden: KerasHub's `load_lora_weights` may call `enable_lora`.
         yield
         return
     flatten = backbone._flatten_layers
@@ -35,24 +35,24 @@ def _without_maps(backbone):
 
 
 def enable_lora(backbone, rank, target_layer_names=None):
-    """`Backbone.enable_lora`. The maps are frozen with all else."""
+    """Runs `Backbone.enable_lora`, which also freezes the feature maps."""
     with _without_maps(backbone):
         type(backbone).original_class.enable_lora(backbone, rank, target_layer_names)
     _refresh(backbone)
 
 
 def save_lora_weights(backbone, filepath):
-    """`Backbone.save_lora_weights`; the file is that of the softmax model."""
+    """Runs `Backbone.save_lora_weights`; the file fits the softmax model too."""
     with _without_maps(backbone):
         type(backbone).original_class.save_lora_weights(backbone, filepath)
 
 
 def load_lora_weights(backbone, filepath):
-    """`Backbone.load_lora_weights`, of a file from a softmax or a linear model.
+    """Runs `Backbone.load_lora_weights` on a file from a softmax or a linear model.
 
     Raises:
-        ValueError: If the file is of a model with other layers, or of adapters of other
-            layers or sizes. Nothing is changed then.
+        ValueError: If the file belongs to a model with other layers, or its adapters
+            belong to other layers or have other sizes. Nothing is changed in that case.
     """
     with _without_maps(backbone):
         _check(backbone, filepath)
@@ -61,7 +61,7 @@ def load_lora_weights(backbone, filepath):
 
 
 def _refresh(backbone):
-    """Programs compiled without the adapters would never see them."""
+    """Discards functions that were compiled without the adapters."""
     for layer in [backbone, *holders([backbone])]:
         refresh(layer)
 
@@ -93,7 +93,7 @@ def _check(backbone, filepath):
     ):
         return
     if not is_fresh and rank != backbone._lora_rank:
-        # KerasHub says so.
+        # KerasHub's loader raises its own error for a different rank.
         return
     raise ValueError(
         "The file must hold adapters of the layers that have them here. Received: "
@@ -105,7 +105,7 @@ def _check(backbone, filepath):
 
 
 def _saved(filepath):
-    """The rank in a file, and the shapes of its adapters by position."""
+    """Returns the LoRA rank in a file, and its adapters' shapes by layer position."""
     import h5py
 
     with h5py.File(filepath, "r") as file:
@@ -124,7 +124,7 @@ def _saved(filepath):
 
 
 def _shapes(layer, rank):
-    """The shapes of a layer's adapters, `None` for those that cannot be known."""
+    """Returns the shapes of a layer's two adapters, `None` where they are unknown."""
     if layer.lora_enabled:
         return [tuple(x.shape) for x in (layer.lora_kernel_a, layer.lora_kernel_b)]
     if layer.quantization_mode is not None:

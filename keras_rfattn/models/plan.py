@@ -1,4 +1,4 @@
-"""A mechanism for each layer, for `replace_attention`."""
+"""Assigns a feature map to each attention layer, for `replace_attention`."""
 
 import fnmatch
 from dataclasses import dataclass
@@ -8,17 +8,18 @@ from keras_rfattn.feature_maps.registry import check_identifier
 
 @dataclass(frozen=True)
 class Plan:
-    """Which map each attention layer gets.
+    """Assignment of feature maps to attention layers.
 
     Attributes:
-        maps: Dict from a layer's path (or a pattern, `fnmatch`) to what
-            `replace_attention` takes as `feature_map`, or `None` to keep softmax. Of
-            several patterns that match the first counts; a layer that none matches
-            keeps softmax.
+        maps: Dict from a layer's path, or a pattern (`fnmatch`), to a feature map in
+            any form that `replace_attention` accepts, or to `None` to keep softmax. If
+            several patterns match a layer, the first one counts. A layer that no
+            pattern matches keeps softmax.
 
     Raises:
-        ValueError: If `maps` is no dict from strings, is empty or has an unknown name.
-        TypeError: If a value is nothing that `replace_attention` takes.
+        ValueError: If `maps` is not a dict with string keys, is empty, or names an
+            unknown feature map.
+        TypeError: If `replace_attention` does not accept the type of a value.
     """
 
     maps: dict
@@ -39,15 +40,24 @@ class Plan:
                 check_identifier(feature_map)
 
     def of(self, path):
-        """The map for a layer, or `None`."""
+        """Returns the feature map for a layer's path, or `None` to keep softmax."""
         return first_match(self.maps, path)
 
 
 def first_match(found, path, default=None):
-    """What a dict from patterns has for a layer's path, by the first that matches."""
+    """Looks up a layer's path in a dict from patterns to values.
+
+    Args:
+        found: Dict from paths or patterns (`fnmatch`) to values.
+        path: Path of a layer.
+        default: Value to return if no pattern matches.
+
+    Returns:
+        The value of the first pattern that matches, or `default`.
+    """
     return next((x for p, x in found.items() if matches(path, p)), default)
 
 
 def matches(path, pattern):
-    """Whether a layer's path is a pattern, or matches it."""
+    """Returns whether a layer's path equals a pattern, or matches it (`fnmatch`)."""
     return path == pattern or fnmatch.fnmatch(path, pattern)

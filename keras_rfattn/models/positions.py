@@ -1,28 +1,29 @@
-"""Inputs that are larger than a model has learned positions for."""
+"""Refuses inputs that are larger than a model's table of learned positions."""
 
 import keras
 
 from keras_rfattn.layers.checks import title
 
-# What KerasHub calls the layer whose table has a row for each position.
+# KerasHub's layer class whose table has one row for each position.
 TABLE = "PositionEmbedding"
 
 
 def token_limit(model, name="token_ids"):
-    """How many tokens a model has learned positions for.
+    """Returns the number of tokens for which a model has learned positions.
 
     Args:
         model: A KerasHub backbone or task.
-        name: What its inputs call the tokens.
+        name: Key of the tokens in the model's inputs.
 
     Returns:
-        A number of tokens, or `None` if positions are not learned (rotary or relative
-        positions) or their table is not known.
+        The number of tokens, or `None` if positions are not learned (rotary or
+        relative positions) or their table is not known.
     """
     known = vars(model).get("_token_limits")
     if known is None:
         known = {}
-        # Past Keras' tracking. No table ever changes its size.
+        # Bypasses Keras' attribute tracking. The result can be kept, because no table
+        # ever changes its size.
         object.__setattr__(model, "_token_limits", known)
     if name not in known:
         known[name] = _token_limit(model, name)
@@ -54,27 +55,30 @@ def _attribute(model, name):
 
 
 class Sized:
-    """Mixin of models: inputs beyond their positions are refused by name."""
+    """Mixin for models that raises an error for inputs beyond their positions."""
 
     def __call__(self, *args, **kwargs):
         check_size(self, args[0] if args else kwargs.get("inputs"))
         return super().__call__(*args, **kwargs)
 
     def stateless_call(self, trainable, non_trainable, *args, **kwargs):
-        # JAX's `fit` and `predict` go past `__call__`.
+        # On JAX, `fit` and `predict` bypass `__call__`.
         check_size(self, args[0] if args else kwargs.get("inputs"))
         return super().stateless_call(trainable, non_trainable, *args, **kwargs)
 
 
 def check_size(model, inputs):
-    """Raises `ValueError` if inputs are larger than a model has positions for.
+    """Checks that inputs are no larger than a model's table of positions.
 
-    Only shapes that are known are compared, so that traced calls cost nothing when
-    they run.
+    Only static shapes are compared, so compiled functions do no extra work when they
+    run.
 
     Args:
-        model: A KerasHub backbone or task, or any layer.
-        inputs: What it is called on.
+        model: A KerasHub backbone or task. Other layers are not checked.
+        inputs: First argument of the model's call.
+
+    Raises:
+        ValueError: If tokens or images exceed the positions of the model.
     """
     if not isinstance(model, keras.Model):
         return
@@ -126,7 +130,7 @@ def _check_image(model, x):
 
 
 def _static_shape(x):
-    """The shape of a tensor as a tuple, empty if it has none."""
+    """Returns the static shape of a tensor as a tuple, empty if it is unknown."""
     shape = getattr(x, "shape", None)
     if shape is None or getattr(shape, "rank", 0) is None:
         return ()

@@ -1,7 +1,8 @@
-"""Generation after an image and a prompt that see all of each other (PaliGemma).
+"""Generates text after an image and a prompt that see each other fully (PaliGemma).
 
-The prompt is summed up at once, and answered from the sums. What is generated then
-enters the state token by token, as in `generation`.
+All tokens of the image and the prompt are summed into the states first, and each of
+them then reads the full sums. Generated tokens enter the states one by one, as in
+`generation`.
 """
 
 import inspect
@@ -13,11 +14,12 @@ from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.models.carried import carried
 from keras_rfattn.models.carried import kept
 
+# Parameters of `_build_cache`, by which such tasks are recognized.
 BUILD = ["self", "token_ids", "img_embeddings", "padding_mask"]
 
 
 def build_cache(task, token_ids, img_embeddings, padding_mask):
-    """`_build_cache` of the task: images and prompts."""
+    """Runs the task's `_build_cache`, which processes images and prompts."""
     if not generation.has_states(generation.context(task).sites):
         original = type(task).original_class._build_cache
         return original(task, token_ids, img_embeddings, padding_mask)
@@ -33,18 +35,23 @@ def build_cache(task, token_ids, img_embeddings, padding_mask):
 def call_with_cache(
     task, token_ids, cache, cache_update_index, img_embeddings=None, padding_mask=None
 ):
-    """`call_with_cache` of the task; with images a prompt, without the tokens after it.
+    """Runs the task's `call_with_cache`.
+
+    A call with images processes the prompt; a call without images processes the tokens
+    after it.
 
     Args:
         task: The task.
         token_ids: Integers `(B, T)`.
-        cache: `generation.Cache`.
-        cache_update_index: Position of the first token, counted from the image.
-        img_embeddings: `(B, S, D)`.
+        cache: The `generation.Cache` before these tokens.
+        cache_update_index: Position of the first token. Positions count from the
+            beginning of the image.
+        img_embeddings: Embeddings `(B, S, D)` of the images, or `None`.
         padding_mask: `(B, T)`, true for tokens of the prompt.
 
     Returns:
-        `(logits, hidden_states, cache)`.
+        `(logits, hidden_states, cache)`, with the `generation.Cache` after these
+        tokens.
 
     Raises:
         ValueError: If `cache` is not a `Cache`.
@@ -60,7 +67,7 @@ def call_with_cache(
     prompt = ops.cast(padding_mask, "bool")
     real = prompt if known.hidden is None else prompt & ~known.hidden
     enters = ops.concatenate([image, real], axis=1)
-    # Of padding in a prompt too: nothing is written there any more.
+    # Counts padding inside the prompt too, because no token is written there any more.
     seen = ops.shape(image)[1] + ops.sum(ops.cast(prompt, "int32"), axis=1)
 
     def decoder(state):
@@ -82,13 +89,13 @@ def call_with_cache(
 
 
 def generate_step(task, inputs, stop_token_ids=None):
-    """`generate_step` of the task, for padding wherever it is."""
+    """Runs the task's `generate_step`; the prompt may have padding anywhere."""
     image = "image_sequence_length"
     return generation.stepped(task, inputs, stop_token_ids, "padding_mask", image)
 
 
 def members(cls):
-    """Methods that a task's class gets, if it is of images and prompts."""
+    """Returns the methods for a task's carrier, if it takes images and prompts."""
     build = getattr(cls, "_build_cache", None)
     is_causal = any(base.__name__ == "CausalLM" for base in cls.__mro__)
     if not is_causal or build is None:

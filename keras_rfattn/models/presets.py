@@ -1,4 +1,4 @@
-"""Loading a softmax preset and replacing its attention in one call."""
+"""Loads a softmax preset and replaces its attention in one call."""
 
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.registry import check_identifier
@@ -21,31 +21,33 @@ def from_preset(
 ):
     """Loads a KerasHub preset and makes its attention linear.
 
-    A preset that was saved after `replace_attention` needs no call of its own:
+    A preset that was saved after `replace_attention` does not need this function:
     import both packages and use KerasHub's `from_preset`.
 
     Args:
-        preset: What KerasHub's `from_preset` takes: a built-in name
+        preset: A preset that KerasHub's `from_preset` accepts: a built-in name
             (`"bert_base_en"`), a folder (KerasHub's or Hugging Face's), or a
             `"kaggle://"`, `"hf://"` or `"modelscope://"` handle.
-        feature_map: The mechanism; see `replace_attention`.
-        task: A KerasHub task class or its name (`"TextClassifier"`, `"CausalLM"`);
-            the backbone alone if `None`.
-        num_features: See `replace_attention`.
-        include: See `replace_attention`.
-        exclude: See `replace_attention`.
-        seed: See `replace_attention`.
-        softmax_heads: See `replace_attention`.
-        **kwargs: The options of `replace_attention` (`window`, `sliding`,
-            `block_size`); all else is passed to KerasHub's `from_preset`, such as
-            `num_classes`.
+        feature_map: Name of a mechanism, a `FeatureMap`, its config or a
+            `models.Plan`; see `replace_attention`.
+        task: A KerasHub task class or its name (`"TextClassifier"`, `"CausalLM"`).
+            `None` loads only the backbone.
+        num_features: Number of random vectors per head, for a map given by name.
+        include: Layers to replace; see `replace_attention`.
+        exclude: Layers to keep softmax; see `replace_attention`.
+        seed: Seed of the random vectors; see `replace_attention`.
+        softmax_heads: Dict from layer paths or patterns to the query heads that stay
+            softmax; see `replace_attention`.
+        **kwargs: Options of `replace_attention` (`window`, `sliding`, `block_size`).
+            All other arguments, such as `num_classes`, are passed to KerasHub's
+            `from_preset`.
 
     Returns:
-        A KerasHub backbone or task.
+        A KerasHub backbone or task with linear attention.
 
     Raises:
         ImportError: If KerasHub is not installed.
-        ValueError: If `task` is unknown, or as `replace_attention`.
+        ValueError: If `task` is unknown, or `replace_attention` raises.
     """
     try:
         import keras_hub
@@ -62,7 +64,7 @@ def from_preset(
             f"'TextClassifier' or 'CausalLM'. Received: task={task!r}."
         )
     options = Options.take(kwargs)
-    # A wrong mechanism is told before gigabytes are loaded.
+    # Raises for an invalid mechanism before gigabytes of weights are loaded.
     if isinstance(getattr(feature_map, "plan", feature_map), Plan):
         check_seed(seed)
     else:

@@ -1,7 +1,7 @@
-"""Surgery: linear attention where softmax was, in the very same layers.
+"""Replaces softmax attention by linear attention inside the existing layers.
 
-Everything is checked, and every new weight made, before the first layer is touched.
-How one layer changes is in `swap`, what its containers become in `saving`.
+All checks run, and all new weights are built, before the first layer changes. `swap`
+changes a single layer; `saving` changes the containers that hold it.
 """
 
 import dataclasses
@@ -46,51 +46,58 @@ def replace_attention(
 ):
     """Makes the attention of a model linear in sequence length, in place.
 
-    Every pretrained weight is kept, as the same variable with the same name. What
-    was done is told by `describe_attention(model)`, and undone by
-    `restore_attention(model)`.
+    Every pretrained weight is kept as the same variable with the same name.
+    `describe_attention(model)` reports what was replaced, and
+    `restore_attention(model)` restores softmax attention.
 
     Args:
-        model: A built Keras model or layer: KerasHub backbone or task, KerasCV
+        model: A built Keras model or layer: a KerasHub backbone or task, a KerasCV
             layer, or any model with `keras.layers.MultiHeadAttention` or
             `keras.layers.GroupQueryAttention` inside.
         feature_map: Name of a mechanism (`keras_rfattn.feature_maps.list()`), a
-            `FeatureMap`, or its config. Each layer gets its own. Or a `models.Plan`,
-            which names one for each layer or keeps it softmax, or what has one as
-            `plan`: the answer of `diagnostics.recommend`.
+            `FeatureMap`, or its config. Each layer gets its own copy. A `models.Plan`
+            assigns a map to each layer, or keeps the layer softmax; an object with a
+            `plan` attribute, such as the result of `diagnostics.recommend`, works too.
         num_features: Number of random vectors per head, for a map given by name.
-        include: Layers to replace: a path or pattern (`fnmatch`), a list of those,
-            or a callable `(path, layer) -> bool`. All by default.
-        exclude: Layers to keep softmax, likewise.
-        seed: Seed of the random vectors; each layer derives its own from it.
-        block_size: Block length of causal attention; changes no number.
-        window: Number of tokens within which attention stays exact: the sequence is
-            cut into windows of so many, and features take over beyond. Needs a map
-            of the softmax or polynomial kernel.
-        sliding: Whether the window before a query's own is exact too (and, without
-            causality, the one after).
-        max_segments: How many texts a packed row has at most, see
-            `layers.MultiHeadAttention.call`.
-        temperature: Divides queries and keys by their lengths, and their cosine by
-            this number: softmax attention of normalized vectors is what maps then
-            estimate, and not the checkpoint's. What hybrids are made for.
-        implementation: `"xla"`; `"pallas"`, kernels for TPUs, on JAX, of maps whose
-            features are exponentials; or `"auto"`, XLA so far.
-        softmax_heads: Dict from layers (a path or pattern, as in `models.Plan`) to the
-            query heads that stay softmax there, counted from 0: those that compare
-            tokens, as `diagnostics.sensitivity(heads=True)` finds them. Time and
-            memory of these heads stay quadratic in length.
-        drop_sliding_window: Whether to replace attention that sees the last tokens
-            alone (Mistral's) by attention that sees all.
+            `None` uses the map's default.
+        include: Layers to replace: a path or pattern (`fnmatch`), a list of these, or
+            a callable `(path, layer) -> bool`. `None` selects all layers except those
+            that pool with a single query, where softmax is already linear.
+        exclude: Layers to keep softmax, in the same forms as `include`. `None`
+            excludes no layer.
+        seed: Seed of the random vectors, from which each layer derives its own seed.
+            `None` uses the seed of the feature map.
+        block_size: Number of tokens per block in causal attention. `None` uses a
+            default for the device. The result does not depend on it.
+        window: Number of tokens per window. The sequence is cut into windows, and
+            attention within a window is exact; the feature map covers the tokens
+            outside. Needs a map whose kernel is softmax or polynomial. `None` uses
+            the feature map for all tokens.
+        sliding: Whether attention to the preceding window (and, without a causal
+            mask, to the following one) is exact too.
+        max_segments: Maximum number of texts packed into one row. Compiled functions
+            need it for `segment_ids`; see `layers.MultiHeadAttention.call`.
+        temperature: Positive number or `None`. If set, queries and keys are
+            normalized to unit length, and their cosine is divided by this number. The
+            map then estimates softmax attention of normalized vectors, which differs
+            from the checkpoint's attention. The hybrid maps are made for this.
+        implementation: `"xla"`; `"pallas"`, TPU kernels on JAX for maps whose
+            features are exponentials; or `"auto"`, which currently selects XLA.
+        softmax_heads: Dict from a layer path or pattern (as in `models.Plan`) to the
+            query heads, counted from 0, that stay softmax in this layer. These should
+            be heads that compare tokens; `diagnostics.sensitivity(heads=True)` finds
+            them. Their time and memory stay quadratic in sequence length.
+        drop_sliding_window: Whether to replace sliding-window attention (Mistral),
+            which sees only the last tokens, by linear attention that sees all tokens.
 
     Returns:
         The model.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If an argument is invalid, the model has no attention, or
-            attention is selected that linear attention cannot express. The model is
-            unchanged then.
+        ValueError: If an argument is invalid, the model has no attention, or a
+            selected layer has attention that linear attention cannot express. The
+            model is unchanged in that case.
     """
     check_model(model)
     check_flag("drop_sliding_window", drop_sliding_window)
@@ -117,10 +124,10 @@ def replace_attention(
 
 
 def restore_attention(model):
-    """Gives a model its softmax attention back, in place.
+    """Restores the softmax attention of a model, in place.
 
-    Weights stay as they are: bit for bit those of the checkpoint, unless they were
-    trained since. A warning names those that `uptrain` has trained.
+    All weights keep their values: they equal the checkpoint bit for bit, unless they
+    were trained in the meantime. A warning names the weights that `uptrain` trained.
 
     Args:
         model: A model changed by `replace_attention`, or loaded from one.
@@ -199,7 +206,7 @@ def _replaceable(model, found, include, exclude):
 
 
 def _assigned(feature_map, selected):
-    """`(sites, what they get)`, sites of one map together."""
+    """Returns pairs `(sites, feature map)`; sites with the same map form one pair."""
     plan = getattr(feature_map, "plan", feature_map)
     if not isinstance(plan, Plan):
         return [(selected, plan)]
@@ -228,7 +235,7 @@ def _check_patterns(patterns, sites, name):
 
 
 def _with_softmax_heads(changes, softmax_heads):
-    """The changes, in whose options are the heads that each layer keeps softmax."""
+    """Adds the softmax heads of each layer to the options in its change."""
     if softmax_heads is None:
         return changes
     if not isinstance(softmax_heads, dict):
@@ -283,7 +290,7 @@ def _check_prefix_sites(options, selected):
 
 
 def _copy(template, seed, site):
-    """A map of its own for a layer, with a seed of its own."""
+    """Copies the map for one layer, with a seed derived for that layer."""
     copy = template.reseeded(derive_seed(seed, site.index))
     copy.name = "feature_map"
     return copy

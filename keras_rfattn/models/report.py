@@ -1,4 +1,4 @@
-"""What attention a model has: the report that `describe_attention` returns."""
+"""Reports the attention of each layer of a model (`describe_attention`)."""
 
 import math
 from dataclasses import dataclass
@@ -15,19 +15,21 @@ from keras_rfattn.models.swap import original_class
 
 @dataclass(frozen=True)
 class Row:
-    """One attention layer.
+    """One attention layer in an `AttentionReport`.
 
     Attributes:
-        path: Names of the layers from the model to this one.
+        path: Layer names from the model (excluded) to this layer, joined by `/`.
         original_class: Name of the softmax class.
         mechanism: Registered name of the feature map, or "softmax".
-        width: Feature width M, `None` for softmax.
-        causal: True, False, or `None` where each call decides.
-        parameters_added: Number of weights the mechanism owns.
-        crossover: Length in tokens at which linear attention takes fewer
-            operations than softmax, `None` for softmax.
-        note: Why it was kept, or what to know about it.
-        implementation: Which program computes it and why, `None` for softmax.
+        width: Number of features M. `None` for softmax and for maps that compute their
+            kernel exactly.
+        causal: Whether the attention is causal, or `None` if each call decides.
+        parameters_added: Number of parameters that the feature map owns.
+        crossover: Sequence length in tokens above which linear attention takes fewer
+            operations than softmax. `None` wherever `width` is `None`.
+        note: Why the layer was kept softmax, or remarks on its mechanism.
+        implementation: Which implementation computes the layer, and why. `None` for
+            softmax.
     """
 
     path: str
@@ -43,7 +45,16 @@ class Row:
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """Every attention layer of a model; prints as a table."""
+    """All attention layers of a model; prints as a table.
+
+    Attributes:
+        model: Class and name of the model.
+        rows: Tuple of `Row`, one for each attention layer.
+        max_length: Maximum sequence length of the model in tokens, or `None` if it is
+            not known.
+        others: Class and name of each other task that changed too, because it shares
+            layers with the model.
+    """
 
     model: str
     rows: tuple
@@ -52,17 +63,17 @@ class AttentionReport:
 
     @property
     def replaced(self):
-        """Rows with linear attention."""
+        """The rows of layers with linear attention."""
         return tuple(row for row in self.rows if row.mechanism != "softmax")
 
     @property
     def kept(self):
-        """Rows with softmax attention."""
+        """The rows of layers with softmax attention."""
         return tuple(row for row in self.rows if row.mechanism == "softmax")
 
     @property
     def parameters_added(self):
-        """Weights that all mechanisms own together."""
+        """Total number of parameters that the feature maps own."""
         return sum(row.parameters_added for row in self.rows)
 
     def __str__(self):
@@ -117,7 +128,7 @@ class AttentionReport:
 
 
 def describe_attention(model):
-    """Reports the attention of a model: original, replaced or reloaded.
+    """Reports the attention of a model, whether original, replaced or reloaded.
 
     Args:
         model: A Keras model or layer.
@@ -127,7 +138,7 @@ def describe_attention(model):
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If it is not built.
+        ValueError: If `model` is not built.
     """
     check_model(model)
     rows = tuple(_row(site) for site in s.survey(model).sites)
@@ -146,7 +157,7 @@ def _max_length(model):
 
 
 def line(site):
-    """One attention layer in a line, for error messages."""
+    """Describes an attention layer in one line, for error messages."""
     text = f"{site.path} ({original_class(site.layer).__name__})"
     return f"{text}: {site.reason}" if site.reason else text
 
@@ -175,23 +186,34 @@ def _row(site):
 
 
 def crossover(feature_map, layer):
-    """Tokens S at which `4 S H` operations per token exceed linear attention's.
+    """Computes the length above which linear attention takes fewer operations.
 
-    Softmax multiplies and adds `S (H + V)` times per query; linear attention
-    `2 H m` for the projections of a query and a key, and `2 M V` for their sums.
+    Softmax attention over S keys takes `S (H + V)` multiply-adds per query, with head
+    dim H and value size V; for V = H these are `4 S H` operations. Linear attention
+    takes `2 H m` multiply-adds to project a query and a key on m random vectors, and
+    `2 M V` for the sums of M features.
+
+    Returns:
+        Number of tokens S, or `None` for maps that compute their kernel exactly.
     """
     if feature_map.is_exact:
         return None
     _, head_dim = layer._kv_shape()
     value_dim = getattr(layer, "_value_dim", head_dim)
-    # What softmax heads take is theirs at any length.
+    # Heads that stay softmax save nothing at any length.
     share = 1 - len(layer.options.softmax_heads) / num_heads(layer)
     cost = multiplications(feature_map, head_dim, value_dim)
     return math.ceil(cost / (share * (head_dim + value_dim)))
 
 
 def multiplications(feature_map, head_dim, value_dim):
-    """Of a query and its key in one head, by linear attention: `2 H m + 2 M V`."""
+    """Returns the multiplications `2 H m + 2 M V` of one linear head per token.
+
+    Args:
+        feature_map: `FeatureMap` with m random vectors and M features.
+        head_dim: Size H of a query or key.
+        value_dim: Size V of a value.
+    """
     projected = feature_map.num_projections
     return 2 * (head_dim * projected + feature_map.output_dim * value_dim)
 

@@ -1,8 +1,9 @@
-"""Saving: classes whose config carries the attention of the layers inside.
+"""Saves replaced models: containers get a class whose config describes the attention.
 
-A layer that builds its attention from hyper-parameters would save its config and load
-as softmax. Surgery changes the class of such containers to a subclass whose config has
-an entry "attention", from which `from_config` puts the mechanism back.
+A container is a layer or model that holds attention layers. If it builds them from
+hyperparameters, its config alone would load as softmax. Replacement therefore changes
+the class of such a container to a subclass, its carrier. The config of a carrier has
+an entry "attention", from which `from_config` restores the linear attention.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import importlib.util
 import keras
 
 import keras_rfattn.models.adapters.known as known
-import keras_rfattn.models.loading  # noqa: F401  (Keras' loaders learn of marks)
+import keras_rfattn.models.loading  # noqa: F401  (wraps Keras' loaders)
 import keras_rfattn.models.survey as s
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
@@ -26,23 +27,25 @@ from keras_rfattn.models.positions import Sized
 from keras_rfattn.ops.options import Options
 
 PACKAGE = "keras_rfattn"
-# Registered name of containers that are found through their original's name.
+# Registered name under which carriers are saved. The "attention" entry holds the name
+# of the original class, from which loading finds the carrier.
 GENERIC = "Carrier"
 
-# Softmax class of a container -> its carrier.
+# Original class of a container -> its carrier.
 CARRIERS = {}
-# Callables `(model, holders)`, added by library adapters: what belongs to models that
-# hold changed layers, such as preprocessors, follows them.
+# Callables `(model, holders)` that library adapters add. They update what belongs to
+# the models that hold changed layers, such as preprocessors.
 COMPANION_HOOKS = []
 
 
 class Carrier(Sized):
-    """Mixin of containers with linear attention inside."""
+    """Mixin for containers with linear attention inside."""
 
     original_class = None
 
     def get_config(self):
-        # First, so that Keras' error without keras_rfattn begins with what to do.
+        # The entry comes first: without keras_rfattn, Keras' error quotes the config,
+        # which then begins with the advice to import it.
         return {"attention": attention_config(self), **super().get_config()}
 
     @classmethod
@@ -62,7 +65,8 @@ class Carrier(Sized):
 
     def build_from_config(self, config):
         super().build_from_config(config)
-        # Keras builds a model without a `build` of its own by running it.
+        # Keras builds a model without its own `build` by running it, so the hook of
+        # `_when_built` may not have run.
         self._apply_pending()
 
     def _apply_pending(self):
@@ -76,12 +80,16 @@ class Carrier(Sized):
 
 
 def unpickle(bytesio):
-    """A pickled container, whose class no import finds; see `KerasSaveable`."""
+    """Unpickles a container whose class cannot be imported by name.
+
+    Args:
+        bytesio: The model as Keras' `KerasSaveable` pickles it.
+    """
     return keras.layers.Layer._unpickle_model(bytesio)
 
 
 def _registered_original(entry):
-    """The class a generic carrier was made from, through Keras' own lookup."""
+    """Returns the original class of a saved carrier, through Keras' own lookup."""
     described = {**entry["class"], "config": {}}
     library = str(described.get("module")).partition(".")[0]
     if library in known.INSTALL and importlib.util.find_spec(library) is None:
@@ -107,13 +115,14 @@ keras.saving.register_keras_serializable(PACKAGE, GENERIC)(
 
 
 def carrier_class(base, name=None, members=None):
-    """The carrier of a container class, made once and registered.
+    """Returns the carrier of a container class, which is created once and registered.
 
     Args:
         base: The container's class.
-        name: Name that leads to it too, for classes that other code looks up by class
-            (KerasHub's backbones and tasks). All are saved under the generic name.
-        members: Further class attributes.
+        name: Additional registered name, for classes that other code looks up by class
+            (KerasHub's backbones and tasks), or `None`. All carriers are saved under
+            the generic name.
+        members: Dict of further class attributes, or `None`.
 
     Returns:
         A subclass of `base` with the same name.
@@ -137,19 +146,22 @@ def carrier_class(base, name=None, members=None):
 
 
 def _save_as_generic(cls):
-    """Makes a class be saved under the generic name, which needs no other library."""
+    """Makes Keras save a class under the generic name, which needs no other library."""
     generic = keras.saving.get_registered_object(f"{PACKAGE}>{GENERIC}")
     keras.saving.register_keras_serializable(PACKAGE, GENERIC)(cls)
-    # The name leads back to the generic class; only the class keeps the name.
+    # The name must still lead to the generic class. Only the other direction, from
+    # `cls` to the name, is to stay.
     keras.saving.register_keras_serializable(PACKAGE, GENERIC)(generic)
 
 
 @contextlib.contextmanager
 def saved_by_name(classes):
-    """Saves carriers under their own names meanwhile, for who looks them up by those.
+    """Context manager that saves carriers under their own names.
+
+    Code that looks classes up by these names, such as `from_preset`, then finds them.
 
     Args:
-        classes: Carriers made with a name.
+        classes: Carriers that `carrier_class` made with a name.
     """
     for cls in classes:
         keras.saving.register_keras_serializable(PACKAGE, cls.__name__)(cls)
@@ -161,7 +173,7 @@ def saved_by_name(classes):
 
 
 def needs_carrier(container):
-    """Whether a container's config leaves out the layers inside it."""
+    """Returns whether a container's config leaves out the layers inside it."""
     plain = (keras.Model, keras.Sequential, type(_functional()))
     return not isinstance(container, Carrier) and type(container) not in plain
 
@@ -179,12 +191,20 @@ def carry(container):
 
 
 def holds_linear(container):
-    """Whether some attention below a container is linear."""
+    """Returns whether any attention inside a container is linear."""
     return any(isinstance(x, LinearAttention) for x in container._flatten_layers())
 
 
 def apply_config(container, entry):
-    """Replaces attention in a freshly built container as its config says."""
+    """Replaces attention in a container that was just rebuilt from its config.
+
+    Args:
+        container: The container, with softmax attention.
+        entry: Its "attention" entry, as `entry.attention_config` returned it.
+
+    Raises:
+        ValueError: If the container has no attention layer at a saved position.
+    """
     found = s.survey(container)
     changes = []
     for layer in entry["layers"]:
@@ -211,11 +231,16 @@ def apply_config(container, entry):
 
 
 def commit(model, found, changes):
-    """Carries out a checked list of `(site, feature_map, options)`.
+    """Applies changes that have passed all checks.
+
+    Args:
+        model: The model to change.
+        found: Its `survey.Survey`.
+        changes: List of `(site, feature_map, options)`.
 
     Raises:
-        ValueError: If the optimizer of a model that holds one of the layers is built
-            and has no slots for the new weights; nothing is changed then.
+        ValueError: If a model that holds one of the layers has a built optimizer
+            without slots for the new weights. Nothing is changed in that case.
     """
     layers = [site.layer for site, _, _ in changes]
     for layer, (_, feature_map, _) in zip(layers, changes, strict=True):
@@ -227,7 +252,7 @@ def commit(model, found, changes):
 
 
 def uncarry(layers):
-    """Gives containers without linear attention their own class back.
+    """Restores the original class of containers that hold no linear attention.
 
     Args:
         layers: The attention layers that are softmax again.
@@ -238,7 +263,10 @@ def uncarry(layers):
 
 
 def follow(model, found):
-    """What holds changed layers is saved with them, and forgets what it compiled.
+    """Updates everything that holds changed layers.
+
+    Containers become carriers if their configs need it, the companion hooks run, and
+    compiled functions are discarded.
 
     Args:
         model: The model that was changed.
@@ -256,7 +284,7 @@ def follow(model, found):
 
 
 def _when_built(layer, action):
-    """Runs `action` once, right after the layer has been built."""
+    """Runs `action` once, right after `layer` has been built."""
     build = layer.build
 
     @functools.wraps(build)

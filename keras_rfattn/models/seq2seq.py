@@ -1,8 +1,8 @@
-"""Generation of encoder-decoders: what was encoded is summed up once, and kept.
+"""Generates text with encoder-decoders, which sum the encoder's tokens only once.
 
-The decoder's own attention generates as that of a `CausalLM` (`generation`). Of the
-encoder's tokens every linear layer keeps one `ops.State`, in which each new token looks
-itself up; softmax layers of a mixed model keep keys and values.
+The decoder's self-attention generates as in a `CausalLM` (`generation`). For
+cross-attention, every linear layer keeps one `ops.State` of the encoder's tokens, which
+each new token reads; softmax layers of a mixed model keep keys and values.
 """
 
 import contextlib
@@ -21,9 +21,14 @@ from keras_rfattn.models.carried import kept
 
 
 def initialize_cache(task, encoder_token_ids, decoder_token_ids):
-    """`Seq2SeqLM._initialize_cache`: a `Cache`, and a placeholder.
+    """Runs `Seq2SeqLM._initialize_cache`.
 
-    What layers keep of the encoder is in the `Cache` too, whose rows samplers repeat.
+    The `Cache` also holds the cross-attention entries, because samplers repeat its
+    rows.
+
+    Returns:
+        `(cache, placeholder)`: a `Cache`, and an array `(B, 1)` in place of the cache
+        of cross-attention.
     """
     sites = generation.context(task).sites
     if not generation.has_states(sites):
@@ -46,17 +51,18 @@ def call_decoder_with_cache(
     cross_attention_cache=None,
     cross_attention_cache_update_index=None,
 ):
-    """`Seq2SeqLM.call_decoder_with_cache` of a task with linear attention.
+    """Runs `Seq2SeqLM.call_decoder_with_cache` of a task with linear attention.
 
     Args:
         task: The task.
-        encoder_hidden_states: `(B, S, D)`.
-        encoder_padding_mask: `(B, S)`.
-        decoder_token_ids: Integers `(B, T)`, one token or many.
-        self_attention_cache: `Cache`, of the encoder's tokens too.
+        encoder_hidden_states: Encoder outputs `(B, S, D)`: batch size B, encoder length
+            S, width D.
+        encoder_padding_mask: `(B, S)`, true for real tokens of the encoder.
+        decoder_token_ids: Integers `(B, T)`, one or many tokens per row.
+        self_attention_cache: `Cache`, which also holds the cross-attention entries.
         self_attention_cache_update_index: Position of the first of `decoder_token_ids`.
-        cross_attention_cache: A placeholder, which is returned.
-        cross_attention_cache_update_index: 0 in the first call, then `None`.
+        cross_attention_cache: A placeholder, which is returned unchanged.
+        cross_attention_cache_update_index: 0 in the first call, `None` in later ones.
 
     Returns:
         `(logits, hidden_states, self_attention_cache, cross_attention_cache)`.
@@ -80,12 +86,12 @@ def call_decoder_with_cache(
 
 
 class Answered(NamedTuple):
-    """A decoder whose layers answer by what they keep.
+    """Placeholders for a decoder call, and the cache after it; see `answered`.
 
     Attributes:
         blank: Placeholder for the cache of self-attention.
-        cross_blank: Placeholder for that of cross-attention.
-        cache: Function that gives the `Cache` after a call.
+        cross_blank: Placeholder for the cache of cross-attention.
+        cache: Function that returns the `Cache` after the call.
     """
 
     blank: Any
@@ -95,14 +101,14 @@ class Answered(NamedTuple):
 
 @contextlib.contextmanager
 def answered(task, known, cache, token_ids, start):
-    """Meanwhile, the decoder's attention layers answer by a `Cache`.
+    """Context manager in which the decoder's attention layers compute from a `Cache`.
 
     Args:
         task: The task.
         known: `generation.Generating`.
-        cache: `Cache` before the call.
-        token_ids: Integers `(B, T)`, one token or many.
-        start: Position of the first of them.
+        cache: The `Cache` before the call.
+        token_ids: Integers `(B, T)`, one or many tokens per row.
+        start: Position of the first token.
 
     Yields:
         `Answered`.
@@ -129,12 +135,12 @@ def answered(task, known, cache, token_ids, start):
 
 
 def generate_step(task, inputs, stop_token_ids=None):
-    """`Seq2SeqLM.generate_step`, for padding wherever it is in a prompt."""
+    """Runs `Seq2SeqLM.generate_step`; the prompt may have padding anywhere."""
     return generation.stepped(task, inputs, stop_token_ids, "decoder_padding_mask")
 
 
 def members(cls):
-    """Methods that a task's class gets; none unless it encodes tokens."""
+    """Returns the methods for a task's carrier, if the task has a token encoder."""
     first = getattr(cls, "_initialize_cache", None)
     if first is None or not hasattr(cls, "call_decoder_with_cache"):
         return {}

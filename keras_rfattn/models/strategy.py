@@ -1,4 +1,4 @@
-"""Under which of TensorFlow's distribution strategies the weights of a model are."""
+"""Finds the TensorFlow distribution strategy in which a model was created."""
 
 import contextlib
 
@@ -6,17 +6,19 @@ import keras
 
 
 def strategy_scope(layer):
-    """The scope of the strategy that a layer's weights were made in, to add others.
+    """Returns the scope of the strategy in which a layer's weights were created.
+
+    New weights of the layer must be created inside this scope.
 
     Args:
         layer: A built layer or model.
 
     Returns:
-        A context manager. It does nothing where there is no strategy, or its scope is
-        entered already.
+        A context manager. It does nothing if there is no strategy, or if its scope is
+        already active.
 
     Raises:
-        ValueError: If the scope of another strategy than the layer's is entered.
+        ValueError: If the scope of a different strategy is active.
     """
     if keras.backend.backend() != "tensorflow" or not layer.weights:
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Where attention is in a model, and what stands there."""
+"""Finds the attention layers of a model, and whether each can be replaced."""
 
 import fnmatch
 import inspect
@@ -15,8 +15,8 @@ from keras_rfattn.layers.linear_attention import refusal
 from keras_rfattn.models.swap import linear_class
 from keras_rfattn.models.swap import original_class
 
-# Foreign block class -> mixin that builds its attention layer's mask. Libraries add
-# theirs when they are imported.
+# Block class -> mixin that builds the mask of the block's attention layer. An adapter
+# adds the classes of its library when that library is imported.
 BLOCK_MIXINS = {}
 LOOKS_LIKE_ATTENTION = re.compile(r"Attention(2d)?$|AttentionWith\w+$")
 
@@ -26,15 +26,15 @@ class Site:
     """One attention layer of a model.
 
     Attributes:
-        path: Names of the layers from the model (excluded) to the layer.
-        lasting: The same without the numbers of automatic names, which differ where
-            the model is made again.
-        layer: The layer.
-        parent: The layer that holds it.
-        index: Position among all attention layers of the model; stable where
-            automatic names are not, so that seeds and saved configs use it.
-        reason: Why it cannot be replaced, or `None`.
-        causal: True, False, or `None` where each call decides.
+        path: Layer names from the model (excluded) to this layer, joined by `/`.
+        lasting: `path` without the numbers of automatic names, which change when the
+            model is built again.
+        layer: The attention layer.
+        parent: The layer or model that directly holds it.
+        index: Position among all attention layers of the model. Seeds and saved
+            configs use it, because automatic names are not stable.
+        reason: Why the layer cannot be replaced, or `None` if it can.
+        causal: Whether the attention is causal, or `None` if each call decides.
     """
 
     path: str
@@ -52,14 +52,27 @@ class Site:
 
 @dataclass
 class Survey:
-    """All attention layers of a model, and every container above them."""
+    """All attention layers of a model, and every container above them.
+
+    Attributes:
+        sites: List of `Site`.
+        containers: Dict from the `id` of each container to the container and the
+            indices of the sites inside it.
+    """
 
     sites: list = field(default_factory=list)
     containers: dict = field(default_factory=dict)  # id -> (container, [site index])
 
 
 def survey(model):
-    """Walks a model: attention layers in a stable order, each once."""
+    """Finds the attention layers of a model.
+
+    Args:
+        model: A built Keras model or layer.
+
+    Returns:
+        A `Survey`, which lists each layer once and in a stable order.
+    """
     found, seen = Survey(), {}
 
     def visit(layer, path="", lasting=""):
@@ -90,7 +103,7 @@ def survey(model):
 
 
 def _lasting_name(layer):
-    # Keras names a layer without a name after its class, in snake case.
+    # Keras makes automatic names from the class name in snake case.
     words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", original_class(layer).__name__)
     automatic = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
     is_automatic = re.fullmatch(rf"{automatic}_\d+", layer.name)
@@ -106,7 +119,7 @@ def _site(layer, parent, path, lasting, index):
 
 
 def block_mixin(cls):
-    """The mask-building mixin for a block class, or `None`."""
+    """Returns the mask-building mixin for a block class, or `None`."""
     for base, mixin in BLOCK_MIXINS.items():
         if issubclass(cls, base):
             return mixin
@@ -130,7 +143,7 @@ def _causality(layer, parent):
 
 
 def is_cross(site):
-    """Whether a site's queries are known to be of other tensors than its keys."""
+    """Returns whether queries and keys are known to come from different tensors."""
     mixin = block_mixin(original_class(site.parent))
     if mixin is not None:
         return mixin.is_cross(site.parent, site.layer)
@@ -147,13 +160,13 @@ def is_cross(site):
 
 
 def has_prefix(site):
-    """Whether all tokens see those of a prompt, whatever comes after it."""
+    """Returns whether all tokens see the whole prompt (prefix-LM)."""
     mixin = block_mixin(original_class(site.parent))
     return mixin is not None and mixin.has_prefix
 
 
 def drop_sliding_windows(sites):
-    """Sites whose only obstacle is a sliding window have none any more."""
+    """Clears `reason` of the sites whose only obstacle is a sliding window."""
     for site in sites:
         if site.reason:
             reason = unsupported(site.layer, windows=False)
@@ -161,7 +174,12 @@ def drop_sliding_windows(sites):
 
 
 def unsupported(layer, windows=True):
-    """Why an attention layer cannot be replaced, or `None` if it can be."""
+    """Returns why an attention layer cannot be replaced, or `None` if it can.
+
+    Args:
+        layer: A softmax attention layer.
+        windows: Whether a sliding window counts as a reason.
+    """
     cls = type(layer)
     if linear_class(cls) is not None:
         return refusal(layer, windows)
@@ -170,7 +188,7 @@ def unsupported(layer, windows=True):
 
 
 def is_attention(layer):
-    """Whether a layer is attention itself rather than a container of attention."""
+    """Returns whether a layer is attention itself, not a container of attention."""
     if isinstance(layer, LinearAttention) or linear_class(type(layer)):
         return True
     name = type(layer).__name__
@@ -194,25 +212,25 @@ def _parent_reason(layer, parent):
 
 
 def is_pooling(site):
-    """Whether a site attends with a single query, where softmax is linear."""
+    """Returns whether a site has only one query, for which softmax is linear."""
     return known.block(original_class(site.parent)).is_pooling
 
 
 def select(sites, include, exclude):
-    """The sites that `include` and `exclude` leave.
+    """Selects the sites that `include` matches and `exclude` does not.
 
     Args:
         sites: List of `Site`.
-        include: `None` (all), a path or pattern (`fnmatch`), a list of those, or a
-            callable `(path, layer) -> bool`.
-        exclude: Likewise; what is taken out.
+        include: `None` (all sites), a path or pattern (`fnmatch`), a list of these, or
+            a callable `(path, layer) -> bool`.
+        exclude: Sites to leave out, in the same forms; `None` leaves out no site.
 
     Returns:
         List of `Site`.
 
     Raises:
         ValueError: If a path or pattern matches no attention layer.
-        TypeError: If an argument is of another type.
+        TypeError: If `include` or `exclude` has another type.
     """
     included = sites if include is None else _matching("include", include, sites)
     excluded = [] if exclude is None else _matching("exclude", exclude, sites)
@@ -229,7 +247,7 @@ def _check_takes_two(argument, function):
             f"Received: {argument}={function!r}, which does not take both ({error})."
         ) from None
     except ValueError:
-        # Some functions written in C have no signature.
+        # Some functions written in C have no signature to check.
         pass
 
 

@@ -1,7 +1,8 @@
-"""Changing one attention layer: softmax to linear, in place, and back.
+"""Changes one attention layer from softmax to linear in place, and back.
 
-The layer object changes class and gains a feature map; its projections, their names,
-the graph and the parents stay as they are. Lies below both `saving` and `replace`.
+The layer object changes its class and gains a feature map. Its projections, their
+names, the model graph and the parent layers stay as they are. Both `saving` and
+`replace` build on this module.
 """
 
 import contextlib
@@ -17,7 +18,8 @@ from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.models.strategy import strategy_scope
 from keras_rfattn.ops.options import Options
 
-# Foreign class -> linear class. Libraries add theirs when they are imported.
+# Softmax class -> linear class. An adapter adds the classes of its library when that
+# library is imported.
 LINEAR_CLASSES = {
     keras.layers.MultiHeadAttention: layers.MultiHeadAttention,
     keras.layers.GroupQueryAttention: layers.GroupedQueryAttention,
@@ -25,14 +27,17 @@ LINEAR_CLASSES = {
 
 
 def original_class(layer):
-    """The class a layer had before surgery: its own if it had none."""
+    """Returns the class that a layer or model had before replacement.
+
+    This is its present class if nothing was replaced.
+    """
     return getattr(type(layer), "original_class", type(layer))
 
 
 def linear_class(cls):
-    """The linear class for an attention class, or `None` if there is none.
+    """Returns the linear class for an attention class, or `None` if there is none.
 
-    A subclass of a known class qualifies if it leaves the computation alone.
+    A subclass of a known class qualifies if it does not override the computation.
     """
     for base, linear in LINEAR_CLASSES.items():
         if cls is base:
@@ -48,12 +53,13 @@ def linear_class(cls):
 
 
 def make_linear_class(cls, mixin=LinearAttention, parent=None):
-    """A class that is `cls` with linear attention, for layers changed in place.
+    """Creates a subclass of `cls` with linear attention, for layers changed in place.
 
     Args:
         cls: The softmax class.
-        mixin: `LinearAttention`, or a subclass.
-        parent: The linear class of its base, if that has one; its mixin is taken then.
+        mixin: `LinearAttention`, or a subclass of it. Ignored if `parent` has a mixin.
+        parent: Linear class of the base class of `cls`, or `None`. If it has a mixin,
+            the new class uses that mixin.
 
     Returns:
         A subclass of `cls`.
@@ -69,13 +75,14 @@ def make_linear_class(cls, mixin=LinearAttention, parent=None):
     }
     if parent is not None and "_kv_shape" in vars(parent):
         members["_kv_shape"] = parent._kv_shape
-    # Known classes have a registered drop-in; layers of others are rebuilt by the
-    # container that holds them, so that their config need not name this class.
+    # Not registered with Keras here: known classes have a registered drop-in, and the
+    # container rebuilds layers of other classes, so their config does not have to name
+    # this class.
     return type(cls.__name__, (mixin, cls), members)
 
 
 def _scope(layer):
-    """The scopes of a built layer's weights: of its strategy, and of their names."""
+    """Returns the strategy scope and the name scopes of a built layer's weights."""
     stack = contextlib.ExitStack()
     stack.enter_context(strategy_scope(layer))
     for name in (layer.path or layer.name).split("/"):
@@ -84,7 +91,7 @@ def _scope(layer):
 
 
 def build_map(layer, feature_map):
-    """Builds a map for a softmax layer, which stays as it is."""
+    """Builds a feature map for a softmax layer, without changing the layer."""
     linear = linear_class(type(layer))
     kv_heads, head_dim = linear._kv_shape(layer)
     feature_map.name = "feature_map"
@@ -94,7 +101,13 @@ def build_map(layer, feature_map):
 
 
 def make_linear(layer, feature_map, options):
-    """Makes a softmax layer linear; the map is built."""
+    """Makes a softmax layer linear, in place.
+
+    Args:
+        layer: A built softmax attention layer.
+        feature_map: `FeatureMap` that `build_map` has built for this layer.
+        options: `ops.Options`.
+    """
     layer.__class__ = linear_class(type(layer))
     layer._tracker.unlock()
     try:
@@ -106,7 +119,7 @@ def make_linear(layer, feature_map, options):
 
 
 def make_softmax(layer):
-    """Gives a linear layer its class back, and takes its map."""
+    """Restores the softmax class of a linear layer, and removes its feature map."""
     unmark(layer)
     layer._tracker.untrack(layer.feature_map)
     for name in ("feature_map", *STATE):
@@ -116,7 +129,7 @@ def make_softmax(layer):
 
 
 def _reduce(layer):
-    """How a layer of a class that no import finds is pickled and copied."""
+    """Serves as `__reduce__` for layers whose class cannot be imported by name."""
     config = layer.get_config()
     feature_map, _ = config.pop("feature_map"), config.pop("trained", ())
     options = Options.take(config)
@@ -125,7 +138,7 @@ def _reduce(layer):
 
 
 def _plain(x):
-    """Without the dicts and lists by which Keras tracks layers: they do not pickle."""
+    """Copies Keras' tracked dicts and lists to plain ones, which can be pickled."""
     if isinstance(x, dict):
         return {key: _plain(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
@@ -134,7 +147,7 @@ def _plain(x):
 
 
 def unpickle(cls, config, build_config, feature_map, options, weights):
-    """The layer that `_reduce` took apart."""
+    """Rebuilds a layer from the arguments that `_reduce` returned."""
     layer = cls.from_config(config)
     layer.build_from_config(build_config)
     feature_map = feature_maps.get(feature_map)

@@ -1,1 +1,1 @@
-"""Facts about other people's models: one table (`known`), and a file a library."""
+"""Facts about other libraries' models: a table (`known`) and one file per library."""

@@ -1,6 +1,7 @@
-"""Mixins of KerasHub's encoders in whose own calls softmax stands.
+"""Mixins for KerasHub's encoder attention that computes softmax inside `call`.
 
-As those of `mixins`, but the call is written here, on the class's own projections.
+They differ from those in `mixins`: they define a new `call`, which uses the projections
+of the original class.
 """
 
 import keras
@@ -11,7 +12,7 @@ from keras_rfattn.ops.masks import interpret_mask
 
 
 class RoformerAttention(LinearAttention):
-    """Mixin of RoFormer V2's attention, in whose call softmax stands itself."""
+    """Mixin for RoFormer V2's attention, which computes softmax inside `call`."""
 
     def _kv_shape(self):
         return self.heads, self.head_size
@@ -20,9 +21,9 @@ class RoformerAttention(LinearAttention):
         return self.rotary_embedding_layer([query, key])
 
     def call(self, x, attention_mask=None):
-        """`(B, T, D) -> (B, T, D)`; the mask `(B, T)` of tokens that keys may be.
+        """Maps `(B, T, D)` to `(B, T, D)`; `attention_mask` `(B, T)` hides keys.
 
-        The class's own hides padded queries in its place on JAX and TensorFlow.
+        On JAX and TensorFlow, the original class hides padded queries instead.
         """
         ops = keras.ops
         batch, length = ops.shape(x)[:2]
@@ -40,7 +41,7 @@ class RoformerAttention(LinearAttention):
 
 
 class EsmAttention(RoformerAttention):
-    """Mixin of ESM's attention: another rotary embedding, or none."""
+    """Mixin for ESM's attention, which has another rotary embedding or none."""
 
     def _turned(self, query, key):
         return self.rotary_embedding_layer(query, key) if self.use_rotary else (
@@ -49,14 +50,14 @@ class EsmAttention(RoformerAttention):
 
 
 class PaliGemmaVitAttention(LinearAttention):
-    """Mixin of PaliGemma's attention over images, in whose call softmax stands."""
+    """Mixin for PaliGemma's image attention, which computes softmax inside `call`."""
 
     def _kv_shape(self):
         return self.num_heads, self.head_dim
 
     def call(self, x, attention_mask=None, return_attention_scores=None,
              training=False):  # fmt: skip
-        """`(B, T, D) -> ((B, T, D), None)`; the class's own also gives scores."""
+        """Maps `(B, T, D)` to `((B, T, D), None)`; the original also returns scores."""
         ops = keras.ops
         if attention_mask is not None:
             raise ValueError(
@@ -77,14 +78,14 @@ class PaliGemmaVitAttention(LinearAttention):
 
 
 class DINOV3Attention(LinearAttention):
-    """Mixin of DINOv3's attention, in whose call softmax stands itself."""
+    """Mixin for DINOv3's attention, which computes softmax inside `call`."""
 
     def _kv_shape(self):
         return self.num_heads, self.head_dim
 
     def call(self, inputs, attention_mask=None, position_embeddings=None,
              num_prefix_tokens=0, training=None):  # fmt: skip
-        """`(B, T, D) -> (B, T, D)`."""
+        """Maps `(B, T, D)` to `(B, T, D)`."""
         ops = keras.ops
         batch, length = ops.shape(inputs)[:2]
         query, key, value = (

@@ -1,32 +1,32 @@
-"""KerasCV, whose development has ended.
+"""Adapter for KerasCV, whose development has ended.
 
-Its `TransformerEncoder` holds a `keras.layers.MultiHeadAttention` and needs nothing
-here. Its ViT runs on TensorFlow only; on other backends use the KerasHub ViT, into
-which `convert_vit` brings the weights.
+KerasCV's `TransformerEncoder` holds a `keras.layers.MultiHeadAttention`, so it needs
+no adapter. Its ViT runs on TensorFlow only. On other backends use the KerasHub ViT, to
+which `convert_vit` copies the weights.
 """
 
 import keras
 
 
 def convert_vit(source):
-    """A KerasHub ViT with the weights of a KerasCV ViT.
+    """Converts a KerasCV ViT to a KerasHub ViT with the same weights.
 
-    The KerasCV model takes pixels (0 to 255, or 0 to 1 without rescaling); the
-    KerasHub one takes what KerasCV's own rescaling layers make of them: -1 to 1.
-    KerasHub computes gelu exactly where KerasCV uses its tanh form, so that outputs
-    agree to about three digits.
+    The KerasCV model takes pixels from 0 to 255 (or 0 to 1 without rescaling). The
+    KerasHub model takes pixels from -1 to 1, which KerasCV's own rescaling layers
+    compute. KerasHub uses the exact GELU and KerasCV its tanh approximation, so the
+    outputs agree to about three digits.
 
     Args:
         source: A ViT of `keras_cv.models.legacy.vit`, with its softmax attention.
 
     Returns:
-        A `keras_hub.models.ViTBackbone`, or a `ViTImageClassifier` if `source` has
-        its top.
+        A `keras_hub.models.ViTBackbone`, or a `ViTImageClassifier` if `source` has a
+        classification head (`include_top`).
 
     Raises:
         ImportError: If KerasHub is not installed.
         TypeError: If `source` is not a KerasCV ViT.
-        ValueError: If its attention was replaced.
+        ValueError: If the attention of `source` was replaced.
     """
     try:
         import keras_hub
@@ -73,7 +73,7 @@ def convert_vit(source):
 
 
 def _copy(source, backbone):
-    """Copies layer by layer; shapes are checked by `set_weights`."""
+    """Copies weights layer by layer; `set_weights` checks their shapes."""
     embedding = _only(source, "PatchingAndEmbedding")
     blocks = [x for x in source.layers if type(x).__name__ == "TransformerEncoder"]
     norm = [x for x in source.layers if isinstance(x, keras.layers.LayerNormalization)][

@@ -1,6 +1,6 @@
-"""KerasHub (and KerasNLP, which is the same package under its old name).
+"""Adapter for KerasHub (and KerasNLP, the same package under its old name).
 
-Imported by `keras_rfattn.models.import_hook` once `keras_hub` is.
+`keras_rfattn.models.import_hook` imports this module once `keras_hub` is imported.
 """
 
 import functools
@@ -25,20 +25,26 @@ import keras_rfattn.models.swap as swap
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
+# Each module provides the generation methods of one family of tasks (`members`).
 GENERATING = (
     generation, prefix_lm, image_to_text, gated_delta, seq2seq, audio_to_text
 )  # fmt: skip
 
 
 def classes(table):
-    """`(class, row)` of the rows of a table that KerasHub has to be asked for."""
+    """Yields `(class, row)` for the rows of a table that name a KerasHub class."""
     for name, row in table.items():
         if row.package == known.HUB and row.module is not None:
             yield getattr(importlib.import_module(row.module), name), row
 
 
 def companion_class(cls, backbone_cls):
-    """A tokenizer's or preprocessor's class for the carrier of its backbone."""
+    """Returns the class of a tokenizer or preprocessor for its backbone's carrier.
+
+    Args:
+        cls: Original class of the tokenizer or preprocessor.
+        backbone_cls: Carrier of the backbone class.
+    """
     key = (cls, backbone_cls)
     if key not in _companion_classes:
         body = {
@@ -57,7 +63,7 @@ _companion_classes = {}
 
 
 def _save_to_preset(self, preset_dir, *args, **kwargs):
-    """Saves under names by which `from_preset` finds classes."""
+    """Saves a preset under the class names by which `from_preset` finds classes."""
     models = [self, getattr(self, "backbone", None)]
     names = {type(x) for x in models if isinstance(x, saving.Carrier)}
     original = type(self).original_class.save_to_preset
@@ -66,9 +72,9 @@ def _save_to_preset(self, preset_dir, *args, **kwargs):
 
 
 def _of_known_size(method):
-    """A method that refuses more tokens than positions before it begins.
+    """Wraps a method, which then checks the size of its inputs before it begins.
 
-    On JAX an error inside `fit` or `predict` leaves a Keras model without weights.
+    On JAX, an error inside `fit` or `predict` leaves a Keras model without weights.
     """
 
     @functools.wraps(method)
@@ -81,7 +87,7 @@ def _of_known_size(method):
 
 
 def model_carrier(cls):
-    """The carrier of a backbone or task class, registered under its own name."""
+    """Returns the carrier of a backbone or task class, registered under its name."""
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
     members = {"save_to_preset": _save_to_preset}
@@ -101,8 +107,8 @@ def model_carrier(cls):
 def register_all():
     """Registers the carriers of every backbone, task, tokenizer and preprocessor.
 
-    `from_preset` looks classes up by their registered name before anything else is
-    known, so that all must be there beforehand.
+    `from_preset` first looks a class up by its registered name, so all carriers must
+    be registered beforehand.
     """
     known = [
         cls
@@ -121,7 +127,12 @@ def register_all():
 
 
 def adjust_companions(model, holders):
-    """Preprocessors of tasks around a changed backbone follow it."""
+    """Updates the preprocessors of all tasks around a changed model.
+
+    Args:
+        model: The model that was changed or restored.
+        holders: List of all layers and models around the changed layers.
+    """
     tasks = [x for x in holders if isinstance(x, Task)]
     for task in tasks:
         _adjust_preprocessor(task)
@@ -138,7 +149,7 @@ def _adjust_preprocessor(task):
 
 
 def _adjust_companion(layer, backbone_cls):
-    """A tokenizer or preprocessor belongs to the class that its backbone has now."""
+    """Gives a tokenizer or preprocessor the class that matches its backbone's class."""
     cls, is_changed = type(layer), issubclass(backbone_cls, saving.Carrier)
     if not is_changed and cls in _companion_classes.values():
         layer.__class__ = cls.original_class
@@ -149,7 +160,7 @@ def _adjust_companion(layer, backbone_cls):
 
 
 def follow_backbones():
-    """Lets a task that is made around a changed backbone follow it at once."""
+    """Patches `Task.__init__`: a task around a changed backbone becomes a carrier."""
     original = Task.__init__
 
     @functools.wraps(original)
@@ -164,7 +175,7 @@ def follow_backbones():
 
 
 def install():
-    """Makes KerasHub's classes known to surgery; called once."""
+    """Registers KerasHub's classes for attention replacement; called once."""
     follow_backbones()
     for cls, row in classes(known.ATTENTION):
         mixin = getattr(mixins, row.mixin, None) or getattr(encoders, row.mixin)

@@ -1,10 +1,11 @@
-"""One row a foreign class: what surgery must know of it. Imports nothing.
+"""Table of what replacement must know about each class of Keras and its libraries.
 
-Rows go by class name, so that no library has to be imported to refuse a class of it.
-Attention classes without a row are refused, as their mathematics is not known;
-subclasses of a class that can be linear are too, unless they leave its computation
-alone. What a class of Keras becomes stands in `swap`; those of a library become linear
-when it is imported (`keras_hub.py`).
+This module imports no library. Rows are found by class name, so a class can be refused
+without importing its library. Attention classes without a row are refused, because
+their mathematics is not known. Subclasses of a class that can be linear are refused
+too, unless they leave its computation unchanged. `swap` holds the linear classes of
+Keras; the linear classes of a library are created when it is imported
+(`keras_hub.py`).
 """
 
 from typing import NamedTuple
@@ -13,25 +14,26 @@ KERAS, HUB, CV = "keras", "keras_hub", "keras_cv"
 
 
 class Known(NamedTuple):
-    """What is known of an attention class, or of a block that holds attention.
+    """Facts about an attention class, or about a block that holds attention.
 
     Attributes:
-        package: What it belongs to, by its import name.
-        module: Of an attention class that can be linear, and of a block with `masks`,
-            where it is found; `None` for others.
-        refused: Why linear attention cannot take its place.
-        causal: Of a block, whether its attention is causal; `None` where each call
+        package: Import name of the package that defines the class.
+        module: Module of the class, for an attention class that can be linear or a
+            block with `masks`; `None` for other classes.
+        refused: For an attention class, why linear attention cannot replace it;
+            otherwise `None`.
+        causal: For a block, whether its attention is causal; `None` if each call
             decides.
-        masks: Of a block, name of the mixin in its library's file that builds its masks
-            as facts.
-        builds_mask: Of a block that hands its attention a dense mask of its own
-            making, what the mask does.
-        mixin: Of an attention class that can be linear, name of the mixin in its
-            library's file that makes it so.
-        takes_dense: Of an attention class, whether its blocks build the causal mask
-            instead of asking for it.
-        is_pooling: Of a block, whether it attends with one query a sequence, where
-            softmax is linear already, and exact.
+        masks: For a block, name of the mixin (`mixins.py`) that builds an
+            `AttentionMask` in place of the block's dense mask.
+        builds_mask: For a block that passes a dense mask of its own to its attention,
+            what this mask does.
+        mixin: For an attention class that can be linear, name of the mixin
+            (`mixins.py` or `encoders.py`) that makes it linear.
+        takes_dense: For an attention class, whether its blocks build a dense causal
+            mask instead of passing `use_causal_mask`.
+        is_pooling: For a block, whether it attends with one query per sequence, for
+            which softmax is already linear, and exact.
     """
 
     package: str
@@ -46,16 +48,16 @@ class Known(NamedTuple):
 
 
 def _attention(place, mixin="RotaryAttention", takes_dense=True):
-    """The row of an attention class with a mixin of its own.
+    """Creates the row of a KerasHub attention class.
 
-    By default that of decoders with rotary embeddings and grouped heads.
+    The default mixin is that of decoders with rotary embeddings and grouped heads.
     """
     module = f"keras_hub.src.models.{place}"
     return Known(HUB, module, mixin=mixin, takes_dense=takes_dense)
 
 
 def _decoder(place, masks="DecoderMasks"):
-    """The row of the block that holds it."""
+    """Creates the row of a KerasHub decoder block."""
     return Known(HUB, f"keras_hub.src.models.{place}", masks=masks)
 
 
@@ -168,7 +170,7 @@ ATTENTION = {
 
 BLOCKS = {
     "TransformerDecoder": Known(HUB, "keras_hub.layers", masks="DecoderMasks"),
-    # Before Gemma's, whose subclass it is.
+    # A subclass of Gemma's block: the first class that matches counts.
     "PaliGemmaDecoderBlock": _decoder(
         "pali_gemma.pali_gemma_decoder_block", "PaliGemmaMasks"
     ),
@@ -197,7 +199,7 @@ BLOCKS = {
     "DeiTEncoderBlock": Known(HUB, causal=False),
     "PaliGemmaVitEncoderBlock": Known(HUB, causal=False),
     "EdRecEncoderBlock": Known(HUB, causal=False),
-    # KerasCV has one of that name too, and it is alike.
+    # KerasCV has a class of this name too, for which the same holds.
     "TransformerEncoder": Known(HUB, causal=False),
     "ViTEncoderBlock": Known(HUB, causal=False),
     "WhisperEncoder": Known(HUB, causal=False),
@@ -207,19 +209,19 @@ BLOCKS = {
     "PARSeqDecoderBlock": Known(HUB, builds_mask="of a meaning not known here"),
 }
 
-# What attention classes call the normalization of their queries.
+# Attribute names of the query normalization in attention classes.
 QUERY_NORMALIZATIONS = (
     "query_norm", "_query_norm", "q_norm", "_query_dense_layer_norm",
 )  # fmt: skip
 
-# What saved models may be of, and what installs it.
+# Library of a saved model -> requirement for pip that installs it.
 INSTALL = {HUB: "'keras-rfattn[hub]'", CV: "'keras-rfattn[cv]'"}
 
 NOTHING = Known("")
 
 
 def attention(cls):
-    """The row of an attention class or of its nearest parent that has one."""
+    """Returns the row of an attention class, or of its nearest base with a row."""
     for base in cls.__mro__:
         if base.__name__ in ATTENTION:
             return ATTENTION[base.__name__]
@@ -227,5 +229,5 @@ def attention(cls):
 
 
 def block(cls):
-    """The row of a block class, by its own name alone."""
+    """Returns the row of a block class, by its own name only."""
     return BLOCKS.get(cls.__name__, NOTHING)

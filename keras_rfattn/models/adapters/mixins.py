@@ -1,7 +1,8 @@
-"""What KerasHub's classes become: mixins of decoder blocks and of attention.
+"""Mixins for KerasHub's decoder blocks and attention classes.
 
-Rows of `known` name them. A mixin of attention comes before the class it is of, and
-leaves projections, rotary embeddings, normalizations and scale to it.
+The rows of `known` name them. An attention mixin precedes the original class in the
+bases, and leaves projections, rotary embeddings, normalizations and scale to that
+class.
 """
 
 import contextlib
@@ -15,32 +16,33 @@ from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.masks import interpret_mask
 
-# What decoder blocks call their self-attention, and the cache that is handed to it.
+# Attribute names of the self-attention in decoder blocks.
 SELF_ATTENTION = (
     "_self_attention_layer", "attention", "self_attn", "self_attention",
 )  # fmt: skip
+# Argument names of the cache for this self-attention.
 CACHES = ("self_attention_cache", "attention_cache")
 
 
 def self_attention(block):
-    """The self-attention layer of a decoder block."""
+    """Returns the self-attention layer of a decoder block."""
     return next(getattr(block, x) for x in SELF_ATTENTION if hasattr(block, x))
 
 
 class DecoderMasks:
-    """Mixin of decoder blocks: causality as a fact instead of a dense mask."""
+    """Mixin for decoder blocks that builds an `AttentionMask`, not a dense mask."""
 
-    # Whether all tokens see those of a prompt.
+    # Whether all tokens see the whole prompt (prefix-LM).
     has_prefix = False
 
     @staticmethod
     def is_causal(block, layer):
-        """Whether `layer` of `block` is causal self-attention."""
+        """Returns whether `layer` of `block` is causal self-attention."""
         return layer is self_attention(block)
 
     @staticmethod
     def is_cross(block, layer):
-        """Whether `layer` of `block` attends to the encoder's tokens."""
+        """Returns whether `layer` of `block` attends to the encoder's tokens."""
         return not DecoderMasks.is_causal(block, layer)
 
     def _compute_self_attention_mask(
@@ -72,13 +74,17 @@ class DecoderMasks:
 
 
 class SparseDecoderMasks(DecoderMasks):
-    """Mixin of blocks that hand the mask to their experts too, which count rows."""
+    """Mixin for mixture-of-experts blocks, which also pass the mask to their experts.
+
+    The mask is an array that marks the rows that see any key. The `AttentionMask` is
+    handed over to the attention layer separately.
+    """
 
     def _compute_self_attention_mask(self, decoder_sequence, **others):
         mask = super()._compute_self_attention_mask(decoder_sequence, **others)
         if not isinstance(mask, AttentionMask):
             return mask
-        # The experts ask of a dense mask whether a row sees any key.
+        # The experts only need to know of each row whether it sees any key.
         rows = keras.ops.ones_like(decoder_sequence[..., :1], dtype="bool")
         if mask.key_mask is not None:
             seen = keras.ops.cumsum(keras.ops.cast(mask.key_mask, "int32"), axis=1) > 0
@@ -88,7 +94,7 @@ class SparseDecoderMasks(DecoderMasks):
 
 
 class GemmaMasks(DecoderMasks):
-    """Mixin of Gemma's blocks, whose method has another name."""
+    """Mixin for Gemma's blocks, whose mask method has another name."""
 
     def _compute_attention_mask(self, x, padding_mask, cache, cache_update_index):
         if not isinstance(self.attention, LinearAttention):
@@ -104,7 +110,7 @@ class GemmaMasks(DecoderMasks):
 
 
 class PaliGemmaMasks(GemmaMasks):
-    """Mixin of PaliGemma's blocks: causal after image and prompt (prefix-LM)."""
+    """Mixin for PaliGemma's blocks, causal only after image and prompt (prefix-LM)."""
 
     has_prefix = True
 
@@ -113,7 +119,7 @@ class PaliGemmaMasks(GemmaMasks):
     ):
         given = x, padding_mask, cache, cache_update_index
         if not isinstance(self.attention, LinearAttention):
-            # Past Gemma's mixin, whose method has one argument less.
+            # Skips `GemmaMasks`, whose method has one argument fewer.
             return super(GemmaMasks, self)._compute_attention_mask(
                 *given, response_mask
             )
@@ -128,8 +134,8 @@ class PaliGemmaMasks(GemmaMasks):
 
         prompt = with_image(padding_mask, True)
         if response_mask is None:
-            # Not of self-attention, so that no statistic is taken which generation,
-            # token by token, could not take.
+            # `self_attention` stays `False`, so that the map takes no statistic that
+            # generation, token by token, could not take.
             return AttentionMask(prompt, query_mask=prompt)
         response = with_image(response_mask, False)
         prompt = prompt & ~response
@@ -139,7 +145,7 @@ class PaliGemmaMasks(GemmaMasks):
 
 
 class CachedAttention(LinearAttention):
-    """Mixin of KerasHub's attention classes."""
+    """Mixin for KerasHub's attention classes."""
 
     def _compute_attention(self, query, key, value, attention_mask=None, **kwargs):
         context = context_of(self)
@@ -161,12 +167,13 @@ class CachedAttention(LinearAttention):
 
 
 class RotaryAttention(CachedAttention):
-    """Mixin of decoders' attention with rotary embeddings and grouped heads."""
+    """Mixin for decoder attention with rotary embeddings and grouped heads."""
 
     def _kv_shape(self):
         names = ("num_key_value_heads", "_num_key_value_heads", "num_heads")
         heads = next(getattr(self, x) for x in names if hasattr(self, x))
-        # The head dim has many names, and its square root one.
+        # The classes name the head dim differently, but all have `_inv_norm_factor`,
+        # which is its inverse square root.
         return heads, round(self._inv_norm_factor**-2)
 
     def _compute_attention(self, *args, **kwargs):
@@ -175,36 +182,43 @@ class RotaryAttention(CachedAttention):
 
 
 class GPTNeoXAttention(RotaryAttention):
-    """Mixin of GPT-NeoX's attention, which caches keys before they are turned."""
+    """Mixin for GPT-NeoX's attention, which caches keys before rotating them."""
 
     def call(self, hidden_states, **kwargs):
-        """`(B, T, D) -> (B, T, D)`."""
+        """Maps `(B, T, D)` to `(B, T, D)`."""
         with self.placed(self, kwargs):
             return super().call(hidden_states, **kwargs)
 
     @staticmethod
     def placed(layer, kwargs):
-        """A call's queries are turned by their position in its cache meanwhile.
+        """Returns a context in which queries are rotated by their cache positions.
 
-        KerasHub turns them as if the first of them were the first of the cache.
+        KerasHub rotates them as if the first query were at the first position of the
+        cache.
+
+        Args:
+            layer: The attention layer.
+            kwargs: Keyword arguments of its call.
         """
         start = kwargs.get("cache_update_index")
         if kwargs.get("cache") is None or start is None:
             return contextlib.nullcontext()
-        # Queries come first, and then all the keys of the cache.
+        # The layer rotates the queries first, and then all keys of the cache, whose
+        # rotation is right already.
         return turned_from(layer, start, count=1)
 
 
 class GemmaAttention(RotaryAttention):
-    """Mixin of Gemma's attention, which looks into its mask and has its own scale."""
+    """Mixin for Gemma's attention, which reads its mask and has its own scale."""
 
     def _kv_shape(self):
         return self.num_key_value_heads, self.head_dim
 
     def call(self, x, attention_mask=None, **kwargs):
-        """`(B, T, D) -> (B, T, D)`; the mask an `AttentionMask`."""
+        """Maps `(B, T, D)` to `(B, T, D)`; `attention_mask` is an `AttentionMask`."""
         mask = AttentionMask() if attention_mask is None else attention_mask
-        # Rows that see no key are 0 already.
+        # Gemma zeroes rows that see no key. Linear attention already does, so this mask
+        # hides nothing.
         seen = keras.ops.ones((1, 1, 1), dtype="bool")
         with context_of(self).replace(mask=mask).active():
             return super().call(x, attention_mask=seen, **kwargs)
@@ -217,11 +231,11 @@ class GemmaAttention(RotaryAttention):
 
 
 class MoonshineAttention(CachedAttention):
-    """Mixin of Moonshine's attention, which looks into its mask."""
+    """Mixin for Moonshine's attention, which reads its mask."""
 
     def call(self, query, value, key, rotary_embedding=None, attention_mask=None,
              **kwargs):  # fmt: skip
-        """As the class's own; the mask may be an `AttentionMask`."""
+        """Runs the original `call`; `attention_mask` may be an `AttentionMask`."""
         context = context_of(self)
         if isinstance(attention_mask, AttentionMask):
             context, attention_mask = context.replace(mask=attention_mask), None

@@ -10,7 +10,7 @@ from keras_rfattn.models.replace import replace_attention
 from keras_rfattn.models.transformer_pp.positions import RotaryAttention
 from keras_rfattn.models.transformer_pp.positions import SinusoidalEmbedding
 
-# Appendix H; every head has 64 dimensions.
+# The sizes of the paper's appendix H, where every head has 64 dimensions.
 SIZES = {
     "small": {"num_layers": 12, "num_heads": 12},
     "medium": {"num_layers": 24, "num_heads": 16},
@@ -32,33 +32,37 @@ def transformer_pp(
 ):
     """Builds a causal language model.
 
-    Sinusoidal positions are added to tied token embeddings, rotary ones to queries
-    and keys; layer normalization comes first in each of the residual branches; the
-    feed-forward network is a GELU-gated linear unit with the parameters of a plain
-    one of factor 4, that is an inner size of 8/3 of the model's (with 4 times as much
-    the parameter counts of the paper's appendix H do not come out).
+    The token embeddings are tied to the output projection. Sinusoidal positions are
+    added to the embeddings, and rotary position embedding is applied to queries and
+    keys. Each residual branch begins with layer normalization. The feed-forward
+    network is a GELU-gated linear unit with as many parameters as an ungated one of
+    factor 4, so its inner size is 8/3 of the model width. (With an inner size of 4
+    times the width, the parameter counts differ from the paper's appendix H.)
 
     Args:
-        size: `"small"` (default), `"medium"` or `"large"`: layers and heads.
-        attention: `"softmax"`, or what `replace_attention` takes as `feature_map`, such
-            as a name or `feature_maps.PolySketchLearned(32, degree=8)`.
-        vocabulary_size: Number of tokens.
-        num_layers: Number of blocks; that of `size` by default.
-        num_heads: Number of heads; that of `size` by default.
-        head_dim: Size of a head, even; the model is `num_heads` times as wide.
-        dropout: Rate after each branch.
-        dtype: Dtype policy of the layers.
+        size: `"small"` (default), `"medium"` or `"large"`. Sets the default numbers of
+            layers and heads.
+        attention: `"softmax"`, or a value that `replace_attention` accepts as
+            `feature_map`, such as a name or
+            `feature_maps.PolySketchLearned(32, degree=8)`.
+        vocabulary_size: Number of tokens in the vocabulary.
+        num_layers: Number of blocks; `None` uses the number of `size`.
+        num_heads: Number of heads; `None` uses the number of `size`.
+        head_dim: Size of a head, which must be even. The width of the model is
+            `num_heads * head_dim`.
+        dropout: Dropout rate after each residual branch.
+        dtype: Dtype policy of the layers; `None` uses the global policy.
         **mechanism: Further arguments of `replace_attention`: `num_features`,
             `window`, `sliding`, `block_size`, `seed`, ...
 
     Returns:
-        A functional Keras model, `(B, T)` int tokens to `(B, T, vocabulary_size)`
-        float32 logits.
+        A functional Keras model that maps integer tokens `(B, T)` to float32 logits
+        `(B, T, vocabulary_size)`.
 
     Raises:
         ValueError: If `size` or `attention` is unknown, a number is not positive,
             `head_dim` is odd, arguments of a mechanism are given for softmax
-            attention, or as `replace_attention`.
+            attention, or `replace_attention` raises.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), appendices H and I.
@@ -109,12 +113,14 @@ def transformer_pp(
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Block(layers.Layer):
-    """Causal attention and gated feed-forward network, each normalized and residual.
+    """Transformer block of causal attention and a gated feed-forward network.
+
+    Both are residual branches that begin with layer normalization.
 
     Args:
         num_heads: Number of heads.
-        head_dim: Size of a head.
-        dropout: Rate after each branch.
+        head_dim: Size of a head, which must be even.
+        dropout: Dropout rate after each residual branch.
     """
 
     use_causal_mask = True
@@ -148,7 +154,7 @@ class Block(layers.Layer):
         self.down.build((*input_shape[:-1], self.gate.units))
 
     def call(self, x, training=None):
-        """`(B, T, D) -> (B, T, D)`."""
+        """Maps `(B, T, D)` to `(B, T, D)`."""
         h = self.attention_norm(x)
         h = self.attention(h, h, use_causal_mask=True, training=training)
         x = x + self.dropout(h, training=training)

@@ -1,4 +1,4 @@
-"""Layers that tell tokens where they are: rotary attention, sinusoidal embedding."""
+"""Layers that encode positions: rotary attention and sinusoidal embedding."""
 
 import math
 
@@ -8,16 +8,16 @@ from keras import ops
 
 
 def angles(length, dim, max_wavelength=10_000.0):
-    """Position times frequency: `(length, dim / 2)`, float32."""
+    """Returns position times frequency, `(length, dim / 2)`, float32."""
     frequencies = max_wavelength ** (-2 * np.arange(dim // 2) / dim)
     positions = ops.cast(ops.arange(length), "float32")
     return positions[:, None] * ops.convert_to_tensor(frequencies, "float32")
 
 
 def rotate(x):
-    """Turns each pair `(x_i, x_{i + H/2})` of `(B, T, N, H)` by an angle of its token.
+    """Rotates each pair `(x_i, x_{i + H/2})` of `(B, T, N, H)` by a position's angle.
 
-    Products of queries and keys then depend on the distance of their tokens.
+    Products of queries and keys then depend on the distance between their tokens.
 
     Reference:
         Su et al., "RoFormer" (2021), equation 34.
@@ -32,7 +32,7 @@ def rotate(x):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class RotaryProjection(keras.layers.EinsumDense):
-    """The projection to queries or keys, then `rotate`."""
+    """Projection to queries or keys, followed by `rotate`."""
 
     def call(self, inputs, training=None):
         return rotate(super().call(inputs, training=training))
@@ -42,8 +42,8 @@ class RotaryProjection(keras.layers.EinsumDense):
 class RotaryAttention(keras.layers.MultiHeadAttention):
     """`keras.layers.MultiHeadAttention` with rotary position embedding.
 
-    The rotation is a part of the query and key projections, so that what follows is
-    Keras' attention as it is, or any linear attention.
+    The rotation is part of the query and key projections. The rest is Keras' unchanged
+    attention, which any linear attention can replace.
 
     Raises:
         ValueError: If `key_dim` is odd.
@@ -62,10 +62,10 @@ class RotaryAttention(keras.layers.MultiHeadAttention):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class SinusoidalEmbedding(keras.layers.Layer):
-    """Token embeddings times `√D`, plus sines and cosines of the token's position.
+    """Scales token embeddings by `√D`, and adds sines and cosines of the position.
 
-    `(B, T, D) -> (B, T, D)`. The factor makes entries of variance 1/D, which suit
-    tied logits, as large as the waves.
+    Maps `(B, T, D)` to `(B, T, D)`. Embedding entries of variance 1/D suit tied
+    logits; the factor makes them as large as the sines and cosines.
 
     Reference:
         Vaswani et al., "Attention is all you need" (2017), sections 3.4 and 3.5.
