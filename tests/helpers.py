@@ -27,7 +27,7 @@ RANDOM = [
     if issubclass(feature_maps.FEATURE_MAPS[name], feature_maps.RandomFeatureMap)
 ]
 # One of each form that features have.
-FORMS = ("elu", "favor", "favorpp", "hybrid_angular", "polysketch")
+FORMS = ("favor", "favorpp", "hybrid_angular", "polysketch")
 AVERAGING_FORMS = [name for name in FORMS if name in AVERAGING]
 
 

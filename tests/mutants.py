@@ -85,6 +85,22 @@ MUTANTS = {
         "ops/packing.py", "by_text", "ops.logical_and(real, texts.unpack(x))",
         "texts.unpack(x)", "layers/test_packed_masks.py",
     ),
+    "a call context that outlives its call": Mutant(
+        "layers/call_context.py", "holding", "self.value = before", "pass",
+        "layers/test_call_context.py",
+    ),
+    "compiled programs kept by the models around": Mutant(
+        "models/holders.py", "refresh", "setattr(layer, f'{name}_function', None)",
+        "None", "models/test_holders.py",
+    ),
+    "a trained map fitted again": Mutant(
+        "feature_maps/trained.py", "check_untrained", "feature_map.was_trained", "False",
+        "uptraining/test_trained_maps.py",
+    ),
+    "files of another mechanism not compared": Mutant(
+        "models/loading.py", "_load_state", "is_whole and weights_store", "False",
+        "models/test_loading.py",
+    ),
 }  # fmt: skip
 
 
