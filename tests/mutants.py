@@ -94,8 +94,8 @@ MUTANTS = {
         "None", "models/test_holders.py",
     ),
     "a trained map fitted again": Mutant(
-        "feature_maps/trained.py", "check_untrained", "feature_map.was_trained", "False",
-        "uptraining/test_trained_maps.py",
+        "feature_maps/trained.py", "check_untrained", "feature_map.was_trained",
+        "False", "uptraining/test_trained_maps.py",
     ),
     "files of another mechanism not compared": Mutant(
         "models/loading.py", "_load_state", "is_whole and weights_store", "False",
