@@ -55,7 +55,3 @@ def test_every_block_runs(path, tmp_path, monkeypatch, registry):
 
 def test_guides_are_found():
     assert len(GUIDES) >= 5
-
-
-def test_the_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 130
