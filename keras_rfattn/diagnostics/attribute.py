@@ -75,8 +75,7 @@ def attribute(model, data, metric):
         data: Data that is passed to `metric`.
         metric: A function `(model, data) -> number`. It must run `model` itself:
             functions compiled for other models that share its layers ignore the
-            change. It must not generate text, because generation cannot answer in
-            these ways.
+            change. It must not generate text, because generation uses features only.
 
     Returns:
         An `Attribution`.

@@ -28,7 +28,7 @@ COLUMNS = {
 
 
 def _cells(errors):
-    """Returns the cells of a table row; a reason takes the place of a missing number."""
+    """Returns the cells of a table row, with a reason where a number is missing."""
     result = [f"{e:.3g}" for e in errors]
     for i in range(len(errors)):
         if np.isnan(errors[i]):
@@ -113,7 +113,7 @@ class ApproximationReport:
     __repr__ = __str__
 
     def plot(self, path=None):
-        """Plots the output error of each head, with that of uniform attention as control.
+        """Plots the errors of each head, with that of uniform attention as control.
 
         Args:
             path: File to save the figure to, or `None` to save nothing.
