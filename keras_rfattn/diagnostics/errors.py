@@ -142,7 +142,7 @@ def is_covered(feature_map, query, key, head):
 
 
 def visibility(sequence):
-    """Returns which keys each query sees, booleans `(T · G, S)`, G heads per key head."""
+    """Returns which keys each query sees as booleans `(T · G, S)`, G heads per key."""
     rows, keys = sequence.query.shape[1], sequence.key.shape[1]
     if not sequence.causal:
         return np.ones((rows, keys), bool)
