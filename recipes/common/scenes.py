@@ -61,7 +61,7 @@ class Scenes:
         return np.where(is_hit, near, np.inf).min(-1)
 
     def observe(self):
-        """Returns inputs of policies: depth images, and the goal as a bump over angles."""
+        """Returns policy inputs: depth images, and the goal as a bump over angles."""
         column, row = np.meshgrid(
             np.linspace(-1, 1, COLUMNS), np.linspace(0.75, -0.75, ROWS)
         )

@@ -84,7 +84,7 @@ def pretrain(backbone, x, seed, steps):
 
 
 def classifier(backbone, classes, shape):
-    """Builds a classifier on the mean over patches; it shares the backbone's weights."""
+    """Builds a classifier on the mean over patches, with the backbone's weights."""
     first, rest = parts(backbone)
     pixels = keras.Input(shape)
     y = through(rest, through(first, pixels))
