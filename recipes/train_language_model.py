@@ -37,7 +37,7 @@ MECHANISMS = {
     "polysketch_learned": ("polysketch_learned", SKETCH, None),
     # Control: softmax in windows of the same size, and no attention beyond.
     "local": ("window_alone", {}, WINDOW),
-    # Variations.
+    # Variations of the mechanisms above.
     "polynomial (degree 2)": ("polynomial", {"degree": 2}, None),
     "polynomial (degree 8)": ("polynomial", {"degree": 8}, None),
     "polysketch_learned + local 128": ("polysketch_learned", SKETCH, 128),

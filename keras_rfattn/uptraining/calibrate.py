@@ -73,8 +73,8 @@ def calibrate(
 ):
     """Measures the data that feature maps see, and stores the fitted parameters.
 
-    In causal and cross attention, FAVOR++ cannot measure the current sequence and
-    starts as FAVOR+ until it is calibrated. Other maps (`"gerf"`, `"poisson"`,
+    In causal and cross attention, FAVOR++ must not measure the current sequence, so
+    without calibration it starts as FAVOR+. Other maps (`"gerf"`, `"poisson"`,
     `"favorpp_dense"`) learn from data only in this way. A few batches of real inputs
     are enough. The result is saved with the model. An earlier calibration is replaced;
     trained weights are not, unless `discard_training` is true.

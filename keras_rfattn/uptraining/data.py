@@ -249,7 +249,7 @@ class Batches:
         return self._known[1]
 
     def _grouped(self, order, generator):
-        """Reorders rows so that texts of similar lengths share a batch."""
+        """Groups texts of similar lengths into batches, which come in random order."""
         size, parts = self.batch_size, []
         for rows in np.split(order, range(POOL * size, len(order), POOL * size)):
             whole = len(rows) // size * size
