@@ -1,16 +1,18 @@
-"""Linear attention against softmax attention, side by side in one run (JAX).
+"""Compare linear attention with softmax attention, side by side in one run (JAX).
 
     python benchmarks/attention.py --causal --check
 
-Every contender gets the same projected queries, keys and values `(B, T, N, H)`:
+Every contender gets the same projected queries, keys and values `(B, T, N, H)` (batch,
+tokens, heads, head size):
 
 - linear: `keras_rfattn.layers.attend`, random features included.
-- keras: what `keras.layers.MultiHeadAttention` runs on them (dropout 0).
+- keras: the computation of `keras.layers.MultiHeadAttention` (dropout 0).
 - jax: `jax.nn.dot_product_attention`.
 
-They take turns, so that a busy machine is busy for all of them; times are the least,
-ratios the median over turns. Softmax runs where its predicted memory fits, else the
-prediction is printed. An algorithm that disagrees with `ops.quadratic` is not timed.
+Contenders take turns, so that other load on the machine affects all of them. Times are
+the minimum, and ratios the median over turns. Softmax runs if its predicted memory
+fits; otherwise the prediction is printed. An algorithm that disagrees with
+`ops.quadratic` is not timed.
 """
 
 import argparse
@@ -37,7 +39,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -53,14 +55,14 @@ from keras_rfattn.layers.linear_attention import attend
 from keras_rfattn.ops.options import Options
 
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-BUDGET = 0.4 * MEMORY  # of a softmax
+BUDGET = 0.4 * MEMORY  # bytes that softmax may use
 FORMULA = """peak: share of it that these FLOPs per token and head make: features of
 q and k 4 H M, sums 2 M H, look-up 2 M H, the block itself, if causal, 2 C (M + H);
 backward twice that. What is computed again in the backward pass does not count."""
 
 
 class Problem:
-    """Attention of one length, and how each contender computes it."""
+    """Attention at one sequence length, as each contender computes it."""
 
     def __init__(self, args, length, heads=None, causal=True, gradient=True):
         self.shape = (args.batch, length, heads or args.heads, args.head_dim)
@@ -101,12 +103,12 @@ class Problem:
         return attention
 
     def arrays(self):
-        """q, k, v and, for a gradient, what the output is multiplied with."""
+        """Returns q, k, v and, for gradients, the factor on the output."""
         keys = jax.random.split(jax.random.key(0), 4 if self.gradient else 3)
         return [jax.random.normal(key, self.shape) for key in keys]
 
     def compile(self, contender):
-        """The program, and the bytes XLA plans for its temporaries."""
+        """Compiles a contender; returns it and the bytes XLA plans for temporaries."""
         program = function = getattr(self, contender)()
         if self.gradient:
 
@@ -124,13 +126,13 @@ class Problem:
         return each * self.shape[2] * (3 if self.gradient else 1)
 
     def scores(self):
-        """Bytes of one float32 matrix of attention scores."""
+        """Returns the bytes of one float32 matrix of attention scores."""
         batch, length, heads, _ = self.shape
         return batch * heads * length**2 * 4
 
 
 def disagreement(args, causal):
-    """Of linear with its definition, output and gradients, relative."""
+    """Returns the relative error of linear attention, over outputs and gradients."""
     problem = Problem(args, 300, heads=2, causal=causal)
     *inputs, g = problem.arrays()
     results = []
@@ -144,13 +146,13 @@ def disagreement(args, causal):
 
 
 def score_matrices(args, contender, causal=True, gradient=True):
-    """How many XLA plans for, at two lengths: the same if memory is quadratic."""
+    """Returns planned memory in score matrices, equal at both lengths if quadratic."""
     problems = [Problem(args, n, None, causal, gradient) for n in (512, 1024)]
     return [p.compile(contender)[1] / p.scores() for p in problems]
 
 
 def take_turns(programs, rounds):
-    """Seconds of each `(program, arrays)` in each round, after one to warm up."""
+    """Times each `(program, arrays)` in each round, after one warm-up round."""
     times = [[] for _ in programs]
     for turn in range(rounds + 1):
         for i, (program, arrays) in enumerate(programs):
@@ -166,7 +168,7 @@ def ratio(a, b):
 
 
 def matmul_peak(size=2048):
-    """FLOP/s of the fastest of some float32 matrix products."""
+    """Returns the FLOP/s of the fastest of some float32 matrix products."""
     x = jnp.ones((size, size))
     return 2 * size**3 / min(take_turns([(jax.jit(jnp.matmul), (x, x))], 10)[0])
 
@@ -210,7 +212,7 @@ def check(args):
     print("\nchecks: causal, forward + backward")
     passed, goals = [], [(8192, 6, "keras", 10), (2048, 12, "jax", 2.5)]
     for length, heads, other, least in goals:
-        problem, gain = Problem(args, length, heads), 0  # where softmax does not fit
+        problem, gain = Problem(args, length, heads), 0  # 0 if softmax does not fit
         need = max(score_matrices(args, other)) * problem.scores()
         if need < BUDGET:
             times = race(problem, ["linear", other], args.rounds)[1]

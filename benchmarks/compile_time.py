@@ -1,10 +1,11 @@
-"""Time of the first training step of a small causal model, softmax beside linear.
+"""Time the first training step of a small causal model by kind of attention.
 
     KERAS_BACKEND=jax python benchmarks/compile_time.py [--repeats 3]
 
-Every measurement is a process of its own, without a cache of compiled programs, and the
-attentions take turns, so that other work on the machine meets all of them alike. Prints
-the least seconds of all turns, by the clock and of the processor, beside softmax's.
+Every measurement is a separate process without a cache of compiled programs. The kinds
+of attention take turns, so that other load on the machine affects all of them. The
+benchmark prints the minimum over turns of wall-clock and processor seconds, and the
+same relative to softmax.
 """
 
 import argparse
@@ -38,14 +39,14 @@ def parse_arguments():
 
 
 def timed(function):
-    """Seconds that a function takes, by the clock and of the processor."""
+    """Returns the wall-clock and processor seconds that a function takes."""
     clock, processor = time.perf_counter(), time.process_time()
     function()
     return time.perf_counter() - clock, time.process_time() - processor
 
 
 def first_fit(args, mechanism, window):
-    """Seconds of the first training step of a model with the attention named."""
+    """Times the first training step of a model with the given mechanism."""
     import keras
 
     import keras_rfattn
@@ -66,7 +67,7 @@ def first_fit(args, mechanism, window):
 
 
 def first_generate(args, mechanism, window):
-    """Seconds of the first `generate` of a small GPT-2."""
+    """Times the first `generate` of a small GPT-2 with the given mechanism."""
     import keras
     import keras_hub
 

@@ -1,15 +1,15 @@
-"""Tokens per second of a training step against context length, per mechanism (JAX).
+"""Measure tokens per second of a training step against context length (JAX).
 
 PolySketchFormer (Kacham et al., 2024), table 4 and figure 4: the number of tokens in a
-batch is fixed, so that a mechanism of linear cost is as fast at any length.
+batch is fixed, so that a mechanism of linear cost is equally fast at any length.
 
     python benchmarks/context_length.py [--plot out.png]
 
-A Transformer++ of `--layers` blocks, one step forward, backward and Adam; mechanisms
-take turns, times are the least, ratios the median. Memory is what XLA plans for
-temporaries. Where softmax would need more than 40 % of the machine's memory (predicted
-from two short lengths) it is not run. `slope` is time per token at the longest length
-over that at 1024.
+The model is a Transformer++ of `--layers` blocks, and a step is forward, backward and
+Adam. Mechanisms take turns; times are the minimum, and ratios the median. Memory is
+what XLA plans for temporaries. Softmax does not run if it would need more than 40 % of
+the machine's memory (predicted from two short lengths). `slope` is the time per token
+at the longest length divided by that at 1024.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def parse_arguments():
     return args
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -149,7 +149,7 @@ def main(args):
 
 
 def predicted(name, length, args):
-    """Bytes at `length`, from what XLA plans at two short ones with as many tokens."""
+    """Predicts the bytes at `length` from two short lengths with as many tokens."""
     small, large = (Step(name, n, args).bytes for n in (256, 512))
     slope = (large - small) / 256
     tokens = max(args.tokens, length)

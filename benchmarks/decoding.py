@@ -1,12 +1,12 @@
-"""Time and memory of one more token, after contexts of any length.
+"""Measure time and memory of one more token, after contexts of any length.
 
     python benchmarks/decoding.py [--contexts 512 1024 4096 16384 65536] [--batch 1 8]
 
-A GPT-2 of one layer, 12 heads of 64: softmax with its cache of keys and values beside
-each mechanism with its state, in one run, some tokens each in turn. Printed are
-milliseconds a token (median and least), bytes that a sequence keeps, and how many times
-as fast as softmax. Values in a cache do not change the time of reading it, so that
-softmax's are zeros and states have seen 64 tokens.
+A GPT-2 of one layer with 12 heads of 64 runs with softmax and its cache of keys and
+values, and with each mechanism and its state. They take turns of some tokens each. The
+benchmark prints milliseconds per token (median and minimum), bytes kept per sequence,
+and the speed relative to softmax. The values in a cache do not change the time of
+reading it, so softmax's cache is zeros and states have seen only 64 tokens.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -64,7 +64,7 @@ def build(mechanism, longest, num_features):
 
 
 def stepper(model, longest, batch):
-    """`(step, state)`: one more token, compiled as the backend does."""
+    """Returns a compiled `step` that decodes one more token, and its first `state`."""
 
     def step(token, state, index):
         logits, _, state = model.call_with_cache(token, state, index)
@@ -77,7 +77,7 @@ def stepper(model, longest, batch):
     if keras.backend.backend() == "jax":
         import jax
 
-        # The old state makes room for the new one, as in a loop.
+        # Donates the old state's memory to the new one, as a decoding loop does.
         return jax.jit(step, donate_argnums=1), state
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -87,7 +87,7 @@ def stepper(model, longest, batch):
 
 
 def milliseconds(step, state, index, batch):
-    """The time of a token, and the state after it."""
+    """Returns the milliseconds of one token, and the state after it."""
     token = ops.ones((batch, 1), dtype="int32")
     index = ops.convert_to_tensor(index, dtype="int32")
     start = time.perf_counter()
@@ -97,7 +97,7 @@ def milliseconds(step, state, index, batch):
 
 
 def size(state):
-    """Bytes for one sequence."""
+    """Returns the bytes of the state for one sequence."""
     leaves = keras.tree.flatten(state)
     return sum(ops.convert_to_numpy(x[:1]).nbytes for x in leaves)
 
@@ -112,7 +112,7 @@ def main(args):
             times = {name: [] for name in names}
             for _ in range(args.rounds):
                 for name, (step, state) in steps.items():
-                    # As in a text: one token right after the other.
+                    # Decodes several tokens in a row, as generation does.
                     for i in range(-2, BURST):
                         found, state = milliseconds(step, state, context - 1, batch)
                         times[name] += [found] if i >= 0 else []

@@ -1,11 +1,12 @@
-"""What devices tell each other in a training step, against its length (JAX).
+"""Count the bytes that devices exchange in a training step, by sequence length (JAX).
 
     python benchmarks/devices.py [--devices 8] [--lengths 512 1024 2048 4096]
 
-A GPT-2 of two layers, made linear, forward and backward, over simulated devices: data,
-heads (`layout_map`) or tokens (`SequenceParallel`) divided; `--mechanism softmax` to
-compare. Told are bytes that a device receives, by the kind of exchange, read from the
-compiled program; no time, as simulated devices have none. `attention` is what an
+A GPT-2 of two layers with linear attention runs forward and backward over simulated
+devices, which divide the data, the heads (`layout_map`) or the tokens
+(`SequenceParallel`). `--mechanism softmax` runs softmax for comparison. The benchmark
+prints the bytes that a device receives, by kind of exchange, read from the compiled
+program. It prints no time, as simulated devices have none. `attention` is what one
 attention call alone exchanges.
 """
 
@@ -50,7 +51,7 @@ HEADS, DIM = 8, 64
 
 
 def divided(way, count):
-    """A `keras.distribution` that divides one thing over all devices."""
+    """Returns a `keras.distribution` that divides data, heads or tokens."""
     devices = keras.distribution.list_devices()
     if way == "data":
         return keras.distribution.DataParallel(devices=devices)
@@ -79,7 +80,7 @@ def model_of(args, length, way):
 
 
 def step(model, batch, length):
-    """The compiled text of a forward and backward pass of a model."""
+    """Returns the compiled program of a model's forward and backward pass, as text."""
     tokens = np.ones((batch, length), "int32")
     x = {"token_ids": tokens, "padding_mask": tokens}
     layout = keras.distribution.distribution().get_data_layout(tokens.shape)
@@ -96,7 +97,7 @@ def step(model, batch, length):
 
 
 def attention(args, length):
-    """The same of an attention call alone, its tokens divided."""
+    """Returns the compiled program of one attention call with divided tokens."""
     from keras_rfattn.layers.attend import attend
     from keras_rfattn.ops import AttentionMask
 
@@ -116,7 +117,7 @@ def attention(args, length):
 
 
 def exchanged(text):
-    """Bytes a device receives, by kind, of a compiled program."""
+    """Returns the bytes a device receives in a program, by kind of exchange."""
     found = dict.fromkeys(KINDS, 0)
     for kind in KINDS:
         for line in re.findall(rf"= (.*?) {kind}(?:-start)?\(", text):

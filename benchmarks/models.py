@@ -1,16 +1,16 @@
-"""Whole models made linear against their softmax, side by side in one run.
+"""Compare whole models with linear attention and with softmax, side by side in one run.
 
     python benchmarks/models.py [--models bert gpt2 vit] [--training]
 
-Models of MiniLM's, GPT-2 small's and ViT base's shapes with random weights, which
-change no time; each in its checkpoint's own softmax and with every mechanism. They take
-turns, so that a busy machine is busy for all of them. Printed are the median of the
-milliseconds, and the median over turns of softmax's time by the mechanism's: how many
-times as fast. With `--training` a step of SGD on everything. "nothing" has all
-projections and adds queries, keys and values up: as fast as attention could ever be.
-KerasHub's presets have a dropout of 0.1, with which Keras does not take PyTorch's fused
-softmax, in inference either; `--dropout 0.1` measures these as they are. A mechanism
-"favorpp 64 heads 3" keeps three heads of the third layer softmax.
+The models have the shapes of MiniLM, GPT-2 small and ViT base, and random weights,
+which do not change times. Each runs with its checkpoint's own softmax and with every
+mechanism. They take turns, so that other load on the machine affects all of them. The
+benchmark prints the median of milliseconds, and the median over turns of softmax's time
+divided by the mechanism's, which is the speed-up. With `--training` it times a step of
+SGD on all weights. "nothing" has all projections and adds queries, keys and values: no
+attention can be faster. KerasHub's presets have a dropout of 0.1, and with that Keras
+does not use PyTorch's fused softmax, even in inference; `--dropout 0.1` measures this
+case. A mechanism "favorpp 64 heads 3" keeps softmax in three heads of the third layer.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -74,7 +74,7 @@ def build(name, mechanism, length, dropout):
             if isinstance(layer, keras.layers.MultiHeadAttention):
                 layer._compute_attention = nothing
     elif mechanism != "softmax":
-        # Name, width, and window; softmax heads of the third layer.
+        # The text is a name, a width, a window, then softmax heads of the third layer.
         mechanism, _, heads = mechanism.partition(" heads ")
         kind, *numbers = mechanism.replace("window", "").split()
         numbers = [int(x) for x in numbers] + [None, None]
@@ -87,7 +87,7 @@ def build(name, mechanism, length, dropout):
 
 
 def nothing(query, key, value, *args, **kwargs):
-    """In the place of attention."""
+    """Replaces attention by a sum, which is a lower bound on its time."""
     return query + key + value, None
 
 
@@ -102,7 +102,7 @@ def inputs(name, batch, length):
 
 
 def timed(model, x, training):
-    """A function without arguments that runs the model once, compiled as Keras does."""
+    """Returns a function that runs the model once, compiled as Keras does."""
     if not training:
         model.compile()
         return lambda: model.predict_on_batch(x)

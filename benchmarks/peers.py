@@ -1,17 +1,17 @@
-"""Linear attention against what people use today on PyTorch, side by side in one run.
+"""Compare linear attention with other PyTorch libraries, side by side in one run.
 
     KERAS_BACKEND=jax python benchmarks/peers.py [--causal] [--lengths 1024 4096 8192]
 
-Ours runs on the chosen backend, features included; the others on PyTorch in the same
-process: `scaled_dot_product_attention`, and of FAVOR+ with as many features
-`performer-pytorch` and `pytorch-fast-transformers` (its C++), each if it is installed,
-in float32. All get the same queries, keys and values, on the GPU where there is one.
-They take turns, forward, and forward with backward. Told are the least milliseconds,
-and the median over turns of their time by ours: how many times as fast ours is. `share
-of matmul` is the rate of the products that ours needs (features 4 H M, sums 2 M H,
-look-up 2 M H for a token and head, within causal blocks 2 C (M + H); backward twice
-that) by the rate of a product of two square matrices (512 rows, 8192 on a GPU) of the
-same dtype in the same run.
+This library runs on the chosen backend, and computes its features too. The others run
+on PyTorch in the same process: `scaled_dot_product_attention`, and FAVOR+ with as many
+features from `performer-pytorch` and `pytorch-fast-transformers` (its C++), each if it
+is installed, in float32. All get the same queries, keys and values, on the GPU if there
+is one. They take turns, forward, and forward with backward. The benchmark prints the
+minimum of milliseconds, and the median over turns of their time divided by ours, which
+is our speed-up. `share of matmul` is the rate of the products that our attention needs
+(features 4 H M, sums 2 M H, look-up 2 M H for a token and head, within causal blocks 2
+C (M + H); backward twice that) divided by the rate of a product of two square matrices
+(512 rows, 8192 on a GPU) of the same dtype in the same run.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
     if args.threads == 1:
         flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -59,7 +59,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def ours(args, tokens):
-    """`(forward, both)` of this library, each without arguments."""
+    """Returns this library's `(forward, both)`, functions without arguments."""
     feature_map = feature_maps.get(
         args.mechanism, num_features=args.num_features, seed=0
     )
@@ -87,7 +87,7 @@ def ours(args, tokens):
 
 
 def on_torch(attention, tokens, dtype):
-    """`(forward, both)` of a function of PyTorch tensors `(B, T, N, H)`."""
+    """Returns `(forward, both)` for attention on PyTorch tensors `(B, T, N, H)`."""
     tokens = [torch.from_numpy(x).to(DEVICE, getattr(torch, dtype)) for x in tokens]
 
     def forward():
@@ -102,7 +102,7 @@ def on_torch(attention, tokens, dtype):
 
 
 def peers(args):
-    """Functions of tensors `(B, T, N, H)`, of what is installed."""
+    """Returns the attention functions on `(B, T, N, H)` of all installed libraries."""
     found = {"torch SDPA": heads_first(
         lambda *x: torch.nn.functional.scaled_dot_product_attention(
             *x, is_causal=args.causal
@@ -150,7 +150,7 @@ def heads_first(attention):
 
 
 def seconds(run):
-    """Of a run, and of what it left to be done on a GPU."""
+    """Returns the seconds of a run, including the work it queued on a GPU."""
     start = time.perf_counter()
     run()
     if DEVICE == "cuda":
@@ -159,7 +159,7 @@ def seconds(run):
 
 
 def matmul_rate(backend, dtype):
-    """Operations a second of a product of two matrices."""
+    """Returns the operations per second of a product of two matrices."""
     size, count = 512 if DEVICE == "cpu" else 8192, 20
     x = torch.randn(size, size, device=DEVICE, dtype=getattr(torch, dtype))
     run = lambda: x @ x  # noqa: E731
@@ -196,7 +196,7 @@ def main(args):
             for _ in range(args.rounds + 1):
                 for name, both in runs.items():
                     times[name].append(seconds(both[i]))
-            # The first round compiles.
+            # The first round compiles and does not count.
             times = {name: np.array(x[1:]) for name, x in times.items()}
             for name, found in times.items():
                 row = {

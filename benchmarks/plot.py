@@ -1,10 +1,10 @@
-"""The pictures of docs/pages/results/speed.md, from the rows of `benchmarks/results`.
+"""Draw the figures of docs/pages/results/speed.md from `benchmarks/results`.
 
     pip install ".[recipes]"
     python benchmarks/plot.py [--folder docs/pages/results]
 
-Nothing is measured here: `models.py`, `peers.py`, `decoding.py` and `tpu.py` have
-written the rows, and of rows that differ in what was measured alone the last counts.
+Nothing is measured here. `models.py`, `peers.py`, `decoding.py` and `tpu.py` have
+written the rows. Of rows that differ only in measured values, the last one counts.
 """
 
 import argparse
@@ -15,12 +15,12 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 MEASURED = ("ms", "least", "times as fast", "ours times as fast", "share of matmul",
             "bytes", "commit", "others GB", "GB accessed", "seconds to compile",
             "tera-operations", "weights GB", "refused")  # fmt: skip
-# Of blocks of this many tokens, and whatever softmax has.
+# Plots rows with blocks of this many tokens, and the rows of softmax.
 TPU_BLOCK = 512
 
 
 def rows(name, **wanted):
-    """The rows of a file that have the wanted values."""
+    """Returns the rows of a file that have the wanted values."""
     found = {}
     for line in (RESULTS / f"{name}.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -31,7 +31,7 @@ def rows(name, **wanted):
 
 
 def curves(rows, name, x, y):
-    """`{name: (xs, ys)}`, in the order in which names come."""
+    """Returns `{name: (xs, ys)}`, in the order in which names first appear."""
     found = {}
     for row in sorted(rows, key=lambda row: row[x]):
         if row.get(y) is not None:
@@ -40,12 +40,12 @@ def curves(rows, name, x, y):
 
 
 def tokens_of(row):
-    """Rows of models with the number of tokens of a sequence."""
+    """Returns a row of models with the number of tokens of a sequence added."""
     return {**row, "tokens": int(row["shape"].split("x")[1])}
 
 
 def speed(plt):
-    """Whole models with presets' dropout against softmax by length."""
+    """Plots the speed-up of whole models with presets' dropout by length."""
     names = ("jax", "torch", "tensorflow")
     wanted = {"model": "bert", "training": False, "dropout": 0.1}
     found = {x: rows("models", backend=x, **wanted) for x in names}
@@ -58,7 +58,7 @@ def speed(plt):
             some, "mechanism", "tokens", "times as fast"
         ).items():
             if name != "softmax":
-                # A mechanism that a backend lacks moves no other one's color.
+                # A mechanism keeps its color even if a backend lacks others.
                 color = colors.setdefault(name, f"C{len(colors)}")
                 (lines[name],) = axes.plot(*points, marker="o", color=color)
         axes.axhline(1, color="black", linewidth=1)
@@ -72,7 +72,7 @@ def speed(plt):
 
 
 def peers(plt):
-    """Causal attention, forward and backward, against peers by length."""
+    """Plots causal attention, forward and backward, and its peers by length."""
     found = rows("peers", causal=True, direction="forward + backward")
     figure, axes = plt.subplots(figsize=(6, 4))
     for backend in ("jax", "torch"):
@@ -89,7 +89,7 @@ def peers(plt):
 
 
 def decoding(plt):
-    """Milliseconds and bytes of one more token by context."""
+    """Plots milliseconds and bytes of one more token by context."""
     found = rows("decoding", backend="jax", batch=1)
     figure, all_axes = plt.subplots(1, 2, figsize=(10, 4))
     for axes, (y, label) in zip(
@@ -103,7 +103,7 @@ def decoding(plt):
 
 
 def memory(plt):
-    """Gigabytes that a TPU's compiler plans for a training step."""
+    """Plots gigabytes that a TPU's compiler plans for a training step."""
     found = [
         x for x in rows("tpu", chip="v5e", layers=12, window=None)
         if x["mechanism"] == "softmax" or x.get("block_size") == TPU_BLOCK

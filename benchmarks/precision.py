@@ -1,12 +1,12 @@
-"""Generation in low precision: does its state drift from a float32 state?
+"""Measure whether generation in low precision drifts from a float32 state.
 
     python benchmarks/precision.py --data-dir DIR [--tokens 10000] [--window 32]
 
 A small Llama with linear attention learns bytes of wikitext2/valid.txt in DIR (a minute
-or two), then the same weights generate under float32, mixed_bfloat16 and mixed_float16:
-tokens are drawn by float32, and all three are fed them. Printed, for each fifth of the
-way: how often the top token is float32's, and the median of the largest difference of
-logits, relative to their spread.
+or two). Then the same weights generate under float32, mixed_bfloat16 and mixed_float16:
+float32 samples the tokens, and all three receive them. For each fifth of the sequence,
+the benchmark prints how often the top token equals float32's, and the median of the
+largest difference of logits, relative to their spread.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")

@@ -1,10 +1,10 @@
-"""A prompt into a state, against the parallel pass over the same tokens.
+"""Compare reading a prompt into a state with the parallel pass over the same tokens.
 
     python benchmarks/prefill.py [--tokens 8192] [--windows 0 128]
 
-A GPT-2 of one layer, 12 heads of 64: `generation.prefill` and the model's own call, in
-turns, compiled as the backend does. Printed are milliseconds (median) and the share of
-the parallel pass's speed.
+A GPT-2 of one layer with 12 heads of 64 runs `generation.prefill` and the model's own
+call in turns, compiled as the backend does. The benchmark prints milliseconds (median)
+and the share of the parallel pass's speed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -53,7 +53,7 @@ def build(args, window):
 
 
 def parallel(model):
-    """The model's call, compiled."""
+    """Returns the compiled call of the model."""
     if keras.backend.backend() == "torch":
         import torch
 

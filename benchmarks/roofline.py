@@ -1,21 +1,22 @@
-"""Predictions, on paper, of a training step on TPUs: counted work by the chip's rates.
+"""Predict a training step on TPUs on paper: counted work divided by the chip's rates.
 
     pip install ".[jax,hub,tpu]"
     python benchmarks/roofline.py [--lengths 8192 32768 65536] [--chips 1 16 256]
 
-GPT-2 small, mixed bfloat16, one sequence, a v5e of 197 tera-operations and 819 GB a
-second that exchanges 200 GB a second (its documentation). A step takes at least
-operations by their rate, and bytes by theirs, whichever is more; what is exchanged
-comes on top. **Nothing is timed**: a real step takes longer, by a factor that is not
-known without a chip.
+The model is GPT-2 small in mixed bfloat16 with one sequence, on a v5e of 197
+tera-operations and 819 GB a second that exchanges 200 GB a second (its documentation).
+A step takes at least its operations divided by their rate, or its bytes divided by
+theirs, whichever is longer; exchange is added. **Nothing is timed**: a real step takes
+longer, by a factor that is not known without a chip.
 
-Operations and bytes are the compiler's own counts (benchmarks/tpu.py) of one layer and
-of two, which tell those of twelve. It counts a loop once, so that linear attention is
-counted at sequences of one block, 1 and 4 of them, and goes on in proportion to tokens;
-softmax, which has no loop, at three lengths, and goes on as a parabola. Over several
-chips a sequence is divided (`SequenceParallel`): each gathers the sums of all others in
-every layer, forward and backward, and gradients of all weights are added up. Whether
-softmax would fit is not asked.
+Operations and bytes are the compiler's own counts (benchmarks/tpu.py) for one layer and
+for two, which are extrapolated to twelve. The compiler counts a loop once. Linear
+attention is therefore counted with sequences of one block, 1 and 4 of them, and
+extrapolated in proportion to tokens. Softmax has no loop; it is counted at three
+lengths and extrapolated as a parabola. Over several chips a sequence is divided
+(`SequenceParallel`): each chip gathers the sums of all others in every layer, forward
+and backward, and gradients of all weights are added up. The prediction does not check
+whether softmax would fit.
 """
 
 import argparse
@@ -36,9 +37,9 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
-    # Its flags are its defaults.
+    # `tpu.parse_arguments` then returns its defaults except for the block size.
     sys.argv = [sys.argv[0], "--block-size", str(BLOCK)]
 
 import numpy as np
@@ -47,13 +48,13 @@ from keras import ops
 
 
 def counts(mechanism, length, batch=1):
-    """Operations and bytes of a step, of all layers by those of one and of two."""
+    """Returns operations and bytes of a step, extrapolated from one and two layers."""
     one, two = (counted(mechanism, length, batch, layers) for layers in (1, 2))
     return one + (LAYERS - 1) * (two - one)
 
 
 def not_taken(query, key, mask, groups, dtype):
-    """Takes the place of `unbounded_weights`, which serves logits in the hundreds."""
+    """Replaces `unbounded_weights`, a branch for logits in the hundreds."""
     row = 0 * query.log_scale[..., 0]
     weights = ops.zeros((*row.shape, key.log_scale.shape[-2]), row.dtype)
     return (weights,), row
@@ -62,7 +63,7 @@ def not_taken(query, key, mask, groups, dtype):
 def counted(mechanism, length, batch, layers):
     options = tpu.parse_arguments()
     options.layers = layers
-    # A branch that is not taken would be counted.
+    # The compiler counts this branch although it is not taken at run time.
     sys.modules["keras_rfattn.ops.causal"].unbounded_weights = not_taken
     program = tpu.compiled(*tpu.step(options, mechanism, length, batch), options.chip)
     cost = program.cost_analysis()
@@ -71,7 +72,7 @@ def counted(mechanism, length, batch, layers):
 
 
 def work():
-    """`{mechanism: tokens of a chip -> its (operations, bytes)}`."""
+    """Returns a dict of functions from the tokens of a chip to operations and bytes."""
     one, four = counts("favorpp", BLOCK), counts("favorpp", BLOCK, 4)
     each = (four - one) / (3 * BLOCK)
     some = [counts("softmax", length) for length in SOFTMAX]
@@ -83,7 +84,7 @@ def work():
 
 
 def exchanged(mechanism, chips):
-    """Bytes that a chip receives in a step."""
+    """Returns the bytes that a chip receives in a step."""
     if chips == 1:
         return 0
     gradients = 2 * 4 * WEIGHTS

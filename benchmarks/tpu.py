@@ -1,14 +1,14 @@
-"""What a TPU's compiler says of a training step, without a TPU.
+"""Report what a TPU's compiler plans for a training step, without a TPU.
 
     pip install ".[jax,hub,tpu]"
     python benchmarks/tpu.py [--chip v5e] [--lengths 8192 32768] [--results FILE]
 
-GPT-2 small, mixed bfloat16, batch 1, one step of SGD on the mean square of what it puts
-out, compiled for the chip by the libtpu of PyPI. Printed per mechanism and length are
-the gigabytes of weights and of what else is alive at the peak, and the compiler's count
-of operations and bytes. A program that does not fit is refused by the compiler, which
-says how much it would need. XLA counts what is inside a loop once: `tera-operations`
-and `GB accessed` are right for softmax only.
+The step is one of SGD on GPT-2 small in mixed bfloat16 with batch 1, on the mean square
+of its outputs. The libtpu of PyPI compiles it for the chip. For each mechanism and
+length, the benchmark prints the gigabytes of weights and of everything else that is
+alive at the peak, and the compiler's count of operations and bytes. The compiler
+refuses a program that does not fit, and says how much it would need. XLA counts what is
+inside a loop once: `tera-operations` and `GB accessed` are right for softmax only.
 """
 
 import argparse
@@ -34,12 +34,12 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Weights live on the CPU; the compiler alone is for a TPU.
+# Weights live on the CPU; only the compiler is that of a TPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -60,7 +60,7 @@ def device(chip):
 
 
 def step(args, mechanism, length, batch=1):
-    """`(function, its arguments)`: gradients of a mean square, and SGD."""
+    """Returns a function for a step of SGD on a mean square, and its arguments."""
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     keras.utils.set_random_seed(0)
     model = keras_hub.models.GPT2Backbone(

@@ -1,11 +1,12 @@
-"""Bytes that attention moves on a TPU, by XLA's program and by the Pallas kernels.
+"""Count the bytes that attention moves on a TPU, by XLA and by the Pallas kernels.
 
     pip install ".[jax,tpu]"
     python benchmarks/tpu_kernels.py [--chip v5e] [--tokens 1024]
 
-Attention of 4 heads of 64 with FAVOR++ of 256 features, bfloat16, batch 1, forward and
-with its gradient, compiled by the libtpu of PyPI, which counts the bytes. XLA's loop
-over blocks is unrolled, as it would count one block of it. Nothing is timed.
+The attention has 4 heads of 64 with FAVOR++ of 256 features, in bfloat16 with batch 1,
+forward and with its gradient. The libtpu of PyPI compiles it and counts the bytes.
+XLA's loop over blocks is unrolled, because XLA would count only one block of it.
+Nothing is timed.
 """
 
 import argparse
@@ -26,11 +27,11 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ["KERAS_BACKEND"] = "jax"
-# Weights live on the CPU; the compiler alone is for a TPU.
+# Weights live on the CPU; only the compiler is that of a TPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

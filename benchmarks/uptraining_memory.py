@@ -1,10 +1,11 @@
-"""Peak memory of uptraining beside ordinary fine-tuning of the same variables.
+"""Compare peak memory of uptraining with ordinary fine-tuning of the same variables.
 
     python benchmarks/uptraining_memory.py [--trainable query_key] [--tokens 128]
 
-Each case is a process of its own: a BERT of MiniLM's size, replaced, two steps of a
-stage, or of `fit` towards random targets with the same variables trainable. Printed is
-what the process's peak grew by since before the first step, and the ratio.
+Each case is a separate process. It runs a BERT of MiniLM's size with replaced attention
+for two steps of a stage, or two steps of `fit` towards random targets with the same
+variables trainable. The benchmark prints the growth of the process's peak memory since
+before the first step, and the ratio.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")

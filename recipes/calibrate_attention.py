@@ -1,20 +1,20 @@
-"""Bring linear attention close to a checkpoint's softmax, without training.
+"""Calibrate linear attention to the softmax of a checkpoint, without training.
 
-Data-dependent conditioning of the MiniLM checkpoint (6 layers, 12 heads of 32): the
-mean relative error of attention outputs on text, for several maps, after
-`keras_rfattn.calibrate` on other text, beside the controls that give numbers a meaning:
-the mean of V (no attention at all) and zero.
+The recipe fits maps to data of the MiniLM checkpoint (6 layers, 12 heads of 32). It
+calibrates several maps by `keras_rfattn.calibrate` on some text, and prints the mean
+relative error of attention outputs on other text. Two controls show what the numbers
+mean: the mean of V (no attention at all) and zero.
 
     python recipes/calibrate_attention.py --data-dir DIR [--plot out.png]
 
-DIR holds `wikitext2/{valid,test}.txt`; needs the packages of replace_bert_attention.py.
-Cost: eight minutes on one core.
+DIR holds `wikitext2/{valid,test}.txt`. The recipe needs the packages of
+replace_bert_attention.py. It takes eight minutes on one core.
 
-Expected: plain FAVOR+ and FAVOR++ of 256 features do no better than no attention at
-all; `favorpp_dense` (centred, balanced, one A for each direction) about 0.63, mean of
-5 seeds. Over the pairs that the width covers (see `approximation_report`), the kernel
-error that closed forms predict is within 20 % of the measured one. Restoring softmax
-gives the checkpoint's outputs back, bit for bit.
+Expected: Plain FAVOR+ and FAVOR++ of 256 features do no better than no attention at
+all. `favorpp_dense` (centered, balanced, one A for each direction) has an error of
+about 0.63, the mean of 5 seeds. Over the pairs that the width covers (see
+`approximation_report`), the kernel error that closed forms predict is within 20 % of
+the measured one. Restoring softmax gives back the checkpoint's outputs, bit for bit.
 """
 
 import argparse
@@ -24,8 +24,8 @@ import pathlib
 
 from common.flags import add_smoke
 
-# Whether calibrated. FAVOR++ takes A from the sequence at hand, calibrated from its
-# average over the calibration data.
+# For each name: the map, and whether it is calibrated. FAVOR++ takes its parameter A
+# from the current sequence, or, if calibrated, from an average over calibration data.
 MAPS = {
     "favorplus": ("favorplus", False),
     "favorpp": ("favorpp", False),
@@ -48,7 +48,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -128,7 +128,7 @@ def load_checkpoint():
 
 
 def batches(args, tokenizer, part, count):
-    """Inputs of whole sequences of running text."""
+    """Returns batches of full-length sequences of running text."""
     text = (pathlib.Path(args.data_dir) / "wikitext2" / f"{part}.txt").read_text()
     ids = np.asarray(tokenizer(text[: 20 * args.tokens * count])).astype("int32")
     length = args.tokens - 2

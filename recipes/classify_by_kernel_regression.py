@@ -1,27 +1,29 @@
 """Classify by kernel regression with random features, on seven UCI data sets.
 
-Chefs' Random Tables (Likhosherstov et al., 2022), tables 1 and 3: the label of a new
-object is the class with the largest sum of Gaussian kernels to its training objects,
-the kernel estimated by M = 128 random features (64 where features are complex). The
-paper's protocol: a 90/5/5 split fixed for all maps, σ from 10 values between 0.01 and
-100 by validation accuracy, everything averaged over draws of random vectors.
+Chefs' Random Tables (Likhosherstov et al., 2022), tables 1 and 3: the predicted class
+of a new object is the one with the largest sum of Gaussian kernels between the object
+and the training objects. The kernel is estimated by M = 128 random features (64 if
+features are complex). The protocol is the paper's: one 90/5/5 split for all maps, σ
+chosen from 10 values between 0.01 and 100 by validation accuracy, and results averaged
+over draws of random vectors.
 
     python recipes/classify_by_kernel_regression.py --data-dir DIR [--sets car yeast]
 
 DIR holds `uci/` with abalone.csv, banknote_authentication.csv, car.arff, yeast.csv,
-cmc.arff, nursery.arff and kropt.csv (chess); the paper's eighth set, wifi localization,
-is left out. Cost: 5 minutes a split on one core.
+cmc.arff, nursery.arff and kropt.csv (chess). The paper's eighth set, wifi localization,
+is left out. The recipe takes 5 minutes a split on one core.
 
-What a constant guess of the training part's most frequent class scores on a test part
-of 68 objects and more differs from split to split by as much as maps do. So there are
-ten splits (`--seeds`) of 5 draws, accuracies less the guess's on the same split, and
-95 % intervals over splits. The paper has one split of 50 draws, and says nothing of
-preprocessing. Here numbers are standardized, and categories are both `ordinal` (their
-rank, or place in the alphabet if they have no order) and `onehot`.
+A constant guess of the most frequent training class is a baseline. On test parts of
+68 objects and more, its accuracy varies between splits as much as maps differ. The
+recipe therefore uses ten splits (`--seeds`) of 5 draws, subtracts the guess's accuracy
+on the same split, and prints 95 % intervals over splits. The paper has one split of 50
+draws, and does not describe preprocessing. Here numbers are standardized, and
+categories are used both as `ordinal` (their rank, or their alphabetical position if
+they have no order) and as `onehot`.
 
-Two controls: `exact`, the kernel itself, and `conjugated`, TrigRF as equation 1 prints
-it: of features of (4), which have the minus sign already, it takes the conjugate, which
-estimates K(x, -y). Expected: see docs/pages/results/crt.md.
+There are two controls: `exact`, the kernel itself, and `conjugated`, TrigRF as
+equation 1 prints it. The features of (4) already have the minus sign, so conjugating
+them again estimates K(x, -y). Expected: see docs/pages/results/crt.md.
 """
 
 import argparse
@@ -56,7 +58,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -76,7 +78,8 @@ from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize as summarize_keys
 
 M, DRAWS, NUM_SIGMAS = 128, 5, 10
-# The paper's name: registered name, number of vectors for a width of 128.
+# From the paper's name to the registered name and the number of vectors that gives
+# width 128.
 MAPS = {
     "TrigRF": ("favor", M // 2),
     "PosRF": ("favorplus", M),
@@ -103,7 +106,7 @@ PAPER = {
 
 def main(args):
     sigmas = np.logspace(-2, 2, 2 if args.smoke else NUM_SIGMAS)
-    # By encoding, set and map: gains over the guess in percent, one per split.
+    # Gains over the guess in percent, one per split, by encoding, data set and map.
     gains = {encoding: {} for encoding in args.categories}
     for name in args.sets:
         columns, labels = load(args, name)
@@ -127,7 +130,7 @@ def main(args):
 
 
 def load(args, name):
-    """Columns, of integers where they are categories, and labels."""
+    """Returns columns (integers if they are categories) and labels."""
     path = pathlib.Path(args.data_dir) / "uci" / FILES[name]
     if path.suffix == ".arff":
         table, kinds = arff.loadarff(path)
@@ -140,7 +143,7 @@ def load(args, name):
 
 
 def to_numbers(column, order):
-    """Floats, or integers for strings that are no numbers or come with an order."""
+    """Converts a column to floats, or to integers if it holds ordered or other text."""
     try:
         if order is None:
             return column.astype(float)
@@ -150,7 +153,7 @@ def to_numbers(column, order):
 
 
 def split(columns, labels, encoding, seed):
-    """`(x, labels)` of training, validation and test."""
+    """Returns `(x, labels)` for training, validation and test."""
     order = np.random.default_rng(seed).permutation(len(labels))
     n = len(labels) // 20
     parts = order[2 * n :], order[:n], order[n : 2 * n]
@@ -167,7 +170,7 @@ def split(columns, labels, encoding, seed):
 
 
 def evaluate(parts, sigmas, seed):
-    """Test accuracies: the guess's, and every map's mean over draws."""
+    """Returns test accuracies of the guess and of every map (mean over draws)."""
     train, *others = parts
     row = {"guess": float(np.mean(others[1][1] == np.bincount(train[1]).argmax()))}
     for name, (registered, count) in (MAPS | CONTROLS).items():
@@ -181,18 +184,18 @@ def evaluate(parts, sigmas, seed):
 
 def exact(sigma, train, labels, x, y, seed):
     squares = cdist(x, train, "sqeuclidean")
-    # The nearest object's kernel is 1, so that not all are 0.
+    # Gives the nearest object a kernel of 1, as otherwise all might underflow to 0.
     squares -= squares.min(1, keepdims=True)
     scores = np.exp(-(sigma**2) / 2 * squares) @ np.eye(labels.max() + 1)[labels]
     return float(np.mean(scores.argmax(1) == y))
 
 
 def estimated(registered, count, sigma, train, labels, x, y, seed):
-    """Mean accuracy over draws, which are heads."""
+    """Returns the mean accuracy over draws; each head is one draw."""
     feature_map = feature_maps.get(registered, num_features=count, seed=seed)
     feature_map.build((None, None, DRAWS, train.shape[1]))
     if feature_map.is_adaptive:
-        # The same data for every draw.
+        # All draws (heads) adapt to the same data.
         data = np.broadcast_to(sigma * train, (DRAWS, *train.shape))
         feature_map.adapt([(data, data)])
     key = features(feature_map, feature_map.key_features, sigma * train)
@@ -206,7 +209,7 @@ def estimated(registered, count, sigma, train, labels, x, y, seed):
 
 
 def features(feature_map, method, x):
-    """Features of the Gaussian kernel, heads (draws) first, and their marks."""
+    """Returns features of the Gaussian kernel, heads first, and their NaN marks."""
     tiled = np.repeat(x[None, :, None].astype("float32"), DRAWS, axis=2)
     tiled = ops.convert_to_tensor(tiled)
     found = method(tiled, feature_map.statistics(tiled, tiled, causal=True))
@@ -215,7 +218,7 @@ def features(feature_map, method, x):
 
 
 def interval(values):
-    """Mean, and half of its 95 % interval (Student's t) over splits."""
+    """Returns the mean and half the width of its 95 % interval (Student's t)."""
     half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1)
     return np.mean(values), half / np.sqrt(len(values))
 

@@ -1,24 +1,26 @@
-"""Features adapted to clusters of queries and of keys, on the paper's synthetic data.
+"""Compare features adapted to clusters of queries and keys, on synthetic data.
 
-Hybrid Random Features (Choromanski et al., 2022), H.1, H.3, table 3 and figure 6: two
-clusters of 1000 queries and two of keys in 50 dimensions, four data sets that differ in
-`s = l(A)` (equation 21, what a real diagonal A leaves of the error at the centers) and
-in the clusters' σ. The hybrid has a real A for each pair of clusters (zero-one
-coefficients); FAVOR+ and trigonometric features know nothing of the data.
+Hybrid Random Features (Choromanski et al., 2022), H.1, H.3, table 3 and figure 6. There
+are two clusters of 1000 queries and two of keys in 50 dimensions. Four data sets differ
+in σ of the clusters and in `s = l(A)` (equation 21), the error that a real diagonal A
+leaves at the centers. The hybrid has a real A for each pair of clusters (zero-one
+coefficients). FAVOR+ and trigonometric features do not adapt to the data.
 
     python recipes/cluster_adapted_features.py
 
-What the paper leaves open is as in its authors' notebook (HL-hanlin/HRF_ICLR2022,
-Cluster_Estimator): queries of length 0.1, keys of 1; centers with entries of 3 to 4 and
-of ±2 to ±5, turned at random; keys' centers have the opposite sign of queries' but in
-the first 12 or 25 coordinates, which keep theirs; k-means on standardized data; A from
-the centers (equation 88). Seed 0 has the notebook's seeds, and random vectors: it
-should give table 3 to the digit. Other seeds are other draws.
+Details that the paper leaves open follow its authors' notebook (HL-hanlin/HRF_ICLR2022,
+Cluster_Estimator). Queries have length 0.1 and keys length 1. Centers have entries of 3
+to 4 and of ±2 to ±5, rotated at random. Centers of keys have the opposite sign of those
+of queries, except in the first 12 or 25 coordinates, which keep theirs. Clusters come
+from k-means on standardized data, and A from the centers (equation 88). Seed 0 uses the
+notebook's seeds and random vectors, so it should reproduce table 3 to the digit. Other
+seeds are other draws.
 
-`ours` is this package's `HybridClustered`, an improvement on the paper: root mean
-squares of a cluster's entries where equation 88 has centers, so that entries near 0
-amplify no noise. All have the same number m of random vectors, as in the paper; hybrids
-then are 4 m wide, half of it 0 for each token. The last checks are at equal width.
+`ours` is this package's `HybridClustered`, which improves on the paper: equation 88
+gets root mean squares of a cluster's entries instead of centers, so that entries near
+0 do not amplify noise. All methods have the same number m of random vectors, as in the
+paper. Hybrids are then 4 m wide, and half of these features are 0 for each token. The
+last checks compare methods of equal width.
 
 Cost: 10 minutes for five draws on one core. Expected: see docs/pages/results/hrf.md.
 """
@@ -36,7 +38,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -55,14 +57,15 @@ from keras_rfattn.kernels import values
 
 DIM, CLUSTER_SIZE, REPETITIONS = 50, 1000, 20
 NUM_FEATURES = (20, 50, 80, 100, 120, 150, 200)
-# Name: σ², how many coordinates of keys' centers keep their sign, the paper's s.
+# From name to σ², how many coordinates of keys' centers keep their sign, and s of the
+# paper.
 DATA_SETS = {
     "s1": (1, 12, (0.08, 0.05, 0.04, 0.03)),
     "s2": (1, 25, (0.11, 0.09, 0.08, 0.07)),
     "s3": (10, 12, (0.05, 0.03, 0.03, 0.02)),
     "s4": (10, 25, (0.07, 0.06, 0.05, 0.04)),
 }
-# Table 3, in 1e-4: smallest and largest MSE of 20 repetitions, for each m.
+# Table 3 in units of 1e-4: smallest and largest MSE of 20 repetitions, for each m.
 PAPER = {
     ("s1", "hybrid"): "16-183 11-81 5-52 6-36 4-25 3-20 2-10",
     ("s1", "FAVOR+"): "71-1455 26-2541 32-282 22-528 28-534 14-582 13-205",
@@ -81,7 +84,7 @@ PAPER = {
 
 def main(args):
     size, repetitions = (50, 2) if args.smoke else (CLUSTER_SIZE, REPETITIONS)
-    # MSEs of all repetitions by seed, data set, method and m.
+    # Maps (seed, data set, method, m) to the MSEs of all repetitions.
     results = {}
     for seed in args.seeds:
         for name, (variance, kept, targets) in DATA_SETS.items():
@@ -102,19 +105,19 @@ def main(args):
 
 
 def generator(seed, draw):
-    # NumPy's older one, which the notebook has.
+    # The notebook uses NumPy's legacy generator, whose numbers differ.
     return np.random.RandomState(seed + 10_000 * draw)
 
 
 def draw_data(draw, variance, kept, size):
-    """Queries and keys, `(2 size, d)` each."""
+    """Draws queries and keys, `(2 size, d)` each."""
     random = generator(1263, draw)
     query = random.uniform(4, 3, DIM)
     key = random.uniform(2, 5, DIM) * random.choice((-1, 1), DIM)
     random = generator(1265, draw)
     turns = [haar(random) for _ in range(2)]
     queries, keys = ([x @ turn for turn in turns] for x in (query, key))
-    # Both clusters of queries in one orthant.
+    # Puts both clusters of queries into the same orthant.
     queries[1] = np.abs(queries[1]) * np.sign(queries[0])
     opposite = -np.sign(queries[0]) * np.abs(keys)
     keys = np.where(np.arange(DIM) < kept, keys, opposite)
@@ -127,7 +130,7 @@ def draw_data(draw, variance, kept, size):
 
 
 def haar(random):
-    """A uniform orthogonal matrix, as a product of reflections (Stewart, 1980)."""
+    """Draws a uniform orthogonal matrix as a product of reflections (Stewart, 1980)."""
     result = np.eye(DIM)
     for n in range(DIM):
         v = random.normal(size=DIM - n)
@@ -139,7 +142,7 @@ def haar(random):
 
 
 def draw_vectors(draw, m, repetitions):
-    """Of FAVOR+, and of the others, `(repetitions, d, m)` each."""
+    """Draws vectors for FAVOR+ and for the others, `(repetitions, d, m)` each."""
     found = [generator(1234 + i, draw).normal(size=(2, m, DIM))
              for i in range(repetitions)]  # fmt: skip
     others, plus = np.moveaxis(found, 1, 0).swapaxes(-1, -2)
@@ -147,7 +150,7 @@ def draw_vectors(draw, m, repetitions):
 
 
 class FromCenters(feature_maps.HybridClustered):
-    """The paper's: equation 88 with centers, by k-means on standardized data."""
+    """The paper's hybrid: equation 88 with k-means centers on standardized data."""
 
     def fit(self, samples):
         centers = []
@@ -173,7 +176,7 @@ def build(method, m, data):
 
 
 def errors(feature_map, vectors, query, key):
-    """The mean squared error over all pairs, for each set of vectors."""
+    """Returns the mean squared error over all pairs for each set of vectors."""
     kernel, found = values.softmax(query, key), []
     for w in vectors:
         feature_map.vectors.assign(w[None].astype("float32"))
@@ -190,7 +193,7 @@ def dense(method, x):
 
 
 def at_centers(feature_map):
-    """s of the four pairs of centers."""
+    """Returns s for the four pairs of centers."""
     sides = feature_map.query_centers, feature_map.key_centers
     x, y = (ops.convert_to_numpy(c)[0].astype("float64") for c in sides)
     a = diagonal(x[:, None], y[None], is_real=True).real
@@ -234,7 +237,8 @@ def check(results, seeds):
             wins = np.sum(mean[low] < mean[high], -1)
             text = f"{name}: {low} below {high} {wins.tolist()}"
             report(text.replace("both", "FAVOR+ and trig"), np.all(wins == count))
-        # Width 200: of four estimators, of one, of a cosine and a sine.
+        # Width 200 means m = 50 for hybrids (four estimators), 200 for FAVOR+ and 100
+        # for trig (a cosine and a sine).
         best = np.minimum(mean["FAVOR+"][:, at(200)], mean["trig"][:, at(100)])
         for k in ("hybrid", "ours"):
             wins = np.sum(mean[k][:, at(50)] < best)

@@ -1,19 +1,19 @@
-"""Compare the variance of all random features of a Gaussian kernel, by closed form.
+"""Compare the variance of random features of the Gaussian kernel by closed forms.
 
-Chefs' Random Tables (Likhosherstov et al., 2022), figure 2 and section 5.1: pairs of
-64-dimensional vectors drawn in four ways, parameters of every map fitted to the sets
-as in the paper (equations 8, 12, 14), log-variance averaged over pairs and 5 samples.
-Maps of real features draw two vectors where complex ones draw one.
+Chefs' Random Tables (Likhosherstov et al., 2022), figure 2 and section 5.1. Pairs of
+64-dimensional vectors are drawn in four ways. The parameters of every map are fitted
+to the sets as in the paper (equations 8, 12, 14), and the log-variance is averaged over
+pairs and 5 samples. Maps of real features draw two vectors where complex ones draw one.
 
     python recipes/compare_kernel_variance.py [--plot out.png] [--pairs 16384]
 
-Cost: two minutes on one core. Expected: GERF never above TrigRF, OPRF never above
-PosRF; at σ = 1 OPRF below PosRF by more than 75 (normal) and 125 (heterogen) in
-log-variance. MNIST's 8×8 images are not at hand: scikit-learn's real
-8×8 digits stand for them, so that numbers of that row are of other data. Beside the
-paper's regimes, to say what its claims hang on: digits whose pixels have mean 0 and
-variance 1, as MNIST's are often given; and `--set-size`, as the shift that makes
-GeomRF+ positive is the least entry of its set.
+Cost: two minutes on one core. Expected: GERF is never above TrigRF, and OPRF never
+above PosRF. At σ = 1 the log-variance of OPRF is below that of PosRF by more than 75
+(normal) and 125 (heterogen). scikit-learn's real 8×8 digits replace MNIST's 8×8 images,
+which are not available here, so that row has other data than the paper. Two further
+options show what the paper's claims depend on: digits whose pixels have mean 0 and
+variance 1, as MNIST is often preprocessed, and `--set-size`, because the shift that
+makes GeomRF+ positive is the smallest entry of its set.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -51,7 +51,7 @@ from keras_rfattn.kernels import variance
 
 DIM = 64
 SIGMAS = tuple(np.round(np.linspace(0.1, 1.0, 10), 1))
-# The paper's name: registered name, whether features are complex.
+# From the paper's name to the registered name and whether features are complex.
 MAPS = {
     "TrigRF": ("favor", True),
     "GERF": ("gerf", True),
@@ -62,9 +62,9 @@ MAPS = {
     "PoisRF+": ("poisson_positive", False),
     "GeomRF+": ("geometric_positive", False),
 }
-# Section 5.1: "more than" so much lower log-variance than PosRF's at σ = 1.
+# Section 5.1: OPRF's log-variance is lower than PosRF's by "more than" this at σ = 1.
 PAPER_GAINS = {"normal": 75, "heterogen": 125, "digits": 7, "standardized": 7}
-# The same of GERF over TrigRF.
+# Section 5.1: GERF's log-variance is lower than TrigRF's by this at σ = 1.
 PAPER_GERF_GAINS = {"normal": 80, "heterogen": 125, "digits": 10, "standardized": 10}
 
 
@@ -79,7 +79,7 @@ def main(args):
                 )
                 for _ in range(args.samples)
             ]
-            # (samples, pairs) of each map.
+            # Arrays `(samples, pairs)` by map.
             results[regime, sigma] = {
                 name: np.concatenate([row[name] for row in rows]) for name in MAPS
             }
@@ -117,10 +117,10 @@ REGIMES = {f.__name__: f for f in (normal, sphere, heterogen, digits, standardiz
 
 
 def log_variances(x, y, generator, num_pairs):
-    """Log-variance of the Gaussian kernel's estimates on random pairs, per map."""
+    """Returns the log-variance of Gaussian kernel estimates on random pairs, by map."""
     i, j = generator.integers(len(x), size=(2, num_pairs))
     left, right = x[i], y[j]
-    # Of one image twice, the variance of some maps is 0 and its logarithm nothing.
+    # For a pair of equal images the variance of some maps is 0, which has no logarithm.
     different = np.any(left != right, axis=-1)
     left, right = left[different], right[different]
     norms = np.sum(left**2, -1) + np.sum(right**2, -1)

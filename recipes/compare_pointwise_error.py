@@ -1,23 +1,24 @@
-"""Pointwise error of softmax-kernel estimates at every angle, and of their hybrid.
+"""Measure pointwise errors of softmax-kernel estimates, and of their hybrid, by angle.
 
 Hybrid Random Features (Choromanski et al., 2022), figures 2 and 5: 64-dimensional
-inputs of equal length r, the angle between them from 0 to π. Trigonometric features
-("favor") are exact at angle 0, the ± pair of positive ones ("favorplus") at π, and
-the angular hybrid of both at either end.
+inputs have equal length r and an angle between 0 and π. Trigonometric features
+("favor") are exact at angle 0, and the ± pair of positive features ("favorplus") at π.
+The angular hybrid of both is exact at both ends.
 
     python recipes/compare_pointwise_error.py [--plot out.png] [--estimates 10000]
 
-Cost: a minute on one core. Expected: at every radius the hybrid's largest relative
-error over the angles is the smallest of the three, and what is measured follows the
-closed forms of lemma 3.4 and theorem 3.1. At large radii and small angles the error
-of positive features lies in rare large values, which 10,000 estimates mostly miss:
-there, what is measured of them and of the hybrid falls short.
+Cost: a minute on one core. Expected: at every radius the hybrid has the smallest
+maximum of the relative error over the angles, and measurements follow the closed forms
+of lemma 3.4 and theorem 3.1. At large radii and small angles the error of positive
+features comes from rare large values, which 10,000 estimates mostly miss. There, the
+measured errors of positive features and of the hybrid are too small.
 
-Equal cost: a regular map of M vectors takes M d multiplications a token, the hybrid
-m d for the vectors both base estimators share, n d for its coefficient, and one for
-each of its 4 m (n + 1) products. The paper gives neither m nor n: here n is the one
-that makes theorem 3.5's bound smallest at that cost. Sharing costs no accuracy: for
-inputs of equal length the term it adds to the variance is 0.
+All estimators have equal cost. A regular map of M vectors takes M d multiplications per
+token. The hybrid takes m d for the vectors that both base estimators share, n d for its
+coefficient, and one for each of its 4 m (n + 1) products. The paper gives neither m nor
+n; this recipe chooses n so that theorem 3.5's bound is smallest at that cost. Sharing
+vectors costs no accuracy: for inputs of equal length the term it adds to the variance
+is 0.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -53,9 +54,9 @@ DIM, NUM_FEATURES = 64, 128
 RADII = (1.0, 1.25, 1.5)
 DEGREES = np.arange(0, 181, 15)
 ESTIMATORS = ("favor", "favorplus", "hybrid")
-# Of those that lemma 3.4 is about.
+# Whether the features are positive, for the estimators of lemma 3.4.
 POSITIVE = {"favor": False, "favorplus": True}
-# Sets of random vectors drawn at once, which bounds the memory.
+# Number of sets of random vectors drawn at once, which limits memory.
 BATCH = 100
 
 
@@ -67,7 +68,7 @@ def main(args):
     print(f"hybrid: m = {m}, n = {n}, {cost(m, n, DIM)} multiplications, ", end="")
     print(f"width {4 * m * (n + 1)}\n")
 
-    # Estimates over the kernel's value, (radii, angles, estimates).
+    # Estimates divided by the kernel, `(radii, angles, estimates)`.
     ratios = {
         name: estimate(build(name, m, n, args.seed), args.estimates, args.seed)
         for name in ESTIMATORS
@@ -82,12 +83,12 @@ def main(args):
 
 
 def cost(m, n, dim):
-    """Multiplications of the hybrid's features of one token."""
+    """Returns the multiplications for the hybrid's features of one token."""
     return (m + n) * dim + 4 * m * (n + 1)
 
 
 def equal_cost(num_vectors, dim):
-    """The (m, n) of the smallest bound that costs no more than `num_vectors`."""
+    """Returns the (m, n) with the smallest bound that cost at most `num_vectors`."""
     pairs = []
     for n in range(1, num_vectors):
         fixed = cost(0, n, dim)
@@ -99,8 +100,8 @@ def equal_cost(num_vectors, dim):
 
 
 def build(name, m, n, seed):
-    """An estimator with `BATCH` heads, which are independent sets of vectors."""
-    # The closed forms are of independent vectors.
+    """Builds an estimator whose `BATCH` heads are independent sets of vectors."""
+    # The closed forms assume independent vectors.
     options = {"projection": "gaussian", "seed": seed}
     feature_map = {
         "favor": feature_maps.Favor(NUM_FEATURES, **options),
@@ -112,7 +113,7 @@ def build(name, m, n, seed):
 
 
 def points(seed):
-    """Unit vectors x, `(d,)`, and y at every angle from it, `(angles, d)`."""
+    """Returns a unit vector x `(d,)`, and y at every angle to it, `(angles, d)`."""
     normal = np.random.default_rng(seed).normal(size=(DIM, 2))
     x, orthogonal = np.linalg.qr(normal)[0].T
     theta = np.radians(DEGREES)[:, None]
@@ -120,7 +121,7 @@ def points(seed):
 
 
 def estimate(feature_map, count, seed):
-    """Estimates divided by the kernel's value: `(radii, angles, count)`."""
+    """Returns estimates divided by the kernel, `(radii, angles, count)`."""
     x, y = points(seed)
     scale = np.array(RADII)[:, None]
     queries = broadcast(scale * x)
@@ -139,7 +140,7 @@ def estimate(feature_map, count, seed):
 
 
 def broadcast(x):
-    """Points `(n, d)` as tokens that every head sees: `(1, n, BATCH, d)`."""
+    """Broadcasts points `(n, d)` to tokens of every head, `(1, n, BATCH, d)`."""
     x = np.broadcast_to(x[None, :, None], (1, len(x), BATCH, DIM))
     return ops.convert_to_tensor(x.astype("float32"))
 
@@ -149,7 +150,7 @@ def dense(features):
 
 
 def closed_form(name, radius, theta, m, n):
-    """`√MSE / SM` at angles theta: lemma 3.4; theorem 3.1 and lemma 3.2."""
+    """Returns `√MSE / SM` at angles theta, by lemma 3.4, theorem 3.1 and lemma 3.2."""
     if name in POSITIVE:
         positive = POSITIVE[name]
         return hybrid_variance.relative_error(theta, radius, NUM_FEATURES, positive)
@@ -178,7 +179,7 @@ def print_radius(row, radius, ratios, measured, m, n):
 
 
 def print_maxima(measured, m, n):
-    """Prints max-relative errors; returns those of the closed forms per radius."""
+    """Prints maximum relative errors; returns those of the closed forms by radius."""
     print("Largest relative error: measured, closed form at every degree")
     header = "".join(f"{name:^20}" for name in ESTIMATORS)
     print(f"{'r':>6}{header}{'lemma 3.4':>10}{'theorem 3.5':>13}")
@@ -198,7 +199,7 @@ def print_maxima(measured, m, n):
 
 
 def check(measured, maxima):
-    # Float32 sums of terms that cancel.
+    # The tolerance allows for float32 rounding of terms that cancel.
     ends = measured["hybrid"][:, [0, -1]].max()
     report(f"the hybrid is exact at 0 and π (error {ends:.1e} < 1e-4)", ends < 1e-4)
     for row, (radius, exact) in enumerate(zip(RADII, maxima, strict=True)):

@@ -1,37 +1,36 @@
-"""Hybrid random features against quasi-Monte-Carlo ones, on pairs of real data.
+"""Compare hybrid random features with quasi-Monte-Carlo ones, on pairs of real data.
 
 Hybrid Random Features (Choromanski et al., 2022), table 1: mean squared error of the
-softmax kernel `exp(x · y)` on 100 random pairs of the UCI sets wine and Boston.
-512 features of vectors that are orthogonal (ORF-reg), from Hadamard matrices
-(ORF-Had) or from a random Halton sequence (Halton-R), and the angular hybrid of equal
-cost on orthogonal (HRF-ort) and independent (HRF-iid) vectors.
+softmax kernel `exp(x · y)` on 100 random pairs of the UCI sets wine and Boston. The
+512 features have vectors that are orthogonal (ORF-reg), from Hadamard matrices
+(ORF-Had) or from a random Halton sequence (Halton-R). The angular hybrid of equal cost
+has orthogonal (HRF-ort) or independent (HRF-iid) vectors.
 
     python recipes/compare_quasi_monte_carlo.py --data-dir DIR
 
 DIR holds `uci/wine.csv` and `uci/housing.csv`: commas, no header, label last.
 
-The paper leaves open what its errors depend on most. What is done here was chosen
-because it gives the paper's order and nearly its errors of ORF and Halton, after
-looking at: columns standardized, scaled to [0, 1], centred or left alone; rows of
-length 0.3 to 6; trigonometric features, positive ones and their ± pairs; 256 and 512
-vectors; one to three Hadamard factors; Halton sequences scrambled, shifted, started
-at random and plain.
-- Columns are centred but not standardized, so that one or two have nearly all the
-  variance. They are late ones, which a Halton sequence covers worst: of wine the
-  13th (base 41) has 99.8 %, of Boston the 10th and 12th (29, 37) 96 %.
-- Rows have length 0.55, at which ORF's errors are close to the paper's 1.00 and 1.05.
+The paper leaves open what its errors depend on most. The choices below give the paper's
+order and nearly its errors of ORF and Halton. They were made after trying: columns
+standardized, scaled to [0, 1], centered or unchanged; rows of length 0.3 to 6;
+trigonometric features, positive ones and their ± pairs; 256 and 512 vectors; one to
+three Hadamard factors; Halton sequences scrambled, shifted, started at random or plain.
+- Columns are centered but not standardized, so that one or two have nearly all the
+  variance. They are late columns, which a Halton sequence covers worst: in wine the
+  13th (base 41) has 99.8 %, in Boston the 10th and 12th (29, 37) have 96 %.
+- Rows have length 0.55, where ORF's errors are close to the paper's 1.00 and 1.05.
 - 512 features are the ± pairs (equation 3) of 256 vectors.
 - Halton sequences start at a random point; Hadamard matrices have two factors. The
   last two columns are controls: three factors and a scrambled sequence are as good as
-  ORF or better, so that the last two places of the order hang on these choices.
-- The hybrid's m and n. 256 vectors take 256 d multiplications a token, the hybrid
-  (m + n) d and one for each of 4 m (n + 1) products; of all m and n of equal cost,
-  those with the smallest bound in theorem 3.5 are taken. `--cost projections` does not
-  count the products, as factors ±1 only flip signs.
+  ORF or better, so the last two places of the order depend on these choices.
+- The hybrid's m and n: 256 vectors take 256 d multiplications per token. The hybrid
+  takes (m + n) d, and one for each of its 4 m (n + 1) products. Of all m and n of equal
+  cost, the recipe takes those with the smallest bound of theorem 3.5. `--cost
+  projections` does not count the products, as factors ±1 only flip signs.
 
 Cost: two or three minutes on one core. Expected: the paper's order on both sets. With
-`--scaling standard` HRF-ort stays first and HRF-iid falls behind all others; with
-`--baseline favor` (trigonometric) ORF is level with HRF-iid on wine and ahead of both
+`--scaling standard` HRF-ort stays first and HRF-iid falls behind all others. With
+`--baseline favor` (trigonometric) ORF equals HRF-iid on wine and is ahead of both
 hybrids on Boston.
 """
 
@@ -41,7 +40,7 @@ import pathlib
 
 from common.flags import add_smoke
 
-# Repetitions at once, which bounds the memory.
+# Number of repetitions computed at once, which limits memory.
 BATCH = 10
 
 
@@ -53,7 +52,7 @@ def parse_arguments():
         "--repetitions", type=int, default=1000, help=f"a multiple of {BATCH}"
     )
     parser.add_argument("--length", type=float, default=0.55, help="of every row")
-    # Whether the hybrid's products count is `--cost`.
+    # `--cost` says whether the hybrid's products count.
     for name, *choices in (
         ("baseline", "favorplus", "favor"),
         ("scaling", "center", "standard", "minmax"),
@@ -67,7 +66,7 @@ def parse_arguments():
     return args
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -84,7 +83,7 @@ from keras_rfattn.projections import Halton
 
 FILES = {"wine": "wine.csv", "Boston": "housing.csv"}
 NUM_VECTORS, NUM_PAIRS = 256, 100
-# In the paper's order, the best first.
+# Methods in the paper's order, the best first, with their projections.
 PROJECTIONS = {
     "HRF-ort": "orthogonal",
     "HRF-iid": "gaussian",
@@ -93,7 +92,7 @@ PROJECTIONS = {
     "Halton-R": Halton("start"),
 }
 CONTROLS = {"3 factors": Hadamard(num_factors=3), "scrambled": Halton("scramble")}
-# Table 1, in 1e-3: mean and standard deviation.
+# Table 1 in units of 1e-3: mean and standard deviation.
 PAPER = {
     "wine": "0.70±0.08 0.85±0.05 1.00±0.04 1.10±0.06 4.02±0.10".split(),
     "Boston": "0.72±0.06 0.79±0.08 1.05±0.03 1.14±0.02 2.53±0.08".split(),
@@ -124,7 +123,7 @@ def main(args):
 
 
 def load(args, file):
-    """The inputs, scaled, all of one length."""
+    """Loads the inputs, scaled, and gives all rows the same length."""
     path = pathlib.Path(args.data_dir) / "uci" / file
     rows = np.loadtxt(path, delimiter=",")[:, :-1]
     variances = rows.var(0) / rows.var(0).sum()
@@ -142,12 +141,12 @@ def load(args, file):
 
 
 def cost(m, n, dim, kind):
-    """Multiplications of the hybrid's features of one token."""
+    """Returns the multiplications for the hybrid's features of one token."""
     return (m + n) * dim + (4 * m * (n + 1) if kind == "products" else 0)
 
 
 def equal_cost(num_vectors, dim, kind):
-    """The (m, n) of the smallest bound that costs no more than `num_vectors`."""
+    """Returns the (m, n) with the smallest bound that cost at most `num_vectors`."""
     pairs = []
     for n in range(1, num_vectors):
         fixed = cost(0, n, dim, kind)
@@ -159,7 +158,7 @@ def equal_cost(num_vectors, dim, kind):
 
 
 def draw_pairs(rows, args):
-    """Pairs of different rows, of every repetition: two `(pairs, repetitions, d)`."""
+    """Draws pairs of different rows: two arrays `(pairs, repetitions, d)`."""
     generator = np.random.default_rng(args.seed)
     shape = (NUM_PAIRS, args.repetitions)
     first = generator.integers(len(rows), size=shape)
@@ -168,7 +167,7 @@ def draw_pairs(rows, args):
 
 
 def build(method, projection, args, m, n, dim):
-    """An estimator with `BATCH` heads, which are independent sets of vectors."""
+    """Builds an estimator whose `BATCH` heads are independent sets of vectors."""
     options = {"projection": projection, "seed": args.seed}
     if method.startswith("HRF"):
         feature_map = feature_maps.HybridAngular(m, n, shared=True, **options)
@@ -181,7 +180,7 @@ def build(method, projection, args, m, n, dim):
 
 
 def errors(feature_map, pairs):
-    """The mean squared error of each repetition."""
+    """Returns the mean squared error of each repetition."""
     x, y = pairs
     found = []
     for start in range(0, x.shape[1], BATCH):
@@ -227,7 +226,7 @@ def print_table(name, found, pairs, args, m, n):
 
 
 def mean_error(values):
-    """The mean and its standard error."""
+    """Returns the mean and its standard error."""
     return values.mean(), values.std(ddof=1) / np.sqrt(len(values))
 
 
@@ -235,7 +234,7 @@ def check(name, found):
     print()
     methods = list(PROJECTIONS)
     for better, worse in zip(methods[:-1], methods[1:], strict=True):
-        # Repetitions share their pairs, so that differences are what varies least.
+        # Repetitions share their pairs, so paired differences vary least.
         gap, error = mean_error(1e3 * (found[worse] - found[better]))
         text = f"{name}: {better} < {worse} (by {gap:.3f} ± {error:.3f})"
         answer = "yes" if gap > 0 else "no"

@@ -1,28 +1,30 @@
-"""Distances of estimated softmax distributions over the words of a language model.
+"""Compare estimated softmax distributions over the words of a language model.
 
-Hybrid Random Features (Choromanski et al., 2022), section 4.2 and I: table 4 with
-figures 3 and 7 (lengths as they are), table 5 with figures 8 and 9 (the regularizer of
-equation 105, λ1 = λ2 = 2, τ = 6), on a 2-layer LSTM with tied embeddings.
+Hybrid Random Features (Choromanski et al., 2022), section 4.2 and I, on a 2-layer LSTM
+with tied embeddings: table 4 with figures 3 and 7 (vector lengths unchanged), and table
+5 with figures 8 and 9 (the regularizer of equation 105, λ1 = λ2 = 2, τ = 6).
 
     python recipes/compare_softmax_distributions.py --data-dir DIR [--seeds 0 1 2]
 
-DIR holds `wikitext2/{valid,test}.txt`; trained on the first 90 % of valid (until its
-last 10 % get no better), tested on test. The paper has PennTree Bank for table 4 and
-all of WikiText-2 for table 5, 10000 and 33278 words, hidden sizes 200 and 650.
+DIR holds `wikitext2/{valid,test}.txt`. The model is trained on the first 90 % of valid
+(until the loss on its last 10 % stops falling) and tested on test. The paper uses
+PennTree Bank for table 4 and all of WikiText-2 for table 5, with 10000 and 33278 words
+and hidden sizes 200 and 650.
 
-Distances are from the distribution over classes, in the order in which words appear,
-as in the authors' notebooks (HL-hanlin/HRF_ICLR2022): Kolmogorov-Smirnov and, over the
+Distances compare distributions over classes, in the order in which words appear, as in
+the authors' notebooks (HL-hanlin/HRF_ICLR2022): Kolmogorov-Smirnov and, divided by the
 number of classes, Wasserstein. `multiset` is the Kolmogorov-Smirnov distance of the
 probabilities without their classes (`scipy.stats.ks_2samp`). Estimates below 0 count as
 0. The control is the uniform distribution, which estimates nothing.
 
-How τ is shared between states and classes is not in the paper: here each has √τ.
-`as published` is what the notebooks do beyond the paper: states are of embeddings
-brought to length 1, other than in training; in table 5 τ is on states alone, and
-hybrids have both sides over d^¼, which makes them estimates of another kernel.
-`opposite`: classes times -1, which turns obtuse angles into acute ones. `products over
-4`, 16: states and classes are shorter, by 2 and 4 each; 64 vectors there are as many as
-a hybrid of 512 has.
+The paper does not say how τ is shared between states and classes; here each has √τ.
+The other arms:
+- `as published` does what the notebooks do beyond the paper: states come from
+  embeddings normalized to length 1, unlike in training. In table 5, τ is on states
+  alone, and hybrids divide both sides by d^¼, so they estimate another kernel.
+- `opposite` multiplies classes by -1, which turns obtuse angles into acute ones.
+- `products over 4` and 16 make states and classes shorter, by factors of 2 and 4 each;
+  64 vectors there are as many as a hybrid of 512 has.
 
 Cost: 12 minutes a seed on one core. Seen: docs/pages/results/hrf.md.
 """
@@ -42,7 +44,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -62,7 +64,7 @@ from keras_rfattn.layers.recording import Sequence
 VOCABULARY, DIM, LENGTH, EPOCHS, DROPOUT = 4000, 128, 35, 8, 0.2
 LEARNING_RATE, QUERIES, DRAWS, WIDTHS = 2e-3, 100, 10, (64, 128, 256, 512)
 STRENGTH, TAU, SHORTER = 2.0, 6.0, (4, 16)
-# A hybrid has as many products as others have vectors, m n; n = 8, as in the paper.
+# A hybrid has as many products m n as other maps have vectors; n = 8, as in the paper.
 MAPS = {
     "favorplus": (1, {"pair": True}),
     "favor": (1, {}),
@@ -71,8 +73,8 @@ MAPS = {
     "favorpp": (1, {}),
 }
 FIELDS = ("ks", "wasserstein", "multiset", "negative")
-# Tables 4 and 5 at 512 vectors; Wasserstein over the number of classes. Table 5 has no
-# fractions below 0.
+# Tables 4 and 5 at 512 vectors; Wasserstein is divided by the number of classes. Table
+# 5 does not give fractions of estimates below 0.
 PAPER = {
     "table 4": {
         "favorplus": {"ks": 0.551, "wasserstein": 0.299},
@@ -123,14 +125,14 @@ def main(args):
 
 
 def make_model(vocabulary, tau, seed):
-    """Next words' logits; the last LSTM layer has the states."""
+    """Builds a model of the next word's logits; its last LSTM layer gives states."""
     keras.utils.set_random_seed(seed)
 
     def penalty(x):
         return STRENGTH * ops.mean(ops.square(ops.norm(x, axis=-1) - 1))
 
     def penalties(x):
-        # Keras divides those of a layer's outputs by the size of the batch.
+        # Keras divides penalties on a layer's outputs by the batch size.
         return penalty(x) * ops.cast(ops.shape(x)[0], x.dtype)
 
     regularized = tau != 1
@@ -155,7 +157,7 @@ def make_model(vocabulary, tau, seed):
 
 
 def encode(model, rows, unit=False):
-    """States of all words; `unit`: of embeddings of length 1."""
+    """Returns the states of all words; with `unit`, embeddings get length 1."""
     x = inputs = keras.Input((LENGTH,), dtype="int32")
     for layer in model.layers[1:]:
         x = layer(x)
@@ -168,7 +170,7 @@ def encode(model, rows, unit=False):
 
 
 def compare(args, row, query, key, scale_of_hybrids=1.0):
-    """Prints and records all maps' distances for states and classes."""
+    """Prints and records the distances of all maps for given states and classes."""
     table, arm = row["table"], row["arm"]
     logits = query @ key.T
     exact = np.exp(logits - logits.max(-1, keepdims=True))
@@ -211,7 +213,7 @@ def estimate(name, width, query, key, draw):
 
 
 def distances(exact, estimates):
-    """Means over states, in the order of FIELDS."""
+    """Returns the distances as means over states, in the order of FIELDS."""
     positive = np.maximum(estimates, 0)
     positive /= np.maximum(positive.sum(-1, keepdims=True), 1e-300)
     gaps = np.abs(np.cumsum(positive - exact, -1))

@@ -1,23 +1,26 @@
-"""Generation after a prompt of 32,768 tokens, with a state that does not grow.
+"""Generate after a prompt of 32,768 tokens, with a state that does not grow.
 
-GPT-2 made linear, beside GPT-2 with softmax and its cache of keys and values: memory
-that a sequence keeps, and time for one more token, at every context on the way.
+The recipe compares GPT-2 made linear with GPT-2 with softmax and its cache of keys and
+values. It measures the memory that a sequence keeps, and the time for one more token,
+at every context on the way.
 
     python recipes/generate_long.py --data-dir DIR
     python recipes/generate_long.py --data-dir DIR --preset FOLDER --window 128
 
-DIR holds wikitext2/test.txt (docs/pages/guides/uptraining.md). Without a preset weights
-are random and tokens are bytes, which changes neither time nor memory; with one,
-positions beyond the checkpoint's are its own again (`extend_positions`), and what is
-generated makes as much sense as the map allows (uptrain it first).
+DIR holds wikitext2/test.txt (docs/pages/guides/uptraining.md). Without a preset,
+weights are random and tokens are bytes, which changes neither time nor memory. With a
+preset, positions beyond the checkpoint's repeat the checkpoint's own
+(`extend_positions`), and the generated text is as good as the map allows (uptrain it
+first).
 
-Softmax is measured up to `--softmax-tokens`, with caches of that size; beyond, its time
-is predicted as a line through these (`a + b · tokens`) and its memory by its formula,
-2 · layers · tokens · hidden dim numbers. The prompt of the linear model goes through in
-chunks, each of which needs memory for itself alone.
+Softmax is measured up to `--softmax-tokens`, with caches of that size. Beyond that, its
+time is predicted by a line through these measurements (`a + b · tokens`), and its
+memory by its formula, 2 · layers · tokens · hidden dim numbers. The linear model reads
+the prompt in chunks, and only one chunk at a time needs memory.
 
 Cost: some minutes on two cores. Expected (docs/pages/results/generation.md): the state
-has one size and a token one cost, where softmax's cache and time go up linearly.
+has a constant size and a token a constant cost, while the cache and the time of softmax
+grow linearly.
 """
 
 import argparse
@@ -57,7 +60,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -107,7 +110,7 @@ def main(args):
 
 
 def load(args, length):
-    """A softmax GPT-2, and the tokens of a long text."""
+    """Returns a softmax GPT-2 and the tokens of a long text."""
     text = pathlib.Path(args.data_dir, "wikitext2", "test.txt").read_bytes()
     keras.utils.set_random_seed(args.seed)
     if args.preset:
@@ -124,7 +127,7 @@ def load(args, length):
 
 
 def generated(args, model, tokens):
-    """The prompt in chunks, then token by token; a row of results for each stretch."""
+    """Reads the prompt in chunks, then generates; returns a row of results for each."""
     state, rows = None, []
     for i in range(0, args.prompt, args.chunk):
         begun, part = time.perf_counter(), tokens[:, i : i + args.chunk]
@@ -134,7 +137,7 @@ def generated(args, model, tokens):
             logits, state = generation.step(model, part, state)
         logits = ops.convert_to_numpy(logits[:, -1])
         seen, took = i + part.shape[1], time.perf_counter() - begun
-        # One more token from here, which the state of the prompt does not remember.
+        # Times one more token from here; the state of the prompt stays as it is.
         now = logits.argmax(-1)[:, None]
         rows.append(row(args, args.mechanism, seen, lambda s=state, x=now: (
             generation.step(model, x, s)), state))  # fmt: skip
@@ -153,7 +156,7 @@ def generated(args, model, tokens):
 
 
 def row(args, mechanism, tokens, step, state):
-    """What a sequence keeps, and the median time of a token."""
+    """Returns the memory that a sequence keeps, and the median time of a token."""
     times = []
     for _ in range(6):
         begun = time.perf_counter()
@@ -162,13 +165,13 @@ def row(args, mechanism, tokens, step, state):
         times.append(1000 * (time.perf_counter() - begun))
     leaves = keras.tree.flatten(state)
     size = sum(ops.convert_to_numpy(x).nbytes for x in leaves) / MEGA
-    # The first one compiles.
+    # The first run compiles and does not count.
     return {"mechanism": mechanism, "tokens": tokens, "MiB": size,
             "ms": float(np.median(times[1:]))}  # fmt: skip
 
 
 def softmax_row(args, model, tokens):
-    """A token by KerasHub's cache; its values are zeros, as time does not see them."""
+    """Times a token with KerasHub's cache, whose zeros do not change the time."""
     config = model.backbone.get_config()
     heads, dim = config["num_heads"], config["hidden_dim"]
     shape = (1, config["num_layers"], 2, tokens, heads, dim // heads)
@@ -185,7 +188,7 @@ def softmax_row(args, model, tokens):
 
 
 def compiled(model, function):
-    """As `keras_rfattn.generation` compiles its own, so that both are timed alike."""
+    """Compiles as `keras_rfattn.generation` does, so that both are timed alike."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 

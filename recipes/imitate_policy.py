@@ -1,31 +1,33 @@
-"""A robot steers by depth images: hybrid features against wide positive ones.
+"""Train a robot policy on depth images with hybrid and with wide positive features.
 
 Hybrid Random Features, section 4.4 and figure 4 (Choromanski et al., 2022), reduced: an
-angular hybrid of 8 x 8 random vectors is to do as well as FAVOR+ of 256, at fewer
-multiplications. In place of a simulator and evolution strategies a small vision
-Transformer imitates an expert. Scenes of boxes and cylinders are ray-cast to depth
-images of 32 x 24 pixels as in the paper, cut into patches. The expert knows the scene
-and gives each of 17 steering angles a chance by how free its way is and how near to the
-goal it leads, which the output at the goal's token has to tell (cross entropy).
+angular hybrid of 8 x 8 random vectors should do as well as FAVOR+ of 256, with fewer
+multiplications. A small vision Transformer imitates an expert, which replaces the
+paper's simulator and evolution strategies. Scenes of boxes and cylinders are ray-cast
+to depth images of 32 x 24 pixels, as in the paper, and cut into patches. The expert
+knows the scene. It gives each of 17 steering angles a probability, which depends on how
+free its way is and how near to the goal it leads. The output at the goal's token has to
+predict this distribution (cross entropy).
 
     KERAS_BACKEND=torch python recipes/imitate_policy.py --seeds 0 1 2 3 4
 
-Queries and keys have length one (`temperature=1`), as in the paper, for both maps, for
-FAVOR+ with as many multiplications as the hybrid, and for their exact counterpart,
-"softmax_unit"; hybrids of more vectors, and of more for the angle ("8x32"), tell which
-the hybrid lacks. Beside them softmax, uniform attention (the mean of V) and no
-attention, the expert itself, and going straight for the goal. Told are agreement with
-the angle of most chance on new scenes, degrees away from it, and how often a robot so
-steered reaches the goal. Sizes, steps, rate and the expert's chances were set with
-softmax and no attention, on scenes of another seed.
+Queries and keys have length one (`temperature=1`), as in the paper. This holds for both
+maps, for FAVOR+ with as many multiplications as the hybrid, and for their exact
+counterpart, "softmax_unit". Hybrids of more vectors, and of more for the angle
+("8x32"), show which of these the hybrid lacks. Controls are softmax, uniform attention
+(the mean of V), no attention, the expert itself, and going straight for the goal. The
+recipe prints the agreement with the most probable angle on new scenes, the deviation
+from it in degrees, and how often a robot so steered reaches the goal. Sizes, steps,
+rate and the expert's probabilities were set with softmax and no attention, on scenes of
+another seed.
 
-Multiplications are those of attention, for a token in a head: of queries and keys with
-random vectors, those that make features of projections, and those with values. The
-hybrid's width is 4 m (n + 1) = 288, above 256: it saves projections alone. "ranking" is
-the count with one value for each token, as where attention only ranks them, which is
-what the paper's quadruped uses it for. Softmax takes fewer than all of them at 49
-tokens; more than the hybrid above 322, more than FAVOR+ above 528.
-Cost: 7 minutes a seed on one busy core. What came out: docs/pages/results/hrf.md.
+Multiplications are those of attention for a token in a head: queries and keys with
+random vectors, products that turn projections into features, and features with values.
+The hybrid's width is 4 m (n + 1) = 288, above 256: it saves only projections. "ranking"
+counts one value per token, because the paper's quadruped uses attention only to rank
+tokens. At 49 tokens softmax takes fewer multiplications than any map. It takes more
+than the hybrid above 322 tokens, and more than FAVOR+ above 528.
+Cost: 7 minutes a seed on one busy core. For results see docs/pages/results/hrf.md.
 """
 
 import argparse
@@ -45,7 +47,7 @@ MECHANISMS = {
     **{arm: ("hybrid_angular", sizes, UNIT) for arm, sizes in HYBRIDS.items()},
     "favorplus-256": ("favorplus", {"num_features": 256}, UNIT),
     "favorplus-158": ("favorplus", {"num_features": 158}, UNIT),
-    # Attention is exact within a window, and all tokens are in one.
+    # Attention is exact within a window, and one window holds all tokens.
     "softmax_unit": ("favorplus", {"num_features": 1}, {**UNIT, "window": TOKENS}),
 }
 ARMS = [*MECHANISMS, "softmax", "uniform", "no_attention"]
@@ -64,7 +66,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -82,7 +84,7 @@ from keras import ops
 
 
 def observations(count, generator):
-    """What policies see in scenes with nothing to touch, and the expert's chances."""
+    """Returns observations in scenes without a collision, and expert probabilities."""
     found, left = [], count
     while left > 0:
         scenes = Scenes(500, generator).scatter(generator)
@@ -95,7 +97,7 @@ def observations(count, generator):
 
 
 def success(choose, count):
-    """Share of robots that come to the goal and touch nothing on their way."""
+    """Returns the share of robots that reach the goal without a collision."""
     scenes = Scenes(count, np.random.default_rng(1_000_000))
     starts = ~scenes.has_crashed()
     alive, arrived = starts.copy(), np.zeros(count, bool)
@@ -107,7 +109,7 @@ def success(choose, count):
 
 
 def policy(seed):
-    """Logits of angles, by the output at the goal's token."""
+    """Builds a model of the logits of angles, from the output at the goal's token."""
     keras.utils.set_random_seed(seed)
     image = keras.Input((24, 32, 1), name="image")
     goal = keras.Input((len(STEERING) + 1,), name="goal")
@@ -123,7 +125,7 @@ def policy(seed):
 
 
 def multiplications(arm, values=DIM // HEADS):
-    """Of attention, for a token in a head, with so many values for each."""
+    """Returns the multiplications of attention per token and head, by value size."""
     dim = DIM // HEADS
     if arm == "no_attention":
         return 0
@@ -136,7 +138,8 @@ def multiplications(arm, values=DIM // HEADS):
         coefficients = HYBRIDS[arm]["num_coefficients"]
         width = 4 * vectors * (coefficients + 1)
         vectors, products = vectors + coefficients, width
-    # Twice: keys with values and their number, and queries with the sums.
+    # Counted twice, for keys and for queries. A token has its values and one more, for
+    # the denominator.
     return 2 * (vectors * dim + products + width * (values + 1))
 
 
@@ -179,7 +182,7 @@ def main(args):
 
 
 def straight_on(x):
-    """Numbers of the angles nearest to the goal's."""
+    """Returns the indices of the angles nearest to that of the goal."""
     return np.argmax(x["goal"][:, :-1], -1)
 
 

@@ -1,17 +1,17 @@
-"""Hybrids on a checkpoint, as it is and with queries and keys of length one.
+"""Measure hybrids on a checkpoint, with and without normalized queries and keys.
 
-Hybrid Random Features (Choromanski et al., 2022) are precise where all queries and keys
-have one length, as in the paper's robotics models, which normalize them. On MiniLM,
-for several maps and temperatures: the fraction of estimated kernel values that are
-negative, and the relative error of attention outputs against the checkpoint's softmax.
-Beside them the mean of V, and softmax of the normalized vectors itself, which the maps
-estimate. Maps have equal numbers of vectors, and so hybrids far greater widths: it is
-a map before and after that can be compared.
+Hybrid Random Features (Choromanski et al., 2022) are precise if all queries and keys
+have one length, as in the paper's robotics models, which normalize them. On MiniLM, for
+several maps and temperatures, this recipe measures the fraction of estimated kernel
+values that are negative, and the relative error of attention outputs against the
+checkpoint's softmax. Controls are the mean of V, and the softmax of the normalized
+vectors itself, which the maps estimate. Maps have equal numbers of vectors, so hybrids
+are far wider. Compare each map with and without normalization, not different maps.
 
     python recipes/normalize_attention.py --data-dir DIR
 
-DIR holds `wikitext2/test.txt`; needs the packages of replace_bert_attention.py.
-Cost: see the results file.
+DIR holds `wikitext2/test.txt`. The recipe needs the packages of
+replace_bert_attention.py. Cost: see the results file.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -75,7 +75,8 @@ def main(args):
             rows = []
             for seed in range(args.seeds):
                 with warnings.catch_warnings():
-                    # Of lengths: what is measured here.
+                    # Hybrids warn about vectors that are not normalized; this recipe
+                    # measures that case on purpose.
                     warnings.simplefilter("ignore")
                     keras_rfattn.replace_attention(
                         model, name, num_features=args.num_features, seed=seed,
@@ -108,7 +109,7 @@ def write(args, name, temperature, negative, output, spread):
 
 
 def error(sequence):
-    """Of the outputs of softmax of what features are of, to the checkpoint's."""
+    """Returns the error of softmax on the features' vectors, to the checkpoint's."""
     query, key = sequence.softmax or (sequence.query, sequence.key)
     found, wanted = (
         softmax(q @ np.swapaxes(k, -1, -2)) @ sequence.value

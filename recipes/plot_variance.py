@@ -1,17 +1,17 @@
-"""Plot variances in closed form, beside draws: three figures and a theorem.
+"""Plot variances in closed form and from draws: three figures and a theorem.
 
 - Chefs' Random Tables (Likhosherstov et al., 2022), figure 1: the logarithm of OPRF's
-  variance over PosRF's, by dimension and ‖x + y‖². Both kernels have the same.
+  variance over PosRF's, by dimension and ‖x + y‖². Both estimate the same kernel.
 - Hybrid Random Features (Choromanski et al., 2022), figure 1: mean squared errors of
   trigonometric features, of ± pairs of positive ones and of the angular hybrid by angle
   and length, m = 10, n = 1.
 - Theorem 3.5 of the latter: the hybrid's relative error vanishes like √θ at θ = 0 and
-  like √(π - θ) at π (its print has √(θ - π)), with the factor √(1/2πmn) W(r).
+  like √(π - θ) at π (the paper prints √(θ - π)), with the factor √(1/2πmn) W(r).
 
     python recipes/plot_variance.py [--plot plot_variance.png]
 
-Draws are of short inputs: at the figures' own lengths the variance lies in values so
-rare that no draws would show it. Cost: a minute on one core.
+The draws use short inputs: at the figures' own lengths the variance comes from values
+so rare that draws would not show it. Cost: a minute on one core.
 Expected: see docs/pages/results/crt.md and hrf.md.
 """
 
@@ -27,7 +27,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -45,9 +45,10 @@ from keras_rfattn.kernels import variance
 DIMS, SQUARES = (4, 16, 64, 256), np.linspace(1, 100, 100)
 M, N, RADII, ANGLES = 10, 1, np.linspace(0, 5, 51), np.linspace(0, np.pi, 91)
 ESTIMATORS = ("trig", "++", "angular")
-# Of draws: independent sets of vectors, dimension, length, angles in degrees.
+# Settings of draws: number of independent sets of vectors, dimension, length, angles in
+# degrees.
 SETS, DIM, LENGTH, DEGREES = 50_000, 16, 0.5, (0, 45, 90, 135, 180)
-# From an end of the angles, for theorem 3.5.
+# For theorem 3.5: distances from either end of the angles, and tuples (r, m, n).
 NEAR, LIMITS = 10.0 ** np.arange(-6, 0), ((1.0, 10, 1), (1.0, 32, 8), (1.5, 32, 8))
 
 
@@ -96,7 +97,7 @@ def main(args):
 
 
 def log_ratio(z, dim):
-    """log of the variance of OPRF's draws over that of PosRF's where ‖x + y‖² = z."""
+    """Returns log(OPRF's variance / PosRF's variance) where ‖x + y‖² = z."""
     x = np.sqrt(z / dim) / 2 * np.ones(dim)
     found = []
     for name in ("favorpp", "favorplus"):
@@ -109,14 +110,14 @@ def log_ratio(z, dim):
 
 
 def on_sphere(radius, angle, dim=2):
-    """Inputs of a length at an angle."""
+    """Returns two inputs of the given length with the given angle between them."""
     x, y = np.zeros((2, *np.shape(angle), dim))
     x[..., 0], y[..., 0], y[..., 1] = 1, np.cos(angle), np.sin(angle)
     return radius * x, radius * y
 
 
 def mse(name, x, y, m=M, n=N):
-    """Lemma 2.2; theorem 3.1 and lemma 3.2."""
+    """Returns the mean squared error, by lemma 2.2, theorem 3.1 and lemma 3.2."""
     if name == "angular":
         moments = hybrid_variance.angular_moments(x, y, n)
         return hybrid_variance.bipolar_hybrid(x, y, m, moments)
@@ -126,13 +127,13 @@ def mse(name, x, y, m=M, n=N):
 
 
 def surface(name):
-    """`(radii, angles)`."""
+    """Returns the mean squared errors of an estimator, `(radii, angles)`."""
     rows = [mse(name, *on_sphere(max(r, 1e-3), ANGLES)) for r in RADII]
     return np.maximum(rows, 0)
 
 
 def measure(name, sets):
-    """Degrees, MSE of draws over the closed form, and its standard error."""
+    """Returns rows of degrees, MSE of draws over the closed form, standard error."""
     options = {"projection": "gaussian", "seed": 0}
     feature_map = {
         "trig": feature_maps.Favor(M, **options),
@@ -160,7 +161,7 @@ def dense(method, x, sets):
 
 
 def near_the_ends(radius, m, n):
-    """Distances from an end of the angles, and ε/√distance over its limit at each."""
+    """Returns rows of a distance, and ε/√distance over its limit at both ends."""
     limit = hybrid_variance.max_relative_error(radius, m) / np.sqrt(np.pi * n)
     ends = []
     for angle in (NEAR, np.pi - NEAR):

@@ -1,25 +1,25 @@
-"""A masked language model with softmax and with linear attention, from scratch and not.
+"""Train a masked language model with softmax and linear attention, also uptrained.
 
 Chefs' Random Tables, table 2 (Likhosherstov et al., 2022), at a size for one core: a
-BERT of KerasHub is trained to tell masked characters, 15 % of them, with softmax and
-with the paper's mechanisms. Each of these is trained from scratch, for as many steps
-and for a tenth of them, and from the softmax model ("Uptrain") for a tenth of the
-steps: half of them `uptrain`, half on masked characters again. All share rates, batches
-and masks.
+BERT of KerasHub learns to predict masked characters, 15 % of them, with softmax and
+with the paper's mechanisms. Each mechanism is trained from scratch for as many steps as
+softmax, from scratch for a tenth of them, and from the softmax model ("Uptrain") for a
+tenth of the steps: half of these are `uptrain`, half are training on masked characters
+again. All share learning rates, batches and masks.
 
     python recipes/pretrain_bert.py --data-dir DIR --seeds 0 1 2
 
-DIR holds `wikitext2/{valid,test}.txt` (WikiText-2): the first 90 % of valid are for
-training, test is for loss and accuracy on masked characters. FAVOR++ takes its A from
-the sequence at hand ("batch", as in the paper) or from an average that training keeps
-("stored").
+DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
+training, and test is for loss and accuracy on masked characters. FAVOR++ takes its A
+from the current batch ("batch", as in the paper) or from an average that training
+maintains ("stored").
 
-Controls: uniform attention (the mean of V) and no attention, trained alike; and of each
-trained model these by its own weights.
+Controls are uniform attention (the mean of V) and no attention, trained in the same
+way. Each trained model is also evaluated with these two controls and its own weights.
 Cost: 25 minutes a seed on one core (PyTorch). Seen in three seeds (crt.md in
-docs/pages/results): from scratch softmax alone learns to attend in these steps, 0.43 to
-0.47 of answers right for 0.27 without attention; uptrained for a tenth of them FAVOR+
-and FAVOR++ have 0.38 to 0.41.
+docs/pages/results): from scratch, only softmax learns to attend in these steps. It
+predicts 0.43 to 0.47 correctly, compared with 0.27 without attention. Uptrained for a
+tenth of the steps, FAVOR+ and FAVOR++ reach 0.38 to 0.41.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -89,7 +89,7 @@ def main(args):
     rows = text.test[starts[:, None] + np.arange(args.context)]
     test = masked(rows, text.vocabulary, np.random.default_rng(0))
     for seed in args.seeds:
-        # Every other arm is uptrained from it.
+        # Softmax comes first, because all other arms are uptrained from it.
         names = ["softmax", *(x for x in args.mechanisms if x != "softmax")]
         weights = None
         for name in names:
@@ -108,7 +108,11 @@ def main(args):
 
 
 def masked(rows, vocabulary, generator):
-    """`(inputs, labels)`, masked as BERT's are: 80 % of the chosen, 10 % random."""
+    """Masks inputs as BERT does: 80 % of the chosen are masked, 10 % are random.
+
+    Returns:
+        `(inputs, labels)`.
+    """
     count = max(1, round(MASKED * rows.shape[1]))
     chosen = np.argsort(generator.random(rows.shape), axis=1)[:, :count]
     chosen = np.sort(chosen, axis=1).astype("int32")
@@ -123,7 +127,7 @@ def masked(rows, vocabulary, generator):
 
 
 def bert(args, vocabulary, seed):
-    """A masked language model; the last token is the mask."""
+    """Builds a masked language model; the last token of the vocabulary is the mask."""
     keras.utils.set_random_seed(seed)
     backbone = keras_hub.models.BertBackbone(
         vocabulary + 1, max_sequence_length=args.context, dropout=0.0, **args.model
@@ -131,10 +135,10 @@ def bert(args, vocabulary, seed):
     model = keras_hub.models.BertMaskedLM(backbone)
     for weight in model.trainable_weights:
         if weight.path.endswith(("kernel", "embeddings")):
-            # BERT's first weights are meant for a width of 768.
+            # BERT's initializer assumes a width of 768.
             weight.assign((768 / backbone.hidden_dim) ** 0.5 * weight)
-    # Of a trained table each row would learn from the few masks near it alone. The
-    # longest sinusoid is as long as the context.
+    # Positions are sinusoids, because each row of a trained table would learn only from
+    # the few masks near it. The longest sinusoid is as long as the context.
     places = keras_hub.layers.SinePositionEncoding(args.context / (2 * math.pi))
     places = POSITIONS * places(ops.zeros((1, args.context, backbone.hidden_dim)))[0]
     backbone.get_layer("position_embedding").position_embeddings.assign(places)
@@ -143,7 +147,7 @@ def bert(args, vocabulary, seed):
 
 
 def trained(model, name, start, args, text, test, seed):
-    """Trains an arm; what it is on the test text."""
+    """Trains an arm, and returns its results on the test text."""
     generator = np.random.default_rng([seed, STARTS.index(start)])
     steps = args.steps if start == "scratch" else args.steps // 10
     rows = characters.pieces(text.train, steps * BATCH, args.context, generator)

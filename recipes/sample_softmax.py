@@ -1,24 +1,26 @@
 """Train a language model with negatives sampled from random features of its softmax.
 
 Hybrid Random Features (Choromanski et al., 2022), section 4.2, I.1 and figure 10, after
-Rawat et al. (2019): for every word 40 wrong classes are drawn from an estimate of the
-softmax distribution, and the loss is over them and the right one.
+Rawat et al. (2019). For every word, 40 wrong classes are drawn from an estimate of the
+softmax distribution, and the loss is over them and the right class.
 
     python recipes/sample_softmax.py --data-dir DIR [--seeds 0 1 2 3 4]
 
-DIR holds `wikitext2/{valid,test}.txt`; trained on the first 90 % of valid (until its
-last 10 % get no better for three epochs), tested on test under full softmax. The rate
-and the epochs were chosen by the watched loss of `full`, seed 100. As in the paper: a
-2-layer LSTM whose embeddings are not tied, sampling with replacement on states and
-classes of length 1, the loss on them as they are. As in Rawat et al., the right class
-is never drawn and its logit stays, those of drawn ones are less the logarithm of how
-often they are expected: the exact distribution then gives the sum over wrong classes
-exactly. Smaller than the paper (PennTree Bank, 10000 classes, 1024 features, hybrids of
-m = 128 and n = 8, 25 runs): the sizes are below.
+DIR holds `wikitext2/{valid,test}.txt`. The model is trained on the first 90 % of valid
+(until the loss on its last 10 % has not improved for three epochs), and tested on test
+under full softmax. The rate and the epochs were chosen by that loss of `full`, seed
+100. As in the paper, the model is a 2-layer LSTM whose embeddings are not tied.
+Sampling is with replacement and uses states and classes of length 1; the loss uses both
+as they are. As in Rawat et al., the right class is never drawn and its logit is
+unchanged. The logits of drawn classes are reduced by the logarithm of how often they
+are expected, so that the exact distribution gives the sum over wrong classes exactly.
+The recipe is smaller than the paper (PennTree Bank, 10000 classes, 1024 features,
+hybrids of m = 128 and n = 8, 25 runs): the sizes are below.
 
-Controls: `uniform` sampling, the `exact` distribution, and `normalized`, the exact one
-of vectors of length 1, which is what the maps estimate; `full`, softmax not sampled.
-Once `full` is trained, "gradients" tell how far every sampler's are from its.
+Controls are `uniform` sampling, the `exact` distribution, `normalized`, which is the
+exact distribution of vectors of length 1 that the maps estimate, and `full`, the
+softmax without sampling. Once `full` is trained, "gradients" shows how far the
+gradients of every sampler are from those of `full`.
 Cost: 15 to 30 minutes a seed. Seen: docs/pages/results/hrf.md.
 """
 
@@ -46,7 +48,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -95,7 +97,7 @@ def main(args):
 
 
 class SampledSoftmax(keras.layers.Layer):
-    """Cross-entropy of next words: in training, against classes that are drawn."""
+    """Cross-entropy of the next word; in training only against sampled classes."""
 
     def __init__(self, sampler, vocabulary, seed, **kwargs):
         super().__init__(**kwargs)
@@ -105,7 +107,7 @@ class SampledSoftmax(keras.layers.Layer):
         if sampler in MAPS:
             feature_map = feature_maps.get(sampler, seed=seed, **MAPS[sampler])
             if feature_map.is_adaptive:
-                # The best A for unrelated vectors of length 1.
+                # Sets the best A for unrelated vectors of length 1.
                 feature_map.build((None, None, 1, DIM))
                 feature_map.update([2.0])
             self.features = KernelFeatures(feature_map, "softmax")
@@ -130,11 +132,12 @@ class SampledSoftmax(keras.layers.Layer):
         return ops.logsumexp(logits, axis=-1) - logits[:, 0]
 
     def compare(self, states, classes, targets):
-        """The right class and the drawn ones, and their logits.
+        """Returns the right class and the drawn ones, and their logits.
 
-        e^logit of the drawn estimates the sum over all wrong classes without bias.
+        The sum of e^logit over drawn classes is an unbiased estimate of the sum over
+        all wrong classes.
         """
-        # A sampler is given, not learnt.
+        # No gradient goes through the sampler.
         q = self.probabilities(ops.stop_gradient(states), ops.stop_gradient(classes))
         q = ops.where(ops.arange(self.vocabulary)[None] == targets, 0.0, q)
         q = q / ops.sum(q, axis=-1, keepdims=True)
@@ -144,12 +147,12 @@ class SampledSoftmax(keras.layers.Layer):
         logits = ops.einsum("nd,nkd->nk", states, ops.take(classes, compared, axis=0))
         expected = NEGATIVES * ops.take_along_axis(q, drawn, axis=-1)
         wrong = logits[:, 1:] - ops.log(expected)
-        # By rounding the last class may be drawn where it is the right one.
+        # Due to rounding, the last class may be drawn although it is the right one.
         wrong = ops.where(drawn == targets, -1e9, wrong)
         return compared, ops.concatenate([logits[:, :1], wrong], axis=-1)
 
     def probabilities(self, states, classes):
-        """The sampler's distribution over classes of each state."""
+        """Returns the sampler's distribution over classes for each state."""
         if self.sampler == "exact":
             return ops.softmax(ops.matmul(states, ops.transpose(classes)), axis=-1)
         if self.sampler == "uniform":
@@ -160,13 +163,13 @@ class SampledSoftmax(keras.layers.Layer):
             return ops.softmax(ops.matmul(states, ops.transpose(classes)), axis=-1)
         keys = self.features(classes, side="key")
         weights = ops.matmul(self.features(states), ops.transpose(keys))
-        # Signed estimates are no probabilities.
+        # Estimates may be negative, but probabilities may not.
         weights = ops.maximum(weights, 1e-6)
         return weights / ops.sum(weights, axis=-1, keepdims=True)
 
 
 def draw(q, uniform):
-    """Classes by binary search in the distribution function, `(n, draws)`."""
+    """Draws classes `(n, draws)` by binary search in the cumulative distribution."""
     size = q.shape[-1]
     cumulative = ops.cumsum(q, axis=-1)
     uniform = uniform * cumulative[:, -1:]
@@ -179,10 +182,11 @@ def draw(q, uniform):
 
 
 def tell_gradients(args, seed, states, targets, classes, draws=200):
-    """Records how far gradients by the states are from those of full softmax.
+    """Records how far gradients with respect to states are from those of full softmax.
 
-    "error" is that of a draw and "bias" that of the mean of all, both relative (roots
-    of sums of squares); "distinct", how many classes are in a draw.
+    "error" is the error of a single draw and "bias" the error of the mean over all
+    draws. Both are relative (roots of sums of squares). "distinct" is the number of
+    different classes in a draw.
     """
     chosen = np.random.default_rng(seed).permutation(targets.size)[:200]
     states, targets = states.reshape(-1, DIM)[chosen], targets.reshape(-1, 1)[chosen]
@@ -205,7 +209,7 @@ def tell_gradients(args, seed, states, targets, classes, draws=200):
 
 
 def make_model(sampler, vocabulary, seed):
-    """The encoder of words into states, and the loss that owns the classes."""
+    """Builds the encoder of words into states, and the loss that owns the classes."""
     inputs = keras.Input((LENGTH,), dtype="int32")
     x = keras.layers.Embedding(vocabulary, DIM)(inputs)
     for _ in range(2):
@@ -225,13 +229,13 @@ def fit(encoder, loss, train, watched, epochs):
 
 
 def interval(values):
-    """Mean, and half of its 95 % interval (Student's t) over seeds."""
+    """Returns the mean over seeds, and half the width of its 95 % interval."""
     half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1)
     return np.mean(values), half / np.sqrt(len(values))
 
 
 def summarize(found):
-    """Test perplexities, and their paired differences from uniform and exact."""
+    """Prints test perplexities, and paired differences from uniform and exact."""
     print(f"\n{'negatives from':<16}{'test perplexity':>18}{'less uniform':>18}")
     for sampler, values in found.items():
         cells = [values, *(values - found[k] for k in ("uniform",) if k in found)]

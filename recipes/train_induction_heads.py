@@ -1,15 +1,17 @@
 """Train two-layer models to find what followed a token earlier: induction heads.
 
-PolySketchFormer (Kacham et al., 2024), appendix F.2: a position is one of 16 tokens;
-one random position (not the last 3) is a special token, the second to last is the
-special token again, and the last is what came after the first. Two layers, 8 heads of
-16; every mechanism sees the same examples. Paper, context 128: softmax, polynomial and
-polysketch above 99.95 %, after up to 400k steps; guessing gives 6.25 %.
+PolySketchFormer (Kacham et al., 2024), appendix F.2: each position holds one of 16
+tokens. One random position (not among the last 3) holds a special token, and so does
+the second to last. The last token is the one that followed the first special token. The
+models have two layers and 8 heads of 16, and every mechanism sees the same examples.
+Paper, context 128: softmax, polynomial and polysketch reach above 99.95 %, after up to
+400k steps; guessing gives 6.25 %.
 
     python recipes/train_induction_heads.py [--context 128] [--steps 2500]
 
-A training ends early once solved. Each appends a line to `--results`: command,
-mechanism, seed, steps, minutes, accuracy on `--examples` fresh examples.
+A training run ends early once the task is solved. Each run appends a line to
+`--results`: command, mechanism, seed, steps, minutes, accuracy on `--examples` fresh
+examples.
 """
 
 import os
@@ -42,7 +44,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -53,7 +55,7 @@ from common import training
 
 
 def examples(generator, count, context):
-    """`(tokens, answer)`: `(count, context - 1)` and `(count, 1)`."""
+    """Returns tokens `(count, context - 1)` and answers `(count, 1)`."""
     rows = generator.integers(0, TOKENS, (count, context))
     place = generator.integers(0, context - 3, count)
     rows[np.arange(count), place] = SPECIAL

@@ -6,14 +6,14 @@ Transformer++ blocks, equal steps for every mechanism, perplexity on held-out te
     python recipes/train_language_model.py --data-dir DIR [--steps 1000]
 
 DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
-training, its last 10 % for watching; test is read once, at the end of each training.
-Beside the models with a window stands "local", softmax in such windows and nothing
-beyond, trained alike; each linear model is evaluated by its window and by its features
-alone too. Configurations are below; heads have the paper's 64 dimensions. (A key just
-like the query has weight `head_dim²` in polynomial attention of degree 4, one of any
-direction 3 on average: in heads of 32 a context of 256 nearly drowns it.) Each training
-appends a line to `--results`: command, mechanism, seed, minutes, perplexities. Cost: 9
-to 42 minutes each on one core.
+training, and its last 10 % for validation. test is read once, at the end of each run.
+The control for models with a window is "local", which has softmax in such windows and
+nothing beyond, trained in the same way. Each linear model is also evaluated with its
+window alone and with its features alone. Configurations are below; heads have the
+paper's 64 dimensions. (In polynomial attention of degree 4, a key equal to the query
+has weight `head_dim²`, and one of random direction has 3 on average. With heads of 32,
+a context of 256 nearly drowns it.) Each run appends a line to `--results`: command,
+mechanism, seed, minutes, perplexities. Cost: 9 to 42 minutes each on one core.
 """
 
 import os
@@ -25,7 +25,7 @@ from common import flags
 SIZES = {"num_layers": 3, "num_heads": 2, "head_dim": 64}
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
 WINDOW, SKETCH, WIDTH = 64, {"num_features": 16}, {"num_features": 256}
-PARTS = 131_073  # characters of test for a model without its window, or its features
+PARTS = 131_073  # test characters to evaluate the window or the features alone
 MECHANISMS = {
     "softmax": ("softmax", {}, None),
     "polysketch_learned + local": ("polysketch_learned", SKETCH, WINDOW),
@@ -35,9 +35,9 @@ MECHANISMS = {
     "favorpp + local": ("favorpp", WIDTH, WINDOW),
     "polynomial (degree 4)": ("polynomial", {"degree": 4}, None),
     "polysketch_learned": ("polysketch_learned", SKETCH, None),
-    # Control: softmax in windows of the same size, and nothing beyond.
+    # Control: softmax in windows of the same size, and no attention beyond.
     "local": ("window_alone", {}, WINDOW),
-    # Variations.
+    # Variations of the mechanisms above.
     "polynomial (degree 2)": ("polynomial", {"degree": 2}, None),
     "polynomial (degree 8)": ("polynomial", {"degree": 8}, None),
     "polysketch_learned + local 128": ("polysketch_learned", SKETCH, 128),
@@ -61,7 +61,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -107,7 +107,7 @@ def main(args):
 
 
 def load(args):
-    """Characters as integers; those that training does not hold share the last."""
+    """Loads text as integers; characters not in the training text share the last."""
     folder = args.data_dir / "wikitext2"
     text, test = ((folder / f"{x}.txt").read_text() for x in ("valid", "test"))
     cut = int(0.9 * len(text))
@@ -141,7 +141,7 @@ def fit(model, text, args, seed):
 
 @keras.saving.register_keras_serializable("recipes")
 class Warmup(keras.optimizers.schedules.LearningRateSchedule):
-    """`schedule`, with a linear rise over the first steps."""
+    """Another schedule, preceded by a linear warmup over the first steps."""
 
     def __init__(self, schedule, steps):
         self.schedule, self.steps = schedule, steps
@@ -152,7 +152,7 @@ class Warmup(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def perplexity(model, text, args):
-    """Per character, in pieces of the context's length that share no character."""
+    """Returns the perplexity per character on disjoint pieces of context length."""
     count = (text.size - 1) // args.context
     rows = text[: count * args.context + 1]
     x = rows[:-1].reshape(count, args.context)

@@ -1,15 +1,17 @@
 """Train two-layer models to copy the colored tokens of a long context, in order.
 
 PolySketchFormer (Kacham et al., 2024), appendix F.1, after Gu and Dao (2023): 16 color
-tokens stand at random places among blanks; after the context as many marks ask for
-them, in order. Two layers, 8 heads of 16; every mechanism sees the same examples. An
-example counts if all of its tokens are right. Paper, context 4k: softmax 99.73 %,
-polynomial 99.90 %, polysketch (learned + local) 99.16 %.
+tokens stand at random places among blanks. After the context come as many marks, at
+which the model must output the colors in order. The models have two layers and 8 heads
+of 16, and every mechanism sees the same examples. An example counts only if all of its
+tokens are right. Paper, context 4k: softmax 99.73 %, polynomial 99.90 %, polysketch
+(learned + local) 99.16 %.
 
     python recipes/train_selective_copying.py [--context 32] [--steps 1400]
 
-A training ends early once solved. Each appends a line to `--results`: command,
-mechanism, seed, steps, minutes, accuracy on `--examples` fresh examples.
+A training run ends early once the task is solved. Each run appends a line to
+`--results`: command, mechanism, seed, steps, minutes, accuracy on `--examples` fresh
+examples.
 """
 
 import os
@@ -19,8 +21,7 @@ from common import flags
 SIZES = {"num_layers": 2, "num_heads": 8, "head_dim": 16}
 COLORS, COUNT = 14, 16
 BLANK, MARK = COLORS, COLORS + 1
-# No context that training begins with fits the window, so that features are learned
-# from the start.
+# The first contexts of training exceed the window, so features learn from the start.
 SKETCH, WINDOW, WIDTH = {"num_features": 16}, 16, {"num_features": 64}
 MECHANISMS = {
     "softmax": ("softmax", {}, None),
@@ -28,7 +29,7 @@ MECHANISMS = {
     "polysketch_learned + local": ("polysketch_learned", SKETCH, WINDOW),
     "polysketch + local": ("polysketch", SKETCH, WINDOW),
     "polysketch_learned": ("polysketch_learned", SKETCH, None),
-    # Control: softmax in windows of the same size, and nothing beyond.
+    # Control: softmax in windows of the same size, and no attention beyond.
     "local": ("window_alone", {}, WINDOW),
     "favorplus": ("favorplus", WIDTH, None),
     "favorpp": ("favorpp", WIDTH, None),
@@ -47,7 +48,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -59,7 +60,7 @@ from keras.optimizers.schedules import PolynomialDecay
 
 
 def examples(generator, count, context):
-    """`(tokens, answers)`: `(count, context + COUNT)` and `(count, COUNT)`."""
+    """Returns tokens `(count, context + COUNT)` and answers `(count, COUNT)`."""
     places = np.argsort(generator.random((count, context)), axis=1)[:, :COUNT]
     answers = generator.integers(0, COLORS, (count, COUNT))
     rows = np.full((count, context + COUNT), BLANK)

@@ -1,4 +1,4 @@
-"""From a softmax BERT to a linear one that is as good, in minutes, on real text.
+"""Uptrain a softmax BERT to a linear one of the same quality in minutes, on real text.
 
 Hedgehog (Zhang et al., 2024) and Chefs' Random Tables, table 2 (Likhosherstov et al.,
 2022), on the MiniLM checkpoint of replace_bert_attention.py, or any BERT-like preset.
@@ -7,15 +7,15 @@ Hedgehog (Zhang et al., 2024) and Chefs' Random Tables, table 2 (Likhosherstov e
     python recipes/uptrain_bert.py --data-dir DIR --task sst2 --tune first   (or mrpc)
     python recipes/uptrain_bert.py --data-dir DIR --task long --window 64
 
-DIR holds sts/, mrpc/, sst2/ and wikitext2/ as of docs/pages/guides/uptraining.md.
+DIR holds sts/, mrpc/, sst2/ and wikitext2/ as in docs/pages/guides/uptraining.md.
 Training texts have no labels: training splits, STS pairs without a score, WikiText-2,
-and clauses of these; sentences that are evaluated are dropped and counted. Every number
-stands beside softmax, zero attention, the mean of V, and `one_feature`: attention whose
-weights no query changes, trained alike.
+and clauses of these. Sentences used for evaluation are dropped and counted. Results are
+compared with softmax, zero attention, the mean of V, and `one_feature`: attention whose
+weights do not depend on the query, trained in the same way.
 
 Cost of `similarity`: 10 to 20 minutes a seed on one core, and 2 for each evaluation.
-Expected (docs/pages/results/uptraining.md): "favorpp_learned" of width 64, 900 steps,
-the checkpoint's own weights untouched, has 0.997 to 0.998 of softmax's rank
+Expected (docs/pages/results/uptraining.md): "favorpp_learned" of width 64 after 900
+steps, with the checkpoint's own weights unchanged, has 0.997 to 0.998 of softmax's rank
 correlation, `one_feature` 0.960, zero attention 0.897.
 """
 
@@ -65,7 +65,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -102,7 +102,7 @@ def main(args):
 
 
 def uptrained(args, data, seed, backbone, tokenizer):
-    """Replaces attention and uptrains; `(report, row of results)`."""
+    """Replaces attention and uptrains; returns `(report, row of results)`."""
     start = time.time()
     replace(args, backbone, seed)
     report = keras_rfattn.uptrain(
@@ -141,7 +141,7 @@ def similarity(args, data):
 
 
 def classification(args, data):
-    """Softmax, uptrained, replaced alone, and from scratch, all fine-tuned."""
+    """Compares fine-tuned arms: softmax, uptrained, only replaced, and from scratch."""
     task = Task(data, args.task, args.tune_steps, args.stride)
     arms = tuned_first if args.tune == "first" else tuned_last
     folder = pathlib.Path(args.predictions or tempfile.mkdtemp())
@@ -158,7 +158,7 @@ def classification(args, data):
             np.savez(folder / f"{seed}.npz", **predicted)
     found = {int(x.stem): np.load(x) for x in folder.glob("*.npz")}
     for arm in sorted({*predicted} - {"uptrained"}):
-        # A run that was stopped may lack arms.
+        # A run that was interrupted may lack arms.
         seeds = [i for i in sorted(found) if {"uptrained", arm} <= {*found[i]}]
         pairs = [(found[i]["uptrained"], found[i][arm]) for i in seeds]
         row = {"task": args.task, "uptrained minus": arm, "seeds": seeds}
@@ -166,9 +166,9 @@ def classification(args, data):
 
 
 def tuned_last(args, data, task, seed):
-    """Pairs of an arm and a classifier: a linear model is fine-tuned."""
+    """Yields each arm with its classifier, which is fine-tuned after replacement."""
     for arm in ("softmax", "replaced", "uptrained", "scratch"):
-        # Of dropout too.
+        # This also seeds dropout.
         keras.utils.set_random_seed(seed)
         backbone, tokenizer = load(args.preset)
         if arm == "uptrained":
@@ -181,11 +181,14 @@ def tuned_last(args, data, task, seed):
 
 
 def tuned_first(args, data, task, seed):
-    """The same: a fine-tuned model is made linear, by texts of the task, no labels."""
+    """Yields each arm with its classifier, which is fine-tuned before replacement.
+
+    Uptraining uses texts of the task without labels.
+    """
     keras.utils.set_random_seed(seed)
     model = task.fine_tuned(*load(args.preset), seed)
     yield "softmax", model
-    # The old optimizer has no slots for what the maps will train.
+    # The old optimizer has no slots for the weights of the maps.
     model.compile()
     softmax = model.get_weights()
     mechanisms = {"uptrained": args.mechanism}
@@ -212,13 +215,13 @@ def tuned_first(args, data, task, seed):
 
 
 def long_text(args, data):
-    """Cosine of pooled embeddings to those of softmax, on running text."""
+    """Measures the cosine of pooled embeddings to those of softmax on running text."""
     for seed in args.seeds:
         model, tokenizer = load(args.preset)
         if max(args.lengths) > model.max_sequence_length:
             longest = max(args.lengths)
             model = keras_rfattn.extend_positions(model, longest, method="tile")
-        # As much text at every length.
+        # Every length has the same amount of text.
         texts = {n: chunks(data, tokenizer, "test", n, max(1, 16384 // n))
                  for n in args.lengths}  # fmt: skip
         wanted = {n: pooled_text(model, texts[n]) for n in texts}
@@ -238,7 +241,7 @@ def long_text(args, data):
 
 
 def likeness(model, texts, wanted):
-    """`Attribution` of the mean cosine to softmax's embeddings."""
+    """Returns the `Attribution` of the mean cosine to softmax's embeddings."""
 
     def cosine(model, texts):
         return float(np.mean(np.sum(pooled_text(model, texts) * wanted, -1)))

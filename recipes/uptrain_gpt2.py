@@ -1,25 +1,25 @@
-"""From a softmax GPT-2 to a linear one, for a tenth of its training tokens.
+"""Uptrain a softmax GPT-2 to a linear one with a tenth of its training tokens.
 
 Chefs' Random Tables, table 2 ("Uptrain", Likhosherstov et al., 2022) and Hedgehog
-(Zhang et al., 2024) for a causal model: a GPT-2 of KerasHub is trained on characters
-with softmax attention, which `replace_attention` makes linear. Of its training tokens 4
-% go to `uptrain` (stages "calibrate", "attention" and "features"), 4 % to training all
-of the model on the next token, 2 % to the same at a context of 4096, eight times as
-long.
+(Zhang et al., 2024) for a causal model. A GPT-2 of KerasHub is trained on characters
+with softmax attention, and `replace_attention` makes it linear. Then three phases
+follow, each with a share of the softmax model's training tokens: 4 % go to `uptrain`
+(stages "calibrate", "attention" and "features"), 4 % to training the whole model on the
+next token, and 2 % to the same at a context of 4096, eight times as long.
 
     python recipes/uptrain_gpt2.py --data-dir DIR --seeds 0 1 2
 
 DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
-training, test is for the perplexities: the same 131,072 characters at every context.
-Positions are sinusoids that are not trained: of a trained table of 4096 rows a context
-of 512 trains 512.
+training, and test is for perplexity: the same 131,072 characters at every context.
+Positions are sinusoids that are not trained, because a context of 512 would train only
+512 rows of a table of 4096.
 
-Beside each perplexity: softmax before and after as many more tokens, `one_feature`
-(weights that no query changes, trained alike), the mean of V, zero attention, and for
-windows the window and the features alone. Softmax is trained once a seed and kept in
-`--checkpoints`. Cost: 9 minutes a seed for softmax and 4 a mechanism, on one core. Seen
-(docs/pages/results/uptraining.md): with a window 1 to 4 % above softmax's perplexity,
-without one 9 % and more.
+Each perplexity is compared with softmax before and after as many more tokens,
+`one_feature` (weights that do not depend on the query, trained in the same way), the
+mean of V, zero attention, and, for windows, the window and the features alone. Softmax
+is trained once a seed and kept in `--checkpoints`. Cost: 9 minutes a seed for softmax
+and 4 a mechanism, on one core. Seen (docs/pages/results/uptraining.md): perplexity is 1
+to 4 % above that of softmax with a window, and 9 % and more without.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import os
 import pathlib
 import time
 
-# Name: feature map, its arguments, window.
+# From name to feature map, its arguments, and window.
 MECHANISMS = {
     "softmax": (None, {}, None),
     "favorpp_learned": ("favorpp_learned", {"num_features": 64}, None),
@@ -42,7 +42,7 @@ MECHANISMS = {
     "hedgehog + local": ("hedgehog", {"num_features": 64}, 64),
     "one_feature": ("one_feature", {}, None),
 }
-# Whose weights learn from attention; of the others the queries and keys do.
+# Maps whose weights train in stage "attention"; for others, queries and keys train.
 TRAINED = ("favorpp_learned", "hedgehog", "polysketch_learned", "one_feature")
 FULL = {
     "context": 512, "long": 4096, "tested": 131_072, "steps": 1300,
@@ -54,7 +54,7 @@ SMOKE = {
     "model": {"num_layers": 1, "num_heads": 1, "hidden_dim": 8, "intermediate_dim": 8},
 }  # fmt: skip
 BATCH, RATE, WEIGHT_DECAY, POSITIONS = 4, 1e-3, 0.05, 0.1
-# Shares of the softmax model's training tokens, and how they are trained on.
+# Shares of the softmax model's training tokens for the three phases, and settings.
 UPTRAIN, TUNE, TUNE_LONG = 0.04, 0.04, 0.02
 TUNE_BATCH, TUNE_RATE, POINTS = 2, 1e-3, 4
 
@@ -73,7 +73,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -107,13 +107,13 @@ def main(args):
 
 
 def pieces_of_test(args, text, length):
-    """The same characters at every length, each row with the one that comes next."""
+    """Cuts the same test characters into rows, each with the character that follows."""
     starts = np.arange(0, args.tested, length)
     return text.test[starts[:, None] + np.arange(length + 1)]
 
 
 def gpt2(args, text, seed):
-    """A GPT-2 whose positions are sinusoids, fixed."""
+    """Builds a GPT-2 whose positions are fixed sinusoids."""
     keras.utils.set_random_seed(seed)
     backbone = keras_hub.models.GPT2Backbone(
         text.vocabulary, max_sequence_length=args.long, dropout=0.0, **args.model
@@ -121,9 +121,9 @@ def gpt2(args, text, seed):
     width = backbone.hidden_dim
     for weight in backbone.trainable_weights:
         if weight.path.endswith(("kernel", "embeddings")):
-            # GPT-2's first weights are meant for a width of 768.
+            # GPT-2's initializer assumes a width of 768.
             weight.assign((768 / width) ** 0.5 * weight)
-    # The longest sinusoid is as long as the context of training.
+    # The longest sinusoid is as long as the training context.
     places = keras_hub.layers.SinePositionEncoding(args.context / (2 * math.pi))
     places = POSITIONS * places(ops.zeros((1, args.long, width)))[0]
     backbone.position_embedding.position_embeddings.assign(places)
@@ -138,7 +138,7 @@ def compiled(model, optimizer="sgd"):
 
 
 def pretrained(args, text, tests, seed):
-    """`(weights, perplexities)` of the softmax model, from a file if there is one."""
+    """Returns `(weights, perplexities)` of softmax, from a file if there is one."""
     model = gpt2(args, text, seed)
     name = f"gpt2_{seed}_{args.steps}x{BATCH}x{args.context}.weights.h5"
     if not (args.checkpoints / name).exists():
@@ -157,7 +157,7 @@ def pretrained(args, text, tests, seed):
 
 
 def converted(args, name, text, tests, seed, weights):
-    """Makes attention linear, uptrains, tunes; a row of results."""
+    """Makes attention linear, uptrains and tunes; returns a row of results."""
     start, generator = time.time(), np.random.default_rng([seed, 1])
     model = gpt2(args, text, seed)
     model.set_weights(weights)
@@ -190,7 +190,7 @@ def converted(args, name, text, tests, seed, weights):
     rows = some(TUNE_LONG, 1, args.long)
     row["long after"] = fit(model, rows, 1, TUNE_RATE, tests[1], parts=1)[-1][1]
     if name != "softmax":
-        # Softmax and its kin are slow here.
+        # Evaluates only 8 rows, as quadratic attention is slow at this length.
         row["long parts"] = vars(diagnostics.attribute(model, tests[1][:8], perplexity))
     return row | {"minutes": round((time.time() - start) / 60, 2)}
 
@@ -205,12 +205,12 @@ def replace(model, name, seed):
 
 
 def inputs(rows):
-    """What the model is given of rows that end with the token to come."""
+    """Returns model inputs from rows whose last token is the one to predict."""
     return {"token_ids": rows[:, :-1], "padding_mask": np.ones_like(rows[:, :-1])}
 
 
 def fit(model, rows, batch, rate, test, seen=0, parts=POINTS):
-    """Trains on the next token; `(tokens seen, perplexity)` along the way."""
+    """Trains on the next token; returns `(tokens seen, perplexity)` along the way."""
     steps, points = len(rows) // batch, []
     warmup = max(1, steps // 20)
     schedule = keras.optimizers.schedules.CosineDecay(
@@ -226,7 +226,7 @@ def fit(model, rows, batch, rate, test, seen=0, parts=POINTS):
 
 
 def perplexity(model, rows):
-    """Per character."""
+    """Returns the perplexity per character."""
     batch = max(1, 4096 // rows.shape[1])
     loss = model.evaluate(inputs(rows), rows[:, 1:], batch_size=batch, verbose=0)
     return float(np.exp(loss))

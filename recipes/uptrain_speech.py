@@ -1,32 +1,34 @@
-"""Speech recognition by a Conformer, its softmax attention made linear.
+"""Uptrain a Conformer for speech recognition to linear attention.
 
 Chefs' Random Tables, figure 3 (Likhosherstov et al., 2022), and Hybrid Random Features,
 table 2 (Choromanski et al., 2022), at a size for one core: a Conformer encoder trained
 by CTC on utterances of 3 to 12 spoken digits, each joined on the fly from recordings of
-one speaker. Softmax is trained first; then every mechanism from scratch, and uptrained:
-trained on from the weights of softmax. All arms take equal steps at equal rates.
+one speaker. Softmax is trained first. Then every mechanism is trained from scratch, and
+uptrained, that is, trained from the weights of softmax. All arms take equal steps at
+equal rates.
 
     KERAS_BACKEND=torch python recipes/uptrain_speech.py --data-dir DIR --seeds 0 1 2
 
 DIR holds spoken_digits/spoken_digits.npz, the Free Spoken Digit Dataset: `samples` (8
 kHz, int16, one recording after the other), `lengths`, `digit`, `speaker`, `index` and
-`rate`. Tests are on speakers that training never hears ("new voices"), and on
-recordings 0 to 4 of the others, the set's own test split ("new takes"): token error
-rate, the edits by the digits. "test" is the mean of both.
+`rate`. Tests are on speakers who are not in the training data ("new voices"), and on
+recordings 0 to 4 of the others, the set's own test split ("new takes"). The metric is
+the token error rate: edits divided by digits. "test" is the mean of both.
 
 The clustered hybrid is the paper's HRF-C(2, 2): FAVOR+ for a quarter of the steps, then
-clusters are found once, and kept. The angular hybrid is its HRF-A (8, 8) and (16, 8);
-"unit" has queries and keys of length one, without which it hardly trains, and which
-makes it another attention than softmax. Hybrids of m vectors are wider than m; widths
-are printed, and FAVOR+ of 256 stands beside them as in the paper's table. Controls
-train alike: softmax, uniform attention (the mean of V), no attention. "estimates" are
-errors of untrained maps against softmax as it is, blunter and sharper by four.
+clusters are computed once and kept. The angular hybrid is its HRF-A (8, 8) and (16, 8).
+"unit" has queries and keys of length one: without this the hybrid hardly trains, but it
+makes attention differ from softmax. Hybrids of m vectors are wider than m; widths are
+printed, and FAVOR+ of 256 is included as in the paper's table. Controls are trained in
+the same way: softmax, uniform attention (the mean of V), no attention. "estimates" are
+errors of untrained maps against the model's softmax, and against a softmax that is
+blunter or sharper by four.
 
 Sizes and rates were set by short trainings of softmax and of no attention on recordings
-5 to 9, which nothing trains on. Kernels have 3 tokens, not the paper's 31: with 7, no
+5 to 9, which no arm trains on. Kernels have 3 tokens, not the paper's 31: with 7, no
 attention was as good as softmax there, as digits hardly need each other.
 Cost: an hour or two a seed on one busy core. Found, three seeds (docs/pages/results/
-crt.md): maps are hardly told apart; uptrained 0.14 to 0.18, from scratch 0.23 to 0.31.
+crt.md): maps hardly differ; uptrained 0.14 to 0.18, from scratch 0.23 to 0.31.
 """
 
 import argparse
@@ -54,7 +56,7 @@ STARTS = ["scratch", "uptrained", "estimates"]
 DIM, HEADS, BLOCKS, KERNEL, DROPOUT = 96, 4, 3, 3, 0.1
 BATCH, RATE, WEIGHT_DECAY = 8, 1e-3, 1e-3
 STEPS, ARM_STEPS, TESTED = 2500, 600, 400
-COMPARED = (8, 16, 64), 5, (0.25, 1, 4)  # widths; 5 draws; factors of q · k
+COMPARED = (8, 16, 64), 5, (0.25, 1, 4)  # widths; number of draws; factors of q · k
 
 
 def parse_arguments():
@@ -69,7 +71,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -125,7 +127,7 @@ def main(args):
 
 
 def pairs():
-    """Arms of which the paper's, or uptraining, should have the lower error."""
+    """Returns pairs of arms, the first of which should have the lower error."""
     chain = "hybrid_clustered-16", "hybrid_angular_unit-16", "favorplus-256"
     found = [("favorpp-8", "favorplus-8"), ("favorpp-16", "favorplus-16")]
     found += zip(chain, chain[1:], strict=False)
@@ -134,7 +136,7 @@ def pairs():
 
 
 def conformer(seed, blocks):
-    """Gulati et al. (2020): logits of the blank of CTC and of digits, by token."""
+    """Builds a Conformer (Gulati et al., 2020) with logits for blank and digits."""
     keras.utils.set_random_seed(seed)
     features = keras.Input((FRAMES, MELS), name="features")
     real = keras.Input((TOKENS,), dtype="bool", name="real")
@@ -165,13 +167,13 @@ def convolution(x, shown):
     x = layers.Dense(2 * DIM)(layers.LayerNormalization()(x))
     x = shown * x[..., :DIM] * ops.sigmoid(x[..., DIM:])
     x = layers.DepthwiseConv1D(KERNEL, padding="same")(x)
-    # Not of a batch, as the paper's is: statistics would be those of padding too.
+    # The paper normalizes over the batch, whose statistics would include padding here.
     x = layers.Activation("silu")(layers.LayerNormalization()(x))
     return layers.Dropout(DROPOUT)(layers.Dense(DIM)(x))
 
 
 def trained(model, data, row, steps, tested):
-    """Trains a model, and adds to its row of results."""
+    """Trains a model, and adds the results to its row."""
     start, generator = time.time(), np.random.default_rng(row["seed"])
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, steps, warmup_target=RATE, warmup_steps=steps // 10 + 1

@@ -1,27 +1,30 @@
-"""A vision transformer, pretrained with softmax attention and trained on with linear.
+"""Uptrain a vision transformer, pretrained with softmax, to linear attention.
 
 Chefs' Random Tables, figure 4 (Likhosherstov et al., 2022), at a size for one core. A
-small ViT is pretrained as a masked autoencoder (He et al., 2022) with softmax; then it
-learns to classify, from scratch and uptrained: from the weights of the autoencoder. As
-in the paper all weights train, on labels alone. All arms take equal steps at one rate,
-where the paper's take 200 epochs from scratch and 50 after pretraining.
+small ViT is pretrained as a masked autoencoder (He et al., 2022) with softmax. Then it
+learns to classify, from scratch and uptrained, that is, from the weights of the
+autoencoder. As in the paper, all weights train, on labels alone. All arms take equal
+steps at one rate; the paper's take 200 epochs from scratch and 50 after pretraining.
 
     KERAS_BACKEND=torch python recipes/uptrain_vit.py --data-dir DIR --seeds 0 1 2
 
 DIR holds cifar10/cifar10_small.npz: `x_train`, `x_test` (images of 32 x 32 x 3, uint8),
-`y_train`, `y_test`. Or `--images FOLDER`, one folder of images a class, a fifth of them
-for testing; or neither: scikit-learn's digits. `--model keras_cv` takes KerasCV's ViT,
-in place, and `--model converted` what `keras_rfattn.convert_vit` makes of it once it is
-pretrained; both on TensorFlow alone, as KerasCV's ViT.
+`y_train`, `y_test`. Alternatives are `--images FOLDER`, which has one folder of images
+for each class (a fifth of them is for testing), or neither, for scikit-learn's digits.
+`--model keras_cv` changes KerasCV's ViT in place, and `--model converted` uses the
+result of `keras_rfattn.convert_vit` on it after pretraining. Both need TensorFlow, like
+KerasCV's ViT.
 
-Then steps per second of training by number of patches (the figure's right half), all in
-turns; ("estimates") how far untrained maps are from the pretrained softmax, and from
-one that is blunter, or sharper, by four; and ("swapped") what is left of softmax's
-finished classifier with a map in it, untrained and after a few steps.
+The recipe also measures training steps per second by number of patches (the figure's
+right half), with all arms taking turns. "estimates" shows how far untrained maps are
+from the pretrained softmax, and from one that is blunter or sharper by four. "swapped"
+shows the accuracy that remains when a map replaces softmax in the trained classifier,
+without training and after a few steps.
 
-Controls train alike: softmax, uniform attention (the mean of V), no attention. "error"
-is that of attention outputs before training, relative to softmax; not below "mean of V"
-the map does nothing yet for these weights. Sizes and rates were fixed beforehand.
+Controls are trained in the same way: softmax, uniform attention (the mean of V), no
+attention. "error" is the error of attention outputs before training, relative to
+softmax; if it is not below "mean of V", the map is not yet useful for these weights.
+Sizes and rates were fixed beforehand.
 Cost: 15 to 60 minutes a seed for accuracy. Seen: docs/pages/results/crt.md.
 """
 
@@ -39,8 +42,8 @@ STARTS = ["scratch", "uptrained"]
 HALVES = ["accuracy", "speed", "estimates", "swapped"]
 # The paper's numbers of patches are 8², 16², 32², 40² and 44².
 SPEED_GRIDS, SPEED_PATCH, SPEED_BATCH, SPEED_STEPS = (8, 16, 32, 44), 4, 4, 5
-COMPARED = (16, 64, 256), 5, (0.25, 1, 4)  # widths; 5 draws; factors of q · k
-FURTHER = {16: [0], 64: [0], 256: [0, 25, 100, 400]}, 5  # steps by width; 5 draws
+COMPARED = (16, 64, 256), 5, (0.25, 1, 4)  # widths; number of draws; factors of q · k
+FURTHER = {16: [0], 64: [0], 256: [0, 25, 100, 400]}, 5  # steps by width; draws
 
 
 def parse_arguments():
@@ -59,7 +62,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -124,7 +127,7 @@ def accuracy(args):
 
 
 def classified(row, pretrained, data, steps, args):
-    """Trains a classifier, and gives what is to be told of it."""
+    """Trains a classifier, and returns its row of results."""
     begin, (x, y, tested, wanted) = time.time(), data
     seed, arm, kind = row["seed"], row["arm"], row["model"]
     backbone = vit("keras_hub" if kind == "converted" else kind, seed, x.shape[1:])
@@ -145,9 +148,9 @@ def classified(row, pretrained, data, steps, args):
 
 
 def swapped(pretrained, data, seed, steps, further, draws):
-    """What softmax's classifier does with a map in it, by width and steps of training.
+    """Evaluates softmax's classifier with maps in it, by width and training steps.
 
-    Yields dicts of its accuracy, and of how often it answers as it did with softmax.
+    Yields dicts with its accuracy, and with how often its answers agree with softmax's.
     """
     x, y, tested, wanted = data
     model = classifier(pretrained, int(y.max()) + 1, x.shape[1:])
@@ -175,7 +178,7 @@ def mechanism(arm, args):
 
 
 def speed(args):
-    """Steps per second of training, median of steps that take turns."""
+    """Measures training steps per second, as a median over steps that take turns."""
     grids, steps = ((2,), 1) if args.smoke else (SPEED_GRIDS, SPEED_STEPS)
     arms = ["softmax", *MAPS]
     print(f"{'patches':<8}" + "".join(f"{arm:>12}" for arm in arms) + "  steps/s")
@@ -190,7 +193,7 @@ def speed(args):
             model.train_on_batch(x, y)
         for _ in range(steps):
             for arm, model in models.items():
-                # Not timed: it meets what another model has left of the memory.
+                # Warm-up step, as the previous model has changed the state of memory.
                 model.train_on_batch(x, y)
                 begin = time.perf_counter()
                 model.train_on_batch(x, y)

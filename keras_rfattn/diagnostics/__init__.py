@@ -1,4 +1,4 @@
-"""How well random features approximate softmax attention, on real activations."""
+"""Measures how well random features approximate softmax attention on real data."""
 
 from keras_rfattn.diagnostics.attribute import Attribution
 from keras_rfattn.diagnostics.attribute import attribute

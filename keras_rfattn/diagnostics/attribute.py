@@ -1,4 +1,4 @@
-"""What of a model's quality its window has, and what its features."""
+"""Attributes the quality of a model to the window and to the features."""
 
 import contextlib
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ ANSWERS = {
     "no_attention": Attention.zero,
     "softmax": Attention.softmax,
 }
-# What these equal where no layer has a window.
+# Without any window, the metric of each key equals that of its value.
 WITHOUT_WINDOWS = {"window_only": "no_attention", "features_only": "as_it_is"}
 
 
@@ -27,13 +27,13 @@ class Attribution:
     """A metric of a model, evaluated in six ways; prints as a table.
 
     Attributes:
-        as_it_is: Of the model.
-        window_only: With the exact attention of its windows alone; without a window
-            that is no attention.
-        features_only: With features for all keys.
-        mean_of_values: With uniform attention.
-        no_attention: With attention that puts out 0.
-        softmax: With softmax attention by the weights that it has now.
+        as_it_is: Metric of the unchanged model.
+        window_only: Metric with only the exact attention inside the windows. Layers
+            without a window output 0.
+        features_only: Metric with features for all keys, without windows.
+        mean_of_values: Metric with uniform attention.
+        no_attention: Metric with attention that outputs 0.
+        softmax: Metric with softmax attention and the current weights.
     """
 
     as_it_is: float
@@ -45,7 +45,10 @@ class Attribution:
 
     @property
     def share_of_features(self):
-        """Of what lies between window-only and softmax, the part the model reaches."""
+        """The share of the gap between window-only and softmax that the model closes.
+
+        It is NaN if there is no gap.
+        """
         gap = self.softmax - self.window_only
         return (self.as_it_is - self.window_only) / gap if gap else float("nan")
 
@@ -62,24 +65,25 @@ class Attribution:
 
 
 def attribute(model, data, metric):
-    """Evaluates a model as it is, and with parts of its attention taken away.
+    """Evaluates a model as it is, and with parts of its attention removed.
 
-    A converted model with a window may live on the window alone; this tells.
+    A converted model with a window may owe its quality to the window alone. The
+    attribution shows whether its features contribute.
 
     Args:
-        model: A model with linear attention; unchanged afterwards.
-        data: What `metric` takes.
-        metric: A function `(model, data) -> number`. It must run `model` itself, as
-            functions compiled for others that share its layers do not notice, and not
-            generate, which is by features alone.
+        model: A model with linear attention. It is unchanged afterwards.
+        data: Data that is passed to `metric`.
+        metric: A function `(model, data) -> number`. It must run `model` itself:
+            functions compiled for other models that share its layers ignore the
+            change. It must not generate text, because generation uses features only.
 
     Returns:
         An `Attribution`.
 
     Raises:
-        TypeError: If `model` is not a Keras layer, or `metric` not callable.
-        ValueError: If there is no linear attention, or `metric` generates or does not
-            return a number.
+        TypeError: If `model` is not a Keras layer, or `metric` is not callable.
+        ValueError: If the model has no linear attention, or if `metric` generates or
+            does not return a number.
     """
     layers = check_arguments(model, metric)
     has_windows = any(layer.options.window is not None for layer in layers)
@@ -95,7 +99,12 @@ def attribute(model, data, metric):
 
 
 def check_arguments(model, metric):
-    """The linear attention layers of a model that a metric is to judge."""
+    """Returns the linear attention layers of a model that a metric evaluates.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer, or `metric` is not callable.
+        ValueError: If the model has no linear attention.
+    """
     check_model(model)
     if not callable(metric):
         raise TypeError(
@@ -112,7 +121,7 @@ def check_arguments(model, metric):
 
 
 def as_number(found):
-    """What a metric returned, as a float."""
+    """Converts the result of a metric to a float, or raises `ValueError`."""
     try:
         return float(found)
     except (TypeError, ValueError):
@@ -124,7 +133,13 @@ def as_number(found):
 
 @contextlib.contextmanager
 def answering(model, answers):
-    """Layers answer by functions of an `Attention` meanwhile, `None` as they do."""
+    """Context manager in which layers compute their attention by given functions.
+
+    Args:
+        model: The model that holds the layers.
+        answers: Dict from layers to functions that take an `Attention` and return its
+            output; with `None`, a layer computes its own attention.
+    """
 
     def set_recorders(found):
         for layer, answer in found.items():

@@ -1,4 +1,4 @@
-"""Where to spend width: the least error for a number of multiplications."""
+"""Allots feature widths to layers for the least error under a budget."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,13 +15,14 @@ from keras_rfattn.models.report import multiplications
 
 
 class Choice(NamedTuple):
-    """One layer with one mechanism.
+    """The cost and error of one mechanism in one layer.
 
     Attributes:
-        mechanism: Name of the map, `"softmax"` to keep the layer.
-        num_features: Of the map, or `None`.
-        multiplications: Per token, all heads.
-        error: Relative error of outputs, mean over heads, on data not calibrated on.
+        mechanism: Name of the map, or `"softmax"` to keep softmax attention.
+        num_features: The `num_features` of the map, or `None` for softmax.
+        multiplications: Number of multiplications per token, for all heads.
+        error: Relative error of outputs, averaged over heads, on sequences that were
+            not used to calibrate (if there are at least two sequences).
     """
 
     mechanism: str
@@ -32,17 +33,18 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Allotment:
-    """Widths by layer under a budget; prints as a table.
+    """The map and width of each layer under a budget; prints as a table.
 
-    `keras_rfattn.replace_attention(model, allotment)` carries it out.
+    `keras_rfattn.replace_attention(model, allotment)` applies it to a model.
 
     Attributes:
         layers: Dict from layer paths to their `Choice`.
-        budget: Multiplications per token that were allowed, all layers together.
-        one_width: The best `Choice` for all layers alike under the same budget, its
-            multiplications and error those of all layers, or `None`.
-        control: Error of uniform attention.
-        seed: Of the random vectors.
+        budget: Allowed multiplications per token, for all layers together.
+        one_width: The best single `Choice` for all layers under the same budget, or
+            `None` if there is none. Its multiplications are the sum over layers, and
+            its error is the mean.
+        control: Error of uniform attention, averaged over layers.
+        seed: Seed of the random vectors.
     """
 
     layers: dict
@@ -53,17 +55,17 @@ class Allotment:
 
     @property
     def multiplications(self):
-        """Per token, all layers together."""
+        """Number of multiplications per token, for all layers together."""
         return sum(choice.multiplications for choice in self.layers.values())
 
     @property
     def error(self):
-        """Mean over layers."""
+        """Relative error of outputs, averaged over layers."""
         return float(np.mean([choice.error for choice in self.layers.values()]))
 
     @property
     def plan(self):
-        """A `keras_rfattn.models.Plan`."""
+        """The allotment as a `keras_rfattn.models.Plan`."""
         maps = {}
         for path, choice in self.layers.items():
             maps[path] = None
@@ -92,21 +94,27 @@ class Allotment:
 
 
 def allot(found, names, widths, budget, length, seed, verbose):
-    """The `Allotment` of least error.
+    """Finds the `Allotment` of least error.
 
-    Maps learn from the first half of each layer's sequences; errors are of the others.
+    Maps learn from the first half of each layer's sequences, and errors are measured on
+    the second half.
 
     Args:
         found: List of `(path, layer, sequences)`.
-        names: Maps to choose from.
-        widths: Feature widths to choose from.
-        budget: Multiplications per token, all layers together.
-        length: Tokens that a softmax layer attends to, the data's mean if `None`.
-        seed: Of the random vectors; layer i has `seed + i`.
-        verbose: As in Keras.
+        names: Names of the maps to choose from.
+        widths: Feature widths M to choose from.
+        budget: Multiplications per token for all layers together.
+        length: Number of tokens that a softmax layer attends to; the mean of the data
+            if `None`.
+        seed: Seed of the random vectors; layer i uses `seed + i`.
+        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
+            end, as in Keras.
+
+    Returns:
+        An `Allotment`.
 
     Raises:
-        ValueError: If the budget does not pay for the cheapest choice everywhere.
+        ValueError: If the budget is too small for the cheapest choice in every layer.
     """
     paths = [path for path, _, _ in found]
     options, controls = [[] for _ in found], []
@@ -132,7 +140,7 @@ def allot(found, names, widths, budget, length, seed, verbose):
 
 
 def _tried(name, width, seed, layer, known, held_out):
-    """A map's `Choice` for a layer, and the error of uniform attention there."""
+    """Returns a map's `Choice` for a layer, and the error of uniform attention."""
     feature_map = adapted(name, width, seed, known)
     estimates = [estimate(feature_map, s) for s in held_out]
     errors = [
@@ -147,7 +155,7 @@ def _tried(name, width, seed, layer, known, held_out):
 
 
 def _cheapest_errors(options, budget):
-    """One choice for each layer, by integer programming: least sum of errors."""
+    """Picks one choice per layer by integer programming, for the least total error."""
     from scipy.optimize import LinearConstraint
     from scipy.optimize import milp
 
@@ -175,7 +183,7 @@ def _cheapest_errors(options, budget):
 
 
 def _for_all(options, budget):
-    """The best single map and width for all layers within the budget, or `None`."""
+    """Returns the best single choice for all layers within the budget, or `None`."""
     best = None
     for row in zip(*options, strict=True):
         cost = sum(choice.multiplications for choice in row)
@@ -186,13 +194,16 @@ def _for_all(options, budget):
 
 
 def adapted(name, width, seed, sequences):
-    """A map of a given width, adapted to sequences of one layer.
+    """Builds a map of a given width, and adapts it to sequences of one layer.
 
     Args:
-        name: Of the map.
+        name: Registered name of the map.
         width: Feature width M.
-        seed: Of its vectors.
-        sequences: List of `Sequence`.
+        seed: Seed of its random vectors.
+        sequences: List of `keras_rfattn.layers.recording.Sequence`.
+
+    Returns:
+        A built `FeatureMap`.
     """
     per_vector = feature_maps.get(name, num_features=1, seed=0).output_dim
     count = max(1, width // per_vector)

@@ -1,4 +1,4 @@
-"""Errors of an estimate of softmax attention, for one head: NumPy, float64."""
+"""Errors of estimated softmax attention by head, computed in NumPy float64."""
 
 from typing import NamedTuple
 
@@ -11,28 +11,34 @@ from keras_rfattn.diagnostics.predict import predicted_variance
 
 
 class HeadErrors(NamedTuple):
-    """Errors of one head on some sequences, each relative; 0 is exact.
+    """Relative errors of one head on some sequences; 0 is exact.
+
+    A is the softmax attention matrix, Â its estimate and V the values. A pair is a
+    query and a key that it sees, and m is the number of random vectors.
 
     Attributes:
-        kernel: Median over pairs of `|estimate / kernel - 1|`; this and the next
-            three are NaN for maps of another kernel than softmax.
-        covered: Fraction of pairs for which the m vectors are enough:
-            `‖x + s y‖² <= log m` of what they meet (s = -1 for trigonometric
-            features, else 1), where positive features have a relative variance of
-            at most 1, and the closed form, if there is one, says at most 1 too. For
-            the others the width is too small.
-        measured: Root of the mean square of `estimate / kernel - 1` over covered
-            pairs; NaN if there is none.
-        predicted: What the closed form says of `measured`; NaN if there is none.
-        attention: `‖Â - A‖ / ‖A‖` of the attention matrix, Frobenius.
+        kernel: Median over pairs of `|estimate / kernel - 1|`. This field and the next
+            three are NaN for maps whose kernel is not softmax.
+        covered: Fraction of pairs for which m vectors are enough. A pair x, y is
+            covered if `‖x + s y‖² <= log m` (s = -1 for trigonometric features, else
+            1), which bounds the relative variance of positive features by 1, and if
+            the closed form, where there is one, also gives at most 1. Here x and y are
+            the query and key as the random vectors see them (see `FeatureMap.meets`).
+            For all other pairs the width is too small.
+        measured: Root mean square of `estimate / kernel - 1` over covered pairs; NaN if
+            no pair is covered.
+        predicted: The value of `measured` that the closed form predicts; NaN if no pair
+            is covered or there is no closed form.
+        attention: `‖Â - A‖ / ‖A‖`, in the Frobenius norm.
         output: `‖Â V - A V‖ / ‖A V‖`.
-        mean_of_values: The same with uniform attention: what no attention at all
-            would do. (Zero output would be 1.)
+        mean_of_values: The error `output` of uniform attention, which is what no
+            attention at all would reach. (The error of zero output is 1.)
         negative: Fraction of estimates below 0.
-        kolmogorov_smirnov: Largest distance between the distribution functions of
-            Â's and A's rows over key positions, mean over rows.
-        wasserstein: Their mean distance, mean over rows: the 1-d Wasserstein metric
-            with keys at equal distances on [0, 1].
+        kolmogorov_smirnov: Largest distance between the cumulative distributions of
+            the rows of Â and A over key positions, averaged over rows.
+        wasserstein: Mean distance between these cumulative distributions, averaged
+            over rows. This is the one-dimensional Wasserstein metric with keys at
+            equal distances on [0, 1].
     """
 
     kernel: float
@@ -48,7 +54,10 @@ class HeadErrors(NamedTuple):
 
     @classmethod
     def mean(cls, errors):
-        """The mean of several; of `measured` and `predicted` over all covered pairs."""
+        """Averages several `HeadErrors`.
+
+        `measured` and `predicted` are root mean squares over all covered pairs.
+        """
         rows = np.array(errors)
         result = rows.mean(axis=0)
         covered = rows[:, cls._fields.index("covered")]
@@ -63,12 +72,14 @@ class HeadErrors(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Estimated kernel values of one sequence: `values · exp(log_scale)`.
+    """Estimated kernel values of one sequence, `values · exp(log_scale)`.
+
+    K is the number of key heads, T of query rows and S of keys.
 
     Attributes:
         values: Array of shape `(K, T, S)`.
-        log_scale: Array of shape `(K, T, 1)`, each row's largest.
-        stats: What the map's `statistics` gave.
+        log_scale: Array of shape `(K, T, 1)`, the largest exponent of each row.
+        stats: The statistics of the sequence, from the map's `statistics`.
     """
 
     values: np.ndarray
@@ -77,7 +88,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(feature_map, sequence):
-    """Estimated kernel values of one sequence.
+    """Estimates the kernel for all pairs of queries and keys of one sequence.
 
     Args:
         feature_map: A built `FeatureMap`.
@@ -87,7 +98,7 @@ def estimate(feature_map, sequence):
         An `Estimate`.
 
     Raises:
-        ValueError: If the map is of polynomial attention, which is no estimate of
+        ValueError: If the map belongs to polynomial attention, which does not estimate
             softmax.
     """
     if feature_map.is_preparing:
@@ -103,7 +114,8 @@ def estimate(feature_map, sequence):
     stats = feature_map.statistics(query, key, causal=sequence.causal)
     q, q_scale = _parts(feature_map.query_features(query, stats))
     k, k_scale = _parts(feature_map.key_features(key, stats))
-    # Per feature the largest key, then per query the largest feature.
+    # For numerical stability, subtract the largest exponent of each feature over keys,
+    # then the largest exponent of each query over features.
     top = k_scale.max(axis=1, keepdims=True)
     rows = q_scale + top
     shift = rows.max(axis=-1, keepdims=True)
@@ -112,7 +124,7 @@ def estimate(feature_map, sequence):
 
 
 def _parts(features):
-    """Values and exponents as `(K, n, M)` arrays."""
+    """Returns the values and exponents of n tokens as arrays `(K, n, M)`."""
     features = features.dense()
     return _array(features.ones_or_values()), _array(features.spread_scale())
 
@@ -122,7 +134,7 @@ def _array(x):
 
 
 def is_covered(feature_map, query, key, head):
-    """`(T, S)`: for which pairs `‖x + s y‖² <= log m`."""
+    """Returns for which pairs `‖x + s y‖² <= log m`, as booleans `(T, S)`."""
     x, y = feature_map.meets(query, key, head)
     y = feature_map.sign(head) * y
     squares = np.sum(x * x, -1)[:, None] + np.sum(y * y, -1) + 2 * x @ y.T
@@ -130,7 +142,7 @@ def is_covered(feature_map, query, key, head):
 
 
 def visibility(sequence):
-    """`(T · G, S)`: which keys each query sees."""
+    """Returns which keys each query sees as booleans `(T · G, S)`, G heads per key."""
     rows, keys = sequence.query.shape[1], sequence.key.shape[1]
     if not sequence.causal:
         return np.ones((rows, keys), bool)
@@ -141,16 +153,16 @@ def visibility(sequence):
 
 
 def head_errors(feature_map, sequences, head, estimates=None):
-    """`HeadErrors` of one key/value head.
+    """Measures the errors of one key/value head.
 
     Args:
         feature_map: A built `FeatureMap`.
-        sequences: List of `Sequence`.
-        head: Which key/value head.
-        estimates: What `estimate` gives for each sequence, if at hand.
+        sequences: List of `keras_rfattn.layers.recording.Sequence`.
+        head: Index of the key/value head.
+        estimates: List with the `Estimate` of each sequence; computed if `None`.
 
     Returns:
-        `HeadErrors`, the mean over sequences.
+        The `HeadErrors`, averaged over sequences.
     """
     if estimates is None:
         estimates = [estimate(feature_map, s) for s in sequences]
@@ -199,7 +211,10 @@ def _errors(feature_map, sequence, head, estimate):
 
 
 def _kernel_errors(feature_map, head, query, key, ratio, visible, stats):
-    """The first four fields of `HeadErrors`, for `ratio = estimate / kernel`."""
+    """Returns four fields of `HeadErrors`, `kernel` to `predicted`.
+
+    `ratio` is `estimate / kernel` for each pair.
+    """
     if feature_map.kernel != "softmax":
         return np.nan, np.nan, np.nan, np.nan
     covered = visible & is_covered(feature_map, query, key, head)

@@ -1,4 +1,4 @@
-"""What closed forms say about a feature map, pair by pair."""
+"""Predicts the variance of a feature map for each pair, from closed forms."""
 
 import numpy as np
 
@@ -6,29 +6,30 @@ from keras_rfattn.feature_maps import FeatureMap
 from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.kernels import variance
 
-# Pairs at once, which bounds the memory.
+# Number of pairs computed at once, which limits memory.
 SLICE = 2**15
 
 
 def predicted_variance(feature_map, head=0, stats=None):
-    """The relative variance of a map's estimates, from its closed form.
+    """Predicts the relative variance of a map's estimates, from its closed form.
 
-    Exact for independent vectors, and for orthogonal ones of generalized exponential
-    features with one A; else as if vectors were independent.
+    The prediction is exact for independent vectors, and for orthogonal vectors of
+    generalized exponential features with one A. In all other cases it treats the
+    vectors as independent.
 
     Args:
         feature_map: A built `FeatureMap`.
-        head: Which key/value head.
-        stats: What `feature_map.statistics` gives, where its parameters are not
-            stored.
-
-    Raises:
-        TypeError: If `feature_map` is no `FeatureMap`.
-        ValueError: If it is not built or has no such head.
+        head: Index of the key/value head.
+        stats: The result of `feature_map.statistics`, for maps that do not store
+            their parameters; otherwise `None`.
 
     Returns:
-        A function `(queries, keys) -> variance / kernel²` of pairs, `(..., H)` twice
-        to `(...)`, or `None` if no closed form is known.
+        A function `(queries, keys) -> variance / kernel²`, which takes two arrays
+        `(..., H)` and returns an array `(...)`, or `None` if no closed form is known.
+
+    Raises:
+        TypeError: If `feature_map` is not a `FeatureMap`.
+        ValueError: If it is not built, or has no such head.
     """
     moment = log_moment(feature_map, head, stats)
     if moment is None:
@@ -55,25 +56,30 @@ def predicted_variance(feature_map, head=0, stats=None):
 
 
 def log_moment(feature_map, head=0, stats=None):
-    """The second moment of a map's estimates of softmax, from its closed form.
+    """Returns the second moment of a map's softmax estimates, from its closed form.
 
     Args:
         feature_map: A built `FeatureMap`.
-        head: Which key/value head.
-        stats: What `feature_map.statistics` gives, where its parameters are not
-            stored.
+        head: Index of the key/value head.
+        stats: The result of `feature_map.statistics`, for maps that do not store
+            their parameters; otherwise `None`.
 
     Returns:
-        A function `(x, y) -> log E[Z²]` of one draw Z for pairs `(..., H)` of what
-        the random vectors meet: `feature_map.meets(query, key, head)`, which is queries
-        and keys themselves but for conditioned maps. `None` if no closed form is known.
+        A function `(x, y) -> log E[Z²]`, where Z is the estimate of one random draw,
+        or `None` if no closed form is known. It takes arrays `(..., H)`, which are the
+        pair `feature_map.meets(query, key, head)`: queries and keys themselves, except
+        for conditioned maps.
+
+    Raises:
+        TypeError: If `feature_map` is not a `FeatureMap`.
+        ValueError: If it is not built, or has no such head.
     """
     _check(feature_map, head)
     return feature_map.log_moment(head, stats)
 
 
 def _check(feature_map, head):
-    """Raises unless a map is built and has such a key/value head."""
+    """Raises an error unless a map is built and has this key/value head."""
     if not isinstance(feature_map, FeatureMap):
         raise TypeError(
             "`feature_map` must be a built `FeatureMap`. Received: "

@@ -1,4 +1,4 @@
-"""Which map, how wide, for a wanted error."""
+"""Recommends a feature map and its width for a wanted error or a budget."""
 
 from dataclasses import dataclass
 
@@ -25,15 +25,16 @@ WIDTHS = (64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The narrowest map that reaches an error; prints as a table with the verdict.
+    """The narrowest map that reaches a wanted error; prints as a table with a verdict.
 
     Attributes:
-        mechanism: Name of the map, or `None` if none reaches the error, or the
-            control reaches it too.
-        num_features: Its `num_features`, or `None`.
-        wanted: The error asked for.
+        mechanism: Name of the map. `None` if no map reaches the error, or if uniform
+            attention reaches it too.
+        num_features: The `num_features` of the map, or `None`.
+        wanted: The wanted relative error.
         control: The error of uniform attention.
-        tried: `(mechanism, num_features, width, error)` of everything measured.
+        tried: Tuple of `(mechanism, num_features, width, error)`, everything that was
+            measured.
     """
 
     mechanism: str | None
@@ -75,40 +76,41 @@ def recommend(
     model, data, error=None, candidates=CANDIDATES, widths=WIDTHS, max_tokens=512,
     seed=0, verbose="auto", *, budget=None, length=None,
 ):  # fmt: skip
-    """Names the map and width that reach a wanted error, or suit a budget, untrained.
+    """Recommends a map and width for a wanted error or a budget, without training.
 
-    Measures the relative error of attention outputs, mean over layers and heads, on
-    the softmax model's activations; maps that learn from data learn from the same, or,
-    under a budget, from the first half of the sequences only.
+    It measures the relative error of attention outputs on the activations of the
+    softmax model, averaged over layers and heads. Maps that learn from data learn from
+    the same activations, or, under a budget, from the first half of the sequences only.
 
     Args:
-        model: A model with softmax or linear attention, unchanged afterwards.
-        data: An iterable of batches, each what `model(batch)` takes.
-        error: The wanted relative error, between 0 and 1; the answer is one map and
+        model: A model with softmax or linear attention. It is unchanged afterwards.
+        data: An iterable of batches; each batch is an input of `model(batch)`.
+        error: The wanted relative error, between 0 and 1. The answer is one map and
             width for all layers.
-        candidates: Names of maps of kernel softmax.
-        widths: Feature widths M to try, in increasing order.
-        max_tokens: How many queries and keys of a sequence are used at most.
-        seed: Of the random vectors.
-        verbose: 0 for silence, 1 or `"auto"` for a progress bar, 2 for a line at the
+        candidates: Names of maps that estimate the softmax kernel.
+        widths: Feature widths M to try; they are tried in increasing order.
+        max_tokens: Maximum number of queries and of keys used per sequence.
+        seed: Non-negative integer, the seed of the random vectors.
+        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
             end, as in Keras.
-        budget: In place of `error`: multiplications per token, of all attention layers
-            together (`2 H m + 2 M V` for each head, `T (H + V)` where softmax is
-            kept). The answer is a map and width for each layer, or softmax, with the
-            least error.
-        length: Tokens T that softmax layers attend to, for their cost; the data's mean
-            by default.
+        budget: Number of multiplications per token for all attention layers together,
+            given instead of `error`. A head costs `2 H m + 2 M V` (head size H, m
+            random vectors, M features, value size V), or `T (H + V)` if it stays
+            softmax. The answer is a map and width, or softmax, for each layer, chosen
+            for the least error.
+        length: Number of tokens T that softmax layers attend to, for their cost. The
+            default is the mean of the data.
 
     Returns:
-        A `Recommendation`; an `Allotment` for a budget, which `replace_attention`
+        A `Recommendation`. For a budget, an `Allotment`, which `replace_attention`
         takes as `feature_map`.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If not one of `error` and `budget` is given, `error` is not between
-            0 and 1, `budget` too small or not positive, there is no attention, a
-            candidate is no estimator of softmax, widths are not positive integers,
-            `length` is not positive, or `seed` not a non-negative integer.
+        ValueError: If not exactly one of `error` and `budget` is given, `error` is not
+            between 0 and 1, `budget` is too small or not positive, the model has no
+            attention, a candidate does not estimate softmax, `widths` are not positive
+            integers, `length` is not positive, or `seed` is not a non-negative integer.
     """
     check_model(model)
     candidates, widths = _check_arguments(error, budget, candidates, widths)
@@ -154,7 +156,7 @@ def recommend(
             control = float(np.mean([e.mean_of_values for e in errors]))
             count = maps[0].num_features
             tried.append((name, count, maps[0].output_dim, measured))
-            # As good as no attention at all is not good.
+            # A map must also be better than uniform attention and than zero output.
             is_good = measured <= error and measured < min(control, 1)
             if is_good and (best is None or measured < best[2]):
                 best = (name, count, measured)
@@ -168,7 +170,7 @@ def recommend(
 
 
 def _check_arguments(error, budget, candidates, widths):
-    """Names and widths as lists; `ValueError` unless `recommend` can do with them."""
+    """Returns names and widths as lists, or raises `ValueError` for bad arguments."""
     if (error is None) == (budget is None):
         raise ValueError(
             "`error` must be a number between 0 and 1, or `budget` a number of "

@@ -1,4 +1,4 @@
-"""The approximation report: every layer and head, against softmax."""
+"""The approximation report, which compares every layer and head with softmax."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ COLUMNS = {
 
 
 def _cells(errors):
-    """Numbers of a row, and why where there is none."""
+    """Returns the cells of a table row, with a reason where a number is missing."""
     result = [f"{e:.3g}" for e in errors]
     for i in range(len(errors)):
         if np.isnan(errors[i]):
@@ -38,14 +38,14 @@ def _cells(errors):
 
 @dataclass(frozen=True)
 class HeadReport:
-    """Errors of one head.
+    """The approximation errors of one key/value head.
 
     Attributes:
         path: Path of the layer.
-        head: Key/value head.
+        head: Index of the key/value head.
         mechanism: Registered name of the feature map.
         width: Feature width M.
-        errors: `HeadErrors`.
+        errors: The `HeadErrors` of the head.
     """
 
     path: str
@@ -57,18 +57,27 @@ class HeadReport:
 
 @dataclass(frozen=True)
 class ApproximationReport:
-    """`HeadReport`s of a model; prints as a table, and plots."""
+    """The approximation errors of a model; prints as a table, and plots.
+
+    Attributes:
+        model: Class and name of the model.
+        heads: Tuple of `HeadReport`, layer by layer.
+    """
 
     model: str
     heads: tuple
 
     @property
     def mean(self):
-        """`HeadErrors`, the mean over layers and heads."""
+        """The `HeadErrors` averaged over layers and heads."""
         return HeadErrors.mean([h.errors for h in self.heads])
 
     def layers(self):
-        """`(path, mechanism, width, HeadErrors)` for each layer, means over heads."""
+        """Returns the errors of each layer, averaged over its heads.
+
+        Returns:
+            List of `(path, mechanism, width, HeadErrors)`.
+        """
         groups = {}
         for h in self.heads:
             groups.setdefault((h.path, h.mechanism, h.width), []).append(h.errors)
@@ -104,10 +113,10 @@ class ApproximationReport:
     __repr__ = __str__
 
     def plot(self, path=None):
-        """Output error per head beside its control.
+        """Plots the errors of each head, with that of uniform attention as control.
 
         Args:
-            path: File to save to, or `None`.
+            path: File to save the figure to, or `None` to save nothing.
 
         Returns:
             The matplotlib figure.
@@ -136,15 +145,15 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
     """Measures how well linear attention approximates softmax, layer by layer.
 
     Every layer is measured on the activations of the softmax model, so that errors of
-    earlier layers do not enter. It is the features that are measured, over all pairs:
-    a `window`, within which attention is exact, and `softmax_heads` are left out of
-    account.
+    earlier layers do not enter. The report measures the features alone, over all pairs
+    of queries and keys. It ignores `window`, within which attention is exact, and
+    `softmax_heads`.
 
     Args:
         model: A model with linear attention.
-        data: An iterable of batches, each what `model(batch)` takes.
-        max_tokens: How many queries and keys of a sequence are used at most.
-        verbose: 0 for silence, 1 or `"auto"` for a progress bar, 2 for a line at the
+        data: An iterable of batches; each batch is an input of `model(batch)`.
+        max_tokens: Maximum number of queries and of keys used per sequence.
+        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
             end, as in Keras.
 
     Returns:
@@ -152,8 +161,8 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If it has no linear attention, or polynomial attention, or `data`
-            no token.
+        ValueError: If the model has no linear attention, if it has polynomial
+            attention, or if `data` has no real token.
     """
     check_model(model)
     found = record(model, data, True, max_tokens, verbose)
@@ -169,7 +178,16 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
 
 
 def report_layer(path, feature_map, sequences):
-    """`HeadReport`s of one feature map on recorded sequences."""
+    """Measures one feature map on recorded sequences of a layer.
+
+    Args:
+        path: Path of the layer.
+        feature_map: A built `FeatureMap`.
+        sequences: List of `keras_rfattn.layers.recording.Sequence`.
+
+    Returns:
+        List of `HeadReport`, one for each key/value head.
+    """
     estimates = [estimate(feature_map, s) for s in sequences]
     name = feature_maps.name_of(feature_map)
     return [

@@ -1,4 +1,4 @@
-"""Which attention layers or heads a metric suffers from."""
+"""Measures how much a metric depends on each attention layer or head."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from keras_rfattn.models.survey import survey
 
 
 class Part(NamedTuple):
-    """An attention layer, or one head of it.
+    """The metric for an attention layer, or for one head of it.
 
     Attributes:
-        path: Of the layer.
-        head: Index of a query head, or `None` for the layer.
-        restored: The metric with this part softmax again and all else linear.
-        alone: The metric with this part linear and all else softmax.
+        path: Path of the layer.
+        head: Index of a query head, or `None` for the whole layer.
+        restored: Metric with softmax in this part and linear attention elsewhere.
+        alone: Metric with linear attention in this part and softmax elsewhere.
     """
 
     path: str
@@ -35,9 +35,10 @@ class Sensitivity:
     """A metric of a model by parts of its attention; prints as a table.
 
     Attributes:
-        as_it_is: Of the model.
-        softmax: With softmax attention by the weights that it has now.
-        parts: A `Part` for each linear layer, or each head, in the order of the model.
+        as_it_is: Metric of the unchanged model.
+        softmax: Metric with softmax attention everywhere and the current weights.
+        parts: Tuple with a `Part` for each linear layer, or for each of its heads, in
+            the order of the model.
     """
 
     as_it_is: float
@@ -45,17 +46,18 @@ class Sensitivity:
     parts: tuple
 
     def softmax_heads(self, count):
-        """Those heads that bring the metric nearest to softmax's, each by itself.
+        """Selects the heads that, restored alone, bring the metric nearest to softmax.
 
         Args:
-            count: How many.
+            count: Number of heads to select.
 
         Returns:
-            Dict from layer paths to lists of heads, as `replace_attention` takes it as
-            `softmax_heads`.
+            Dict from layer paths to lists of head indices, which `replace_attention`
+            takes as `softmax_heads`.
 
         Raises:
-            ValueError: If parts are layers (`heads=False`), or there are fewer.
+            ValueError: If the parts are layers (`heads=False`), or if there are fewer
+                than `count` heads.
         """
         parts = [part for part in self.parts if part.head is not None]
         if not is_integer(count) or not 1 <= count <= len(parts):
@@ -86,25 +88,27 @@ class Sensitivity:
 
 
 def sensitivity(model, data, metric, heads=False):
-    """Evaluates a model with one layer at a time softmax again, or alone linear.
+    """Evaluates a model with softmax restored in one part, and with one part linear.
 
-    Errors of attention outputs do not tell what an answer needs; this does, and with it
-    which layers to make wider or to keep softmax (`models.Plan`), and which heads
-    (`Sensitivity.softmax_heads`). Evaluates the metric twice for each part, and twice
-    more.
+    Errors of attention outputs do not show which parts matter for the final result.
+    The sensitivity does: it shows which layers should be wider or stay softmax
+    (`models.Plan`), and which heads should (`Sensitivity.softmax_heads`). It evaluates
+    the metric twice for each part, and twice more.
 
     Args:
-        model: A model with linear attention; unchanged afterwards.
-        data: What `metric` takes.
-        metric: A function `(model, data) -> number`, as `attribute` takes it.
-        heads: Whether each head is a part, not each layer.
+        model: A model with linear attention. It is unchanged afterwards.
+        data: Data that is passed to `metric`.
+        metric: A function `(model, data) -> number`. It must run `model` itself and
+            must not generate text, as for `attribute`.
+        heads: Whether a part is one head; by default it is a whole layer.
 
     Returns:
         A `Sensitivity`.
 
     Raises:
-        TypeError: If `model` is not a Keras layer, or `metric` not callable.
-        ValueError: If there is no linear attention.
+        TypeError: If `model` is not a Keras layer, or `metric` is not callable.
+        ValueError: If the model has no linear attention, or if `metric` generates or
+            does not return a number.
     """
     layers = check_arguments(model, metric)
     sites = [site for site in survey(model).sites if site.is_linear]
@@ -127,7 +131,10 @@ def sensitivity(model, data, metric, heads=False):
 
 
 def _within(head, answer, rest):
-    """One answer for a head, or for all, and another for the others."""
+    """Returns a function that answers by `answer` for a head, by `rest` for others.
+
+    If `head` is `None`, it answers by `answer` for all heads.
+    """
     if head is None:
         return answer
 

@@ -1,4 +1,4 @@
-"""What needs data: calibration, and training towards the softmax checkpoint."""
+"""Calibration from data, and training towards the softmax checkpoint."""
 
 from keras_rfattn.uptraining.calibrate import CalibrateAfter
 from keras_rfattn.uptraining.calibrate import calibrate

@@ -1,9 +1,10 @@
-"""Stage "attention": each layer against the softmax attention of the very same layer.
+"""Stage "attention": trains each layer against the softmax attention of that layer.
 
-Inputs come from the softmax path, so that layers learn side by side and one that
-fails does not spoil the next. The loss of a head is the relative squared error of its
-outputs plus the divergence of its attention rows: rows are what "The Hedgehog & the
-Porcupine" (Zhang et al., 2024) compares, both what "LoLCATs" (Zhang et al., 2024) does.
+The inputs of every layer come from the softmax path. Layers therefore learn
+independently, and one that fails does not harm the next. The loss of a head is the
+relative squared error of its outputs plus the divergence of its attention rows. "The
+Hedgehog & the Porcupine" (Zhang et al., 2024) compares rows; "LoLCATs" (Zhang et al.,
+2024) compares both.
 """
 
 import keras
@@ -24,14 +25,14 @@ QUANTITIES = ("squared", "norm", "mean_of_v", "divergence", "rows")
 
 
 class AttentionStage(keras.Model):
-    """Trains maps, and queries and keys, by what attention layers put out.
+    """Trains maps, queries and keys by comparing the outputs of attention layers.
 
     Args:
         teacher: `Teacher` of a model with linear attention.
-        layers: Its linear attention layers that learn.
-        below: Layers whose linear output goes on, so that what learns meets it; none
-            where all learn side by side.
-        window_dropout: Share of sequences for which a window is left out.
+        layers: The linear attention layers that learn.
+        below: Layers that pass on their linear output, which the learning layers then
+            receive. Empty if all layers learn side by side.
+        window_dropout: Share of sequences for which a layer leaves its window out.
     """
 
     def __init__(self, teacher, layers, below=(), window_dropout=0.0):
@@ -48,7 +49,16 @@ class AttentionStage(keras.Model):
         self.built = True
 
     def call(self, inputs):
-        """A dict: `QUANTITIES` over the batch, `(1, L, N)`, and "loss", `(1, L)`."""
+        """Returns errors of L layers with up to N heads, summed over the batch.
+
+        Args:
+            inputs: Dict with the model's inputs "x" and with "noise" `(B, count)` in
+                [0, 1), which selects windows to leave out and rows to compare.
+
+        Returns:
+            Dict with an array `(1, L, N)` for each of `QUANTITIES`, and with "loss",
+            `(1, L)`.
+        """
         x, noise = inputs["x"], inputs["noise"]
         watchers = [Watcher() for _ in self.learning]
         recorders = [
@@ -82,7 +92,12 @@ class AttentionStage(keras.Model):
 
 
 class Watcher:
-    """A recorder that keeps what a layer was called with, and goes on with softmax."""
+    """A recorder that stores a layer's calls and answers them with softmax attention.
+
+    Attributes:
+        calls: List of `Attention`, the calls of the layer.
+        arguments: List of `(args, kwargs)` that the layer was called with.
+    """
 
     def __init__(self):
         self.calls, self.arguments = [], []
@@ -92,7 +107,7 @@ class Watcher:
         return call.softmax()
 
     def replayed(self, layer):
-        """The same calls with the weights that are in place now."""
+        """Returns the same calls, computed with the current weights of the layer."""
         calls = []
 
         def catch(call):
@@ -106,7 +121,16 @@ class Watcher:
 
 
 def relative(sums):
-    """Errors over a batch, `(L, N)` each, and which heads there are."""
+    """Computes relative errors of L layers with N heads from sums over batches.
+
+    Args:
+        sums: Dict with an array `(rows, L, N)` for each of `QUANTITIES`.
+
+    Returns:
+        Tuple of four arrays `(L, N)`: relative squared error of outputs, mean
+        divergence of attention rows, relative squared error of uniform attention, and
+        1 for heads that were measured, else 0.
+    """
     total = {key: ops.sum(ops.cast(x, "float32"), axis=0) for key, x in sums.items()}
     norm = ops.maximum(total["norm"], TINY)
     heads = ops.cast(total["norm"] > 0, "float32")
@@ -119,9 +143,10 @@ def relative(sums):
 
 
 def _compared(layer, calls, dropped, offset):
-    """`(loss, dict of QUANTITIES)`, `(1, N)` each, of a layer's calls in a batch.
+    """Returns the loss of a layer in a batch and a dict of `QUANTITIES`, `(1, N)`.
 
-    Layers may cut a batch into other rows, each its own.
+    The sums run over rows here, because each layer may reshape the batch into a
+    different number of rows.
     """
     if not calls:
         heads = layer._kv_shape()[0]
@@ -143,19 +168,22 @@ def _compared(layer, calls, dropped, offset):
 
 
 def layer_errors(teacher, student, dropped, offset):
-    """How far a linear layer's attention is from softmax.
+    """Measures how far linear attention is from softmax attention.
 
     Args:
-        teacher: `layers.attend.Attention` with the queries and keys of softmax.
-        student: The same with those of the linear layer.
-        dropped: Booleans `(B,)`: for which sequences a window is left out.
-        offset: Number in [0, 1): which of many rows are compared.
+        teacher: `layers.attend.Attention` with the queries, keys and values of the
+            softmax model.
+        student: `layers.attend.Attention` with those of the linear model.
+        dropped: Booleans `(B,)`, true for sequences whose window is left out.
+        offset: Number in [0, 1) that selects which rows are compared if the sequence
+            has more than `MAX_ROWS` of them.
 
     Returns:
-        Dict of arrays `(B, N)`, sums over the rows compared: squared error of outputs,
-        squared norm, squared error of the mean of V, Kullback-Leibler divergence of
-        attention rows (0 for maps that are not positive), number of rows; all 0 for
-        heads that stay softmax.
+        Dict of arrays `(B, N)`, sums over the compared rows: squared error of outputs,
+        squared norm of the softmax outputs, squared error of uniform attention (the
+        mean of the visible values), Kullback-Leibler divergence of attention rows (0
+        for maps that are not positive), and number of rows. All are 0 for heads that
+        stay softmax.
     """
     query, key = teacher.scaled()
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
@@ -192,14 +220,14 @@ def layer_errors(teacher, student, dropped, offset):
     }
     kept = student.options.softmax_heads
     if kept:
-        # Nothing to learn, and no part of any mean.
+        # These heads learn nothing and must not enter the means.
         learns = ops.convert_to_tensor([x not in kept for x in range(num_heads)])
         found = {k: ops.where(learns, x, 0) for k, x in found.items()}
     return found
 
 
 def _sampled_rows(query, offset):
-    """Positions of the queries that are compared, and a function that takes them."""
+    """Returns positions of the compared queries, and a function that selects them."""
     length = query.shape[1]
     if length is None or length <= MAX_ROWS:
         return ops.arange(ops.shape(query)[1], dtype="int32"), lambda x: x
@@ -210,7 +238,7 @@ def _sampled_rows(query, offset):
 
 
 def _visible(call, rows, groups):
-    """Which keys rows see, `(B, 1, R · G, S)`, and which rows are real tokens."""
+    """Returns which keys each row sees, `(B, 1, R · G, S)`, and which rows are real."""
     length, batch = ops.shape(call.key)[1], ops.shape(call.key)[0]
     visible = ops.ones((batch, 1, 1, length), dtype="bool")
     if call.mask.key_mask is not None:
@@ -230,7 +258,7 @@ def _visible(call, rows, groups):
 
 
 def _mean(value, visible):
-    """That of the values a row sees, `(B, R · G, K, V)`: the same for all heads."""
+    """Returns the mean of the values each row sees, `(B, R · G, K, V)`."""
     shape = ops.shape(value)
     seen = ops.cast(visible[:, 0], value.dtype)
     total = ops.matmul(seen, ops.reshape(value, (shape[0], shape[1], -1)))
@@ -262,5 +290,5 @@ def _student_rows(call, rows, taken, visible, dropped):
 
 
 def _widened(x, heads):
-    """`(B, N)` with zeros for heads that other layers have."""
+    """Pads an array `(B, N)` with zeros up to the largest number of heads."""
     return ops.pad(x, ((0, 0), (0, heads - x.shape[-1])))

@@ -1,4 +1,4 @@
-"""Setting what feature maps learn from data, without training."""
+"""Calibrates feature maps: sets parameters from data, without training."""
 
 import keras
 
@@ -11,22 +11,24 @@ from keras_rfattn.layers.recording import linear_layers
 
 
 class CalibrateAfter(keras.callbacks.Callback):
-    """Calibrates a model once in the middle of training, for `fit(callbacks=[...])`.
+    """Callback that calibrates a model once during `fit(callbacks=[...])`.
 
-    Until then maps are what they were. Afterwards what they measured stays as it is,
-    while everything else trains on. With `"hybrid_clustered"` this is the delayed
-    clustering of the paper's speech models: queries and keys of the first steps have
-    no clusters worth finding.
+    Before that step the maps keep their parameters. Afterwards the calibrated
+    parameters stay fixed while everything else continues to train. With
+    `"hybrid_clustered"` this is the delayed clustering of the paper's speech models:
+    queries and keys of the first steps have no clusters worth finding.
 
     Args:
-        data: As of `calibrate`; a callable that gives it is called when it is time.
-        steps: After how many batches, counted from the first of `fit`.
+        data: Batches for `calibrate`, or a function without arguments that returns
+            them; the function is called when the calibration starts.
+        steps: Number of batches, counted from the first one of `fit`, after which the
+            model is calibrated.
         **kwargs: Further arguments of `calibrate`.
 
     Raises:
-        ValueError: If `steps` is not a positive integer. Once training begins: if
-            nothing in the model learns from data, or a map was trained, or has weights
-            that train until the calibration, and `discard_training` is false.
+        ValueError: If `steps` is not a positive integer. When training begins: if no
+            map in the model learns from data; or, unless `discard_training` is true,
+            if a map was trained or has weights that would train until the calibration.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), section 4.3, HRF-C.
@@ -69,36 +71,36 @@ class CalibrateAfter(keras.callbacks.Callback):
 def calibrate(
     model, data, exact=True, max_tokens=1024, verbose="auto", discard_training=False
 ):
-    """Measures what feature maps need to know of their data, and stores it.
+    """Measures the data that feature maps see, and stores the fitted parameters.
 
-    Causal and cross attention may not look at the sequence at hand, so that FAVOR++
-    starts as FAVOR+ there. Other maps (`"gerf"`, `"poisson"`, `"favorpp_dense"`) learn
-    in no other way. A few batches of real inputs are enough. The result is saved with
-    the model. What was measured before is replaced; what was trained is not, unless
-    `discard_training` is true.
+    In causal and cross attention, FAVOR++ must not measure the current sequence, so
+    without calibration it starts as FAVOR+. Other maps (`"gerf"`, `"poisson"`,
+    `"favorpp_dense"`) learn from data only in this way. A few batches of real inputs
+    are enough. The result is saved with the model. An earlier calibration is replaced;
+    trained weights are not, unless `discard_training` is true.
 
     Args:
         model: A model with linear attention.
-        data: An iterable of batches, each what `model(batch)` takes.
-        exact: Whether the model runs with softmax attention meanwhile, so that every
-            layer meets the activations of the softmax checkpoint. Takes memory
-            quadratic in the length of a batch; `False` measures the linear model as
-            it is.
-        max_tokens: How many queries and keys of a sequence are used at most, evenly
+        data: An iterable of batches; each batch is an input of `model(batch)`.
+        exact: Whether the model runs with softmax attention during the measurement,
+            so that every layer sees the activations of the softmax checkpoint. This
+            takes memory quadratic in the sequence length. `False` measures the linear
+            model as it is.
+        max_tokens: Maximum number of queries and of keys used per sequence, evenly
             spread; they are held in memory for all layers.
-        verbose: 0 for silence, 1 or `"auto"` for a progress bar, 2 for a line at the
+        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
             end, as in Keras.
         discard_training: Whether maps that were trained are calibrated too. Their
-            trained weights then start anew, as if they had never been trained.
+            trained weights are then reset, as if they had never been trained.
 
     Returns:
         The model.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If nothing in it learns from data, a map that does was trained and
-            `discard_training` is false, `data` is empty or not what the model takes,
-            or a map cannot adapt to it. The model is unchanged then.
+        ValueError: If no map in it learns from data, such a map was trained and
+            `discard_training` is false, `data` is empty or does not fit the model, or
+            a map cannot adapt to it. The model is unchanged in these cases.
     """
     check_model(model)
     layers = adaptive_layers(model)
@@ -111,11 +113,13 @@ def calibrate(
 def adapt(
     model, layers, data, exact=True, max_tokens=1024, verbose=0, discard_training=False
 ):
-    """Calibrates the maps of some layers of a model, all of them or none.
+    """Calibrates the maps of the given layers; if one fails, none is changed.
+
+    Arguments that are not listed here are those of `calibrate`.
 
     Args:
-        model: As of `calibrate`, as are the arguments that are not named here.
-        layers: Those of `adaptive_layers` that are to be calibrated.
+        model: A model with linear attention.
+        layers: The layers to calibrate, a subset of `adaptive_layers(model)`.
     """
     found = record(model, data, exact, max_tokens, verbose)
     if not found:
@@ -131,7 +135,7 @@ def adapt(
 
 
 def adaptive_layers(model):
-    """The linear layers of a model whose maps learn from data, one at least."""
+    """Returns the layers whose maps learn from data; raises if there are none."""
     layers = [x for x in linear_layers(model) if x.feature_map.is_adaptive]
     if not layers:
         raise ValueError(
@@ -142,7 +146,7 @@ def adaptive_layers(model):
 
 
 def check_untrained(layers):
-    """Raises `ValueError` if the map of a layer was trained."""
+    """Raises `ValueError` if the map of any of the layers was trained."""
     trained = [x for x in layers if x.feature_map.was_trained]
     if trained:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Batches whose order is a pure function of the seed and the step."""
+"""Provides batches whose order is a pure function of the seed and the step."""
 
 import itertools
 
@@ -18,37 +18,42 @@ from keras_rfattn.uptraining.inputs import is_table
 from keras_rfattn.uptraining.inputs import normalized
 from keras_rfattn.uptraining.inputs import trimmed
 
-# Batches that calibrate and that errors are measured on: streams give them again.
+# Batches used to calibrate and to measure errors; they are kept, so that even a
+# generator can provide them again.
 HEAD = 4
-# Batches of texts that are sorted by length together, so that little is padding.
+# Number of batches of texts that are sorted by length together to reduce padding.
 POOL = 32
 
 
 class DataEnded(ValueError):
-    """The data has fewer batches than asked for."""
+    """Raised if the data has fewer batches than requested."""
 
 
 class Batches:
-    """Batches of inputs, of anything that `keras.Model.fit` takes, without labels.
+    """Batches of inputs without labels, from any data that `keras.Model.fit` takes.
 
     Args:
-        data: An array, a dict or list of arrays, `(x, y)` or `(x, y, weight)` of such,
-            or texts; a `keras.utils.PyDataset`; or a `tf.data.Dataset`, generator,
-            function that makes one, or list, of batches (not of arrays, which are the
-            inputs of a model that has several).
-        batch_size: Of arrays and texts; texts of similar lengths share a batch.
-        seed: Of the order.
-        preprocessor: Of texts and images, or `None`.
-        exclude: Texts that are dropped, or `None`.
-        force: Whether anything goes through the preprocessor.
-        hint: Text that says where a preprocessor comes from.
+        data: Rows or batches. Rows are an array, a dict or list of arrays, texts, or
+            `(x, y)` or `(x, y, weight)` of these. Batches are a
+            `keras.utils.PyDataset`, a `tf.data.Dataset`, a generator or a function that
+            makes one, or a list of batches. A list of arrays is not a list of batches
+            but the several inputs of a model.
+        batch_size: Number of rows per batch if `data` holds rows. Texts of similar
+            lengths share a batch.
+        seed: Non-negative integer, the seed of the order.
+        preprocessor: Function that turns texts and images into model inputs, or
+            `None`.
+        exclude: Texts that are dropped from `data`, or `None`.
+        force: Whether all data goes through the preprocessor, not only texts and
+            images.
+        hint: Text for error messages that says where to find a preprocessor.
 
     Attributes:
-        dropped: Number of texts that `exclude` has taken out so far.
+        dropped: Number of rows that `exclude` has dropped so far.
 
     Raises:
-        ValueError: If the data is empty, texts have no preprocessor, or what is not
-            text is to be excluded.
+        ValueError: If the data is empty, if it holds texts and there is no
+            preprocessor, or if `exclude` is given and the data is not text.
     """
 
     def __init__(self, data, batch_size, seed, preprocessor=None, exclude=None,
@@ -57,7 +62,7 @@ class Batches:
         self.hint = hint
         self.preprocessor, self.dropped, self._lengths = preprocessor, 0, None
         self._form = None
-        # PyTorch's loaders give a list of inputs and labels.
+        # PyTorch's data loaders return inputs and labels as a list, not a tuple.
         self.is_loader = type(data).__module__.startswith("torch.utils.data")
         exclude = () if exclude is None else exclude
         if isinstance(exclude, (str, bytes)) or not is_iterable(exclude):
@@ -65,7 +70,7 @@ class Batches:
                 "`exclude` must be a list of texts. Received: "
                 f"exclude={exclude!r:.80}. Put a single one into a list."
             )
-        # An empty list excludes nothing.
+        # With an empty list, data that is not text must not be refused.
         self.exclude = {normalized(x) for x in exclude} or None
         if preprocessor is not None and not callable(preprocessor):
             raise ValueError(
@@ -84,7 +89,7 @@ class Batches:
             self._at = self._of_stream(data)
 
     def __call__(self, step):
-        """The inputs of a step, NumPy arrays."""
+        """Returns the inputs of a step as NumPy arrays."""
         batch = self._at(step)
         form = keras.tree.map_structure(lambda x: f"{x.ndim} axes", batch)
         self._form = form if self._form is None else self._form
@@ -96,7 +101,7 @@ class Batches:
         return batch
 
     def first(self, count):
-        """Iterates over the inputs of the first steps, fewer if there are no more."""
+        """Iterates over the inputs of the first `count` steps, fewer if data ends."""
         for step in range(count):
             try:
                 yield self(step)
@@ -106,7 +111,11 @@ class Batches:
                 return
 
     def with_noise(self, step, count):
-        """`{"x": inputs, "noise": numbers in [0, 1), (B, count)}` of a step."""
+        """Returns a dict with the inputs "x" of a step, and with "noise".
+
+        The noise is a float32 array `(B, count)` of random numbers in [0, 1), which
+        depends only on the seed and the step.
+        """
         batch = self(step)
         seed = np.random.SeedSequence([self.seed, 1, step])
         generator = np.random.Generator(np.random.Philox(seed))
@@ -175,7 +184,7 @@ class Batches:
 
     def _of_stream(self, data):
         state = {"step": -1, "last": None, "iterator": None, "counted": 0}
-        # What is measured before and after, and calibrated on: generators go once.
+        # The first batches are needed several times, but a generator runs only once.
         head = {}
 
         def batches():
@@ -228,7 +237,7 @@ class Batches:
         return at
 
     def _order(self, epoch, count):
-        """Rows of an epoch, in their order."""
+        """Returns a random order of `count` rows or batches for an epoch."""
         key = int(epoch), count
         if getattr(self, "_known", (None,))[0] != key:
             bits = np.random.Philox(np.random.SeedSequence([self.seed, int(epoch)]))
@@ -240,7 +249,7 @@ class Batches:
         return self._known[1]
 
     def _grouped(self, order, generator):
-        """The same rows, texts of similar lengths in a batch, batches in any order."""
+        """Groups texts of similar lengths into batches, which come in random order."""
         size, parts = self.batch_size, []
         for rows in np.split(order, range(POOL * size, len(order), POOL * size)):
             whole = len(rows) // size * size
@@ -262,7 +271,12 @@ class Batches:
         )
 
     def _filtered(self, batch):
-        """A batch without what is excluded (`None`: nothing left), and rows dropped."""
+        """Drops excluded rows of a batch.
+
+        Returns:
+            The batch, or `None` if every row was dropped; and the number of rows that
+            were dropped.
+        """
         if self.exclude is None:
             return batch, 0
         batch = keras.tree.map_structure(as_array, as_texts(batch))
@@ -274,7 +288,7 @@ class Batches:
         return keras.tree.map_structure(lambda x: x[kept], batch), dropped
 
     def _ready(self, batch):
-        """A batch as the model takes it."""
+        """Returns the batch as inputs of the model."""
         batch = keras.tree.map_structure(as_array, as_texts(batch))
         leaves = keras.tree.flatten(batch)
         is_raw = any(is_text(x) or is_image(x) for x in leaves)
@@ -289,7 +303,7 @@ class Batches:
         if not is_raw and not self.force:
             return batch
         if isinstance(batch, list):
-            # KerasHub takes a tuple alone to be inputs and labels.
+            # Without `y`, KerasHub takes a tuple to be inputs and labels.
             batch = self.preprocessor(tuple(batch), y=None)
         else:
             batch = self.preprocessor(batch)

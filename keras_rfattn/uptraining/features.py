@@ -1,9 +1,9 @@
-"""Stage "features": the linear model end to end against the frozen softmax model.
+"""Stage "features": trains the linear model end to end against the softmax model.
 
-Errors of layers that learn side by side pile up over depth; here the last hidden states
-are compared, by relative squared error and by cosine (as in the second stage of
-"ViT-AdaLA"), or the logits of a model with a head, by their Kullback-Leibler divergence
-(as in the second step of "RADLADS").
+Errors of layers that learn side by side accumulate over depth. This stage therefore
+compares the last hidden states, by relative squared error and by cosine (as in the
+second stage of "ViT-AdaLA"), or the logits of a model with a head, by their
+Kullback-Leibler divergence (as in the second step of "RADLADS").
 """
 
 import keras
@@ -15,16 +15,17 @@ from keras_rfattn.ops.gradients import without_gradients
 
 TINY = 1e-9
 OBJECTIVES = ("auto", "features", "logits")
-# Of KerasHub's tasks, those whose head belongs to the checkpoint.
+# KerasHub tasks whose head is part of the checkpoint.
 OWN_HEADS = ("CausalLM", "MaskedLM", "Seq2SeqLM")
 
 
 class FeaturesStage(keras.Model):
-    """Trains all that is to be trained by what comes out of the model at the end.
+    """Trains the model end to end by comparing its final outputs with the teacher's.
 
     Args:
         teacher: `Teacher` of a model with linear attention.
-        objective: `"features"`, `"logits"` or `"auto"`.
+        objective: What is compared: `"features"` (last hidden states), `"logits"`, or
+            `"auto"` (see `resolved`).
         window_dropout: Share of batches in which a layer leaves its window out.
     """
 
@@ -36,12 +37,16 @@ class FeaturesStage(keras.Model):
         self.learning, self.window_dropout = list(teacher.layers), window_dropout
         self.error = keras.metrics.Mean("error")
         self.zero = keras.metrics.Mean("zero")
-        # Of the model without attention, measured before.
+        # Error of the model without attention; `Training` sets it.
         self.control = 1.0
         self.built = True
 
     def outputs(self, x):
-        """`(output, mask)` of the model for everything that is compared."""
+        """Returns a list of `(output, mask)` for each output that is compared.
+
+        If the model has outputs with three axes (batch, tokens, features), only those
+        are compared.
+        """
         model = self.model
         backbone = getattr(model, "backbone", None)
         if self.objective == "features" and backbone is not None:
@@ -65,7 +70,12 @@ class FeaturesStage(keras.Model):
         return [(v, mask_of(k, v, x)) for k, v in (tokens or named).items()]
 
     def call(self, inputs):
-        """A list of `(wanted, given, mask)`."""
+        """Returns a list of `(wanted, given, mask)`, one for each compared output.
+
+        Args:
+            inputs: Dict with the model's inputs "x" and with "noise" `(B, count)` in
+                [0, 1), whose first row selects layers that leave their window out.
+        """
         x, noise = inputs["x"], inputs["noise"]
         wanted = self.teacher(self.outputs, x)
         recorders = []
@@ -81,7 +91,7 @@ class FeaturesStage(keras.Model):
         return [(a, b, mask) for (a, mask), (b, _) in pairs]
 
     def without_attention(self, x):
-        """The error of the model whose attention puts out 0, a number."""
+        """Returns the error of the model if all its attention outputs 0, as a float."""
         wanted = self.teacher(self.outputs, x)
         recorders = [(layer, Attention.zero) for layer in self.learning]
         with recording(recorders), without_gradients():
@@ -91,7 +101,7 @@ class FeaturesStage(keras.Model):
         return float(ops.convert_to_numpy(error))
 
     def measure(self, pairs):
-        """`(error, loss)`, means over the outputs."""
+        """Returns `(error, loss)`, each a mean over the compared outputs."""
         compare = divergence if self.objective == "logits" else distance
         found = [compare(*pair) for pair in pairs]
         return tuple(sum(x) / len(found) for x in zip(*found, strict=True))
@@ -101,13 +111,14 @@ class FeaturesStage(keras.Model):
         error, loss = self.measure(y_pred)
         self.error.update_state(error)
         self.zero.update_state(self.control)
-        # Windows over whole sequences have a gradient too, if 0; PyTorch wants one.
+        # PyTorch requires a gradient even if no output depends on a trained weight, as
+        # with windows that cover whole sequences.
         weight = self.trainable_variables[0]
         return loss + 0 * ops.sum(ops.clip(ops.cast(weight, "float32"), -1, 1))
 
 
 def resolved(objective, model):
-    """What `"auto"` stands for: logits where the checkpoint has a head of its own."""
+    """Resolves `"auto"`: logits if the checkpoint includes the head, else features."""
     if objective != "auto":
         return objective
     names = {cls.__name__ for cls in type(model).__mro__}
@@ -115,9 +126,10 @@ def resolved(objective, model):
 
 
 def mask_of(name, output, x):
-    """Which tokens of an output are real, `(B, T)`, or `None` for all.
+    """Returns which tokens of an output are real, `(B, T)`, or `None` for all.
 
-    KerasHub's models are given it by name, others propagate it as Keras does.
+    KerasHub models receive the mask as a named input; other models propagate it with
+    the tensor, as Keras does.
     """
     prefix = name.partition("_sequence_output")[0]
     names = [f"{prefix}_padding_mask", "padding_mask", "decoder_padding_mask"]
@@ -131,7 +143,7 @@ def mask_of(name, output, x):
 
 
 def without_window(dropped):
-    """A recorder that leaves the window out where `dropped`, a boolean, is true."""
+    """Returns a recorder that leaves the window out if `dropped` is true."""
 
     def recorder(call):
         return ops.cond(dropped, call.without_window().linear, call.linear)
@@ -140,7 +152,10 @@ def without_window(dropped):
 
 
 def distance(wanted, given, mask):
-    """Relative squared error, and the loss: with one minus the mean cosine."""
+    """Returns the relative squared error, and the loss.
+
+    The loss is that error plus one minus the mean cosine similarity.
+    """
     wanted, given = ops.cast(wanted, "float32"), ops.cast(given, "float32")
     real = _real(mask, wanted)
     squared = ops.sum(real * ops.sum(ops.square(given - wanted), axis=-1))
@@ -152,7 +167,7 @@ def distance(wanted, given, mask):
 
 
 def divergence(wanted, given, mask):
-    """Mean Kullback-Leibler divergence of distributions over the last axis, twice."""
+    """Returns the mean Kullback-Leibler divergence of logits, as error and as loss."""
     wanted, given = (
         ops.log_softmax(ops.cast(x, "float32"), axis=-1) for x in (wanted, given)
     )

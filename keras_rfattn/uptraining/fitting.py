@@ -1,4 +1,4 @@
-"""One training stage: Keras' own `fit`, with an optimizer of its own, under watch."""
+"""Runs one training stage with Keras' `fit` and a fresh optimizer."""
 
 import itertools
 
@@ -11,34 +11,37 @@ from keras_rfattn.uptraining.callbacks import Watch
 from keras_rfattn.uptraining.interrupts import Interrupts
 from keras_rfattn.uptraining.resume import assign
 
-# Learning rates of maps in stage "features" by what it compares.
+# Learning rates of maps in stage "features", by its objective.
 FEATURES_RATES = {"features": 0.005, "logits": 0.001}
-# Where a model's own weights train too: those of attention, or all of them.
+# Learning rates if weights of the model itself train: of attention only, or all.
 OWN_RATE, ALL_RATE = 0.001, 0.0001
-# Batches that are remembered, for errors.
+# Number of recent batches that are kept to explain errors.
 AHEAD = 8
 
 
 def fit_stage(
     trainer, variables, inputs, steps, optimizer, settings, save, resumed=None
 ):
-    """Trains for the steps that are left.
+    """Trains a stage for its remaining steps.
 
     Args:
-        trainer: A Keras model with a loss of its own, `variables` alone trainable.
-        variables: Its trainable variables.
-        inputs: `step -> iterator` over what the trainer takes, from a step on.
-        steps: Of the stage.
-        optimizer: A fresh one.
-        settings: Arguments of `uptrain`.
-        save: `(steps done, errors, optimizer)`, called now and then.
-        resumed: `(steps done, values of the optimizer's variables, errors)`, or `None`.
+        trainer: A Keras model with its own loss, in which only `variables` train.
+        variables: List of its trainable variables.
+        inputs: Function that takes the number of a step and returns an iterator over
+            the trainer's batches from that step on.
+        steps: Number of steps of the stage.
+        optimizer: A fresh Keras optimizer.
+        settings: Dict of arguments of `uptrain`.
+        save: Function called with `(steps done, errors, optimizer)` every `save_every`
+            steps.
+        resumed: `(steps done, values of the optimizer's variables, errors)` from a
+            checkpoint, or `None`.
 
     Returns:
-        The errors of all steps of the stage.
+        List of the errors of all steps of the stage.
 
     Raises:
-        NotFinite: If a loss is not finite; the last good weights are in place.
+        NotFinite: If a loss is not finite. The model then has its last good weights.
     """
     done, slots, errors = resumed or (0, None, [])
     trainer.compile(optimizer=optimizer, jit_compile=settings["jit_compile"])
@@ -67,7 +70,7 @@ def fit_stage(
         error.step = watch.done
         raise
     except Exception as error:
-        # TensorFlow hides errors of data behind its own.
+        # TensorFlow replaces errors of the data iterator by errors of its own.
         cause = failed[0] if failed else error
         cause.add_note(
             f"Training broke off after {watch.done} of the {steps} steps of "
@@ -86,20 +89,21 @@ def fit_stage(
 
 
 def as_dataset(batches):
-    """The same batches; on TensorFlow a dataset whose sequences may differ in length.
+    """Returns the batches, on TensorFlow as a dataset of variable sequence length.
 
-    Keras looks at two batches there, and refuses what is longer than these.
+    From a plain iterator, Keras infers shapes from two batches there, and refuses
+    longer sequences afterwards.
     """
     if keras.backend.backend() != "tensorflow":
         return batches
     import tensorflow as tf
 
-    # Which takes a list for an array.
+    # TensorFlow would turn a list of arrays into one array.
     batches = map(keras.tree.lists_to_tuples, batches)
     first = next(batches)
 
     def signature(x):
-        # Images keep their size.
+        # Batch and token axes may vary; images have more axes and keep their size.
         lead = 2 if x.ndim in (2, 3) else 1
         return tf.TensorSpec((None,) * lead + x.shape[lead:], x.dtype)
 
@@ -110,9 +114,13 @@ def as_dataset(batches):
 
 
 def remembering(batches, failed, latest):
-    """The same iterator; an error that ends it is kept in the list `failed`.
+    """Iterates over batches, and remembers the latest ones and an error.
 
-    The list `latest` holds the last batches: backends ask for some ahead.
+    Args:
+        batches: Iterator over batches.
+        failed: List to which an error of the iterator is added.
+        latest: List that holds the last `AHEAD` batches. It needs several, because
+            backends fetch batches ahead of the step that fails.
     """
     try:
         for batch in batches:
@@ -124,13 +132,13 @@ def remembering(batches, failed, latest):
 
 
 def rate_for(stage, trainable, objective, layers):
-    """The learning rate of a stage.
+    """Returns the learning rate of a stage.
 
     Args:
         stage: `"attention"` or `"features"`.
         trainable: What trains in it, one of `selection.TRAINABLE`.
-        objective: What stage `"features"` compares, as of `FeaturesStage`.
-        layers: The linear layers.
+        objective: What stage `"features"` compares: `"features"` or `"logits"`.
+        layers: The linear attention layers.
     """
     if trainable == "all" and stage == "features":
         return ALL_RATE
@@ -142,13 +150,13 @@ def rate_for(stage, trainable, objective, layers):
 
 
 def optimizer_for(rate, steps, given, is_float16):
-    """A fresh copy of the optimizer that was given, or the default one.
+    """Returns a fresh copy of the given optimizer, or the default one.
 
     Args:
-        rate: Learning rate of the stage.
-        steps: Of the stage.
+        rate: Learning rate of the stage, for the default optimizer.
+        steps: Number of steps of the stage.
         given: A Keras optimizer, or `None`.
-        is_float16: Whether losses have to be scaled.
+        is_float16: Whether layers compute in float16, which requires loss scaling.
     """
     if given is not None:
         optimizer = type(given).from_config(given.get_config())
@@ -166,6 +174,6 @@ def optimizer_for(rate, steps, given, is_float16):
 
 
 def _forget_gradient(variable):
-    """PyTorch keeps a gradient with each weight."""
+    """Frees the gradient that PyTorch keeps with the variable."""
     if keras.backend.backend() == "torch":
         variable.value.grad = None

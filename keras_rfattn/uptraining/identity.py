@@ -1,4 +1,4 @@
-"""What tells one training from another: the settings that a checkpoint remembers."""
+"""Identifies a training by the settings that its checkpoints store."""
 
 import json
 
@@ -8,20 +8,21 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.trained import checksum
 from keras_rfattn.uptraining.selection import fresh_adapters
 
-LONGEST = 300  # characters of a value in a message
+LONGEST = 300  # maximum number of characters of a value in an error message
 SETTINGS = "stages", "trainable", "order", "objective", "window_dropout"
 
 
 def identity(training):
-    """Returns what must be equal for a checkpoint to belong to a `Training`, by name.
+    """Returns a dict of values that a `Training` shares with its checkpoints.
 
-    The number of steps is not among them: a run may be extended.
+    A checkpoint belongs to the training only if all of them are equal. The number of
+    steps is not among them, because a run may be extended.
     """
     settings, others = training.settings, {id(v) for v in training.of_maps}
     shapes = [list(v.shape) for v in training.trained]
     if "lora" in settings["trainable"].values():
-        # Fresh adapters are random, and the softmax model is none the wiser; nor are
-        # they there when checkpoints are looked at first.
+        # Fresh adapters are random but do not change the softmax model, and they do
+        # not exist yet when checkpoints are first read.
         others |= {id(v) for v in fresh_adapters(training.model)}
         shapes = settings["lora_rank"]
     own = [v for v in training.model.weights if id(v) not in others]
@@ -40,9 +41,10 @@ def identity(training):
 
 
 def differences(saved, given):
-    """In what two identities differ, a list of lines; none if they are equal.
+    """Returns a list of lines that describe how two identities differ.
 
-    Layers that differ in the same way share a line.
+    The list is empty if they are equal. Layers that differ in the same way share a
+    line.
     """
     saved, given, found = flat(saved), flat(given), {}
     for name in {**saved, **given}:
@@ -64,7 +66,7 @@ def differences(saved, given):
 
 
 def flat(config, path=""):
-    """Nested dicts as one, by names such as `"optimizer config learning_rate"`."""
+    """Flattens nested dicts to keys such as `"optimizer config learning_rate"`."""
     if isinstance(config, list) and any(isinstance(x, dict) for x in config):
         config = {f"{i}": x for i, x in enumerate(config)}
     if not isinstance(config, dict):
@@ -74,7 +76,7 @@ def flat(config, path=""):
 
 
 def mechanism(layer):
-    """Returns the map and options of a linear attention layer, as plain values."""
+    """Returns the map and the options of a linear attention layer as plain values."""
     return {
         "feature_map": without_names(feature_maps.serialize(layer.feature_map)),
         **without_names(layer.options.config()),
@@ -83,7 +85,7 @@ def mechanism(layer):
 
 
 def without_names(config):
-    """Without names, which are automatic and differ from one process to the next."""
+    """Returns a config without names, which Keras makes up anew in each process."""
     if isinstance(config, dict):
         return {k: without_names(x) for k, x in config.items() if k != "name"}
     if isinstance(config, (list, tuple)):
@@ -92,7 +94,7 @@ def without_names(config):
 
 
 def as_plain(optimizer):
-    """Returns an optimizer's config, as plain values without automatic names."""
+    """Returns an optimizer's config as plain values, without automatic names."""
     found = keras.saving.serialize_keras_object(optimizer)
     kept = {k: found[k] for k in ("class_name", "config")}
     return json.loads(json.dumps(without_names(kept), default=repr))

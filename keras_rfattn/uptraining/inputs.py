@@ -1,4 +1,4 @@
-"""What a batch of data is: arrays, texts or images."""
+"""Recognizes and converts data: arrays, texts or images, rows or batches."""
 
 import unicodedata
 
@@ -7,27 +7,28 @@ import numpy as np
 
 from keras_rfattn.layers.batches import described
 
-# Tokens that a batch of texts is padded to at least; a multiple of them on PyTorch,
-# doubled while too few where every other length is compiled anew.
+# Minimum number of tokens that a batch of texts is padded to. Longer batches are padded
+# to a multiple of it on PyTorch. Other backends compile every new length, so there the
+# length doubles until it is enough, which gives few different lengths.
 SHORTEST = 16
 
 
 def normalized(text):
-    """What two texts have in common that differ in case, spaces or punctuation."""
+    """Normalizes a text so that case, spaces and punctuation make no difference."""
     text = text.decode() if isinstance(text, bytes) else str(text)
     text = unicodedata.normalize("NFKC", text).casefold()
-    # Letters, their marks, and numbers.
+    # Unicode categories: letters, marks (such as accents) and numbers.
     kept = (x if unicodedata.category(x)[0] in "LMN" else " " for x in text)
     return " ".join("".join(kept).split())
 
 
 def inputs_of(item):
-    """Inputs without labels and weights, of what a dataset gives."""
+    """Returns the inputs of a dataset's item, without labels and sample weights."""
     return item[0] if isinstance(item, tuple) else item
 
 
 def check_data(data):
-    """Raises `ValueError` for what holds no batches, and says what would."""
+    """Raises `ValueError` if data holds no batches, and says what to pass instead."""
     reason = None
     if isinstance(data, (str, bytes)) or _is_scalar_text(data):
         reason = f"one text, data={data!r:.80}. Put it into a list: `data=[text]`"
@@ -54,7 +55,11 @@ def check_data(data):
 
 
 def as_array(x):
-    """As NumPy has it: numbers, or nothing but strings."""
+    """Converts to a NumPy array of numbers, or of strings only.
+
+    Raises:
+        ValueError: If this is not possible.
+    """
     reason = None
     if x is None or isinstance(x, (str, bytes, int, float, np.generic)):
         reason = f"{x!r:.80}. A batch is an array, or a list of texts, of several rows"
@@ -82,48 +87,48 @@ def _is_scalar_text(x):
 
 
 def is_image(x):
-    """Whether it is a batch of images as files hold them, bytes."""
+    """Returns whether `x` is a batch of raw images: four axes, uint8."""
     return x.dtype == np.uint8 and x.ndim == 4
 
 
 def is_iterable(x):
-    """Whether it can be gone through; a number as NumPy has it cannot."""
+    """Returns whether `x` can be iterated over; NumPy scalars cannot."""
     return hasattr(x, "__iter__") and getattr(x, "shape", None) != ()
 
 
 def is_pair(is_loader, item):
-    """Whether what a stream gives is a list of inputs and labels."""
+    """Returns whether an item of a stream is a list of inputs and labels."""
     return is_loader and isinstance(item, list)
 
 
 def is_spent(data):
-    """Whether going through `data` once uses it up."""
+    """Returns whether `data` can be iterated over only once, as a generator can."""
     if isinstance(data, keras.utils.PyDataset) or callable(data):
         return False
     return iter(data) is data
 
 
 def is_table(data):
-    """Whether `data` is rows at hand, rather than batches."""
+    """Returns whether `data` holds rows in memory, rather than batches."""
     if isinstance(data, (list, tuple)):
         return holds_text(data) or all(map(is_array, data))
     return isinstance(data, dict) or is_array(data)
 
 
 def holds_text(data):
-    """Whether a list has texts in it; what else it has is refused later."""
+    """Returns whether a list holds any text; `as_array` refuses anything else in it."""
     return any(isinstance(x, (str, bytes)) for x in data)
 
 
 def is_array(x):
-    """Whether it is an array of some library."""
+    """Returns whether `x` is an array or tensor of any library."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def as_texts(data):
-    """Texts as arrays of objects, whatever holds them."""
+    """Returns data with all texts in NumPy object arrays."""
     if isinstance(data, (list, tuple)) and (not data or holds_text(data)):
-        # Object by object, as one of them might be a list.
+        # `np.array(data)` might nest deeper, as an element might be a list.
         found = np.empty(len(data), dtype=object)
         found[:] = data
         return found
@@ -137,13 +142,13 @@ def as_texts(data):
 
 
 def trimmed(batch):
-    """Without the padding that all rows share, but for a length as of `SHORTEST`."""
+    """Cuts off padding that all rows share, as described at `SHORTEST`."""
     if not isinstance(batch, dict) or "padding_mask" not in batch:
         return batch
     mask = batch["padding_mask"].astype(bool)
     used = np.flatnonzero(mask.any(0))
     full, length = mask.shape[1], SHORTEST
-    # Padding on the left stays: positions count from there.
+    # Padding on the left stays, because positions are counted from the left end.
     wanted = used[-1] + 1 if len(used) else full
     while length < wanted:
         length += SHORTEST if keras.backend.backend() == "torch" else length

@@ -1,4 +1,4 @@
-"""Ctrl-C, between steps alone."""
+"""Delays Ctrl-C until the current training step is complete."""
 
 import contextlib
 import signal
@@ -6,23 +6,27 @@ import threading
 
 
 class Interrupts:
-    """Holds an interrupt back; a second one is not held.
+    """Holds back the first interrupt; a second one raises at once.
 
-    A step that is broken off within leaves a model without weights on JAX, which gives
-    their memory to those that come.
+    On JAX, a step that is interrupted leaves the model without weights, because JAX
+    reuses (donates) their memory for the new ones.
 
     Attributes:
-        is_pending: Whether there was one.
+        is_pending: Whether an interrupt is being held back.
     """
 
     is_pending = False
 
     @contextlib.contextmanager
     def held(self):
-        """Meanwhile; raises `KeyboardInterrupt` at the end if there was one."""
+        """Context manager that holds an interrupt back until its end.
+
+        Raises:
+            KeyboardInterrupt: At the end, if there was an interrupt.
+        """
         is_main = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if is_main else None
-        # Whoever handles it otherwise goes on to.
+        # A custom handler for Ctrl-C stays in charge.
         if before is not signal.default_int_handler:
             yield
             return

@@ -1,4 +1,4 @@
-"""The errors of attention layers, before training and after it."""
+"""Measures the errors of attention layers before and after training."""
 
 import keras
 import numpy as np
@@ -13,16 +13,17 @@ from keras_rfattn.uptraining.interrupts import Interrupts
 
 
 class Measuring:
-    """Measures layers of a model on the first batches of the data.
+    """Measures the errors of layers on the first batches of the data.
 
-    It has a Keras model of its own, which is compiled once: whatever trains is
-    compiled again and would forget it.
+    It uses a separate Keras model that is compiled once. The models that train are
+    compiled again for each stage, which would discard the compiled function.
 
     Args:
-        teacher: `Teacher`.
-        layers: Linear attention layers.
-        batches: `Batches`.
-        verbose: As in Keras.
+        teacher: The `Teacher` of the model.
+        layers: The linear attention layers to measure.
+        batches: The data, as `Batches`.
+        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
+            end, as in Keras.
     """
 
     def __init__(self, teacher, layers, batches, verbose):
@@ -30,17 +31,20 @@ class Measuring:
         self.stage = AttentionStage(teacher, layers)
 
     def __call__(self, when, must_be_finite=False):
-        """`(errors of heads, those of the mean of V)`, arrays `(L, N)`.
-
-        They are NaN for heads that a layer lacks and other layers have.
+        """Measures the errors of L layers with up to N heads.
 
         Args:
-            when: Text for the line before the progress bar.
-            must_be_finite: Whether an error that is not finite is refused.
+            when: Text that completes the line above the progress bar.
+            must_be_finite: Whether to raise if an error is not finite.
+
+        Returns:
+            Two arrays `(L, N)`: the relative squared errors of heads, and those of
+            uniform attention. They are NaN for heads that stay softmax, and for heads
+            that a layer lacks because other layers have more.
 
         Raises:
-            ValueError: If a layer meets no real token, or an error is not finite and
-                must be.
+            ValueError: If a layer receives no real token, or if an error is not finite
+                although `must_be_finite` is true.
         """
         if self.verbose:
             print(f"Measuring the error of attention {when}")
@@ -48,7 +52,7 @@ class Measuring:
         batches = progress(list(self.batches.first(HEAD)), self.verbose)
         for step, _ in enumerate(batches):
             inputs = self.batches.with_noise(step, len(self.layers) + 1)
-            inputs["noise"][:] = 1  # leaves no window out
+            inputs["noise"][:] = 1  # no window is left out
 
             def errors(x, noise=inputs["noise"]):
                 return self.stage.predict_on_batch({"x": x, "noise": noise})

@@ -1,10 +1,16 @@
-"""The stages of an uptraining, in order, and how steps are shared out among them."""
+"""Plans the stages of uptraining: their order and how steps are divided."""
 
 from typing import NamedTuple
 
 
 class Planned(NamedTuple):
-    """A stage that is to be run: its steps, and which layer if bottom up."""
+    """A stage to run.
+
+    Attributes:
+        name: Name of the stage.
+        steps: Number of steps.
+        layer: Index of the layer that learns if `order="bottom_up"`, else `None`.
+    """
 
     name: str
     steps: int
@@ -12,12 +18,12 @@ class Planned(NamedTuple):
 
 
 def planned(settings, layers, trains):
-    """Iterates over `Planned` stages of `uptrain` with some settings.
+    """Iterates over the `Planned` stages of `uptrain` for the given settings.
 
     Args:
-        settings: Arguments of `uptrain`.
-        layers: The linear layers.
-        trains: Function of a layer: whether anything of it trains.
+        settings: Dict of arguments of `uptrain`.
+        layers: The linear attention layers.
+        trains: Function that takes a layer and returns whether any weight of it trains.
     """
     stages, total = settings["stages"], settings["steps"]
     training = [x for x in stages if x != "calibrate"]
@@ -36,17 +42,17 @@ def planned(settings, layers, trains):
 
 
 def planned_rounds(rounds, settings, layers, trains):
-    """The list of `Planned` stages of a run that was extended.
+    """Returns the list of `Planned` stages of a run that may have been extended.
 
     Args:
-        rounds: Steps of the first call, and what each extension added.
-        settings: Arguments of `uptrain`, whose `steps` are not asked.
-        layers: The linear layers.
-        trains: Function of a layer: whether anything of it trains.
+        rounds: List with the steps of the first call, then those of each extension.
+        settings: Dict of arguments of `uptrain`; its `steps` are ignored.
+        layers: The linear attention layers.
+        trains: Function that takes a layer and returns whether any weight of it trains.
     """
     plan = []
     for i, steps in enumerate(rounds):
-        # Later rounds do not calibrate again, as the first one has trained the maps.
+        # Later rounds do not calibrate, because the first one has trained the maps.
         stages = [x for x in settings["stages"] if i == 0 or x != "calibrate"]
         own = {**settings, "stages": stages, "steps": steps}
         plan += planned(own, layers, trains)
@@ -54,6 +60,6 @@ def planned_rounds(rounds, settings, layers, trains):
 
 
 def _shared(total, parts):
-    """Iterates over whole numbers that add up to `total`, as equal as can be."""
+    """Iterates over `parts` integers, as equal as possible, that sum to `total`."""
     for i in range(parts):
         yield total // parts + (i < total % parts)

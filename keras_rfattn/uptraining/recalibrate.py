@@ -1,4 +1,4 @@
-"""Stage "calibrate": nothing that was trained is replaced, and nothing gets worse."""
+"""Stage "calibrate", which keeps trained maps and earlier calibrations if better."""
 
 import numpy as np
 
@@ -10,18 +10,20 @@ from keras_rfattn.uptraining.resume import state_of
 def calibrate_stage(model, layers, batches, before, measure):
     """Calibrates the maps of a model that were not trained.
 
-    Parameters that were measured before, or that the model's own weights were trained
-    with, are measured again but kept where the error of their layer would rise.
+    A map may have been calibrated before, or weights of the model may have been trained
+    with its current parameters. It is then calibrated again, but gets its old
+    parameters back if the new ones raise the error of its layer.
 
     Args:
         model: A model with linear attention.
         layers: Its linear attention layers.
-        batches: List of batches.
-        before: Errors of the heads of all layers, `(L, N)`, with NaN for no head.
-        measure: Function that measures these errors again.
+        batches: List of batches to calibrate on.
+        before: Errors of N heads of L layers before the calibration, `(L, N)`, with NaN
+            for heads that are not measured.
+        measure: Function without arguments that measures these errors again.
 
     Returns:
-        What was left as it was, as text; empty if nothing was.
+        Text that says which maps were left unchanged; empty if none was.
     """
     adaptive = [x for x in layers if x.feature_map.is_adaptive]
     trained = [x for x in adaptive if x.feature_map.was_trained]

@@ -1,4 +1,4 @@
-"""What uptraining did: the report that `uptrain` returns."""
+"""The report that `uptrain` returns."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,17 @@ from keras_rfattn.uptraining.clock import PREPARING
 
 @dataclass(frozen=True)
 class StageResult:
-    """One stage.
+    """The result of one stage.
 
     Attributes:
-        name: `"calibrate"`, `"attention"` (of a layer, when bottom up) or `"features"`.
-        steps: How many were done.
-        seconds: How long it took, compilation included.
-        first: Error of the first tenth of the steps, mean; `None` without steps.
-        last: Of the last tenth.
-        zero: Error of zero attention.
-        note: What the stage has left as it was; empty if nothing.
+        name: `"calibrate"`, `"attention"` or `"features"`. With `order="bottom_up"`,
+            `"attention"` is followed by the index of the layer.
+        steps: Number of steps that were done.
+        seconds: Duration, including compilation.
+        first: Mean error of the first tenth of the steps; `None` without steps.
+        last: Mean error of the last tenth of the steps; `None` without steps.
+        zero: Error of attention that outputs 0; `None` without steps.
+        note: Text that says which maps the stage left unchanged; empty if none.
     """
 
     name: str
@@ -33,7 +34,7 @@ class StageResult:
 
     @classmethod
     def of(cls, name, errors, seconds, zero, note=""):
-        """The result of a stage with these errors, one a step."""
+        """Returns the result of a stage from its errors, one per step."""
         ends = None, None, None
         if errors:
             count = max(1, len(errors) // 10)
@@ -43,16 +44,16 @@ class StageResult:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """One attention layer: relative squared errors of its heads' outputs.
+    """Relative squared errors of the outputs of one attention layer, by head.
 
-    They are measured on the inputs that the layer has in the softmax model; an output
-    of 0 has an error of 1.
+    They are measured on the inputs that the layer has in the softmax model. An output
+    of 0 has an error of 1. Heads that stay softmax are left out.
 
     Attributes:
-        path: Of the layer.
-        before: Error of each head before training, without those that stay softmax.
-        after: After it.
-        mean_of_v: Of uniform attention, the control.
+        path: Path of the layer.
+        before: Error of each head before training.
+        after: Error of each head after training.
+        mean_of_v: Error of uniform attention for each head, as a control.
     """
 
     path: str
@@ -63,22 +64,22 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class UptrainingReport:
-    """What `uptrain` did; prints as a table.
+    """The results of `uptrain`; prints as a table.
 
     Attributes:
-        model: Class and name.
+        model: Class and name of the model.
         mechanism: Names of the feature maps.
-        stages: `StageResult`s.
-        overhead: `(name, seconds)` of all that is not a stage: preparing (building
-            the teacher, order of layers), measuring before and after, saving.
-        layers: `LayerResult`s.
-        trained: Paths of the model's own weights that were trained, those of feature
-            maps not among them.
-        parameters: Number of trained parameters.
+        stages: Tuple of `StageResult`, in the order in which the stages ran.
+        overhead: Tuple of `(name, seconds)` for everything that is not a stage:
+            preparing (building the teacher, finding the order of layers), measuring
+            before and after, and saving.
+        layers: Tuple of `LayerResult`.
+        trained: Paths of the trained weights, except those of feature maps.
+        parameters: Number of trained parameters, including those of feature maps.
         dropped: Number of texts that `exclude` dropped.
-        seed: Of the order of the data.
-        peak_memory: Bytes the process has held at most, of the accelerator where there
-            is one, else of main memory.
+        seed: Seed of the order of the data.
+        peak_memory: Peak memory of the process in bytes: of the accelerator if there
+            is one, otherwise of main memory. `None` if it is unknown.
     """
 
     model: str
@@ -94,22 +95,22 @@ class UptrainingReport:
 
     @property
     def before(self):
-        """Error before training, mean over layers and heads."""
+        """Mean error over layers and heads before training."""
         return mean(layer.before for layer in self.layers)
 
     @property
     def after(self):
-        """Error after training, mean over layers and heads."""
+        """Mean error over layers and heads after training."""
         return mean(layer.after for layer in self.layers)
 
     @property
     def mean_of_v(self):
-        """Error of uniform attention, mean over layers and heads."""
+        """Mean error of uniform attention over layers and heads."""
         return mean(layer.mean_of_v for layer in self.layers)
 
     @property
     def seconds(self):
-        """How long the whole call took: all stages, and all that is not a stage."""
+        """Duration of the whole call: all stages and the overhead."""
         overhead = sum(seconds for _, seconds in self.overhead)
         return overhead + sum(stage.seconds for stage in self.stages)
 
@@ -162,12 +163,15 @@ def _line(name, width, before, after, mean_of_v):
 
 
 def mean(rows):
-    """The mean of all numbers in an iterable of tuples."""
+    """Returns the mean of all numbers in an iterable of tuples."""
     return float(np.mean([x for row in rows for x in row]))
 
 
 def peak_memory():
-    """Bytes held at most so far, by the accelerator if there is one, or `None`."""
+    """Returns the peak memory in bytes, or `None` if it is unknown.
+
+    It is that of the accelerator if there is one, otherwise of main memory.
+    """
     backend = keras.backend.backend()
     if backend == "jax":
         import jax

@@ -1,4 +1,4 @@
-"""Exact resume: one file a checkpoint, put in place whole or not at all."""
+"""Checkpoints for exact resume: one file each, written completely or not at all."""
 
 import json
 import os
@@ -11,15 +11,18 @@ from keras_rfattn.feature_maps.trained import as_numpy
 from keras_rfattn.uptraining.identity import differences
 
 FORMAT = 2
-KEPT = 2  # files: were one torn, there is the one before it
+KEPT = 2  # number of files: if the newest is damaged, the one before it remains
 
 
 class Checkpoints:
-    """The state of a training in a folder, by stage and step.
+    """Saves and loads the state of a training in a folder.
 
     Args:
-        folder: Where; made if it is not there. `None` to save nothing.
-        identity: Dict of plain values that tells one training from another.
+        folder: Path of the folder, which is created if needed. `None` saves nothing.
+        identity: Dict of plain values that distinguishes one training from another.
+
+    Raises:
+        ValueError: If the folder cannot be created.
     """
 
     def __init__(self, folder, identity):
@@ -38,9 +41,10 @@ class Checkpoints:
         """Writes a checkpoint.
 
         Args:
-            position: `(stage, step)`: index of the stage, steps of it that are done.
+            position: `(stage, step)`: the index of the stage, and the number of its
+                steps that are done.
             arrays: Dict of NumPy arrays.
-            notes: Plain values that come back with them.
+            notes: Dict of plain values that is saved with the arrays.
         """
         if self.folder is None:
             return
@@ -59,10 +63,14 @@ class Checkpoints:
             old.unlink(missing_ok=True)
 
     def load(self):
-        """`(position, arrays, notes)` of the newest checkpoint, `None` if none is.
+        """Loads the newest checkpoint of this training.
 
-        A torn one is named in a warning, and so is one of another training if an older
-        one is of this training, which is taken then.
+        A damaged file causes a warning and is skipped. A checkpoint of another training
+        is skipped with a warning if an older checkpoint belongs to this training.
+
+        Returns:
+            `(position, arrays, notes)` as they were saved, or `None` if the folder has
+            no checkpoint.
 
         Raises:
             ValueError: If the folder holds checkpoints of other trainings only.
@@ -72,7 +80,7 @@ class Checkpoints:
             try:
                 header, arrays = _read(path)
             except Exception as error:
-                # Which one, of what is not an archive any more, is up to chance.
+                # Which exception a damaged archive raises cannot be predicted.
                 warnings.warn(f"Checkpoint '{path}' is torn, and refused: {error}",
                               stacklevel=3)  # fmt: skip
                 continue
@@ -101,21 +109,24 @@ class Checkpoints:
         return sorted(self.folder.glob("uptrain-*-*.npz"))
 
     def _differs(self, header):
-        """In what a checkpoint's training differs from this one, a list of lines."""
+        """Returns lines that say how a checkpoint differs from this training."""
         if header.get("format") != FORMAT:
             return [f"format: saved {header.get('format')!r}, given {FORMAT!r}"]
         return differences(header["identity"], self.identity)
 
 
 def extended(rounds, steps):
-    """The rounds of a run that goes on to more steps.
+    """Returns the rounds of a run that is extended to more steps.
 
     Args:
-        rounds: Steps of the first call, and what each extension added.
-        steps: Of this call.
+        rounds: List with the steps of the first call, then those of each extension.
+        steps: Total number of steps that this call asks for.
+
+    Returns:
+        List of steps by round. A new round is added if `steps` exceeds the old total.
 
     Raises:
-        ValueError: If the run has more steps already.
+        ValueError: If the run already has more steps.
     """
     total = sum(rounds)
     if steps < total:
@@ -128,7 +139,7 @@ def extended(rounds, steps):
 
 
 def _read(path):
-    # Whoever reads a member of the archive to its end has its checksum compared.
+    # Reading a member of the archive completely also verifies its checksum.
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     header = json.loads(arrays.pop("header").tobytes())
@@ -138,11 +149,11 @@ def _read(path):
 
 
 def state_of(variables):
-    """Copies of values, as NumPy arrays by position."""
+    """Returns copies of the values of variables as a list of NumPy arrays."""
     return [np.array(as_numpy(v.value)) for v in variables]
 
 
 def assign(variables, values):
-    """Puts back what `state_of` gave."""
+    """Assigns values, as `state_of` returns them, to variables."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)

@@ -1,4 +1,4 @@
-"""What trains."""
+"""Selects the variables that each stage trains."""
 
 import contextlib
 
@@ -11,15 +11,19 @@ from keras_rfattn.models.holders import holders
 from keras_rfattn.models.holders import refresh
 
 TRAINABLE = ("maps", "query_key", "lora", "all")
-# Stages that train, in their order.
+# The stages that train, in the order in which they run.
 STAGES = ("attention", "features")
 
 
 def by_stage(trainable):
-    """What trains in each stage: one of `TRAINABLE` for all, or a dict by stage.
+    """Returns a dict that says for each stage which of `TRAINABLE` trains in it.
+
+    Args:
+        trainable: One of `TRAINABLE` for all stages, or a dict by stage; stages that
+            the dict lacks train maps.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If `trainable` is neither.
     """
     given = (
         trainable if isinstance(trainable, dict) else dict.fromkeys(STAGES, trainable)
@@ -34,20 +38,23 @@ def by_stage(trainable):
 
 
 def chosen(model, layers, trainable, lora_rank, stages, optimizer=None):
-    """The variables that stages train, by name of the stage.
+    """Selects the variables that each stage trains, and adds adapters for `"lora"`.
 
     Args:
         model: A model with linear attention.
         layers: Its linear attention layers.
-        trainable: One of `TRAINABLE` by name of the stage.
-        lora_rank: Rank of the adapters that `"lora"` adds where there are none.
-        stages: Names of those that train.
-        optimizer: The user's, or `None`.
+        trainable: Dict from names of stages to one of `TRAINABLE`.
+        lora_rank: Rank of the adapters that `"lora"` adds to projections without one.
+        stages: Names of the stages that train.
+        optimizer: The user's optimizer, or `None` for the default one.
+
+    Returns:
+        Dict from names of stages to lists of variables.
 
     Raises:
-        ValueError: If nothing is left to train in a stage, a layer takes no adapter, or
-            weights are too narrow for the default optimizer; before any adapter is
-            added.
+        ValueError: If nothing trains in a stage, a layer cannot take an adapter, or
+            the dtype of weights is too narrow for the default optimizer. No adapter
+            has been added then.
     """
     maps = [v for layer in layers for v in learned(layer)]
     found = {}
@@ -75,10 +82,11 @@ def chosen(model, layers, trainable, lora_rank, stages, optimizer=None):
 
 
 def learned(layer):
-    """The weights of a layer's map that uptraining trains.
+    """Returns the weights of a layer's map that uptraining trains.
 
-    Freezing a checkpoint freezes its maps too, and `uptrain` trains them nevertheless.
-    A map that is frozen in a layer that is not was frozen on purpose, and stays so.
+    Freezing a checkpoint freezes its maps too, but `uptrain` trains them nevertheless.
+    If only the map is frozen and its layer is not, the user froze it on purpose, and
+    it does not train.
     """
     feature_map = layer.feature_map
     if layer.trainable or feature_map.trainable:
@@ -89,7 +97,7 @@ def learned(layer):
 
 
 def _check_precision(variables):
-    """Raises `ValueError` for weights that the default optimizer would not move."""
+    """Raises `ValueError` if weights are too narrow for the default optimizer."""
     narrow = [v for v in variables if v.dtype in ("float16", "bfloat16")]
     if narrow:
         raise ValueError(
@@ -101,7 +109,7 @@ def _check_precision(variables):
 
 
 def fresh_adapters(model):
-    """Variables of adapters that change nothing yet: one side of each is 0."""
+    """Returns variables of adapters that do not change outputs, as one side is 0."""
     layers = (x for x in model._flatten_layers() if getattr(x, "lora_enabled", False))
     return [
         v
@@ -112,7 +120,10 @@ def fresh_adapters(model):
 
 
 def _own(model, layers, trainable, stage):
-    """What trains in a stage besides maps; in `"attention"` queries and keys alone."""
+    """Returns the variables that train in a stage besides those of maps.
+
+    In stage `"attention"` these are at most the query and key projections.
+    """
     if trainable == "maps":
         return []
     if trainable == "all" and stage == "features":
@@ -125,7 +136,7 @@ def _sides(layers):
 
 
 def _adapters(layers, stage, lora_rank):
-    """Those of a stage, added to all projections where they are not there yet."""
+    """Adds adapters to projections that have none; returns those the stage trains."""
     sides = _sides(layers)
     ends = [projection(x, side) for x in layers for side in ("value", "output")]
     everything = once([*sides, *ends])
@@ -140,7 +151,7 @@ def _adapters(layers, stage, lora_rank):
     for dense in fresh:
         dense.enable_lora(lora_rank)
     for layer in holders(fresh):
-        # Programs compiled without the adapters would never see them.
+        # Functions compiled before would keep running without the adapters.
         refresh(layer)
     taken = everything if stage == "features" else sides
     return [v for x in taken for v in (x.lora_kernel_a, x.lora_kernel_b)]
@@ -148,7 +159,7 @@ def _adapters(layers, stage, lora_rank):
 
 @contextlib.contextmanager
 def only_training(model, variables):
-    """Of a model's variables these alone are trainable meanwhile."""
+    """Context manager in which only the given variables of a model are trainable."""
     wanted = {id(v) for v in variables}
     before = [(v, v.trainable) for v in model.variables]
     try:
@@ -161,11 +172,11 @@ def only_training(model, variables):
 
 
 def _set_trainable(variable, value):
-    # PyTorch refuses even `False` for some dtypes.
+    # For some dtypes PyTorch raises even if `value` is `False`.
     if variable.trainable != value:
         variable.trainable = value
 
 
 def once(items):
-    """Each once, in order."""
+    """Returns the items in order, without repeated ones (compared by identity)."""
     return list({id(x): x for x in items}.values())

@@ -1,4 +1,4 @@
-"""The softmax model inside the model that is trained: no second one is made."""
+"""The softmax teacher, which shares the model that is trained."""
 
 import contextlib
 
@@ -12,10 +12,11 @@ from keras_rfattn.ops.gradients import without_gradients
 
 
 class Teacher:
-    """A model with the weights it had at first, and softmax for linear attention.
+    """The model with its first weights, and with softmax instead of linear attention.
 
-    Weights that do not train are shared; of the others, the maps' excepted, which
-    softmax attention never asks, the first values are kept.
+    Weights that do not train are shared with the model. For weights that train, the
+    teacher keeps a copy of their first values. Weights of maps need no copy, as
+    softmax attention does not use them.
 
     Args:
         model: A model with linear attention.
@@ -23,7 +24,8 @@ class Teacher:
         trained: Variables that train.
 
     Attributes:
-        copies: `keras.Variable`s by the `id` of what they are the first values of.
+        copies: Dict from the `id` of a trained variable to a `keras.Variable` with its
+            first value.
     """
 
     def __init__(self, model, layers, trained):
@@ -38,7 +40,7 @@ class Teacher:
         }
 
     def changed(self):
-        """Paths of the weights that are no longer what they were at first."""
+        """Returns the paths of weights that differ from their first values."""
         values = ((v, self.copies.get(id(v))) for v in self.model.variables)
         return tuple(
             v.path for v, first in values
@@ -46,12 +48,16 @@ class Teacher:
         )  # fmt: skip
 
     def trains(self, layer):
-        """Whether a layer's own weights train, and not its map alone."""
+        """Returns whether weights of a layer other than those of its map train."""
         return any(id(v) in self.copies for v in layer.variables)
 
     @contextlib.contextmanager
     def weights(self, live=()):
-        """The first weights are in place meanwhile, but for those of `live` layers."""
+        """Context manager in which the model has its first weights.
+
+        Args:
+            live: Layers that keep their current weights.
+        """
         if not self.copies:
             yield
             return
@@ -64,7 +70,7 @@ class Teacher:
             yield
 
     def __call__(self, function, x):
-        """`function(x)` of the softmax model; nothing that trains is in it."""
+        """Returns `function(x)`, computed by the softmax model without gradients."""
         recorders = [(layer, Attention.softmax) for layer in self.layers]
         with self.weights(), recording(recorders), without_gradients():
             return function(x)

@@ -1,4 +1,4 @@
-"""The stages of an uptraining, one after the other, from wherever it was left."""
+"""Runs the stages of uptraining in order, from the start or from a checkpoint."""
 
 import numpy as np
 
@@ -35,15 +35,15 @@ from keras_rfattn.uptraining.teacher import Teacher
 
 
 class Training:
-    """One call of `uptrain`, its arguments checked.
+    """Carries out one call of `uptrain` whose arguments were checked.
 
     Args:
         model: A model with linear attention.
         layers: Its linear attention layers.
-        selected: Variables by the name of the stage that trains them.
-        batches: `Batches`.
-        settings: Further arguments of `uptrain`, by name.
-        clock: `Clock`.
+        selected: Dict from names of stages to lists of the variables they train.
+        batches: The data, as `Batches`.
+        settings: Dict of further arguments of `uptrain`.
+        clock: The `Clock` that was started with the call.
     """
 
     def __init__(self, model, layers, selected, batches, settings, clock):
@@ -51,7 +51,7 @@ class Training:
         self.selected, self.settings, self.clock = selected, settings, clock
         self.trained = once(v for x in selected.values() for v in x)
         self.of_maps = [v for layer in layers for v in layer.feature_map.variables]
-        # What a checkpoint has to bring back; the rest is the teacher's alone.
+        # Checkpoints store these; all other weights are the teacher's and never change.
         self.state = once([*self.trained, *self.of_maps])
         moving = {id(v) for v in self.state}
         self.frozen = [v for v in model.weights if id(v) not in moving]
@@ -59,15 +59,16 @@ class Training:
         self.measuring = Measuring(self.teacher, layers, batches, settings["verbose"])
         folder = settings["checkpoint_dir"]
         self.checkpoints = Checkpoints(folder, {} if folder is None else identity(self))
-        # What is known of the past, for the report and for checkpoints.
+        # Results so far, for the report and for checkpoints: results of stages, errors
+        # before training, and errors of uniform attention.
         self.results, self.before, self.control = [], None, None
-        # Steps of the first call, and what each extension of the run added.
+        # Steps of the first call, then those of each extension of the run.
         self.rounds = [settings["steps"]]
-        # What stage "features" trains, and the error of no attention there.
+        # The trainer of stage "features", and its error without attention.
         self.whole_model, self.no_attention = None, None
 
     def run(self):
-        """Runs what is left of the plan.
+        """Runs the stages that are not done yet.
 
         Returns:
             An `UptrainingReport`.
@@ -107,20 +108,20 @@ class Training:
                 )
             seconds = self.clock.lap(_lap(i))
             self.results.append(StageResult.of(name, errors, seconds, zero, note))
-            # A callback may have ended the stage early: it is over all the same.
+            # A stage that a callback stopped early counts as done too.
             self.save(i + 1, 0, [])
             self.clock.lap(SAVING)
         return self.report()
 
     def prepare(self):
-        """Finds the newest checkpoint, and measures what only the start can tell.
+        """Finds the newest checkpoint, and measures the errors before training.
 
         Returns:
-            The checkpoint as `Checkpoints.load` gives it, or `None`.
+            `(position, arrays, notes)` of the checkpoint, or `None` if there is none.
 
         Raises:
-            ValueError: If the checkpoint is of another training or of more steps, or
-                the data, or what the model puts out, cannot be trained on.
+            ValueError: If the checkpoint belongs to another training or has more steps,
+                or if the data or the outputs of the model cannot be trained on.
         """
         found = self.checkpoints.load()
         if found is not None:
@@ -135,18 +136,18 @@ class Training:
                 "before training", must_be_finite=True
             )
         if "features" in self.settings["stages"]:
-            # A model without outputs to compare is refused here.
+            # This raises early for a model without outputs to compare.
             self.whole_model = self.features_trainer()
         self.clock.lap(BEFORE)
         return found
 
     def take(self, other):
-        """Takes over what another `Training` of the same model has measured."""
+        """Copies the measurements of another `Training` of the same model."""
         self.before, self.control = other.before, other.control
         self.no_attention = other.no_attention
 
     def calibrate(self):
-        """Stage "calibrate"; what it has left as it was, as text."""
+        """Runs stage "calibrate", and returns text that says what it left unchanged."""
         verbose = self.settings["verbose"]
         note = calibrate_stage(
             self.model, self.layers, list(self.batches.first(HEAD)), self.before,
@@ -157,7 +158,16 @@ class Training:
         return note
 
     def resumed(self, found):
-        """`(stage, steps done, arrays and errors)` to go on from a checkpoint."""
+        """Restores a checkpoint, and returns where the run resumes.
+
+        Args:
+            found: `(position, arrays, notes)` of the checkpoint, or `None`.
+
+        Returns:
+            `(stage, steps done, (arrays, errors))`: the index of the stage in the plan,
+            the steps of it that are done, and its saved arrays and errors by step. The
+            last is `None` without a checkpoint.
+        """
         if found is None:
             return 0, 0, None
         (index, done), arrays, notes = found
@@ -167,7 +177,7 @@ class Training:
         return index, done, (arrays, notes["errors"])
 
     def save(self, index, done, errors, optimizer=None):
-        """A checkpoint after `done` steps of a stage."""
+        """Saves a checkpoint after `done` steps of stage number `index` of the plan."""
         arrays = {f"state{i}": x for i, x in enumerate(state_of(self.state))}
         if optimizer is not None:
             slots = state_of(optimizer.variables)
@@ -183,14 +193,17 @@ class Training:
         self.checkpoints.save((index, done), arrays, notes)
 
     def train(self, stage, index, first, done=0, kept=None):
-        """Runs a training stage; its errors by step, and that of no attention.
+        """Runs a training stage.
 
         Args:
-            stage: `Planned`.
-            index: Which it is in the plan.
-            first: Steps of the plan before it.
-            done: Steps of it that a checkpoint has seen.
-            kept: Its arrays and errors.
+            stage: The `Planned` stage.
+            index: Index of the stage in the plan.
+            first: Number of steps in the plan before this stage.
+            done: Number of steps of the stage that a checkpoint contains.
+            kept: `(arrays, errors)` of that checkpoint, or `None`.
+
+        Returns:
+            `(errors, zero)`: the errors by step, and the error without attention.
         """
         variables = self.selected[stage.name]
         if stage.layer is not None:
@@ -239,7 +252,7 @@ class Training:
         return errors, zero
 
     def features_trainer(self):
-        """That of stage "features", with the error of no attention."""
+        """Returns the trainer of stage "features", with its error without attention."""
         trainer = FeaturesStage(
             self.teacher, self.settings["objective"], self.settings["window_dropout"]
         )
@@ -249,7 +262,7 @@ class Training:
         return trainer
 
     def trainer(self, stage):
-        """The Keras model that trains in a stage."""
+        """Returns the Keras model whose `fit` trains the stage."""
         settings = self.settings
         if stage.name == "features":
             return self.whole_model
@@ -260,7 +273,7 @@ class Training:
         return AttentionStage(self.teacher, learning, below, settings["window_dropout"])
 
     def report(self):
-        """The `UptrainingReport`."""
+        """Measures the errors after training, and returns the `UptrainingReport`."""
         after, _ = self.measuring("after training")
         self.clock.lap(AFTER)
         errors = zip(self.before, after, self.control, strict=True)
@@ -287,10 +300,10 @@ class Training:
 
 
 def _lap(index):
-    """Returns the clock's name for a stage of the plan."""
+    """Returns the name under which the clock counts a stage of the plan."""
     return f"stage {index}"
 
 
 def _place(name):
-    """The number at the end of an array's name."""
+    """Returns the number at the end of the name of an optimizer's array."""
     return int(name.removeprefix("optimizer"))

@@ -1,4 +1,4 @@
-"""From a softmax checkpoint to a linear model that is as good: `uptrain`."""
+"""Trains a converted linear model to match its softmax checkpoint: `uptrain`."""
 
 import os
 import warnings
@@ -50,72 +50,79 @@ def uptrain(
     save_every=100,
     jit_compile="auto",
 ):
-    """Trains a model with linear attention to be what it was with softmax.
+    """Trains a model with linear attention to match its softmax checkpoint.
 
-    The softmax checkpoint is the teacher, inside the same model: weights that do not
-    train are shared, of the others the first values are kept beside. Three stages, each
-    usable alone:
+    The softmax checkpoint is the teacher and lives inside the same model: weights that
+    do not train are shared, and for weights that train their first values are kept as
+    copies. There are three stages, and each can be used alone:
 
-    - `"calibrate"`: `keras_rfattn.calibrate` on the first batches, no gradients. Passed
-      over where no map learns that way. Maps that were trained are kept as they are,
-      and so are earlier calibrations that another one would make worse; the report
-      says so.
-    - `"attention"`: every layer against the softmax attention of the very same layer,
-      on inputs of the softmax path: relative squared error of outputs, and divergence
-      of attention rows (of 512 query rows of a longer sequence).
-    - `"features"`: the linear model end to end against the softmax model: last hidden
-      states, or logits.
+    - `"calibrate"`: Runs `keras_rfattn.calibrate` on the first batches, without
+      gradients. The stage is skipped if no map learns in this way. It keeps maps that
+      were trained, and it keeps an earlier calibration if a new one would raise the
+      error; the report says so.
+    - `"attention"`: Trains every layer against the softmax attention of the same
+      layer, on the inputs that the layer has in the softmax model. The loss is the
+      relative squared error of outputs plus the divergence of attention rows (of 512
+      query rows if a sequence is longer).
+    - `"features"`: Trains the linear model end to end against the softmax model, by
+      last hidden states or by logits.
 
-    Dropout is inactive, and stored statistics of maps stay as calibrated. Maps train in
-    a frozen model too, and are frozen again afterwards; a map whose own `trainable` is
-    False in a layer whose is True does not train.
+    Dropout is inactive, and stored statistics of maps keep their calibrated values.
+    Maps train in a frozen model too, and are frozen again afterwards. A map does not
+    train if its own `trainable` is False while its layer's is True.
 
     Args:
         model: A model changed by `replace_attention`.
-        data: What `keras.Model.fit` takes, labels ignored: an array, a dict of arrays,
-            `(x, y)`, a `keras.utils.PyDataset`, `tf.data.Dataset`, a generator or a
-            function that makes one, a list of batches; or texts or images, for the
-            model's own preprocessor.
-        steps: Number of training steps, shared out equally among the stages that train.
-            More than the run in `checkpoint_dir` has extend that run.
-        stages: Names of stages, in the order above.
-        trainable: `"maps"` (weights of feature maps alone), `"query_key"` (with the
-            query and key projections), `"lora"` (with adapters that Keras'
-            `enable_lora` adds to query, key, value and output projections) or `"all"`
-            (with whatever is trainable in the model); or a dict of these by stage, such
-            as `{"attention": "maps", "features": "all"}`. Stage `"attention"` trains
-            maps, queries and keys at most.
-        batch_size: Rows of a batch of arrays and texts.
-        optimizer: A Keras optimizer, its name or config; each stage begins with a fresh
-            copy. Adam by default, its rate falling by a cosine to a twentieth from the
-            map's `learning_rate` (0.02, `"hedgehog"` 0.06) in stage `"attention"` and
-            0.005 in `"features"` (0.001 where it compares logits), from 0.001 where the
-            model's own weights train, and from 0.0001 where all of them do.
-        seed: Non-negative integer: of the data's order and of window dropout, which are
-            pure functions of it and the step. Drawn if `None`; 0 with a
-            `checkpoint_dir`.
-        callbacks: Keras callbacks, for the stages that train; none that save what is
-            trained (`checkpoint_dir`).
-        verbose: As in `keras.Model.fit`: 0, 1, 2 or `"auto"`.
-        order: `"together"`, or `"bottom_up"`: stage `"attention"` layer after layer,
-            each on what the trained linear layers below it hand on.
-        objective: Of stage `"features"`: `"features"` (of a task's backbone),
-            `"logits"` or `"auto"`: logits of language models, else features.
-        window_dropout: Share of sequences (`"attention"`) and of batches
-            (`"features"`) for which a layer leaves its window out, so that features
-            learn too.
+        data: Anything `keras.Model.fit` takes; labels are ignored. It can be an array,
+            a dict of arrays, `(x, y)`, a `keras.utils.PyDataset`, a `tf.data.Dataset`,
+            a generator or a function that makes one, a list of batches, or texts or
+            images for the model's own preprocessor.
+        steps: Number of training steps in total, divided equally among the stages that
+            train. If it exceeds the steps of the run in `checkpoint_dir`, that run is
+            extended.
+        stages: Names of the stages to run, in the order above.
+        trainable: What trains: `"maps"` (weights of feature maps only), `"query_key"`
+            (maps and the query and key projections), `"lora"` (maps and adapters that
+            Keras' `enable_lora` adds to query, key, value and output projections) or
+            `"all"` (maps and all other trainable weights of the model). It can also be
+            a dict by stage, such as `{"attention": "maps", "features": "all"}`. Stage
+            `"attention"` trains at most maps, queries and keys.
+        batch_size: Number of rows per batch when `data` is arrays or texts.
+        optimizer: A Keras optimizer, its name or its config. Each stage starts with a
+            fresh copy. The default is Adam with a cosine schedule that falls to a
+            twentieth of the learning rate. That rate is the map's `learning_rate`
+            (0.02, `"hedgehog"` 0.06) in stage `"attention"`, and 0.005 in `"features"`
+            (0.001 if it compares logits). It is 0.001 if weights of the model itself
+            train, and 0.0001 if all of them do.
+        seed: Non-negative integer. The order of the data and window dropout are pure
+            functions of the seed and the step. If `None`, it is drawn at random, or 0
+            with a `checkpoint_dir`.
+        callbacks: Keras callbacks for the stages that train. Callbacks that save the
+            trained model are refused; use `checkpoint_dir` instead.
+        verbose: Verbosity as in `keras.Model.fit`: 0, 1, 2 or `"auto"`.
+        order: `"together"` trains all layers side by side in stage `"attention"`.
+            `"bottom_up"` trains one layer after the other, each on the outputs of the
+            trained linear layers below it.
+        objective: What stage `"features"` compares: `"features"` (hidden states, of
+            the backbone if the model is a task), `"logits"`, or `"auto"`: logits for
+            language models, hidden states for other models.
+        window_dropout: Share of sequences (stage `"attention"`) or batches (stage
+            `"features"`) for which a layer leaves its window out, so that its
+            features learn too.
         lora_rank: Rank of new adapters.
-        exclude: Texts not to train on, such as those of an evaluation; matches but for
-            case, spaces and punctuation are dropped from `data` and counted.
-        preprocessor: Of raw data; the model's own by default. If given, everything
-            goes through it.
-        checkpoint_dir: Folder for checkpoints. A call that finds one there goes on from
-            it and ends with the weights of an unbroken run. If it has more `steps`, the
-            run ends as it was planned, and the steps that are left are a round of
-            their own: the training stages once more, each with a fresh optimizer whose
-            learning rate begins anew, on the batches that come next.
+        exclude: Texts that must not be trained on, such as evaluation texts. Texts in
+            `data` that match, ignoring case, spaces and punctuation, are dropped and
+            counted.
+        preprocessor: Function that turns raw data into model inputs; by default the
+            model's own preprocessor. If given, it is applied to all data.
+        checkpoint_dir: Folder for checkpoints. A call that finds a checkpoint there
+            resumes from it, and ends with the weights of an uninterrupted run. If
+            `steps` exceeds the steps of that run, the run first ends as planned. The
+            additional steps then form another round: they repeat the training stages
+            on the batches that come next, each with a fresh optimizer and a restarted
+            learning rate schedule.
         save_every: Number of steps between checkpoints.
-        jit_compile: As in `keras.Model.compile`.
+        jit_compile: Passed to `keras.Model.compile`.
 
     Returns:
         An `UptrainingReport`, which prints as a table.
@@ -123,10 +130,11 @@ def uptrain(
     Raises:
         TypeError: If `model` is not a Keras layer.
         ValueError: If an argument is invalid, the model has no linear attention,
-            nothing would train, or data is not what the model takes or has no real
-            token, or `checkpoint_dir` holds another training or one of more steps; the
-            model is as it was then. Also if a loss is not finite (the last
-            good weights are kept), or a weight of the teacher changes meanwhile.
+            nothing would train, the data does not fit the model or has no real token,
+            or `checkpoint_dir` holds another training or one with more steps; the
+            model is unchanged in these cases. Also if a loss is not finite (the last
+            good weights are kept), or if a weight of the teacher changes during
+            training.
     """
     clock = Clock()
     settings = {
@@ -145,7 +153,7 @@ def uptrain(
         seed = 0
     if seed is None:
         seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
-    # As plain numbers, which checkpoints and reports hold.
+    # Checkpoints and reports store plain Python numbers.
     for name in INTEGERS:
         settings[name] = int(settings[name])
     settings["window_dropout"] = float(window_dropout)
@@ -161,13 +169,13 @@ def uptrain(
 
 
 def _run(model, layers, batches, settings, clock):
-    """`uptrain`, its arguments checked."""
+    """Runs `uptrain` after its arguments were checked."""
     layers = in_order(model, layers, batches(0))
     asked = [x for x in settings["stages"] if x != "calibrate"]
     beforehand = None
     if "lora" in (settings["trainable"][x] for x in asked):
-        # Adapters cannot be taken back: data and checkpoints are judged before they are
-        # added.
+        # Adapters cannot be removed again, so data and checkpoints are checked before
+        # adapters are added.
         beforehand = Training(model, layers, {}, batches, settings, clock)
         beforehand.prepare()
     selected = chosen(
@@ -176,12 +184,12 @@ def _run(model, layers, batches, settings, clock):
     )  # fmt: skip
     training = Training(model, layers, selected, batches, settings, clock)
     if beforehand is not None:
-        # Fresh adapters change nothing.
+        # Fresh adapters do not change outputs, so the measurements still hold.
         training.take(beforehand)
     try:
         return training.run()
     finally:
-        # What `restore_attention` cannot give back, also of a training that broke off.
+        # `restore_attention` cannot undo these changes, even if training broke off.
         changed = training.teacher.changed()
         for layer in linear_layers(model):
             layer.trained = tuple(dict.fromkeys((*layer.trained, *changed)))
@@ -225,7 +233,7 @@ def _listed(given):
 
 
 def _check(model, layers, settings):
-    """Raises `ValueError` for arguments that make no sense."""
+    """Raises `ValueError` if an argument is invalid."""
     if not layers:
         raise ValueError(
             f"`model` has no linear attention to train. Received: {title(model)}. "

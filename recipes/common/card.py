@@ -1,4 +1,4 @@
-"""A preset of an uptrained model, and a card beside it; not a recipe itself."""
+"""Saves a preset of an uptrained model with a model card; not a recipe itself."""
 
 import pathlib
 import shlex
@@ -21,13 +21,13 @@ window alone {window_only:.4f}, features alone {features_only:.4f}.
 
 
 def save(folder, model, report, row):
-    """Saves the model, and says what it is.
+    """Saves the model with a model card.
 
     Args:
-        folder: Of the preset.
-        model: A backbone.
-        report: `keras_rfattn.uptraining.UptrainingReport`.
-        row: Of results, with those of `keras_rfattn.diagnostics.attribute`.
+        folder: Folder of the preset.
+        model: A KerasHub backbone.
+        report: The `keras_rfattn.uptraining.UptrainingReport` of the model.
+        row: Dict of results, including those of `keras_rfattn.diagnostics.attribute`.
     """
     model.save_to_preset(folder)
     card = CARD.format(

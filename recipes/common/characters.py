@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Text(NamedTuple):
-    """Parts of a text, integers each, and how many kinds of characters there are."""
+    """Parts of a text as integers, and the number of different characters."""
 
     train: np.ndarray
     watched: np.ndarray
@@ -15,9 +15,9 @@ class Text(NamedTuple):
 
 
 def load(folder):
-    """`folder/wikitext2`: valid is for training, its last 10 % for watching.
+    """Loads `folder/wikitext2`: valid is for training, its last 10 % for validation.
 
-    Characters that training does not hold share the last integer.
+    Characters that are not in the training text share the last integer.
     """
     text, test = (
         (folder / "wikitext2" / f"{part}.txt").read_text(encoding="utf-8")
@@ -33,6 +33,6 @@ def load(folder):
 
 
 def pieces(text, count, length, generator):
-    """As many pieces of a text, from random places: `(count, length)`."""
+    """Cuts pieces of a text from random places, `(count, length)`."""
     starts = generator.integers(0, text.size - length + 1, count)
     return text[starts[:, None] + np.arange(length)]

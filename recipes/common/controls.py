@@ -1,4 +1,4 @@
-"""Arms of a comparison, controls among them; not a recipe itself."""
+"""Sets up the arms of a comparison, including controls; not a recipe itself."""
 
 import warnings
 
@@ -13,14 +13,14 @@ def set_attention(model, name, mechanism, seed):
     """Gives a softmax model the attention of an arm, in place.
 
     Args:
-        model: With `keras.layers.MultiHeadAttention` inside.
-        name: Of the arm: "softmax", "uniform" and "no_attention" are controls.
+        model: A model with `keras.layers.MultiHeadAttention` inside.
+        name: Name of the arm. "softmax", "uniform" and "no_attention" are controls.
         mechanism: `(name of a feature map, its arguments, further arguments of
-            replace_attention)` of any other.
-        seed: Of the random vectors.
+            replace_attention)` for any other arm.
+        seed: Seed of the random vectors.
 
     Returns:
-        A dict of the width of the features; empty for a control, or with a window.
+        A dict with the width of the features; empty for a control, or with a window.
     """
     if name == "softmax":
         return {}
@@ -28,12 +28,12 @@ def set_attention(model, name, mechanism, seed):
         silence(model)
         return {}
     if name == "uniform":
-        # At this temperature all weights are equal, to seven digits.
+        # At this temperature all attention weights are equal to seven digits.
         mechanism = "favorplus", {"num_features": 1}, {"temperature": 1e14}
     map_name, arguments, options = mechanism
     feature_map = feature_maps.get(map_name, seed=seed, **arguments)
     with warnings.catch_warnings():
-        # Of hybrids whose queries and keys have any length: what is measured.
+        # Hybrids warn about queries and keys of any length, which is intended here.
         warnings.filterwarnings("ignore", ".* not normalized")
         keras_rfattn.replace_attention(model, feature_map, seed=seed, **options)
     if name == "uniform" or "window" in options:
@@ -42,7 +42,7 @@ def set_attention(model, name, mechanism, seed):
 
 
 def silence(model):
-    """Makes attention put out 0, in training too."""
+    """Makes attention output 0, in training too."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.MultiHeadAttention):
             dense = layer.output_dense
@@ -54,10 +54,10 @@ def summarize(rows, columns, pairs):
     """Prints means and standard deviations over seeds, and compares arms.
 
     Args:
-        rows: Dicts of `start`, `arm` and numbers.
-        columns: Names of the numbers, the last of which is compared.
-        pairs: List of `((start, arm), (start, arm))`, the first of which should have
-            the smaller number.
+        rows: List of dicts with `start`, `arm` and results.
+        columns: Names of the results to print; the last one is compared.
+        pairs: List of `((start, arm), (start, arm))`; the first of each pair is
+            expected to have the smaller result.
     """
     means = {}
     print(f"{'':<36}" + "".join(f"{name:>17}" for name in columns))

@@ -1,4 +1,4 @@
-"""How well maps estimate a trained model's softmax, untrained; not a recipe itself."""
+"""Measures how untrained maps estimate a model's softmax; not a recipe itself."""
 
 import statistics
 
@@ -10,24 +10,26 @@ from keras_rfattn import feature_maps
 
 
 def estimates(model, inputs, names, widths, draws, factors):
-    """Errors of maps in a softmax model, whose products are multiplied by a factor too.
+    """Measures errors of maps in a softmax model, with `q · k` scaled by factors.
 
-    The factor, a sharper softmax, tells whether a map falls behind for the size of the
-    queries and keys at hand: queries and keys are both multiplied by its square root.
+    A larger factor makes softmax sharper. This shows whether a map has large errors
+    because of the size of the queries and keys. Queries and keys are both multiplied by
+    the square root of the factor.
 
     Args:
-        model: With `keras.layers.MultiHeadAttention` inside; left as it was.
-        inputs: A batch of what it takes.
-        names: Of maps of kernel softmax.
-        widths: Numbers of features.
-        draws: How many draws of the vectors.
-        factors: Of `q · k`.
+        model: A model with `keras.layers.MultiHeadAttention` inside. It is unchanged
+            afterwards.
+        inputs: A batch of model inputs.
+        names: Names of maps that estimate the softmax kernel.
+        widths: Numbers of features to try.
+        draws: Number of draws of the random vectors.
+        factors: Factors that `q · k` is multiplied by.
 
     Yields:
-        A dict for each factor, width and map: medians over the draws of the median
+        A dict for each factor, width and map. It holds medians over draws of the median
         relative error of the kernel ("kernel error"), the error of attention outputs
-        ("error") and that of uniform attention ("mean of V"), and the former of each
-        draw ("kernel errors").
+        ("error") and the error of uniform attention ("mean of V"), and the kernel error
+        of each draw ("kernel errors").
     """
     scaled = [
         dense

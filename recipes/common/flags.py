@@ -1,15 +1,21 @@
-"""Flags that recipes share; not a recipe itself."""
+"""Command-line flags that recipes share; not a recipe itself."""
 
 import argparse
 import pathlib
 import sys
 
-# Sizes of a `train_*.py` at its smallest.
+# Sizes that `--smoke` gives to a `train_*.py`.
 TINY = {"steps": 2, "context": 16, "num_layers": 1}
 
 
 def make_parser(description, mechanisms, sizes):
-    """Flags of every `train_*.py`; tables as `training.build` takes them."""
+    """Returns the argument parser that every `train_*.py` shares.
+
+    Args:
+        description: Text whose first line describes the recipe.
+        mechanisms: Dict from names to mechanisms, as `training.build` takes them.
+        sizes: Dict from names of integer flags to their defaults.
+    """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     name = pathlib.Path(sys.argv[0]).stem
     parser.add_argument("--results", default=f"{name}.jsonl", help="appended to")
@@ -24,7 +30,7 @@ def make_parser(description, mechanisms, sizes):
 
 
 class Smoke(argparse.Action):
-    """Gives other flags the values of its `const`; what stands after it counts."""
+    """Sets other flags to the values in `const`; flags after it override these."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         for name, value in self.const.items():
@@ -32,7 +38,7 @@ class Smoke(argparse.Action):
 
 
 def add_smoke(parser, **values):
-    """Adds `--smoke`: the recipe at its smallest, by such values of other flags."""
+    """Adds `--smoke`, which runs the smallest recipe by setting other flags."""
     text = "a minute's worth of it: "
     text += ", ".join(f"{name} {value}" for name, value in values.items())
     parser.add_argument("--smoke", nargs=0, action=Smoke, const=values, help=text)

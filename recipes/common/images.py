@@ -1,4 +1,4 @@
-"""Small labelled images, and patches of them; not a recipe itself."""
+"""Loads small labelled images, and cuts patches of them; not a recipe itself."""
 
 import keras
 import numpy as np
@@ -7,10 +7,11 @@ SIDE = 32  # of images from a folder
 
 
 def load(data_dir=None, folder=None):
-    """`(x_train, y_train, x_test, y_test)`, pixels from 0 to 1.
+    """Loads `(x_train, y_train, x_test, y_test)` with pixels from 0 to 1.
 
-    CIFAR-10 of `data_dir`, or a folder with one folder of images a class, or the digits
-    that scikit-learn carries; of these two a fifth is for testing.
+    The images are CIFAR-10 from `data_dir`, or from a folder with one folder of images
+    for each class, or scikit-learn's digits. In the latter two cases a fifth is for
+    testing.
     """
     if data_dir is not None:
         with np.load(data_dir / "cifar10" / "cifar10_small.npz") as file:
@@ -53,7 +54,10 @@ def images_of(folder):
 
 
 def batches(x, y, size, generator):
-    """Random `(images, labels)` without end, shifted by an eighth, colours mirrored."""
+    """Yields random `(images, labels)` without end.
+
+    Images are shifted by up to an eighth, and half of the color images are mirrored.
+    """
     side = x.shape[1]
     far = side // 8
     padded = np.pad(x, ((0, 0), (far, far), (far, far), (0, 0)), "edge")
@@ -63,16 +67,17 @@ def batches(x, y, size, generator):
         for row, i in zip(found, chosen, strict=True):
             top, left = generator.integers(2 * far + 1, size=2)
             crop = padded[i, top : top + side, left : left + side]
-            # Digits are others in a mirror.
+            # Digits are not mirrored, as that changes what they are.
             is_mirrored = x.shape[-1] == 3 and generator.integers(2)
             row[:] = crop[:, ::-1] if is_mirrored else crop
         yield found, y[chosen]
 
 
 def hidden_batches(x, grid, shown, size, generator):
-    """`((images, orders), patches)`: those that an order has after the first `shown`.
+    """Yields `((images, orders), patches)` for masked autoencoders.
 
-    As masked autoencoders have them: of mean 0 and spread 1, each by itself.
+    The patches are those after the first `shown` in a random order. Each is normalized
+    to mean 0 and standard deviation 1.
     """
     labels, places = np.zeros(len(x), "int32"), np.arange(grid**2, dtype="int32")
     for found, _ in batches(x, labels, size, generator):
@@ -85,7 +90,7 @@ def hidden_batches(x, grid, shown, size, generator):
 
 
 def patches(x, size):
-    """`(B, side, side, C)` as `(B, patches, size * size * C)`, row by row."""
+    """Cuts `(B, side, side, C)` into `(B, patches, size * size * C)`, row by row."""
     count, side, channels = len(x), x.shape[1] // size, x.shape[-1]
     x = x.reshape(count, side, size, side, size, channels).swapaxes(2, 3)
     return x.reshape(count, side * side, size * size * channels)

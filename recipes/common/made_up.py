@@ -1,4 +1,4 @@
-"""Simple sentences, made up at random; not a recipe itself."""
+"""Generates simple random sentences; not a recipe itself."""
 
 from pydoc_data.topics import topics
 
@@ -16,7 +16,10 @@ WORDS = (
 
 
 def sentences(generator, count):
-    """Simple ones, a third with two clauses; Python's manual for longer words."""
+    """Returns random sentences, a third with two clauses.
+
+    Some sentences are from Python's manual, which has longer words.
+    """
     manual = [x for topic in topics.values() for x in topic.split(". ")]
     manual = [x for x in manual if len(x) > 40 and "::=" not in x]
 

@@ -1,4 +1,4 @@
-"""Controls that can be trained; not a recipe itself."""
+"""Feature maps that serve as trainable controls; not a recipe itself."""
 
 from keras import ops
 
@@ -7,7 +7,7 @@ from keras_rfattn.ops import Features
 
 
 class OneFeature(feature_maps.FeatureMap):
-    """Weights `exp(u·k)`, whatever the query; uniform before training."""
+    """A map with weights `exp(u·k)` for any query; uniform before training."""
 
     kernel, is_unbiased, is_symmetric, num_features = "one", False, False, 1
 
@@ -26,7 +26,7 @@ class OneFeature(feature_maps.FeatureMap):
 
 
 class WindowAlone(feature_maps.FeatureMap):
-    """No weight for any key beyond the window, in which attention is softmax's."""
+    """A map that gives no weight to keys beyond the window, which has exact softmax."""
 
     kernel, is_unbiased, is_symmetric, num_features = "softmax", False, False, 1
 

@@ -1,18 +1,19 @@
-"""Scenes that robots with a depth camera steer through; not a recipe itself."""
+"""Simulates scenes for robots with a depth camera; not a recipe itself."""
 
 import numpy as np
 
 ROWS, COLUMNS = 24, 32
-# Meters; the expert keeps a margin that the robot does not need.
+# Lengths in meters. The expert keeps a margin that the robot itself does not need.
 OBSTACLES, CAMERA, RANGE, RADIUS, MARGIN = 6, 0.5, 8.0, 0.2, 0.1
 STRIDE, REACHED, AHEAD = 0.25, 0.4, 3.0
-# Radians for which a chance falls to a third; of a way that is blocked at once.
+# An angle's probability falls to about a third for each `SOFTNESS` radians. A way that
+# is blocked at once costs as much as `BLOCKED` radians.
 SOFTNESS, BLOCKED = 0.1, 4.0
 STEERING = np.deg2rad(np.linspace(-40, 40, 17))
 
 
 class Scenes:
-    """Boxes and cylinders on the ground, a goal, and robots with their headings."""
+    """Scenes with boxes and cylinders on the ground, a goal, and a robot each."""
 
     def __init__(self, count, generator):
         shape, uniform = (count, OBSTACLES), generator.uniform
@@ -25,23 +26,24 @@ class Scenes:
         self.heading = np.zeros(count)
 
     def scatter(self, generator):
-        """Robots anywhere on their way, facing the goal more or less."""
+        """Places robots at random, facing roughly towards the goal."""
         count = len(self.goal)
         self.place = generator.uniform((0, -2), (5, 2), (count, 2))
         self.heading += self.toward_goal()[0] + generator.normal(0, 0.4, count)
         return self
 
     def toward_goal(self):
-        """`(angle, distance)` of the goal as robots see it."""
+        """Returns `(angle, distance)` of the goal relative to the robots."""
         x, y = turned(self.goal - self.place, self.heading).T
         return np.arctan2(y, x), np.hypot(x, y)
 
     def cast(self, rays, margin=0.0):
-        """How far rays `(R, 3)` go before an obstacle, in lengths of theirs."""
+        """Returns distances to obstacles along rays `(R, 3)`, in lengths of the ray."""
         center = turned(self.center - self.place[:, None], self.heading[:, None])
         center, angle = center[:, None], (self.angle - self.heading[:, None])[:, None]
         half, ray = self.half[:, None] + margin, rays[:, None, :2]
-        # A cylinder's two intersections, then a box's as where its slabs overlap.
+        # First the two intersections with a cylinder, then those with a box, where the
+        # intervals of its two slabs overlap.
         along, square = np.sum(ray * center, -1), np.sum(ray**2, -1)
         room = along**2 - square * (np.sum(center**2, -1) - half[..., 0] ** 2)
         root = np.sqrt(np.maximum(room, 0))
@@ -59,12 +61,12 @@ class Scenes:
         return np.where(is_hit, near, np.inf).min(-1)
 
     def observe(self):
-        """What policies see: depth images, and the goal as a bump over angles."""
+        """Returns policy inputs: depth images, and the goal as a bump over angles."""
         column, row = np.meshgrid(
             np.linspace(-1, 1, COLUMNS), np.linspace(0.75, -0.75, ROWS)
         )
         rays = np.stack([np.ones_like(row), -column, row], -1).reshape(-1, 3)
-        # Rays to the sky meet the ground as far away as nobody sees.
+        # Upward rays get a distance to the ground far beyond the camera's range.
         ground = -CAMERA / np.minimum(rays[:, 2], -1e-9)
         depth = np.minimum(np.minimum(self.cast(rays), ground), RANGE) / RANGE
         angle, distance = self.toward_goal()
@@ -75,7 +77,7 @@ class Scenes:
         return {"image": np.float32(image), "goal": np.float32(goal)}
 
     def expert(self):
-        """Chances of the angles: those with a free way, near to the goal's."""
+        """Returns probabilities of angles, high for a free way close to the goal."""
         rays = np.stack([np.cos(STEERING), np.sin(STEERING), 0 * STEERING], -1)
         angle, distance = self.toward_goal()
         needed = np.minimum(distance, AHEAD)[:, None]
@@ -97,7 +99,7 @@ class Scenes:
 
 
 def turned(x, angle):
-    """Points `(..., 2)` as seen by who has turned by an angle."""
+    """Returns points `(..., 2)` in coordinates that are rotated by an angle."""
     cos, sin = np.cos(angle), np.sin(angle)
     return np.stack([cos * x[..., 0] + sin * x[..., 1],
                      cos * x[..., 1] - sin * x[..., 0]], -1)  # fmt: skip

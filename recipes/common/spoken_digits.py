@@ -1,18 +1,18 @@
-"""Utterances joined from spoken digits, and their error rate; not a recipe itself."""
+"""Joins spoken digits to utterances, and scores them; not a recipe itself."""
 
 import keras
 import numpy as np
 from keras import ops
 
 NEW_VOICES = "theo", "yweweler"
-SHORTEST, LONGEST = 3, 12  # digits
-# Spectra of 32 ms every 10 ms; a token is 4 of them.
+SHORTEST, LONGEST = 3, 12  # digits per utterance
+# There is a spectrum of 32 ms every 10 ms, and a token covers 4 of them.
 MELS, FRAMES, STRIDE = 40, 512, 4
 TOKENS = FRAMES // STRIDE
 
 
 class SpokenDigits:
-    """Log-mel spectrograms of single digits, joined to utterances on the fly."""
+    """Log-mel spectrograms of digits, which are joined to utterances on the fly."""
 
     def __init__(self, path):
         with np.load(path) as file:
@@ -32,7 +32,7 @@ class SpokenDigits:
         self.features = [standardized(x[:, :count].T) for x, count in found]
 
     def of(self, part):
-        """Numbers of the recordings of a part, by speaker."""
+        """Returns the indices of the recordings of a part, one array per speaker."""
         known = ~np.isin(self.speaker, NEW_VOICES)
         chosen = {
             "train": known & (self.index >= 10),
@@ -43,7 +43,7 @@ class SpokenDigits:
         return [np.flatnonzero(chosen & (self.speaker == name)) for name in names]
 
     def utterances(self, part, count, generator):
-        """`(inputs, targets)`; a target ends with its number of tokens."""
+        """Returns `(inputs, targets)`; a target ends with its number of tokens."""
         speakers = self.of(part)
         features = np.zeros((count, FRAMES, MELS), "float32")
         real = np.zeros((count, TOKENS), bool)
@@ -53,7 +53,7 @@ class SpokenDigits:
             size = generator.integers(SHORTEST, LONGEST + 1)
             numbers = generator.choice(numbers, size)
             ends = np.cumsum([len(self.features[n]) for n in numbers])
-            numbers = numbers[ends <= FRAMES]  # what fits
+            numbers = numbers[ends <= FRAMES]  # digits that fit
             joined = np.concatenate([self.features[n] for n in numbers])
             if part == "train":
                 mask(joined, generator)
@@ -65,7 +65,7 @@ class SpokenDigits:
 
 
 def standardized(x):
-    """Without what a speaker's microphone does to each band."""
+    """Normalizes each band, which removes the effect of a speaker's microphone."""
     return (x - x.mean(0)) / (x.std(0) + 1e-3)
 
 
@@ -78,7 +78,7 @@ def mask(x, generator):
 
 
 def ctc(targets, logits):
-    """A loss, of digits from 1 on and 0 for the blank."""
+    """Computes the CTC loss, with digits from 1 on and 0 for the blank."""
     targets = ops.cast(targets, "int32")
     digits, tokens = targets[:, :-1], targets[:, -1]
     count = ops.sum(ops.cast(digits > 0, "int32"), -1)
@@ -86,7 +86,7 @@ def ctc(targets, logits):
 
 
 def error_rate(logits, targets):
-    """Of digits decoded greedily: edits by the number of digits."""
+    """Returns the edits divided by the number of digits, after greedy decoding."""
     found = ops.ctc_decode(logits, targets[:, -1])[0][0]
     pairs = zip(ops.convert_to_numpy(found), targets[:, :-1], strict=True)
     edits = sum(distance(a[a > 0], b[b > 0]) for a, b in pairs)
@@ -94,11 +94,11 @@ def error_rate(logits, targets):
 
 
 def distance(a, b):
-    """Levenshtein's: insertions, deletions and substitutions."""
+    """Returns the Levenshtein distance: insertions, deletions and substitutions."""
     row = place = np.arange(len(b) + 1)
     for x in a:
         last, row = row, row + 1
         row[1:] = np.minimum(row[1:], last[:-1] + (b != x))
-        # What is inserted costs 1 for each place.
+        # Insertions cost 1 for each position.
         row = np.minimum.accumulate(row - place) + place
     return int(row[-1])

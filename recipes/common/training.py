@@ -1,4 +1,4 @@
-"""What the `train_*.py` recipes share; not a recipe itself."""
+"""Code that the `train_*.py` recipes share; not a recipe itself."""
 
 import json
 import pathlib
@@ -19,7 +19,10 @@ SHORTEST, EVERY = 16, 100
 
 
 def build(mechanism, seed, vocabulary_size, args):
-    """A Transformer++ with `(name of a map or "softmax", its arguments, window)`."""
+    """Builds a Transformer++.
+
+    `mechanism` is `(name of a map or "softmax", its arguments, window)`.
+    """
     keras.utils.set_random_seed(seed)
     name, arguments, window = mechanism
     options = {"vocabulary_size": vocabulary_size, **sizes(args)}
@@ -38,7 +41,7 @@ def sizes(args):
 
 
 def record(args, row):
-    """Appends a line to the results: the command beside what was found."""
+    """Appends a line to the results: the command and its result."""
     command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
     with open(args.results, "a") as file:
         where = {"command": command, "backend": keras.backend.backend()}
@@ -56,18 +59,18 @@ def solve(
 ):
     """Trains every mechanism on a task whose answer is the last tokens.
 
-    Contexts grow, the same way for every mechanism: 16 tokens, then twice as many
-    whenever a share `enough` of held-out examples is right, up to `args.context`. A
-    training ends when 99.9 % are right there twice in a row, or after `args.steps`
-    steps in all.
+    The context grows by the same rule for every mechanism. It starts with 16 tokens,
+    and doubles whenever a share `enough` of held-out examples is right, up to
+    `args.context`. Training ends when 99.9 % are right at that context twice in a row,
+    or after `args.steps` steps in all.
 
     Args:
-        examples: `(generator, number, context) -> (tokens, answers)`.
+        examples: Function `(generator, number, context) -> (tokens, answers)`.
         count: Number of tokens in an answer; all must be right.
-        mechanisms: See `build`.
-        vocabulary_size: Number of tokens.
-        args: Parsed flags, `context`, `steps`, `examples` and sizes among them.
-        learning_rate: Of Adam, a number or a schedule.
+        mechanisms: Dict from names to mechanisms, as `build` takes them.
+        vocabulary_size: Number of different tokens.
+        args: Parsed flags, including `context`, `steps`, `examples` and sizes.
+        learning_rate: Learning rate of Adam, a number or a schedule.
         enough: Share of right examples at which the context grows.
     """
     print(f"context {args.context}, batches of {BATCH}, at most {args.steps} steps")

@@ -1,4 +1,4 @@
-"""Fine-tuning a BERT on SST-2, MRPC or STS, and its scores; not a recipe itself."""
+"""Fine-tunes and scores a BERT on SST-2, MRPC or STS; not a recipe itself."""
 
 import keras
 import keras_hub
@@ -14,19 +14,19 @@ from keras_rfattn import feature_maps
 from keras_rfattn.models import Plan
 from keras_rfattn.models import describe_attention
 
-# Tokens of a text, or of a pair: hardly any is longer.
+# Maximum number of tokens of a text or pair; hardly any is longer.
 TOKENS = {"sst2": 48, "mrpc": 96, "sts": 96}
 BATCH, RATE = 32, 1e-4
 
 
 class Task:
-    """A data set: what a model is fine-tuned on, and what it is judged by.
+    """A data set for fine-tuning and evaluation.
 
     Args:
-        data: Folder.
+        data: Folder of all data sets.
         name: `"sst2"`, `"mrpc"` or `"sts"`.
-        steps: Number of steps of fine-tuning.
-        stride: Every n-th row is judged.
+        steps: Number of fine-tuning steps.
+        stride: Only every n-th row is evaluated.
     """
 
     def __init__(self, data, name, steps, stride=1):
@@ -39,20 +39,20 @@ class Task:
         return preprocessor(self.tokenizer, TOKENS[self.name])
 
     def columns(self, texts):
-        """A list of texts, or a tuple of two for pairs."""
+        """Returns a list of texts, or a tuple of two lists for pairs."""
         if self.name == "sst2":
             return texts
         return tuple(map(list, zip(*texts, strict=True)))
 
     def inputs(self, texts):
-        # A tuple alone would be inputs and labels.
+        # Without `y`, a tuple would be taken for inputs and labels.
         found = self.preprocessor()(self.columns(texts), y=None)
         return {k: ops.convert_to_numpy(x) for k, x in found.items()}
 
     def texts(self):
-        """The training rows without labels, and without what is judged by.
+        """Returns the training texts without labels and without evaluation texts.
 
-        Pairs are there both ways round, which are two texts to the model.
+        Pairs are included in both orders, because the model sees these as two texts.
         """
         judged = {sentence for text, _ in self.rows for sentence in sentences(text)}
         found = [text for text, _ in self.train if not judged & {*sentences(text)}]
@@ -62,7 +62,7 @@ class Task:
         return [np.array(x, object) for x in self.columns(found)]
 
     def fine_tuned(self, backbone, tokenizer, seed):
-        """A classifier, or regressor, trained with the whole model."""
+        """Returns a classifier or regressor after training the whole model."""
         keras.utils.set_random_seed(seed)
         self.tokenizer = tokenizer
         is_regression = self.name == "sts"
@@ -85,7 +85,7 @@ class Task:
         return model
 
     def predictions(self, model):
-        """Of rows of like length together, and no longer than the longest needs."""
+        """Returns predictions, in batches of similar length to reduce padding."""
         inputs = self.inputs([text for text, _ in self.rows])
         lengths = inputs["padding_mask"].sum(-1)
         order, found = np.argsort(lengths, kind="stable"), {}
@@ -98,18 +98,21 @@ class Task:
 
     @staticmethod
     def judge(model, task):
-        """As `keras_rfattn.diagnostics.attribute` calls it."""
+        """Returns the score, as a metric for `keras_rfattn.diagnostics.attribute`."""
         return task.score(task.predictions(model))
 
     def score(self, predicted, chosen=slice(None)):
-        """Accuracy, or rank correlation, on the rows `chosen`."""
+        """Returns the accuracy or rank correlation on the rows `chosen`."""
         wanted = np.array([y for _, y in self.rows])[chosen]
         if self.name == "sts":
             return float(spearmanr(wanted, predicted[chosen, 0])[0])
         return float(np.mean(predicted[chosen].argmax(-1) == wanted))
 
     def interval(self, ours, theirs, draws=2000):
-        """Paired bootstrap over rows and seeds of a difference of scores, 95 %."""
+        """Returns the 95 % interval of a score difference.
+
+        It is a paired bootstrap over rows and seeds.
+        """
         generator, found, count = np.random.default_rng(0), [], len(self.rows)
         for _ in range(draws):
             chosen = generator.integers(count, size=count)
@@ -126,7 +129,7 @@ def sentences(text):
 
 
 def replace(args, model, seed, mechanism=None):
-    """Makes a model linear: one width for all layers, or one for each; 0 is softmax."""
+    """Makes a model linear with one width, or one per layer; width 0 keeps softmax."""
 
     def feature_map(name, num_features):
         if num_features == 0:
@@ -156,7 +159,7 @@ def replace(args, model, seed, mechanism=None):
 
 
 def reinitialize(model, seed):
-    """Weights as a fresh model has them: the checkpoint's spread, and no more of it."""
+    """Draws new weights with a fresh model's spread; nothing learned remains."""
     generator = np.random.default_rng(seed)
     for weight in model.trainable_weights:
         if len(weight.shape) > 1 and "feature_map" not in weight.path:

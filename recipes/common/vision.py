@@ -1,4 +1,4 @@
-"""A small vision transformer and its training; not a recipe itself."""
+"""Builds and trains a small vision transformer; not a recipe itself."""
 
 import keras
 import keras_hub
@@ -8,13 +8,13 @@ from keras import layers
 from keras import ops
 
 LAYERS, HEADS, DIM, MLP = 4, 2, 64, 128
-GRID = 8  # patches a side
+GRID = 8  # patches per side
 HIDDEN, DECODER = 0.75, 64  # share of patches hidden; width of the decoder
 BATCH, RATE, WEIGHT_DECAY = 64, 1e-3, 0.05
 
 
 def vit(model, seed, shape, grid=GRID):
-    """A backbone of `grid` x `grid` patches."""
+    """Builds a backbone for `grid` x `grid` patches."""
     keras.utils.set_random_seed(seed)
     sizes = {"num_heads": HEADS, "mlp_dim": MLP, "attention_dropout": 0.0}
     if model == "keras_hub":
@@ -34,17 +34,17 @@ def vit(model, seed, shape, grid=GRID):
 
 
 def parts(backbone):
-    """Layers from pixels (0 to 1) to tokens, and from tokens to outputs."""
+    """Returns layers from pixels (0 to 1) to tokens, and from tokens to outputs."""
     names = [type(layer).__name__ for layer in backbone.layers]
     cut = 1 + next(i for i, x in enumerate(names) if "PatchingAndEmbedding" in x)
     first = backbone.layers[1:cut]
     if isinstance(backbone, keras_hub.models.ViTBackbone):
-        first = [layers.Rescaling(2.0, -1.0), *first]  # KerasCV's has it inside
+        first = [layers.Rescaling(2.0, -1.0), *first]  # KerasCV's ViT rescales itself
     return first, backbone.layers[cut:]
 
 
 def through(some_layers, x):
-    """Outputs of layers, one after the other."""
+    """Applies layers one after the other."""
     for layer in some_layers:
         x = layer(x)
     return x
@@ -58,7 +58,7 @@ def adamw(steps, **options):
 
 
 def pretrain(backbone, x, seed, steps):
-    """Masked autoencoding: the encoder sees a quarter of the patches."""
+    """Pretrains by masked autoencoding; the encoder sees a quarter of the patches."""
     first, rest = parts(backbone)
     count, size = GRID**2, x.shape[1] // GRID
     shown = round(count * (1 - HIDDEN))
@@ -67,7 +67,7 @@ def pretrain(backbone, x, seed, steps):
     tokens = through(first, pixels)
     visible = ops.take_along_axis(tokens[:, 1:], order[:, :shown, None], axis=1)
     encoded = through(rest, ops.concatenate([tokens[:, :1], visible], axis=1))
-    # Patches that are hidden are 0 here: a mask token would do what the bias does.
+    # Hidden patches are 0 here; a mask token would have the same effect as the bias.
     y = layers.Dense(DECODER)(encoded[:, 1:])
     y = ops.pad(y, ((0, 0), (0, count - shown), (0, 0)))
     y = ops.take_along_axis(y, ops.argsort(order, axis=1)[..., None], axis=1)
@@ -84,7 +84,7 @@ def pretrain(backbone, x, seed, steps):
 
 
 def classifier(backbone, classes, shape):
-    """Logits of classes, by the mean over patches; its weights are the backbone's."""
+    """Builds a classifier on the mean over patches, with the backbone's weights."""
     first, rest = parts(backbone)
     pixels = keras.Input(shape)
     y = through(rest, through(first, pixels))
@@ -92,18 +92,18 @@ def classifier(backbone, classes, shape):
 
 
 def compiled(model, steps):
-    """The model, compiled for so many steps of training."""
+    """Compiles and returns the model for the given number of training steps."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(adamw(steps), loss)
     return model
 
 
 def fit(model, x, y, steps, seed):
-    """Trains a classifier, on images in an order of the seed's."""
+    """Trains a classifier; the seed determines the order of images."""
     data = images.batches(x, y, BATCH, np.random.default_rng(seed))
     compiled(model, steps).fit(data, steps_per_epoch=steps, verbose=2, shuffle=False)
 
 
 def predict(model, x):
-    """Numbers of the classes of most chance."""
+    """Returns the indices of the most probable classes."""
     return model.predict(x, verbose=0).argmax(-1)

@@ -1,4 +1,4 @@
-"""WikiText-2 as words, and an LSTM over them; not a recipe itself."""
+"""Loads WikiText-2 as words, and fits models to them; not a recipe itself."""
 
 import collections
 import pathlib
@@ -10,11 +10,11 @@ BATCH = 16
 
 
 def load(data_dir, vocabulary_size, length):
-    """Rows of word numbers `(n, length + 1)`: training, watched, test.
+    """Returns rows of word numbers `(n, length + 1)` for training, validation and test.
 
-    Trained on the first 90 % of `valid.txt` and watched on the rest, as WikiText-2's
-    training split may not be at hand. Words are numbered as they first appear, rare
-    ones are `<unk>`.
+    Training uses the first 90 % of `valid.txt` and validation the rest, because
+    WikiText-2's training split may not be available. Words are numbered in the order in
+    which they first appear, and rare words are `<unk>`.
     """
     folder = pathlib.Path(data_dir) / "wikitext2"
     texts = [(folder / f"{part}.txt").read_text().split() for part in ("valid", "test")]
@@ -31,9 +31,9 @@ def load(data_dir, vocabulary_size, length):
 
 
 def fit(model, data, watched, epochs, patience=0):
-    """Trains on `(x, y)` while the watched loss falls; how many epochs it took.
+    """Trains on `(x, y)` while the validation loss falls; returns the epochs it took.
 
-    `patience` is the number of epochs it may not.
+    `patience` is the number of epochs without improvement after which training stops.
     """
     stop = keras.callbacks.EarlyStopping(
         "val_loss", patience=patience, restore_best_weights=True
@@ -46,7 +46,7 @@ def fit(model, data, watched, epochs, patience=0):
 
 
 def perplexity(states, classes, targets):
-    """Of the full softmax over `states @ classes.T`."""
+    """Returns the perplexity under the full softmax over `states @ classes.T`."""
     total, targets = 0.0, targets.ravel()
     states = states.reshape(len(targets), -1)
     for i in range(0, len(states), 4096):
