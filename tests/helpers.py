@@ -190,8 +190,10 @@ def to_numpy(x):
     return np.asarray(ops.convert_to_numpy(x))
 
 
-def gradients(function, *arrays):
+def gradients(function, *arrays, compiles=True):
     """Gradients, for every array, of `function(*arrays)` summed with fixed weights.
+
+    JAX compiles them as one program, unless the function looks at values.
 
     The weights vary, as a plain sum over an average of values is too kind: its
     gradient for queries and keys is nearly nothing.
@@ -210,7 +212,8 @@ def gradients(function, *arrays):
     if backend == "jax":
         import jax
 
-        result = jax.jit(jax.grad(scalar, argnums=tuple(range(len(tensors)))))(*tensors)
+        gradient = jax.grad(scalar, argnums=tuple(range(len(tensors))))
+        result = (jax.jit(gradient) if compiles else gradient)(*tensors)
     elif backend == "tensorflow":
         import tensorflow as tf
 
