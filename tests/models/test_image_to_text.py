@@ -67,7 +67,7 @@ def logits(model, x):
     ("images", "arguments"),
     [
         (IMAGE, {"exclude": "*q_former*"}),
-        (0, {"window": 2}),
+        pytest.param(0, {"window": 2}, marks=ONE_BACKEND),
         # Keys and values of a layer that stays softmax.
         pytest.param(
             IMAGE,
@@ -108,6 +108,7 @@ def test_images_are_asked_for():
         model.generate_step({k: keras.ops.convert_to_tensor(v) for k, v in x.items()})
 
 
+@pytest.mark.once
 def test_a_task_whose_decoder_stays_softmax_generates():
     keras.utils.set_random_seed(0)
     models = keras_hub.models

@@ -6,6 +6,8 @@ from keras_rfattn.uptraining.data import Batches
 from keras_rfattn.uptraining.inputs import normalized
 from keras_rfattn.uptraining.inputs import trimmed
 
+pytestmark = pytest.mark.once
+
 ROWS = np.arange(10)
 
 

@@ -8,6 +8,8 @@ import keras_rfattn
 from keras_rfattn.uptraining.data import Batches
 from tests.uptraining import models as m
 
+pytestmark = pytest.mark.once
+
 X = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")
 
 WRONG_DATA = {

@@ -106,6 +106,7 @@ def damages(content):
     )  # fmt: skip
 
 
+@pytest.mark.once
 def test_a_torn_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
     checkpoints = Checkpoints(tmp_path, {"seed": 0})
     for step in (1, 2):
@@ -139,6 +140,7 @@ class StopEarly(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+@pytest.mark.once
 def test_a_stage_that_a_callback_ended_stays_ended(tmp_path):
     expected, report = run(callbacks=[StopEarly()])
     assert [x.steps for x in report.stages] == [2, 2]
@@ -156,6 +158,7 @@ class Decay(keras.callbacks.Callback):
         optimizer.learning_rate = float(optimizer.learning_rate) * 0.8
 
 
+@pytest.mark.once
 def test_what_callbacks_change_is_saved(tmp_path):
     # Optimizers' names are counted, in a process as from one to the next.
     arguments = {"optimizer": "adam", "stages": "attention"}
@@ -164,6 +167,7 @@ def test_what_callbacks_change_is_saved(tmp_path):
     assert same(run(tmp_path, callbacks=[Decay()], **arguments)[0], expected)
 
 
+@pytest.mark.once
 def test_optimizers_that_differ_are_told_apart(tmp_path):
     def optimizer(steps):
         schedule = keras.optimizers.schedules.CosineDecay(0.01, steps)
@@ -175,6 +179,7 @@ def test_optimizers_that_differ_are_told_apart(tmp_path):
     run(tmp_path, **optimizer(8))
 
 
+@pytest.mark.once
 def test_trained_adapters_are_another_start(tmp_path):
     model = m.linear_model()
     arguments = {"trainable": "lora", "stages": "attention", "save_every": 1,
@@ -219,6 +224,7 @@ def test_an_interrupt_waits_for_the_end_of_a_step(tmp_path, interruptible):
     assert same(run(tmp_path)[0], expected)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_second_interrupt_is_not_held(count, interruptible):
     reached = []
@@ -230,6 +236,7 @@ def test_a_second_interrupt_is_not_held(count, interruptible):
     assert reached == ([] if count == 2 else [count])
 
 
+@pytest.mark.once
 def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
     # Each process that loads a checkpoint draws them anew.
     def uptrained(state, **arguments):
@@ -246,6 +253,7 @@ def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
     assert same(uptrained(2), run()[0])
 
 
+@pytest.mark.once
 def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
     broken(tmp_path, 3)
     with pytest.raises(ValueError, match="another training") as error:
@@ -311,6 +319,7 @@ def test_an_extended_run_does_not_calibrate_what_it_has_trained(tmp_path):
     assert sum(x.steps for x in report.stages) == 8
 
 
+@pytest.mark.once
 def test_an_older_checkpoint_of_this_training_is_taken(tmp_path):
     for number, seed in enumerate((0, 1)):
         Checkpoints(tmp_path, {"seed": seed}).save((0, number), {}, {"number": number})
@@ -319,6 +328,7 @@ def test_an_older_checkpoint_of_this_training_is_taken(tmp_path):
     assert position == (0, 0) and notes == {"number": 0}
 
 
+@pytest.mark.once
 def test_what_is_refused_gets_no_adapters(tmp_path):
     broken(tmp_path, 3)
     model = m.linear_model()
@@ -331,6 +341,7 @@ def test_what_is_refused_gets_no_adapters(tmp_path):
         m.uptrain(model, checkpoint_dir=tmp_path / "file")
 
 
+@pytest.mark.once
 def test_the_folder_keeps_the_last_two(tmp_path):
     run(tmp_path)
     assert [x.name for x in files(tmp_path)] == [

@@ -10,6 +10,8 @@ from keras_rfattn.uptraining.clock import OVERHEAD
 from keras_rfattn.uptraining.clock import Clock
 from tests.uptraining import models as m
 
+pytestmark = pytest.mark.once
+
 
 def test_a_clock_leaves_no_time_out(monkeypatch):
     now = iter([10.0, 11.0, 14.0, 14.5])

@@ -88,6 +88,7 @@ def test_every_map_of_the_registry_knows(name):
     assert can_train or name not in ("hedgehog", "favorpp_learned", "polysketch_linear")
 
 
+@pytest.mark.once
 def test_vectors_that_do_not_train_are_redrawn_beside_weights_that_do():
     feature_map = feature_maps.get("polysketch", num_features=4, seed=0)
     feature_map.build((None, None, 2, 4))
@@ -100,6 +101,7 @@ def test_vectors_that_do_not_train_are_redrawn_beside_weights_that_do():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["polysketch_linear", "favorpp_learned"])
 def test_a_trained_map_is_redrawn_only_if_training_is_discarded(name):
     def fresh():
@@ -126,6 +128,7 @@ def test_a_trained_map_is_redrawn_only_if_training_is_discarded(name):
     assert_unchanged(feature_map, values(again))
 
 
+@pytest.mark.once
 def test_a_map_made_of_another_is_not_trained():
     source = feature_maps.get("favorpp_dense", num_features=8, seed=0)
     source.build((None, None, 2, 4))
@@ -138,6 +141,7 @@ def test_a_map_made_of_another_is_not_trained():
     assert learned.was_trained
 
 
+@pytest.mark.once
 def test_features_of_a_trained_map_adapt_only_if_training_is_discarded():
     layer = keras_rfattn.layers.KernelFeatures("favorpp_learned", seed=0)
     x = np.random.default_rng(0).normal(size=(30, 4))
@@ -180,6 +184,7 @@ def test_a_second_uptraining_goes_on_from_the_first(tmp_path):
             model, first = again, second
 
 
+@pytest.mark.once
 def test_calibrating_what_was_trained_is_refused():
     model = m.linear_model("favorpp_learned", num_features=8)
     keras_rfattn.calibrate(model, [m.tokens(8)], verbose=0)
@@ -197,6 +202,7 @@ def test_calibrating_what_was_trained_is_refused():
     assert not model.get_layer("attention_0").feature_map.was_trained
 
 
+@pytest.mark.once
 def test_only_the_maps_that_were_not_trained_are_calibrated():
     model = m.linear_model("favorpp_learned", num_features=8)
     first, second = (model.get_layer(f"attention_{i}").feature_map for i in (0, 1))
@@ -222,6 +228,7 @@ def test_calibrating_again_keeps_what_would_become_worse(name):
     assert second.after <= 1.01 * second.before < first.before
 
 
+@pytest.mark.once
 def test_merely_calibrated_maps_are_measured_again():
     model = m.linear_model("favorpp", num_features=8)
     keras_rfattn.calibrate(model, [np.ones((2, m.TOKENS), "int32")], verbose=0)
@@ -231,6 +238,7 @@ def test_merely_calibrated_maps_are_measured_again():
     assert np.all(h.to_numpy(feature_map.mean_square) != before)
 
 
+@pytest.mark.once
 def test_calibrate_after_refuses_maps_that_train():
     model = m.linear_model("favorpp_learned", num_features=8)
     model.compile("sgd", "mse")

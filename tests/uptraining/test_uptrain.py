@@ -164,6 +164,7 @@ def test_each_stage_trains_what_it_is_told_to():
     assert any("embedding" in path for path in after)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("stage", "trainable", "rate"),
     [
@@ -308,6 +309,7 @@ def test_generators_of_just_enough_batches():
         m.uptrain(m.linear_model(), (rows[:16] for _ in range(11)))
 
 
+@pytest.mark.once
 def test_a_callback_may_stop_a_stage():
     class Enough(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -385,6 +387,7 @@ def test_weights_that_turn_nan_are_not_kept():
     assert all(np.all(np.isfinite(w)) for w in m.weights(model))
 
 
+@pytest.mark.once
 def test_a_training_that_breaks_off_says_what_it_has_changed():
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -397,6 +400,7 @@ def test_a_training_that_breaks_off_says_what_it_has_changed():
         keras_rfattn.restore_attention(model)
 
 
+@pytest.mark.once
 def test_a_training_that_breaks_off_says_where():
     class Broken(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -456,6 +460,7 @@ BAD = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("label", BAD)
 def test_bad_input_changes_nothing(label):
     arguments, message = BAD[label]
@@ -495,6 +500,7 @@ def vectors(dtype=None, constraint=None, is_silent=False):
     return keras_rfattn.replace_attention(model, "hedgehog", seed=0)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("kinds", "trainable", "message"),
     [
@@ -530,6 +536,7 @@ def test_narrow_weights_train_by_an_optimizer_of_ones_own():
     assert {n for n in names if "query/kernel" in n} <= moved
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("compiles", [True, False])
 def test_lists_of_inputs(compiles):
     inputs = [keras.Input((None, 8)), keras.Input((None, 8))]
@@ -541,6 +548,7 @@ def test_lists_of_inputs(compiles):
     assert [x.steps for x in report.stages] == [6, 6]
 
 
+@pytest.mark.once
 def test_nothing_to_train():
     model = m.linear_model("favorpp")
     with pytest.raises(ValueError, match="Nothing would train.*query_key"):
@@ -556,6 +564,7 @@ def test_calibration_alone():
     assert not any("lora" in x.path for x in model.weights)
 
 
+@pytest.mark.once
 def test_numbers_and_callbacks_of_other_kinds():
     model, seen = m.linear_model(), []
     callback = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.append(1))
@@ -573,6 +582,7 @@ def test_numbers_and_callbacks_of_other_kinds():
         keras_rfattn.uptrain(model, None, steps=2)
 
 
+@pytest.mark.once
 def test_a_second_uptraining_has_another_teacher():
     model = m.linear_model()
     m.uptrain(model, steps=2, stages="attention", trainable="query_key")
@@ -580,6 +590,7 @@ def test_a_second_uptraining_has_another_teacher():
         m.uptrain(model, steps=2, stages="features")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["list", "none"])
 def test_outputs_without_names(kind):
     softmax = m.softmax_model()
