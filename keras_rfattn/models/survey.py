@@ -1,6 +1,5 @@
 """Finds the attention layers of a model, and whether each can be replaced."""
 
-import fnmatch
 import inspect
 import re
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import keras
 import keras_rfattn.models.adapters.known as known
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.linear_attention import refusal
+from keras_rfattn.models.plan import matches
 from keras_rfattn.models.swap import linear_class
 from keras_rfattn.models.swap import original_class
 
@@ -266,7 +266,7 @@ def _matching(argument, patterns, sites):
         )
     matched = {}
     for pattern in patterns:
-        hits = [site for site in sites if fnmatch.fnmatch(site.path, pattern)]
+        hits = [site for site in sites if matches(site.path, pattern)]
         if not hits:
             paths = "\n  ".join(site.path for site in sites)
             raise ValueError(

@@ -5,6 +5,8 @@ import numpy as np
 
 from keras_rfattn.projections.base import Projection
 
+LARGEST_COUNT = 2**24
+
 
 class Counts(Projection):
     """Base class of projections whose entries are independent counts 0, 1, 2, …
@@ -50,9 +52,6 @@ class Counts(Projection):
         return {**super().get_config(), "parameter": parameter}
 
 
-LARGEST_COUNT = 2**24
-
-
 @keras.saving.register_keras_serializable("keras_rfattn")
 class PoissonCounts(Counts):
     """Counts k with probability `exp(-λ) λᵏ / k!`; the parameter is λ."""
@@ -69,7 +68,7 @@ class GeometricCounts(Counts):
     """Counts k with probability `p (1 - p)ᵏ`; the parameter is p."""
 
     def mean(self, parameter):
-        return 1 / parameter
+        return (1 - parameter) / parameter
 
     def draw(self, generator, parameter, size):
         return generator.geometric(parameter, size) - 1

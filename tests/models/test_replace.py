@@ -488,3 +488,11 @@ def test_a_fresh_process_without_the_package_refuses(tmp_path):
     )
     assert done.returncode != 0
     assert "Could not locate class" in done.stderr
+
+
+def test_a_path_with_brackets_is_found():
+    x = keras.Input((6, 8))
+    layer = keras.layers.MultiHeadAttention(2, 4, name="block[0]")
+    model = keras.Model(x, layer(x, x))
+    keras_rfattn.replace_attention(model, "favorplus", include="block[0]")
+    assert len(keras_rfattn.describe_attention(model).replaced) == 1
