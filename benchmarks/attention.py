@@ -49,8 +49,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_rfattn import feature_maps
-from keras_rfattn import ops
+from keras_rfattn import feature_maps, ops
 from keras_rfattn.layers.linear_attention import attend
 from keras_rfattn.ops.options import Options
 

@@ -52,8 +52,7 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import Options
+from keras_rfattn.ops import AttentionMask, Options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -118,12 +117,9 @@ def peers(args):
         performer = FastAttention(args.head_dim, args.num_features, causal=args.causal)
         found["performer-pytorch"] = heads_first(performer.to(DEVICE))
     try:
-        from fast_transformers.attention import CausalLinearAttention
-        from fast_transformers.attention import LinearAttention
+        from fast_transformers.attention import CausalLinearAttention, LinearAttention
         from fast_transformers.feature_maps import Favor
-        from fast_transformers.masking import FullMask
-        from fast_transformers.masking import LengthMask
-        from fast_transformers.masking import TriangularCausalMask
+        from fast_transformers.masking import FullMask, LengthMask, TriangularCausalMask
     except ImportError:
         print("pytorch-fast-transformers is not installed")
     else:

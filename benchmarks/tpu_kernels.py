@@ -43,8 +43,7 @@ from jax.sharding import SingleDeviceSharding
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import Options
+from keras_rfattn.ops import AttentionMask, Options
 
 
 def compiled(args, implementation, causal, with_gradient):

@@ -59,8 +59,7 @@ def measure(args):
 
     import keras_rfattn
     from keras_rfattn.layers.recording import linear_layers
-    from keras_rfattn.uptraining.selection import chosen
-    from keras_rfattn.uptraining.selection import only_training
+    from keras_rfattn.uptraining.selection import chosen, only_training
 
     model = keras_hub.models.BertBackbone(
         vocabulary_size=30522, num_layers=6, num_heads=12, hidden_dim=384,

@@ -7,15 +7,15 @@ import numbers
 
 import numpy as np
 from keras import ops
-from sklearn.base import BaseEstimator
-from sklearn.base import ClassNamePrefixFeaturesOutMixin
-from sklearn.base import TransformerMixin
+from sklearn.base import (
+    BaseEstimator,
+    ClassNamePrefixFeaturesOutMixin,
+    TransformerMixin,
+)
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted
-from sklearn.utils.validation import validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 
-from keras_rfattn import feature_maps
-from keras_rfattn import layers
+from keras_rfattn import feature_maps, layers
 
 BLOCK = 1024
 

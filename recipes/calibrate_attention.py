@@ -58,8 +58,7 @@ import keras_hub
 import numpy as np
 
 import keras_rfattn
-from keras_rfattn import diagnostics
-from keras_rfattn import feature_maps
+from keras_rfattn import diagnostics, feature_maps
 from keras_rfattn.diagnostics.errors import HeadErrors
 
 CALIBRATION_SEQUENCES = 4

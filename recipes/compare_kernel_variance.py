@@ -45,8 +45,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 from sklearn.datasets import load_digits
 
-from keras_rfattn import diagnostics
-from keras_rfattn import feature_maps
+from keras_rfattn import diagnostics, feature_maps
 from keras_rfattn.kernels import variance
 
 DIM = 64

@@ -75,12 +75,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import keras_hub
 import numpy as np
-from common import controls
-from common import training
-from common.scenes import STEERING
-from common.scenes import Scenes
-from keras import layers
-from keras import ops
+from common import controls, training
+from common.scenes import STEERING, Scenes
+from keras import layers, ops
 
 
 def observations(count, generator):

@@ -56,8 +56,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-from calibrate_attention import batches
-from calibrate_attention import load_checkpoint
+from calibrate_attention import batches, load_checkpoint
 
 import keras_rfattn
 from keras_rfattn import diagnostics

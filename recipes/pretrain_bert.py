@@ -73,9 +73,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import keras_hub
 import numpy as np
-from common import characters
-from common import controls
-from common import training
+from common import characters, controls, training
 from keras import ops
 
 import keras_rfattn

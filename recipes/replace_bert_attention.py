@@ -56,9 +56,7 @@ import keras_nlp
 import numpy as np
 from common import made_up
 from common.controls import set_attention
-from common.sentences import load
-from common.sentences import pooled
-from common.sentences import preprocessor
+from common.sentences import load, pooled, preprocessor
 
 import keras_rfattn
 

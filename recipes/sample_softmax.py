@@ -59,8 +59,7 @@ import numpy as np
 from common import words
 from common.training import record
 from keras import ops
-from scipy import special
-from scipy import stats
+from scipy import special, stats
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers import KernelFeatures

@@ -74,18 +74,18 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 from common.card import save
-from common.sentences import chunks
-from common.sentences import correlation
-from common.sentences import evaluated_texts
-from common.sentences import load
-from common.sentences import pairs_of
-from common.sentences import pooled_text
-from common.sentences import preprocessor
-from common.sentences import training_texts
+from common.sentences import (
+    chunks,
+    correlation,
+    evaluated_texts,
+    load,
+    pairs_of,
+    pooled_text,
+    preprocessor,
+    training_texts,
+)
 from common.training import record
-from common.tuning import Task
-from common.tuning import reinitialize
-from common.tuning import replace
+from common.tuning import Task, reinitialize, replace
 
 import keras_rfattn
 from keras_rfattn import diagnostics

@@ -82,14 +82,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import keras_hub
 import numpy as np
-from common import characters
-from common import training
+from common import characters, training
 from common.one_feature import OneFeature
 from keras import ops
 
 import keras_rfattn
-from keras_rfattn import diagnostics
-from keras_rfattn import feature_maps
+from keras_rfattn import diagnostics, feature_maps
 
 
 def main(args):

@@ -79,18 +79,18 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
-from common import controls
-from common import training
+from common import controls, training
 from common.estimates import estimates
-from common.spoken_digits import FRAMES
-from common.spoken_digits import MELS
-from common.spoken_digits import STRIDE
-from common.spoken_digits import TOKENS
-from common.spoken_digits import SpokenDigits
-from common.spoken_digits import ctc
-from common.spoken_digits import error_rate
-from keras import layers
-from keras import ops
+from common.spoken_digits import (
+    FRAMES,
+    MELS,
+    STRIDE,
+    TOKENS,
+    SpokenDigits,
+    ctc,
+    error_rate,
+)
+from keras import layers, ops
 
 import keras_rfattn
 

@@ -69,20 +69,12 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-from common import controls
-from common import images
-from common import training
+from common import controls, images, training
 from common.estimates import estimates
-from common.vision import classifier
-from common.vision import compiled
-from common.vision import fit
-from common.vision import predict
-from common.vision import pretrain
-from common.vision import vit
+from common.vision import classifier, compiled, fit, predict, pretrain, vit
 
 import keras_rfattn
-from keras_rfattn import diagnostics
-from keras_rfattn import feature_maps
+from keras_rfattn import diagnostics, feature_maps
 
 
 def main(args):

@@ -52,8 +52,7 @@ def pytest_collection_modifyitems(items):
 
     The first map of each form, and those of `--map`, are tried on every backend.
     """
-    from tests.helpers import FORMS
-    from tests.helpers import NAMES
+    from tests.helpers import FORMS, NAMES
 
     seen = set()
     for item in items:

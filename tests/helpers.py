@@ -11,8 +11,7 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.ops import Features
-from tests.feature_maps.cases import case
-from tests.feature_maps.cases import names
+from tests.feature_maps.cases import case, names
 
 NAMES = feature_maps.list()
 # Their attention has a 1 in its denominator: no average of values.

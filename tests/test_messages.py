@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn import diagnostics
-from keras_rfattn import distribution
-from keras_rfattn import feature_maps
-from keras_rfattn import generation
-from keras_rfattn import layers
-from keras_rfattn import models
-from keras_rfattn import projections
+from keras_rfattn import (
+    diagnostics,
+    distribution,
+    feature_maps,
+    generation,
+    layers,
+    models,
+    projections,
+)
 from tests.helpers import NAMES
 
 pytestmark = pytest.mark.once

@@ -1,8 +1,6 @@
 import pytest
 
-from tests.mutants import MUTANTS
-from tests.mutants import ROOT
-from tests.mutants import mutated
+from tests.mutants import MUTANTS, ROOT, mutated
 
 pytestmark = pytest.mark.once
 

@@ -1,16 +1,11 @@
 """Measures how well random features approximate softmax attention on real data."""
 
-from keras_rfattn.diagnostics.attribute import Attribution
-from keras_rfattn.diagnostics.attribute import attribute
+from keras_rfattn.diagnostics.attribute import Attribution, attribute
 from keras_rfattn.diagnostics.budget import Allotment
-from keras_rfattn.diagnostics.predict import log_moment
-from keras_rfattn.diagnostics.predict import predicted_variance
+from keras_rfattn.diagnostics.predict import log_moment, predicted_variance
 from keras_rfattn.diagnostics.recommend import recommend
-from keras_rfattn.diagnostics.report import ApproximationReport
-from keras_rfattn.diagnostics.report import approximation_report
-from keras_rfattn.diagnostics.sensitivity import Part
-from keras_rfattn.diagnostics.sensitivity import Sensitivity
-from keras_rfattn.diagnostics.sensitivity import sensitivity
+from keras_rfattn.diagnostics.report import ApproximationReport, approximation_report
+from keras_rfattn.diagnostics.sensitivity import Part, Sensitivity, sensitivity
 
 __all__ = [
     "Allotment",

@@ -4,11 +4,9 @@ import contextlib
 from dataclasses import dataclass
 
 from keras_rfattn.layers.attend import Attention
-from keras_rfattn.layers.checks import check_model
-from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.models.holders import holders
-from keras_rfattn.models.holders import refresh
+from keras_rfattn.models.holders import holders, refresh
 
 ANSWERS = {
     "as_it_is": None,

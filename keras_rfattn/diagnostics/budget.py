@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.diagnostics.errors import estimate
-from keras_rfattn.diagnostics.errors import head_errors
+from keras_rfattn.diagnostics.errors import estimate, head_errors
 from keras_rfattn.layers.checks import num_heads
 from keras_rfattn.layers.recording import progress
 from keras_rfattn.models import Plan
@@ -156,8 +155,7 @@ def _tried(name, width, seed, layer, known, held_out):
 
 def _cheapest_errors(options, budget):
     """Picks one choice per layer by integer programming, for the least total error."""
-    from scipy.optimize import LinearConstraint
-    from scipy.optimize import milp
+    from scipy.optimize import LinearConstraint, milp
 
     flat = [(i, choice) for i, row in enumerate(options) for choice in row]
     costs = np.array([choice.multiplications for _, choice in flat])

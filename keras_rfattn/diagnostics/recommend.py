@@ -5,18 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.diagnostics.budget import adapted
-from keras_rfattn.diagnostics.budget import allot
-from keras_rfattn.diagnostics.errors import estimate
-from keras_rfattn.diagnostics.errors import head_errors
+from keras_rfattn.diagnostics.budget import adapted, allot
+from keras_rfattn.diagnostics.errors import estimate, head_errors
 from keras_rfattn.feature_maps.arguments import check_seed
-from keras_rfattn.layers import LinearAttention
-from keras_rfattn.layers import record
-from keras_rfattn.layers.checks import check_model
-from keras_rfattn.layers.checks import title
+from keras_rfattn.layers import LinearAttention, record
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import progress
-from keras_rfattn.models import replace_attention
-from keras_rfattn.models import restore_attention
+from keras_rfattn.models import replace_attention, restore_attention
 from keras_rfattn.models.survey import survey
 
 CANDIDATES = ("favor", "favorplus", "favorpp", "favorpp_dense")

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.diagnostics.errors import HeadErrors
-from keras_rfattn.diagnostics.errors import estimate
-from keras_rfattn.diagnostics.errors import head_errors
+from keras_rfattn.diagnostics.errors import HeadErrors, estimate, head_errors
 from keras_rfattn.layers import record
-from keras_rfattn.layers.checks import check_model
-from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import progress
 
 COLUMNS = {

@@ -5,9 +5,7 @@ from typing import NamedTuple
 
 from keras import ops
 
-from keras_rfattn.diagnostics.attribute import answering
-from keras_rfattn.diagnostics.attribute import as_number
-from keras_rfattn.diagnostics.attribute import check_arguments
+from keras_rfattn.diagnostics.attribute import answering, as_number, check_arguments
 from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.checks import num_heads

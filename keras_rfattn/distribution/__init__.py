@@ -11,8 +11,7 @@
 splits sequences, for texts that do not fit on a single device.
 """
 
-from keras_rfattn.distribution.layouts import distribute
-from keras_rfattn.distribution.layouts import layout_map
+from keras_rfattn.distribution.layouts import distribute, layout_map
 from keras_rfattn.distribution.sequence import SequenceParallel
 
 __all__ = ["SequenceParallel", "distribute", "layout_map"]

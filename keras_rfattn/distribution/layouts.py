@@ -6,8 +6,7 @@ import keras
 
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
-from keras_rfattn.layers.checks import PROJECTIONS
-from keras_rfattn.layers.checks import check_model
+from keras_rfattn.layers.checks import PROJECTIONS, check_model
 
 
 def layout_map(model, mesh, axis="model"):

@@ -1,51 +1,59 @@
 """Feature maps, and the registry that finds them by their names in the literature."""
 
-from keras_rfattn.feature_maps.activation import Activation
-from keras_rfattn.feature_maps.activation import Elementwise
-from keras_rfattn.feature_maps.activation import Elu
-from keras_rfattn.feature_maps.activation import PlainRelu
-from keras_rfattn.feature_maps.activation import ProjectedElu
-from keras_rfattn.feature_maps.activation import Relu
+from keras_rfattn.feature_maps.activation import (
+    Activation,
+    Elementwise,
+    Elu,
+    PlainRelu,
+    ProjectedElu,
+    Relu,
+)
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.clustered import HybridClustered
-from keras_rfattn.feature_maps.coefficients import AngularCoefficient
-from keras_rfattn.feature_maps.coefficients import Coefficient
-from keras_rfattn.feature_maps.coefficients import GaussianCoefficient
+from keras_rfattn.feature_maps.coefficients import (
+    AngularCoefficient,
+    Coefficient,
+    GaussianCoefficient,
+)
 from keras_rfattn.feature_maps.complex_exponential import ComplexExponential
-from keras_rfattn.feature_maps.conditioned import Conditioned
-from keras_rfattn.feature_maps.conditioned import FavorPPDense
+from keras_rfattn.feature_maps.conditioned import Conditioned, FavorPPDense
 from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.favor import Favor
 from keras_rfattn.feature_maps.favorplus import FavorPlus
 from keras_rfattn.feature_maps.favorpp import FavorPP
 from keras_rfattn.feature_maps.favorpp_learned import FavorPPLearned
-from keras_rfattn.feature_maps.gaussian_mixture import HybridGaussianMixture
-from keras_rfattn.feature_maps.gaussian_mixture import PairCoefficient
+from keras_rfattn.feature_maps.gaussian_mixture import (
+    HybridGaussianMixture,
+    PairCoefficient,
+)
 from keras_rfattn.feature_maps.gerf import Gerf
 from keras_rfattn.feature_maps.hedgehog import Hedgehog
-from keras_rfattn.feature_maps.hybrid import Hybrid
-from keras_rfattn.feature_maps.hybrid import HybridAngular
-from keras_rfattn.feature_maps.hybrid import HybridGaussian
+from keras_rfattn.feature_maps.hybrid import Hybrid, HybridAngular, HybridGaussian
 from keras_rfattn.feature_maps.kernel_coefficient import KernelCoefficient
-from keras_rfattn.feature_maps.monomials import Geometric
-from keras_rfattn.feature_maps.monomials import GeometricPositive
-from keras_rfattn.feature_maps.monomials import Poisson
-from keras_rfattn.feature_maps.monomials import PoissonPositive
+from keras_rfattn.feature_maps.monomials import (
+    Geometric,
+    GeometricPositive,
+    Poisson,
+    PoissonPositive,
+)
 from keras_rfattn.feature_maps.polynomial import Polynomial
-from keras_rfattn.feature_maps.polysketch import PolySketch
-from keras_rfattn.feature_maps.polysketch import PolySketchLearned
-from keras_rfattn.feature_maps.polysketch import PolySketchLinear
-from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.feature_maps.projected import RandomFeatureMap
-from keras_rfattn.feature_maps.registry import FEATURE_MAPS
-from keras_rfattn.feature_maps.registry import deserialize
-from keras_rfattn.feature_maps.registry import get
-from keras_rfattn.feature_maps.registry import list
-from keras_rfattn.feature_maps.registry import name_of
-from keras_rfattn.feature_maps.registry import register
-from keras_rfattn.feature_maps.registry import resolve
-from keras_rfattn.feature_maps.registry import serialize
+from keras_rfattn.feature_maps.polysketch import (
+    PolySketch,
+    PolySketchLearned,
+    PolySketchLinear,
+)
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap, RandomFeatureMap
+from keras_rfattn.feature_maps.registry import (
+    FEATURE_MAPS,
+    deserialize,
+    get,
+    list,
+    name_of,
+    register,
+    resolve,
+    serialize,
+)
 
 FEATURE_MAPS.update({
     "favor": Favor,

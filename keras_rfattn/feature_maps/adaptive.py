@@ -2,13 +2,15 @@
 
 import numpy as np
 
-from keras_rfattn.feature_maps.trained import as_numpy
-from keras_rfattn.feature_maps.trained import check_untrained
-from keras_rfattn.feature_maps.trained import mark
-from keras_rfattn.feature_maps.trained import mark_of
-from keras_rfattn.feature_maps.trained import start_anew
-from keras_rfattn.feature_maps.trained import trained_weights
-from keras_rfattn.feature_maps.trained import unchanged_on_error
+from keras_rfattn.feature_maps.trained import (
+    as_numpy,
+    check_untrained,
+    mark,
+    mark_of,
+    start_anew,
+    trained_weights,
+    unchanged_on_error,
+)
 
 
 class Adaptive:

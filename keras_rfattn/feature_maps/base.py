@@ -32,8 +32,7 @@ import keras
 from keras import ops
 
 from keras_rfattn.feature_maps.arguments import check_seed
-from keras_rfattn.feature_maps.stateless import FeatureFunction
-from keras_rfattn.feature_maps.stateless import complete
+from keras_rfattn.feature_maps.stateless import FeatureFunction, complete
 from keras_rfattn.feature_maps.weights import Weights
 from keras_rfattn.kernels import values
 from keras_rfattn.ops.features import Deferred

@@ -1,8 +1,7 @@
 """A hybrid that adapts to clusters of queries and of keys ("hybrid_clustered")."""
 
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -10,17 +9,13 @@ from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
-from keras_rfattn.feature_maps.arguments import derive_seed
-from keras_rfattn.feature_maps.arguments import is_integer
+from keras_rfattn.feature_maps.arguments import derive_seed, is_integer
 from keras_rfattn.feature_maps.base import half_square
-from keras_rfattn.feature_maps.complex_exponential import diagonal
-from keras_rfattn.feature_maps.complex_exponential import diagonal_parts
+from keras_rfattn.feature_maps.complex_exponential import diagonal, diagonal_parts
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.features import LOWEST, Features
 from keras_rfattn.ops.layout import move_axis
-from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.precision import where, wide_dtype
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

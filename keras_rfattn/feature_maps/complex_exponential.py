@@ -6,15 +6,11 @@ from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
-from keras_rfattn.feature_maps.base import half_square
-from keras_rfattn.feature_maps.base import number
-from keras_rfattn.feature_maps.moments import balance
-from keras_rfattn.feature_maps.moments import mean_of
-from keras_rfattn.feature_maps.moments import second_moments
+from keras_rfattn.feature_maps.base import half_square, number
+from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.kernels.variance import log_moment_complex_exponential
-from keras_rfattn.ops.precision import precise_einsum
-from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.precision import precise_einsum, wide_dtype
 
 FORMS = ("complex", "real", "full")
 # Largest entry of a diagonal A, and the inverse of the smallest. It applies where a

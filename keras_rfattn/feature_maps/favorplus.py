@@ -9,8 +9,10 @@ from keras_rfattn.feature_maps.arguments import check_flag
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.kernels.variance import log_moment_generalized_exponential
-from keras_rfattn.kernels.variance import log_moment_positive_pair
+from keras_rfattn.kernels.variance import (
+    log_moment_generalized_exponential,
+    log_moment_positive_pair,
+)
 from keras_rfattn.ops.features import Exponents
 
 

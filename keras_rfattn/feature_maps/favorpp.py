@@ -7,24 +7,25 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.arguments import check_flag
-from keras_rfattn.feature_maps.arguments import is_number
+from keras_rfattn.feature_maps.arguments import check_flag, is_number
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.kernels.variance import log_moment_generalized_exponential
-from keras_rfattn.kernels.variance import log_moment_per_direction
+from keras_rfattn.kernels.variance import (
+    log_moment_generalized_exponential,
+    log_moment_per_direction,
+)
 from keras_rfattn.ops.features import Exponents
-from keras_rfattn.ops.not_finite import LARGEST
-from keras_rfattn.ops.not_finite import bounded
-from keras_rfattn.ops.not_finite import spoils
-from keras_rfattn.ops.precision import elementwise_max
-from keras_rfattn.ops.precision import elementwise_min
-from keras_rfattn.ops.precision import known_finite
-from keras_rfattn.ops.precision import known_true
-from keras_rfattn.ops.precision import precise_einsum
-from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.not_finite import LARGEST, bounded, spoils
+from keras_rfattn.ops.precision import (
+    elementwise_max,
+    elementwise_min,
+    known_finite,
+    known_true,
+    precise_einsum,
+    where,
+)
 
 POLICIES = ("auto", "batch", "stored")
 

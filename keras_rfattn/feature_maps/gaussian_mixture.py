@@ -9,12 +9,13 @@ from keras import ops
 from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.base import half_square
-from keras_rfattn.feature_maps.clustered import check_clusters
-from keras_rfattn.feature_maps.clustered import find_clusters
+from keras_rfattn.feature_maps.clustered import check_clusters, find_clusters
 from keras_rfattn.feature_maps.coefficients import Coefficient
-from keras_rfattn.feature_maps.complex_exponential import ComplexExponential
-from keras_rfattn.feature_maps.complex_exponential import MatrixExponential
-from keras_rfattn.feature_maps.complex_exponential import diagonal_parts
+from keras_rfattn.feature_maps.complex_exponential import (
+    ComplexExponential,
+    MatrixExponential,
+    diagonal_parts,
+)
 from keras_rfattn.feature_maps.hybrid import Hybrid
 from keras_rfattn.ops.precision import wide_dtype
 

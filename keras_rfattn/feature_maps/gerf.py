@@ -8,12 +8,13 @@ from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
-from keras_rfattn.feature_maps.base import half_square
-from keras_rfattn.feature_maps.base import number
+from keras_rfattn.feature_maps.base import half_square, number
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.kernels.variance import log_moment_generalized_exponential
-from keras_rfattn.kernels.variance import log_moment_of_z
+from keras_rfattn.kernels.variance import (
+    log_moment_generalized_exponential,
+    log_moment_of_z,
+)
 from keras_rfattn.ops.precision import wide_dtype
 
 

@@ -8,8 +8,10 @@ import keras_rfattn.feature_maps.registry as registry
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.coefficients import AngularCoefficient
-from keras_rfattn.feature_maps.coefficients import GaussianCoefficient
+from keras_rfattn.feature_maps.coefficients import (
+    AngularCoefficient,
+    GaussianCoefficient,
+)
 from keras_rfattn.feature_maps.favor import Favor
 from keras_rfattn.feature_maps.favorplus import FavorPlus
 from keras_rfattn.ops.features import Features

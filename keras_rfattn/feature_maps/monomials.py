@@ -8,17 +8,17 @@ from keras import ops
 
 from keras_rfattn import projections
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.arguments import derive_seed
-from keras_rfattn.feature_maps.arguments import is_number
+from keras_rfattn.feature_maps.arguments import derive_seed, is_number
 from keras_rfattn.feature_maps.base import number
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.projected import RandomFeatureMap
-from keras_rfattn.kernels.variance import log_moment_geometric
-from keras_rfattn.kernels.variance import log_moment_poisson
-from keras_rfattn.kernels.variance import log_moment_shifted
+from keras_rfattn.kernels.variance import (
+    log_moment_geometric,
+    log_moment_poisson,
+    log_moment_shifted,
+)
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.precision import elementwise_max
-from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.precision import elementwise_max, wide_dtype
 
 # Smaller magnitudes are replaced by this before a logarithm. 0⁰ = 1 stays exact.
 TINY = 1e-30

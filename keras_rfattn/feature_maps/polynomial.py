@@ -4,14 +4,12 @@ import keras
 from keras import ops
 
 from keras_rfattn.feature_maps.arguments import refuse_vectors
-from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.base import without
+from keras_rfattn.feature_maps.base import FeatureMap, without
 from keras_rfattn.kernels import values
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import Polynomial as PolynomialKernel
 from keras_rfattn.ops.kernel_attention import unit
-from keras_rfattn.ops.not_finite import bounded
-from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.not_finite import bounded, spoils
 from keras_rfattn.ops.precision import wide_dtype
 
 DEFAULT_DEGREE = 4

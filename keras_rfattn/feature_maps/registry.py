@@ -6,11 +6,9 @@ table itself is filled in `keras_rfattn/feature_maps/__init__.py`.
 
 import keras
 
-from keras_rfattn.feature_maps.arguments import check_num_features
-from keras_rfattn.feature_maps.arguments import check_seed
+from keras_rfattn.feature_maps.arguments import check_num_features, check_seed
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.spelling import hint
-from keras_rfattn.feature_maps.spelling import way_out
+from keras_rfattn.feature_maps.spelling import hint, way_out
 
 # Maps each registered name to its class.
 FEATURE_MAPS = {}

@@ -7,11 +7,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.ops.features import Marked
-from keras_rfattn.ops.features import map_features
-from keras_rfattn.ops.not_finite import apart
-from keras_rfattn.ops.not_finite import flowing
-from keras_rfattn.ops.not_finite import limited
+from keras_rfattn.ops.features import Marked, map_features
+from keras_rfattn.ops.not_finite import apart, flowing, limited
 from keras_rfattn.ops.precision import wide_dtype
 
 # Config entries that do not change the function of given weights.

@@ -3,11 +3,13 @@
 from keras import ops
 
 from keras_rfattn.feature_maps.names import FixedNames
-from keras_rfattn.feature_maps.trained import check_untrained
-from keras_rfattn.feature_maps.trained import is_as_drawn
-from keras_rfattn.feature_maps.trained import mark
-from keras_rfattn.feature_maps.trained import start_anew
-from keras_rfattn.feature_maps.trained import unchanged_on_error
+from keras_rfattn.feature_maps.trained import (
+    check_untrained,
+    is_as_drawn,
+    mark,
+    start_anew,
+    unchanged_on_error,
+)
 
 
 class Weights(FixedNames):

@@ -4,10 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.generation.streaming import check
-from keras_rfattn.generation.streaming import check_state
-from keras_rfattn.generation.streaming import check_type
-from keras_rfattn.generation.streaming import mark_of
+from keras_rfattn.generation.streaming import check, check_state, check_type, mark_of
 from keras_rfattn.models.gated_delta import Delta
 from keras_rfattn.models.generation import Cache
 from keras_rfattn.ops.recurrent import State

@@ -8,17 +8,17 @@ from keras import ops
 
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
-from keras_rfattn.layers.checks import check_model
-from keras_rfattn.layers.checks import projection
-from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.checks import check_model, projection, title
 from keras_rfattn.layers.decoding import empty_state
 from keras_rfattn.layers.fingerprint import fingerprint
 from keras_rfattn.models.carried import sums_up
-from keras_rfattn.models.generation import Cache
-from keras_rfattn.models.generation import context
-from keras_rfattn.models.generation import decodes
-from keras_rfattn.models.generation import generating
-from keras_rfattn.models.generation import has_states
+from keras_rfattn.models.generation import (
+    Cache,
+    context,
+    decodes,
+    generating,
+    has_states,
+)
 from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
 from keras_rfattn.ops.gradients import without_gradients

@@ -3,10 +3,8 @@
 import keras
 
 import keras_rfattn.feature_maps as feature_maps
-from keras_rfattn.ops.layout import merge_heads
-from keras_rfattn.ops.layout import split_heads
-from keras_rfattn.ops.not_finite import bounded
-from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.layout import merge_heads, split_heads
+from keras_rfattn.ops.not_finite import bounded, spoils
 from keras_rfattn.ops.precision import wide_dtype
 
 # Why "auto" does not select the Pallas kernels even where they can run.

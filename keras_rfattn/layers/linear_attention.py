@@ -14,12 +14,13 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.names import fix_name
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.layers.call_context import CallContext
-from keras_rfattn.layers.call_context import context_of
-from keras_rfattn.layers.call_context import recorder_of
-from keras_rfattn.layers.call_context import taken_over
-from keras_rfattn.layers.checks import num_heads
-from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.call_context import (
+    CallContext,
+    context_of,
+    recorder_of,
+    taken_over,
+)
+from keras_rfattn.layers.checks import num_heads, title
 from keras_rfattn.layers.fingerprint import mark
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.softmax_heads import check_softmax_heads

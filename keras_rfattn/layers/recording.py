@@ -7,9 +7,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_rfattn.layers.batches import check_batches
-from keras_rfattn.layers.batches import is_text
-from keras_rfattn.layers.batches import refusal
+from keras_rfattn.layers.batches import check_batches, is_text, refusal
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.ops.gradients import without_gradients
 

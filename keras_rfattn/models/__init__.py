@@ -4,10 +4,8 @@ from keras_rfattn.models.adapters.keras_cv import convert_vit
 from keras_rfattn.models.extend_positions import extend_positions
 from keras_rfattn.models.plan import Plan
 from keras_rfattn.models.presets import from_preset
-from keras_rfattn.models.replace import replace_attention
-from keras_rfattn.models.replace import restore_attention
-from keras_rfattn.models.report import AttentionReport
-from keras_rfattn.models.report import describe_attention
+from keras_rfattn.models.replace import replace_attention, restore_attention
+from keras_rfattn.models.report import AttentionReport, describe_attention
 from keras_rfattn.models.transformer_pp import transformer_pp
 
 __all__ = [

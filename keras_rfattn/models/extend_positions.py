@@ -4,8 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.layers.checks import check_model
-from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.checks import check_model, title
 
 METHODS = ("tile", "interpolate")
 

@@ -9,16 +9,14 @@ full pass, and nothing enters for later positions.
 
 import contextlib
 import inspect
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras import ops
 
 import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.layers.replaced_call import answering
-from keras_rfattn.models.carried import carried
-from keras_rfattn.models.carried import kept
+from keras_rfattn.models.carried import carried, kept
 
 # Parameters of `_build_cache`, by which such tasks are recognized.
 BUILD = ["self", "token_ids", "padding_mask", "img_embeddings", "vision_indices",

@@ -7,8 +7,7 @@ placeholder around, which no layer reads.
 """
 
 import inspect
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -16,9 +15,7 @@ import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.call_context import PerObject
 from keras_rfattn.layers.decoding import Decoder
-from keras_rfattn.models.carried import carried
-from keras_rfattn.models.carried import empty_layers
-from keras_rfattn.models.carried import kept
+from keras_rfattn.models.carried import carried, empty_layers, kept
 from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.windowed_state import LocalState
 

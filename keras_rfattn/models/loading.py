@@ -13,9 +13,7 @@ import numpy as np
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
-from keras_rfattn.layers.fingerprint import KEY
-from keras_rfattn.layers.fingerprint import Marks
-from keras_rfattn.layers.fingerprint import fingerprint
+from keras_rfattn.layers.fingerprint import KEY, Marks, fingerprint
 from keras_rfattn.layers.linear_attention import LinearAttention
 
 

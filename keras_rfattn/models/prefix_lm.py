@@ -11,8 +11,7 @@ from keras import ops
 
 import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import Decoder
-from keras_rfattn.models.carried import carried
-from keras_rfattn.models.carried import kept
+from keras_rfattn.models.carried import carried, kept
 
 # Parameters of `_build_cache`, by which such tasks are recognized.
 BUILD = ["self", "token_ids", "img_embeddings", "padding_mask"]

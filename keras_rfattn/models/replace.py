@@ -12,18 +12,12 @@ import keras_rfattn.models.saving as saving
 import keras_rfattn.models.survey as s
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.arguments import check_flag
-from keras_rfattn.feature_maps.arguments import check_seed
-from keras_rfattn.feature_maps.arguments import derive_seed
-from keras_rfattn.layers.checks import check_model
-from keras_rfattn.layers.checks import num_heads
-from keras_rfattn.layers.checks import title
+from keras_rfattn.feature_maps.arguments import check_flag, check_seed, derive_seed
+from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
-from keras_rfattn.models.plan import Plan
-from keras_rfattn.models.plan import first_match
-from keras_rfattn.models.plan import matches
+from keras_rfattn.models.plan import Plan, first_match, matches
 from keras_rfattn.ops.options import Options
 
 

@@ -1,14 +1,11 @@
 """Reports the attention of each layer of a model (`describe_attention`)."""
 
 import math
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import keras_rfattn.models.survey as s
 from keras_rfattn import feature_maps
-from keras_rfattn.layers.checks import check_model
-from keras_rfattn.layers.checks import num_heads
-from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import told
 from keras_rfattn.models.swap import original_class
 

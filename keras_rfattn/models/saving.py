@@ -18,11 +18,8 @@ import keras_rfattn.models.survey as s
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.linear_attention import LinearAttention
-from keras_rfattn.models.entry import attention_config
-from keras_rfattn.models.entry import check_entry
-from keras_rfattn.models.holders import check_optimizers
-from keras_rfattn.models.holders import holders
-from keras_rfattn.models.holders import refresh
+from keras_rfattn.models.entry import attention_config, check_entry
+from keras_rfattn.models.holders import check_optimizers, holders, refresh
 from keras_rfattn.models.positions import Sized
 from keras_rfattn.ops.options import Options
 

@@ -7,17 +7,13 @@ each new token reads; softmax layers of a mixed model keep keys and values.
 
 import contextlib
 import inspect
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras import ops
 
 import keras_rfattn.models.generation as generation
-from keras_rfattn.layers.decoding import CrossDecoder
-from keras_rfattn.layers.decoding import Decoder
-from keras_rfattn.models.carried import carried
-from keras_rfattn.models.carried import empty_layers
-from keras_rfattn.models.carried import kept
+from keras_rfattn.layers.decoding import CrossDecoder, Decoder
+from keras_rfattn.models.carried import carried, empty_layers, kept
 
 
 def initialize_cache(task, encoder_token_ids, decoder_token_ids):

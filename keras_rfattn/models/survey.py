@@ -2,18 +2,15 @@
 
 import inspect
 import re
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
 import keras_rfattn.models.adapters.known as known
-from keras_rfattn.layers.linear_attention import LinearAttention
-from keras_rfattn.layers.linear_attention import refusal
+from keras_rfattn.layers.linear_attention import LinearAttention, refusal
 from keras_rfattn.models.plan import matches
-from keras_rfattn.models.swap import linear_class
-from keras_rfattn.models.swap import original_class
+from keras_rfattn.models.swap import linear_class, original_class
 
 # Block class -> mixin that builds the mask of the block's attention layer. An adapter
 # adds the classes of its library when that library is imported.

@@ -10,11 +10,9 @@ import contextlib
 import keras
 
 import keras_rfattn.models.adapters.known as known
-from keras_rfattn import feature_maps
-from keras_rfattn import layers
+from keras_rfattn import feature_maps, layers
 from keras_rfattn.layers.fingerprint import unmark
-from keras_rfattn.layers.linear_attention import STATE
-from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.layers.linear_attention import STATE, LinearAttention
 from keras_rfattn.models.strategy import strategy_scope
 from keras_rfattn.ops.options import Options
 

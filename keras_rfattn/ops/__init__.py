@@ -15,27 +15,24 @@ gradient of `quadratic`.
 
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.features import Exponents
-from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.features import Squared
-from keras_rfattn.ops.kernel_attention import Polynomial
-from keras_rfattn.ops.kernel_attention import Softmax
-from keras_rfattn.ops.kernel_attention import exact_attention
-from keras_rfattn.ops.kernel_attention import softmax_attention
-from keras_rfattn.ops.masks import AttentionMask
-from keras_rfattn.ops.masks import interpret_mask
+from keras_rfattn.ops.features import Exponents, Features, Squared
+from keras_rfattn.ops.kernel_attention import (
+    Polynomial,
+    Softmax,
+    exact_attention,
+    softmax_attention,
+)
+from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.quadratic import quadratic
-from keras_rfattn.ops.recurrent import State
-from keras_rfattn.ops.recurrent import extend_state
-from keras_rfattn.ops.recurrent import init_state
-from keras_rfattn.ops.recurrent import read_state
-from keras_rfattn.ops.windowed import Local
-from keras_rfattn.ops.windowed import local_attention
-from keras_rfattn.ops.windowed_state import LocalState
-from keras_rfattn.ops.windowed_state import extend_local_state
-from keras_rfattn.ops.windowed_state import init_local_state
-from keras_rfattn.ops.windowed_state import read_local_state
+from keras_rfattn.ops.recurrent import State, extend_state, init_state, read_state
+from keras_rfattn.ops.windowed import Local, local_attention
+from keras_rfattn.ops.windowed_state import (
+    LocalState,
+    extend_local_state,
+    init_local_state,
+    read_local_state,
+)
 
 __all__ = [
     "AttentionMask",

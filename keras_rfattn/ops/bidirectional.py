@@ -6,28 +6,24 @@ import keras
 from keras import ops
 
 from keras_rfattn.ops import fused
-from keras_rfattn.ops.features import Deferred
-from keras_rfattn.ops.features import Exponents
-from keras_rfattn.ops.features import Marked
-from keras_rfattn.ops.layout import heads_first
-from keras_rfattn.ops.layout import last_apart
-from keras_rfattn.ops.layout import merge_heads
-from keras_rfattn.ops.layout import split_heads
-from keras_rfattn.ops.layout import take_apart
-from keras_rfattn.ops.loops import by_heads
-from keras_rfattn.ops.loops import compiled
-from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import largest_of
-from keras_rfattn.ops.precision import representable
-from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.features import Deferred, Exponents, Marked
+from keras_rfattn.ops.layout import (
+    heads_first,
+    last_apart,
+    merge_heads,
+    split_heads,
+    take_apart,
+)
+from keras_rfattn.ops.loops import by_heads, compiled
+from keras_rfattn.ops.masks import heads_mask, hide
+from keras_rfattn.ops.precision import (
+    accumulated_matmul,
+    largest_of,
+    representable,
+    wide_dtype,
+)
 from keras_rfattn.ops.sizes import product
-from keras_rfattn.ops.sums import Reading
-from keras_rfattn.ops.sums import admit
-from keras_rfattn.ops.sums import normalize
-from keras_rfattn.ops.sums import read
-from keras_rfattn.ops.sums import summarize
+from keras_rfattn.ops.sums import Reading, admit, normalize, read, summarize
 
 # Number of features of all heads, tokens included, up to which JAX on a CPU computes
 # all heads at once. There a loop over heads would cost more than a larger cache.

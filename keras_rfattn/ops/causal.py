@@ -10,31 +10,24 @@ from keras import ops
 
 from keras_rfattn.ops.causal_block import read_block
 from keras_rfattn.ops.causal_fallback import unbounded_weights
-from keras_rfattn.ops.layout import block_heads
-from keras_rfattn.ops.layout import block_mask
-from keras_rfattn.ops.layout import block_tokens
-from keras_rfattn.ops.layout import cut_tokens
-from keras_rfattn.ops.layout import in_blocks
-from keras_rfattn.ops.layout import join_tokens
-from keras_rfattn.ops.layout import one_block
-from keras_rfattn.ops.layout import take_apart
-from keras_rfattn.ops.loops import compiled
-from keras_rfattn.ops.loops import fold
+from keras_rfattn.ops.layout import (
+    block_heads,
+    block_mask,
+    block_tokens,
+    cut_tokens,
+    in_blocks,
+    join_tokens,
+    one_block,
+    take_apart,
+)
+from keras_rfattn.ops.loops import compiled, fold
 from keras_rfattn.ops.not_finite import onward
 from keras_rfattn.ops.options import Options
-from keras_rfattn.ops.precision import quotient
-from keras_rfattn.ops.precision import repeat_each
-from keras_rfattn.ops.precision import representable
+from keras_rfattn.ops.precision import quotient, repeat_each, representable
 from keras_rfattn.ops.prefix_sums import prefix_sums
-from keras_rfattn.ops.recurrent import count_visible
-from keras_rfattn.ops.recurrent import to_state
-from keras_rfattn.ops.recurrent import to_sums
+from keras_rfattn.ops.recurrent import count_visible, to_state, to_sums
 from keras_rfattn.ops.sizes import smaller
-from keras_rfattn.ops.sums import Sums
-from keras_rfattn.ops.sums import admit
-from keras_rfattn.ops.sums import guarded
-from keras_rfattn.ops.sums import no_sums
-from keras_rfattn.ops.sums import summarize
+from keras_rfattn.ops.sums import Sums, admit, guarded, no_sums, summarize
 
 SPAN = 30.0
 

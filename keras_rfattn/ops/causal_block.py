@@ -22,21 +22,19 @@ because blocks are visited one after the other; see `fold`.)
 from keras import ops
 
 from keras_rfattn.ops.branch import run_if
-from keras_rfattn.ops.causal_fallback import weigh_keys
-from keras_rfattn.ops.causal_fallback import weigh_values
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import elementwise_max
-from keras_rfattn.ops.precision import elementwise_min
-from keras_rfattn.ops.precision import largest_of
-from keras_rfattn.ops.precision import lower_to
-from keras_rfattn.ops.precision import repeat_each
-from keras_rfattn.ops.precision import smallest_of
-from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.sums import combine
-from keras_rfattn.ops.sums import look_up
-from keras_rfattn.ops.sums import rebase
+from keras_rfattn.ops.causal_fallback import weigh_keys, weigh_values
+from keras_rfattn.ops.features import LOWEST, Features
+from keras_rfattn.ops.precision import (
+    accumulated_matmul,
+    elementwise_max,
+    elementwise_min,
+    largest_of,
+    lower_to,
+    repeat_each,
+    smallest_of,
+    where,
+)
+from keras_rfattn.ops.sums import combine, look_up, rebase
 
 
 def read_block(prefix, query, key, value, mask, groups, span, fallback):

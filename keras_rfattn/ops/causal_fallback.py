@@ -11,17 +11,15 @@ query and key is taken relative to its own maximum.
 
 from keras import ops
 
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.features import map_features
-from keras_rfattn.ops.features import masked_log_scale
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import elementwise_max
-from keras_rfattn.ops.precision import largest_of
-from keras_rfattn.ops.precision import repeat_each
-from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.sums import Reading
-from keras_rfattn.ops.sums import query_shift
+from keras_rfattn.ops.features import LOWEST, Features, map_features, masked_log_scale
+from keras_rfattn.ops.precision import (
+    accumulated_matmul,
+    elementwise_max,
+    largest_of,
+    repeat_each,
+    where,
+)
+from keras_rfattn.ops.sums import Reading, query_shift
 
 
 def unbounded_weights(query, key, mask, groups, dtype):

@@ -5,20 +5,21 @@ that cancel between numerator and denominator. Then nothing overflows, and no ep
 needed.
 """
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
 from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import add_into
-from keras_rfattn.ops.precision import clip
-from keras_rfattn.ops.precision import exp_of_difference
-from keras_rfattn.ops.precision import known_finite
-from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.precision import (
+    accumulated_matmul,
+    add_into,
+    clip,
+    exp_of_difference,
+    known_finite,
+    where,
+    wide_dtype,
+)
 
 # Stands for -inf in exponents. It is finite, so that the difference of two such
 # exponents is 0 and not NaN.

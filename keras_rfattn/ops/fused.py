@@ -9,15 +9,12 @@ normalizers.
 """
 
 import functools
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.features import Exponents
-from keras_rfattn.ops.plain import are_values_at_hand
-from keras_rfattn.ops.plain import is_differentiated
+from keras_rfattn.ops.features import LOWEST, Exponents
+from keras_rfattn.ops.plain import are_values_at_hand, is_differentiated
 from keras_rfattn.ops.sums import Sums
 
 # The operation that `scaled_dot_product_attention` calls; that function does not return

@@ -7,37 +7,29 @@ row of weights is relative to `exp(shift)`, and 0 where `visible` is false.
 """
 
 import dataclasses
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.layout import last_apart
-from keras_rfattn.ops.layout import merge_heads
-from keras_rfattn.ops.layout import split_heads
-from keras_rfattn.ops.loops import NUMBERS
-from keras_rfattn.ops.loops import by_heads
-from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.not_finite import LARGEST
-from keras_rfattn.ops.not_finite import bounded
-from keras_rfattn.ops.not_finite import finite_values
-from keras_rfattn.ops.not_finite import onward
-from keras_rfattn.ops.not_finite import spoils
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import elementwise_max
-from keras_rfattn.ops.precision import exp_of_difference
-from keras_rfattn.ops.precision import known_finite
-from keras_rfattn.ops.precision import largest_of
-from keras_rfattn.ops.precision import repeat_each
-from keras_rfattn.ops.precision import representable
-from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.layout import last_apart, merge_heads, split_heads
+from keras_rfattn.ops.loops import NUMBERS, by_heads
+from keras_rfattn.ops.masks import heads_mask, hide
+from keras_rfattn.ops.not_finite import LARGEST, bounded, finite_values, onward, spoils
+from keras_rfattn.ops.precision import (
+    accumulated_matmul,
+    elementwise_max,
+    exp_of_difference,
+    known_finite,
+    largest_of,
+    repeat_each,
+    representable,
+    where,
+    wide_dtype,
+)
 from keras_rfattn.ops.sizes import product
-from keras_rfattn.ops.sums import Reading
-from keras_rfattn.ops.sums import normalize
+from keras_rfattn.ops.sums import Reading, normalize
 
 LEAST = 1e-30  # smallest norm to divide by; a vector may be zero
 # Number of weights to hold at once. JAX takes more than of features, because weights

@@ -7,9 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.ops.plain import is_plain
-from keras_rfattn.ops.precision import known_true
-from keras_rfattn.ops.precision import repeat_each
-from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.precision import known_true, repeat_each, where
 
 
 @dataclasses.dataclass(frozen=True)

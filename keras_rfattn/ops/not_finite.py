@@ -9,14 +9,15 @@ the token.
 import keras
 from keras import ops
 
-from keras_rfattn.ops.features import Marked
-from keras_rfattn.ops.features import finite
-from keras_rfattn.ops.precision import clip
-from keras_rfattn.ops.precision import known_finite
-from keras_rfattn.ops.precision import largest_of
-from keras_rfattn.ops.precision import smallest_of
-from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.features import Marked, finite
+from keras_rfattn.ops.precision import (
+    clip,
+    known_finite,
+    largest_of,
+    smallest_of,
+    where,
+    wide_dtype,
+)
 
 # Entries of queries and keys beyond this are replaced by it: then their squares, summed
 # over a head, stay far above `features.LOWEST`.

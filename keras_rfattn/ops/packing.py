@@ -6,15 +6,13 @@ text, in every algorithm. Tokens are moved only by gathers; nothing is added acr
 texts.
 """
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras import ops
 
 from keras_rfattn.ops.layout import take_tokens
 from keras_rfattn.ops.plain import is_plain
-from keras_rfattn.ops.precision import elementwise_min
-from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.precision import elementwise_min, where
 
 # Lengths are rounded up to a multiple of this, to compile for fewer shapes.
 STEP = 16

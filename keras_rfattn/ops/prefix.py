@@ -3,14 +3,11 @@
 from keras import ops
 
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.layout import heads_first
-from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.layout import heads_first, split_heads
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.precision import representable
-from keras_rfattn.ops.recurrent import count_visible
-from keras_rfattn.ops.recurrent import to_state
-from keras_rfattn.ops.sums import admit
-from keras_rfattn.ops.sums import summarize
+from keras_rfattn.ops.recurrent import count_visible, to_state
+from keras_rfattn.ops.sums import admit, summarize
 
 
 def after_prefix(

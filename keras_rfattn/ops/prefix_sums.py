@@ -6,15 +6,9 @@ from keras import ops
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import move_axis
 from keras_rfattn.ops.loops import exclusive_scan
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import largest_of
-from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.sizes import is_known
-from keras_rfattn.ops.sizes import is_traced
-from keras_rfattn.ops.sizes import leading
-from keras_rfattn.ops.sizes import num_blocks
-from keras_rfattn.ops.sums import Sums
-from keras_rfattn.ops.sums import merge_sums
+from keras_rfattn.ops.precision import accumulated_matmul, largest_of, where
+from keras_rfattn.ops.sizes import is_known, is_traced, leading, num_blocks
+from keras_rfattn.ops.sums import Sums, merge_sums
 
 # `GROUP` is the number of blocks that are summed at once, by weights for each pair.
 # `LEVELS` is how often groups are grouped again if the number of blocks is unknown,

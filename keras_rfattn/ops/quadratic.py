@@ -2,16 +2,15 @@
 
 from keras import ops
 
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.features import finite
-from keras_rfattn.ops.not_finite import mark
-from keras_rfattn.ops.not_finite import values_apart
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import largest_of
-from keras_rfattn.ops.precision import repeat_each
-from keras_rfattn.ops.precision import wide_dtype
-from keras_rfattn.ops.sums import Reading
-from keras_rfattn.ops.sums import normalize
+from keras_rfattn.ops.features import LOWEST, finite
+from keras_rfattn.ops.not_finite import mark, values_apart
+from keras_rfattn.ops.precision import (
+    accumulated_matmul,
+    largest_of,
+    repeat_each,
+    wide_dtype,
+)
+from keras_rfattn.ops.sums import Reading, normalize
 
 
 def quadratic(query_features, key_features, value, key_mask=None, causal=False):

@@ -5,24 +5,23 @@ on the number of tokens. `causal(..., state=...)` continues from it in parallel.
 single token, call `extend_state` and then `read_state`.
 """
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras import ops
 
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.layout import heads_first
-from keras_rfattn.ops.layout import merge_heads
-from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.precision import representable
-from keras_rfattn.ops.sums import Sums
-from keras_rfattn.ops.sums import admit
-from keras_rfattn.ops.sums import merge_sums
-from keras_rfattn.ops.sums import normalize
-from keras_rfattn.ops.sums import read
-from keras_rfattn.ops.sums import settle
-from keras_rfattn.ops.sums import summarize
+from keras_rfattn.ops.sums import (
+    Sums,
+    admit,
+    merge_sums,
+    normalize,
+    read,
+    settle,
+    summarize,
+)
 
 
 class State(NamedTuple):

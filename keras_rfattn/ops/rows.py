@@ -6,17 +6,10 @@ R is the number of queries, and G the number of query heads per key head.
 from keras import ops
 
 from keras_rfattn.ops.kernel_attention import finite_tokens
-from keras_rfattn.ops.layout import heads_first
-from keras_rfattn.ops.layout import split_heads
-from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import largest_of
-from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.sums import Reading
-from keras_rfattn.ops.sums import combine
-from keras_rfattn.ops.sums import normalize
-from keras_rfattn.ops.sums import query_shift
+from keras_rfattn.ops.layout import heads_first, split_heads
+from keras_rfattn.ops.masks import heads_mask, hide
+from keras_rfattn.ops.precision import accumulated_matmul, largest_of, where
+from keras_rfattn.ops.sums import Reading, combine, normalize, query_shift
 
 
 def kernel_rows(kernel, query, key, visible):

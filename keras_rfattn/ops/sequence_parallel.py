@@ -13,20 +13,17 @@ import keras
 from keras import ops
 
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.features import Deferred
-from keras_rfattn.ops.features import map_features
-from keras_rfattn.ops.layout import heads_first
-from keras_rfattn.ops.layout import take_apart
-from keras_rfattn.ops.layout import take_tokens
+from keras_rfattn.ops.features import LOWEST, Deferred, map_features
+from keras_rfattn.ops.layout import heads_first, take_apart, take_tokens
 from keras_rfattn.ops.precision import largest_of
-from keras_rfattn.ops.recurrent import State
-from keras_rfattn.ops.recurrent import extend_state
-from keras_rfattn.ops.recurrent import init_state
-from keras_rfattn.ops.recurrent import read_state
-from keras_rfattn.ops.recurrent import to_sums
-from keras_rfattn.ops.windows import all_windows
-from keras_rfattn.ops.windows import causal_windows
+from keras_rfattn.ops.recurrent import (
+    State,
+    extend_state,
+    init_state,
+    read_state,
+    to_sums,
+)
+from keras_rfattn.ops.windows import all_windows, causal_windows
 
 
 def sequence_axis(query_length, key_length, options, is_causal):

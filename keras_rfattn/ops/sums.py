@@ -8,24 +8,24 @@ denominator of a positive map is at least 1. `combine` adds two readings of disj
 sets of keys, and `normalize` divides.
 """
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.features import Marked
+from keras_rfattn.ops.features import LOWEST, Marked
 from keras_rfattn.ops.layout import last_apart
 from keras_rfattn.ops.masks import hide
 from keras_rfattn.ops.not_finite import values_apart
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import add_into
-from keras_rfattn.ops.precision import elementwise_max
-from keras_rfattn.ops.precision import largest_of
-from keras_rfattn.ops.precision import quotient
-from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.precision import wide_dtype
+from keras_rfattn.ops.precision import (
+    accumulated_matmul,
+    add_into,
+    elementwise_max,
+    largest_of,
+    quotient,
+    where,
+    wide_dtype,
+)
 
 # A signed denominator below this fraction of the sum of magnitudes is rounding noise in
 # float32, whose resolution is 6e-8 per term.

@@ -13,21 +13,18 @@ This is the local exact part of PolySketchFormer (Kacham et al., 2024, section 3
 every kernel that can be computed.
 """
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras import ops
 
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.kernel_attention import exact_attention
-from keras_rfattn.ops.layout import take_apart
-from keras_rfattn.ops.layout import take_tokens
+from keras_rfattn.ops.layout import take_apart, take_tokens
 from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.precision import where
 from keras_rfattn.ops.sizes import fits
-from keras_rfattn.ops.windows import all_windows
-from keras_rfattn.ops.windows import causal_windows
+from keras_rfattn.ops.windows import all_windows, causal_windows
 
 
 class Local(NamedTuple):

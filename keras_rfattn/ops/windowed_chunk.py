@@ -9,24 +9,13 @@ from keras import ops
 
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.kernel_attention import exact_attention
-from keras_rfattn.ops.layout import heads_first
-from keras_rfattn.ops.layout import split_heads
-from keras_rfattn.ops.layout import take_apart
-from keras_rfattn.ops.layout import take_tokens
+from keras_rfattn.ops.layout import heads_first, split_heads, take_apart, take_tokens
 from keras_rfattn.ops.loops import compiled
-from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.masks import needed
-from keras_rfattn.ops.precision import clip
-from keras_rfattn.ops.precision import representable
-from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.masks import heads_mask, hide, needed
+from keras_rfattn.ops.precision import clip, representable, where
 from keras_rfattn.ops.sizes import fits
-from keras_rfattn.ops.sums import admit
-from keras_rfattn.ops.sums import settle
-from keras_rfattn.ops.sums import summarize
-from keras_rfattn.ops.windowed_state import LocalState
-from keras_rfattn.ops.windowed_state import Move
-from keras_rfattn.ops.windowed_state import sums_at
+from keras_rfattn.ops.sums import admit, settle, summarize
+from keras_rfattn.ops.windowed_state import LocalState, Move, sums_at
 from keras_rfattn.ops.windows import causal_windows
 
 

@@ -7,35 +7,26 @@ soon as a new window begins. Its size depends on the window alone, and windows a
 counted from a row's first visible token, as in `local_attention`.
 """
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.features import map_features
-from keras_rfattn.ops.kernel_attention import finite_tokens
-from keras_rfattn.ops.kernel_attention import read_exactly
-from keras_rfattn.ops.kernel_attention import spoiled
-from keras_rfattn.ops.layout import heads_first
-from keras_rfattn.ops.layout import merge_heads
-from keras_rfattn.ops.layout import split_heads
-from keras_rfattn.ops.layout import take_along
-from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.precision import clip
-from keras_rfattn.ops.precision import elementwise_max
-from keras_rfattn.ops.precision import representable
-from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.features import LOWEST, map_features
+from keras_rfattn.ops.kernel_attention import finite_tokens, read_exactly, spoiled
+from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads, take_along
+from keras_rfattn.ops.masks import heads_mask, hide
+from keras_rfattn.ops.precision import clip, elementwise_max, representable, where
 from keras_rfattn.ops.sizes import fits
-from keras_rfattn.ops.sums import Sums
-from keras_rfattn.ops.sums import admit
-from keras_rfattn.ops.sums import combine
-from keras_rfattn.ops.sums import merge_sums
-from keras_rfattn.ops.sums import normalize
-from keras_rfattn.ops.sums import read
-from keras_rfattn.ops.sums import settle
-from keras_rfattn.ops.sums import summarize
+from keras_rfattn.ops.sums import (
+    Sums,
+    admit,
+    combine,
+    merge_sums,
+    normalize,
+    read,
+    settle,
+    summarize,
+)
 
 
 class LocalState(NamedTuple):

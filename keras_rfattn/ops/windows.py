@@ -13,45 +13,46 @@ import keras
 from keras import ops
 
 from keras_rfattn.ops import fused
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.features import Deferred
-from keras_rfattn.ops.features import Exponents
-from keras_rfattn.ops.features import Marked
-from keras_rfattn.ops.features import map_features
-from keras_rfattn.ops.kernel_attention import Softmax
-from keras_rfattn.ops.kernel_attention import finite_tokens
-from keras_rfattn.ops.kernel_attention import read_exactly
-from keras_rfattn.ops.kernel_attention import spoiled
-from keras_rfattn.ops.layout import block_mask
-from keras_rfattn.ops.layout import block_tokens
-from keras_rfattn.ops.layout import cut_blocks
-from keras_rfattn.ops.layout import heads_first
-from keras_rfattn.ops.layout import in_blocks
-from keras_rfattn.ops.layout import join_tokens
-from keras_rfattn.ops.layout import merge_heads
-from keras_rfattn.ops.layout import one_block
-from keras_rfattn.ops.layout import split_heads
-from keras_rfattn.ops.loops import by_heads
-from keras_rfattn.ops.loops import fold
-from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.masks import needed
+from keras_rfattn.ops.features import LOWEST, Deferred, Exponents, Marked, map_features
+from keras_rfattn.ops.kernel_attention import (
+    Softmax,
+    finite_tokens,
+    read_exactly,
+    spoiled,
+)
+from keras_rfattn.ops.layout import (
+    block_mask,
+    block_tokens,
+    cut_blocks,
+    heads_first,
+    in_blocks,
+    join_tokens,
+    merge_heads,
+    one_block,
+    split_heads,
+)
+from keras_rfattn.ops.loops import by_heads, fold
+from keras_rfattn.ops.masks import hide, needed
 from keras_rfattn.ops.not_finite import LARGEST
-from keras_rfattn.ops.precision import known_finite
-from keras_rfattn.ops.precision import quotient
-from keras_rfattn.ops.precision import repeat_each
-from keras_rfattn.ops.precision import representable
-from keras_rfattn.ops.precision import where
+from keras_rfattn.ops.precision import (
+    known_finite,
+    quotient,
+    repeat_each,
+    representable,
+    where,
+)
 from keras_rfattn.ops.prefix_sums import prefix_sums
-from keras_rfattn.ops.sizes import leading
-from keras_rfattn.ops.sizes import product
-from keras_rfattn.ops.sums import Sums
-from keras_rfattn.ops.sums import admit
-from keras_rfattn.ops.sums import combine
-from keras_rfattn.ops.sums import guarded
-from keras_rfattn.ops.sums import merge_sums
-from keras_rfattn.ops.sums import no_sums
-from keras_rfattn.ops.sums import read
-from keras_rfattn.ops.sums import summarize
+from keras_rfattn.ops.sizes import leading, product
+from keras_rfattn.ops.sums import (
+    Sums,
+    admit,
+    combine,
+    guarded,
+    merge_sums,
+    no_sums,
+    read,
+    summarize,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,7 @@
 import keras
 
 from keras_rfattn.projections.base import Projection
-from keras_rfattn.projections.counts import Counts
-from keras_rfattn.projections.counts import GeometricCounts
-from keras_rfattn.projections.counts import PoissonCounts
+from keras_rfattn.projections.counts import Counts, GeometricCounts, PoissonCounts
 from keras_rfattn.projections.gaussian import Gaussian
 from keras_rfattn.projections.hadamard import Hadamard
 from keras_rfattn.projections.halton import Halton

@@ -1,7 +1,6 @@
 """Calibration from data, and training towards the softmax checkpoint."""
 
-from keras_rfattn.uptraining.calibrate import CalibrateAfter
-from keras_rfattn.uptraining.calibrate import calibrate
+from keras_rfattn.uptraining.calibrate import CalibrateAfter, calibrate
 from keras_rfattn.uptraining.report import UptrainingReport
 from keras_rfattn.uptraining.uptrain import uptrain
 

@@ -15,9 +15,7 @@ from keras_rfattn.layers.recording import recording
 from keras_rfattn.ops import Softmax
 from keras_rfattn.ops.gradients import with_gradient
 from keras_rfattn.ops.layout import split_heads
-from keras_rfattn.ops.rows import feature_rows
-from keras_rfattn.ops.rows import kernel_rows
-from keras_rfattn.ops.rows import nearby
+from keras_rfattn.ops.rows import feature_rows, kernel_rows, nearby
 
 MAX_ROWS = 512
 TINY = 1e-9

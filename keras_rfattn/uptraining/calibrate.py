@@ -2,11 +2,9 @@
 
 import keras
 
-from keras_rfattn.feature_maps.trained import trained_weights
-from keras_rfattn.feature_maps.trained import unchanged_on_error
+from keras_rfattn.feature_maps.trained import trained_weights, unchanged_on_error
 from keras_rfattn.layers import record
-from keras_rfattn.layers.checks import check_model
-from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import linear_layers
 
 

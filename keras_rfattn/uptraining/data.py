@@ -6,17 +6,19 @@ import keras
 import numpy as np
 
 from keras_rfattn.layers.batches import is_text
-from keras_rfattn.uptraining.inputs import as_array
-from keras_rfattn.uptraining.inputs import as_texts
-from keras_rfattn.uptraining.inputs import check_data
-from keras_rfattn.uptraining.inputs import inputs_of
-from keras_rfattn.uptraining.inputs import is_image
-from keras_rfattn.uptraining.inputs import is_iterable
-from keras_rfattn.uptraining.inputs import is_pair
-from keras_rfattn.uptraining.inputs import is_spent
-from keras_rfattn.uptraining.inputs import is_table
-from keras_rfattn.uptraining.inputs import normalized
-from keras_rfattn.uptraining.inputs import trimmed
+from keras_rfattn.uptraining.inputs import (
+    as_array,
+    as_texts,
+    check_data,
+    inputs_of,
+    is_image,
+    is_iterable,
+    is_pair,
+    is_spent,
+    is_table,
+    normalized,
+    trimmed,
+)
 
 # Batches used to calibrate and to measure errors; they are kept, so that even a
 # generator can provide them again.

@@ -5,9 +5,7 @@ import itertools
 import keras
 
 from keras_rfattn.layers.batches import too_long
-from keras_rfattn.uptraining.callbacks import NotFinite
-from keras_rfattn.uptraining.callbacks import Save
-from keras_rfattn.uptraining.callbacks import Watch
+from keras_rfattn.uptraining.callbacks import NotFinite, Save, Watch
 from keras_rfattn.uptraining.interrupts import Interrupts
 from keras_rfattn.uptraining.resume import assign
 

@@ -3,11 +3,8 @@
 import keras
 import numpy as np
 
-from keras_rfattn.layers.recording import progress
-from keras_rfattn.layers.recording import run
-from keras_rfattn.uptraining.attention import QUANTITIES
-from keras_rfattn.uptraining.attention import AttentionStage
-from keras_rfattn.uptraining.attention import relative
+from keras_rfattn.layers.recording import progress, run
+from keras_rfattn.uptraining.attention import QUANTITIES, AttentionStage, relative
 from keras_rfattn.uptraining.data import HEAD
 from keras_rfattn.uptraining.interrupts import Interrupts
 

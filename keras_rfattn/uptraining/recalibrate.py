@@ -3,8 +3,7 @@
 import numpy as np
 
 from keras_rfattn.uptraining.calibrate import adapt
-from keras_rfattn.uptraining.resume import assign
-from keras_rfattn.uptraining.resume import state_of
+from keras_rfattn.uptraining.resume import assign, state_of
 
 
 def calibrate_stage(model, layers, batches, before, measure):

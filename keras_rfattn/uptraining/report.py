@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 
-from keras_rfattn.uptraining.clock import BEFORE
-from keras_rfattn.uptraining.clock import PREPARING
+from keras_rfattn.uptraining.clock import BEFORE, PREPARING
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ import contextlib
 import numpy as np
 from keras import ops
 
-from keras_rfattn.layers.checks import projection
-from keras_rfattn.layers.checks import title
-from keras_rfattn.models.holders import holders
-from keras_rfattn.models.holders import refresh
+from keras_rfattn.layers.checks import projection, title
+from keras_rfattn.models.holders import holders, refresh
 
 TRAINABLE = ("maps", "query_key", "lora", "all")
 # The stages that train, in the order in which they run.

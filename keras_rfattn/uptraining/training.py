@@ -7,30 +7,22 @@ from keras_rfattn.feature_maps.trained import checksum
 from keras_rfattn.layers.checks import title
 from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.callbacks import NotFinite
-from keras_rfattn.uptraining.clock import AFTER
-from keras_rfattn.uptraining.clock import BEFORE
-from keras_rfattn.uptraining.clock import OVERHEAD
-from keras_rfattn.uptraining.clock import PREPARING
-from keras_rfattn.uptraining.clock import SAVING
+from keras_rfattn.uptraining.clock import AFTER, BEFORE, OVERHEAD, PREPARING, SAVING
 from keras_rfattn.uptraining.data import HEAD
 from keras_rfattn.uptraining.features import FeaturesStage
-from keras_rfattn.uptraining.fitting import fit_stage
-from keras_rfattn.uptraining.fitting import optimizer_for
-from keras_rfattn.uptraining.fitting import rate_for
+from keras_rfattn.uptraining.fitting import fit_stage, optimizer_for, rate_for
 from keras_rfattn.uptraining.identity import identity
 from keras_rfattn.uptraining.measuring import Measuring
 from keras_rfattn.uptraining.plan import planned_rounds
 from keras_rfattn.uptraining.recalibrate import calibrate_stage
-from keras_rfattn.uptraining.report import LayerResult
-from keras_rfattn.uptraining.report import StageResult
-from keras_rfattn.uptraining.report import UptrainingReport
-from keras_rfattn.uptraining.report import peak_memory
-from keras_rfattn.uptraining.resume import Checkpoints
-from keras_rfattn.uptraining.resume import assign
-from keras_rfattn.uptraining.resume import extended
-from keras_rfattn.uptraining.resume import state_of
-from keras_rfattn.uptraining.selection import once
-from keras_rfattn.uptraining.selection import only_training
+from keras_rfattn.uptraining.report import (
+    LayerResult,
+    StageResult,
+    UptrainingReport,
+    peak_memory,
+)
+from keras_rfattn.uptraining.resume import Checkpoints, assign, extended, state_of
+from keras_rfattn.uptraining.selection import once, only_training
 from keras_rfattn.uptraining.teacher import Teacher
 
 

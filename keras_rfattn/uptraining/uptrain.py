@@ -9,16 +9,13 @@ from keras import ops
 
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.layers.batches import preprocessor_hint
-from keras_rfattn.layers.checks import check_model
-from keras_rfattn.layers.checks import title
-from keras_rfattn.layers.recording import in_order
-from keras_rfattn.layers.recording import linear_layers
+from keras_rfattn.layers.checks import check_model, title
+from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.models.strategy import strategy_scope
 from keras_rfattn.uptraining.clock import Clock
 from keras_rfattn.uptraining.data import Batches
 from keras_rfattn.uptraining.features import OBJECTIVES
-from keras_rfattn.uptraining.selection import by_stage
-from keras_rfattn.uptraining.selection import chosen
+from keras_rfattn.uptraining.selection import by_stage, chosen
 from keras_rfattn.uptraining.training import Training
 
 STAGES = ("calibrate", "attention", "features")

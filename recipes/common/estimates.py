@@ -5,8 +5,7 @@ import statistics
 import keras
 
 import keras_rfattn
-from keras_rfattn import diagnostics
-from keras_rfattn import feature_maps
+from keras_rfattn import diagnostics, feature_maps
 
 
 def estimates(model, inputs, names, widths, draws, factors):

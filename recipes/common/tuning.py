@@ -4,15 +4,13 @@ import keras
 import keras_hub
 import numpy as np
 from common.one_feature import OneFeature
-from common.sentences import preprocessor
-from common.sentences import split
+from common.sentences import preprocessor, split
 from keras import ops
 from scipy.stats import spearmanr
 
 import keras_rfattn
 from keras_rfattn import feature_maps
-from keras_rfattn.models import Plan
-from keras_rfattn.models import describe_attention
+from keras_rfattn.models import Plan, describe_attention
 
 # Maximum number of tokens of a text or pair; hardly any is longer.
 TOKENS = {"sst2": 48, "mrpc": 96, "sts": 96}

@@ -4,8 +4,7 @@ import keras
 import keras_hub
 import numpy as np
 from common import images
-from keras import layers
-from keras import ops
+from keras import layers, ops
 
 LAYERS, HEADS, DIM, MLP = 4, 2, 64, 128
 GRID = 8  # patches per side

@@ -3,13 +3,11 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn import diagnostics
-from keras_rfattn import feature_maps
+from keras_rfattn import diagnostics, feature_maps
 from keras_rfattn.diagnostics import errors
 from keras_rfattn.layers import record
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.layers.recording import Recorder
-from keras_rfattn.layers.recording import Sequence
+from keras_rfattn.layers.recording import Recorder, Sequence
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
 from tests.feature_maps.cases import case

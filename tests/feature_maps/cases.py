@@ -4,8 +4,7 @@ A map without a row is tested by every contract too, as `Case()`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np

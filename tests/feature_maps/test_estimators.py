@@ -12,11 +12,9 @@ import pytest
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.kernels import values
-from keras_rfattn.kernels import variance
+from keras_rfattn.kernels import values, variance
 from tests import helpers as h
-from tests.feature_maps.cases import DIM
-from tests.feature_maps.cases import case
+from tests.feature_maps.cases import DIM, case
 
 pytestmark = pytest.mark.once
 

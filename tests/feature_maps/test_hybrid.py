@@ -10,8 +10,7 @@ from keras import ops
 
 import keras_rfattn
 from keras_rfattn import feature_maps as maps
-from keras_rfattn.kernels import hybrid_variance
-from keras_rfattn.kernels import variance
+from keras_rfattn.kernels import hybrid_variance, variance
 from tests import helpers as h
 
 pytestmark = pytest.mark.once

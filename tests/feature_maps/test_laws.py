@@ -5,10 +5,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn import feature_maps
-from keras_rfattn import layers
-from keras_rfattn.ops.layout import merge_heads
-from keras_rfattn.ops.layout import split_heads
+from keras_rfattn import feature_maps, layers
+from keras_rfattn.ops.layout import merge_heads, split_heads
 from tests import helpers as h
 
 HAVE_VECTORS = h.RANDOM

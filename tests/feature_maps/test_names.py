@@ -6,8 +6,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import feature_maps
-from tests.helpers import NAMES
-from tests.helpers import small
+from tests.helpers import NAMES, small
 
 pytestmark = pytest.mark.once
 

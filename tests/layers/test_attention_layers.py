@@ -11,8 +11,7 @@ from keras import ops
 
 import keras_rfattn
 from keras_rfattn import feature_maps
-from keras_rfattn.layers import GroupedQueryAttention
-from keras_rfattn.layers import MultiHeadAttention
+from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
 from tests import helpers as h
 from tests.feature_maps.cases import case
 

@@ -10,8 +10,7 @@ import pytest
 from keras import ops
 
 import keras_rfattn
-from keras_rfattn.layers import GroupedQueryAttention
-from keras_rfattn.layers import MultiHeadAttention
+from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
 from keras_rfattn.layers.call_context import context_of
 from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops import AttentionMask

@@ -6,8 +6,7 @@ import pytest
 from keras import ops
 
 import keras_rfattn
-from keras_rfattn.layers import GroupedQueryAttention
-from keras_rfattn.layers import MultiHeadAttention
+from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
 from tests.marks import ONE_BACKEND

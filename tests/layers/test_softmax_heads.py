@@ -9,14 +9,10 @@ from keras import ops
 
 import keras_rfattn
 from keras_rfattn import feature_maps
-from keras_rfattn.layers import GroupedQueryAttention
-from keras_rfattn.layers import MultiHeadAttention
-from keras_rfattn.layers import attend
+from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention, attend
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import Options
-from keras_rfattn.ops import softmax_attention
+from keras_rfattn.ops import AttentionMask, Options, softmax_attention
 from keras_rfattn.uptraining.attention import layer_errors
 from tests import helpers as h
 from tests.uptraining import models as m

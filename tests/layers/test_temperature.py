@@ -8,11 +8,9 @@ import pytest
 from keras import ops
 
 import keras_rfattn
-from keras_rfattn.layers import MultiHeadAttention
-from keras_rfattn.layers import record
+from keras_rfattn.layers import MultiHeadAttention, record
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import Options
+from keras_rfattn.ops import AttentionMask, Options
 from tests import helpers as h
 from tests.models import families
 

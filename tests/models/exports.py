@@ -19,9 +19,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_rfattn import generation
-from keras_rfattn import layers
-from keras_rfattn import replace_attention
+from keras_rfattn import generation, layers, replace_attention
 from tests.models.families import build
 
 DIM, BLOCK, WINDOW, LENGTH, BATCH = 16, 4, 8, 16, 2

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn import diagnostics
-from keras_rfattn import generation
+from keras_rfattn import diagnostics, generation
 from tests.marks import ONE_BACKEND
 from tests.models import families
 

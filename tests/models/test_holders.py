@@ -9,9 +9,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn.models import Plan
 from keras_rfattn.models.holders import holders
-from tests.helpers import assert_close
-from tests.helpers import assert_same
-from tests.helpers import to_numpy
+from tests.helpers import assert_close, assert_same, to_numpy
 
 X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn.models import generation
-from keras_rfattn.models import swap
+from keras_rfattn.models import generation, swap
 from tests import helpers as h
 from tests.models import families
 

@@ -11,11 +11,9 @@ import keras
 import keras_hub
 import pytest
 
-from keras_rfattn.models import survey
-from keras_rfattn.models import swap
+from keras_rfattn.models import survey, swap
 from keras_rfattn.models.adapters import known
-from keras_rfattn.models.survey import is_attention
-from keras_rfattn.models.survey import unsupported
+from keras_rfattn.models.survey import is_attention, unsupported
 
 pytestmark = pytest.mark.once
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from tests.helpers import assert_same
-from tests.helpers import to_numpy
+from tests.helpers import assert_same, to_numpy
 
 X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
 

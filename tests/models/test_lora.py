@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from tests.helpers import assert_close
-from tests.helpers import assert_same
-from tests.helpers import to_numpy
+from tests.helpers import assert_close, assert_same, to_numpy
 
 keras_hub = pytest.importorskip("keras_hub")
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import bidirectional
-from keras_rfattn.ops import quadratic
+from keras_rfattn.ops import bidirectional, quadratic
 from keras_rfattn.ops.features import map_features
 from tests import helpers as h
 

@@ -7,9 +7,7 @@ import pytest
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.ops import Features
-from keras_rfattn.ops import causal
-from keras_rfattn.ops import quadratic
+from keras_rfattn.ops import Features, causal, quadratic
 from tests import helpers as h
 
 BLOCKS = (3, 1, 16, 128)

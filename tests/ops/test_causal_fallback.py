@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import Features
-from keras_rfattn.ops import bidirectional
-from keras_rfattn.ops import causal
-from keras_rfattn.ops import quadratic
+from keras_rfattn.ops import Features, bidirectional, causal, quadratic
 from tests import helpers as h
 from tests.feature_maps.cases import case
 

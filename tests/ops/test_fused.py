@@ -5,11 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import Local
-from keras_rfattn.ops import Softmax
-from keras_rfattn.ops import bidirectional
-from keras_rfattn.ops import fused
-from keras_rfattn.ops import local_attention
+from keras_rfattn.ops import Local, Softmax, bidirectional, fused, local_attention
 from tests import helpers as h
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import bidirectional
-from keras_rfattn.ops import causal
+from keras_rfattn.ops import bidirectional, causal
 from tests import helpers as h
 
 CONTENTS = (1e30, 100.0, -1e30, 3e38)

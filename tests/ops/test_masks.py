@@ -3,8 +3,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import interpret_mask
+from keras_rfattn.ops import AttentionMask, interpret_mask
 from tests import helpers as h
 
 T = 6

@@ -6,17 +6,19 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import Local
-from keras_rfattn.ops import bidirectional
-from keras_rfattn.ops import causal
-from keras_rfattn.ops import extend_local_state
-from keras_rfattn.ops import extend_state
-from keras_rfattn.ops import init_local_state
-from keras_rfattn.ops import init_state
-from keras_rfattn.ops import local_attention
-from keras_rfattn.ops import quadratic
-from keras_rfattn.ops import read_local_state
-from keras_rfattn.ops import read_state
+from keras_rfattn.ops import (
+    Local,
+    bidirectional,
+    causal,
+    extend_local_state,
+    extend_state,
+    init_local_state,
+    init_state,
+    local_attention,
+    quadratic,
+    read_local_state,
+    read_state,
+)
 from keras_rfattn.ops.features import map_features
 from tests import helpers as h
 

@@ -10,9 +10,7 @@ from keras import ops
 
 import keras_rfattn
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import Options
-from keras_rfattn.ops import quadratic
+from keras_rfattn.ops import AttentionMask, Options, quadratic
 from tests import helpers as h
 
 on_jax = pytest.mark.skipif(

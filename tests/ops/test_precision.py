@@ -4,8 +4,7 @@ import keras
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import bidirectional
-from keras_rfattn.ops import causal
+from keras_rfattn.ops import bidirectional, causal
 from tests import helpers as h
 from tests.feature_maps.cases import case
 

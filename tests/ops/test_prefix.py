@@ -4,9 +4,7 @@ import pytest
 from keras import ops
 
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import Options
-from keras_rfattn.ops import quadratic
+from keras_rfattn.ops import AttentionMask, Options, quadratic
 from keras_rfattn.ops.prefix import after_prefix
 from tests import helpers as h
 

@@ -4,8 +4,7 @@ import pytest
 from keras import ops
 
 from keras_rfattn.ops import prefix_sums
-from keras_rfattn.ops.sums import Sums
-from keras_rfattn.ops.sums import merge_sums
+from keras_rfattn.ops.sums import Sums, merge_sums
 from tests import helpers as h
 from tests.marks import ONE_BACKEND
 

@@ -6,13 +6,9 @@ import pytest
 from keras import ops
 
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import Options
-from keras_rfattn.ops import kernel_attention
-from keras_rfattn.ops import loops
+from keras_rfattn.ops import AttentionMask, Options, kernel_attention, loops
 from keras_rfattn.ops.loops import exclusive_scan
-from keras_rfattn.ops.precision import accumulated_matmul
-from keras_rfattn.ops.precision import precise_einsum
+from keras_rfattn.ops.precision import accumulated_matmul, precise_einsum
 from tests import helpers as h
 from tests.marks import ONE_BACKEND
 

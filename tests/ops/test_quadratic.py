@@ -1,8 +1,7 @@
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import Features
-from keras_rfattn.ops import quadratic
+from keras_rfattn.ops import Features, quadratic
 from tests import helpers as h
 
 

@@ -3,10 +3,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import causal
-from keras_rfattn.ops import extend_state
-from keras_rfattn.ops import init_state
-from keras_rfattn.ops import read_state
+from keras_rfattn.ops import causal, extend_state, init_state, read_state
 from keras_rfattn.ops.features import map_features
 from tests import helpers as h
 

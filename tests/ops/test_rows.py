@@ -5,10 +5,8 @@ import pytest
 from keras import ops
 
 from keras_rfattn.layers.attend import Attention
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import Options
-from keras_rfattn.ops.layout import merge_heads
-from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops import AttentionMask, Options
+from keras_rfattn.ops.layout import merge_heads, split_heads
 from keras_rfattn.uptraining import attention
 from tests import helpers as h
 from tests.feature_maps.cases import case

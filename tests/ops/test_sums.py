@@ -2,12 +2,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import Features
-from keras_rfattn.ops import layout
-from keras_rfattn.ops import masks
+from keras_rfattn.ops import Features, layout, masks
 from keras_rfattn.ops import sums as f
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.features import finite
+from keras_rfattn.ops.features import LOWEST, finite
 from keras_rfattn.ops.precision import representable
 from tests import helpers as h
 

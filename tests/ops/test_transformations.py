@@ -6,8 +6,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn.layers import MultiHeadAttention
-from keras_rfattn.ops.plain import is_differentiated
-from keras_rfattn.ops.plain import is_plain
+from keras_rfattn.ops.plain import is_differentiated, is_plain
 from tests import helpers as h
 
 torch = pytest.importorskip("torch")

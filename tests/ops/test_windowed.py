@@ -6,14 +6,16 @@ import pytest
 from keras import ops
 
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import Local
-from keras_rfattn.ops import Options
-from keras_rfattn.ops import Polynomial
-from keras_rfattn.ops import Softmax
-from keras_rfattn.ops import exact_attention
-from keras_rfattn.ops import local_attention
-from keras_rfattn.ops import softmax_attention
+from keras_rfattn.ops import (
+    AttentionMask,
+    Local,
+    Options,
+    Polynomial,
+    Softmax,
+    exact_attention,
+    local_attention,
+    softmax_attention,
+)
 from tests import helpers as h
 from tests.feature_maps.cases import case
 

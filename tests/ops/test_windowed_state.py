@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import Local
-from keras_rfattn.ops import extend_local_state
-from keras_rfattn.ops import init_local_state
-from keras_rfattn.ops import local_attention
-from keras_rfattn.ops import read_local_state
+from keras_rfattn.ops import (
+    Local,
+    extend_local_state,
+    init_local_state,
+    local_attention,
+    read_local_state,
+)
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.windowed_chunk import local_chunk
 from tests import helpers as h

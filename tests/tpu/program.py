@@ -11,14 +11,10 @@ import sys
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import AttentionMask
-from keras_rfattn.ops import Options
+from keras_rfattn.ops import AttentionMask, Options
 from keras_rfattn.ops.sequence_parallel import over_devices
 from tests import helpers as h
 

@@ -3,8 +3,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn.uptraining.data import Batches
-from keras_rfattn.uptraining.inputs import normalized
-from keras_rfattn.uptraining.inputs import trimmed
+from keras_rfattn.uptraining.inputs import normalized, trimmed
 
 pytestmark = pytest.mark.once
 

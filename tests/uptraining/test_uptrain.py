@@ -6,8 +6,7 @@ import pytest
 from keras import ops
 
 import keras_rfattn
-from keras_rfattn.layers.recording import in_order
-from keras_rfattn.layers.recording import linear_layers
+from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.fitting import rate_for
 from keras_rfattn.uptraining.plan import planned

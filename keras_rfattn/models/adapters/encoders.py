@@ -7,8 +7,7 @@ of the original class.
 import keras
 
 from keras_rfattn.layers.linear_attention import LinearAttention
-from keras_rfattn.ops.masks import AttentionMask
-from keras_rfattn.ops.masks import interpret_mask
+from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 
 
 class RoformerAttention(LinearAttention):

@@ -9,12 +9,10 @@ import contextlib
 
 import keras
 
-from keras_rfattn.layers.call_context import context_of
-from keras_rfattn.layers.call_context import hand_over
+from keras_rfattn.layers.call_context import context_of, hand_over
 from keras_rfattn.layers.decoding import turned_from
 from keras_rfattn.layers.linear_attention import LinearAttention
-from keras_rfattn.ops.masks import AttentionMask
-from keras_rfattn.ops.masks import interpret_mask
+from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 
 # Attribute names of the self-attention in decoder blocks.
 SELF_ATTENTION = (

@@ -7,8 +7,10 @@ from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.feature_maps.registry import check_identifier
 from keras_rfattn.models.plan import Plan
 from keras_rfattn.models.replace import replace_attention
-from keras_rfattn.models.transformer_pp.positions import RotaryAttention
-from keras_rfattn.models.transformer_pp.positions import SinusoidalEmbedding
+from keras_rfattn.models.transformer_pp.positions import (
+    RotaryAttention,
+    SinusoidalEmbedding,
+)
 
 # The sizes of the paper's appendix H, where every head has 64 dimensions.
 SIZES = {

@@ -1,22 +1,16 @@
 """Converts tokens to the arguments of the Pallas kernels, and outputs back."""
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.layout import merge_heads
-from keras_rfattn.ops.layout import split_heads
-from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.not_finite import finite_values
-from keras_rfattn.ops.not_finite import onward
-from keras_rfattn.ops.not_finite import spoils
+from keras_rfattn.ops.layout import merge_heads, split_heads
+from keras_rfattn.ops.masks import heads_mask, hide
+from keras_rfattn.ops.not_finite import finite_values, onward, spoils
 from keras_rfattn.ops.pallas.bidirectional import bidirectional
 from keras_rfattn.ops.pallas.causal import causal
-from keras_rfattn.ops.pallas.passes import Columns
-from keras_rfattn.ops.pallas.passes import Rows
+from keras_rfattn.ops.pallas.passes import Columns, Rows
 from keras_rfattn.ops.pallas.windowed import windowed
 from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.windowed import from_first_visible

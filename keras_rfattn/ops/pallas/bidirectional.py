@@ -7,21 +7,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.pallas.blocks import ORDER
-from keras_rfattn.ops.pallas.blocks import State
-from keras_rfattn.ops.pallas.blocks import accumulate
-from keras_rfattn.ops.pallas.blocks import add
-from keras_rfattn.ops.pallas.blocks import at_start
-from keras_rfattn.ops.pallas.blocks import block
-from keras_rfattn.ops.pallas.blocks import divided
-from keras_rfattn.ops.pallas.blocks import dot
-from keras_rfattn.ops.pallas.blocks import exponents
-from keras_rfattn.ops.pallas.blocks import float32
-from keras_rfattn.ops.pallas.blocks import look_up
-from keras_rfattn.ops.pallas.blocks import reset
-from keras_rfattn.ops.pallas.blocks import summed_to
-from keras_rfattn.ops.pallas.blocks import visible_keys
-from keras_rfattn.ops.pallas.blocks import whole
+from keras_rfattn.ops.pallas.blocks import (
+    ORDER,
+    State,
+    accumulate,
+    add,
+    at_start,
+    block,
+    divided,
+    dot,
+    exponents,
+    float32,
+    look_up,
+    reset,
+    summed_to,
+    visible_keys,
+    whole,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))

@@ -8,8 +8,7 @@ Features are `exp(x · vectors + bias + term)`, where `term` is one number per t
 queries it cancels and is left out; for keys it is `LOWEST` where a key is hidden.
 """
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -7,29 +7,31 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.pallas.blocks import ORDER
-from keras_rfattn.ops.pallas.blocks import State
-from keras_rfattn.ops.pallas.blocks import add
-from keras_rfattn.ops.pallas.blocks import at_start
-from keras_rfattn.ops.pallas.blocks import block
-from keras_rfattn.ops.pallas.blocks import clear
-from keras_rfattn.ops.pallas.blocks import divided
-from keras_rfattn.ops.pallas.blocks import dot
-from keras_rfattn.ops.pallas.blocks import exponents
-from keras_rfattn.ops.pallas.blocks import float32
-from keras_rfattn.ops.pallas.blocks import in_parts
-from keras_rfattn.ops.pallas.blocks import is_held
-from keras_rfattn.ops.pallas.blocks import look_up
-from keras_rfattn.ops.pallas.blocks import past
-from keras_rfattn.ops.pallas.blocks import rebased
-from keras_rfattn.ops.pallas.blocks import reference_of
-from keras_rfattn.ops.pallas.blocks import reset
-from keras_rfattn.ops.pallas.blocks import row_of_block
-from keras_rfattn.ops.pallas.blocks import state_shapes
-from keras_rfattn.ops.pallas.blocks import summed_to
-from keras_rfattn.ops.pallas.blocks import visible_keys
-from keras_rfattn.ops.pallas.blocks import whole
-from keras_rfattn.ops.pallas.blocks import within
+from keras_rfattn.ops.pallas.blocks import (
+    ORDER,
+    State,
+    add,
+    at_start,
+    block,
+    clear,
+    divided,
+    dot,
+    exponents,
+    float32,
+    in_parts,
+    is_held,
+    look_up,
+    past,
+    rebased,
+    reference_of,
+    reset,
+    row_of_block,
+    state_shapes,
+    summed_to,
+    visible_keys,
+    whole,
+    within,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))

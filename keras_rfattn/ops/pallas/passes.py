@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from keras_rfattn.ops.pallas.blocks import ORDER
-from keras_rfattn.ops.pallas.blocks import State
-from keras_rfattn.ops.pallas.blocks import at_start
-from keras_rfattn.ops.pallas.blocks import reset
-from keras_rfattn.ops.pallas.blocks import state_shapes
-from keras_rfattn.ops.pallas.blocks import whole
+from keras_rfattn.ops.pallas.blocks import (
+    ORDER,
+    State,
+    at_start,
+    reset,
+    state_shapes,
+    whole,
+)
 
 
 class Pass(NamedTuple):

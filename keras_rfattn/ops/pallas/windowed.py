@@ -13,19 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.pallas.blocks import add
-from keras_rfattn.ops.pallas.blocks import at_start
-from keras_rfattn.ops.pallas.blocks import clear
-from keras_rfattn.ops.pallas.blocks import divided
-from keras_rfattn.ops.pallas.blocks import dot
-from keras_rfattn.ops.pallas.blocks import exponents
-from keras_rfattn.ops.pallas.blocks import float32
-from keras_rfattn.ops.pallas.blocks import look_up
-from keras_rfattn.ops.pallas.blocks import past
-from keras_rfattn.ops.pallas.blocks import summed_to
-from keras_rfattn.ops.pallas.blocks import visible_keys
-from keras_rfattn.ops.pallas.passes import Pass
-from keras_rfattn.ops.pallas.passes import run
+from keras_rfattn.ops.pallas.blocks import (
+    add,
+    at_start,
+    clear,
+    divided,
+    dot,
+    exponents,
+    float32,
+    look_up,
+    past,
+    summed_to,
+    visible_keys,
+)
+from keras_rfattn.ops.pallas.passes import Pass, run
 
 
 def windowed(rows, columns, parameters, size, is_causal, is_sliding):
