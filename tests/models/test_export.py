@@ -52,7 +52,9 @@ def test_the_step_of_a_decoder(window, batch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["polysketch", "hedgehog"])
+@pytest.mark.parametrize(
+    "name", ["polysketch", pytest.param("hedgehog", marks=pytest.mark.once)]
+)
 def test_other_maps(name):
     form = next(iter(exports.FORMATS[BACKEND]))
     arguments = form, exports.CASES["causal"], exports.SHAPES["any length"]

@@ -325,7 +325,9 @@ def beam_search(model, ids, start, count):
     return beams[scores.argmax()]
 
 
-@pytest.mark.parametrize("mechanism", ["favorpp", "window"])
+@pytest.mark.parametrize(
+    "mechanism", ["window", pytest.param("favorpp", marks=pytest.mark.once)]
+)
 def test_beam_search(mechanism):
     model, ids = linear("llama", mechanism), tokens()
     mask = np.broadcast_to(np.arange(LENGTH) < 5, ids.shape)

@@ -50,7 +50,9 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("save_every, steps", [(1, 1), (3, 7)])
+@pytest.mark.parametrize(
+    "save_every, steps", [pytest.param(1, 1, marks=pytest.mark.once), (3, 7)]
+)
 def test_resumed_compiled_is_unbroken(tmp_path, save_every, steps):
     expected, whole = run()
     broken(tmp_path, steps, save_every=save_every)
