@@ -91,7 +91,9 @@ def test_packed_is_separate(mechanism, kv_heads, causal):
     weights = weights * visible[..., None]
     found, expected = (
         ops.convert_to_numpy(
-            h.gradients(lambda x, f=f: f(x) * weights, x, compiles=False)[0]
+            h.gradients(lambda x, f=f: ops.multiply(f(x), weights), x, compiles=False)[
+                0
+            ]
         )
         for f in (packed, separate)
     )
