@@ -89,9 +89,9 @@ MUTANTS = {
         "layers/call_context.py", "holding", "self.value = before", "pass",
         "layers/test_call_context.py",
     ),
-    "compiled programs kept by the models around": Mutant(
-        "models/holders.py", "refresh", "setattr(layer, f'{name}_function', None)",
-        "None", "models/test_holders.py",
+    "weights that PyTorch does not count": Mutant(
+        "models/holders.py", "refresh", "layer._track_variables()", "None",
+        "models/test_holders.py",
     ),
     "a trained map fitted again": Mutant(
         "feature_maps/trained.py", "check_untrained", "feature_map.was_trained",

@@ -34,6 +34,23 @@ def test_the_future_changes_nothing(name, content, now):
     assert not np.array_equal(actual[:, now:], expected[:, now:])
 
 
+@pytest.mark.parametrize("now", [13, 15])
+def test_larger_keys_of_the_future_change_nothing(now):
+    # The exponents of this map grow with its keys, so that a maximum over the block
+    # would follow those of the future. Blocks are full, so that no mask hides padding.
+    x = h.problem(length=9 * h.BLOCK)
+    call = h.compiled(causal, block_size=h.BLOCK)
+    later = (slice(None), slice(now, None))
+
+    def output(arrays):
+        features = h.featurize(h.build("elu"), *arrays[:2])
+        return h.to_numpy(call(*features, ops.convert_to_tensor(arrays[2])))
+
+    expected, actual = output(x), output([disturb(a, later, 1e30) for a in x])
+    h.assert_same(actual[:, :now], expected[:, :now])
+    assert not np.array_equal(actual[:, now:], expected[:, now:])
+
+
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("name", h.FORMS)
 def test_the_future_changes_nothing_behind_a_gap(name, content):
