@@ -15,15 +15,19 @@ ROOT = pathlib.Path(keras_rfattn.__file__).parent
 MAY_IMPORT = {
     "kernels": set(),
     "projections": set(),
-    "ops": set(),
-    "feature_maps": {"projections", "ops", "kernels"},
-    "layers": {"feature_maps", "ops"},
-    "models": {"layers", "feature_maps", "projections", "ops"},
-    "generation": {"models", "layers", "ops"},
+    "backend": set(),
+    "ops": {"backend", "fused"},
+    "fused": {"backend", "ops"},
+    "feature_maps": {"backend", "projections", "ops", "kernels"},
+    "layers": {"backend", "feature_maps", "fused", "ops"},
+    "models": {"backend", "layers", "feature_maps", "projections", "ops"},
+    "generation": {"backend", "models", "layers", "ops"},
     "distribution": {"models", "layers"},
-    "uptraining": {"models", "layers", "feature_maps", "projections", "ops"},
+    "uptraining": {
+        "backend", "models", "layers", "feature_maps", "projections", "ops",
+    },
     "diagnostics": {
-        "models", "layers", "feature_maps", "projections", "ops", "kernels",
+        "backend", "models", "layers", "feature_maps", "projections", "ops", "kernels",
     },
 }  # fmt: skip
 # Of a library, and imported only once that library is, or on its backend alone.
@@ -31,7 +35,7 @@ FOREIGN = {
     "models/adapters/keras_hub.py": {"keras_hub"},
     "sklearn.py": {"sklearn"},
     **{
-        f"ops/pallas/{name}.py": {"jax"}
+        f"fused/tpu/{name}.py": {"jax"}
         for name in (
             "attention",
             "bidirectional",
@@ -86,8 +90,8 @@ def test_imports_go_down(file):
 def test_the_walk_sees_imports():
     # Else all of the above would hold of an empty set.
     found = folders(ROOT / "feature_maps" / "projected.py")
-    assert found == {"projections", "ops", "kernels"}
-    assert folders(ROOT / "layers" / "implementation.py") == {"feature_maps", "ops"}
+    assert found == {"backend", "projections", "kernels"}
+    assert folders(ROOT / "layers" / "implementation.py") == {"backend", "feature_maps", "fused", "ops"}
 
 
 def module(file):

@@ -5,11 +5,11 @@ import math
 import keras
 from keras import ops
 
+from keras_rfattn.backend.precision import wide_dtype
 from keras_rfattn.feature_maps.arguments import is_number, refuse_vectors
 from keras_rfattn.feature_maps.base import FeatureMap, without
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.precision import wide_dtype
 
 
 class OfActivation:

@@ -31,13 +31,13 @@ import math
 import keras
 from keras import ops
 
+from keras_rfattn.backend.precision import repeat_each
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.stateless import FeatureFunction, complete
 from keras_rfattn.feature_maps.weights import Weights
 from keras_rfattn.kernels import values
 from keras_rfattn.ops.features import Deferred
 from keras_rfattn.ops.kernel_attention import Softmax
-from keras_rfattn.ops.precision import repeat_each
 
 
 class FeatureMap(Weights, keras.layers.Layer):

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.backend.precision import where, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.arguments import derive_seed, is_integer
@@ -15,7 +16,6 @@ from keras_rfattn.feature_maps.complex_exponential import diagonal, diagonal_par
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import LOWEST, Features
 from keras_rfattn.ops.layout import move_axis
-from keras_rfattn.ops.precision import where, wide_dtype
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

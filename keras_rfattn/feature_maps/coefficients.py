@@ -5,11 +5,11 @@ import math
 import keras
 from keras import ops
 
+from keras_rfattn.backend.precision import where
 from keras_rfattn.feature_maps.algebra import scale
 from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.precision import where
 
 
 class Coefficient:

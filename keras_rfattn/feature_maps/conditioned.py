@@ -9,12 +9,16 @@ import numpy as np
 from keras import ops
 
 import keras_rfattn.feature_maps.registry as registry
+from keras_rfattn.backend.precision import (
+    accumulated_matmul,
+    precise_einsum,
+    wide_dtype,
+)
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap, number
 from keras_rfattn.feature_maps.favorpp import FavorPP
 from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.precision import accumulated_matmul, precise_einsum, wide_dtype
 
 STEPS = ("center", "balance", "rotate")
 

@@ -2,8 +2,8 @@
 
 from keras import ops
 
+from keras_rfattn.backend.precision import precise_einsum
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.precision import precise_einsum
 
 
 class Exponential:

@@ -6,6 +6,14 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.backend.precision import (
+    elementwise_max,
+    elementwise_min,
+    known_finite,
+    known_true,
+    precise_einsum,
+    where,
+)
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import check_flag, is_number
 from keras_rfattn.feature_maps.base import half_square
@@ -18,14 +26,6 @@ from keras_rfattn.kernels.variance import (
 )
 from keras_rfattn.ops.features import Exponents
 from keras_rfattn.ops.not_finite import LARGEST, bounded, spoils
-from keras_rfattn.ops.precision import (
-    elementwise_max,
-    elementwise_min,
-    known_finite,
-    known_true,
-    precise_einsum,
-    where,
-)
 
 POLICIES = ("auto", "batch", "stored")
 

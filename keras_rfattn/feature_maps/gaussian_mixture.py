@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.backend.precision import wide_dtype
 from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.base import half_square
@@ -17,7 +18,6 @@ from keras_rfattn.feature_maps.complex_exponential import (
     diagonal_parts,
 )
 from keras_rfattn.feature_maps.hybrid import Hybrid
-from keras_rfattn.ops.precision import wide_dtype
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.backend.precision import wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.base import half_square, number
@@ -15,7 +16,6 @@ from keras_rfattn.kernels.variance import (
     log_moment_generalized_exponential,
     log_moment_of_z,
 )
-from keras_rfattn.ops.precision import wide_dtype
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

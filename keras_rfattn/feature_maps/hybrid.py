@@ -5,6 +5,7 @@ from keras import ops
 
 import keras_rfattn.feature_maps.algebra as algebra
 import keras_rfattn.feature_maps.registry as registry
+from keras_rfattn.backend.precision import wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.base import FeatureMap
@@ -15,7 +16,6 @@ from keras_rfattn.feature_maps.coefficients import (
 from keras_rfattn.feature_maps.favor import Favor
 from keras_rfattn.feature_maps.favorplus import FavorPlus
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.precision import wide_dtype
 
 # Defaults of hybrids given by name. Their width is a product: 8 · (2 + 2) · 16 = 512.
 NUM_FEATURES, NUM_COEFFICIENTS = 16, 7

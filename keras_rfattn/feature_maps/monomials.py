@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import projections
+from keras_rfattn.backend.precision import elementwise_max, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed, is_number
 from keras_rfattn.feature_maps.base import number
@@ -18,7 +19,6 @@ from keras_rfattn.kernels.variance import (
     log_moment_shifted,
 )
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.precision import elementwise_max, wide_dtype
 
 # Smaller magnitudes are replaced by this before a logarithm. 0⁰ = 1 stays exact.
 TINY = 1e-30

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_rfattn.backend.precision import wide_dtype
 from keras_rfattn.feature_maps.arguments import refuse_vectors
 from keras_rfattn.feature_maps.base import FeatureMap, without
 from keras_rfattn.kernels import values
@@ -10,7 +11,6 @@ from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import Polynomial as PolynomialKernel
 from keras_rfattn.ops.kernel_attention import unit
 from keras_rfattn.ops.not_finite import bounded, spoils
-from keras_rfattn.ops.precision import wide_dtype
 
 DEFAULT_DEGREE = 4
 

@@ -5,13 +5,13 @@ import math
 import keras
 from keras import ops
 
+from keras_rfattn.backend.precision import precise_einsum, repeat_each, wide_dtype
 from keras_rfattn.feature_maps.arguments import check_num_features, derive_seed
 from keras_rfattn.feature_maps.base import without
 from keras_rfattn.feature_maps.polynomial import DEFAULT_DEGREE, PolynomialFeatureMap
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import unit
-from keras_rfattn.ops.precision import precise_einsum, repeat_each, wide_dtype
 
 DEFAULT_SKETCH_SIZE = 32
 

@@ -7,11 +7,11 @@ import keras
 from keras import ops
 
 from keras_rfattn import projections
+from keras_rfattn.backend.precision import precise_einsum
 from keras_rfattn.feature_maps.arguments import check_num_features, derive_seed
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.trained import as_numpy
 from keras_rfattn.kernels.variance import orthogonal_covariance
-from keras_rfattn.ops.precision import precise_einsum
 
 DEFAULT_NUM_FEATURES = 256
 

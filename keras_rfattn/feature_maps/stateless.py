@@ -7,9 +7,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.backend.precision import wide_dtype
 from keras_rfattn.ops.features import Marked, map_features
 from keras_rfattn.ops.not_finite import apart, flowing, limited
-from keras_rfattn.ops.precision import wide_dtype
 
 # Config entries that do not change the function of given weights.
 IGNORED = ("name", "trainable", "dtype", "seed", "projection")

@@ -8,6 +8,7 @@ from keras import ops
 
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
+from keras_rfattn.backend.gradients import without_gradients
 from keras_rfattn.layers.checks import check_model, projection, title
 from keras_rfattn.layers.decoding import empty_state
 from keras_rfattn.layers.fingerprint import fingerprint
@@ -21,7 +22,6 @@ from keras_rfattn.models.generation import (
 )
 from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
-from keras_rfattn.ops.gradients import without_gradients
 
 # `call_with_cache` of tasks that can be streamed -> function for their empty cache.
 EMPTY = {

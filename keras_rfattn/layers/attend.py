@@ -12,6 +12,9 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_rfattn.backend.loops import by_rows
+from keras_rfattn.backend.precision import where, wide_dtype
+from keras_rfattn.backend.sizes import fits, is_zero, product, smaller
 from keras_rfattn.layers.cached import among_keys
 from keras_rfattn.layers.implementation import by_kernels, check_options
 from keras_rfattn.layers.softmax_heads import with_softmax_heads
@@ -19,14 +22,11 @@ from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import Deferred, Features, Scaled
 from keras_rfattn.ops.kernel_attention import exact_attention, softmax_attention, unit
-from keras_rfattn.ops.loops import by_rows
 from keras_rfattn.ops.masks import AttentionMask, check_lengths, interpret_mask, needed
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
-from keras_rfattn.ops.precision import where, wide_dtype
 from keras_rfattn.ops.prefix import after_prefix, check_prefix
 from keras_rfattn.ops.sequence_parallel import over_devices, sequence_axis
-from keras_rfattn.ops.sizes import fits, is_zero, product, smaller
 from keras_rfattn.ops.windowed import Local, local_attention
 
 # Exponent of a feature that is negligible compared to any weight of a window.

@@ -3,9 +3,9 @@
 import keras
 
 import keras_rfattn.feature_maps as feature_maps
+from keras_rfattn.backend.precision import wide_dtype
 from keras_rfattn.ops.layout import merge_heads, split_heads
 from keras_rfattn.ops.not_finite import bounded, spoils
-from keras_rfattn.ops.precision import wide_dtype
 
 # Why "auto" does not select the Pallas kernels even where they can run.
 AUTO = "not timed on a TPU yet"
@@ -88,7 +88,7 @@ def by_kernels(call, query, key, stats, value, key_mask):
             "'auto' or 'xla'."
         )
     # Imported here, because JAX may not be installed with other backends.
-    from keras_rfattn.ops import pallas
+    from keras_rfattn.fused import tpu as pallas
 
     feature_map, sides = call.feature_map, []
     for side, x in (("query_features", query), ("key_features", key)):

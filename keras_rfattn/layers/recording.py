@@ -7,9 +7,9 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_rfattn.backend.gradients import without_gradients
 from keras_rfattn.layers.batches import check_batches, is_text, refusal
 from keras_rfattn.layers.linear_attention import LinearAttention
-from keras_rfattn.ops.gradients import without_gradients
 
 
 def progress(items, verbose):

@@ -5,7 +5,15 @@ import functools
 import keras
 from keras import ops
 
-from keras_rfattn.ops import fused
+from keras_rfattn.backend.loops import by_heads, compiled
+from keras_rfattn.backend.precision import (
+    accumulated_matmul,
+    largest_of,
+    representable,
+    wide_dtype,
+)
+from keras_rfattn.backend.sizes import product
+from keras_rfattn.fused import torch_cpu as fused
 from keras_rfattn.ops.features import Deferred, Exponents, Marked
 from keras_rfattn.ops.layout import (
     heads_first,
@@ -14,15 +22,7 @@ from keras_rfattn.ops.layout import (
     split_heads,
     take_apart,
 )
-from keras_rfattn.ops.loops import by_heads, compiled
 from keras_rfattn.ops.masks import heads_mask, hide
-from keras_rfattn.ops.precision import (
-    accumulated_matmul,
-    largest_of,
-    representable,
-    wide_dtype,
-)
-from keras_rfattn.ops.sizes import product
 from keras_rfattn.ops.sums import Reading, admit, normalize, read, summarize
 
 # Number of features of all heads, tokens included, up to which JAX on a CPU computes

@@ -8,6 +8,9 @@ in its own block are weighed one by one, in a C × C matrix of weights; see
 
 from keras import ops
 
+from keras_rfattn.backend.loops import compiled, fold
+from keras_rfattn.backend.precision import quotient, repeat_each, representable
+from keras_rfattn.backend.sizes import smaller
 from keras_rfattn.ops.causal_block import read_block
 from keras_rfattn.ops.causal_fallback import unbounded_weights
 from keras_rfattn.ops.layout import (
@@ -20,13 +23,10 @@ from keras_rfattn.ops.layout import (
     one_block,
     take_apart,
 )
-from keras_rfattn.ops.loops import compiled, fold
 from keras_rfattn.ops.not_finite import onward
 from keras_rfattn.ops.options import Options
-from keras_rfattn.ops.precision import quotient, repeat_each, representable
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.recurrent import count_visible, to_state, to_sums
-from keras_rfattn.ops.sizes import smaller
 from keras_rfattn.ops.sums import Sums, admit, guarded, no_sums, summarize
 
 SPAN = 30.0

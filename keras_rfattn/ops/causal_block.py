@@ -21,10 +21,8 @@ because blocks are visited one after the other; see `fold`.)
 
 from keras import ops
 
-from keras_rfattn.ops.branch import run_if
-from keras_rfattn.ops.causal_fallback import weigh_keys, weigh_values
-from keras_rfattn.ops.features import LOWEST, Features
-from keras_rfattn.ops.precision import (
+from keras_rfattn.backend.branch import run_if
+from keras_rfattn.backend.precision import (
     accumulated_matmul,
     elementwise_max,
     elementwise_min,
@@ -34,6 +32,8 @@ from keras_rfattn.ops.precision import (
     smallest_of,
     where,
 )
+from keras_rfattn.ops.causal_fallback import weigh_keys, weigh_values
+from keras_rfattn.ops.features import LOWEST, Features
 from keras_rfattn.ops.sums import combine, look_up, rebase
 
 

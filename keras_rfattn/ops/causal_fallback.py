@@ -11,14 +11,14 @@ query and key is taken relative to its own maximum.
 
 from keras import ops
 
-from keras_rfattn.ops.features import LOWEST, Features, map_features, masked_log_scale
-from keras_rfattn.ops.precision import (
+from keras_rfattn.backend.precision import (
     accumulated_matmul,
     elementwise_max,
     largest_of,
     repeat_each,
     where,
 )
+from keras_rfattn.ops.features import LOWEST, Features, map_features, masked_log_scale
 from keras_rfattn.ops.sums import Reading, query_shift
 
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.precision import (
+from keras_rfattn.backend.precision import (
     accumulated_matmul,
     add_into,
     clip,
@@ -20,6 +19,7 @@ from keras_rfattn.ops.precision import (
     where,
     wide_dtype,
 )
+from keras_rfattn.ops.masks import hide
 
 # Stands for -inf in exponents. It is finite, so that the difference of two such
 # exponents is 0 and not NaN.

@@ -12,12 +12,8 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.layout import last_apart, merge_heads, split_heads
-from keras_rfattn.ops.loops import NUMBERS, by_heads
-from keras_rfattn.ops.masks import heads_mask, hide
-from keras_rfattn.ops.not_finite import LARGEST, bounded, finite_values, onward, spoils
-from keras_rfattn.ops.precision import (
+from keras_rfattn.backend.loops import NUMBERS, by_heads
+from keras_rfattn.backend.precision import (
     accumulated_matmul,
     elementwise_max,
     exp_of_difference,
@@ -28,7 +24,11 @@ from keras_rfattn.ops.precision import (
     where,
     wide_dtype,
 )
-from keras_rfattn.ops.sizes import product
+from keras_rfattn.backend.sizes import product
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.layout import last_apart, merge_heads, split_heads
+from keras_rfattn.ops.masks import heads_mask, hide
+from keras_rfattn.ops.not_finite import LARGEST, bounded, finite_values, onward, spoils
 from keras_rfattn.ops.sums import Reading, normalize
 
 LEAST = 1e-30  # smallest norm to divide by; a vector may be zero

@@ -7,10 +7,10 @@ adjacent rows of their token.
 import keras
 from keras import ops
 
+from keras_rfattn.backend.sizes import is_known, is_zero, leading, num_blocks
 from keras_rfattn.ops.features import Deferred, map_features
 from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.not_finite import limited
-from keras_rfattn.ops.sizes import is_known, is_zero, leading, num_blocks
 
 
 def heads_first(

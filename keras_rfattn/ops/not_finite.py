@@ -9,8 +9,7 @@ the token.
 import keras
 from keras import ops
 
-from keras_rfattn.ops.features import Marked, finite
-from keras_rfattn.ops.precision import (
+from keras_rfattn.backend.precision import (
     clip,
     known_finite,
     largest_of,
@@ -18,6 +17,7 @@ from keras_rfattn.ops.precision import (
     where,
     wide_dtype,
 )
+from keras_rfattn.ops.features import Marked, finite
 
 # Entries of queries and keys beyond this are replaced by it: then their squares, summed
 # over a head, stay far above `features.LOWEST`.

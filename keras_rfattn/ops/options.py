@@ -27,7 +27,7 @@ class Options:
             after it, without causality).
         max_segments: Largest number of texts in a packed row. `segment_ids` need it
             inside compiled functions, where their values are unknown.
-        implementation: `"xla"`; `"pallas"`, the kernels of `ops/pallas` for TPUs; or
+        implementation: `"xla"`; `"pallas"`, the kernels of `fused/tpu` for TPUs; or
             `"auto"`, which is XLA everywhere until the kernels have been timed on a
             TPU.
         temperature: Positive number. Queries and keys are divided by their norms, and

@@ -2,10 +2,10 @@
 
 from keras import ops
 
+from keras_rfattn.backend.precision import representable
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.layout import heads_first, split_heads
 from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.recurrent import count_visible, to_state
 from keras_rfattn.ops.sums import admit, summarize
 

@@ -3,11 +3,11 @@
 import keras
 from keras import ops
 
+from keras_rfattn.backend.loops import exclusive_scan
+from keras_rfattn.backend.precision import accumulated_matmul, largest_of, where
+from keras_rfattn.backend.sizes import is_known, is_traced, leading, num_blocks
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import move_axis
-from keras_rfattn.ops.loops import exclusive_scan
-from keras_rfattn.ops.precision import accumulated_matmul, largest_of, where
-from keras_rfattn.ops.sizes import is_known, is_traced, leading, num_blocks
 from keras_rfattn.ops.sums import Sums, merge_sums
 
 # `GROUP` is the number of blocks that are summed at once, by weights for each pair.

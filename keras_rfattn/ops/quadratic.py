@@ -2,14 +2,14 @@
 
 from keras import ops
 
-from keras_rfattn.ops.features import LOWEST, finite
-from keras_rfattn.ops.not_finite import mark, values_apart
-from keras_rfattn.ops.precision import (
+from keras_rfattn.backend.precision import (
     accumulated_matmul,
     largest_of,
     repeat_each,
     wide_dtype,
 )
+from keras_rfattn.ops.features import LOWEST, finite
+from keras_rfattn.ops.not_finite import mark, values_apart
 from keras_rfattn.ops.sums import Reading, normalize
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_rfattn.backend.precision import representable
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.sums import (
     Sums,
     admit,

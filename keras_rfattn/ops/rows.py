@@ -5,10 +5,10 @@ R is the number of queries, and G the number of query heads per key head.
 
 from keras import ops
 
+from keras_rfattn.backend.precision import accumulated_matmul, largest_of, where
 from keras_rfattn.ops.kernel_attention import finite_tokens
 from keras_rfattn.ops.layout import heads_first, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide
-from keras_rfattn.ops.precision import accumulated_matmul, largest_of, where
 from keras_rfattn.ops.sums import Reading, combine, normalize, query_shift
 
 

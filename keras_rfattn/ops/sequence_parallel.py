@@ -12,10 +12,10 @@ import functools
 import keras
 from keras import ops
 
+from keras_rfattn.backend.precision import largest_of
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import LOWEST, Deferred, map_features
 from keras_rfattn.ops.layout import heads_first, take_apart, take_tokens
-from keras_rfattn.ops.precision import largest_of
 from keras_rfattn.ops.recurrent import (
     State,
     extend_state,

@@ -13,11 +13,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_rfattn.ops.features import LOWEST, Marked
-from keras_rfattn.ops.layout import last_apart
-from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.not_finite import values_apart
-from keras_rfattn.ops.precision import (
+from keras_rfattn.backend.precision import (
     accumulated_matmul,
     add_into,
     elementwise_max,
@@ -26,6 +22,10 @@ from keras_rfattn.ops.precision import (
     where,
     wide_dtype,
 )
+from keras_rfattn.ops.features import LOWEST, Marked
+from keras_rfattn.ops.layout import last_apart
+from keras_rfattn.ops.masks import hide
+from keras_rfattn.ops.not_finite import values_apart
 
 # A signed denominator below this fraction of the sum of magnitudes is rounding noise in
 # float32, whose resolution is 6e-8 per term.

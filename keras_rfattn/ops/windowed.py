@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_rfattn.backend.loops import compiled
+from keras_rfattn.backend.precision import where
+from keras_rfattn.backend.sizes import fits
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.kernel_attention import exact_attention
 from keras_rfattn.ops.layout import take_apart, take_tokens
-from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.options import Options
-from keras_rfattn.ops.precision import where
-from keras_rfattn.ops.sizes import fits
 from keras_rfattn.ops.windows import all_windows, causal_windows
 
 

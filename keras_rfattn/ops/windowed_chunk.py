@@ -7,13 +7,13 @@ earlier tokens enter as sums.
 
 from keras import ops
 
+from keras_rfattn.backend.loops import compiled
+from keras_rfattn.backend.precision import clip, representable, where
+from keras_rfattn.backend.sizes import fits
 from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.kernel_attention import exact_attention
 from keras_rfattn.ops.layout import heads_first, split_heads, take_apart, take_tokens
-from keras_rfattn.ops.loops import compiled
 from keras_rfattn.ops.masks import heads_mask, hide, needed
-from keras_rfattn.ops.precision import clip, representable, where
-from keras_rfattn.ops.sizes import fits
 from keras_rfattn.ops.sums import admit, settle, summarize
 from keras_rfattn.ops.windowed_state import LocalState, Move, sums_at
 from keras_rfattn.ops.windows import causal_windows

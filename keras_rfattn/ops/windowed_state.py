@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_rfattn.backend.precision import clip, elementwise_max, representable, where
+from keras_rfattn.backend.sizes import fits
 from keras_rfattn.ops.features import LOWEST, map_features
 from keras_rfattn.ops.kernel_attention import finite_tokens, read_exactly, spoiled
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads, take_along
 from keras_rfattn.ops.masks import heads_mask, hide
-from keras_rfattn.ops.precision import clip, elementwise_max, representable, where
-from keras_rfattn.ops.sizes import fits
 from keras_rfattn.ops.sums import (
     Sums,
     admit,

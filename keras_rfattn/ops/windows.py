@@ -12,7 +12,16 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_rfattn.ops import fused
+from keras_rfattn.backend.loops import by_heads, fold
+from keras_rfattn.backend.precision import (
+    known_finite,
+    quotient,
+    repeat_each,
+    representable,
+    where,
+)
+from keras_rfattn.backend.sizes import leading, product
+from keras_rfattn.fused import torch_cpu as fused
 from keras_rfattn.ops.features import LOWEST, Deferred, Exponents, Marked, map_features
 from keras_rfattn.ops.kernel_attention import (
     Softmax,
@@ -31,18 +40,9 @@ from keras_rfattn.ops.layout import (
     one_block,
     split_heads,
 )
-from keras_rfattn.ops.loops import by_heads, fold
 from keras_rfattn.ops.masks import hide, needed
 from keras_rfattn.ops.not_finite import LARGEST
-from keras_rfattn.ops.precision import (
-    known_finite,
-    quotient,
-    repeat_each,
-    representable,
-    where,
-)
 from keras_rfattn.ops.prefix_sums import prefix_sums
-from keras_rfattn.ops.sizes import leading, product
 from keras_rfattn.ops.sums import (
     Sums,
     admit,

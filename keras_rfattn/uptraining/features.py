@@ -9,9 +9,9 @@ Kullback-Leibler divergence (as in the second step of "RADLADS").
 import keras
 from keras import ops
 
+from keras_rfattn.backend.gradients import without_gradients
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
-from keras_rfattn.ops.gradients import without_gradients
 
 TINY = 1e-9
 OBJECTIVES = ("auto", "features", "logits")

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.backend.gradients import without_gradients
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
-from keras_rfattn.ops.gradients import without_gradients
 
 
 class Teacher:

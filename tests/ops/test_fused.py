@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import Local, Softmax, bidirectional, fused, local_attention
+from keras_rfattn.fused import torch_cpu as fused
+from keras_rfattn.ops import Local, Softmax, bidirectional, local_attention
 from tests import helpers as h
 
 

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_rfattn.backend import loops
+from keras_rfattn.backend.loops import exclusive_scan
+from keras_rfattn.backend.precision import accumulated_matmul, precise_einsum
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import AttentionMask, Options, kernel_attention, loops
-from keras_rfattn.ops.loops import exclusive_scan
-from keras_rfattn.ops.precision import accumulated_matmul, precise_einsum
+from keras_rfattn.ops import AttentionMask, Options, kernel_attention
 from tests import helpers as h
 from tests.marks import ONE_BACKEND
 

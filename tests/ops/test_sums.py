@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_rfattn.backend.precision import representable
 from keras_rfattn.ops import Features, layout, masks
 from keras_rfattn.ops import sums as f
 from keras_rfattn.ops.features import LOWEST, finite
-from keras_rfattn.ops.precision import representable
 from tests import helpers as h
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from keras_rfattn.backend.plain import is_differentiated, is_plain
 from keras_rfattn.layers import MultiHeadAttention
-from keras_rfattn.ops.plain import is_differentiated, is_plain
 from tests import helpers as h
 
 torch = pytest.importorskip("torch")
@@ -146,7 +146,7 @@ class Looking(torch.nn.Module):
 def test_a_release_without_the_names(monkeypatch):
     from torch.utils import _python_dispatch
 
-    from keras_rfattn.ops import plain
+    from keras_rfattn.backend import plain
 
     _, attend = made("bidirectional")
     with torch.no_grad():

@@ -5,7 +5,7 @@ import functools
 import keras
 from keras import ops
 
-from keras_rfattn.ops.sizes import is_known, is_traced, product
+from keras_rfattn.backend.sizes import is_known, is_traced, product
 
 # `AT_ONCE` is the number of tokens times heads that `fold` takes at once on PyTorch.
 # `NUMBERS` is the number of features that `by_rows` and `by_heads` take at once. Both

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import keras
 
+from keras_rfattn.backend.plain import are_values_at_hand, is_differentiated
 from keras_rfattn.ops.features import LOWEST, Exponents
-from keras_rfattn.ops.plain import are_values_at_hand, is_differentiated
 from keras_rfattn.ops.sums import Sums
 
 # The operation that `scaled_dot_product_attention` calls; that function does not return

@@ -4,15 +4,15 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from keras_rfattn.backend.precision import representable
+from keras_rfattn.fused.tpu.bidirectional import bidirectional
+from keras_rfattn.fused.tpu.causal import causal
+from keras_rfattn.fused.tpu.passes import Columns, Rows
+from keras_rfattn.fused.tpu.windowed import windowed
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide
 from keras_rfattn.ops.not_finite import finite_values, onward, spoils
-from keras_rfattn.ops.pallas.bidirectional import bidirectional
-from keras_rfattn.ops.pallas.causal import causal
-from keras_rfattn.ops.pallas.passes import Columns, Rows
-from keras_rfattn.ops.pallas.windowed import windowed
-from keras_rfattn.ops.precision import representable
 from keras_rfattn.ops.windowed import from_first_visible
 
 # Number of tokens in a block, and its divisor: rows of bfloat16 come in sixteens.

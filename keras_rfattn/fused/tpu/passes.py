@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from keras_rfattn.ops.pallas.blocks import (
+from keras_rfattn.fused.tpu.blocks import (
     ORDER,
     State,
     at_start,

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.pallas.blocks import (
+from keras_rfattn.fused.tpu.blocks import (
     ORDER,
     State,
     accumulate,
@@ -24,6 +23,7 @@ from keras_rfattn.ops.pallas.blocks import (
     visible_keys,
     whole,
 )
+from keras_rfattn.ops.features import LOWEST
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.pallas.blocks import (
+from keras_rfattn.fused.tpu.blocks import (
     add,
     at_start,
     clear,
@@ -26,7 +25,8 @@ from keras_rfattn.ops.pallas.blocks import (
     summed_to,
     visible_keys,
 )
-from keras_rfattn.ops.pallas.passes import Pass, run
+from keras_rfattn.fused.tpu.passes import Pass, run
+from keras_rfattn.ops.features import LOWEST
 
 
 def windowed(rows, columns, parameters, size, is_causal, is_sliding):

@@ -11,7 +11,7 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.ops.plain import are_values_at_hand, is_plain
+from keras_rfattn.backend.plain import are_values_at_hand, is_plain
 
 
 def wide_dtype(*arrays):

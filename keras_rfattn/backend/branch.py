@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_rfattn.ops.plain import is_plain
+from keras_rfattn.backend.plain import is_plain
 
 
 def run_if(condition, function, otherwise, operands):

@@ -1,0 +1,1 @@
+"""Execution: operations whose best form depends on the backend or the device."""

@@ -1,0 +1,1 @@
+"""Fused kernels: attention computed by programs for one kind of hardware."""
