@@ -5,7 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.backend.precision import wide_dtype
+from keras_rfattn.backend import wide_dtype
 from keras_rfattn.feature_maps.arguments import is_number, refuse_vectors
 from keras_rfattn.feature_maps.base import FeatureMap, without
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap

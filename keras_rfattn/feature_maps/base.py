@@ -21,9 +21,8 @@ tested for these laws:
 5. Projections and exponents are computed in float32.
 6. Everything that a map learns from data is a weight. Either `adapt` sets it
    (`adaptive.py`), or training does.
-7. The features of a token with a non-finite entry are NaN, whatever the map's own
-   arithmetic would give. Entries beyond ±1e13 are clipped to ±1e13. `FeatureMap` wraps
-   the methods of its subclasses to ensure both.
+7. Tokens with finite entries up to 1e13 have finite exponents. For -inf, an exponent is
+   `ops.features.LOWEST`. Layers replace other tokens before a map receives them.
 """
 
 import math
@@ -31,12 +30,12 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.backend.precision import repeat_each
+from keras_rfattn.backend import repeat_each
 from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.stateless import FeatureFunction, complete
 from keras_rfattn.feature_maps.weights import Weights
 from keras_rfattn.kernels import values
-from keras_rfattn.ops.features import Deferred
+from keras_rfattn.ops.deferred import Deferred
 from keras_rfattn.ops.kernel_attention import Softmax
 
 
@@ -179,10 +178,6 @@ class FeatureMap(Weights, keras.layers.Layer):
         """
         return self.key_features(x, stats)
 
-    query_features.marked = lambda self, x, stats=None: type(self).key_features.marked(
-        self, x, stats
-    )
-
     def key_features(self, x, stats=None):
         """Computes the features of keys.
 
@@ -206,13 +201,13 @@ class FeatureMap(Weights, keras.layers.Layer):
             stats: The result of `statistics`.
 
         Returns:
-            A `keras_rfattn.ops.features.Deferred`, which computes `Marked` features.
+            A `keras_rfattn.ops.deferred.Deferred`.
         """
         weights = [v.value for v in self.variables]
         return Deferred(FeatureFunction(self, method), x, (stats, weights))
 
     def exponents(self, method, x, stats=None):
-        """Returns the exponents of the features as `ops.features.Exponents`.
+        """Returns the exponents of the features as `ops.Exponents`.
 
         Args:
             method: `"query_features"` or `"key_features"`.

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend.precision import where, wide_dtype
+from keras_rfattn.backend import where, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.arguments import derive_seed, is_integer

@@ -5,7 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.backend.precision import where
+from keras_rfattn.backend import where
 from keras_rfattn.feature_maps.algebra import scale
 from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap

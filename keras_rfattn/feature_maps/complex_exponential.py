@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend.precision import precise_einsum, wide_dtype
+from keras_rfattn.backend import precise_einsum, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.base import half_square, number

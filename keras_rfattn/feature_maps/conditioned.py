@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 import keras_rfattn.feature_maps.registry as registry
-from keras_rfattn.backend.precision import (
+from keras_rfattn.backend import (
     accumulated_matmul,
     precise_einsum,
     wide_dtype,

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_rfattn.backend.precision import precise_einsum
+from keras_rfattn.backend import precise_einsum
 from keras_rfattn.ops.features import Features
 
 

@@ -13,7 +13,7 @@ from keras_rfattn.kernels.variance import (
     log_moment_generalized_exponential,
     log_moment_positive_pair,
 )
-from keras_rfattn.ops.features import Exponents
+from keras_rfattn.ops.deferred import Exponents
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

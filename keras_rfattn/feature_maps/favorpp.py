@@ -6,10 +6,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend.precision import (
+from keras_rfattn.backend import (
     elementwise_max,
     elementwise_min,
-    known_finite,
     known_true,
     precise_einsum,
     where,
@@ -24,8 +23,7 @@ from keras_rfattn.kernels.variance import (
     log_moment_generalized_exponential,
     log_moment_per_direction,
 )
-from keras_rfattn.ops.features import Exponents
-from keras_rfattn.ops.not_finite import LARGEST, bounded, spoils
+from keras_rfattn.ops.deferred import Exponents
 
 POLICIES = ("auto", "batch", "stored")
 
@@ -193,14 +191,10 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
     def update(self, measured, real=True):
         """Moves the stored statistic towards `measured`, by a moving average.
 
-        A batch whose statistic is not finite changes nothing, because an optimizer that
-        scales losses skips such a step.
-
         Args:
             measured: The statistic of the batch, of shape `(K,)` or `(K, H)`.
             real: Whether the batch has a real token. If not, nothing changes.
         """
-        real = ops.logical_and(real, ops.all(ops.isfinite(measured)))
         count = ops.cast(self.updates, "float32")
         keep = elementwise_min(count / (count + 1), self.momentum)
         keep = where(real, keep, 1.0)
@@ -256,22 +250,12 @@ def masked_moments(x, mask):
     """Returns the means of `x²` and of `x` over real tokens, each `(B, N, H)`."""
     x = ops.cast(x, "float32")
     if mask is None:
-        return _of_finite(ops.mean(ops.square(x), 1), ops.mean(x, 1))
+        return ops.mean(ops.square(x), 1), ops.mean(x, 1)
     mask = ops.cast(mask, "bool")
     x = where(ops.expand_dims(mask, (2, 3)), x, 0)
     count = ops.expand_dims(ops.sum(ops.cast(mask, "float32"), axis=1), (1, 2))
     count = elementwise_max(count, 1)
-    return _of_finite(
-        ops.sum(ops.square(x), axis=1) / count, ops.sum(x, axis=1) / count
-    )
-
-
-def _of_finite(square, mean):
-    """Bounds the moments so that their products are finite, but keeps NaN."""
-    if known_finite(mean, limit=LARGEST):
-        return elementwise_min(square, LARGEST**2), mean
-    spoiled = spoils(ops.expand_dims(mean, -1))[..., 0]
-    return elementwise_min(square, LARGEST**2) + spoiled, bounded(mean) + spoiled
+    return ops.sum(ops.square(x), axis=1) / count, ops.sum(x, axis=1) / count
 
 
 def mean_over_rows(measured, query_mask, key_mask):

@@ -5,7 +5,7 @@ from keras import ops
 
 import keras_rfattn.feature_maps.algebra as algebra
 import keras_rfattn.feature_maps.registry as registry
-from keras_rfattn.backend.precision import wide_dtype
+from keras_rfattn.backend import wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.base import FeatureMap

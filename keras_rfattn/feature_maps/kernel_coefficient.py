@@ -6,7 +6,7 @@ from keras import ops
 
 import keras_rfattn.feature_maps.algebra as algebra
 import keras_rfattn.feature_maps.registry as registry
-from keras_rfattn.backend.precision import precise_einsum, wide_dtype
+from keras_rfattn.backend import precise_einsum, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap, half_square
 from keras_rfattn.feature_maps.coefficients import Coefficient

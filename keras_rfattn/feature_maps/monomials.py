@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import projections
-from keras_rfattn.backend.precision import elementwise_max, wide_dtype
+from keras_rfattn.backend import elementwise_max, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed, is_number
 from keras_rfattn.feature_maps.base import number

@@ -3,14 +3,13 @@
 import keras
 from keras import ops
 
-from keras_rfattn.backend.precision import wide_dtype
+from keras_rfattn.backend import wide_dtype
 from keras_rfattn.feature_maps.arguments import refuse_vectors
 from keras_rfattn.feature_maps.base import FeatureMap, without
 from keras_rfattn.kernels import values
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import Polynomial as PolynomialKernel
 from keras_rfattn.ops.kernel_attention import unit
-from keras_rfattn.ops.not_finite import bounded, spoils
 
 DEFAULT_DEGREE = 4
 
@@ -86,10 +85,7 @@ class PolynomialFeatureMap(FeatureMap):
 
     def prepare(self, query, key):
         """Applies the layer normalizations to queries and keys, in float32."""
-        return (
-            norm(bounded(x)) + ops.cast(spoils(x), "float32")
-            for norm, x in ((self.query_norm, query), (self.key_norm, key))
-        )
+        return self.query_norm(query), self.key_norm(key)
 
     def get_config(self):
         config = {**super().get_config(), "degree": self.degree}

@@ -5,7 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.backend.precision import precise_einsum, repeat_each, wide_dtype
+from keras_rfattn.backend import precise_einsum, repeat_each, wide_dtype
 from keras_rfattn.feature_maps.arguments import check_num_features, derive_seed
 from keras_rfattn.feature_maps.base import without
 from keras_rfattn.feature_maps.polynomial import DEFAULT_DEGREE, PolynomialFeatureMap

@@ -7,16 +7,14 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend.precision import wide_dtype
-from keras_rfattn.ops.features import Marked, map_features
-from keras_rfattn.ops.not_finite import apart, flowing, limited
+from keras_rfattn.backend import wide_dtype
 
 # Config entries that do not change the function of given weights.
 IGNORED = ("name", "trainable", "dtype", "seed", "projection")
 
 
 class FeatureFunction:
-    """Pure function `(x, (stats, values)) -> Marked` for a method of a feature map.
+    """Pure function `(x, (stats, values)) -> Features` for a method of a feature map.
 
     `values` are the values of the map's variables. Two such functions are equal if they
     compute the same result from the same values, so that all layers of a model can
@@ -39,8 +37,8 @@ class FeatureFunction:
         return type(feature_map), repr(essence(feature_map)), self.method, shape
 
     @property
-    def is_exponential(self):
-        """Whether `heads_first` returns exponents that no other object references."""
+    def has_exponents(self):
+        """Whether `heads_first` returns `Exponents`."""
         return self.reference().has_exponents
 
     def __eq__(self, other):
@@ -52,8 +50,7 @@ class FeatureFunction:
     def __call__(self, x, parameters):
         feature_map, stats, scope = self._given(parameters)
         with scope:
-            method = getattr(type(feature_map), self.method)
-            return method.marked(feature_map, x, stats)
+            return getattr(feature_map, self.method)(x, stats)
 
     def _given(self, parameters):
         """Returns the map, its statistics, and a scope that sets the given weights."""
@@ -61,9 +58,7 @@ class FeatureFunction:
         pairs = list(zip(feature_map.variables, values, strict=True))
         return feature_map, stats, keras.StatelessScope(pairs)
 
-    def heads_first(
-        self, x, parameters, is_relative=False, is_lazy=False, is_apart=True
-    ):
+    def heads_first(self, x, parameters):
         """Computes features for heads that come before tokens.
 
         Args:
@@ -71,30 +66,22 @@ class FeatureFunction:
                 dim H. R counts rows: each token has G adjacent rows, one for each query
                 head of the group.
             parameters: `(stats, values)`, as in a call.
-            is_relative: Whether a factor that a token's features share may be omitted.
-            is_lazy: Whether the result may hold `Exponents` instead of computed
-                features.
-            is_apart: Whether tokens with non-finite entries are marked. If not, and if
-                the map has exponents, their features are NaN.
 
         Returns:
-            `Marked` features of shape `(B, K, R, M)`.
+            `Features` of shape `(B, K, R, M)`, or the `Exponents` of a map that has
+            them, which are yet to be computed.
         """
         feature_map, stats, scope = self._given(parameters)
         tokens = ops.swapaxes(x, 1, 2)
         if not feature_map.has_exponents:
-            found = limited(self(tokens, parameters))
-            return map_features(lambda x: ops.swapaxes(x, 1, 2), found)
+            features = self(tokens, parameters)
+            return features.of_tokens(lambda x: ops.swapaxes(x, 1, 2))
         tokens = ops.cast(tokens, wide_dtype(tokens))
-        tokens, spoiled = apart(tokens) if is_apart else flowing(tokens)
         with scope:
-            found = feature_map.exponents(self.method, tokens, stats)
-            x, common = ops.swapaxes(found.x, 1, 2), None
-            if not is_relative:
-                common = feature_map.common_exponent(self.method, x, stats)
-        found = found._replace(x=x, common=common)
-        found = found if is_lazy else found.compute()
-        return Marked(found, ops.swapaxes(spoiled, 1, 2))
+            exponents = feature_map.exponents(self.method, tokens, stats)
+            x = ops.swapaxes(exponents.x, 1, 2)
+            common = feature_map.common_exponent(self.method, x, stats)
+        return exponents._replace(x=x, common=common)
 
 
 def essence(feature_map):
@@ -116,7 +103,7 @@ def _essence(config):
 
 
 def complete(cls):
-    """Wraps the feature methods of a `FeatureMap` subclass, so that it keeps law 7.
+    """Wraps the feature methods of a `FeatureMap` subclass, so that it keeps law 5.
 
     It also clears `has_exponents` if the class overrides a feature method, but not
     `exponents`.
@@ -125,8 +112,8 @@ def complete(cls):
     for name in names:
         # `getattr`, because the method may come from a mixin.
         method = getattr(cls, name)
-        if not hasattr(method, "marked"):
-            setattr(cls, name, of_finite_tokens(method))
+        if not hasattr(method, "__wrapped__"):
+            setattr(cls, name, in_float32(method))
     # Inherited `exponents` do not match features that a subclass overrides.
     if min(_owner(cls, name) for name in names) < _owner(cls, "exponents"):
         cls.has_exponents = False
@@ -137,28 +124,17 @@ def _owner(cls, name):
     return next(i for i, x in enumerate(cls.__mro__) if name in vars(x))
 
 
-def of_finite_tokens(method):
-    """Wraps `query_features` or `key_features`, so that it keeps law 7.
+def in_float32(method):
+    """Wraps `query_features` or `key_features`, so that `x` is float32 or wider."""
 
-    The wrapped method returns NaN for tokens with non-finite entries. Its attribute
-    `marked` is a function that returns `Marked` features instead.
-    """
-
-    def marked(self, x, stats=None):
+    @functools.wraps(method)
+    def features(self, x, stats=None):
         if not self.built:
             raise ValueError(
                 f"`{type(self).__name__}` must be built before it computes features. "
                 "Received: built=False. Call `build((None, None, num_heads, "
                 "head_dim))` first."
             )
-        x = ops.cast(x, wide_dtype(x))
-        x, spoiled = apart(x)
-        return Marked(method(self, x, stats), spoiled)
+        return method(self, ops.cast(x, wide_dtype(x)), stats)
 
-    @functools.wraps(method)
-    def features(self, x, stats=None):
-        found, spoiled = marked(self, x, stats)
-        return found._replace(log_scale=found.log_scale + spoiled)
-
-    features.marked = marked
     return features

@@ -12,10 +12,23 @@ import functools
 from typing import Any, NamedTuple
 
 import keras
+import torch
 
-from keras_rfattn.backend.plain import are_values_at_hand, is_differentiated
-from keras_rfattn.ops.features import LOWEST, Exponents
+from keras_rfattn.backend import representable
+from keras_rfattn.backend.torch import are_values_at_hand, is_differentiated
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.kernel_attention import Softmax
+from keras_rfattn.ops.layout import (
+    block_mask,
+    cut_blocks,
+    heads_first,
+    merge_heads,
+    split_heads,
+)
+from keras_rfattn.ops.masks import heads_mask, hide
 from keras_rfattn.ops.sums import Sums
+from keras_rfattn.ops.windowed import from_first_visible
+from keras_rfattn.ops.windows import Windows
 
 # The operation that `scaled_dot_product_attention` calls; that function does not return
 # the normalizers.
@@ -29,8 +42,6 @@ WINDOWS = 32
 @functools.cache
 def has_operation():
     """Returns whether the private operation exists and answers as expected here."""
-    import torch
-
     row = torch.zeros((1, 1, 1, 1), device="cpu")
     try:
         attend = getattr(torch.ops.aten, OPERATION)
@@ -40,34 +51,93 @@ def has_operation():
     return output.shape == (1, 1, 1, 1) and logs.shape == (1, 1, 1)
 
 
-def is_fused(query, key, value, *others):
-    """Returns whether this module can compute attention of these arrays.
+def attention(query, key, value, local=None, key_mask=None):
+    """Computes attention by exponential features, without causality.
 
     Args:
-        query: `Marked` query features, `Exponents` or others.
-        key: `Marked` key features, `Exponents` or others.
-        value: Array of shape `(..., S, V)`.
-        others: Queries and keys of exact softmax attention, if that is needed too.
-    """
-    if keras.backend.backend() != "torch":
-        return False
-    if not all(isinstance(x.features, Exponents) for x in (query, key)):
-        return False
-    import torch
+        query: `Deferred` features of shape `(B, T, N, M)`.
+        key: `Deferred` features of shape `(B, S, K, M)`.
+        value: Array of shape `(B, S, K, V)`.
+        local: `ops.Local` for attention with a window, or `None`.
+        key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
 
+    Returns:
+        Array of shape `(B, T, N, V)`, or `None` if the operation cannot compute it.
+    """
+    is_windowed = local is not None and local.window < value.shape[1]
+    if not _is_possible(query, key, value, local if is_windowed else None):
+        return None
+    if local is not None and not is_windowed:
+        # All keys are in one window, where attention is exact.
+        return None
+    turn_back = None
+    if is_windowed and key_mask is not None:
+        # Windows are counted from the first visible key.
+        turn, turn_back = from_first_visible(key_mask)
+        query, key, value = query.of_tokens(turn), key.of_tokens(turn), turn(value)
+        key_mask = turn(key_mask)
+        local = local._replace(query=turn(local.query), key=turn(local.key))
+    (length, num_heads), heads = query.x.shape[1:3], value.shape[2]
+    dtype = value.dtype
+    value = split_heads(representable(value), heads)
+    query, key = heads_first(query, heads), heads_first(key, heads)
+    if is_windowed:
+        output = _in_windows(
+            query, key, value, local, block_mask(key_mask, length, local.window)
+        )[:, :, : query.x.shape[2]]
+    else:
+        mask = heads_mask(key_mask)
+        averages = _average(key.hidden(mask), hide(value, mask))
+        output = _look_up(query, *averages)[0]
+    output = merge_heads(output, num_heads, length).to(dtype)
+    return output if turn_back is None else turn_back(output)
+
+
+def _is_possible(query, key, value, local):
+    """Returns whether the operation takes these arrays."""
+    sides = query, key
+    if not all(x.function.has_exponents for x in sides):
+        return False
+    if local is not None and local.kernel != Softmax():
+        return False
     if torch.is_autocast_enabled("cpu") or not has_operation():
         return False
-    tokens = key.features.x, query.features.x, *others
-    arrays = (*query.features, *key.features, value, *others)
-    arrays = [x for x in arrays if x is not None]
+    tokens = [x.x for x in sides] + ([] if local is None else [local.query, local.key])
+    arrays = [*tokens, value, *keras.tree.flatten([x.parameters for x in sides])]
+    arrays = [x for x in arrays if isinstance(x, torch.Tensor)]
     # The operation supports neither transformations nor gradients.
     if not are_values_at_hand(*arrays) or is_differentiated(*arrays):
         return False
-    if not all(x.numel() for x in arrays):
+    if not all(x.numel() for x in (*tokens, value)):
         return False
     dtype, size = tokens[0].dtype, value.shape[-1]
-    is_fit = value.dtype in (dtype, torch.bfloat16)
+    is_fit = representable(value).dtype in (dtype, torch.bfloat16)
     return is_fit and all(x.dtype == dtype and x.shape[-1] >= size for x in tokens)
+
+
+def _in_windows(query, key, value, local, mask):
+    """Computes windowed attention of `Exponents`, heads first: `(B, K, T · G, V)`."""
+    groups = query.x.shape[2] // key.x.shape[2]
+    windows = Windows(local.kernel, local.window, groups, local.sliding, False)
+
+    def cut(exponents, groups=1):
+        def blocks(x):
+            return None if x is None else cut_blocks(x, windows.size, groups)
+
+        x, common = blocks(exponents.x), blocks(exponents.common)
+        return exponents._replace(x=x, common=common)
+
+    near = [split_heads(x, value.shape[1]) for x in (local.query, local.key)]
+    tokens, near_key, value, exists = windows.cut(*near, value, mask)
+    far = Averages(*_average(cut(key).hidden(mask), value))
+    if far.logs.shape[2] <= WINDOWS:
+        far = far.elsewhere(windows.nearby)
+    else:
+        far = Averages.of(windows.elsewhere(far.sums()))
+    near = [windows.beside(x) for x in (near_key, value, exists)]
+    visible = windows.visible(near.pop(), mask is None)
+    output = read_beside(far, cut(query, groups), tokens, *near, visible)
+    return output.flatten(2, 3)
 
 
 class Averages(NamedTuple):
@@ -75,28 +145,21 @@ class Averages(NamedTuple):
 
     means: Any  # (..., M, V)
     logs: Any  # (..., M): logarithms of the normalizers
-    spoiled: Any  # (...): NaN if a key or value was not finite, else 0
 
     @classmethod
     def of(cls, sums):
         """Converts `Sums`; features that met no key get the log `LOWEST`, weight 0."""
-        import torch
-
         total = torch.where(sums.normalizer > 0, sums.normalizer, 1)
         means = (sums.numerator / total[..., None, :]).mT
-        return cls(means, sums.maximum + total.log(), sums.spoiled)
+        return cls(means, sums.maximum + total.log())
 
     def sums(self):
         """Returns the averages as `Sums`."""
-        import torch
-
         ones = torch.ones_like(self.logs)
-        return Sums(self.logs, self.means.mT, ones, ones, self.spoiled)
+        return Sums(self.logs, self.means.mT, ones, ones)
 
     def elsewhere(self, nearby):
         """Returns for each of the n windows the averages of all but `nearby` ones."""
-        import torch
-
         window = torch.arange(self.logs.shape[2], device="cpu")
         offset = window - window[:, None]
         is_near = (offset >= nearby[0]) & (offset <= nearby[-1])
@@ -107,24 +170,7 @@ class Averages(NamedTuple):
         total = torch.where(total > 0, total, 1)
         means = (weights / total) @ self.means.transpose(2, 3)
         logs = (shift + total.log()).squeeze(-1).mT
-        spoiled = torch.where(is_near, 0, self.spoiled[:, :, None]).sum(-1)
-        return Averages(means.transpose(2, 3), logs, spoiled)
-
-
-def attend(query, key, value):
-    """Returns what queries read of all keys, `(..., R, V)`, without NaN propagation.
-
-    Args:
-        query: `Exponents` of the queries.
-        key: `Exponents` of the keys, as returned by `admit`.
-        value: Values, as returned by `admit`.
-    """
-    return _look_up(query, *_average(key, value))[0]
-
-
-def summarize(key, value):
-    """Returns the `Averages` of the keys and values that `admit` returned."""
-    return Averages(*_average(key.features, value), key.spoiled[..., 0].sum(-1))
+        return Averages(means.transpose(2, 3), logs)
 
 
 def read_beside(averages, features, query, key, value, visible):
@@ -133,14 +179,12 @@ def read_beside(averages, features, query, key, value, visible):
     Args:
         averages: `Averages` of the keys that features summarize.
         features: `Exponents` of the queries; their kernel is softmax.
-        query: Finite queries of shape `(..., R, H)`.
-        key: Finite keys nearby, of shape `(..., S, H)`.
-        value: Finite values nearby, of shape `(..., S, V)`.
+        query: Queries of shape `(..., R, H)`.
+        key: Keys nearby, of shape `(..., S, H)`.
+        value: Values nearby, of shape `(..., S, V)`.
         visible: Boolean array that broadcasts to `(..., R, S)`, or `None` if all keys
             are visible.
     """
-    import torch
-
     far, far_log = _look_up(features, averages.means, averages.logs)
     far_log = far_log if features.common is None else far_log + features.common[..., 0]
     mask = None
@@ -193,8 +237,6 @@ def _softmax(query, key, value, bias):
     Returns:
         Tuple of the output `(..., R, V)` and the logarithms `(..., R)`.
     """
-    import torch
-
     size = value.shape[-1]
     if size < key.shape[-1]:
         # The operation needs values as wide as keys.

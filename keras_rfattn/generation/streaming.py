@@ -8,7 +8,7 @@ from keras import ops
 
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
-from keras_rfattn.backend.gradients import without_gradients
+from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.checks import check_model, projection, title
 from keras_rfattn.layers.decoding import empty_state
 from keras_rfattn.layers.fingerprint import fingerprint

@@ -6,21 +6,30 @@ size of values.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
-import keras
 from keras import ops
 
-from keras_rfattn.backend.loops import by_rows
-from keras_rfattn.backend.precision import where, wide_dtype
-from keras_rfattn.backend.sizes import fits, is_zero, product, smaller
+from keras_rfattn.backend import (
+    by_rows,
+    fits,
+    is_zero,
+    narrow_inputs,
+    product,
+    smaller,
+    where,
+    wide_dtype,
+)
 from keras_rfattn.layers.cached import among_keys
 from keras_rfattn.layers.implementation import by_kernels, check_options
+from keras_rfattn.layers.not_finite import judge, marked
 from keras_rfattn.layers.softmax_heads import with_softmax_heads
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.features import Deferred, Features, Scaled
+from keras_rfattn.ops.deferred import Deferred, Scaled
+from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.kernel_attention import exact_attention, softmax_attention, unit
 from keras_rfattn.ops.masks import AttentionMask, check_lengths, interpret_mask, needed
 from keras_rfattn.ops.options import Options
@@ -31,6 +40,17 @@ from keras_rfattn.ops.windowed import Local, local_attention
 
 # Exponent of a feature that is negligible compared to any weight of a window.
 NEGLIGIBLE = -1e5
+
+
+def of_finite_tokens(method):
+    """Makes a method of `Attention` work on finite tokens, and mark rows afterwards."""
+
+    @functools.wraps(method)
+    def output(self):
+        call, finite = self.judged()
+        return marked(method(call), finite, self.mask)
+
+    return output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +67,8 @@ class Attention:
         feature_map: A `FeatureMap` that is built for K heads of dim H.
         options: The `ops.Options`.
         training: Whether stored statistics are updated.
+        counted: Boolean masks `(B, T)` and `(B, S)` of the queries and keys that may
+            enter statistics, or `None` for all.
     """
 
     query: Any
@@ -57,6 +79,7 @@ class Attention:
     feature_map: Any
     options: Options
     training: bool = False
+    counted: tuple | None = None
 
     @property
     def logit_scale(self):
@@ -84,6 +107,17 @@ class Attention:
         """Returns a copy with some attributes changed."""
         return dataclasses.replace(self, **changes)
 
+    def judged(self):
+        """Returns the call with finite tokens only, and the `Finite`, or `None`.
+
+        Tokens that are not finite do not enter statistics that training stores.
+        """
+        *tokens, finite = judge(self.query, self.key, self.value)
+        call = self.replace(**dict(zip(("query", "key", "value"), tokens, strict=True)))
+        if finite is not None and self.training:
+            call = call.replace(counted=[ops.all(x, axis=(2, 3)) for x in finite])
+        return call, finite
+
     def without_window(self):
         """Returns the same call without a window, so that it uses only features."""
         options = dataclasses.replace(self.options, window=None, sliding=False)
@@ -97,11 +131,14 @@ class Attention:
         if temperature is not None:
             (query, _), (key, _), side = unit(query), unit(key), temperature**-0.5
         query, key = query * side, key * side
+        masks = self.query_mask, mask.key_mask
+        if self.counted is not None:
+            pairs = zip(masks, self.counted, strict=True)
+            masks = [x if m is None else ops.logical_and(m, x) for m, x in pairs]
         stats = self.feature_map.statistics(
             query,
             key,
-            self.query_mask,
-            mask.key_mask,
+            *masks,
             causal=mask.causal or not mask.self_attention,
             training=self.training,
         )
@@ -115,21 +152,18 @@ class Attention:
         )
 
     def _narrow(self, deferred):
-        """Makes JAX hold queries and keys in their own dtype, such as bfloat16.
-
-        JAX keeps the inputs of the features for the gradient. In 16 bits these need
-        half the memory, and the features are the same.
-        """
+        """Returns deferred features of queries and keys in their own 16-bit dtype."""
         is_changed = self.feature_map.is_preparing or self.options.temperature
-        is_narrow = self.query.dtype != wide_dtype(self.query)
-        if keras.backend.backend() != "jax" or is_changed or not is_narrow:
+        tokens = self.query, self.key
+        if is_changed or not narrow_inputs(tokens):
             return deferred
         side = math.sqrt(self.scale)
         return tuple(
             Deferred(Scaled(x.function, side), token, x.parameters)
-            for x, token in zip(deferred, (self.query, self.key), strict=True)
+            for x, token in zip(deferred, tokens, strict=True)
         )
 
+    @of_finite_tokens
     def softmax(self):
         """Computes softmax attention, at a cost of O(T · S)."""
         query, key = self.scaled()
@@ -142,6 +176,7 @@ class Attention:
         shape = (*ops.shape(self.query)[:-1], self.value.shape[-1])
         return ops.zeros(shape, dtype=self.value.dtype)
 
+    @of_finite_tokens
     def mean_of_values(self):
         """Computes uniform attention: the mean of the values that a query sees."""
         features = (_one_feature(x, 0.0) for x in self.wide())
@@ -153,6 +188,7 @@ class Attention:
             return causal(*features, self.value, key_mask, size)
         return bidirectional(*features, self.value, key_mask)
 
+    @of_finite_tokens
     def window_alone(self):
         """Computes attention within the window only, or zeros if there is no window."""
         window, mask = self.options.window, self.mask
@@ -164,6 +200,7 @@ class Attention:
         features = _one_feature(query, 0.0), _one_feature(key, NEGLIGIBLE)
         return local_attention(*features, self.value, local, mask.key_mask, mask.causal)
 
+    @of_finite_tokens
     def linear(self):
         """Computes linear attention, by the algorithm for the mask and the options."""
         query, key, stats = self.prepared()
@@ -190,15 +227,16 @@ class Attention:
                 f"tokens. Received: window={window} in cross-attention. Leave such "
                 "layers out (`exclude=`)."
             )
-        if self.options.implementation == "pallas":
-            return by_kernels(self, query, key, stats, value, key_mask)
-        deferred = self.deferred(query, key, stats)
+        deferred, local = self.deferred(query, key, stats), None
+        lengths = query.shape[1], key.shape[1]
+        if window is not None:
+            local = Local(query, key, kernel, window, self.options.sliding)
         if prefix is not None:
             size = self.options.block_size
             return after_prefix(*deferred, value, prefix, key_mask, size)
-        lengths, local = (query.shape[1], key.shape[1]), None
-        if window is not None:
-            local = Local(query, key, kernel, window, self.options.sliding)
+        output = by_kernels(self, (query, key, stats), deferred, value, local, key_mask)
+        if output is not None:
+            return output
         devices = sequence_axis(*lengths, self.options, mask.causal)
         if devices is not None:
             return over_devices(

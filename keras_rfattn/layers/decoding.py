@@ -10,6 +10,7 @@ from functools import partial
 from keras import ops
 
 from keras_rfattn.layers.call_context import context_of
+from keras_rfattn.layers.not_finite import marked, remembered
 from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.masks import AttentionMask
@@ -55,26 +56,36 @@ def onward(call, state=None, passed=None):
             f"computes its kernel exactly ({type(feature_map).__name__}). Use another."
         )
     length, fresh = call.key.shape[1], state is None
+    call, finite = call.judged()
     if fresh:
         (batch, _, *sizes), value_dim = ops.shape(call.key), call.value.shape[-1]
         sizes = batch, *sizes, value_dim
         state = _empty(feature_map, call.options, sizes, call.value.dtype)
-    if length != 1 and window is None:
+    if length == 1:
+        output, state = _one_more(call, state, passed)
+    elif window is None:
         *tokens, stats = call.prepared()
-        return causal(
+        output, state = causal(
             *call.deferred(*tokens, stats), call.value, call.mask.key_mask,
             call.options.block_size, state=state, return_state=True,
         )  # fmt: skip
-    if length == 1:
-        return _one_more(call, state, passed)
+    else:
+        output, state = _chunk(call, state, passed, fresh)
+    state = remembered(state, finite, call.mask.key_mask)
+    return marked(output, finite, call.mask), state
+
+
+def _chunk(call, state, passed, is_empty):
+    """Computes `onward` of many tokens for a layer with a window."""
     query, key, stats = call.prepared()
 
     def features(query, key):
         return call.deferred(query, key, stats)
 
-    local = Local(query, key, feature_map.exact_kernel, window, call.options.sliding)
+    options, kernel = call.options, call.feature_map.exact_kernel
+    local = Local(query, key, kernel, options.window, options.sliding)
     return local_chunk(
-        state, features, call.value, local, call.mask.key_mask, passed, is_empty=fresh
+        state, features, call.value, local, call.mask.key_mask, passed, is_empty
     )
 
 
@@ -200,6 +211,7 @@ def looked_up(call, state=None):
     Returns:
         `(output, state)`, where `output` has shape `(B, T, N, V)`.
     """
+    call, finite = call.judged()
     query, key, stats = call.prepared()
     if state is None:
         (batch, _, *sizes), value_dim = ops.shape(key), call.value.shape[-1]
@@ -209,8 +221,10 @@ def looked_up(call, state=None):
             call.feature_map.key_features(key, stats), call.value,
             call.mask.key_mask,
         )  # fmt: skip
+        state = remembered(state, finite, call.mask.key_mask)
     features = call.feature_map.query_features(query, stats)
-    return read_state(state, features, call.value.dtype), state
+    output = read_state(state, features, call.value.dtype)
+    return marked(output, finite, AttentionMask(call.mask.key_mask)), state
 
 
 def without_cache(kwargs):

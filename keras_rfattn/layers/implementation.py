@@ -3,9 +3,8 @@
 import keras
 
 import keras_rfattn.feature_maps as feature_maps
-from keras_rfattn.backend.precision import wide_dtype
-from keras_rfattn.ops.layout import merge_heads, split_heads
-from keras_rfattn.ops.not_finite import bounded, spoils
+from keras_rfattn import fused
+from keras_rfattn.ops.layout import heads_first
 
 # Why "auto" does not select the Pallas kernels even where they can run.
 AUTO = "not timed on a TPU yet"
@@ -13,7 +12,7 @@ AUTO = "not timed on a TPU yet"
 
 def obstacle(options, feature_map):
     """Returns why the Pallas kernels cannot be used, or `None` if they can."""
-    if keras.backend.backend() != "jax":
+    if not fused.has_tpu_kernels():
         return f"they run on JAX, not on {keras.backend.backend()}"
     if not feature_map.has_exponents:
         name = feature_maps.name_of(feature_map)
@@ -64,40 +63,35 @@ def told(options, feature_map):
     return f"xla ({obstacle(options, feature_map) or AUTO})"
 
 
-def by_kernels(call, query, key, stats, value, key_mask):
-    """Computes attention with the Pallas kernels.
+def by_kernels(call, prepared, deferred, value, local, key_mask):
+    """Computes attention with fused kernels, if the options and the device allow it.
 
     Args:
-        call: The `layers.attend.Attention`.
-        query: Queries as `call.prepared` returns them, `(B, T, N, H)`.
-        key: Keys as `call.prepared` returns them, `(B, S, K, H)`.
-        stats: The result of the map's `statistics`.
+        call: The `layers.attend.Attention`, with finite tokens.
+        prepared: Queries, keys and statistics as `call.prepared` returns them.
+        deferred: The `Deferred` features of the queries and the keys.
         value: Values of shape `(B, S, K, V)`.
+        local: The `ops.Local` if the options have a window, else `None`.
         key_mask: Boolean array of shape `(B, S)`, true for visible keys, or `None`.
 
     Returns:
-        Array of shape `(B, T, N, V)`.
+        Array of shape `(B, T, N, V)`, or `None` if ordinary operations should be used.
 
     Raises:
-        ValueError: If a `keras.distribution` is active.
+        ValueError: If Pallas kernels are requested under a `keras.distribution`.
     """
+    implementation, causal = call.options.implementation, call.mask.causal
+    if implementation == "auto" and not causal:
+        return fused.on_a_cpu(deferred, value, local, key_mask)
+    if implementation != "pallas":
+        return None
     if keras.distribution.distribution() is not None:
         raise ValueError(
             "The Pallas kernels run on one device, and are not divided over several. "
             "Received: implementation='pallas' under a `keras.distribution`. Use "
             "'auto' or 'xla'."
         )
-    # Imported here, because JAX may not be installed with other backends.
-    from keras_rfattn.fused import tpu as pallas
-
-    feature_map, sides = call.feature_map, []
-    for side, x in (("query_features", query), ("key_features", key)):
-        x = keras.ops.cast(x, wide_dtype(x))
-        kept = bounded(x)
-        found = feature_map.exponents(side, kept, stats)
-        rows = split_heads(found.x, value.shape[2])
-        common = feature_map.common_exponent(side, rows, stats)
-        common = merge_heads(common, *x.shape[2:0:-1])
-        sides.append(pallas.Side(kept, found, common, spoils(x)))
-    mask = call.mask
-    return pallas.attention(*sides, value, key_mask, mask.causal, call.options)
+    (query, key, _), heads = prepared, value.shape[2]
+    features = [heads_first(x, heads) for x in deferred]
+    sides = zip((query, key), features, strict=True)
+    return fused.on_a_tpu(*sides, value, key_mask, causal, call.options)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_rfattn.backend.gradients import without_gradients
+from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.batches import check_batches, is_text, refusal
 from keras_rfattn.layers.linear_attention import LinearAttention
 

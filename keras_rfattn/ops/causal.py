@@ -8,9 +8,13 @@ in its own block are weighed one by one, in a C × C matrix of weights; see
 
 from keras import ops
 
-from keras_rfattn.backend.loops import compiled, fold
-from keras_rfattn.backend.precision import quotient, repeat_each, representable
-from keras_rfattn.backend.sizes import smaller
+from keras_rfattn.backend import (
+    compiled,
+    fold,
+    quotient,
+    representable,
+    smaller,
+)
 from keras_rfattn.ops.causal_block import read_block
 from keras_rfattn.ops.causal_fallback import unbounded_weights
 from keras_rfattn.ops.layout import (
@@ -23,11 +27,10 @@ from keras_rfattn.ops.layout import (
     one_block,
     take_apart,
 )
-from keras_rfattn.ops.not_finite import onward
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.recurrent import count_visible, to_state, to_sums
-from keras_rfattn.ops.sums import Sums, admit, guarded, no_sums, summarize
+from keras_rfattn.ops.sums import Sums, admit, cast_sums, guarded, no_sums, summarize
 
 SPAN = 30.0
 
@@ -50,7 +53,7 @@ def causal(
         key_features: `Features` or `Deferred` features of shape `(B, T, K, M)`.
         value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
         key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden keys
-            and values may hold anything, NaN included.
+            and values may hold anything.
         block_size: Number of tokens in a block, any positive integer. It has no effect
             on the result. `None` chooses it by the device (see `Options`).
         state: Optional `State` of earlier tokens, which every query sees.
@@ -89,7 +92,7 @@ def _causal(
     dtype, value = value.dtype, representable(value)
 
     query, query_features = in_blocks(
-        query, functions[0], num_kv_heads, block_size, groups, is_relative=True
+        query, functions[0], num_kv_heads, block_size, groups
     )
     key, key_features = in_blocks(key, functions[1], num_kv_heads, block_size)
     blocks = cut_tokens(value, block_size)
@@ -102,21 +105,17 @@ def _causal(
         return sums, block_tokens(quotient(*found, dtype), num_heads)
 
     first = block_heads(one_block(blocks), num_kv_heads)
-    start = no_sums(key_features(one_block(key)).features, first)
+    start = no_sums(key_features(one_block(key)), first)
     if state is not None:
-        given = zip(to_sums(state), start, strict=True)
-        start = Sums(*(ops.cast(x, y.dtype) for x, y in given))
+        start = cast_sums(to_sums(state), start)
     last, found = fold(step, tuple(start), (query, key, blocks, mask))
     return join_tokens(found, length), Sums(*last)
 
 
 def _attend(sums, query, key, value, mask, groups, span, fallback):
     """Returns the sums after some blocks, and the arguments that `quotient` needs."""
-    # Hidden rows may hold NaN, so they are removed before any product.
+    # Hidden rows may hold anything, so they are removed before any product.
     key, value = admit(key, value, mask)
     prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
-    (query, spoiled), (key, spoiled_keys) = query, key
-    spoiled = spoiled + repeat_each(onward(spoiled_keys), groups, axis=-2)
-    spoiled = spoiled + ops.expand_dims(prefix.spoiled, (-2, -1))
     reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
-    return tuple(last), (reading.numerator, guarded(reading, query), spoiled)
+    return tuple(last), (reading.numerator, guarded(reading, query))

@@ -21,14 +21,13 @@ because blocks are visited one after the other; see `fold`.)
 
 from keras import ops
 
-from keras_rfattn.backend.branch import run_if
-from keras_rfattn.backend.precision import (
+from keras_rfattn.backend import (
     accumulated_matmul,
     elementwise_max,
     elementwise_min,
     largest_of,
-    lower_to,
     repeat_each,
+    run_if,
     smallest_of,
     where,
 )
@@ -51,12 +50,11 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     if not key.shares_scale:
         beyond = largest > span
         largest = elementwise_min(largest, span)
-        excess = lower_to(excess, span)
+        excess = elementwise_min(excess, span)
     raised = query.log_scale + ops.expand_dims(reference, -2)
     shift = ops.stop_gradient(largest_of(raised, axis=-1)) + largest
     raised = query._replace(log_scale=raised)
-    # Signed features need the exponents again, so they are not overwritten.
-    rows = raised.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)
+    rows = raised.expand(ops.expand_dims(shift, -1), dtype)
     if key.shares_scale:
         # A token's features share one scale, which can be applied to the C × C matrix.
         weights = _scaled_weights(raised, key, excess, shift, visible, dtype)

@@ -11,14 +11,14 @@ query and key is taken relative to its own maximum.
 
 from keras import ops
 
-from keras_rfattn.backend.precision import (
+from keras_rfattn.backend import (
     accumulated_matmul,
     elementwise_max,
     largest_of,
     repeat_each,
     where,
 )
-from keras_rfattn.ops.features import LOWEST, Features, map_features, masked_log_scale
+from keras_rfattn.ops.features import LOWEST, Features, masked_log_scale
 from keras_rfattn.ops.sums import Reading, query_shift
 
 
@@ -52,14 +52,14 @@ def unbounded_weights(query, key, mask, groups, dtype):
         x = _pad_rows(x, pieces * rows - int(x.shape[-2]))
         return ops.reshape(x, (batch, heads * blocks, pieces, rows, x.shape[-1]))
 
-    query = map_features(lambda x: cut(x, count, chunk * groups), query)
+    query = query.of_tokens(lambda x: cut(x, count, chunk * groups))
     number = ops.arange(count)
     chunk_of_key = ops.expand_dims(repeat_each(number, chunk), 0)
     number = ops.expand_dims(number, 1)
-    keys = map_features(lambda x: cut(x, 1, count * chunk), key)
+    keys = key.of_tokens(lambda x: cut(x, 1, count * chunk))
     far, far_shift = _earlier_chunks(query, keys, chunk_of_key < number, dtype)
-    keys = map_features(lambda x: cut(x, count, chunk), key)
-    own, own_shift = _own_chunk(*(map_features(_join_chunks, x) for x in (query, keys)))
+    keys = key.of_tokens(lambda x: cut(x, count, chunk))
+    own, own_shift = _own_chunk(*(x.of_tokens(_join_chunks) for x in (query, keys)))
     own_shift = ops.reshape(own_shift, ops.shape(far_shift))
 
     shift = elementwise_max(far_shift, own_shift)
@@ -115,7 +115,7 @@ def _earlier_chunks(query, key, is_earlier, dtype):
     shift = query_shift(query, maximum)
     maximum = ops.expand_dims(maximum, -2)
     query = Features(query.values, query.log_scale + maximum)
-    rows = query.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)
+    rows = query.expand(ops.expand_dims(shift, -1), dtype)
     key = Features(key.values, log_scale - maximum)
     weights = weigh_keys(query, rows, key, shift)
     is_earlier = ops.expand_dims(is_earlier, 1)
@@ -156,10 +156,10 @@ def weigh_keys(query, rows, key, shift):
         query: `Features` of shape `(..., R, M)`.
         rows: The expanded query features, relative to `exp(shift)`, of shape
             `(..., R, M)`.
-        key: `Features` of shape `(..., S, M)`, which may be overwritten.
+        key: `Features` of shape `(..., S, M)`.
         shift: Array of shape `(..., R)`.
     """
-    columns = key.expand(None, rows.dtype, key.is_exponential)
+    columns = key.expand(0, rows.dtype)
     weights = accumulated_matmul(rows, columns, transpose_b=True)
     if query.is_exponential:
         return (weights,)

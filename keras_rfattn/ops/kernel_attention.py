@@ -1,7 +1,7 @@
 """Attention by the kernel that features estimate, computed for each pair of tokens.
 
 A kernel is a frozen dataclass, so that equal kernels share compiled programs. It takes
-finite queries `(..., R, H)`, keys `(..., S, H)` and a boolean array `visible` (`None`
+queries `(..., R, H)`, keys `(..., S, H)` and a boolean array `visible` (`None`
 if all keys are visible). It returns weights `(..., R, S)` and `shift` `(..., R)`: each
 row of weights is relative to `exp(shift)`, and 0 where `visible` is false.
 """
@@ -9,32 +9,28 @@ row of weights is relative to `exp(shift)`, and 0 where `visible` is false.
 import dataclasses
 from typing import Any, NamedTuple
 
-import keras
 from keras import ops
 
-from keras_rfattn.backend.loops import NUMBERS, by_heads
-from keras_rfattn.backend.precision import (
+from keras_rfattn.backend import (
     accumulated_matmul,
+    by_heads,
     elementwise_max,
     exp_of_difference,
-    known_finite,
+    fused_softmax,
     largest_of,
+    last_apart,
+    product,
     repeat_each,
     representable,
+    sums_weights_apart,
     where,
-    wide_dtype,
 )
-from keras_rfattn.backend.sizes import product
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.layout import last_apart, merge_heads, split_heads
+from keras_rfattn.ops.layout import merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide
-from keras_rfattn.ops.not_finite import LARGEST, bounded, finite_values, onward, spoils
 from keras_rfattn.ops.sums import Reading, normalize
 
 LEAST = 1e-30  # smallest norm to divide by; a vector may be zero
-# Number of weights to hold at once. JAX takes more than of features, because weights
-# are read twice and features more often.
-WEIGHTS = {**NUMBERS, "jax": 2**21}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +83,7 @@ def _exponentiate(exponent, visible):
     # Half of `LOWEST`, so that hidden weights vanish even in a row that sees no key.
     shift = elementwise_max(largest_of(exponent, axis=-1), LOWEST / 2)
     shift = ops.stop_gradient(shift)
-    return exp_of_difference(exponent, ops.expand_dims(shift, -1), is_last=True), shift
+    return exp_of_difference(exponent, ops.expand_dims(shift, -1)), shift
 
 
 def unit(x):
@@ -104,7 +100,7 @@ def unit(x):
 
 
 def read_exactly(kernel, query, key, value, visible):
-    """Returns the `Reading` of finite queries, keys and values by the kernel.
+    """Returns the `Reading` of queries, keys and values by the kernel.
 
     Args:
         kernel: `Softmax()` or `Polynomial(degree)`.
@@ -116,11 +112,7 @@ def read_exactly(kernel, query, key, value, visible):
     """
     weights, shift = kernel(query, key, visible)
     rounded = ops.cast(weights, value.dtype)
-    backend, size = keras.backend.backend(), product(*ops.shape(weights))
-    is_small = size is not None and size <= WEIGHTS["jax"]
-    if backend == "tensorflow" or (backend == "jax" and is_small):
-        # The weights are still in a cache, where summing them costs less than a matrix
-        # product with one more column, which overflows a register.
+    if sums_weights_apart(product(*ops.shape(weights))):
         numerator = accumulated_matmul(rounded, value)
         denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
     else:
@@ -146,7 +138,7 @@ def exact_attention(
         value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
         kernel: `Softmax()` or `Polynomial(degree)`.
         key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden keys
-            and values may hold anything, NaN included.
+            and values may hold anything.
         causal: Whether query i sees only keys `j <= i`.
         prefix_mask: Optional array of shape `(B, S)`, true for keys that all queries
             see although attention is causal.
@@ -161,7 +153,7 @@ def exact_attention(
     query = split_heads(query, num_kv_heads)
     key, value = (split_heads(x, num_kv_heads) for x in (key, value))
     mask = heads_mask(key_mask)
-    given = query, key, value
+    key, value = hide(key, mask), hide(value, mask)
     visible = None if mask is None else ops.expand_dims(mask, -2)
     if causal:
         tokens = repeat_each(ops.arange(length), groups)
@@ -173,21 +165,13 @@ def exact_attention(
             past = past | ops.expand_dims(heads_mask(prefix_mask), -2)
         # LiteRT has no logical `and` for arrays with five axes.
         visible = past if visible is None else where(past, visible, False)
-    is_finite = known_finite(*given, limit=LARGEST)
-    tokens = given if is_finite else finite_tokens(*given)
-    if kernel == Softmax() and keras.backend.backend() == "torch":
-        plain = causal and groups == 1 and mask is None and prefix_mask is None
-        output = _fused(*tokens, visible, plain)
-    else:
+    tokens, output = (query, key, value, visible), None
+    if kernel == Softmax():
+        is_plain = causal and groups == 1 and mask is None and prefix_mask is None
+        output = fused_softmax(*tokens, is_plain)
+    if output is None:
         size = product(query.shape[0], query.shape[2], key.shape[2])
-        output = by_heads(_Whole(kernel), (*tokens, visible), size, WEIGHTS)
-    if not is_finite:
-        if prefix_mask is not None:
-            prefix = heads_mask(prefix_mask)
-            own = prefix if mask is None else prefix & mask
-            output = output + spoiled(*given, own, groups, False)
-            mask = ~prefix if mask is None else mask & ~prefix
-        output = output + spoiled(*given, mask, groups, causal)
+        output = by_heads(_Whole(kernel), tokens, size, are_weights=True)
     return ops.cast(merge_heads(output, num_heads, length), dtype)
 
 
@@ -198,53 +182,6 @@ class _Whole(NamedTuple):
 
     def __call__(self, *tokens):
         return normalize(read_exactly(self.kernel, *tokens), self.kernel)
-
-
-def _fused(query, key, value, visible, is_causal):
-    """Computes softmax attention by PyTorch; 0 for a row that sees no key."""
-    import torch
-
-    wide, seen, mask = query.dtype, None, None
-    value = value.to(wide)
-    if visible is not None and not is_causal:
-        seen = visible.any(dim=-1, keepdim=True)
-        # A row that sees no key would be NaN, in the gradient too.
-        mask = visible | ~seen
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=is_causal, scale=1.0
-    )
-    return output if seen is None else torch.where(seen, output, 0)
-
-
-def finite_tokens(query, key, value):
-    """Returns queries, keys and values made finite, for `read_exactly`."""
-    return bounded(query), bounded(key), finite_values(value)
-
-
-def spoiled(query, key, value, mask, groups, causal):
-    """Returns NaN for rows that see a token which is not finite, else 0.
-
-    Args:
-        query: Array of shape `(..., R · G, H)`, with the G query heads of a token
-            adjacent.
-        key: Array of shape `(..., S, H)`.
-        value: Array of shape `(..., S, V)`.
-        mask: Boolean array that broadcasts to `(..., S)`, true for visible keys, or
-            `None`.
-        groups: Number G of query heads per key head.
-        causal: Whether the queries belong to the last R tokens and see keys only up to
-            their own.
-
-    Returns:
-        Array of shape `(..., R · G, 1)`.
-    """
-    keys = hide(spoils(key) + ops.cast(spoils(value), wide_dtype(key)), mask)
-    if causal:
-        keys = onward(keys)[..., -(ops.shape(query)[-2] // groups) :, :]
-        keys = repeat_each(keys, groups, axis=-2)
-    else:
-        keys = ops.sum(keys, axis=-2, keepdims=True)
-    return spoils(query) + keys
 
 
 def softmax_attention(query, key, value, key_mask=None, causal=False, prefix_mask=None):

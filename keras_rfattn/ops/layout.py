@@ -4,34 +4,22 @@ Shapes use `·` for an axis of any size. In `T · G` the G query heads of a key 
 adjacent rows of their token.
 """
 
-import keras
 from keras import ops
 
-from keras_rfattn.backend.sizes import is_known, is_zero, leading, num_blocks
-from keras_rfattn.ops.features import Deferred, map_features
+from keras_rfattn.backend import is_known, is_zero, leading, num_blocks
+from keras_rfattn.ops.deferred import Deferred
 from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.not_finite import limited
 
 
-def heads_first(
-    features, num_kv_heads, is_relative=False, is_lazy=False, is_apart=True
-):
-    """Converts features `(B, T, N, M)` to `Marked` features `(B, K, T · G, M)`.
+def heads_first(features, num_kv_heads):
+    """Converts features `(B, T, N, M)` to heads first, `(B, K, T · G, M)`.
 
-    Args:
-        features: `Features`, `Marked` or `Deferred`.
-        num_kv_heads: Number of key heads K.
-        is_relative: Whether a factor that all features of a token share may be left
-            out.
-        is_lazy: Whether the result may hold `Exponents`, which are yet to be computed.
-        is_apart: Whether tokens that are not finite are recorded in `spoiled`;
-            otherwise their features are NaN.
+    `Deferred` features may remain to be computed, by their method `compute`.
     """
     if isinstance(features, Deferred):
-        x, choices = split_heads(features.x, num_kv_heads), (is_lazy, is_apart)
-        parameters = features.parameters
-        return features.function.heads_first(x, parameters, is_relative, *choices)
-    return map_features(lambda x: split_heads(x, num_kv_heads), limited(features))
+        x = split_heads(features.x, num_kv_heads)
+        return features.function.heads_first(x, features.parameters)
+    return features.of_tokens(lambda x: split_heads(x, num_kv_heads))
 
 
 def split_heads(x, num_kv_heads):
@@ -55,17 +43,6 @@ def merge_heads(x, num_heads, length):
     x = ops.reshape(x, (batch, num_kv_heads, length, groups, width))
     x = ops.transpose(x, (0, 2, 1, 3, 4))
     return ops.reshape(x, (batch, length, num_heads, width))
-
-
-def last_apart(x, axis=-1):
-    """Splits `(..., V + 1)` into `(..., V)` and `(...)`, along axis -1 or -2."""
-    if keras.backend.backend() == "torch":
-        # A split is one array in the gradient, where two slices would be two.
-        rest, last = x.split([x.shape[axis] - 1, 1], axis)
-        return rest, last.squeeze(axis)
-    if axis == -2:
-        return x[..., :-1, :], x[..., -1, :]
-    return x[..., :-1], x[..., -1]
 
 
 def cut_blocks(x, size, groups=1):
@@ -139,7 +116,7 @@ def take_apart(features):
     return arrays, function
 
 
-def in_blocks(arrays, function, num_kv_heads, block_size, groups=1, is_relative=False):
+def in_blocks(arrays, function, num_kv_heads, block_size, groups=1):
     """Returns arrays in blocks along axis 2, and a function that gives their features.
 
     The function takes the arrays of some blocks and returns `Features` of shape
@@ -147,23 +124,22 @@ def in_blocks(arrays, function, num_kv_heads, block_size, groups=1, is_relative=
     """
     if function is None:
         features = heads_first(arrays, num_kv_heads)
-        blocks = map_features(lambda x: cut_blocks(x, block_size, groups), features)
+        blocks = features.of_tokens(lambda x: cut_blocks(x, block_size, groups))
         return blocks, lambda blocks: blocks
     x, parameters = arrays
 
     def compute(block):
-        # `heads_first` of the map takes rows of tokens, so the blocks are joined for
-        # it.
+        # The function takes rows of tokens, so the blocks are joined for it.
         block = block_heads(block, num_kv_heads)
         rows = ops.reshape(block, (*ops.shape(block)[:2], -1, block.shape[-1]))
-        features = function.heads_first(rows, parameters, is_relative)
+        features = function.heads_first(rows, parameters).compute()
         count = ops.shape(block)[2]
 
         def cut(x):
             lead = ops.shape(x)[:2]
             return ops.reshape(x, (*lead, count, block_size * groups, x.shape[-1]))
 
-        return map_features(cut, features)
+        return features.of_tokens(cut)
 
     return cut_tokens(x, block_size), compute
 
@@ -177,35 +153,6 @@ def one_block(blocks):
         return blocks
     shape = ops.shape(blocks)
     return ops.zeros((*shape[:2], 1, *shape[3:]), dtype=blocks.dtype)
-
-
-def take_tokens(x, index):
-    """Gathers the tokens `index` `(B, L)` from x: `(B, T, ...)` to `(B, L, ...)`."""
-    if keras.backend.backend() == "tensorflow":
-        # `ops.take_along_axis` takes a batch of unknown size to be at least 1.
-        import tensorflow as tf
-
-        return tf.gather(x, index, axis=1, batch_dims=1)
-    if keras.backend.backend() == "torch":
-        # This copies whole tokens; Keras' way would read an index for each number.
-        (batch, length), size = ops.shape(x)[:2], ops.shape(index)
-        start = length * ops.arange(batch, dtype=index.dtype)[:, None]
-        found = x.flatten(0, 1).index_select(0, (start + index).flatten())
-        return found.reshape(*size, *x.shape[2:])
-    index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
-    return take_along(x, index, 1)
-
-
-def take_along(x, index, axis):
-    """Gathers the entries `index` of x along an axis.
-
-    The other sizes of `index` are those of x, or 1.
-    """
-    if keras.backend.backend() == "torch":
-        # Keras' way binds an exported program to the size of the batch.
-        sizes = [-1 if i == axis else size for i, size in enumerate(x.shape)]
-        return x.gather(axis, index.expand(sizes).long())
-    return ops.take_along_axis(x, index, axis=axis)
 
 
 def move_axis(x, source, destination):

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend.plain import is_plain
-from keras_rfattn.backend.precision import known_true, repeat_each, where
+from keras_rfattn.backend import is_plain, known_true, repeat_each, where
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,9 @@
 
 import dataclasses
 
-import keras
 import numpy as np
 
-# Block sizes of causal attention. A CPU does the least work with short blocks; a TPU is
-# faster with few long steps, and keeps the sums of each block.
-BLOCK_SIZES, DEFAULT_BLOCK_SIZE = {"cpu": 64, "tpu": 512}, 128
+from keras_rfattn.backend import default_block_size
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas")
 
@@ -102,14 +99,7 @@ class Options:
         """The `block_size`, or the default for the device if it is `None`."""
         if self.block_size is not None:
             return self.block_size
-        if keras.backend.backend() == "jax":
-            import jax
-
-            return BLOCK_SIZES.get(jax.default_backend(), DEFAULT_BLOCK_SIZE)
-        if keras.backend.backend() == "torch":
-            device = keras.ops.empty(()).device.type
-            return BLOCK_SIZES.get(device, DEFAULT_BLOCK_SIZE)
-        return DEFAULT_BLOCK_SIZE
+        return default_block_size()
 
     @classmethod
     def take(cls, arguments):

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend.plain import is_plain
-from keras_rfattn.backend.precision import elementwise_min, where
-from keras_rfattn.ops.layout import take_tokens
+from keras_rfattn.backend import elementwise_min, is_plain, take_tokens, where
 
 # Lengths are rounded up to a multiple of this, to compile for fewer shapes.
 STEP = 16

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_rfattn.backend.precision import representable
+from keras_rfattn.backend import representable
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.layout import heads_first, split_heads
 from keras_rfattn.ops.masks import heads_mask

@@ -1,14 +1,20 @@
 """Prefix sums: for each block, the sums over all blocks before it."""
 
-import keras
 from keras import ops
 
-from keras_rfattn.backend.loops import exclusive_scan
-from keras_rfattn.backend.precision import accumulated_matmul, largest_of, where
-from keras_rfattn.backend.sizes import is_known, is_traced, leading, num_blocks
+from keras_rfattn.backend import (
+    accumulated_matmul,
+    exclusive_scan,
+    is_known,
+    largest_of,
+    leading,
+    loops_over_blocks,
+    num_blocks,
+    where,
+)
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import move_axis
-from keras_rfattn.ops.sums import Sums, merge_sums
+from keras_rfattn.ops.sums import Sums, cast_sums, merge_sums
 
 # `GROUP` is the number of blocks that are summed at once, by weights for each pair.
 # `LEVELS` is how often groups are grouped again if the number of blocks is unknown,
@@ -27,14 +33,12 @@ def prefix_sums(blocks, start):
         `(prefix, last)`: `Sums` shaped like `blocks` and like `start`. `last` includes
         all blocks.
     """
-    is_one = is_known(blocks[0].shape[2]) and blocks[0].shape[2] == 1
-    if not is_one and (keras.backend.backend() == "tensorflow" or is_traced()):
+    if not loops_over_blocks(blocks[0].shape[2]):
         return _without_loop(blocks, start)
     moved = tuple(move_axis(x, 2, 0) for x in blocks)
 
     def add(before, block):
-        sums = merge_sums(Sums(*before), Sums(*block))
-        return tuple(ops.cast(x, y.dtype) for x, y in zip(sums, start, strict=True))
+        return tuple(cast_sums(merge_sums(Sums(*before), Sums(*block)), start))
 
     last, prefix = exclusive_scan(add, tuple(start), moved)
     prefix = Sums(*(move_axis(x, 0, 2) for x in prefix))
@@ -117,7 +121,6 @@ def _within(blocks, size):
         x = accumulated_matmul(weights, ops.transpose(x, (0, 1, 4, 2, 3)))
         return ops.transpose(x, (0, 1, 3, 4, 2))
 
-    spoiled = where(is_before[..., 0], ops.expand_dims(blocks.spoiled, 2), 0)
     numerator, normalizer = blocks.numerator, ops.expand_dims(blocks.normalizer, 3)
     both = total(ops.concatenate([numerator, normalizer], axis=3))
     magnitude = total(ops.expand_dims(blocks.magnitude, 3))
@@ -126,5 +129,4 @@ def _within(blocks, size):
         both[:, :, :, :-1],
         both[:, :, :, -1],
         magnitude[:, :, :, 0],
-        ops.sum(spoiled, axis=3),
     )

@@ -1,16 +1,7 @@
 """The definition of linear attention, slow and simple: the reference for all tests."""
 
+import keras
 from keras import ops
-
-from keras_rfattn.backend.precision import (
-    accumulated_matmul,
-    largest_of,
-    repeat_each,
-    wide_dtype,
-)
-from keras_rfattn.ops.features import LOWEST, finite
-from keras_rfattn.ops.not_finite import mark, values_apart
-from keras_rfattn.ops.sums import Reading, normalize
 
 
 def quadratic(query_features, key_features, value, key_mask=None, causal=False):
@@ -18,9 +9,9 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
 
         out_i = Σ_j w_ij v_j / D_i,   D_i = Σ_j w_ij   over the visible j
 
-    All exponents of a row are shifted by the largest of them, which cancels. A row that
-    sees a query, key or value which is not finite is NaN. The computation holds
-    `B · N · T · S · M` numbers.
+    All exponents of a row are shifted by the largest of them, which cancels. The guard
+    of signed denominators and the 1 in the denominator of polynomial attention are
+    those of `sums.guarded`. The computation holds `B · N · T · S · M` numbers.
 
     Args:
         query_features: `Features` of shape `(B, T, N, M)`.
@@ -30,57 +21,54 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
         causal: Whether query i sees only keys `j <= i`.
 
     Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`.
+        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
+        0.
     """
-    num_heads, num_kv_heads = query_features.log_scale.shape[2], value.shape[2]
     value = ops.convert_to_tensor(value)
-    dtype = wide_dtype(query_features.log_scale, value)
+    query, key = query_features.dense(), key_features.dense()
+    groups = query.log_scale.shape[2] // value.shape[2]
+    is_double = "float64" in {
+        keras.backend.standardize_dtype(x.dtype) for x in (query.log_scale, value)
+    }
+    dtype = "float64" if is_double else "float32"
 
-    def per_query_head(x):
-        return repeat_each(x, num_heads // num_kv_heads, axis=2)
+    def queries(x):  # (B, N, T, 1, ·)
+        return ops.expand_dims(ops.cast(ops.transpose(x, (0, 2, 1, 3)), dtype), 3)
 
-    def aligned(x, axis):
-        return ops.expand_dims(ops.transpose(x, (0, 2, 1, 3)), axis)
+    def keys(x):  # (B, N, 1, S, ·)
+        x = ops.repeat(ops.transpose(x, (0, 2, 1, 3)), groups, axis=1)
+        return ops.expand_dims(ops.cast(x, dtype), 2)
 
-    query, key = (mark(x) for x in (query_features, key_features))
-    value, spoiled = values_apart(value)
-    spoiled = key.spoiled + ops.cast(spoiled, key.spoiled.dtype)
-    query_spoiled, query, key = (
-        query.spoiled,
-        *(finite(x.features).dense() for x in (query, key)),
-    )
-    length, key_length = query.log_scale.shape[1], value.shape[1]
-    visible = ops.ones((length, key_length), dtype="bool")
+    visible = ops.ones((query.log_scale.shape[1], value.shape[1]), dtype="bool")
     if causal:
         visible = ops.tril(visible)
-    visible = ops.expand_dims(visible, (0, 1))
+    visible = ops.expand_dims(visible, (0, 1, -1))
     if key_mask is not None:
-        visible = visible & ops.expand_dims(ops.cast(key_mask, "bool"), (1, 2))
-    # (B, N, T, S), then summed over the keys that a row sees.
-    spoiled = aligned(per_query_head(spoiled), 2)[..., 0]
-    spoiled = ops.expand_dims(ops.sum(ops.where(visible, spoiled, 0), axis=-1), -1)
-    spoiled = spoiled + ops.transpose(query_spoiled, (0, 2, 1, 3))
+        key_mask = ops.expand_dims(ops.cast(key_mask, "bool"), (1, 2, -1))
+        visible = ops.logical_and(visible, key_mask)
 
-    # (B, N, T, S, M)
-    exponent = aligned(query.log_scale, 3) + aligned(per_query_head(key.log_scale), 2)
-    exponent = ops.where(ops.expand_dims(visible, -1), exponent, LOWEST)
-    shift = largest_of(exponent, axis=(-2, -1), keepdims=True)
-    magnitude = ops.exp(exponent - ops.stop_gradient(shift))
-    weights = magnitude
-    if query.is_signed:
-        signs = aligned(query.values, 3) * aligned(per_query_head(key.values), 2)
-        magnitude = magnitude + ops.zeros_like(signs)
-        weights = magnitude * ops.cast(signs, magnitude.dtype)
-    weights = ops.where(visible, ops.sum(weights, axis=-1), 0)
-    bound = ops.where(visible, ops.sum(magnitude, axis=-1), 0)
+    # (B, N, T, S, M). Hidden exponents do not enter the maximum.
+    exponent = queries(query.log_scale) + keys(key.log_scale)
+    exponent = ops.where(visible, exponent, -1e30)
+    shift = ops.max(ops.stop_gradient(exponent), axis=(-2, -1), keepdims=True)
+    magnitude = ops.where(visible, ops.exp(exponent - shift), 0)
+    signs = 1
+    if query.values is not None:
+        signs = queries(query.values) * keys(key.values)
+    magnitude = magnitude + ops.zeros_like(magnitude * signs)
+    weights = ops.sum(magnitude * signs, axis=-1, keepdims=True)  # (B, N, T, S, 1)
 
-    heads = ops.transpose(per_query_head(value), (0, 2, 1, 3))
-    numerator = accumulated_matmul(weights, ops.cast(heads, dtype))
-    reading = Reading(
-        ops.stop_gradient(shift)[..., 0, 0],
-        numerator,
-        ops.sum(weights, axis=-1),
-        ops.sum(bound, axis=-1),
-    )
-    output = normalize(reading, query_features) + spoiled
+    # (B, N, T, 1)
+    denominator = ops.sum(weights, axis=3)
+    bound = ops.sum(magnitude, axis=(3, 4))[..., None]
+    if query_features.is_signed:
+        floor = 1e-6 * ops.stop_gradient(bound)
+        sign = ops.where(denominator < 0, -1.0, 1.0)
+        denominator = ops.cast(sign, dtype) * ops.maximum(ops.abs(denominator), floor)
+    if query_features.has_offset:
+        denominator = ops.maximum(denominator, 0)
+        is_seen = ops.cast(bound > 0, dtype)
+        denominator = denominator + is_seen * ops.exp(-is_seen * shift[..., 0])
+    denominator = ops.where(bound > 0, denominator, 1)
+    output = ops.sum(weights * keys(value), axis=3) / denominator
     return ops.cast(ops.transpose(output, (0, 2, 1, 3)), value.dtype)

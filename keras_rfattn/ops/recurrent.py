@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend.precision import representable
+from keras_rfattn.backend import representable
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask
@@ -19,7 +19,6 @@ from keras_rfattn.ops.sums import (
     merge_sums,
     normalize,
     read,
-    settle,
     summarize,
 )
 
@@ -107,12 +106,12 @@ def read_state(state, query_features, dtype=None):
         Array of shape `(B, T, N, V)` in `dtype`.
     """
     num_kv_heads = state.numerator.shape[1]
-    query, spoiled = heads_first(query_features, num_kv_heads)
+    query = heads_first(query_features, num_kv_heads).compute()
     sums = to_sums(state)
     dtype = dtype or "float32"
     products = "float32" if dtype == "float16" else dtype
     reading = read(sums, query, products)
-    output = normalize(reading, query) + ops.cast(spoiled, reading.numerator.dtype)
+    output = normalize(reading, query)
     num_heads = query_features.num_heads
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(merge_heads(output, num_heads, length), dtype)
@@ -120,13 +119,12 @@ def read_state(state, query_features, dtype=None):
 
 def to_sums(state):
     """Returns the `Sums` in a state."""
-    sums = state[:4]
-    return Sums(*sums, ops.zeros_like(state.normalizer[..., 0]))
+    return Sums(*state[:4])
 
 
 def to_state(sums, position):
     """Returns sums as a `State`, in float32 for any compute dtype."""
-    return State(*(ops.cast(x, "float32") for x in settle(sums)), position)
+    return State(*(ops.cast(x, "float32") for x in sums), position)
 
 
 def count_visible(value, key_mask):

@@ -5,10 +5,9 @@ R is the number of queries, and G the number of query heads per key head.
 
 from keras import ops
 
-from keras_rfattn.backend.precision import accumulated_matmul, largest_of, where
-from keras_rfattn.ops.kernel_attention import finite_tokens
+from keras_rfattn.backend import accumulated_matmul, largest_of, where
 from keras_rfattn.ops.layout import heads_first, split_heads
-from keras_rfattn.ops.masks import heads_mask, hide
+from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.sums import Reading, combine, normalize, query_shift
 
 
@@ -46,9 +45,8 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
         row that sees no key is 0.
     """
     num_kv_heads, mask = key_features.num_heads, heads_mask(key_mask)
-    query, query_spoiled = heads_first(query_features, num_kv_heads)
-    key, key_spoiled = heads_first(key_features, num_kv_heads)
-    key, key_spoiled = key.hidden(mask), hide(key_spoiled, mask)
+    query = heads_first(query_features, num_kv_heads).compute()
+    key = heads_first(key_features, num_kv_heads).hidden(mask).compute()
     maximum = ops.stop_gradient(largest_of(key.log_scale, axis=-2))
     shift = query_shift(query, maximum)
     maximum = ops.expand_dims(maximum, -2)
@@ -71,8 +69,7 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
         kernel, query_tokens, key_tokens, near = local
         near = _by_kernel(kernel, query_tokens, key_tokens, visible & near)
         reading = combine(near, reading)
-    spoiled = query_spoiled + ops.swapaxes(key_spoiled, -1, -2)
-    return normalize(reading, query) + where(visible, spoiled, 0)
+    return normalize(reading, query)
 
 
 def nearby(key_mask, rows, length, window, sliding=False, causal=False):
@@ -106,7 +103,6 @@ def nearby(key_mask, rows, length, window, sliding=False, causal=False):
 def _by_kernel(kernel, query, key, visible):
     num_kv_heads = key.shape[2]
     query, key = (split_heads(x, num_kv_heads) for x in (query, key))
-    query, key, _ = finite_tokens(query, key, key)
     weights, shift = kernel(query, key, visible)
     total = ops.sum(weights, axis=-1)
     seen = ops.any(ops.broadcast_to(visible, ops.shape(weights)), axis=-1)

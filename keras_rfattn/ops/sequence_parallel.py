@@ -12,10 +12,11 @@ import functools
 import keras
 from keras import ops
 
-from keras_rfattn.backend.precision import largest_of
+from keras_rfattn.backend import largest_of, take_tokens
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.features import LOWEST, Deferred, map_features
-from keras_rfattn.ops.layout import heads_first, take_apart, take_tokens
+from keras_rfattn.ops.deferred import Deferred
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.layout import take_apart
 from keras_rfattn.ops.recurrent import (
     State,
     extend_state,
@@ -43,8 +44,9 @@ def sequence_axis(query_length, key_length, options, is_causal):
         `(mesh, axis)`: a `jax.sharding.Mesh` and the name of an axis, or `None`.
     """
     distribution = keras.distribution.distribution()
+    # Only `distribution.SequenceParallel`, which needs JAX, has such an axis.
     axis = getattr(distribution, "sequence_dim_name", None)
-    if axis is None or keras.backend.backend() != "jax":
+    if axis is None:
         return None
     mesh, lengths = distribution.device_mesh.backend_mesh, (query_length, key_length)
     size = mesh.shape[axis]
@@ -150,7 +152,7 @@ def _windowed_stretch(
         def cut(x, part=part):
             return x[:, part]
 
-        parts.append(_summed(map_features(cut, features), cut(value), cut(mask)))
+        parts.append(_summed(features.of_tokens(cut), cut(value), cut(mask)))
     parts = [ops.stack(x) for x in zip(*parts, strict=True)]
     every = [jax.lax.all_gather(x, axis, tiled=True) for x in parts]
     number = ops.arange(3 * size)
@@ -193,10 +195,9 @@ def _windowed_stretch(
 
 def _summed(features, value, mask):
     """Returns the first four arrays of the `State` of some tokens, or of no token."""
-    of_heads = heads_first(features, value.shape[2]).features
     none = init_state(
-        ops.shape(value)[0], value.shape[2], of_heads.width, value.shape[-1],
-        of_heads.log_scale.shape[-1],
+        ops.shape(value)[0], value.shape[2], features.width, value.shape[-1],
+        features.log_scale.shape[-1],
     )  # fmt: skip
     if not value.shape[1]:
         return none[:4]

@@ -13,19 +13,17 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_rfattn.backend.precision import (
+from keras_rfattn.backend import (
     accumulated_matmul,
-    add_into,
     elementwise_max,
     largest_of,
+    last_apart,
     quotient,
     where,
     wide_dtype,
 )
-from keras_rfattn.ops.features import LOWEST, Marked
-from keras_rfattn.ops.layout import last_apart
+from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.masks import hide
-from keras_rfattn.ops.not_finite import values_apart
 
 # A signed denominator below this fraction of the sum of magnitudes is rounding noise in
 # float32, whose resolution is 6e-8 per term.
@@ -39,7 +37,6 @@ class Sums(NamedTuple):
     numerator: Any  # (..., V, M): the layout in which products write and read it
     normalizer: Any  # (..., M)
     magnitude: Any  # (..., M or 1): the normalizer with every |value| taken as 1
-    spoiled: Any  # (...): NaN if a key or value was not finite, else 0
 
 
 class Reading(NamedTuple):
@@ -56,40 +53,35 @@ class Reading(NamedTuple):
 
 
 def admit(key, value, mask=None):
-    """Prepares keys and values for `summarize`: hides masked rows, makes values finite.
+    """Computes key features and hides masked rows, as `summarize` needs them.
 
     Args:
-        key: `Marked` features of shape `(..., S, M)`.
+        key: Features of shape `(..., S, M)`, heads first.
         value: Array of shape `(..., S, V)`.
         mask: Boolean array of shape `(..., S)`, true for visible keys; hidden keys and
             values may hold anything. `None` if all keys are visible.
 
     Returns:
-        Tuple of `Marked` features, whose `spoiled` also covers the values, and the
-        values.
+        Tuple of `Features` and values.
     """
-    value, spoiled = values_apart(hide(value, mask))
-    spoiled = hide(key.spoiled, mask) + ops.cast(spoiled, key.spoiled.dtype)
-    return Marked(key.features.hidden(mask), spoiled), value
+    return key.hidden(mask).compute(), hide(value, mask)
 
 
-def summarize(key, value, mask=None, is_last=False):
+def summarize(key, value, mask=None):
     """Sums keys and values over the S tokens.
 
     Args:
-        key: `Marked` features of shape `(..., S, M)`, as returned by `admit`.
+        key: `Features` of shape `(..., S, M)`, as returned by `admit`.
         value: Array of shape `(..., S, V)`, as returned by `admit`; its dtype is the
             compute dtype.
         mask: The mask given to `admit`.
-        is_last: Whether the features may be overwritten because nothing else uses them.
 
     Returns:
         `Sums`, in float32 (float64 for float64 features).
     """
-    key, spoiled = key
     maximum = ops.stop_gradient(largest_of(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
-    rows = key.expand(shift, value.dtype, is_last)
+    rows = key.expand(shift, value.dtype)
     # The normalizer is computed as the sum of a value that is 1, and 0 for a hidden
     # key: where no key is visible the maximum is `LOWEST` too, so features do not
     # vanish.
@@ -103,8 +95,7 @@ def summarize(key, value, mask=None, is_last=False):
         magnitude = normalizer
     else:
         magnitude = ops.sum(hide(key.magnitudes(shift, dtype), mask), axis=-2)
-    spoiled = ops.sum(ops.cast(spoiled[..., 0], dtype), axis=-1)
-    return Sums(maximum, numerator, normalizer, magnitude, spoiled)
+    return Sums(maximum, numerator, normalizer, magnitude)
 
 
 def merge_sums(a, b):
@@ -117,14 +108,12 @@ def merge_sums(a, b):
         + b.numerator * ops.expand_dims(right, -2),
         a.normalizer * left + b.normalizer * right,
         a.magnitude * left + b.magnitude * right,
-        a.spoiled + b.spoiled,
     )
 
 
-def settle(sums):
-    """Returns the first four `Sums`, with `spoiled` added to the numerator."""
-    numerator = sums.numerator + ops.expand_dims(sums.spoiled, (-2, -1))
-    return sums.maximum, numerator, sums.normalizer, sums.magnitude
+def cast_sums(sums, like):
+    """Returns sums in the dtypes of other sums."""
+    return Sums(*(ops.cast(x, y.dtype) for x, y in zip(sums, like, strict=True)))
 
 
 def rebase(sums, maximum):
@@ -135,7 +124,6 @@ def rebase(sums, maximum):
         sums.numerator * ops.expand_dims(factor, -2),
         sums.normalizer * factor,
         sums.magnitude * factor,
-        sums.spoiled,
     )
 
 
@@ -145,8 +133,8 @@ def query_shift(query, maximum):
     return ops.stop_gradient(largest_of(exponent, axis=-1))
 
 
-def read(sums, query, dtype, shift=None, is_last=False):
-    """Computes what queries see in `sums`, except for `spoiled`, which callers add.
+def read(sums, query, dtype, shift=None):
+    """Computes what queries see in `sums`.
 
     Args:
         sums: `Sums` with leading dimensions `(...)`.
@@ -154,19 +142,15 @@ def read(sums, query, dtype, shift=None, is_last=False):
         dtype: Compute dtype of the products.
         shift: Array of shape `(..., R)`, at least `query_shift(query, maximum)`. `None`
             uses that value.
-        is_last: Whether the features may be overwritten because nothing else uses them.
 
     Returns:
         A `Reading` relative to `exp(shift)`.
     """
-    raised = ops.expand_dims(sums.maximum, -2)
-    log_scale = query.log_scale
-    log_scale = add_into(log_scale, raised) if is_last else log_scale + raised
+    log_scale = query.log_scale + ops.expand_dims(sums.maximum, -2)
     if shift is None:
         shift = ops.stop_gradient(largest_of(log_scale, axis=-1))
     raised = query._replace(log_scale=log_scale)
-    # Signed features need the exponents again, so they are not overwritten.
-    rows = raised.expand(ops.expand_dims(shift, -1), dtype, query.is_exponential)
+    rows = raised.expand(ops.expand_dims(shift, -1), dtype)
     return look_up(sums, raised, rows, shift)
 
 
@@ -218,22 +202,20 @@ def combine(a, b):
     )
 
 
-def normalize(reading, features, mark=0, dtype=None):
+def normalize(reading, features, dtype=None):
     """Divides the numerator by the `guarded` denominator; 0 for a row that sees no key.
 
     Args:
         reading: A `Reading`.
         features: The features or kernel of the reading; their `is_signed` and
             `has_offset` are used.
-        mark: Array of shape `(..., R, 1)`: NaN where a row sees a token that is not
-            finite, else 0. It is added to the result. A number is allowed.
         dtype: Dtype of the result; the numerator's by default.
 
     Returns:
         Array of shape `(..., R, V)`.
     """
     dtype = reading.numerator.dtype if dtype is None else dtype
-    return quotient(reading.numerator, guarded(reading, features), mark, dtype)
+    return quotient(reading.numerator, guarded(reading, features), dtype)
 
 
 def guarded(reading, features):
@@ -277,5 +259,4 @@ def no_sums(key, value):
         ops.zeros((*lead, value.shape[-1], key.width), dtype=dtype),
         ops.zeros((*lead, key.width), dtype=dtype),
         ops.zeros((*lead, scale.shape[-1]), dtype=dtype),
-        ops.zeros(lead, dtype=dtype),
     )

@@ -17,12 +17,9 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend.loops import compiled
-from keras_rfattn.backend.precision import where
-from keras_rfattn.backend.sizes import fits
-from keras_rfattn.ops.features import map_features
+from keras_rfattn.backend import compiled, fits, take_tokens, where
 from keras_rfattn.ops.kernel_attention import exact_attention
-from keras_rfattn.ops.layout import take_apart, take_tokens
+from keras_rfattn.ops.layout import take_apart
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.windows import all_windows, causal_windows
 
@@ -46,36 +43,21 @@ class Local(NamedTuple):
     sliding: bool = False
 
 
-def from_first_visible(key_mask, arrays, functions):
-    """Rotates the rows of arrays so that the first visible key comes first.
+def from_first_visible(key_mask):
+    """Returns functions that rotate rows so that the first visible key comes first.
 
     Args:
         key_mask: Array of shape `(B, T)`.
-        arrays: Arguments of `causal_windows`. Each is an array of shape `(B, T, ...)`,
-            `Features` of such arrays, or, where one of `functions` is not `None`, a
-            list of such an array and the parameters of that function.
-        functions: The functions that `take_apart` returned.
 
     Returns:
-        The rotated arrays, and a function that rotates an array back.
+        `(turn, turn_back)`: functions of arrays `(B, T, ...)`.
     """
     length = ops.shape(key_mask)[1]
     hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
     first = ops.sum(ops.cast(hidden, "int32"), axis=1, keepdims=True)
     positions = ops.expand_dims(ops.arange(length, dtype="int32"), 0)
     forward, back = (positions + first) % length, (positions - first) % length
-
-    def turn(x, index=forward):
-        return take_tokens(x, index)
-
-    turned = []
-    for features, function in zip(arrays, functions, strict=False):
-        if function is None:
-            turned.append(map_features(turn, features))
-        else:
-            turned.append([turn(features[0]), *features[1:]])
-    turned += [turn(x) for x in arrays[len(functions) :]]
-    return turned, lambda x: turn(x, back)
+    return lambda x: take_tokens(x, forward), lambda x: take_tokens(x, back)
 
 
 def local_attention(
@@ -89,7 +71,7 @@ def local_attention(
         value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
         local: `Local` with the scaled queries and keys, the kernel and the window.
         key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden keys
-            and values may hold anything, NaN included.
+            and values may hold anything.
         causal: Whether query i sees only keys `j <= i`.
 
     Returns:
@@ -111,16 +93,18 @@ def local_attention(
         )
     if fits(key.shape[1], window):
         return exact_attention(query, key, value, kernel, key_mask, causal)
-    features = query_features, key_features
-    arrays, functions = zip(*(take_apart(x) for x in features), strict=True)
-    arrays, turn_back = [*arrays, value, query, key, key_mask], None
+    features, turn_back = (query_features, key_features), None
     if key_mask is not None:
-        arrays, turn_back = from_first_visible(key_mask, arrays, functions)
+        turn, turn_back = from_first_visible(key_mask)
+        features = [x.of_tokens(turn) for x in features]
+        value, query, key = turn(value), turn(query), turn(key)
+    arrays, functions = zip(*(take_apart(x) for x in features), strict=True)
+    visible = None if key_mask is None else turn(key_mask)
     attend = causal_windows if causal else all_windows
     call = compiled(
         attend, functions=functions, kernel=kernel, window=window, sliding=sliding
     )
-    output = call(*arrays)
+    output = call(*arrays, value, query, key, visible)
     output = output[0] if causal else output
     if turn_back is None:
         return output

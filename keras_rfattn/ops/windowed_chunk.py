@@ -7,14 +7,11 @@ earlier tokens enter as sums.
 
 from keras import ops
 
-from keras_rfattn.backend.loops import compiled
-from keras_rfattn.backend.precision import clip, representable, where
-from keras_rfattn.backend.sizes import fits
-from keras_rfattn.ops.features import map_features
+from keras_rfattn.backend import clip, compiled, fits, representable, take_tokens, where
 from keras_rfattn.ops.kernel_attention import exact_attention
-from keras_rfattn.ops.layout import heads_first, split_heads, take_apart, take_tokens
+from keras_rfattn.ops.layout import heads_first, split_heads, take_apart
 from keras_rfattn.ops.masks import heads_mask, hide, needed
-from keras_rfattn.ops.sums import admit, settle, summarize
+from keras_rfattn.ops.sums import admit, summarize
 from keras_rfattn.ops.windowed_state import LocalState, Move, sums_at
 from keras_rfattn.ops.windows import causal_windows
 
@@ -103,8 +100,8 @@ def local_chunk(
         for x in (key, laid_value)
     )
     _, close = features(query, tokens_first(key))
-    close, wide = heads_first(close.compute(), num_kv_heads), representable(laid_value)
-    sums = [settle(far)]
+    close, wide = heads_first(close, num_kv_heads).compute(), representable(laid_value)
+    sums = [far]
     for i in range(near):
         part = slice(i * window, (i + 1) * window)
 
@@ -112,8 +109,8 @@ def local_chunk(
             return x[:, :, part]
 
         mask = heads_mask(visible[:, part])
-        tokens = map_features(take, close), take(wide)
-        sums.append(settle(summarize(*admit(*tokens, mask), mask)))
+        tokens = close.of_tokens(take), take(wide)
+        sums.append(summarize(*admit(*tokens, mask), mask))
     return output, LocalState(
         *(
             ops.cast(ops.stack(parts, axis=2), "float32")

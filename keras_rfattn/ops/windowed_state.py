@@ -11,11 +11,17 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend.precision import clip, elementwise_max, representable, where
-from keras_rfattn.backend.sizes import fits
-from keras_rfattn.ops.features import LOWEST, map_features
-from keras_rfattn.ops.kernel_attention import finite_tokens, read_exactly, spoiled
-from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads, take_along
+from keras_rfattn.backend import (
+    clip,
+    elementwise_max,
+    fits,
+    representable,
+    take_along,
+    where,
+)
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.kernel_attention import read_exactly
+from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide
 from keras_rfattn.ops.sums import (
     Sums,
@@ -24,7 +30,6 @@ from keras_rfattn.ops.sums import (
     merge_sums,
     normalize,
     read,
-    settle,
     summarize,
 )
 
@@ -124,7 +129,7 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
     elapsed = ops.sum(ops.cast(passed, "int32"), axis=1)
     moved = Move(state.position, new, elapsed, window, near)
 
-    features = heads_first(key_features, num_kv_heads)
+    features = heads_first(key_features, num_kv_heads).compute()
     value, key = (split_heads(x, num_kv_heads) for x in (value, key))
     wide = representable(value)
     old = [sums_at(state, i) for i in range(near + 1)]
@@ -141,13 +146,13 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
             def take(x, index=index):
                 return take_along(x, index, axis=2)
 
-            tokens = map_features(take, features), take(wide)
+            tokens = features.of_tokens(take), take(wide)
         mask = heads_mask(mask)
         total = summarize(*admit(*tokens, mask), mask)
         for origin, part in enumerate(old):
             stays = moved.place_of(origin) == place
             total = merge_sums(total, _where(stays, part, empty))
-        sums.append([ops.cast(x, "float32") for x in settle(total)])
+        sums.append([ops.cast(x, "float32") for x in total])
     return LocalState(
         *(ops.stack(parts, axis=2) for parts in zip(*sums, strict=True)),
         moved.keep(state.key, hide(key, ops.expand_dims(new, 1))),
@@ -226,8 +231,7 @@ class Move:
 
 def sums_at(state, place):
     """Returns the `Sums` at one place of axis 2."""
-    sums = [x[:, :, place] for x in state[:4]]
-    return Sums(*sums, ops.zeros_like(sums[2][..., 0]))
+    return Sums(*(x[:, :, place] for x in state[:4]))
 
 
 def _empty_like(state):
@@ -259,14 +263,11 @@ def read_local_state(state, query_features, query, kernel):
         Array of shape `(B, T, N, V)` in the dtype of the state's values.
     """
     num_kv_heads, value = state.key.shape[1], representable(state.value)
-    features, _ = heads_first(query_features, num_kv_heads)
-    far = sums_at(state, 0)
-    far = read(far, features, value.dtype)
-    length, num_heads = ops.shape(query)[1], query_features.num_heads
-    query, visible = split_heads(query, num_kv_heads), ops.expand_dims(state.visible, 1)
-    groups = num_heads // num_kv_heads
-    tokens = query, state.key, value
-    near = read_exactly(kernel, *finite_tokens(*tokens), ops.expand_dims(visible, -2))
+    features = heads_first(query_features, num_kv_heads).compute()
+    far = read(sums_at(state, 0), features, value.dtype)
+    length, query = ops.shape(query)[1], split_heads(query, num_kv_heads)
+    visible = ops.expand_dims(state.visible, (1, 2))
+    near = read_exactly(kernel, query, state.key, value, visible)
     output = normalize(combine(far, near), features)
-    output = output + spoiled(*tokens, visible, groups, causal=False)
-    return ops.cast(merge_heads(output, num_heads, length), state.value.dtype)
+    output = merge_heads(output, query_features.num_heads, length)
+    return ops.cast(output, state.value.dtype)

@@ -6,29 +6,24 @@ devices are built from it.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import keras
 from keras import ops
 
-from keras_rfattn.backend.loops import by_heads, fold
-from keras_rfattn.backend.precision import (
-    known_finite,
-    quotient,
+from keras_rfattn.backend import (
+    by_heads,
+    fold,
+    leading,
+    product,
     repeat_each,
     representable,
+    shifted,
     where,
 )
-from keras_rfattn.backend.sizes import leading, product
-from keras_rfattn.fused import torch_cpu as fused
-from keras_rfattn.ops.features import LOWEST, Deferred, Exponents, Marked, map_features
-from keras_rfattn.ops.kernel_attention import (
-    Softmax,
-    finite_tokens,
-    read_exactly,
-    spoiled,
-)
+from keras_rfattn.ops.deferred import Deferred
+from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.layout import (
     block_mask,
     block_tokens,
@@ -41,15 +36,15 @@ from keras_rfattn.ops.layout import (
     split_heads,
 )
 from keras_rfattn.ops.masks import hide, needed
-from keras_rfattn.ops.not_finite import LARGEST
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.sums import (
     Sums,
     admit,
+    cast_sums,
     combine,
-    guarded,
     merge_sums,
     no_sums,
+    normalize,
     read,
     summarize,
 )
@@ -99,53 +94,43 @@ class Windows:
             mask = ops.ones((1, 1, *ops.shape(value)[2:4]), dtype="bool")
         return query, key, value, ops.expand_dims(mask, -1)
 
-    def is_fused(self, query_features, key_features, query, key, value, earlier):
-        """Returns whether `fused` can compute this, from `Marked` features."""
-        if self.kernel != Softmax() or earlier is not None:
-            return False
-        return fused.is_fused(query_features, key_features, value, query, key)
-
     def beside(self, blocks):
         """Returns each window together with the windows nearby, side by side."""
         found = [shifted(blocks, x) for x in self.nearby]
         return found[0] if len(found) == 1 else ops.concatenate(found, axis=3)
 
-    def answer(self, sums, features, query, key, value, mask, is_all, is_last, dtype):
+    def answer(self, sums, features, query, key, value, mask, is_all, dtype):
         """Returns the output, from sums for far windows and exactly for those nearby.
 
         Args:
-            sums: `Sums` of what is far from each window, or `Averages`.
-            features: `Features` of the queries of shape `(B, K, n, C · G, M)`, or
-                `Exponents` if `fused` reads them.
+            sums: `Sums` of what is far from each window.
+            features: `Features` of the queries of shape `(B, K, n, C · G, M)`.
             query: Queries of shape `(B, K, n, C · G, H)`.
             key: Keys nearby, as returned by `beside`.
             value: Values nearby, as returned by `beside`.
             mask: Booleans nearby, as returned by `beside`.
             is_all: Whether no key is hidden.
-            is_last: Whether the features may be overwritten because nothing else uses
-                them.
             dtype: Dtype of the result.
+        """
+        far = read(sums, features, value.dtype)
+        visible = self.visible(mask, is_all)
+        near = read_exactly(self.kernel, query, key, value, visible)
+        return normalize(combine(far, near), features, dtype)
+
+    def visible(self, mask, is_all):
+        """Returns which keys nearby each query sees, `None` if it sees all of them.
+
+        Args:
+            mask: Booleans nearby, as returned by `beside`.
+            is_all: Whether no key is hidden.
         """
         within = self._within() if self.is_causal else None
         # Windows next to a query's own may be zeros before the start or after the end.
-        is_all &= within is None and len(self.nearby) == 1
-        visible = None if is_all else ops.swapaxes(mask, -1, -2)
-        if within is not None:
-            # LiteRT has no logical `and` for arrays with five axes.
-            visible = where(within, visible, False)
-        given, mask = (query, key, value), mask[..., 0]
-        is_finite = known_finite(*given, limit=LARGEST)
-        tokens = given if is_finite else finite_tokens(*given)
-        beside = ops.expand_dims(sums.spoiled, (-2, -1))
-        if not is_finite:
-            beside = beside + spoiled(*given, mask, self.groups, self.is_causal)
-        if isinstance(features, Exponents):
-            output = fused.read_beside(sums, features, *tokens, visible)
-            return ops.cast(output + beside, dtype)
-        far = read(sums, features, value.dtype, is_last=is_last)
-        near = read_exactly(self.kernel, *tokens, visible)
-        reading = combine(far, near)
-        return quotient(reading.numerator, guarded(reading, features), beside, dtype)
+        if is_all and within is None and len(self.nearby) == 1:
+            return None
+        visible = ops.swapaxes(mask, -1, -2)
+        # LiteRT has no logical `and` for arrays with five axes.
+        return visible if within is None else where(within, visible, False)
 
     def _within(self):
         """Returns `(C · G, C · len(nearby))` booleans: keys not after the query."""
@@ -155,42 +140,30 @@ class Windows:
 
     def __call__(self, query_features, key_features, query, key, value, mask, earlier):
         """Computes all windows of some heads, without causality: `(B, K, T · G, V)`."""
-        sides = query_features, key_features
-        is_fused = self.is_fused(*sides, query, key, value, earlier)
-        are_own = [isinstance(x.features, Exponents) for x in sides]
 
-        def cut(marked, groups=1):
-            if not is_fused:
-                marked = Marked(marked.features.compute(), marked.spoiled)
-            return map_features(lambda x: cut_blocks(x, self.size, groups), marked)
+        def cut(features, groups=1):
+            features = features.compute()
+            return features.of_tokens(lambda x: cut_blocks(x, self.size, groups))
 
         query, key, value, exists = self.cut(query, key, value, mask)
-        tokens = admit(cut(key_features), value, mask)
-        if is_fused:
-            far = fused.summarize(*tokens)
-            if far.logs.shape[2] <= fused.WINDOWS:
-                far = far.elsewhere(self.nearby)
-            else:
-                far = fused.Averages.of(self._elsewhere(far.sums()))
-        else:
-            far = summarize(*tokens, mask, are_own[1])
-            far = self._elsewhere(far, earlier)
-        del tokens
-        features, _ = cut(query_features, self.groups)
+        # Keys are done before queries start, so that memory holds the features of one
+        # side at a time.
+        far = summarize(*admit(cut(key_features), value, mask), mask)
+        far = self.elsewhere(far, earlier)
+        features = cut(query_features, self.groups)
         near = (self.beside(x) for x in (key, value, exists))
-        is_all, dtype = mask is None, value.dtype
-        output = self.answer(far, features, query, *near, is_all, are_own[0], dtype)
+        output = self.answer(far, features, query, *near, mask is None, value.dtype)
         shape = ops.shape(output)
         return ops.reshape(output, (*shape[:2], -1, shape[-1]))
 
-    def _elsewhere(self, own, earlier=None):
+    def elsewhere(self, own, earlier=None):
         """Returns each window's `Sums` over `earlier` and all windows not `nearby`."""
         none = Sums(
             ops.zeros_like(own.maximum[:, :, 0]) + LOWEST,
             *(ops.zeros_like(x[:, :, 0]) for x in own[1:]),
         )
         left, right = (_moved(own, none, self.nearby[i]) for i in (0, -1))
-        start = none if earlier is None else _cast(earlier, none)
+        start = none if earlier is None else cast_sums(earlier, none)
         before, _ = prefix_sums(left, start)
         after, _ = prefix_sums(_reversed(right), none)
         return merge_sums(before, _reversed(after))
@@ -224,20 +197,14 @@ def all_windows(
     """
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
-    features = [
-        heads_first(
-            x if function is None else Deferred(function, *x), num_kv_heads,
-            is_lazy=True,
-        )
-        for x, function in zip((query_features, key_features), functions, strict=True)
-    ]  # fmt: skip
+    pairs = zip((query_features, key_features), functions, strict=True)
+    features = [x if f is None else Deferred(f, *x) for x, f in pairs]
+    features = [heads_first(x, num_kv_heads) for x in features]
     windows = Windows(kernel, window, groups, sliding, False)
-    size = product(value.shape[0], length, groups, features[1].features.width)
+    size = product(value.shape[0], length, groups, features[1].width)
     query, key, value = (
         split_heads(x, num_kv_heads) for x in (query, key, representable(value))
     )
-    if windows.is_fused(*features, query, key, value, earlier):
-        size = None
     mask = block_mask(mask, length, window)
     output = by_heads(windows, (*features, query, key, value, mask, earlier), size)
     # Cuts off the padding after the end.
@@ -278,7 +245,6 @@ def causal_windows(
         query_features, functions[0], num_kv_heads, window, groups
     )
     far_key, compute_key = in_blocks(key_features, functions[1], num_kv_heads, window)
-    are_own = [x is not None and x.is_exponential for x in functions]
     hidden = block_mask(mask, length, window)
     tokens = [split_heads(x, num_kv_heads) for x in (query, key, representable(value))]
     query, key, value, exists = windows.cut(*tokens, hidden)
@@ -288,42 +254,27 @@ def causal_windows(
 
     def beyond(offset):
         """Returns what is summed before window i: keys of window `i + offset`."""
-        keys = map_features(lambda x: shifted(x, offset), far_key)
+        keys = keras.tree.map_structure(
+            lambda x: None if x is None else shifted(x, offset), far_key
+        )
         is_all = hidden is None and far_mask is None and not offset
         return keys, shifted(value, offset), None if is_all else shifted(summed, offset)
 
     def forward(sums, far, rows):
         keys, value, mask = far
         mask = None if mask is None else needed(mask[..., 0])
-        own = summarize(*admit(compute_key(keys), value, mask), mask, are_own[1])
+        own = summarize(*admit(compute_key(keys), value, mask), mask)
         before, last = prefix_sums(own, Sums(*sums))
         features, *rows = rows
-        features, _ = compute_query(features)
-        is_all = hidden is None
-        found = windows.answer(before, features, *rows, is_all, are_own[0], dtype)
-        return tuple(last), block_tokens(found, num_heads)
+        features, is_all = compute_query(features), hidden is None
+        output = windows.answer(before, features, *rows, is_all, dtype)
+        return tuple(last), block_tokens(output, num_heads)
 
-    start = no_sums(compute_key(one_block(far_key)).features, value)
-    start = start if earlier is None else _cast(earlier, start)
+    start = no_sums(compute_key(one_block(far_key)), value)
+    start = start if earlier is None else cast_sums(earlier, start)
     blocks = beyond(windows.nearby[0]), rows
     last, found = fold(forward, tuple(start), blocks)
     return join_tokens(found, length), Sums(*last)
-
-
-def shifted(blocks, offset):
-    """Returns blocks in which block i is the former block `i + offset`, or zeros."""
-    if offset == 0:
-        return blocks
-    shape = ops.shape(blocks)
-    if keras.backend.backend() == "tensorflow":
-        # LiteRT slices arrays of at most five axes.
-        blocks = ops.reshape(blocks, (*shape[:3], math.prod(shape[3:])))
-    zeros = ops.zeros_like(blocks[:, :, : abs(offset)])
-    if offset < 0:
-        found = ops.concatenate([zeros, blocks[:, :, :offset]], axis=2)
-    else:
-        found = ops.concatenate([blocks[:, :, offset:], zeros], axis=2)
-    return ops.reshape(found, shape)
 
 
 def _moved(sums, none, offset):
@@ -335,10 +286,6 @@ def _moved(sums, none, offset):
         return ops.concatenate(parts, axis=2)
 
     return Sums(*map(move, sums, none)) if offset else sums
-
-
-def _cast(sums, like):
-    return Sums(*(ops.cast(x, y.dtype) for x, y in zip(sums, like, strict=True)))
 
 
 def _reversed(sums):

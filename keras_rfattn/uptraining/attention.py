@@ -10,7 +10,7 @@ Hedgehog & the Porcupine" (Zhang et al., 2024) compares rows; "LoLCATs" (Zhang e
 import keras
 from keras import ops
 
-from keras_rfattn.backend.gradients import with_gradient
+from keras_rfattn.backend import with_gradient
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
 from keras_rfattn.ops import Softmax

@@ -9,7 +9,7 @@ Kullback-Leibler divergence (as in the second step of "RADLADS").
 import keras
 from keras import ops
 
-from keras_rfattn.backend.gradients import without_gradients
+from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend.gradients import without_gradients
+from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
 

@@ -1,12 +1,10 @@
 import functools
-import itertools
 
 import numpy as np
 import pytest
 from keras import ops
 
 from keras_rfattn.ops import bidirectional, quadratic
-from keras_rfattn.ops.features import map_features
 from tests import helpers as h
 
 
@@ -86,7 +84,7 @@ def test_query_heads_share_the_head_of_their_group(name):
     value = ops.convert_to_tensor(x.value)
     actual = bidirectional(*features, value)
     query, key = features
-    every = map_features(lambda x: ops.repeat(x, groups, axis=2), key)
+    every = key.of_tokens(lambda x: ops.repeat(x, groups, axis=2))
     expected = bidirectional(query, every, ops.repeat(value, groups, axis=2))
     h.assert_close(actual, expected)
 
@@ -132,38 +130,3 @@ def test_deferred_features_are_the_same(name):
     others[1] = ops.convert_to_tensor(MASK & np.array([[True], [False]]))
     unseen = h.to_numpy(deferred(name)(query, key, *others))[1]
     np.testing.assert_array_equal(unseen, 0)
-
-
-@pytest.mark.parametrize("name", EXPONENTIAL)
-def test_what_is_not_finite_flows_to_what_sees_it(name):
-    expected = h.to_numpy(deferred(name)(*given(h.problem())))
-    groups = h.HEADS // h.KV_HEADS
-    places = [("query", (1, 13, 3)), ("key", (1, 13, 1)), ("value", (0, 21, 0))]
-    places += [("key", (0, 1, 1)), ("value", (1, 33, 0))]
-    for (side, at), content in itertools.product(places, (np.nan, np.inf, -np.inf)):
-        x = h.problem()
-        getattr(x, side)[(*at, 2)] = content
-        seen = np.zeros(expected.shape[:3], bool)
-        if side == "query":
-            seen[at] = True
-        else:
-            head = slice(at[2] * groups, (at[2] + 1) * groups)
-            seen[at[0], :, head] = MASK[at[:2]]
-        actual = h.to_numpy(deferred(name)(*given(x)))
-        assert np.all(np.isnan(actual[seen])), (side, content)
-        h.assert_same(actual[~seen], expected[~seen])
-
-
-@pytest.mark.parametrize("name", EXPONENTIAL)
-def test_a_query_that_nothing_reads_is_in_no_gradient(name):
-    x, call = h.problem(), deferred(name)
-    mask = ops.convert_to_tensor(MASK)
-
-    def read(query, key, value):
-        return call(query, key, value, mask)[:, :20]
-
-    expected = h.gradients(read, *x)
-    x.query[:, 25, 1, 3] = np.nan
-    x.key[0, 1], x.value[1, 32] = np.nan, np.inf
-    for found, wanted in zip(h.gradients(read, *x), expected, strict=True):
-        h.assert_same(found, wanted)

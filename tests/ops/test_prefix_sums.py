@@ -16,7 +16,6 @@ def sums(rng, *count, scales=WIDTH):
     arrays = [rng.random((*LEAD, *count, *x)).astype("float32") for x in shapes]
     # Exponents far apart, so that sums which are not rescaled overflow.
     arrays[0] = 200 * arrays[0]
-    arrays.append(np.zeros((*LEAD, *count), "float32"))
     return Sums(*map(ops.convert_to_tensor, arrays))
 
 
@@ -36,21 +35,8 @@ def test_sums_without_a_loop_are_those_in_turn(count, scales):
         expected.append(merge_sums(expected[-1], at(blocks, i)))
     found, last = prefix_sums._without_loop(blocks, start)
     for i, one in enumerate([*(at(found, i) for i in range(count)), last]):
-        for actual, wanted in zip(one[:4], expected[i][:4], strict=True):
+        for actual, wanted in zip(one, expected[i], strict=True):
             h.assert_close(actual, wanted, 2e-6)
-        assert not np.any(h.to_numpy(one.spoiled))
-
-
-def test_what_is_not_finite_reaches_later_blocks_alone():
-    rng = np.random.default_rng(0)
-    blocks, start = sums(rng, 20), sums(rng)
-    spoiled = h.to_numpy(blocks.spoiled).copy()
-    spoiled[:, :, 7] = np.nan
-    blocks = blocks._replace(spoiled=ops.convert_to_tensor(spoiled))
-    found, last = prefix_sums._without_loop(blocks, start)
-    expected = np.broadcast_to(np.arange(20) > 7, (*LEAD, 20))
-    np.testing.assert_array_equal(np.isnan(h.to_numpy(found.spoiled)), expected)
-    assert np.all(np.isnan(h.to_numpy(last.spoiled)))
 
 
 @pytest.mark.skipif(keras.backend.backend() == "jax", reason="loops over blocks")
@@ -63,5 +49,4 @@ def test_an_unknown_number_of_blocks(count, monkeypatch):
     monkeypatch.setattr(prefix_sums, "is_known", lambda size: False)
     found, last = prefix_sums._without_loop(blocks, start)
     for actual, wanted in zip([*found, *last], [*expected, *whole], strict=True):
-        if np.any(h.to_numpy(wanted)):
-            h.assert_close(actual, wanted, 2e-6)
+        h.assert_close(actual, wanted, 2e-6)

@@ -5,11 +5,14 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.backend import loops
-from keras_rfattn.backend.loops import exclusive_scan
-from keras_rfattn.backend.precision import accumulated_matmul, precise_einsum
+from keras_rfattn.backend import (
+    accumulated_matmul,
+    common,
+    exclusive_scan,
+    precise_einsum,
+)
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import AttentionMask, Options, kernel_attention
+from keras_rfattn.ops import AttentionMask, Options
 from tests import helpers as h
 from tests.marks import ONE_BACKEND
 
@@ -33,6 +36,16 @@ def test_float64_stays_float64(product):
             actual = precise_einsum("ij,jk->ik", a, b)
         assert keras.backend.standardize_dtype(actual.dtype) == "float64"
         h.assert_close(actual, x[0] @ x[1], 1e-14)
+
+
+# The file of this backend, whose limits tests change.
+special = importlib.import_module(f"keras_rfattn.backend.{keras.backend.backend()}")
+
+
+def forget_programs():
+    """JAX would take what it has traced with other limits."""
+    if keras.backend.backend() == "jax":
+        special._call.clear_cache()
 
 
 loops_over_blocks = pytest.mark.skipif(
@@ -64,8 +77,8 @@ def test_blocks_and_scans_as_on_a_gpu(monkeypatch, name, at_once):
     )
 
     def computed(is_on_gpu):
-        loops._jit.cache_clear()
-        monkeypatch.setattr(loops, "_is_on_gpu", lambda x: is_on_gpu)
+        forget_programs()
+        monkeypatch.setattr(special, "_is_on_gpu", lambda *_: is_on_gpu)
 
         def function(*arrays):
             options = Options(block_size=h.BLOCK)
@@ -74,7 +87,7 @@ def test_blocks_and_scans_as_on_a_gpu(monkeypatch, name, at_once):
         tensors = [ops.convert_to_tensor(a) for a in x]
         return [function(*tensors), *h.gradients(function, *x)]
 
-    monkeypatch.setattr(loops, "AT_ONCE_ON_GPU", at_once)
+    monkeypatch.setattr(special, "TOKENS_ON_GPU", at_once, raising=False)
     for there, here in zip(computed(True), computed(False), strict=True):
         h.assert_close(there, here, rtol=1e-5)
 
@@ -89,7 +102,7 @@ def test_one_block_larger_than_what_is_taken_at_once(monkeypatch):
         return attend(*tensors, feature_map, mask=mask, options=options)
 
     expected = function(h.BLOCK)
-    monkeypatch.setattr(loops, "AT_ONCE", 1)
+    monkeypatch.setattr(special, "TOKENS", 1, raising=False)
     h.assert_close(function(h.LENGTH), expected, rtol=1e-5)
 
 
@@ -109,7 +122,7 @@ def test_sums_by_doubling_are_those_in_turn(count):
     for function in (combine, add):
         arguments = function, start, (ops.convert_to_tensor(x),)
         last, before = exclusive_scan(*arguments)
-        other, others = loops._scan_by_doubling(*arguments)
+        other, others = common.scan_by_doubling(*arguments)
         h.assert_close(other[0], last[0], 1e-6)
         h.assert_close(others[0], before[0], 1e-6)
 
@@ -127,14 +140,10 @@ def test_what_is_taken_at_once_changes_no_number(monkeypatch, name, causal, mask
     options = Options(block_size=h.BLOCK, window=WINDOWS.get(name))
 
     def computed(at_once, numbers):
-        # Or JAX would take what it has traced with other numbers.
-        loops._jit.cache_clear()
-        # A function of that name hides the module.
-        bidirectional = importlib.import_module("keras_rfattn.ops.bidirectional")
-        monkeypatch.setattr(loops, "AT_ONCE", at_once)
-        monkeypatch.setattr(bidirectional, "AT_ONCE", numbers)
-        for module, limits in ((loops, "NUMBERS"), (kernel_attention, "WEIGHTS")):
-            monkeypatch.setattr(module, limits, {"jax": numbers, "torch": numbers})
+        forget_programs()
+        monkeypatch.setattr(special, "TOKENS", at_once, raising=False)
+        for name in ("FLOATS", "FEATURES", "WEIGHTS"):
+            monkeypatch.setattr(special, name, numbers, raising=False)
 
         def function(*arrays):
             mask = AttentionMask(visible, causal=causal, self_attention=True)

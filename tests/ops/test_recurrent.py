@@ -4,7 +4,6 @@ import pytest
 from keras import ops
 
 from keras_rfattn.ops import causal, extend_state, init_state, read_state
-from keras_rfattn.ops.features import map_features
 from tests import helpers as h
 
 SPLIT = 20
@@ -19,7 +18,7 @@ def setup(name, kind="full", size=1.0):
 
 
 def cut(features, start, stop):
-    return map_features(lambda x: x[:, start:stop], features)
+    return features.of_tokens(lambda x: x[:, start:stop])
 
 
 def steps(state, features, value, mask, start):

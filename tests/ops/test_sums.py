@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.backend.precision import representable
+from keras_rfattn.backend import representable
 from keras_rfattn.ops import Features, layout, masks
 from keras_rfattn.ops import sums as f
-from keras_rfattn.ops.features import LOWEST, finite
 from tests import helpers as h
 
 
@@ -23,8 +22,7 @@ def test_sums_of_two_sets_are_the_sums_of_both(name):
     first[:, 20:] = False
     first, second = ops.convert_to_tensor(first), ops.convert_to_tensor(~first)
     merged = f.merge_sums(sums(name, x, first), sums(name, x, second))
-    # All but `spoiled`, which is 0 here.
-    for actual, expected in zip(merged[:4], sums(name, x)[:4], strict=True):
+    for actual, expected in zip(merged, sums(name, x), strict=True):
         h.assert_close(actual, expected)
 
 
@@ -32,7 +30,7 @@ def test_sums_of_two_sets_are_the_sums_of_both(name):
 def test_readings_of_two_sets_add_up(name):
     x = h.problem()
     query, _ = h.featurize(h.build(name), x.query, x.key)
-    query, _ = layout.heads_first(query, h.KV_HEADS)
+    query = layout.heads_first(query, h.KV_HEADS)
     first = np.ones((h.BATCH, h.LENGTH), bool)
     first[:, 20:] = False
 
@@ -67,12 +65,6 @@ def test_guard_leaves_positive_denominators_alone():
     )
     output = h.to_numpy(f.normalize(reading, Features(None, 0)))
     np.testing.assert_allclose(output, [[1.0], [0.0]], rtol=1e-6)
-
-
-def test_infinite_exponents_become_finite():
-    scale = ops.convert_to_tensor(np.float32([np.inf, -np.inf, 3.0]))
-    clipped = h.to_numpy(finite(Features(None, scale)).log_scale)
-    np.testing.assert_allclose(clipped, [-LOWEST, LOWEST, 3.0])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -5,13 +5,15 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn.backend.plain import is_differentiated, is_plain
+from keras_rfattn.backend import is_plain
 from keras_rfattn.layers import MultiHeadAttention
 from tests import helpers as h
 
 torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("of PyTorch", allow_module_level=True)
+
+from keras_rfattn.backend.torch import is_differentiated  # noqa: E402
 
 WIDTH, LENGTH = 6, 7
 CALLS = {

@@ -13,7 +13,6 @@ from keras_rfattn.ops import (
     local_attention,
     read_local_state,
 )
-from keras_rfattn.ops.features import map_features
 from keras_rfattn.ops.windowed_chunk import local_chunk
 from tests import helpers as h
 from tests.feature_maps.cases import case
@@ -45,7 +44,7 @@ def setup(name, kind):
 
 
 def cut(arrays, start, stop):
-    features = [map_features(lambda x: x[:, start:stop], x) for x in arrays[:2]]
+    features = [x.of_tokens(lambda y: y[:, start:stop]) for x in arrays[:2]]
     return *features, *(x[:, start:stop] for x in arrays[2:])
 
 
@@ -152,8 +151,8 @@ def test_chunks_are_the_parallel_pass(name, kind, sliding):
 def test_content_of_hidden_tokens_changes_nothing():
     feature_map, arrays, mask = setup("favorpp", "scattered")
     spoiled = [
-        map_features(
-            lambda x: ops.where(mask[..., None, None], x, float("nan")), arrays[1]
+        arrays[1].of_tokens(
+            lambda x: ops.where(mask[..., None, None], x, float("nan"))
         ),
         *(ops.where(mask[..., None, None], x, float("nan")) for x in arrays[2:]),
     ]

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from keras_rfattn.backend.precision import representable
+from keras_rfattn.backend import representable
 from keras_rfattn.fused.tpu.bidirectional import bidirectional
 from keras_rfattn.fused.tpu.causal import causal
 from keras_rfattn.fused.tpu.passes import Columns, Rows
@@ -12,7 +12,6 @@ from keras_rfattn.fused.tpu.windowed import windowed
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide
-from keras_rfattn.ops.not_finite import finite_values, onward, spoils
 from keras_rfattn.ops.windowed import from_first_visible
 
 # Number of tokens in a block, and its divisor: rows of bfloat16 come in sixteens.
@@ -25,17 +24,22 @@ class Side(NamedTuple):
     Attributes:
         tokens: Scaled tokens of shape `(B, T, N, H)`; the features estimate
             `exp(q · k)` of them.
-        exponents: `Exponents` of the features of the tokens.
-        common: Array of shape `(B, T, N, 1)`: the exponent term that all features of a
-            token share.
-        spoiled: Array of shape `(B, T, N, 1)`: NaN for a token that was not finite,
-            else 0.
+        exponents: `Exponents` of the features of the tokens, heads first.
     """
 
     tokens: Any
     exponents: Any
-    common: Any
-    spoiled: Any
+
+    def turned(self, turn):
+        """Returns the side with its tokens rotated by a function."""
+        num_heads = self.tokens.shape[2]
+
+        def turned(x):
+            x = turn(merge_heads(x, num_heads, self.tokens.shape[1]))
+            return split_heads(x, self.exponents.vectors.shape[1])
+
+        x, common = turned(self.exponents.x), turned(self.exponents.common)
+        return Side(turn(self.tokens), self.exponents._replace(x=x, common=common))
 
 
 def attention(query, key, value, key_mask=None, is_causal=False, options=None):
@@ -44,7 +48,7 @@ def attention(query, key, value, key_mask=None, is_causal=False, options=None):
     Args:
         query: `Side` of T queries with N heads.
         key: `Side` of S keys with K heads.
-        value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
+        value: Array of shape `(B, S, K, V)`, finite; its dtype is the compute dtype.
         key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
         is_causal: Whether query i sees only keys `j <= i`.
         options: `ops.Options`. `window`, or else `block_size`, a multiple of 16 tokens
@@ -57,12 +61,10 @@ def attention(query, key, value, key_mask=None, is_causal=False, options=None):
     window, dtype = options.window, value.dtype
     if window is not None and key_mask is not None:
         # Windows are counted from the first visible key.
-        arrays = _arrays(query), _arrays(key), value, key_mask
-        flat = [*arrays[0], *arrays[1], value, key_mask]
-        turned, turn_back = from_first_visible(key_mask, flat, ())
-        query, key = _side(query, turned[:4]), _side(key, turned[4:8])
-        output = _attention(query, key, *turned[8:], is_causal, options)
-        output = turn_back(output)
+        turn, turn_back = from_first_visible(key_mask)
+        query, key = query.turned(turn), key.turned(turn)
+        value, seen = turn(value), turn(key_mask)
+        output = turn_back(_attention(query, key, value, seen, is_causal, options))
         if is_causal:
             # Rows before the first visible key were rotated behind all keys.
             begun = jnp.cumsum(key_mask.astype("int32"), axis=1) > 0
@@ -72,32 +74,16 @@ def attention(query, key, value, key_mask=None, is_causal=False, options=None):
     return output.astype(dtype)
 
 
-def _arrays(side):
-    return side.tokens, side.exponents.x, side.common, side.spoiled
-
-
-def _side(side, arrays):
-    tokens, x, common, spoiled = arrays
-    return Side(tokens, side.exponents._replace(x=x), common, spoiled)
-
-
 def _attention(query, key, value, key_mask, is_causal, options):
     (length, num_heads), num_kv_heads = query.tokens.shape[1:3], value.shape[2]
     groups, mask = num_heads // num_kv_heads, heads_mask(key_mask)
     value = hide(split_heads(representable(value), num_kv_heads), mask)
-    query_spoiled, spoiled = (
-        split_heads(x.spoiled, num_kv_heads) for x in (query, key)
-    )
-    spoiled = hide(spoiled, mask) + spoils(value)
-    term = split_heads(key.common, num_kv_heads)
+    term = key.exponents.common
     if mask is not None:
         term = jnp.where(mask[..., None], term, LOWEST)
-    rows, columns = (
-        [split_heads(x, num_kv_heads) for x in (side.exponents.x, side.tokens)]
-        for side in (query, key)
-    )
-    rows.append(split_heads(query.common, num_kv_heads))
-    columns += [finite_values(value), term]
+    tokens = [split_heads(side.tokens, num_kv_heads) for side in (query, key)]
+    rows = [query.exponents.x, tokens[0], query.exponents.common]
+    columns = [key.exponents.x, tokens[1], value, term]
     sides = query.exponents, key.exponents
     parameters = [x.vectors for x in sides] + [x.bias for x in sides]
     if options.window is not None:
@@ -111,12 +97,7 @@ def _attention(query, key, value, key_mask, is_causal, options):
         columns = *(_padded(a, size) for a in (x, value)), _padded(term, size, LOWEST)
         algorithm = causal if is_causal else bidirectional
         output = algorithm(row, *columns, *parameters, size)
-    if is_causal:
-        seen = jnp.repeat(onward(spoiled), groups, axis=2)
-    else:
-        seen = jnp.sum(spoiled, axis=2, keepdims=True)
-    output = output[:, :, : length * groups] + query_spoiled + seen
-    return merge_heads(output, num_heads, length)
+    return merge_heads(output[:, :, : length * groups], num_heads, length)
 
 
 def _in_windows(rows, columns, parameters, is_causal, options):

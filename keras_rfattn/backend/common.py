@@ -1,0 +1,419 @@
+"""The operations of this folder for any backend, written with `keras.ops`.
+
+`jax.py`, `tensorflow.py` and `torch.py` redefine those that need another form on their
+backend. Sizes may be symbolic: a dimension variable of JAX, a `SymInt` of PyTorch or a
+scalar tensor, while a program for any size is exported.
+"""
+
+import contextlib
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+# Number of tokens in a block of causal attention, by device. A CPU does the least work
+# with short blocks. A TPU is faster with few long steps, and keeps the sums of each.
+BLOCK_SIZES, DEFAULT_BLOCK_SIZE = {"cpu": 64, "tpu": 512}, 128
+
+
+def wide_dtype(*arrays):
+    """Returns the dtype for sums: float64 if any array has it, else float32."""
+    names = {keras.backend.standardize_dtype(x.dtype) for x in arrays}
+    return "float64" if "float64" in names else "float32"
+
+
+def representable(value):
+    """Returns `value` in a dtype that can hold features: float16 becomes float32.
+
+    The smallest float16 number is exp(-17), and features span far more.
+    """
+    if keras.backend.standardize_dtype(value.dtype) == "float16":
+        return ops.cast(value, "float32")
+    return value
+
+
+# --- Products
+
+
+def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=False):
+    """Returns `a @ b`, with operands in their own dtype and sums in float32.
+
+    Keras exposes neither the precision nor the accumulation dtype of a product. Both
+    decide whether linear attention is correct: a running sum in bfloat16 stops growing
+    at 256.
+
+    Args:
+        a: Array of shape `(..., i, j)`, or `(..., j, i)` if `transpose_a`.
+        b: Array of shape `(..., j, k)`, or `(..., k, j)` if `transpose_b`, with the
+            dtype of `a`.
+        transpose_a: Whether `a` is given transposed.
+        transpose_b: Whether `b` is given transposed.
+        is_precise: Whether no operand is rounded, as in `precise_einsum`.
+
+    Returns:
+        Array of shape `(..., i, k)`, float32 (float64 for float64 operands).
+    """
+    dtype = wide_dtype(a, b)
+    a, b = ops.cast(a, dtype), ops.cast(b, dtype)
+    a = ops.swapaxes(a, -1, -2) if transpose_a else a
+    b = ops.swapaxes(b, -1, -2) if transpose_b else b
+    return ops.matmul(a, b)
+
+
+def precise_einsum(equation, a, b):
+    """Computes `einsum` in full float32 precision, where a TPU or GPU would round.
+
+    The result is about to be exponentiated, so its absolute error is the relative error
+    of a feature: a TPU's default single bfloat16 pass is off by 0.04 at an exponent of
+    10.
+    """
+    dtype = wide_dtype(a, b)
+    return ops.einsum(equation, ops.cast(a, dtype), ops.cast(b, dtype))
+
+
+def affine(x, vectors, *terms):
+    """Returns `x @ vectors` plus terms that broadcast to it, in full precision."""
+    result = accumulated_matmul(x, ops.cast(vectors, x.dtype), is_precise=True)
+    for term in terms:
+        result = result + ops.cast(term, result.dtype)
+    return result
+
+
+def quotient(numerator, denominator, dtype):
+    """Returns `numerator / denominator` in a dtype."""
+    return ops.cast(numerator / denominator, dtype)
+
+
+# --- Elementwise operations and reductions
+
+
+def elementwise_max(a, b):
+    """Returns `max(a, b)` in the dtype of `a`; `b` may be a number."""
+    return ops.maximum(a, b)
+
+
+def elementwise_min(a, b):
+    """Returns `min(a, b)` in the dtype of `a`; `b` may be a number."""
+    return ops.minimum(a, b)
+
+
+def largest_of(x, axis, keepdims=False):
+    """Returns `max(x)` over one or several axes."""
+    return ops.max(x, axis=axis, keepdims=keepdims)
+
+
+def smallest_of(x, axis, keepdims=False):
+    """Returns `min(x)` over one or several axes."""
+    return ops.min(x, axis=axis, keepdims=keepdims)
+
+
+def clip(x, low, high):
+    """Returns `x` limited to the range from `low` to `high`, which are numbers."""
+    return ops.clip(x, low, high)
+
+
+def where(condition, a, b):
+    """Returns `a` where the condition is true, else `b`; `a` or `b` may be a number."""
+    return ops.where(condition, a, b)
+
+
+def exp_of_difference(a, b):
+    """Returns `exp(a - b)`, in the shape of `a`."""
+    return ops.exp(a - b)
+
+
+def finite_tokens(x):
+    """Returns which tokens are finite in all entries: `(..., H)` to `(..., 1)`."""
+    x = ops.abs(ops.stop_gradient(x))
+    return ops.all(x < float("inf"), axis=-1, keepdims=True)
+
+
+# --- Moving entries
+
+
+def repeat_each(x, count, axis=0):
+    """Repeats each entry `count` times in a row, along an axis."""
+    return ops.repeat(x, count, axis=axis)
+
+
+def last_apart(x, axis=-1):
+    """Splits `(..., V + 1)` into `(..., V)` and `(...)`, along axis -1 or -2."""
+    if axis == -2:
+        return x[..., :-1, :], x[..., -1, :]
+    return x[..., :-1], x[..., -1]
+
+
+def take_along(x, index, axis):
+    """Gathers the entries `index` of x along an axis.
+
+    The other sizes of `index` are those of x, or 1.
+    """
+    return ops.take_along_axis(x, index, axis=axis)
+
+
+def take_tokens(x, index):
+    """Gathers the tokens `index` `(B, L)` from x: `(B, T, ...)` to `(B, L, ...)`."""
+    index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
+    return take_along(x, index, 1)
+
+
+def leading(x, length, axis):
+    """Returns the first `length` entries of an array along an axis."""
+    return x[(slice(None),) * axis + (slice(length),)]
+
+
+def shifted(blocks, offset):
+    """Returns blocks in which block i is the former block `i + offset`, or zeros.
+
+    Args:
+        blocks: Array with the blocks along axis 2.
+        offset: Integer.
+    """
+    if offset == 0:
+        return blocks
+    zeros = ops.zeros_like(blocks[:, :, : abs(offset)])
+    if offset < 0:
+        return ops.concatenate([zeros, blocks[:, :, :offset]], axis=2)
+    return ops.concatenate([blocks[:, :, offset:], zeros], axis=2)
+
+
+# --- Sizes
+
+
+def is_known(size):
+    """Returns whether a size is a number."""
+    return isinstance(size, (int, np.integer))
+
+
+def is_zero(size):
+    """Returns whether a size is known to be 0."""
+    return is_known(size) and size == 0
+
+
+def fits(size, limit):
+    """Returns whether a size is known to be at most `limit`."""
+    return is_known(size) and size <= limit
+
+
+def smaller(size, limit):
+    """Returns the smaller of a size and a number; the number if the size is unknown."""
+    return min(size, limit) if is_known(size) else limit
+
+
+def product(*sizes):
+    """Returns the product of sizes; `None` if one is unknown."""
+    return math.prod(sizes) if all(is_known(x) for x in sizes) else None
+
+
+def num_blocks(length, size):
+    """Returns how many blocks of `size` hold `length` tokens, at least one."""
+    if is_known(length):
+        return max(-(-length // size), 1)
+    return (length + (size - 1)) // size
+
+
+# --- What may be known about arrays now
+
+
+def is_plain(*arrays):
+    """Returns whether the values of arrays may be read, which a trace forbids.
+
+    JAX and TensorFlow raise an exception if a value is read that does not exist.
+    """
+    return True
+
+
+def known_finite(*arrays, limit):
+    """Returns whether all entries are within ±`limit`; `False` if that is costly."""
+    return False
+
+
+def known_true(condition):
+    """Returns whether all entries are true; `False` if that is costly to know."""
+    return False
+
+
+def default_block_size():
+    """Returns the number of tokens in a block of causal attention on this device."""
+    return DEFAULT_BLOCK_SIZE
+
+
+# --- Programs, loops and gradients
+
+
+def compiled(function, /, **options):
+    """Returns `function` with its `options` set, compiled once for each input shape.
+
+    Without it JAX would compile a loop again in every call outside of `jax.jit`, and
+    TensorFlow would trace the same graph and gradient in every layer of a model.
+
+    Args:
+        function: Module-level function that takes pytrees of arrays.
+        **options: Hashable keyword arguments of `function`. Calls with equal options
+            share a compiled program.
+
+    Returns:
+        A function of the array arguments.
+    """
+    return lambda *arrays: function(*arrays, **options)
+
+
+def loops_over_blocks(count):
+    """Returns whether prefix sums over `count` blocks should be a loop."""
+    return True
+
+
+def exclusive_scan(combine, start, elements):
+    """Folds `elements` along axis 0, and returns the carry before each of them.
+
+    Args:
+        combine: Function `(carry, element) -> carry` of tuples of arrays. It must be
+            associative, and accept any leading axes before those of a carry.
+        start: The first carry, a tuple of arrays.
+        elements: Tuple of arrays of shape `(n, ...)`; n may be unknown.
+
+    Returns:
+        `(last, before)`: the carry after all elements, and a tuple of arrays of shape
+        `(n, ...)` with the carry before each element.
+    """
+    if elements[0].shape[0] == 1:
+        after = combine(start, tuple(x[0] for x in elements))
+        return after, tuple(x[None] for x in start)
+    return ops.scan(lambda carry, x: (combine(carry, x), carry), start, elements)
+
+
+def scan_by_doubling(combine, start, elements):
+    """Computes `exclusive_scan` in log2(n) steps, each over all elements at once."""
+    both = zip(start, elements, strict=True)
+    sums, distance = [ops.concatenate([a[None], b], 0) for a, b in both], 1
+    while distance < sums[0].shape[0]:
+        parts = (x[:-distance] for x in sums), (x[distance:] for x in sums)
+        both = zip(sums, combine(*map(tuple, parts)), strict=True)
+        sums = [ops.concatenate([x[:distance], y], 0) for x, y in both]
+        distance *= 2
+    return tuple(x[-1] for x in sums), tuple(x[:-1] for x in sums)
+
+
+def fold(step, carry, blocks):
+    """Runs `step` over blocks, one at a time where that saves memory and time.
+
+    Args:
+        step: Function `(carry, *blocks) -> (carry, result)` for any number of blocks.
+        carry: Tuple of arrays.
+        blocks: Pytrees of arrays with the blocks along axis 2, as `layout.cut_blocks`
+            and `layout.cut_tokens` return them.
+
+    Returns:
+        `(carry, results)`: the last carry, and the results as pytrees with the blocks
+        along axis 2.
+    """
+    return step(carry, *blocks)
+
+
+def by_rows(function, arrays, size):
+    """Applies `function` to a few batch rows at a time where that is faster.
+
+    Args:
+        function: Function of arrays that returns an array of shape `(B, ...)`.
+        arrays: Arguments of the function: pytrees of arrays of shape `(B, ...)` or
+            `(1, ...)`, or `None`.
+        size: Floats held per batch row; all rows are taken at once if `None`.
+
+    Returns:
+        The result of `function` for all rows.
+    """
+    return function(*arrays)
+
+
+def by_heads(function, arrays, size, are_weights=False):
+    """Applies `function` to a few heads at a time if a CPU's cache cannot hold all.
+
+    Args:
+        function: Hashable function of arrays that returns an array of shape
+            `(B, K, ...)`. Equal functions share a compiled program.
+        arrays: Arguments of the function: pytrees of arrays of shape `(·, K, ...)` or
+            `(·, 1, ...)`, or `None`.
+        size: Floats held per head; all heads are taken at once if `None`.
+        are_weights: Whether these floats are the weights of pairs of tokens, which are
+            read twice, and not features, which are read more often.
+
+    Returns:
+        The result of `function` for all heads.
+    """
+    return function(*arrays)
+
+
+def heads_at_once(arrays, size, limit):
+    """Returns how many heads of `size` floats a limit holds, and how many there are."""
+    leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
+    count = max(x.shape[1] for x in leaves)
+    most = max(1, limit // max(size, 1))
+    return max(i for i in range(1, count + 1) if count % i == 0 and i <= most), count
+
+
+def run_if(condition, function, otherwise, operands):
+    """Returns `function(*operands)` if the condition holds, else zeros.
+
+    Args:
+        condition: Boolean scalar array.
+        function: Function of arrays that returns a tuple of arrays.
+        otherwise: Tuple of arrays with the shapes and dtypes of the results.
+        operands: The arguments of `function`.
+
+    Returns:
+        A tuple of arrays, zeros like `otherwise` if the condition is false.
+    """
+    return ops.cond(
+        condition,
+        lambda: function(*operands),
+        lambda: tuple(ops.zeros_like(x) for x in otherwise),
+    )
+
+
+def sums_weights_apart(size):
+    """Returns whether weights are summed by themselves, not as one more column.
+
+    Args:
+        size: Number of weights, or `None` if it is unknown.
+    """
+    return False
+
+
+def fused_softmax(query, key, value, visible, is_causal):
+    """Returns softmax attention by an operation of the backend, or `None`.
+
+    Args:
+        query: Scaled queries of shape `(B, K, R, H)`.
+        key: Scaled keys of shape `(B, K, S, H)`.
+        value: Array of shape `(B, K, S, V)`.
+        visible: Boolean array that broadcasts to `(B, K, R, S)`, or `None` if all keys
+            are visible. A row that sees no key is 0.
+        is_causal: Whether `visible` is causality alone.
+    """
+    return None
+
+
+def without_gradients():
+    """Returns a context manager under which nothing is kept for a gradient."""
+    return contextlib.nullcontext()
+
+
+def with_gradient(function, variables, tensors):
+    """Returns `function(*tensors)`; only its first result can be differentiated.
+
+    Args:
+        function: Function of tensors that returns a tuple of tensors, the first a
+            scalar.
+        variables: Keras variables that the function uses.
+        tensors: Arguments of the function.
+
+    Returns:
+        The tuple of results.
+    """
+    return function(*tensors)
+
+
+def narrow_inputs(tokens):
+    """Returns whether features keep tokens `(..., H)` in their own 16-bit dtype."""
+    return False

@@ -1,0 +1,68 @@
+"""The operations that TensorFlow needs in another form than `common` gives them.
+
+LiteRT, to which TensorFlow programs are exported, has no loops, and limits several
+operations to arrays of five axes.
+"""
+
+import functools
+import math
+
+import tensorflow as tf
+from keras import ops
+
+from keras_rfattn.backend import common
+from keras_rfattn.backend.common import is_known
+
+
+def repeat_each(x, count, axis=0):
+    if len(x.shape) <= 4:
+        return ops.repeat(x, count, axis=axis)
+    # Tiling adds an axis.
+    shape, axis = ops.shape(x), axis % len(x.shape)
+    lead, size, tail = shape[:axis], shape[axis], shape[axis + 1 :]
+    rows = ops.reshape(x, (math.prod(lead), size, math.prod(tail)))
+    return ops.reshape(ops.repeat(rows, count, axis=1), (*lead, size * count, *tail))
+
+
+def shifted(blocks, offset):
+    if offset == 0:
+        return blocks
+    shape = ops.shape(blocks)
+    flat = ops.reshape(blocks, (*shape[:3], math.prod(shape[3:])))
+    return ops.reshape(common.shifted(flat, offset), shape)
+
+
+def take_tokens(x, index):
+    # `ops.take_along_axis` takes a batch of unknown size to be at least 1.
+    return tf.gather(x, index, axis=1, batch_dims=1)
+
+
+def num_blocks(length, size):
+    count = common.num_blocks(length, size)
+    return count if is_known(count) else ops.maximum(count, 1)
+
+
+def compiled(function, /, **options):
+    """Returns a `tf.function` cached for the current graph, or in eager mode a partial.
+
+    A function of another graph may refer to a feature map that no longer exists.
+    """
+    if tf.executing_eagerly():
+        return functools.partial(function, **options)
+    graph = tf.compat.v1.get_default_graph()
+    # The graph may be a proxy, which has attributes but no `__dict__` of them.
+    if not hasattr(graph, "_rfattn_functions"):
+        graph._rfattn_functions = {}
+    key = function, tuple(options.items())
+    if key not in graph._rfattn_functions:
+        call = functools.partial(function, **options)
+        graph._rfattn_functions[key] = tf.function(call, autograph=False)
+    return graph._rfattn_functions[key]
+
+
+def loops_over_blocks(count):
+    return is_known(count) and count == 1
+
+
+def sums_weights_apart(size):
+    return True

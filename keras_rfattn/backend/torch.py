@@ -1,0 +1,350 @@
+"""The operations that PyTorch needs in another form than `common` gives them.
+
+Keras turns scalars into tensors, and sending one to a GPU waits until the GPU has
+finished all earlier work. It also converts float64 to float32 in some operations. The
+functions below keep Python scalars and dtypes.
+
+Some shortcuts read values, or overwrite an array. They are correct for plain tensors
+only: not inside `torch.compile`, `torch.export` or `torch.jit.trace`, and not for
+tensors of `torch.func`, of a dispatch mode or of a subclass such as `FakeTensor`.
+"""
+
+import functools
+
+import keras
+import torch
+from keras import ops
+
+from keras_rfattn.backend import common
+from keras_rfattn.backend.common import heads_at_once, is_known, product, wide_dtype
+
+# Number of features or weights that `by_rows` and `by_heads` take at once, and number
+# of tokens times heads that `fold` takes at once. They fit a cache.
+FLOATS, TOKENS = 2**20, 2048
+
+
+def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=False):
+    dtype = getattr(torch, wide_dtype(a, b))
+    a, b = _tensor(a).to(dtype), _tensor(b).to(dtype)
+    # The exporter to ONNX swaps the wrong axes if they are negative.
+    a = a.transpose(a.ndim - 2, a.ndim - 1) if transpose_a else a
+    b = b.transpose(b.ndim - 2, b.ndim - 1) if transpose_b else b
+    return a @ b
+
+
+def affine(x, vectors, *terms):
+    result = accumulated_matmul(x, _tensor(vectors).to(x.dtype))
+    # On a CPU fresh memory costs more than the arithmetic.
+    is_own = is_plain(result, *terms)
+    for term in terms:
+        term = _tensor(term).to(result.dtype)
+        result = result.add_(term) if is_own else result + term
+    return result
+
+
+def elementwise_max(a, b):
+    a, b = _tensor(a), _tensor(b)
+    return a.clamp(min=b) if _is_number(b) else torch.maximum(a, b.to(a.dtype))
+
+
+def elementwise_min(a, b):
+    a, b = _tensor(a), _tensor(b)
+    return a.clamp(max=b) if _is_number(b) else torch.minimum(a, b.to(a.dtype))
+
+
+def largest_of(x, axis, keepdims=False):
+    # Keras inspects the result, which would break the graph of `torch.compile`.
+    if 0 in x.shape:
+        return common.largest_of(x, axis, keepdims)
+    return x.amax(axis, keepdim=keepdims)
+
+
+def smallest_of(x, axis, keepdims=False):
+    if 0 in x.shape:
+        return common.smallest_of(x, axis, keepdims)
+    return x.amin(axis, keepdim=keepdims)
+
+
+def clip(x, low, high):
+    return _tensor(x).clamp(low, high)
+
+
+def where(condition, a, b):
+    return torch.where(_tensor(condition), _tensor(a), _tensor(b))
+
+
+def exp_of_difference(a, b):
+    difference = a - b
+    return difference.exp_() if is_plain(difference) else difference.exp()
+
+
+def finite_tokens(x):
+    # The maximum propagates NaN, and takes fewer passes than a comparison of all.
+    return x.detach().abs().amax(-1, keepdim=True) < float("inf")
+
+
+def repeat_each(x, count, axis=0):
+    # With a tensor as `count`, `torch.compile` could not know the result's shape.
+    return _tensor(x).repeat_interleave(count, axis)
+
+
+def last_apart(x, axis=-1):
+    # A split is one array in the gradient, where two slices would be two.
+    rest, last = x.split([x.shape[axis] - 1, 1], axis)
+    return rest, last.squeeze(axis)
+
+
+def take_along(x, index, axis):
+    # Keras' way binds an exported program to the size of the batch.
+    sizes = [-1 if i == axis else size for i, size in enumerate(x.shape)]
+    return x.gather(axis, index.expand(sizes).long())
+
+
+def take_tokens(x, index):
+    # This copies whole tokens; Keras' way would read an index for each number.
+    (batch, length), size = ops.shape(x)[:2], ops.shape(index)
+    start = length * ops.arange(batch, dtype=index.dtype)[:, None]
+    rows = x.flatten(0, 1).index_select(0, (start + index).flatten())
+    return rows.reshape(*size, *x.shape[2:])
+
+
+def leading(x, length, axis):
+    # The size of a slice would be unknown if that of the array is.
+    return x.narrow(axis, 0, length)
+
+
+def num_blocks(length, size):
+    """Returns the number of blocks; a program for any length takes one too many.
+
+    Otherwise the program would not accept a single block, because PyTorch treats a size
+    of 1 as a constant. PyTorch cannot decide inequalities of quotients such as
+    `8 * ((T + 7) // 8) >= T` either, and would bind the program to what it cannot
+    decide. The result is a new symbol without a formula, the same for equal lengths.
+    """
+    count = common.num_blocks(length, size)
+    if is_known(length):
+        return count
+    count = count + 1
+    if not (torch.compiler.is_exporting() and isinstance(length, torch.SymInt)):
+        return count
+    known = vars(length.node.shape_env).setdefault("_rfattn_blocks", {})
+    key = length.node.expr, size
+    if key not in known:
+        symbol = torch.full((), count, dtype=torch.int64).item()
+        torch._check(symbol >= 2)
+        torch._check(symbol * size >= length)
+        known[key] = symbol
+    return known[key]
+
+
+def is_plain(*arrays):
+    # If PyTorch does not tell, the result is `False`, which selects the general path.
+    if torch.compiler.is_compiling() or any(asked() for asked in _modes()):
+        return False
+    return all(_has_memory(x) for x in arrays if isinstance(x, torch.Tensor))
+
+
+def known_finite(*arrays, limit):
+    if not are_values_at_hand(*arrays):
+        return False
+    ranges = (torch.aminmax(x.detach()) for x in arrays if x.numel())
+    return all(-limit < low.item() and high.item() < limit for low, high in ranges)
+
+
+def known_true(condition):
+    return are_values_at_hand(condition) and condition.all().item()
+
+
+def are_values_at_hand(*arrays):
+    """Returns whether reading the tensors' values is correct, and cheap: on a CPU."""
+    return is_plain(*arrays) and all(x.device.type == "cpu" for x in arrays)
+
+
+def is_differentiated(*arrays):
+    """Returns whether tensors need a gradient, in forward or reverse mode."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arrays):
+        return True
+    unpack = torch.autograd.forward_ad.unpack_dual
+    return any(unpack(x).tangent is not None for x in arrays)
+
+
+def default_block_size():
+    device = ops.empty(()).device.type
+    return common.BLOCK_SIZES.get(device, common.DEFAULT_BLOCK_SIZE)
+
+
+def loops_over_blocks(count):
+    # A program would repeat the body of a loop for every block.
+    return is_known(count) and count == 1 or not _is_traced()
+
+
+def exclusive_scan(combine, start, elements):
+    if _is_on_gpu(start) and elements[0].shape[0] != 1:
+        return common.scan_by_doubling(combine, start, elements)
+    return common.exclusive_scan(combine, start, elements)
+
+
+def fold(step, carry, blocks):
+    """Takes as many blocks as fit a cache, because each operation has a fixed cost."""
+    if _is_traced() or _is_on_gpu(carry):
+        return step(carry, *blocks)
+    leaves = [x for x in keras.tree.flatten(blocks) if x is not None]
+    size = max(product(*x.shape[:2], *x.shape[3:-1]) for x in leaves)
+    group = max(1, TOKENS // size)
+    if group >= leaves[0].shape[2]:
+        return step(carry, *blocks)
+    parts = []
+    for part in _cut(blocks, group, 2):
+        carry, result = step(carry, *part)
+        parts.append(result)
+    return carry, keras.tree.map_structure(lambda *x: ops.concatenate(x, 2), *parts)
+
+
+def by_rows(function, arrays, size):
+    if size is None or _is_traced() or _is_on_gpu(arrays):
+        return function(*arrays)
+    leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
+    batch, rows = leaves[0].shape[0], max(1, FLOATS // size)
+    if rows >= batch or any(x.shape[0] not in (1, batch) for x in leaves):
+        return function(*arrays)
+    parts = [function(*part) for part in _cut(arrays, rows, 0)]
+    return ops.concatenate(parts, axis=0)
+
+
+def by_heads(function, arrays, size, are_weights=False):
+    if size is None or _is_traced() or _is_on_gpu(arrays):
+        return function(*arrays)
+    heads, count = heads_at_once(arrays, size, FLOATS)
+    if heads == count:
+        return function(*arrays)
+    parts = [function(*part) for part in _cut(arrays, heads, 1)]
+    return ops.concatenate(parts, axis=1)
+
+
+def run_if(condition, function, otherwise, operands):
+    """Runs the function if needed, and always where the condition cannot be read.
+
+    Reading it would break the graph of `torch.compile` into pieces, in every active
+    function, and compiling these takes minutes.
+    """
+    if not is_plain(condition) or condition:
+        return function(*operands)
+    return tuple(torch.zeros_like(x) for x in otherwise)
+
+
+def fused_softmax(query, key, value, visible, is_causal):
+    seen, mask, value = None, None, value.to(query.dtype)
+    if visible is not None and not is_causal:
+        seen = visible.any(dim=-1, keepdim=True)
+        # A row that sees no key would be NaN, in the gradient too.
+        mask = visible | ~seen
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value.to(query.dtype),
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=1.0,
+    )
+    return output if seen is None else torch.where(seen, output, 0)
+
+
+def without_gradients():
+    return torch.no_grad()
+
+
+def with_gradient(function, variables, tensors):
+    """Computes the gradient at once, and keeps it instead of what it is computed from.
+
+    XLA and TensorFlow schedule their compiled programs themselves.
+    """
+
+    class WithGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            with torch.enable_grad():
+                # Detached from the operations that computed them, whose gradient comes
+                # later.
+                live = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+                results = function(*live)
+            inputs = [*inputs[: -len(live)], *live]
+            wanted = [x for x in inputs if x.requires_grad]
+            gradients = iter(
+                torch.autograd.grad(
+                    results[0], wanted, allow_unused=True, materialize_grads=True
+                )
+            )
+            ctx.gradients = [
+                next(gradients) if x.requires_grad else None for x in inputs
+            ]
+            return tuple(x.detach() for x in results)
+
+        @staticmethod
+        def backward(ctx, factor, *_):
+            return tuple(None if x is None else factor * x for x in ctx.gradients)
+
+    weights = [variable.value for variable in variables]
+    inputs = (*weights, *tensors)
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
+        return function(*tensors)
+    return WithGradient.apply(*inputs)
+
+
+def _tensor(x):
+    """Returns a tensor for an array or variable; numbers are unchanged."""
+    is_given = isinstance(x, torch.Tensor) or _is_number(x)
+    return x if is_given else ops.convert_to_tensor(x)
+
+
+def _is_number(x):
+    return isinstance(x, (int, float))
+
+
+def _is_traced():
+    """Returns whether PyTorch is compiling or tracing a program."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def _is_on_gpu(arrays):
+    """Returns whether a loop on this device costs more than all its steps at once."""
+    first = next(x for x in keras.tree.flatten(arrays) if x is not None)
+    return first.device.type != "cpu"
+
+
+def _has_memory(x):
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta:
+        return False
+    try:
+        # Tensors of `torch.func` have the same class, but no memory.
+        x.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+@functools.cache
+def _modes():
+    """Returns functions that say whether PyTorch observes all computations.
+
+    The observer is `torch.jit.trace` or a dispatch mode. Only a private name of PyTorch
+    tells about the latter; a release without it is treated as if there were a mode.
+    """
+    try:
+        from torch.jit import is_tracing
+        from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+    except ImportError:
+        return (lambda: True,)
+    return is_tracing, is_in_torch_dispatch_mode
+
+
+def _cut(arrays, size, axis):
+    """Yields pytrees of `size` entries along an axis; arrays of size 1 go to each."""
+    # `split` is used because each slice would make a gradient as large as the array.
+    parts = [
+        x if x is None or x.shape[axis] == 1 else x.split(size, axis)
+        for x in keras.tree.flatten(arrays)
+    ]
+    count = max(len(x) for x in parts if isinstance(x, tuple))
+    for i in range(count):
+        leaves = [x[i] if isinstance(x, tuple) else x for x in parts]
+        yield keras.tree.pack_sequence_as(arrays, leaves)

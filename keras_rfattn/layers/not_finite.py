@@ -1,0 +1,122 @@
+"""The door: a token that is not finite must reach exactly the rows that see it.
+
+Which rows see a token follows from the mask alone, and not from the algorithm. So
+tokens are judged once, before any algorithm runs. Those that are not finite are
+replaced by zeros, and the rows that see one become NaN afterwards, head by head.
+Algorithms therefore meet finite numbers only. A state remembers such a token by a
+numerator of NaN.
+
+Finite numbers of any size are legal: `LARGEST` bounds them.
+"""
+
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from keras_rfattn.backend import (
+    clip,
+    finite_tokens,
+    known_finite,
+    repeat_each,
+    smallest_of,
+    where,
+)
+
+# Entries of queries and keys beyond this are replaced by it: then their squares, summed
+# over a head, stay far above `features.LOWEST`.
+LARGEST = 1e13
+
+
+class Finite(NamedTuple):
+    """Which tokens are finite.
+
+    Attributes:
+        query: Booleans of shape `(B, T, N, 1)`.
+        key: Booleans of shape `(B, S, K, 1)`; a key with a value that is not finite is
+            not finite either.
+    """
+
+    query: Any
+    key: Any
+
+
+def judge(query, key, value):
+    """Makes queries, keys and values finite, and says which of them were.
+
+    Args:
+        query: Array of shape `(B, T, N, H)`.
+        key: Array of shape `(B, S, K, H)`.
+        value: Array of shape `(B, S, K, V)`.
+
+    Returns:
+        `(query, key, value, finite)`: arrays of finite numbers, and a `Finite` or
+        `None` if all tokens were found to be finite.
+    """
+    infinity = float("inf")
+    if known_finite(query, key, limit=LARGEST) and known_finite(value, limit=infinity):
+        return query, key, value, None
+    finite = Finite(
+        finite_tokens(query), ops.logical_and(finite_tokens(key), finite_tokens(value))
+    )
+    query = where(finite.query, _bounded(query), 0)
+    key, value = where(finite.key, _bounded(key), 0), where(finite.key, value, 0)
+    return query, key, value, finite
+
+
+def _bounded(x):
+    # Clipped entries get no gradient, which costs less than computing one.
+    cut = clip(ops.stop_gradient(x), -LARGEST, LARGEST)
+    return where(ops.abs(x) < LARGEST, x, cut)
+
+
+def marked(output, finite, mask):
+    """Turns the rows of an output into NaN that see a token which is not finite.
+
+    Args:
+        output: Array of shape `(B, T, N, V)`.
+        finite: A `Finite`, or `None`.
+        mask: An `AttentionMask` without an offset and without segments.
+    """
+    if finite is None:
+        return output
+    spoiled = _hidden_to_false(ops.logical_not(finite.key), mask.key_mask)
+    if mask.causal:
+        # A running maximum: XLA computes a cumulative sum in S² steps.
+        length = ops.shape(spoiled)[1]
+        position = ops.reshape(ops.arange(length, dtype="int32"), (1, -1, 1, 1))
+        first = where(spoiled, position, length)
+        seen = position >= smallest_of(first, axis=1, keepdims=True)
+        if mask.prefix_mask is not None:
+            prefix = _hidden_to_false(spoiled, mask.prefix_mask)
+            seen = ops.logical_or(seen, ops.any(prefix, axis=1, keepdims=True))
+    else:
+        seen = ops.any(spoiled, axis=1, keepdims=True)
+    seen = repeat_each(seen, output.shape[2] // finite.key.shape[2], axis=2)
+    seen = ops.logical_or(seen, ops.logical_not(finite.query))
+    # A sum, so that a loss which is NaN has a gradient that is NaN.
+    return output + ops.cast(where(seen, float("nan"), 0.0), output.dtype)
+
+
+def remembered(state, finite, key_mask):
+    """Returns a state whose readers become NaN if it has taken in a bad token.
+
+    Args:
+        state: A `State` or `LocalState`, with the tokens in it.
+        finite: The `Finite` of these tokens, or `None`.
+        key_mask: Booleans of shape `(B, S)`, true for tokens in the state, or `None`.
+    """
+    if finite is None:
+        return state
+    spoiled = _hidden_to_false(ops.logical_not(finite.key), key_mask)
+    spoiled = where(ops.any(spoiled, axis=1), float("nan"), 0.0)  # (B, K, 1)
+    shape = *ops.shape(spoiled), *(1,) * (len(state.numerator.shape) - 3)
+    spoiled = ops.cast(ops.reshape(spoiled, shape), state.numerator.dtype)
+    return state._replace(numerator=state.numerator + spoiled)
+
+
+def _hidden_to_false(tokens, mask):
+    """Sets hidden tokens of booleans `(B, S, K, 1)` to false."""
+    if mask is None:
+        return tokens
+    mask = ops.expand_dims(ops.cast(mask, "bool"), (2, 3))
+    return ops.logical_and(tokens, mask)
