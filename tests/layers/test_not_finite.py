@@ -105,6 +105,16 @@ def test_large_finite_numbers_stay_finite(name, way):
         assert np.any(output != 0)
 
 
+@pytest.mark.parametrize("content", [-1e30, 3e38, np.nan])
+@pytest.mark.parametrize("name", h.FORMS)
+def test_the_future_changes_nothing(name, content):
+    x, now = h.problem(), 21
+    expected = run(name, "causal", x)
+    for array in x:
+        array[:, now:] = content
+    h.assert_same(run(name, "causal", x)[:, :now], expected[:, :now])
+
+
 @pytest.mark.parametrize("way", ["bidirectional", "causal"])
 @pytest.mark.parametrize("name", h.FORMS)
 def test_a_token_that_nothing_reads_is_in_no_gradient(name, way):

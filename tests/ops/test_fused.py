@@ -176,9 +176,6 @@ def test_is_not_asked_for_a_gradient(part, calls):
 def test_no_token_at_all_is_refused(lengths, calls):
     """By Keras; the operation would end the process."""
     x = h.problem(length=lengths[0], key_length=lengths[1])
-    if not lengths[1]:
-        with pytest.raises(ValueError, match="empty"):
-            attention("favorpp", x)
-    else:
+    with pytest.raises(ValueError, match="empty"):
         attention("favorpp", x)
     assert not calls

@@ -148,7 +148,7 @@ class Looking(torch.nn.Module):
 def test_a_release_without_the_names(monkeypatch):
     from torch.utils import _python_dispatch
 
-    from keras_rfattn.backend import plain
+    from keras_rfattn.backend import torch as plain
 
     _, attend = made("bidirectional")
     with torch.no_grad():

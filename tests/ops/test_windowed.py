@@ -161,7 +161,7 @@ def test_a_window_as_long_as_the_sequence_is_exact(name, causal):
     h.assert_same(actual, expected)
 
 
-@pytest.mark.parametrize(("disturbance", "kind"), [(100.0, "left"), (1e30, "full")])
+@pytest.mark.parametrize(("disturbance", "kind"), [(100.0, "left"), (1e12, "full")])
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_the_future_does_not_matter(name, sliding, disturbance, kind):
