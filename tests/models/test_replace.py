@@ -270,7 +270,7 @@ BAD = {
         "heads of first, from 0 to 1. Received: softmax_heads=.3,",
     ),
     "every head": (dict(softmax_heads={"first": [0, 1]}), ValueError, "all 2 of first"),
-    "nothing left": (dict(exclude="*"), ValueError, "left to replace"),
+    "nothing left": (dict(exclude="*"), ValueError, "must leave layers to replace"),
     "map and width": (
         dict(feature_map=feature_maps.Favor(8), num_features=8),
         ValueError,
@@ -297,7 +297,7 @@ def test_bad_arguments_change_nothing(case):
 
 def test_bad_models():
     dense = keras.Sequential([keras.Input((3,)), LAYERS.Dense(2)])
-    with pytest.raises(ValueError, match="no attention.*Dense"):
+    with pytest.raises(ValueError, match="must have attention.*Dense"):
         keras_rfattn.replace_attention(dense)
     for thing in (None, "model", LAYERS.MultiHeadAttention, object()):
         with pytest.raises(TypeError, match="Keras model or layer"):
@@ -306,7 +306,7 @@ def test_bad_models():
             keras_rfattn.describe_attention(thing)
     with pytest.raises(ValueError, match="built"):
         keras_rfattn.replace_attention(Unregistered())
-    with pytest.raises(ValueError, match="no linear attention"):
+    with pytest.raises(ValueError, match="must have linear attention"):
         keras_rfattn.restore_attention(make())
     layer = LAYERS.MultiHeadAttention(2, 4)
     layer.build((2, 3, 8), (2, 3, 8))
@@ -317,7 +317,7 @@ def test_bad_models():
 def test_replacing_twice_is_refused():
     model = keras_rfattn.replace_attention(make(), "favorplus", seed=0)
     before, linear = snapshot(model), output(model)
-    with pytest.raises(ValueError, match="linear already"):
+    with pytest.raises(ValueError, match="already linear"):
         keras_rfattn.replace_attention(model, "elu")
     assert snapshot(model) == before
     np.testing.assert_array_equal(output(model), linear)
