@@ -264,8 +264,8 @@ def warn_of_lengths(layer):
     if layer.feature_map.assumes_equal_lengths and not normalizes:
         name = feature_maps.name_of(layer.feature_map)
         warnings.warn(
-            f"{name!r} needs normalized queries and keys. Received: attention that "
-            "does not normalize them. The variance is small only if all queries and "
+            f"The queries and keys of {name!r} are not normalized. Its estimates have "
+            "a small variance only if all queries and "
             "keys have the same length, and signed estimates with a large variance can "
             "make a row's denominator vanish. Normalize queries and keys with "
             "`temperature=`, which changes the checkpoint's attention, or "

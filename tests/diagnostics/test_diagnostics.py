@@ -244,7 +244,7 @@ def test_report():
     for word in ("first", "second", "favorpp", "mean of V", "Wasserstein"):
         assert word in text
     assert "is too small" in text.splitlines()[-1] and "unknown" not in text
-    covered = f"over the {report.mean.covered:.1%} covered ones"
+    covered = f"over the {report.mean.covered:.1%} covered pairs"
     assert covered in text and 0.05 < report.mean.covered < 1
     assert 0 < report.mean.output < report.mean.mean_of_values
     wide = model("favorpp", num_features=4096)
