@@ -265,11 +265,10 @@ def warn_of_lengths(layer):
         name = feature_maps.name_of(layer.feature_map)
         warnings.warn(
             f"The queries and keys of {name!r} are not normalized. Its estimates have "
-            "a small variance only if all queries and "
-            "keys have the same length, and signed estimates with a large variance can "
-            "make a row's denominator vanish. Normalize queries and keys with "
-            "`temperature=`, which changes the checkpoint's attention, or "
-            "use 'favorpp_dense' with `keras_rfattn.calibrate`.",
+            "a small variance only if all of them have the same length, and signed "
+            "estimates with a large variance can make a row's denominator vanish. "
+            "Normalize them with `temperature=`, which changes the checkpoint's "
+            "attention, or use 'favorpp_dense' with `keras_rfattn.calibrate`.",
             stacklevel=2,
         )
 

@@ -25,7 +25,7 @@ WRONG_DATA = {
     "no text": (["a", None], "None between texts. Drop it"),
     "empty stream": (lambda: iter(()), "at least one batch. Received: none."),
     "empty generator": ((x for x in ()), "at least one batch. Received: none."),
-    "stream of texts": (lambda: iter(["a", "b"]), "'a'. A batch must be an array or a list"),
+    "stream of texts": (lambda: iter(["a", "b"]), "'a'. A batch must be an array"),
 }
 
 
