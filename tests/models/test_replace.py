@@ -453,7 +453,7 @@ def test_report_prints_a_table():
     crossover = report.replaced[0].crossover
     for length, is_short in ((crossover, True), (crossover + 1, False)):
         text = str(dataclasses.replace(report, max_length=length))
-        assert ("and the model takes" in text) == is_short
+        assert ("but the model takes" in text) == is_short
 
 
 @pytest.mark.parametrize("name, beside", [
