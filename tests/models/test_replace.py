@@ -262,12 +262,12 @@ BAD = {
     "softmax heads of all layers": (
         dict(softmax_heads=[0]),
         ValueError,
-        "must be a dict from layer paths",
+        "must be a dict that maps layer",
     ),
     "no such head": (
         dict(softmax_heads={"*": [3]}),
         ValueError,
-        "heads of first, from 0 to 1. Received: softmax_heads=.3,",
+        "indices of first, from 0 to 1. Received: softmax_heads=.3,",
     ),
     "every head": (dict(softmax_heads={"first": [0, 1]}), ValueError, "all 2 of first"),
     "nothing left": (dict(exclude="*"), ValueError, "must leave layers to replace"),
@@ -347,8 +347,8 @@ def test_hybrids_warn_where_lengths_may_differ():
         return [w for w in found if "not normalized" in str(w.message)]
 
     (warning,) = caught(sequential(), "hybrid_angular")
-    assert "'hybrid_angular' in attention" in str(warning.message)
-    assert "only where all have one length" in str(warning.message)
+    assert "of 'hybrid_angular' are not normalized" in str(warning.message)
+    assert "only if all of them have the same length" in str(warning.message)
     assert caught(sequential(), feature_maps.Conditioned("hybrid_gaussian", "center"))
     for name in ("favorpp", "favorpp_dense", "hybrid_clustered"):
         assert not caught(sequential(), name)

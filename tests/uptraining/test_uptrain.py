@@ -503,7 +503,7 @@ def vectors(dtype=None, constraint=None, is_silent=False):
 @pytest.mark.parametrize(
     ("kinds", "trainable", "message"),
     [
-        ({}, "lora", "not finite, of .*attention_0.* in batch 0"),
+        ({}, "lora", "not finite in .*attention_0.*, batch 0"),
         ({"constraint": "max_norm"}, "lora", "`kernel_constraint`"),
         ({"is_silent": True}, "lora", "Stage 'features' compares"),
         ({"dtype": "bfloat16"}, "query_key", "are bfloat16"),
