@@ -426,7 +426,7 @@ def test_a_teacher_that_changes_is_noticed():
 BAD = {
     "softmax": (dict(), "has no linear attention to train"),
     "stage": ({"stages": ("attention", "logits")}, "`stages` must be some of"),
-    "order of stages": ({"stages": ("features", "attention")}, "in that order"),
+    "order of stages": ({"stages": ("features", "attention")}, "in this order"),
     "no stage": ({"stages": ()}, "`stages` must be some of"),
     "steps": ({"steps": 0}, "`steps` must be a positive integer"),
     "trainable": ({"trainable": "query"}, "`trainable` must be one of"),
