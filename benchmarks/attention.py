@@ -32,7 +32,7 @@ def parse_arguments():
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--mechanism", default="favorpp")
-    parser.add_argument("--causal", action="store_true", help="both if neither")
+    parser.add_argument("--causal", action="store_true", help="default: both")
     for name in ("--bidirectional", "--forward-only", "--padding", "--check"):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--rounds", type=int, default=5)

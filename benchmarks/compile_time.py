@@ -32,8 +32,8 @@ def parse_arguments():
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, default=256, help="tokens")
     parser.add_argument("--jit", choices=["auto", "on", "off"], default="auto")
-    parser.add_argument("--generate", action="store_true", help="first `generate`")
-    parser.add_argument("--mechanisms", nargs="+", help="some of those listed here")
+    parser.add_argument("--generate", action="store_true", help="time `generate`")
+    parser.add_argument("--mechanisms", nargs="+", help="mechanisms to time")
     parser.add_argument("--one", nargs=2, metavar=("MECHANISM", "WINDOW"))
     return parser.parse_args()
 

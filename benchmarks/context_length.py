@@ -35,7 +35,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     lengths = [512, 1024, 2048, 4096, 8192, 16384]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
-    parser.add_argument("--tokens", type=int, default=16384, help="in a batch")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens per batch")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)

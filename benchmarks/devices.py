@@ -27,7 +27,7 @@ def parse_arguments():
                         default=[512, 1024, 2048, 4096])  # fmt: skip
     parser.add_argument("--mechanism", default="favorpp")
     parser.add_argument("--num-features", type=int, default=64)
-    parser.add_argument("--results", default="devices.jsonl", help="appended to")
+    parser.add_argument("--results", default="devices.jsonl", help="output file")
     return parser.parse_args()
 
 

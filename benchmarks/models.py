@@ -27,12 +27,12 @@ MECHANISMS = ("nothing", "favorpp 256", "favorpp 64", "favorpp 256 window 128",
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--shapes", nargs="+", help="batch x tokens, of all models")
+    parser.add_argument("--shapes", nargs="+", help="batch x tokens")
     parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS)
     parser.add_argument("--training", action="store_true")
-    parser.add_argument("--dropout", type=float, default=0.0, help="of BERT and GPT-2")
+    parser.add_argument("--dropout", type=float, default=0.0, help="BERT, GPT-2 only")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--results", default="models.jsonl", help="appended to")
+    parser.add_argument("--results", default="models.jsonl", help="output file")
     return parser.parse_args()
 
 

@@ -29,10 +29,10 @@ def parse_arguments():
     parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--mechanism", default="favorpp")
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--dtype", default="float32", help="of tokens, or bfloat16")
-    parser.add_argument("--threads", type=int, help="of PyTorch and JAX; all if unset")
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    parser.add_argument("--threads", type=int, help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--results", default="peers.jsonl", help="appended to")
+    parser.add_argument("--results", default="peers.jsonl", help="output file")
     return parser.parse_args()
 
 

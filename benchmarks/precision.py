@@ -21,8 +21,8 @@ def parse_arguments():
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--mechanism", default="favorplus")
     parser.add_argument("--window", type=int)
-    parser.add_argument("--steps", type=int, default=400, help="of training")
-    parser.add_argument("--results", default="precision.jsonl", help="appended to")
+    parser.add_argument("--steps", type=int, default=400, help="training steps")
+    parser.add_argument("--results", default="precision.jsonl", help="output file")
     return parser.parse_args()
 
 

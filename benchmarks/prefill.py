@@ -20,7 +20,7 @@ def parse_arguments():
     parser.add_argument("--mechanism", default="favorpp")
     parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--results", default="prefill.jsonl", help="appended to")
+    parser.add_argument("--results", default="prefill.jsonl", help="output file")
     return parser.parse_args()
 
 

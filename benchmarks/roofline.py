@@ -33,7 +33,7 @@ def parse_arguments():
     lengths = [8192, 32768, 65536]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--chips", type=int, nargs="+", default=[1, 16, 256])
-    parser.add_argument("--results", default="roofline.jsonl", help="appended to")
+    parser.add_argument("--results", default="roofline.jsonl", help="output file")
     return parser.parse_args()
 
 

@@ -29,8 +29,8 @@ def parse_arguments():
     parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--window", type=int)
     parser.add_argument("--block-size", type=int, default=512,
-                        help="of a TPU by default; a CPU's own is 64")  # fmt: skip
-    parser.add_argument("--results", default="tpu.jsonl", help="appended to")
+                        help="default: a TPU's; a CPU has 64")  # fmt: skip
+    parser.add_argument("--results", default="tpu.jsonl", help="output file")
     return parser.parse_args()
 
 

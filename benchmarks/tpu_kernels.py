@@ -23,7 +23,7 @@ def parse_arguments():
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--window", type=int)
-    parser.add_argument("--results", default="tpu_kernels.jsonl", help="appended to")
+    parser.add_argument("--results", default="tpu_kernels.jsonl", help="output file")
     return parser.parse_args()
 
 

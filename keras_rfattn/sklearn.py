@@ -91,8 +91,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             feature_map = feature_map.reseeded(feature_map.seed)
         if not feature_map.is_symmetric:
             raise ValueError(
-                "A transformer gives one set of features; this map has different ones "
-                f"for both sides. Received: feature_map={self.feature_map!r}. Use "
+                "`feature_map` must have the same features for queries and keys. "
+                f"Received: feature_map={self.feature_map!r}. Use "
                 "`keras_rfattn.layers.KernelFeatures` with `side=`."
             )
         gamma = _gamma(self.gamma, X)

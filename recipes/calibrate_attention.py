@@ -40,7 +40,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
     parser.add_argument("--num-features", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=512, help="of a sequence")
+    parser.add_argument("--tokens", type=int, default=512, help="sequence length")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--maps", nargs="+", choices=MAPS, default=list(MAPS))
     parser.add_argument("--plot", help="save the last map's errors to this file")

@@ -53,7 +53,7 @@ def parse_arguments():
     text = "of splits and draws"
     parser.add_argument("--seeds", nargs="+", type=int, default=range(10), help=text)
     name = "classify_by_kernel_regression.jsonl"
-    parser.add_argument("--results", default=name, help="appended to")
+    parser.add_argument("--results", default=name, help="output file")
     parser.add_argument("--smoke", action="store_true", help="two σ, two draws")
     return parser.parse_args()
 
@@ -224,8 +224,8 @@ def interval(values):
 
 
 def print_table(encoding, table):
-    print(f"\n{encoding}: accuracy less the same split's majority guess, in percent,")
-    print("± 95 % over splits (the paper's less its TrigRF's)")
+    print(f"\n{encoding}: accuracy minus that of the majority guess, in percent,")
+    print("± 95 % over splits (the paper's minus its TrigRF's)")
     print(f"{'':>9}" + "".join(f"{name:>20}" for name in ALL))
     average = {k: np.mean([row[k] for row in table.values()], 0) for k in ALL}
     paper = {k: dict(zip(MAPS, v, strict=True)) for k, v in PAPER.items() if k in table}

@@ -33,7 +33,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=range(5))
     name = "cluster_adapted_features.jsonl"
-    parser.add_argument("--results", default=name, help="appended to")
+    parser.add_argument("--results", default=name, help="output file")
     parser.add_argument("--smoke", action="store_true", help="little data")
     return parser.parse_args()
 

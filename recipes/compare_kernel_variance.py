@@ -27,7 +27,7 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", help="save the plot to this file")
     parser.add_argument("--set-size", type=int, default=1024)
-    parser.add_argument("--samples", type=int, default=5, help="of two sets of vectors")
+    parser.add_argument("--samples", type=int, default=5, help="number of samples")
     parser.add_argument(
         "--pairs", type=int, default=16384,
         help="pairs of each sample, drawn from the million of two sets",

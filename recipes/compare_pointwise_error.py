@@ -32,7 +32,7 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", metavar="FILE", help="save a plot")
     parser.add_argument(
-        "--estimates", type=int, default=10000, help="of every point, as in the paper"
+        "--estimates", type=int, default=10000, help="estimates per point"
     )
     add_smoke(parser, estimates=100)
     return parser.parse_args()

@@ -51,7 +51,7 @@ def parse_arguments():
     parser.add_argument(
         "--repetitions", type=int, default=1000, help=f"a multiple of {BATCH}"
     )
-    parser.add_argument("--length", type=float, default=0.55, help="of every row")
+    parser.add_argument("--length", type=float, default=0.55, help="length of rows")
     # `--cost` says whether the hybrid's products count.
     for name, *choices in (
         ("baseline", "favorplus", "favor"),

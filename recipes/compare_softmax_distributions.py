@@ -39,7 +39,7 @@ def parse_arguments():
     parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     name = "compare_softmax_distributions.jsonl"
-    parser.add_argument("--results", default=name, help="appended to")
+    parser.add_argument("--results", default=name, help="output file")
     parser.add_argument("--smoke", action="store_true", help="few words, one draw")
     return parser.parse_args()
 

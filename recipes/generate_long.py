@@ -35,18 +35,18 @@ from common.flags import add_smoke
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--preset", help="of a GPT-2 of KerasHub")
+    parser.add_argument("--preset", help="KerasHub GPT-2 preset")
     parser.add_argument("--mechanism", default="favorpp")
     parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--window", type=int)
     parser.add_argument("--layers", type=int, default=12, help="without a preset")
     parser.add_argument("--prompt", type=int, default=32768, help="tokens")
-    parser.add_argument("--tokens", type=int, default=64, help="to generate")
-    parser.add_argument("--chunk", type=int, default=2048, help="of the prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens per chunk")
     contexts = [512, 1024, 2048, 4096]
     parser.add_argument("--softmax-tokens", type=int, nargs="+", default=contexts)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", default="generate_long.jsonl", help="appended to")
+    parser.add_argument("--results", default="generate_long.jsonl", help="output file")
     parser.add_argument("--plot", default="generate_long.png")
     add_smoke(
         parser,

@@ -61,8 +61,8 @@ def parse_arguments():
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM",
                         help=", ".join(ARMS))  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--results", default="imitate_policy.jsonl", help="appended to")
-    parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
+    parser.add_argument("--results", default="imitate_policy.jsonl", help="output file")
+    parser.add_argument("--smoke", action="store_true", help="run a short version")
     return parser.parse_args()
 
 

@@ -28,7 +28,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
     parser.add_argument("--num-features", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128, help="of a sequence")
+    parser.add_argument("--tokens", type=int, default=128, help="sequence length")
     parser.add_argument("--temperatures", type=float, nargs="+",
                         default=[0.1, 0.2, 0.4])  # fmt: skip
     parser.add_argument(
@@ -37,7 +37,7 @@ def parse_arguments():
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--results", default="normalize_attention.jsonl",
-                        help="appended to")  # fmt: skip
+                        help="output file")  # fmt: skip
     add_smoke(
         parser,
         tokens=32,

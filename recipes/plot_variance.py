@@ -22,7 +22,7 @@ import os
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plot", metavar="FILE", default="plot_variance.png")
-    parser.add_argument("--results", default="plot_variance.jsonl", help="appended to")
+    parser.add_argument("--results", default="plot_variance.jsonl", help="output file")
     parser.add_argument("--smoke", action="store_true", help="few draws")
     return parser.parse_args()
 

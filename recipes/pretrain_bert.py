@@ -59,8 +59,8 @@ def parse_arguments():
                         default=list(MECHANISMS), metavar="NAME",
                         help=", ".join(MECHANISMS))  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--results", default="pretrain_bert.jsonl", help="appended to")
-    parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
+    parser.add_argument("--results", default="pretrain_bert.jsonl", help="output file")
+    parser.add_argument("--smoke", action="store_true", help="run a short version")
     return parser.parse_args()
 
 

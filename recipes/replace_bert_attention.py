@@ -38,7 +38,7 @@ def parse_arguments():
     text = "seconds a softmax forward pass may be predicted to take and still run"
     parser.add_argument("--patience", type=float, default=6.0, help=text)
     parser.add_argument("--plot", metavar="FILE", help="save a plot of the times")
-    parser.add_argument("--steps", type=int, default=80, help="of uptraining")
+    parser.add_argument("--steps", type=int, default=80, help="uptraining steps")
     add_smoke(
         parser, lengths=[16], num_features=16, steps=2, mechanisms=["favorpp", "elu"]
     )
@@ -123,7 +123,7 @@ def compare_similarities(model, tokenizer, args):
         rows[name] = similarities(model, tokenizer)
         keras_rfattn.restore_attention(model)
     print(
-        "Cosine similarity of six sentence pairs (three alike, three not), no training"
+        "Cosine similarity of six sentence pairs (three similar, three not), untrained"
     )
     for name, row in rows.items():
         moved = np.abs(row - rows["softmax"]).mean()

@@ -43,7 +43,7 @@ def parse_arguments():
     parser.add_argument("--seeds", nargs="+", type=int, default=range(5))
     every = (*CONTROLS, *MAPS)
     parser.add_argument("--samplers", nargs="+", default=every, choices=every)
-    parser.add_argument("--results", default="sample_softmax.jsonl", help="appended to")
+    parser.add_argument("--results", default="sample_softmax.jsonl", help="output file")
     parser.add_argument("--smoke", action="store_true", help="few words, one epoch")
     return parser.parse_args()
 
@@ -235,7 +235,7 @@ def interval(values):
 
 def summarize(found):
     """Prints test perplexities, and paired differences from uniform and exact."""
-    print(f"\n{'negatives from':<16}{'test perplexity':>18}{'less uniform':>18}")
+    print(f"\n{'negatives from':<16}{'test perplexity':>18}{'minus uniform':>18}")
     for sampler, values in found.items():
         cells = [values, *(values - found[k] for k in ("uniform",) if k in found)]
         cells = "".join(f"{m:>11.2f} ±{h:5.2f}" for m, h in map(interval, cells))

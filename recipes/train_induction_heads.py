@@ -37,7 +37,7 @@ def parse_arguments():
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument(
-        "--examples", type=int, default=4096, help="fresh ones, for the accuracy"
+        "--examples", type=int, default=4096, help="fresh test examples"
     )
     mechanisms = ["softmax", "polysketch_learned"]
     flags.add_smoke(parser, **flags.TINY, examples=64, mechanisms=mechanisms)

@@ -41,7 +41,7 @@ def parse_arguments():
     parser.add_argument("--context", type=int, default=32)
     parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument(
-        "--examples", type=int, default=4096, help="fresh ones, for the accuracy"
+        "--examples", type=int, default=4096, help="fresh test examples"
     )
     mechanisms = ["softmax", "favorplus"]
     flags.add_smoke(parser, **flags.TINY, examples=64, mechanisms=mechanisms)

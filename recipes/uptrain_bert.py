@@ -13,7 +13,7 @@ and clauses of these. Sentences used for evaluation are dropped and counted. Res
 compared with softmax, zero attention, the mean of V, and `one_feature`: attention whose
 weights do not depend on the query, trained in the same way.
 
-Cost of `similarity`: 10 to 20 minutes a seed on one core, and 2 for each evaluation.
+Cost of `similarity`: 18 to 20 minutes a seed on one core, and 2 for each evaluation.
 Expected (docs/pages/results/uptraining.md): "favorpp_learned" of width 64 after 900
 steps, with the checkpoint's own weights unchanged, has 0.997 to 0.998 of softmax's rank
 correlation, `one_feature` 0.960, zero attention 0.897.

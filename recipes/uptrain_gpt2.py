@@ -68,8 +68,8 @@ def parse_arguments():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--checkpoints", type=pathlib.Path, default="checkpoints",
                         help="folder for the softmax models")  # fmt: skip
-    parser.add_argument("--results", default="uptrain_gpt2.jsonl", help="appended to")
-    parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
+    parser.add_argument("--results", default="uptrain_gpt2.jsonl", help="output file")
+    parser.add_argument("--smoke", action="store_true", help="run a short version")
     return parser.parse_args()
 
 

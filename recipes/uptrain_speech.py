@@ -66,8 +66,8 @@ def parse_arguments():
                         help=", ".join(ARMS))  # fmt: skip
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--results", default="uptrain_speech.jsonl", help="appended to")
-    parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
+    parser.add_argument("--results", default="uptrain_speech.jsonl", help="output file")
+    parser.add_argument("--smoke", action="store_true", help="run a short version")
     return parser.parse_args()
 
 

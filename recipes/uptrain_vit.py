@@ -54,11 +54,11 @@ def parse_arguments():
                         choices=["keras_hub", "keras_cv", "converted"])  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--halves", nargs="+", choices=HALVES, default=HALVES,
-                        help="of the figure")  # fmt: skip
+                        help="parts to run")  # fmt: skip
     parser.add_argument("--num-features", type=int, default=16)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--results", default="uptrain_vit.jsonl", help="appended to")
-    parser.add_argument("--smoke", action="store_true", help="a minute's worth of it")
+    parser.add_argument("--results", default="uptrain_vit.jsonl", help="output file")
+    parser.add_argument("--smoke", action="store_true", help="run a short version")
     return parser.parse_args()
 
 

@@ -162,9 +162,9 @@ def _cheapest_errors(options, budget):
     least = sum(min(c.multiplications for c in row) for row in options)
     if least > budget:
         raise ValueError(
-            "`budget` does not pay for the narrowest choice in every layer, "
+            "`budget` must allow the narrowest choice in every layer, which takes "
             f"{least:,.0f} multiplications per token. Received: budget={budget!r}. "
-            "Raise it, or try smaller `widths`."
+            "Use a larger `budget` or smaller `widths`."
         )
     layer_of = np.array([i for i, _ in flat])
     one_each = np.arange(len(options))[:, None] == layer_of

@@ -103,9 +103,9 @@ def estimate(feature_map, sequence):
     """
     if feature_map.is_preparing:
         raise ValueError(
-            "Errors against softmax attention are not measured for maps that "
-            "normalize queries and keys first. Received: feature_map="
-            f"{feature_maps.name_of(feature_map)!r}, of polynomial attention."
+            "`feature_map` must estimate softmax attention. Received: feature_map="
+            f"{feature_maps.name_of(feature_map)!r}, which belongs to polynomial "
+            "attention. Use a map whose `kernel` is 'softmax'."
         )
     query, key = (
         ops.convert_to_tensor(x.swapaxes(0, 1)[None].astype("float32"))

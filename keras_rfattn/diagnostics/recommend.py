@@ -46,16 +46,16 @@ class Recommendation:
             f"{name:<15}{count:>13}{width:>7}{error:>14.3f}"
             for name, count, width, error in self.tried
         ]
-        lines.append(f"{'no attention':<35}{self.control:>14.3f}")
+        lines.append(f"{'mean of V':<35}{self.control:>14.3f}")
         if self.control <= self.wanted:
             lines.append(
-                f"The mean of V reaches {self.wanted}: the model needs no attention at "
-                f"this error. Ask for less than {self.control:.3g}."
+                f"The mean of V reaches {self.wanted}, so that this error shows "
+                f"nothing about attention. Use an `error` below {self.control:.3g}."
             )
         elif self.mechanism is None:
             lines.append(
-                f"None reaches {self.wanted} without training. Uptrain the model, or "
-                "keep its hardest layers softmax (`exclude=`)."
+                f"No candidate reaches {self.wanted} without training. Uptrain the "
+                "model, or keep layers with large errors softmax (`exclude=`)."
             )
         else:
             lines.append(
@@ -111,8 +111,8 @@ def recommend(
     candidates, widths = _check_arguments(error, budget, candidates, widths)
     if length is not None and not (_is_number(length) and 0 < length < np.inf):
         raise ValueError(
-            "`length` must be a positive number of tokens, or `None` for the data's "
-            f"mean. Received: length={length!r}."
+            "`length` must be a positive number of tokens, or `None` for the mean "
+            f"length of the data. Received: length={length!r}."
         )
     check_seed(seed)
     if seed is None:
@@ -186,7 +186,7 @@ def _check_arguments(error, budget, candidates, widths):
     ]  # fmt: skip
     if not widths or len(integers) < len(widths):
         raise ValueError(
-            "`widths` must be a list of positive integers, at least one. "
+            "`widths` must be a non-empty list of positive integers. "
             f"Received: widths={widths!r}."
         )
     is_list = isinstance(candidates, (list, tuple))
@@ -195,7 +195,7 @@ def _check_arguments(error, budget, candidates, widths):
     kernels = [feature_maps.get(x, seed=0).kernel for x in names if x in known]
     if not names or kernels != ["softmax"] * len(names):
         raise ValueError(
-            "`candidates` must be names of maps that estimate softmax, at least one. "
+            "`candidates` must be one or more names of maps that estimate softmax. "
             f"Received: candidates={candidates!r}."
         )
     return names, widths

@@ -61,7 +61,7 @@ class Sensitivity:
         if not is_integer(count) or not 1 <= count <= len(parts):
             raise ValueError(
                 f"`count` must be from 1 to the number of heads, {len(parts)}. "
-                f"Received: count={count!r}. Heads are there with `heads=True`."
+                f"Received: count={count!r}. Use `heads=True` to evaluate heads."
             )
         found = {}
         for part in sorted(parts, key=lambda x: abs(x.restored - self.softmax))[:count]:
@@ -74,7 +74,7 @@ class Sensitivity:
             for part in self.parts
         ]
         width = max(len("layer"), *map(len, names))
-        lines = [f"{'layer':<{width}}  softmax again  alone linear"]
+        lines = [f"{'layer':<{width}}   only softmax   only linear"]
         lines += [
             f"{name:<{width}}{part.restored:>15.4f}{part.alone:>14.4f}"
             for name, part in zip(names, self.parts, strict=True)

@@ -54,8 +54,8 @@ def refuse_vectors(cls, num_features, projection, other):
     """
     if num_features is not None or projection is not None:
         raise ValueError(
-            f"`num_features` must be `None` for {cls.__name__}, and so must "
-            "`projection`: nothing is random about it, and the head dim decides its "
-            f"width. Received: num_features={num_features!r}, "
-            f"projection={projection!r}. {other} has both."
+            f"`num_features` and `projection` must be `None` for {cls.__name__}, which "
+            "has no random vectors, and whose width follows from the head dim. "
+            f"Received: num_features={num_features!r}, projection={projection!r}. Use "
+            f"{other} to set both."
         )

@@ -242,7 +242,7 @@ def find_clusters(samples, num_clusters, head, seed):
         from sklearn.cluster import KMeans
     except ImportError as error:
         raise ImportError(
-            "Clusters are found by scikit-learn: pip install scikit-learn."
+            "Clustering needs scikit-learn. Install it: pip install scikit-learn."
         ) from error
 
     centers, sizes, shares = [], [], []
@@ -250,8 +250,8 @@ def find_clusters(samples, num_clusters, head, seed):
         tokens = np.concatenate([sample[side][head] for sample in samples])
         if len(tokens) < count:
             raise ValueError(
-                f"{count} clusters need as many tokens at least. Received: "
-                f"{len(tokens)} tokens. Give `calibrate` more data."
+                "`num_clusters` must be at most the number of tokens. Received: "
+                f"{count} clusters, {len(tokens)} tokens. Give `calibrate` more data."
             )
         seed_of_side = derive_seed(seed, head, side)
         found = KMeans(count, n_init=4, random_state=seed_of_side).fit(tokens)

@@ -150,7 +150,7 @@ def check_invertible(a, shape, form):
     if a.shape != shape or (form != "complex" and np.any(np.imag(a) != 0)):
         kind = "complex" if form == "complex" else "real"
         raise ValueError(
-            f"A of form {form!r} must be {kind}, of shape {shape}. Received: shape "
+            f"A must be {kind} and of shape {shape} for form={form!r}. Received: shape "
             f"{a.shape}, dtype {a.dtype}."
         )
     finite = np.all(np.isfinite(a))
@@ -163,7 +163,7 @@ def check_invertible(a, shape, form):
     # With a larger condition number, A or its inverse has no correct digit in float32.
     if not condition < 1e7:
         raise ValueError(
-            f"A must be invertible. Received: A of condition number {condition:.3g}."
+            f"A must be invertible. Received: condition number {condition:.3g}."
         )
 
 

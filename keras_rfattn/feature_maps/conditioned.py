@@ -69,8 +69,9 @@ class Conditioned(Adaptive, FeatureMap):
         inner = registry.get(feature_map)
         if inner.kernel != "softmax":
             raise ValueError(
-                "Conditioning keeps softmax attention and no other. Received: "
-                f"feature_map={feature_map!r}, of kernel {inner.kernel!r}."
+                "`feature_map` must estimate softmax attention, because conditioning "
+                "changes any other kernel. Received: "
+                f"feature_map={feature_map!r} with kernel {inner.kernel!r}."
             )
         if up_to not in STEPS:
             raise ValueError(

@@ -63,8 +63,8 @@ class Hybrid(Adaptive, FeatureMap):
         kernels = [e.kernel for e in estimators]
         if len(estimators) != len(coefficients) + 1 or set(kernels) != {"softmax"}:
             raise ValueError(
-                "`estimators` must be softmax estimators, one more than "
-                f"`coefficients`. Received: estimators of kernels {kernels} and "
+                "`estimators` must be softmax estimators, and one more than "
+                f"`coefficients`. Received: estimators with kernels {kernels} and "
                 f"{len(coefficients)} coefficients."
             )
         self.shared = shared

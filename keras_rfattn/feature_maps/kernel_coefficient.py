@@ -49,11 +49,11 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
         if inner.kernel != "softmax":
             raise ValueError(
                 "`feature_map` must estimate softmax. Received: "
-                f"feature_map={feature_map!r}, of kernel {inner.kernel!r}."
+                f"feature_map={feature_map!r} with kernel {inner.kernel!r}."
             )
         if not width > 0 or factor == 0:
             raise ValueError(
-                "`width` must be positive and `factor` not 0. Received: "
+                "`width` must be positive, and `factor` must not be 0. Received: "
                 f"width={width}, factor={factor}."
             )
         if matrix is not None:

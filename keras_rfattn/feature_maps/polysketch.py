@@ -30,8 +30,8 @@ class Sketch(PolynomialFeatureMap):
         super().__init__(degree, **kwargs)
         if degree & (degree - 1):
             raise ValueError(
-                "`degree` of a sketch must be 2, 4, 8, 16, ...: it is halved until it "
-                f"is 1. Received: degree={degree}."
+                "`degree` of a sketch must be a power of 2, at least 2. Received: "
+                f"degree={degree}."
             )
 
     @property
@@ -152,8 +152,8 @@ class PolySketchLearned(Sketch):
     ):
         if projection is not None:
             raise ValueError(
-                "A learned sketch has no random vectors. Received: "
-                f"projection={projection!r}. 'polysketch' has."
+                "`projection` must be `None`, because a learned sketch has no random "
+                f"vectors. Received: projection={projection!r}. Use 'polysketch'."
             )
         super().__init__(degree, **kwargs)
         size = DEFAULT_SKETCH_SIZE if num_features is None else num_features

@@ -37,7 +37,7 @@ def get(identifier, **arguments):
             raise ValueError(
                 f"`feature_map` must be one of {list()}. "
                 f"Received: feature_map={identifier!r}. "
-                f"{found or 'The page Mechanisms of the documentation describes each.'}"
+                f"{found or 'The Mechanisms page of the documentation describes them.'}"
             )
         if "num_features" in arguments:
             check_num_features(arguments["num_features"])
@@ -108,7 +108,7 @@ def register(name, cls=None):
             `FeatureMap`.
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"`name` must be a string, not empty. Received: name={name!r}.")
+        raise TypeError(f"`name` must be a non-empty string. Received: name={name!r}.")
     if cls is None:
         return lambda cls: register(name, cls)
     if not isinstance(cls, type) or not issubclass(cls, FeatureMap):
@@ -117,8 +117,8 @@ def register(name, cls=None):
         )
     if FEATURE_MAPS.get(name, cls) is not cls:
         raise ValueError(
-            f"The name {name!r} is taken by {FEATURE_MAPS[name].__name__}. "
-            "Choose another."
+            "`name` must not be the name of another map. Received: "
+            f"name={name!r}, which is taken by {FEATURE_MAPS[name].__name__}."
         )
     registered = keras.saving.get_registered_name(cls)
     if keras.saving.get_registered_object(registered) is not cls:
@@ -168,8 +168,8 @@ def serialize(feature_map):
         raise TypeError(
             "`feature_map` must be a `FeatureMap`. Received: "
             f"feature_map={feature_map!r:.200} of type {type(feature_map).__name__}."
-            f"{way_out(feature_map)} `keras_rfattn.feature_maps.get` makes one of a "
-            "name."
+            f"{way_out(feature_map)} Use `keras_rfattn.feature_maps.get` to create one "
+            "from a name."
         )
     config = keras.saving.serialize_keras_object(feature_map)
     config.pop("build_config", None)
@@ -191,8 +191,8 @@ def deserialize(config):
     is_config = isinstance(config, dict) and isinstance(config.get("class_name"), str)
     if not is_config or not isinstance(config.get("config"), dict):
         raise TypeError(
-            "`feature_map` must be a config that `keras_rfattn.feature_maps.serialize` "
-            f"returns, if it is a dict. Received: feature_map={config!r:.200}. Use a "
-            "`keras_rfattn.models.Plan` to give each layer a map of its own."
+            "`feature_map` must be a config from `keras_rfattn.feature_maps.serialize` "
+            f"if it is a dict. Received: feature_map={config!r:.200}. Use a "
+            "`keras_rfattn.models.Plan` to give each layer its own map."
         )
     return keras.saving.deserialize_keras_object(config)

@@ -66,8 +66,8 @@ def hint(name, registered):
     """
     if name.strip().lower() in ("softmax", "none", "vanilla", "exact"):
         return (
-            "Layers are softmax already: leave out those to be kept with `exclude`, "
-            "or give them `None` in a `Plan`."
+            "Attention that is not replaced stays softmax: name its layers in "
+            "`exclude`, or give them `None` in a `Plan`."
         )
     spellings = {_normalized(x): (x,) for x in registered}
     # Registered names come last, so that they override an equal alias. Users may
@@ -100,14 +100,14 @@ def _either(names):
 def way_out(found):
     """Returns advice on what to pass in place of a wrong object, or ""."""
     if isinstance(found, type) and hasattr(found, "key_features"):
-        return f" Call it: {found.__name__}()."
+        return f" Create an instance: {found.__name__}()."
     if inspect.isroutine(found):
         return (
             " Write a subclass of `FeatureMap` that computes the function (see the "
             "guide for maps of your own)."
         )
     if isinstance(found, (list, tuple, set)):
-        return " Use a `keras_rfattn.models.Plan` to give each layer a map of its own."
+        return " Use a `keras_rfattn.models.Plan` to give each layer its own map."
     return ""
 
 

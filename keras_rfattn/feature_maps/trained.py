@@ -77,7 +77,7 @@ def check_untrained(feature_map, discard_training, method):
         raise ValueError(
             f"`{method}` would replace weights of {type(feature_map).__name__} that "
             f"were trained. Received: discard_training={discard_training!r}. Use "
-            "discard_training=True to lose what was trained."
+            "discard_training=True to discard the training."
         )
 
 

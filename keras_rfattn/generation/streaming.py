@@ -55,9 +55,9 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
     pairs = keys_and_values(cache)
     if pairs and max_length is None:
         raise ValueError(
-            f"{title(model)} keeps {len(pairs)} layers of softmax, or of maps "
-            "that are their kernel, whose keys and values need room. Received: "
-            "max_length=None. Pass the number of tokens that will ever be seen."
+            f"`max_length` must be set, because {len(pairs)} layers of {title(model)} "
+            "keep keys and values. Received: max_length=None. Pass the largest number "
+            "of tokens that a row will contain."
         )
     # The weights may have changed since the last prefill.
     stream.mark = mark_of(model, stream.sites)
@@ -91,8 +91,8 @@ def step(model, tokens, state, padding_mask=None):
     seen = ops.convert_to_numpy(state.seen)
     if len(set(seen.tolist())) != 1:
         raise ValueError(
-            "All rows of a state must have seen as many positions. Received: "
-            f"{seen.tolist()}. Step through them separately (`take_rows`)."
+            "All rows of `state` must be at the same position. Received: positions "
+            f"{seen.tolist()}. Process the rows separately (`take_rows`)."
         )
     return stream(tokens, state, int(seen[0]), padding_mask)
 
@@ -110,8 +110,8 @@ def check(model):
     is_task = getattr(type(model), "call_with_cache", None) in EMPTY
     if not is_task or not has_states(context(model).sites):
         raise TypeError(
-            "`model` must be a KerasHub CausalLM of tokens alone, with linear "
-            f"attention. Received: {type(model).__name__}. Call "
+            "`model` must be a KerasHub CausalLM with linear attention, whose only "
+            f"inputs are tokens. Received: {type(model).__name__}. Call "
             "`keras_rfattn.replace_attention` first."
         )
     stream = Stream(model)
@@ -125,7 +125,7 @@ def check_type(state):
     if not isinstance(state, Cache):
         raise TypeError(
             "`state` must be the state that `keras_rfattn.generation.prefill` returned "
-            f"beside the logits. Received: {type(state).__name__}."
+            f"with the logits. Received: {type(state).__name__}."
         )
 
 
@@ -145,21 +145,21 @@ def check_state(model, state, batch_size):
             k for k in wanted | received if wanted.get(k) != received.get(k)
         )
         raise ValueError(
-            f"`state` must be of {title(model)}. Received: a state whose {differs[0]} "
-            f"is of shape {received.get(differs[0])} (batch left out), where the model "
-            f"has {wanted.get(differs[0])}."
+            f"`state` must belong to {title(model)}. Received: a state in which "
+            f"{differs[0]} has shape {received.get(differs[0])} without the batch "
+            f"axis; the model needs {wanted.get(differs[0])}."
         )
     found = set(ops.convert_to_numpy(state.model).tolist())
     if found - {int(stream.mark)}:
         raise ValueError(
-            f"`state` must be of {title(model)} as it is. Received: a state of a model "
-            "with other weights, random vectors or options. Use that model, or "
+            f"`state` must belong to {title(model)}. Received: a state of a model "
+            "with other weights, random vectors or options. Use that model, or call "
             "`prefill` again."
         )
     rows = {x.shape[0] for x in keras.tree.flatten(state)}
     if rows != {batch_size}:
         raise ValueError(
-            "`state` must have a row for each row of tokens. Received: "
+            "`state` must have one row for each row of tokens. Received: "
             f"{sorted(rows)} rows of state and {batch_size} of tokens. Use "
             "`take_rows` or `join_rows`."
         )
@@ -216,24 +216,25 @@ class Stream:
         rooms = [x.shape[2] for x in keys_and_values(state)]
         if rooms and hidden is not None:
             raise ValueError(
-                f"{title(self.model)} keeps layers with keys and values, which cannot "
-                "leave padding out from chunk to chunk. Received: a `padding_mask` "
-                "that hides tokens. Make rows without padding (`take_rows`, "
-                "`join_rows`), or all layers linear."
+                "`padding_mask` must hide no tokens, because layers of "
+                f"{title(self.model)} keep keys and values and cannot leave padding "
+                "out between chunks. Received: a `padding_mask` that hides tokens. Use "
+                "rows without padding (`take_rows`, `join_rows`), or make all layers "
+                "linear."
             )
         end = start + tokens.shape[1]
         if self.positions is not None and end > self.positions:
             raise ValueError(
-                f"`tokens` must end before position {self.positions}, as "
-                f"{title(self.model)} has so many learned positions "
-                f"(`max_sequence_length`). Received: tokens up to position {end}. Use "
-                f"a model with more: `keras_rfattn.extend_positions(model, {end})`."
+                f"`tokens` must end before position {self.positions}, the number of "
+                f"learned positions of {title(self.model)} "
+                f"(`max_sequence_length`). Received: tokens up to position {end}. "
+                f"Extend the model: `keras_rfattn.extend_positions(model, {end})`."
             )
         if end > min(rooms, default=end):
             raise ValueError(
-                f"`tokens` must end before position {min(rooms)}, as the state has "
-                f"room for the keys and values of {min(rooms)} tokens. Received: "
-                f"tokens up to position {end}. Pass a longer `max_length` to `prefill`."
+                f"`tokens` must end before position {min(rooms)}, because the state "
+                f"has room for the keys and values of {min(rooms)} tokens. Received: "
+                f"tokens up to position {end}. Pass a larger `max_length` to `prefill`."
             )
 
     def _forward(self, tokens, state, start, hidden):
@@ -306,7 +307,7 @@ def _tokens(tokens):
     tokens = ops.convert_to_tensor(tokens)
     if len(tokens.shape) != 2 or 0 in tokens.shape:
         raise ValueError(
-            "`tokens` must be integers of shape (B, T), at least one of each. "
+            "`tokens` must be integers of shape (B, T), with B and T at least 1. "
             f"Received: shape {tuple(tokens.shape)}."
         )
     return ops.cast(tokens, "int32")

@@ -28,7 +28,7 @@ def log_largest_draw(x, y, a):
         ValueError: If A is not negative, because draws are unbounded then.
     """
     if not a < 0:
-        raise ValueError(f"Draws are bounded for negative A only. Received: a={a!r}.")
+        raise ValueError(f"`a` must be negative to bound the draws. Received: a={a!r}.")
     lengths = np.sum(x * x, -1) + np.sum(y * y, -1)
     scale, z = 1 - 4 * a, np.sum((x + y) ** 2, -1)
     return x.shape[-1] / 2 * np.log(scale) - scale * z / (8 * a) - lengths
@@ -74,7 +74,7 @@ def num_features_for(radius, dim, a, error, probability):
         ValueError: If A is not negative, because draws are unbounded then.
     """
     if not a < 0:
-        raise ValueError(f"Draws are bounded for negative A only. Received: a={a!r}.")
+        raise ValueError(f"`a` must be negative to bound the draws. Received: a={a!r}.")
     square = radius**2 / np.sqrt(dim)
     # The exponent of softmax features subtracts half of ‖x‖² + ‖y‖² where that of
     # Gaussian features subtracts all of it.

@@ -18,12 +18,12 @@ def check_batches(data):
     elif is_text(data):
         reason = f"{described(data)}, which is text. Turn texts into tokens first"
     elif callable(data) and not hasattr(data, "__iter__"):
-        reason = "a function. Call it, and pass the iterable that it gives"
+        reason = "a function. Call it, and pass the iterable that it returns"
     elif not hasattr(data, "__iter__") or getattr(data, "shape", None) == ():
         reason = f"data={data!r:.40} of type {type(data).__name__}"
     if reason is not None:
         raise ValueError(
-            "`data` must be an iterable of batches, each what `model(batch)` takes. "
+            "`data` must be an iterable of batches for which `model(batch)` works. "
             f"Received: {reason}."
         )
 
@@ -43,11 +43,11 @@ def refusal(model, batch, error=None, data=None):
     if any(map(is_text, keras.tree.flatten(batch))):
         hint = f"Turn texts into tokens first, {preprocessor_hint(model)}."
     elif not hint and _is_labelled(model, batch):
-        hint = "Leave labels and weights out, as it seems to be (inputs, labels)."
+        hint = "Remove labels and weights: the batch looks like (inputs, labels)."
     elif not hint and _is_row(model, batch, data):
         hint = (
-            "It is a row of the array that `data` is. Put the array into a list, "
-            "`[data]`, if it is one batch."
+            "The batch is one row of the array `data`. Put the array into a list, "
+            "`[data]`, if the whole array is one batch."
         )
     if not hint and error is not None and _fits(model, batch):
         return ValueError(
@@ -55,7 +55,7 @@ def refusal(model, batch, error=None, data=None):
             f"was {received}."
         )
     return ValueError(
-        f"Each batch of `data` must be what `model(batch)` takes: {wanted}. Received: "
+        f"Each batch of `data` must be an input of the model, {wanted}. Received: "
         f"{received}.{raised} {hint}".rstrip()
     )
 
@@ -93,7 +93,7 @@ def preprocessor_hint(model):
     name = _preprocessor_name(model)
     if name is None:
         return "with the model's tokenizer"
-    return f"such as with `keras_hub.models.{name}`"
+    return f"for example with `keras_hub.models.{name}`"
 
 
 def _preprocessor_name(model):

@@ -15,8 +15,8 @@ def check_model(model):
         )
     if not model.built:
         raise ValueError(
-            f"`model` must be built. Received: {title(model)}, which is not. Call "
-            "it once on data, or `model.build(...)`, first."
+            f"`model` must be built. Received: {title(model)}, which is not built. "
+            "Call it once on data, or call `model.build(...)`, first."
         )
 
 

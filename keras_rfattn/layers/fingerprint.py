@@ -21,7 +21,7 @@ from keras_rfattn.layers.checks import projection
 KEY = "attention_fingerprint"
 FORMAT = 2
 OF_ANOTHER = (
-    "the weights were saved from another one, or with other arguments or another "
+    "the weights were saved with another mechanism, other arguments or another "
     "window. Replace attention as it was when the weights were saved"
 )
 # Options that change the result of attention, not only its cost.
@@ -138,8 +138,8 @@ class Presence:
         if len(set(self.seen.values())) > 1:
             return (
                 f"the file holds the weights of a feature map without the {KEY!r} of "
-                "its attention layer, or the other way round: it is damaged, or put "
-                "together from others. Save the model again"
+                "its attention layer, or the reverse: it is damaged, or it was put "
+                "together from other files. Save the model again"
             )
         return None
 
@@ -168,7 +168,7 @@ def _save(query, layer, store):
 def _look(layer, marks):
     """Compares the fingerprint of a file before anything is loaded."""
     if KEY not in marks:
-        raise KeyError(f"The file has no {KEY!r} of layer '{layer.name}' here.")
+        raise KeyError(f"The file has no {KEY!r} for layer '{layer.name}' here.")
     marks.is_known = True
     if not _is_mark_of(layer, marks[KEY]):
         marks.refusal = _refused(layer, OF_ANOTHER)
@@ -176,7 +176,7 @@ def _look(layer, marks):
 
 def _refused(layer, refusal):
     name = feature_maps.name_of(layer.feature_map)
-    return f"Layer '{layer.name}' has the mechanism {name!r}, and {refusal}."
+    return f"Layer '{layer.name}' has the mechanism {name!r}, but {refusal}."
 
 
 def _load(query, layer, store):
@@ -192,8 +192,8 @@ def _load(query, layer, store):
     elif not is_marked and layer.is_from_config:
         refusal = (
             f"the weights beside its config have no {KEY!r}: they were not saved with "
-            "it, or are damaged. To load softmax weights, load them into the softmax "
-            "model and replace its attention"
+            "the config, or they are damaged. To use softmax weights, load them into "
+            "the softmax model, then replace its attention"
         )
     else:
         refusal = layer.feature_map.presence.compare(KEY, is_marked)

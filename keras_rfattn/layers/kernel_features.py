@@ -60,9 +60,9 @@ class KernelFeatures(keras.layers.Layer):
         is_positive = is_number and gamma > 0
         if kernel not in KERNELS or not is_positive or feature_map.kernel != "softmax":
             raise ValueError(
-                f"`kernel` must be one of {KERNELS}, `gamma` positive and "
-                "`feature_map` an estimator of the softmax kernel. Received: "
-                f"kernel={kernel!r}, gamma={gamma!r}, feature_map={feature_map!r} of "
+                f"`kernel` must be one of {KERNELS}, `gamma` must be positive, and "
+                "`feature_map` must estimate the softmax kernel. Received: "
+                f"kernel={kernel!r}, gamma={gamma!r}, feature_map={feature_map!r} with "
                 f"kernel {feature_map.kernel!r}."
             )
         fix_name(feature_map, "feature_map")

@@ -264,12 +264,11 @@ def warn_of_lengths(layer):
     if layer.feature_map.assumes_equal_lengths and not normalizes:
         name = feature_maps.name_of(layer.feature_map)
         warnings.warn(
-            f"{name!r} in attention whose queries and keys are not normalized: its "
-            "coefficients go by the angle or the distance between them, and its "
-            "variance is small only where all have one length; signed estimates of "
-            "large variance can make a row's denominator vanish. Normalize them "
-            "(`temperature=`), which is another attention than the checkpoint's, or "
-            "use 'favorpp_dense' with `keras_rfattn.calibrate`.",
+            f"The queries and keys of {name!r} are not normalized. Its estimates have "
+            "a small variance only if all of them have the same length, and signed "
+            "estimates with a large variance can make a row's denominator vanish. "
+            "Normalize them with `temperature=`, which changes the checkpoint's "
+            "attention, or use 'favorpp_dense' with `keras_rfattn.calibrate`.",
             stacklevel=2,
         )
 

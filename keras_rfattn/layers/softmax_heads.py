@@ -58,11 +58,12 @@ def check_softmax_heads(heads, count, whose):
     """
     if heads and heads[-1] >= count:
         raise ValueError(
-            f"`softmax_heads` must be heads of {whose}, from 0 to {count - 1}. "
+            f"`softmax_heads` must be head indices of {whose}, from 0 to {count - 1}. "
             f"Received: softmax_heads={heads}."
         )
     if len(heads) == count:
         raise ValueError(
-            f"`softmax_heads` must leave a head to be linear. Received: all {count} of "
-            f"{whose}, softmax_heads={heads}. Keep the layer softmax (`exclude=`)."
+            f"`softmax_heads` must leave at least one linear head. Received: "
+            f"all {count} of {whose}, softmax_heads={heads}. Keep the layer softmax "
+            "(`exclude=`)."
         )

@@ -38,8 +38,8 @@ def carried(sites, layers, decoder, is_hidden=None):
             if sums_up(site):
                 if layer.recorder is not None:
                     raise ValueError(
-                        "A model generates by its features alone: it cannot while "
-                        "`attribute` or `sensitivity` put other answers in their place "
+                        "`metric` must not generate tokens. Generation always uses the "
+                        "features, whose outputs `attribute` and `sensitivity` replace "
                         f"(at {site.path!r}). Use a metric that calls, predicts or "
                         "evaluates, such as the loss of given tokens."
                     )

@@ -75,8 +75,8 @@ def _rebuilt(config, model):
     if count != len(model.variables):
         raise _not_rebuilt(
             model,
-            f"its copy has {count} weights in place of {len(model.variables)}, as "
-            "where LoRA or quantization came after it was built",
+            f"its copy has {count} weights instead of {len(model.variables)}, which "
+            "happens if LoRA or quantization was added after the model was built",
         )
     return extended
 
@@ -84,9 +84,9 @@ def _rebuilt(config, model):
 def _not_rebuilt(model, reason):
     return ValueError(
         "`model` must be one that Keras can rebuild from its config. Received: "
-        f"{title(model)} ({reason}). Extend its backbone before anything else is done "
-        "to it, `keras_rfattn.extend_positions(backbone, ...)`, and build the model "
-        "around the longer one."
+        f"{title(model)} ({reason}). First extend the backbone with "
+        "`keras_rfattn.extend_positions(backbone, ...)`, then build the model around "
+        "the extended backbone."
     )
 
 
@@ -123,7 +123,7 @@ def _sized(config, model):
         return found[0]
     way_out = "Use a KerasHub backbone with a position table."
     if found:
-        way_out = "Extend each of them, and build the model around the longer ones."
+        way_out = "Extend each of them, then build the model around the extended ones."
     raise ValueError(
         "`model` must hold one backbone with learned positions (`max_sequence_length` "
         f"or `image_shape` in its config). Received: {title(model)} with {len(found)} "
@@ -137,8 +137,8 @@ def _resize(config, max_length, name):
         old = config["max_sequence_length"]
         if not _is_integer(max_length) or max_length < old:
             raise ValueError(
-                f"`max_length` must be an integer of at least {old}, the positions "
-                f"that {name} has. Received: max_length={max_length!r}."
+                f"`max_length` must be an integer of at least {old}, the number of "
+                f"positions of {name}. Received: max_length={max_length!r}."
             )
         config["max_sequence_length"] = int(max_length)
         return old, int(max_length)
@@ -151,7 +151,7 @@ def _resize(config, max_length, name):
     ):
         raise ValueError(
             f"`max_length` must be the new (height, width), at least {old}, the "
-            f"image size that {name} has. Received: max_length={max_length!r}."
+            f"image size of {name}. Received: max_length={max_length!r}."
         )
     new = tuple(int(size) for size in max_length)
     for axis, size in zip(axes, new, strict=True):
@@ -193,7 +193,7 @@ def _copy_weights(source, target, old, new, method):
     if not tables:
         raise ValueError(
             f"`model` must have learned positions. Received: {title(source)}, "
-            f"none of whose weights depends on its length (extending {old} to {new})."
+            f"which has no weight that depends on its length ({old} to {new})."
         )
     _check_tables(tables, old, new)
     for a, b in pairs:
@@ -224,10 +224,10 @@ def _check_tables(tables, old, new):
             is_table = len(a.shape) < 2 or a.shape[-1] == b.shape[-1]
         if not is_table:
             raise ValueError(
-                "`model` must have position tables, and no other weights that depend "
+                "`model` must have no weights other than position tables that depend "
                 f"on the length of its inputs. Received: a weight {a.path!r} of shape "
                 f"{tuple(a.shape)}, which would become {tuple(b.shape)}. Use layers "
-                "that pool over tokens in place of such as flatten them."
+                "that pool over tokens instead of layers that flatten them."
             )
 
 
@@ -272,6 +272,6 @@ def _patch_size(rows, wanted, old, new):
             if wanted - (new[0] // patch) * (new[1] // patch) == prefix:
                 return patch
     raise ValueError(
-        f"A position table of {rows} rows does not fit an image of {old} pixels, "
-        f"or {wanted} rows one of {new}. Extend a model with a square patch."
+        "`model` must have square patches. Received: position tables of "
+        f"{rows} rows for an image of {old} pixels and of {wanted} rows for {new}."
     )

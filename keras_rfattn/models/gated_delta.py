@@ -118,9 +118,9 @@ def begun(task, cache, start, batch, length):
     if isinstance(start, int) and start == 0 and isinstance(cache, tuple):
         return empty_cache(task, batch, length)
     raise ValueError(
-        f"{type(task).__name__} has linear attention, whose cache is a "
-        f"`keras_rfattn.generation.Cache`. Received: {type(cache).__name__}. Use what "
-        "`_build_cache` returns."
+        f"The cache of {type(task).__name__}, which has linear attention, must be a "
+        f"`keras_rfattn.generation.Cache`. Received: {type(cache).__name__}. Use the "
+        "result of `_build_cache`."
     )
 
 

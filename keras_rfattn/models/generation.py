@@ -88,10 +88,10 @@ def call_with_cache(
         return original(task, token_ids, cache, cache_update_index, *args, **kwargs)
     if not isinstance(cache, Cache):
         raise ValueError(
-            f"{type(task).__name__} has linear attention, whose cache is a "
-            "`keras_rfattn.generation.Cache`. Received: a cache of type "
-            f"{type(cache).__name__}. Use what `_build_cache`, or "
-            "`keras_rfattn.generation.prefill`, returns."
+            f"The cache of {type(task).__name__}, which has linear attention, must be "
+            "a `keras_rfattn.generation.Cache`. Received: a cache of type "
+            f"{type(cache).__name__}. Use the result of `_build_cache` or of "
+            "`keras_rfattn.generation.prefill`."
         )
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     batch, length = ops.shape(token_ids)

@@ -28,8 +28,9 @@ def build_cache(task, token_ids, projected_features, padding_mask):
     if projected_features is None:
         if images:
             raise ValueError(
-                f"{type(task).__name__} has {images} positions of an image before "
-                "each text. Received: no images. Pass `{'images': ..., 'text': ...}`."
+                f"{type(task).__name__} needs images, which take {images} positions "
+                "before each text. Received: no images. Pass `{'images': ..., 'text': "
+                "...}`."
             )
         # Without features the task would give every token of the prompt the position
         # of the first.

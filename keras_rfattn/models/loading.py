@@ -69,7 +69,7 @@ def _check_marks(load, model, weights_store, visited):
             raise ValueError(
                 "The weights were saved from a model with linear attention. Received: "
                 f"model={type(model).__name__} '{model.name}', which has softmax "
-                f"attention where the file has a mark ({path}/{KEY}). Replace "
+                f"attention, while the file has a mark ({path}/{KEY}). Replace "
                 "attention as it was when the weights were saved. Nothing was loaded."
             )
 
@@ -117,8 +117,8 @@ def _check_legacy(model, pairs):
             group.attrs[KEY], _marks_of(layer)
         ):
             raise ValueError(
-                "The weights were saved from linear attention of another mechanism, or "
-                "with other arguments or another window. Received: "
+                "The weights were saved from linear attention with another mechanism, "
+                "other arguments or another window. Received: "
                 f"model={type(model).__name__} '{model.name}', layer '{layer.name}'. "
                 "Replace attention as it was when the weights were saved. Nothing was "
                 "loaded."

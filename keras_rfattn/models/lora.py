@@ -95,10 +95,10 @@ def _check(backbone, filepath):
         # KerasHub's loader raises its own error for a different rank.
         return
     raise ValueError(
-        "The file must hold adapters of the layers that have them here. Received: "
-        f"filepath={str(filepath)!r}, with adapters of {_listing(saved)}, where "
+        "The file must hold adapters of the same layers as the backbone. Received: "
+        f"filepath={str(filepath)!r}, with adapters of {_listing(saved)}; "
         f"{type(backbone).__name__} has {_listing(wanted)} (position: shapes). Load "
-        "them into the model that they were trained for, or call `enable_lora` with "
+        "the file into the model that it was saved from, or call `enable_lora` with "
         "the same `target_layer_names` first."
     )
 
@@ -110,7 +110,7 @@ def _saved(filepath):
     with h5py.File(filepath, "r") as file:
         if "lora/vars/rank" not in file:
             raise ValueError(
-                "`filepath` must be a file of `save_lora_weights`. Received: "
+                "`filepath` must be a file from `save_lora_weights`. Received: "
                 f"filepath={str(filepath)!r}, which has no 'lora/vars/rank'."
             )
         rank, groups = int(file["lora/vars/rank"][()]), file["lora"]

@@ -27,13 +27,13 @@ class Plan:
     def __post_init__(self):
         if not isinstance(self.maps, dict) or not self.maps:
             raise ValueError(
-                "`maps` must be a dict from layer paths to feature maps, not empty. "
+                "`maps` must be a dict that maps layer paths to feature maps. "
                 f"Received: maps={self.maps!r}."
             )
         for path, feature_map in self.maps.items():
             if not isinstance(path, str):
                 raise ValueError(
-                    "`maps` must be a dict from layer paths, which are strings. "
+                    "`maps` must be a dict whose keys are layer paths, as strings. "
                     f"Received: the key {path!r} of type {type(path).__name__}."
                 )
             if feature_map is not None:

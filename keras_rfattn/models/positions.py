@@ -122,7 +122,7 @@ def _check_image(model, x):
     size, limit = shape[1 + start : 3 + start], tuple(expected[start : 2 + start])
     if any(_is_above(a, b) for a, b in zip(size, limit, strict=True)):
         raise ValueError(
-            f"Images must be of height and width {limit}, for which {title(model)} has "
+            f"Images must have height and width {limit}, for which {title(model)} has "
             f"positions (`image_shape`). Received: {tuple(size)}. Resize the images, "
             "or make a copy of the model with more positions: "
             f"`keras_rfattn.extend_positions(model, {tuple(size)})`."

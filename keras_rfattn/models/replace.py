@@ -138,13 +138,13 @@ def restore_attention(model):
     linear = [site for site in found.sites if site.is_linear]
     if not linear:
         raise ValueError(
-            "`model` has no linear attention to restore. Received: "
+            "`model` must have linear attention. Received: "
             f"model={title(model)}. It holds:\n{_listing(found.sites)}"
         )
     trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
     if trained:
         warnings.warn(
-            f"Softmax is back in {title(model)}, and not the checkpoint: `uptrain` has "
+            f"Softmax is restored in {title(model)}, but not the checkpoint: `uptrain` "
             f"trained {len(trained)} of its own weights: {', '.join(trained)}.",
             stacklevel=2,
         )
@@ -164,7 +164,7 @@ def _replaceable(model, found, include, exclude):
     if not found.sites:
         inner = sorted({type(x).__name__ for x in model._flatten_layers()})
         raise ValueError(
-            f"`model` has no attention. Received: {title(model)}, which holds "
+            f"`model` must have attention. Received: {title(model)}, which holds "
             f"{', '.join(inner)}. Pass a model with MultiHeadAttention inside."
         )
     selected = s.select(found.sites, include, exclude)
@@ -172,7 +172,7 @@ def _replaceable(model, found, include, exclude):
     if already:
         raise ValueError(
             f"`model` must have softmax attention. Received: {title(model)}, whose "
-            f"attention is linear already at:\n{_listing(already)}\nCall "
+            f"attention is already linear at:\n{_listing(already)}\nCall "
             "`restore_attention(model)` first, or leave these out with `exclude`."
         )
     if include is None:
@@ -180,21 +180,22 @@ def _replaceable(model, found, include, exclude):
     refused = [site for site in selected if site.reason]
     if refused:
         raise ValueError(
-            f"{title(model)} has attention that cannot be made linear:\n"
+            "`model` must have attention that can be made linear. Received: "
+            f"{title(model)} with:\n"
             f"{_listing(refused)}\nLeave these softmax with `exclude` (paths or "
             "patterns), or use another model."
         )
     if not selected:
         raise ValueError(
-            f"No attention of {title(model)} is left to replace. Received: "
-            f"include={include!r}, exclude={exclude!r}. It holds:\n"
+            "`include` and `exclude` must leave layers to replace. Received: "
+            f"include={include!r}, exclude={exclude!r}, for {title(model)} with:\n"
             f"{_listing(found.sites)}"
         )
     unbuilt = [site for site in selected if not site.layer.built]
     if unbuilt:
         raise ValueError(
-            f"Attention is not built yet at:\n{_listing(unbuilt)}\nCall the model "
-            "once on data first."
+            "`model` must have built attention layers. Received: layers that are not "
+            f"built:\n{_listing(unbuilt)}\nCall the model once on data first."
         )
     return selected
 
@@ -209,8 +210,8 @@ def _assigned(feature_map, selected):
     found = [(sites, choice) for sites, choice in found if choice is not None]
     if not found:
         raise ValueError(
-            f"The plan keeps every layer softmax. Received: {plan}. There is nothing "
-            "to replace."
+            "`feature_map` must replace at least one layer. Received: a plan that "
+            f"keeps every layer softmax, {plan}."
         )
     return found
 
@@ -223,7 +224,7 @@ def _check_patterns(patterns, sites, name):
         ):
             raise ValueError(
                 f"`{name}` must have paths or patterns of attention layers that are "
-                f"replaced. Received: {pattern!r}, which matches none. Use some of:\n"
+                f"replaced. Received: {pattern!r}, which matches none. The paths are:\n"
                 f"{paths}"
             )
 
@@ -234,8 +235,8 @@ def _with_softmax_heads(changes, softmax_heads):
         return changes
     if not isinstance(softmax_heads, dict):
         raise ValueError(
-            "`softmax_heads` must be a dict from layer paths, or patterns, to lists of "
-            f"heads. Received: softmax_heads={softmax_heads!r:.80}."
+            "`softmax_heads` must be a dict that maps layer paths or patterns to lists "
+            f"of heads. Received: softmax_heads={softmax_heads!r:.80}."
         )
     sites = [site for site, _, _ in changes]
     _check_patterns(softmax_heads, sites, "softmax_heads")
@@ -252,7 +253,7 @@ def _check_statistics(template, selected):
     unsafe = [site for site in selected if site.causal]
     if unsafe and not template.is_causal_safe:
         raise ValueError(
-            "A statistic of the sequence at hand would leak the future into causal "
+            "Statistics of the current sequence would leak the future into causal "
             f"attention. Received: feature_map={template.get_config()} for:\n"
             f"{_listing(unsafe)}\nUse statistics='stored' or 'auto'."
         )
@@ -264,9 +265,9 @@ def _check_window_sites(window, selected):
     cross = [site for site in selected if s.is_cross(site) and not site.causal]
     if cross:
         raise ValueError(
-            "A `window` needs self-attention, where queries and keys are the same "
-            f"tokens. Received: window={window}, and query and value are different "
-            "tensors at:\n"
+            "A `window` needs self-attention, in which queries and keys belong to the "
+            f"same tokens. Received: window={window}, but query and value are "
+            "different tensors at:\n"
             f"{_listing(cross)}\nLeave these out with `exclude`."
         )
 

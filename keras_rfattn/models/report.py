@@ -113,12 +113,12 @@ class AttentionReport:
             text = f"fewer operations than softmax above {crossover} tokens"
             if self.max_length is not None and self.max_length <= crossover:
                 text += (
-                    f", and the model takes {self.max_length} (see `extend_positions`)"
+                    f", but the model takes {self.max_length} (see `extend_positions`)"
                 )
             lines.append(text)
         programs = dict.fromkeys(x.implementation for x in self.replaced)
         lines += [f"computed by {x}" for x in programs]
-        lines += [f"also changed, as it shares layers: {x}" for x in self.others]
+        lines += [f"also changed, because it shares layers: {x}" for x in self.others]
         return lines
 
     __repr__ = __str__
@@ -164,7 +164,7 @@ def _row(site):
     if not site.is_linear:
         note = "kept: "
         if s.is_pooling(site):
-            note += "one query, softmax is linear already"
+            note += "one query, for which softmax is already linear"
         else:
             note += site.reason or "not selected"
         return Row(site.path, name, "softmax", None, site.causal, 0, None, note)

@@ -208,8 +208,8 @@ def apply_config(container, entry):
         if layer["index"] >= len(found.sites):
             raise ValueError(
                 f"{type(container).__name__} was saved with linear attention at "
-                f"'{layer['path']}', and has no such layer now. Its class has "
-                "changed since; load it with the version that saved it."
+                f"'{layer['path']}', but this layer no longer exists. Its class has "
+                "changed; load the file with the version that saved it."
             )
         site = found.sites[layer["index"]]
         if site.is_linear:

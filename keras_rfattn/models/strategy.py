@@ -32,10 +32,10 @@ def strategy_scope(layer):
     if current is None:
         return own.scope()
     made = "outside of any strategy's scope"
-    made = made if own is None else f"in the scope of another, {type(own).__name__}"
+    made = made if own is None else f"in the scope of {type(own).__name__}"
     raise ValueError(
-        "Weights must be added to a model in the scope of the strategy that it was "
-        f"made in. Received: the scope of {type(current).__name__}, and "
-        f"'{layer.name}', which was made {made}. Leave the scope, or make the model in "
-        "it."
+        "Weights must be added to a model in the scope of the strategy in which it "
+        f"was made. Received: the scope of {type(current).__name__} for "
+        f"'{layer.name}', which was made {made}. Leave the scope, or make the model "
+        "in it."
     )

@@ -181,7 +181,7 @@ def unsupported(layer, windows=True):
     if linear_class(cls) is not None:
         return refusal(layer, windows)
     row = known.ATTENTION.get(cls.__name__, known.NOTHING)
-    return row.refused or "no adapter for this class: its mathematics is not known"
+    return row.refused or "no adapter for this class: its computation is unknown"
 
 
 def is_attention(layer):
@@ -204,7 +204,7 @@ def _parent_reason(layer, parent):
         return f"its block ({name}) builds a dense mask {row.builds_mask}"
     takes_dense = known.attention(type(layer)).takes_dense
     if takes_dense and block_mixin(cls) is None and row.causal is None:
-        return f"its block ({name}) builds the causal mask, and has no adapter"
+        return f"its block ({name}) builds the causal mask, but has no adapter"
     return None
 
 
@@ -241,7 +241,7 @@ def _check_takes_two(argument, function):
     except TypeError as error:
         raise TypeError(
             f"`{argument}` must be a callable `(path, layer) -> bool`. "
-            f"Received: {argument}={function!r}, which does not take both ({error})."
+            f"Received: {argument}={function!r}, which takes other arguments ({error})."
         ) from None
     except ValueError:
         # Some functions written in C have no signature to check.

@@ -51,11 +51,11 @@ class CalibrateAfter(keras.callbacks.Callback):
             ]  # fmt: skip
             if training:
                 raise ValueError(
-                    "`CalibrateAfter` must not replace what was trained. Received: "
+                    "`CalibrateAfter` must not replace trained weights. Received: "
                     f"steps={self.steps}, during which the feature maps of "
                     f"{_names(training)} train. Call `keras_rfattn.calibrate` before "
-                    "`fit`, freeze these maps, or pass discard_training=True to lose "
-                    "what they learned until then."
+                    "`fit`, freeze these maps, or pass discard_training=True to "
+                    "discard their training."
                 )
         self.seen = 0
 
@@ -148,9 +148,9 @@ def check_untrained(layers):
     trained = [x for x in layers if x.feature_map.was_trained]
     if trained:
         raise ValueError(
-            "`model` must have no trained feature map, as calibrating it would replace "
-            f"what was trained. Received: trained maps of {_names(trained)}. Pass "
-            "discard_training=True to lose what they learned."
+            "`model` must have no trained feature map, because calibration would "
+            f"replace its weights. Received: trained maps of {_names(trained)}. Pass "
+            "discard_training=True to discard their training."
         )
 
 

@@ -70,7 +70,7 @@ class Batches:
         if isinstance(exclude, (str, bytes)) or not is_iterable(exclude):
             raise ValueError(
                 "`exclude` must be a list of texts. Received: "
-                f"exclude={exclude!r:.80}. Put a single one into a list."
+                f"exclude={exclude!r:.80}. Put a single text into a list."
             )
         # With an empty list, data that is not text must not be refused.
         self.exclude = {normalized(x) for x in exclude} or None
@@ -211,8 +211,9 @@ class Batches:
             if state["iterator"] is None or step < state["step"]:
                 if state["step"] >= 0 and is_spent(data):
                     raise ValueError(
-                        "A generator gives its batches once, and training goes back "
-                        f"to step {step}. Pass a function that makes the generator."
+                        "A generator yields its batches only once, but training "
+                        f"returns to step {step}. Pass a function that makes the "
+                        "generator."
                     )
                 state.update(step=-1, iterator=batches())
             while state["step"] < step:
@@ -228,8 +229,7 @@ class Batches:
                     raise DataEnded(
                         f"`data` ended after {state['step'] + 1} batches{less}, and "
                         f"step {step} needs one more. Pass a function that makes the "
-                        "generator, a dataset, or arrays, which can be gone through "
-                        "again."
+                        "generator, a dataset, or arrays, which can be read repeatedly."
                     ) from None
                 state["step"] += 1
                 if state["step"] < HEAD:
@@ -262,7 +262,7 @@ class Batches:
     def _kept(self, leaves):
         if not all(is_text(x) for x in leaves):
             raise ValueError(
-                "`exclude` drops texts that match, and `data` is not text. Received: "
+                "`exclude` must be `None`, because `data` is not text. Received: "
                 f"{[getattr(x, 'dtype', type(x)) for x in leaves]}. Pass the texts "
                 "themselves, or drop them beforehand."
             )
@@ -297,9 +297,9 @@ class Batches:
         if self.preprocessor is None:
             if any(is_text(x) for x in leaves):
                 raise ValueError(
-                    "`data` holds texts, and the model has no preprocessor. Received: "
-                    f"preprocessor=None. Pass one (`preprocessor=`), {self.hint}, or "
-                    "pass tokens."
+                    "`data` holds texts, but the model has no preprocessor. Received: "
+                    f"preprocessor=None. Pass a `preprocessor`, {self.hint}, or pass "
+                    "tokens."
                 )
             return batch
         if not is_raw and not self.force:

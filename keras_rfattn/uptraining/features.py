@@ -62,9 +62,9 @@ class FeaturesStage(keras.Model):
         named = {k: v for k, v in named.items() if ops.is_tensor(v)}
         if not named:
             raise ValueError(
-                "Stage 'features' compares what the model puts out. Received: "
-                f"{type(self.model).__name__}, whose output holds no tensor. Leave the "
-                "stage out (`stages=`)."
+                "Stage 'features' compares outputs of the model. Received: "
+                f"{type(self.model).__name__}, whose output holds no tensor. Leave "
+                "this stage out of `stages`."
             )
         tokens = {k: v for k, v in named.items() if len(v.shape) == 3}
         return [(v, mask_of(k, v, x)) for k, v in (tokens or named).items()]

@@ -71,8 +71,8 @@ def fit_stage(
         # TensorFlow replaces errors of the data iterator by errors of its own.
         cause = failed[0] if failed else error
         cause.add_note(
-            f"Training broke off after {watch.done} of the {steps} steps of "
-            f"{type(trainer).__name__}, in the next batch perhaps; weights are as then."
+            f"{type(trainer).__name__} stopped after {watch.done} of {steps} steps, "
+            "possibly because of the next batch. The model keeps the weights so far."
         )
         hints = [too_long(trainer.model, x["x"]) for (x,) in latest]
         if any(hints):

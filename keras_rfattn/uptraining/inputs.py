@@ -42,7 +42,7 @@ def check_data(data):
         reason = f"{empty.get(type(data), 'nothing')}. It must hold at least one row"
     elif isinstance(data, list) and isinstance(data[0], list) and data[0]:
         if not is_array(data[0][0]) and not holds_text(data[0]):
-            reason = "a list of lists. Pass an array, of rows padded to one length"
+            reason = "a list of lists. Pass an array with rows padded to one length"
     elif not (
         isinstance(data, keras.utils.PyDataset) or callable(data) or is_iterable(data)
     ):
@@ -62,7 +62,7 @@ def as_array(x):
     """
     reason = None
     if x is None or isinstance(x, (str, bytes, int, float, np.generic)):
-        reason = f"{x!r:.80}. A batch is an array, or a list of texts, of several rows"
+        reason = f"{x!r:.80}. A batch must be an array or a list of texts"
     else:
         x = x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
         if x.dtype.kind == "O":

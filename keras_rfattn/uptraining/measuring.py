@@ -59,17 +59,16 @@ class Measuring:
             bad = ~np.all(np.isfinite(found["squared"]), axis=(0, 2))
             if must_be_finite and np.any(bad):
                 raise ValueError(
-                    "`data` and weights must be finite, and so must what attention "
-                    f"puts out. Received: outputs that are not finite, of "
-                    f"{self._paths(bad)} in batch {step}. Look for NaN, or for tokens "
-                    "beyond the vocabulary."
+                    "Attention outputs must be finite. Received: outputs that are not "
+                    f"finite in {self._paths(bad)}, batch {step}. Check `data` and "
+                    "weights for NaN, and tokens for out-of-vocabulary ids."
                 )
             total = {k: x + found[k].sum(0, keepdims=True) for k, x in total.items()}
         blind = ~np.any(total["rows"] > 0, axis=(0, 2))
         if np.any(blind):
             raise ValueError(
                 "`data` must hold a real token for every linear layer. Received: "
-                "padding alone, or a model that does not call all of them, at "
+                "only padding, or a model that does not call every layer, at "
                 f"{self._paths(blind)}."
             )
         found = (keras.ops.convert_to_numpy(x) for x in relative(total))

@@ -29,7 +29,7 @@ def calibrate_stage(model, layers, batches, before, measure):
     left = [x for x in adaptive if x not in trained]
     notes = []
     if trained:
-        notes.append(f"trained maps are kept: {_names(trained)}")
+        notes.append(f"trained maps were kept: {_names(trained)}")
     if left:
         old = {
             i: state_of(layer.feature_map.weights)
@@ -43,7 +43,7 @@ def calibrate_stage(model, layers, batches, before, measure):
             assign(layers[i].feature_map.weights, old[i])
         if worse:
             kept = _names([layers[i] for i in worse])
-            notes.append(f"another calibration would raise the error, kept: {kept}")
+            notes.append(f"maps whose error would increase were kept: {kept}")
     return "; ".join(notes)
 
 

@@ -145,7 +145,7 @@ class UptrainingReport:
                 f"{', '.join(self.trained[:4])}{', ...' * (len(self.trained) > 4)}"
             )
         if self.dropped:
-            lines.append(f"{self.dropped} texts dropped that `exclude` names")
+            lines.append(f"{self.dropped} texts dropped because of `exclude`")
         if self.peak_memory is not None:
             lines.append(f"peak memory {self.peak_memory / 2**30:.2f} GiB")
         return "\n".join(lines)

@@ -32,8 +32,8 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ValueError(
-                    "`checkpoint_dir` must be a folder, or a path where one can be "
-                    f"made. Received: checkpoint_dir={str(folder)!r} ({error})."
+                    "`checkpoint_dir` must be a folder, or a path where a folder can "
+                    f"be made. Received: checkpoint_dir={str(folder)!r} ({error})."
                 ) from None
         self.identity = json.loads(json.dumps(identity))
 
@@ -81,7 +81,7 @@ class Checkpoints:
                 header, arrays = _read(path)
             except Exception as error:
                 # Which exception a damaged archive raises cannot be predicted.
-                warnings.warn(f"Checkpoint '{path}' is torn, and refused: {error}",
+                warnings.warn(f"Checkpoint '{path}' is damaged, and skipped: {error}",
                               stacklevel=3)  # fmt: skip
                 continue
             lines = self._differs(header)
@@ -89,7 +89,7 @@ class Checkpoints:
                 foreign = foreign or (path, "\n".join(f"  {x}" for x in lines))
                 continue
             if foreign:
-                warnings.warn("Checkpoint '{}' is of another training:\n{}".format(
+                warnings.warn("Checkpoint '{}' belongs to another training:\n{}".format(
                               *foreign), stacklevel=3)  # fmt: skip
             return tuple(header["position"]), arrays, header["notes"]
         if foreign:
@@ -97,9 +97,9 @@ class Checkpoints:
                 "`checkpoint_dir` must not hold checkpoints of another training. "
                 f"Received: '{foreign[0]}', which was saved with other settings:\n"
                 f"{foreign[1]}\nUse another folder; or call `uptrain` with the saved "
-                "settings (`steps` may be more), on the model as it was loaded then. A "
-                "preprocessor that draws at random needs "
-                "`keras.utils.set_random_seed` before either call."
+                "settings (`steps` may be larger), on the model as it was loaded then. "
+                "A preprocessor that draws random numbers needs "
+                "`keras.utils.set_random_seed` before each call."
             )
         return None
 
@@ -131,9 +131,9 @@ def extended(rounds, steps):
     total = sum(rounds)
     if steps < total:
         raise ValueError(
-            f"`steps` must be {total} or more, as the run in `checkpoint_dir` has "
-            f"{total} steps. Received: steps={steps}. A run can be extended, not cut "
-            "short; use another folder for a shorter one."
+            f"`steps` must be {total} or more, because the run in `checkpoint_dir` has "
+            f"{total} steps. Received: steps={steps}. A run can be extended but not "
+            "shortened; use another folder for a shorter run."
         )
     return [*rounds, steps - total] if steps > total else list(rounds)
 

@@ -29,8 +29,8 @@ def by_stage(trainable):
     for stage, what in given.items():
         if stage not in STAGES or what not in TRAINABLE:
             raise ValueError(
-                f"`trainable` must be one of {TRAINABLE}, or a dict of such by name of "
-                f"a stage that trains, {STAGES}. Received: trainable={trainable!r}."
+                f"`trainable` must be one of {TRAINABLE}, or a dict that gives one for "
+                f"each stage of {STAGES}. Received: trainable={trainable!r}."
             )
     return {stage: given.get(stage, TRAINABLE[0]) for stage in STAGES}
 
@@ -67,9 +67,9 @@ def chosen(model, layers, trainable, lora_rank, stages, optimizer=None):
         frozen = "" if asked == "maps" else ", and its own weights are frozen"
         raise ValueError(
             f"Nothing would train in {empty}: {title(model)} has "
-            f"{', '.join(mechanisms)}, without trainable weights{frozen}. Received: "
-            f"trainable={asked!r}. Use a learned map such as 'hedgehog', whose "
-            "`trainable` is True, or trainable='query_key' with such queries and keys."
+            f"{', '.join(mechanisms)} without trainable weights{frozen}. Received: "
+            f"trainable={asked!r}. Use a learned map such as 'hedgehog', or "
+            "trainable='query_key', in layers that are not frozen."
         )
     if optimizer is None:
         _check_precision(v for x in found.values() for v in x)
@@ -100,9 +100,9 @@ def _check_precision(variables):
     if narrow:
         raise ValueError(
             f"{len(narrow)} weights to train, such as {narrow[0].path!r}, are "
-            f"{narrow[0].dtype}, which holds neither Adam's averages nor its small "
-            "steps. Load the model with dtype='mixed_bfloat16', train the maps or "
-            "trainable='lora', or pass an `optimizer` that you know to train them."
+            f"{narrow[0].dtype}, which is too coarse for the averages and the small "
+            "steps of Adam. Load the model with dtype='mixed_bfloat16', train the maps "
+            "or trainable='lora', or pass an `optimizer` that can train them."
         )
 
 
@@ -142,9 +142,10 @@ def _adapters(layers, stage, lora_rank):
     for dense in fresh:
         if getattr(dense, "kernel_constraint", None) is not None:
             raise ValueError(
-                "Keras adds no adapter to a kernel with a constraint. Received: "
-                f"trainable='lora', and {dense.path!r}, whose `kernel_constraint` is "
-                f"{dense.kernel_constraint!r}. Set that to None, or train otherwise."
+                "Keras cannot add an adapter to a kernel with a constraint. "
+                f"Received: trainable='lora', and {dense.path!r}, whose "
+                f"`kernel_constraint` is "
+                f"{dense.kernel_constraint!r}. Set it to None, or change `trainable`."
             )
     for dense in fresh:
         dense.enable_lora(lora_rank)

@@ -96,7 +96,7 @@ class Training:
                 raise ValueError(
                     f"Weights of the teacher changed during stage {name!r}, which does "
                     "not train them. Received: other values than at its start. Remove "
-                    "the callback, or whatever else, that changes them."
+                    "the callback or other code that changes them."
                 )
             seconds = self.clock.lap(_lap(i))
             self.results.append(StageResult.of(name, errors, seconds, zero, note))

@@ -205,9 +205,9 @@ def _callbacks(given):
     savers = [type(x).__name__ for x in found if isinstance(x, kinds)]
     if savers:
         raise ValueError(
-            "`callbacks` must not save what `fit` trains, which here is a stage, not "
-            f"the model. Received: {savers}. Pass `checkpoint_dir=` to go on after an "
-            "interruption, and save the model when `uptrain` is done."
+            "`callbacks` must not be ModelCheckpoint or BackupAndRestore, which would "
+            f"save a stage, not the model. Received: {savers}. Use `checkpoint_dir=` "
+            "to resume after an interruption, and save the model after `uptrain`."
         )
     return found
 
@@ -216,11 +216,11 @@ def _warn_of_another_teacher(model, layers):
     changed = sorted({path for layer in layers for path in layer.trained})
     if changed:
         warnings.warn(
-            f"{len(changed)} weights of {title(model)}'s own, such as {changed[0]!r}, "
-            "were trained since it was a softmax model. The teacher is softmax "
-            "attention with these weights as they are now, not the checkpoint's. To "
-            "be taught by the checkpoint, run all stages in one call, or restore it "
-            "from its files.",
+            f"{len(changed)} own weights of {title(model)}, such as {changed[0]!r}, "
+            "were trained after attention was replaced. The teacher is softmax "
+            "attention with their current values, not the checkpoint's. To use the "
+            "checkpoint as the teacher, run all stages in one call, or load the "
+            "checkpoint again.",
             stacklevel=3,
         )
 
@@ -244,7 +244,7 @@ def _check(model, layers, settings):
     known = [x for x in STAGES if x in stages]
     if not stages or stages != known:
         raise ValueError(
-            f"`stages` must be some of {STAGES}, once each and in that order. "
+            f"`stages` must be some of {STAGES}, each at most once and in this order. "
             f"Received: stages={stages!r}."
         )
     for name, options in (

@@ -10,9 +10,9 @@ CARD = """# {model}, linear attention
 
     python recipes/{command}
 
-Rank correlation on STS 2012 to 2016: {as_it_is:.4f}, of softmax's {softmax:.4f} that is
-{share:.4f}. Controls: mean of V {mean_of_values:.4f}, no attention {no_attention:.4f},
-window alone {window_only:.4f}, features alone {features_only:.4f}.
+The rank correlation on STS 2012 to 2016 is {as_it_is:.4f}, which is {share:.4f} times
+the {softmax:.4f} of softmax. Controls: mean of V {mean_of_values:.4f}, zero attention
+{no_attention:.4f}, window alone {window_only:.4f}, features alone {features_only:.4f}.
 
 ```
 {report}

@@ -18,7 +18,7 @@ def make_parser(description, mechanisms, sizes):
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     name = pathlib.Path(sys.argv[0]).stem
-    parser.add_argument("--results", default=f"{name}.jsonl", help="appended to")
+    parser.add_argument("--results", default=f"{name}.jsonl", help="output file")
     parser.add_argument(
         "--mechanisms", nargs="+", default=list(mechanisms), choices=list(mechanisms),
         metavar="NAME", help=", ".join(mechanisms),
@@ -39,6 +39,6 @@ class Smoke(argparse.Action):
 
 def add_smoke(parser, **values):
     """Adds `--smoke`, which runs the smallest recipe by setting other flags."""
-    text = "a minute's worth of it: "
+    text = "run a short version: "
     text += ", ".join(f"{name} {value}" for name, value in values.items())
     parser.add_argument("--smoke", nargs=0, action=Smoke, const=values, help=text)

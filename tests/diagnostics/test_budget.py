@@ -82,7 +82,7 @@ def test_plans_name_layers():
         ({"budget": 10.0, "error": 0.1}, "and not both"),
         ({}, "and not both"),
         ({"budget": -1}, "`budget` must be a positive number"),
-        ({"budget": 1}, "does not pay for the narrowest"),
+        ({"budget": 1}, "must allow the narrowest"),
     ],
 )
 def test_refusals(data, arguments, message):

@@ -243,8 +243,8 @@ def test_report():
     text = str(report)
     for word in ("first", "second", "favorpp", "mean of V", "Wasserstein"):
         assert word in text
-    assert "width too small" in text.splitlines()[-1] and "unknown" not in text
-    covered = f"over the {report.mean.covered:.1%} covered ones"
+    assert "is too small" in text.splitlines()[-1] and "unknown" not in text
+    covered = f"over the {report.mean.covered:.1%} covered pairs"
     assert covered in text and 0.05 < report.mean.covered < 1
     assert 0 < report.mean.output < report.mean.mean_of_values
     wide = model("favorpp", num_features=4096)
@@ -258,7 +258,7 @@ def test_a_width_too_small_is_called_so():
         model("favorplus", num_features=2), batches(30.0)
     )
     assert report.mean.covered == 0 and np.isnan(report.mean.predicted)
-    assert "width too small" in str(report).splitlines()[2]
+    assert "num_features too small" in str(report).splitlines()[2]
     unknown = diagnostics.approximation_report(model("hybrid_angular"), batches())
     assert "unknown" in str(unknown)
 
@@ -284,7 +284,7 @@ def test_recommend():
         keras_rfattn.calibrate(linear, data)
     assert diagnostics.approximation_report(linear, data).mean.output < 0.15
     none = diagnostics.recommend(softmax, batches(8.0), 0.01, widths=(8,))
-    assert none.mechanism is None and "None reaches 0.01" in str(none)
+    assert none.mechanism is None and "No candidate reaches 0.01" in str(none)
 
 
 def test_bad_input():
@@ -297,7 +297,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="must hold a real token"):
         diagnostics.recommend(model(), [], 0.5)
     polynomial = keras_rfattn.replace_attention(model(), "polysketch", num_features=4)
-    with pytest.raises(ValueError, match="'polysketch', of polynomial attention"):
+    with pytest.raises(ValueError, match="'polysketch', which belongs to polynomial"):
         diagnostics.approximation_report(polynomial, batches())
 
 
@@ -323,4 +323,4 @@ def test_what_no_attention_reaches_needs_none():
     # All values alike: their mean is what any attention gives.
     found = diagnostics.recommend(model(), batches(0.01), 0.2, widths=(8,), verbose=0)
     assert found.control < 0.2
-    assert found.mechanism is None and "needs no attention" in str(found)
+    assert found.mechanism is None and "shows nothing about attention" in str(found)

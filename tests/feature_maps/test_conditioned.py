@@ -190,7 +190,7 @@ def test_calibrated_models_are_saved_and_restored(tmp_path):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="keeps softmax attention and no other"):
+    with pytest.raises(ValueError, match="`feature_map` must estimate softmax"):
         maps.Conditioned("elu")
     with pytest.raises(ValueError, match="`up_to` must be one of"):
         maps.Conditioned("favor", up_to="whiten")

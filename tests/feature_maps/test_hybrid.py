@@ -301,7 +301,7 @@ def test_errors():
         maps.PairCoefficient(tau=-1)
     feature_map = maps.HybridClustered(2, num_clusters=(9, 2))
     feature_map.build((None, None, 1, DIM))
-    with pytest.raises(ValueError, match="9 clusters need as many tokens"):
+    with pytest.raises(ValueError, match="at most the number of tokens.*9 clusters"):
         feature_map.adapt([(np.zeros((1, 4, DIM)), np.zeros((1, 4, DIM)))])
     with pytest.raises(ValueError, match="cannot adapt"):
         feature_map.adapt([])
@@ -334,7 +334,7 @@ def test_weights_of_maps_inside_maps_load_whatever_the_seed(feature_map, tmp_pat
     assert np.any(h.to_numpy(one(x)) != h.to_numpy(other(x)))
     other.load_weights(path)
     h.assert_same(other(x), one(x))
-    with pytest.raises(ValueError, match="saved from another one|not be loaded"):
+    with pytest.raises(ValueError, match="saved with another mech|not be loaded"):
         linear_model("favor", 1).load_weights(path)
 
 
@@ -419,7 +419,7 @@ def test_a_hybrid_of_kernel_coefficients_is_unbiased_and_saved():
     [
         ({"feature_map": "elu"}, "must estimate softmax"),
         ({"width": 0.0}, "`width` must be positive"),
-        ({"factor": 0}, "`factor` not 0"),
+        ({"factor": 0}, "`factor` must not be 0"),
         ({"matrix": np.eye(3)[:2]}, r"shape \(H, H\)"),
     ],
 )

@@ -270,7 +270,7 @@ class Wrapped(keras.layers.Layer):
 
 def test_what_is_not_there_cannot_be_chosen():
     for arguments in ({"num_features": 64}, {"projection": "orthogonal"}):
-        with pytest.raises(ValueError, match="nothing is random"):
+        with pytest.raises(ValueError, match="has no random vectors"):
             feature_maps.get("polynomial", **arguments)
     with pytest.raises(ValueError, match="no random vectors"):
         feature_maps.get("polysketch_learned", projection="gaussian")

@@ -107,7 +107,7 @@ def test_register_refuses(registry):
     class Other(feature_maps.Elu):
         pass
 
-    with pytest.raises(ValueError, match="'favor' is taken by Favor"):
+    with pytest.raises(ValueError, match="name='favor', which is taken by Favor"):
         feature_maps.register("favor", Other)
     for wrong in (keras.layers.Dense, feature_maps.get("elu"), "elu"):
         with pytest.raises(TypeError, match="`cls` must be a subclass"):

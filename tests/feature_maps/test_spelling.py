@@ -95,7 +95,7 @@ def test_a_registered_map_comes_before_an_alias():
 @pytest.mark.parametrize(
     "wrong, way_out",
     [
-        (feature_maps.FavorPlus, r"Call it: FavorPlus\(\)\."),
+        (feature_maps.FavorPlus, r"Create an instance: FavorPlus\(\)\."),
         (["favorplus"], "`keras_rfattn.models.Plan`"),
         (("favorplus",), "`keras_rfattn.models.Plan`"),
         (abs, "a subclass of `FeatureMap`"),

@@ -184,7 +184,7 @@ class Normalizing(MultiHeadAttention):
 def test_hybrids_warn_where_lengths_vary():
     shape = (2, 6, WIDTH)
     for name in ("hybrid_angular", "hybrid_gaussian"):
-        with pytest.warns(UserWarning, match=f"'{name}' in attention whose queries"):
+        with pytest.warns(UserWarning, match=f"queries and keys of '{name}' are not"):
             MultiHeadAttention(2, 4, feature_map=name).build(shape, shape)
         # Warnings of the package that no test expects are errors.
         Normalizing(2, 4, feature_map=name).build(shape, shape)

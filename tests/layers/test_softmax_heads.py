@@ -152,7 +152,7 @@ def test_replaced_saved_and_restored(tmp_path):
     clone = keras.models.clone_model(model)
     assert linear_layers(clone)[1].options.softmax_heads == (1,)
     model.save_weights(tmp_path / "one.weights.h5")
-    with pytest.raises(ValueError, match="saved from another one"):
+    with pytest.raises(ValueError, match="saved with another mechanism"):
         replaced().load_weights(tmp_path / "one.weights.h5")
     np.testing.assert_array_equal(
         keras_rfattn.restore_attention(model).predict(data, verbose=0), expected

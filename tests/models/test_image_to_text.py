@@ -104,7 +104,7 @@ def test_generation_is_by_full_passes(images, arguments):
 def test_images_are_asked_for():
     model = keras_rfattn.replace_attention(blip2(), "favorpp", exclude="*q_former*")
     x = prompts(images=0)
-    with pytest.raises(ValueError, match="3 positions of an image.*no images"):
+    with pytest.raises(ValueError, match="take 3 positions before.*no images"):
         model.generate_step({k: keras.ops.convert_to_tensor(v) for k, v in x.items()})
 
 

@@ -139,7 +139,7 @@ def test_from_preset_errors(tmp_path):
         keras_rfattn.from_preset(str(tmp_path), task="TextClasifier")
     model = bert_task()
     keras_rfattn.replace_attention(model, "elu").save_to_preset(str(tmp_path))
-    with pytest.raises(ValueError, match="linear already"):
+    with pytest.raises(ValueError, match="already linear"):
         keras_rfattn.from_preset(str(tmp_path), "elu")
 
 

@@ -122,12 +122,12 @@ def test_other_adapters_are_refused_before_anything_changes(what, tmp_path):
     trained(other).save_lora_weights(tmp_path / "m.lora.h5")
     model = linear(backbone())
     flags = [w.trainable for w in model.weights]
-    with pytest.raises(ValueError, match=r"must hold adapters of the layers.*Received"):
+    with pytest.raises(ValueError, match=r"adapters of the same layers.*Received"):
         model.load_lora_weights(tmp_path / "m.lora.h5")
     assert not adapters(model) and [w.trainable for w in model.weights] == flags
     model.enable_lora(2)
     before = values(model)
-    with pytest.raises(ValueError, match=r"must hold adapters of the layers.*Received"):
+    with pytest.raises(ValueError, match=r"adapters of the same layers.*Received"):
         model.load_lora_weights(tmp_path / "m.lora.h5")
     for path, pair in values(model).items():
         np.testing.assert_array_equal(pair[0], before[path][0])
@@ -136,7 +136,7 @@ def test_other_adapters_are_refused_before_anything_changes(what, tmp_path):
 def test_other_files_are_refused(softmax_file, tmp_path):
     model = linear(backbone())
     model.save_weights(tmp_path / "m.weights.h5")
-    with pytest.raises(ValueError, match="must be a file of `save_lora_weights`"):
+    with pytest.raises(ValueError, match="must be a file from `save_lora_weights`"):
         model.load_lora_weights(tmp_path / "m.weights.h5")
     model.enable_lora(3)
     with pytest.raises(ValueError, match="ranks must match"):

@@ -129,7 +129,7 @@ def test_windows_and_streams_are_refused():
     with pytest.raises(ValueError, match=r"\(prefix-LM\) has no windows.*window=4"):
         replace(model, window=4)
     replace(model)
-    with pytest.raises(TypeError, match="of tokens alone"):
+    with pytest.raises(TypeError, match="whose only inputs are tokens"):
         keras_rfattn.generation.prefill(model, np.ones((1, 2), "int32"))
 
 

@@ -262,15 +262,15 @@ BAD = {
     "softmax heads of all layers": (
         dict(softmax_heads=[0]),
         ValueError,
-        "must be a dict from layer paths",
+        "must be a dict that maps layer",
     ),
     "no such head": (
         dict(softmax_heads={"*": [3]}),
         ValueError,
-        "heads of first, from 0 to 1. Received: softmax_heads=.3,",
+        "indices of first, from 0 to 1. Received: softmax_heads=.3,",
     ),
     "every head": (dict(softmax_heads={"first": [0, 1]}), ValueError, "all 2 of first"),
-    "nothing left": (dict(exclude="*"), ValueError, "left to replace"),
+    "nothing left": (dict(exclude="*"), ValueError, "must leave layers to replace"),
     "map and width": (
         dict(feature_map=feature_maps.Favor(8), num_features=8),
         ValueError,
@@ -297,7 +297,7 @@ def test_bad_arguments_change_nothing(case):
 
 def test_bad_models():
     dense = keras.Sequential([keras.Input((3,)), LAYERS.Dense(2)])
-    with pytest.raises(ValueError, match="no attention.*Dense"):
+    with pytest.raises(ValueError, match="must have attention.*Dense"):
         keras_rfattn.replace_attention(dense)
     for thing in (None, "model", LAYERS.MultiHeadAttention, object()):
         with pytest.raises(TypeError, match="Keras model or layer"):
@@ -306,7 +306,7 @@ def test_bad_models():
             keras_rfattn.describe_attention(thing)
     with pytest.raises(ValueError, match="built"):
         keras_rfattn.replace_attention(Unregistered())
-    with pytest.raises(ValueError, match="no linear attention"):
+    with pytest.raises(ValueError, match="must have linear attention"):
         keras_rfattn.restore_attention(make())
     layer = LAYERS.MultiHeadAttention(2, 4)
     layer.build((2, 3, 8), (2, 3, 8))
@@ -317,7 +317,7 @@ def test_bad_models():
 def test_replacing_twice_is_refused():
     model = keras_rfattn.replace_attention(make(), "favorplus", seed=0)
     before, linear = snapshot(model), output(model)
-    with pytest.raises(ValueError, match="linear already"):
+    with pytest.raises(ValueError, match="already linear"):
         keras_rfattn.replace_attention(model, "elu")
     assert snapshot(model) == before
     np.testing.assert_array_equal(output(model), linear)
@@ -347,8 +347,8 @@ def test_hybrids_warn_where_lengths_may_differ():
         return [w for w in found if "not normalized" in str(w.message)]
 
     (warning,) = caught(sequential(), "hybrid_angular")
-    assert "'hybrid_angular' in attention" in str(warning.message)
-    assert "only where all have one length" in str(warning.message)
+    assert "of 'hybrid_angular' are not normalized" in str(warning.message)
+    assert "only if all of them have the same length" in str(warning.message)
     assert caught(sequential(), feature_maps.Conditioned("hybrid_gaussian", "center"))
     for name in ("favorpp", "favorpp_dense", "hybrid_clustered"):
         assert not caught(sequential(), name)
@@ -453,7 +453,7 @@ def test_report_prints_a_table():
     crossover = report.replaced[0].crossover
     for length, is_short in ((crossover, True), (crossover + 1, False)):
         text = str(dataclasses.replace(report, max_length=length))
-        assert ("and the model takes" in text) == is_short
+        assert ("but the model takes" in text) == is_short
 
 
 @pytest.mark.parametrize("name, beside", [

@@ -123,7 +123,7 @@ def test_a_generator_ends():
     assert len(list(Batches(stream(), 99, seed=0).first(4))) == 3
     batches = Batches((np.full(2, i) for i in range(9)), 99, seed=0)
     assert int(batches(8)[0]) == 8 and int(batches(2)[0]) == 2
-    with pytest.raises(ValueError, match="gives its batches once"):
+    with pytest.raises(ValueError, match="yields its batches only once"):
         batches(5)
 
 
@@ -180,7 +180,7 @@ def test_texts_of_an_evaluation_are_dropped_and_counted():
     batches = Batches(lambda: iter(parts), 2, 0, lengths, exclude=["a man, sings"])
     assert len(batches(0)["token_ids"]) == 1 and batches.dropped == 3
     assert len(batches(3)["token_ids"]) == 1 and batches.dropped == 3
-    with pytest.raises(ValueError, match="`data` is not text"):
+    with pytest.raises(ValueError, match="because `data` is not text"):
         Batches(ROWS, 2, 0, exclude=["a"])
     with pytest.raises(ValueError, match="none after 3 were dropped"):
         Batches(["a", "A", "a."], 2, 0, lengths, exclude=["a"])

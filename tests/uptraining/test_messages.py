@@ -25,7 +25,7 @@ WRONG_DATA = {
     "no text": (["a", None], "None between texts. Drop it"),
     "empty stream": (lambda: iter(()), "at least one batch. Received: none."),
     "empty generator": ((x for x in ()), "at least one batch. Received: none."),
-    "stream of texts": (lambda: iter(["a", "b"]), "'a'. A batch is an array, or a"),
+    "stream of texts": (lambda: iter(["a", "b"]), "'a'. A batch must be an array"),
 }
 
 
@@ -56,9 +56,9 @@ WRONG_BATCHES = {
     "function": (lambda: [X], "a function. Call it"),
     "number": (5, "data=5 of type int"),
     "none": (None, "data=None"),
-    "one batch": (X, r"a row of the array that `data` is.*`\[data\]`"),
-    "labelled": ([(X, np.zeros(3))], "Leave labels and weights out"),
-    "shape": ([X[:, :5]], r"takes: an array of shape \(None, 6, 8\). Received: an"),
+    "one batch": (X, r"one row of the array `data`.*`\[data\]`"),
+    "labelled": ([(X, np.zeros(3))], "Remove labels and weights"),
+    "shape": ([X[:, :5]], r"the model, an array of shape \(None, 6, 8\). Received"),
     "objects": ([np.array([[1], [1, 2]], object)], "an array of objects of shape"),
 }
 

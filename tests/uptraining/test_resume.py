@@ -120,7 +120,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
     assert position == (0, 2) and arrays["x"][0] == 2 and notes == {"errors": [2]}
     for damaged in damages(content):
         last.write_bytes(damaged)
-        with pytest.warns(UserWarning, match=f"{last.name}' is torn, and refused"):
+        with pytest.warns(UserWarning, match=f"{last.name}' is damaged, and skipped"):
             position, arrays, _ = checkpoints.load()
         assert position == (0, 1) and arrays["x"][0] == 1
 
@@ -130,7 +130,7 @@ def test_training_goes_on_from_the_one_before_it(tmp_path):
     broken(tmp_path, 3)
     *_, last = files(tmp_path)
     last.write_bytes(last.read_bytes()[:-100])
-    with pytest.warns(UserWarning, match=f"{last.name}' is torn, and refused"):
+    with pytest.warns(UserWarning, match=f"{last.name}' is damaged, and skipped"):
         assert same(run(tmp_path)[0], expected)
 
 

@@ -72,4 +72,4 @@ def test_maps_are_made_where_the_model_was():
     assert found["mirrored"][0] == pytest.approx(found["single"][0], rel=1e-4)
     assert 0 < found["mirrored"][1] < found["mirrored"][0]
     assert "made outside of any strategy's scope. Leave the scope" in found["outside"]
-    assert "made in the scope of another, MirroredStrategy" in found["another"]
+    assert "made in the scope of MirroredStrategy" in found["another"]

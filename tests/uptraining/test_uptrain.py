@@ -426,7 +426,7 @@ def test_a_teacher_that_changes_is_noticed():
 BAD = {
     "softmax": (dict(), "has no linear attention to train"),
     "stage": ({"stages": ("attention", "logits")}, "`stages` must be some of"),
-    "order of stages": ({"stages": ("features", "attention")}, "in that order"),
+    "order of stages": ({"stages": ("features", "attention")}, "in this order"),
     "no stage": ({"stages": ()}, "`stages` must be some of"),
     "steps": ({"steps": 0}, "`steps` must be a positive integer"),
     "trainable": ({"trainable": "query"}, "`trainable` must be one of"),
@@ -503,7 +503,7 @@ def vectors(dtype=None, constraint=None, is_silent=False):
 @pytest.mark.parametrize(
     ("kinds", "trainable", "message"),
     [
-        ({}, "lora", "not finite, of .*attention_0.* in batch 0"),
+        ({}, "lora", "not finite in .*attention_0.*, batch 0"),
         ({"constraint": "max_norm"}, "lora", "`kernel_constraint`"),
         ({"is_silent": True}, "lora", "Stage 'features' compares"),
         ({"dtype": "bfloat16"}, "query_key", "are bfloat16"),
@@ -585,7 +585,7 @@ def test_numbers_and_callbacks_of_other_kinds():
 def test_a_second_uptraining_has_another_teacher():
     model = m.linear_model()
     m.uptrain(model, steps=2, stages="attention", trainable="query_key")
-    with pytest.warns(UserWarning, match="as they are now, not the checkpoint's"):
+    with pytest.warns(UserWarning, match="their current values, not the checkpoint's"):
         m.uptrain(model, steps=2, stages="features")
 
 

@@ -32,7 +32,7 @@ def convert_vit(source):
         import keras_hub
     except ImportError as error:
         raise ImportError(
-            "The converter makes a KerasHub model. Install KerasHub with "
+            "`convert_vit` returns a KerasHub model. Install KerasHub with "
             "`pip install 'keras-rfattn[hub]'`."
         ) from error
     names = {
@@ -45,8 +45,9 @@ def convert_vit(source):
         )
     if any("/feature_map/" in w.path for w in source.weights):
         raise ValueError(
-            "`source` has linear attention. Call `restore_attention` first, convert, "
-            "and replace attention in the result."
+            "`source` must have softmax attention. Received: a ViT with linear "
+            "attention. Call `restore_attention` first, convert, and replace attention "
+            "in the result."
         )
     backbone = keras_hub.models.ViTBackbone(
         image_shape=tuple(source.input.shape[1:]),
