@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import keras
+from keras import ops
 
 from keras_rfattn.backend import common
 from keras_rfattn.backend.common import heads_at_once, is_known, product, wide_dtype
@@ -40,9 +41,8 @@ def precise_einsum(equation, a, b):
     # writes the result in order instead of transposing it afterwards.
     inputs, output = equation.split("->")
     equation = ",".join(reversed(inputs.split(","))) + "->" + output
-    return jnp.einsum(
-        equation, b.astype(dtype), a.astype(dtype), precision=jax.lax.Precision.HIGHEST
-    )
+    a, b = ops.cast(a, dtype), ops.cast(b, dtype)
+    return jnp.einsum(equation, b, a, precision=jax.lax.Precision.HIGHEST)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

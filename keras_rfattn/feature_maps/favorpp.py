@@ -195,7 +195,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
             measured: The statistic of the batch, of shape `(K,)` or `(K, H)`.
             real: Whether the batch has a real token. If not, nothing changes.
         """
-        count = ops.cast(self.updates, "float32")
+        real, count = ops.convert_to_tensor(real), ops.cast(self.updates, "float32")
         keep = elementwise_min(count / (count + 1), self.momentum)
         keep = where(real, keep, 1.0)
         stored = ops.convert_to_tensor(self.mean_square)

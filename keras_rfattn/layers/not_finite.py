@@ -52,6 +52,7 @@ def judge(query, key, value):
         `(query, key, value, finite)`: arrays of finite numbers, and a `Finite` or
         `None` if all tokens were found to be finite.
     """
+    query, key, value = map(ops.convert_to_tensor, (query, key, value))
     infinity = float("inf")
     if known_finite(query, key, limit=LARGEST) and known_finite(value, limit=infinity):
         return query, key, value, None
