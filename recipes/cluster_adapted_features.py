@@ -51,8 +51,8 @@ from sklearn.cluster import KMeans
 from sklearn.preprocessing import StandardScaler
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.clustered import Clusters
-from keras_rfattn.feature_maps.complex_exponential import diagonal
+from keras_rfattn.feature_maps.papers.clustered import Clusters
+from keras_rfattn.feature_maps.papers.complex_exponential import diagonal
 from keras_rfattn.kernels import values
 
 DIM, CLUSTER_SIZE, REPETITIONS = 50, 1000, 20

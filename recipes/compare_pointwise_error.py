@@ -48,7 +48,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.kernels import hybrid_variance
+from keras_rfattn.kernels.papers import hybrid_variance
 
 DIM, NUM_FEATURES = 64, 128
 RADII = (1.0, 1.25, 1.5)

@@ -76,7 +76,8 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.kernels import hybrid_variance, variance
+from keras_rfattn.kernels import variance
+from keras_rfattn.kernels.papers import hybrid_variance
 from keras_rfattn.projections import Hadamard, Halton
 
 FILES = {"wine": "wine.csv", "Boston": "housing.csv"}

@@ -39,7 +39,8 @@ from keras import ops
 from matplotlib.figure import Figure
 
 from keras_rfattn import feature_maps
-from keras_rfattn.kernels import hybrid_variance, variance
+from keras_rfattn.kernels import variance
+from keras_rfattn.kernels.papers import hybrid_variance
 
 DIMS, SQUARES = (4, 16, 64, 256), np.linspace(1, 100, 100)
 M, N, RADII, ANGLES = 10, 1, np.linspace(0, 5, 51), np.linspace(0, np.pi, 91)

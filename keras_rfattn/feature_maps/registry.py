@@ -1,7 +1,7 @@
 """The registry of feature maps by name.
 
 `get` looks a map up. Layers and functions that replace attention call `resolve`. The
-table itself is filled in `keras_rfattn/feature_maps/__init__.py`.
+table itself is filled in `keras_rfattn/feature_maps/__init__.py`, and by `register`.
 """
 
 import keras

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_rfattn.kernels import tails
+from keras_rfattn.kernels.papers import tails
 
 pytestmark = pytest.mark.once
 

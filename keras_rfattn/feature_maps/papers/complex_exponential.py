@@ -6,11 +6,11 @@ from keras import ops
 
 from keras_rfattn.backend.precision import precise_einsum, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.base import half_square, number
 from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments
+from keras_rfattn.feature_maps.papers.complex_features import exponential
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.kernels.variance import log_moment_complex_exponential
+from keras_rfattn.kernels.papers.second_moments import log_moment_complex_exponential
 
 FORMS = ("complex", "real", "full")
 # Largest entry of a diagonal A, and the inverse of the smallest. It applies where a

@@ -13,7 +13,7 @@ from keras_rfattn.feature_maps.arguments import derive_seed, is_number
 from keras_rfattn.feature_maps.base import number
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.projected import RandomFeatureMap
-from keras_rfattn.kernels.variance import (
+from keras_rfattn.kernels.papers.second_moments import (
     log_moment_geometric,
     log_moment_poisson,
     log_moment_shifted,

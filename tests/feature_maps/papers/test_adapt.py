@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from keras_rfattn import feature_maps as maps
-from keras_rfattn.feature_maps.gerf import optimal_parameters
+from keras_rfattn.feature_maps.papers.gerf import optimal_parameters
 from keras_rfattn.kernels import variance
+from keras_rfattn.kernels.papers import second_moments
 from tests import helpers as h
 
 DIM = 8
@@ -40,7 +41,8 @@ def test_poisson_rate_is_equation_12():
     x, y = data[0][0][:1, :1], data[0][1][:1, :1]
     best = float(h.to_numpy(adapted("poisson", [(x, y)]).parameter)[0])
     values = [
-        variance.log_moment_poisson((x * y)[0, 0], best * f) for f in (0.9, 1, 1.1)
+        second_moments.log_moment_poisson((x * y)[0, 0], best * f)
+        for f in (0.9, 1, 1.1)
     ]
     assert values[1] == min(values)
 
@@ -53,7 +55,7 @@ def test_geometric_probability_is_the_minimum_of_equation_13():
             [np.abs(q[head]).mean(0) * np.abs(k[head]).mean(0) for q, k in data], 0
         )
         grid = np.linspace(0.01, 0.99, 981)
-        values = [variance.log_moment_geometric(products, g) for g in grid]
+        values = [second_moments.log_moment_geometric(products, g) for g in grid]
         np.testing.assert_allclose(p[head], grid[np.argmin(values)], atol=2e-3)
 
 
@@ -158,18 +160,9 @@ def test_complex_exponential_is_exact_at_the_means():
     a = a[0] + 1j * a[1]
     x, y = data[0][0][0, 0], data[0][1][0, 0]
     np.testing.assert_allclose(a * x + y / a, 0, atol=1e-6)
-    moment = variance.log_moment_complex_exponential(x, y, a)
+    moment = second_moments.log_moment_complex_exponential(x, y, a)
     assert variance.variance(moment, x, y) < 1e-6
     real = adapted("complex_exponential", data, form="real")
     assert real.is_positive and np.all(h.to_numpy(real.matrix)[:, 1] == 0)
     size = np.sqrt(np.abs(y / x))
     h.assert_close(h.to_numpy(real.matrix)[0, 0], size, 1e-6)
-
-
-def test_favorpp_per_direction():
-    data = samples()
-    feature_map = adapted("favorpp", data, per_direction=True)
-    expected = [
-        np.mean((q[:, :, None] + k[:, None]) ** 2, axis=(1, 2)) for q, k in data
-    ]
-    h.assert_close(feature_map.mean_square, np.mean(expected, axis=0), 1e-6)

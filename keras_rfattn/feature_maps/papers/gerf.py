@@ -8,9 +8,9 @@ from keras import ops
 
 from keras_rfattn.backend.precision import wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.base import half_square, number
 from keras_rfattn.feature_maps.moments import mean_of
+from keras_rfattn.feature_maps.papers.complex_features import exponential
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.kernels.variance import (
     log_moment_generalized_exponential,

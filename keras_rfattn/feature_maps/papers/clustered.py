@@ -9,10 +9,13 @@ from keras import ops
 
 from keras_rfattn.backend.precision import where, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.arguments import derive_seed, is_integer
 from keras_rfattn.feature_maps.base import half_square
-from keras_rfattn.feature_maps.complex_exponential import diagonal, diagonal_parts
+from keras_rfattn.feature_maps.papers.complex_exponential import (
+    diagonal,
+    diagonal_parts,
+)
+from keras_rfattn.feature_maps.papers.complex_features import exponential
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import LOWEST, Features
 from keras_rfattn.ops.layout import move_axis

@@ -7,17 +7,17 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.backend.precision import wide_dtype
-from keras_rfattn.feature_maps.algebra import exponential
 from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.base import half_square
-from keras_rfattn.feature_maps.clustered import check_clusters, find_clusters
 from keras_rfattn.feature_maps.coefficients import Coefficient
-from keras_rfattn.feature_maps.complex_exponential import (
+from keras_rfattn.feature_maps.hybrid import Hybrid
+from keras_rfattn.feature_maps.papers.clustered import check_clusters, find_clusters
+from keras_rfattn.feature_maps.papers.complex_exponential import (
     ComplexExponential,
     MatrixExponential,
     diagonal_parts,
 )
-from keras_rfattn.feature_maps.hybrid import Hybrid
+from keras_rfattn.feature_maps.papers.complex_features import exponential
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
