@@ -7,7 +7,7 @@ softmax, from scratch for a tenth of them, and from the softmax model ("Uptrain"
 tenth of the steps: half of these are `uptrain`, half are training on masked characters
 again. All share learning rates, batches and masks.
 
-    python recipes/pretrain_bert.py --data-dir DIR --seeds 0 1 2
+    python recipes/papers/pretrain_bert.py --data-dir DIR --seeds 0 1 2
 
 DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
 training, and test is for loss and accuracy on masked characters. FAVOR++ takes its A
@@ -23,10 +23,12 @@ tenth of the steps, FAVOR+ and FAVOR++ reach 0.38 to 0.41.
 """
 
 import argparse
-import math
 import os
 import pathlib
+import sys
 import time
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 WIDTH = {"num_features": 256}
 MECHANISMS = {
@@ -49,7 +51,7 @@ SMOKE = {
     "context": 16, "tested": 16, "steps": 40,
     "model": {"num_layers": 1, "num_heads": 1, "hidden_dim": 8, "intermediate_dim": 8},
 }  # fmt: skip
-BATCH, RATE, WEIGHT_DECAY, MASKED, POSITIONS = 8, 1e-3, 0.05, 0.15, 0.1
+BATCH, RATE, WEIGHT_DECAY, MASKED = 8, 1e-3, 0.05, 0.15
 
 
 def parse_arguments():
@@ -73,8 +75,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import keras_hub
 import numpy as np
-from common import characters, controls, training
-from keras import ops
+from common import characters, controls, narrow
+from common.results import record
 
 import keras_rfattn
 from keras_rfattn import diagnostics
@@ -101,7 +103,7 @@ def main(args):
                 if weights is None:
                     weights = model.get_weights()
                 row["minutes"] = round((time.time() - began) / 60, 2)
-                training.record(args, row)
+                record(args, row)
                 print(row, flush=True)
 
 
@@ -131,16 +133,10 @@ def bert(args, vocabulary, seed):
         vocabulary + 1, max_sequence_length=args.context, dropout=0.0, **args.model
     )
     model = keras_hub.models.BertMaskedLM(backbone)
-    for weight in model.trainable_weights:
-        if weight.path.endswith(("kernel", "embeddings")):
-            # BERT's initializer assumes a width of 768.
-            weight.assign((768 / backbone.hidden_dim) ** 0.5 * weight)
     # Positions are sinusoids, because each row of a trained table would learn only from
-    # the few masks near it. The longest sinusoid is as long as the context.
-    places = keras_hub.layers.SinePositionEncoding(args.context / (2 * math.pi))
-    places = POSITIONS * places(ops.zeros((1, args.context, backbone.hidden_dim)))[0]
-    backbone.get_layer("position_embedding").position_embeddings.assign(places)
-    backbone.get_layer("position_embedding").trainable = False
+    # the few masks near it.
+    positions = backbone.get_layer("position_embedding")
+    narrow.prepare(model, backbone.hidden_dim, positions, args.context)
     return model
 
 

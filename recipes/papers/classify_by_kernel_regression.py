@@ -7,7 +7,7 @@ features are complex). The protocol is the paper's: one 90/5/5 split for all map
 chosen from 10 values between 0.01 and 100 by validation accuracy, and results averaged
 over draws of random vectors.
 
-    python recipes/classify_by_kernel_regression.py --data-dir DIR [--sets car yeast]
+    python recipes/papers/classify_by_kernel_regression.py --data-dir DIR [--sets car]
 
 DIR holds `uci/` with abalone.csv, banknote_authentication.csv, car.arff, yeast.csv,
 cmc.arff, nursery.arff and kropt.csv (chess). The paper's eighth set, wifi localization,
@@ -30,8 +30,11 @@ import argparse
 import csv
 import os
 import pathlib
+import sys
 import time
 from functools import partial
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 FILES = {
     "abalone": "abalone.csv",
@@ -65,9 +68,8 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-from common.training import record
+from common.results import interval, record, report
 from keras import ops
-from scipy import stats
 from scipy.io import arff
 from scipy.spatial.distance import cdist
 
@@ -217,12 +219,6 @@ def features(feature_map, method, x):
     return heads_first(Features(found.values, found.log_scale - norms), DRAWS)
 
 
-def interval(values):
-    """Returns the mean and half the width of its 95 % interval (Student's t)."""
-    half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1)
-    return np.mean(values), half / np.sqrt(len(values))
-
-
 def print_table(encoding, table):
     print(f"\n{encoding}: accuracy less the same split's majority guess, in percent,")
     print("± 95 % over splits (the paper's less its TrigRF's)")
@@ -243,7 +239,7 @@ def print_table(encoding, table):
         if other != "OPRF":
             mean, half = interval(average["OPRF"] - average[other])
             text = f"{encoding}: OPRF above {other}, {mean:.2f} ± {half:.2f}"
-            print(f"check: {text}: {'yes' if mean > half else 'no'}")
+            report(text, mean > half)
 
 
 if __name__ == "__main__":

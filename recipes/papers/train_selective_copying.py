@@ -7,7 +7,7 @@ of 16, and every mechanism sees the same examples. An example counts only if all
 tokens are right. Paper, context 4k: softmax 99.73 %, polynomial 99.90 %, polysketch
 (learned + local) 99.16 %.
 
-    python recipes/train_selective_copying.py [--context 32] [--steps 1400]
+    python recipes/papers/train_selective_copying.py [--context 32] [--steps 1400]
 
 A training run ends early once the task is solved. Each run appends a line to
 `--results`: command, mechanism, seed, steps, minutes, accuracy on `--examples` fresh
@@ -15,6 +15,10 @@ examples.
 """
 
 import os
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common import flags
 

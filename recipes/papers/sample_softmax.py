@@ -4,7 +4,7 @@ Hybrid Random Features (Choromanski et al., 2022), section 4.2, I.1 and figure 1
 Rawat et al. (2019). For every word, 40 wrong classes are drawn from an estimate of the
 softmax distribution, and the loss is over them and the right class.
 
-    python recipes/sample_softmax.py --data-dir DIR [--seeds 0 1 2 3 4]
+    python recipes/papers/sample_softmax.py --data-dir DIR [--seeds 0 1 2 3 4]
 
 DIR holds `wikitext2/{valid,test}.txt`. The model is trained on the first 90 % of valid
 (until the loss on its last 10 % has not improved for three epochs), and tested on test
@@ -26,7 +26,11 @@ Cost: 15 to 30 minutes a seed. Seen: docs/pages/results/hrf.md.
 
 import argparse
 import os
+import pathlib
+import sys
 import time
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 MAPS = {
     "favor": {"num_features": 256},
@@ -57,9 +61,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 from common import words
-from common.training import record
+from common.results import interval, record, report
 from keras import ops
-from scipy import special, stats
+from scipy import special
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers import KernelFeatures
@@ -227,12 +231,6 @@ def fit(encoder, loss, train, watched, epochs):
     return words.fit(model, *data, epochs, PATIENCE)
 
 
-def interval(values):
-    """Returns the mean over seeds, and half the width of its 95 % interval."""
-    half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1)
-    return np.mean(values), half / np.sqrt(len(values))
-
-
 def summarize(found):
     """Prints test perplexities, and paired differences from uniform and exact."""
     print(f"\n{'negatives from':<16}{'test perplexity':>18}{'less uniform':>18}")
@@ -245,8 +243,8 @@ def summarize(found):
             above, a = interval(found[sampler] - found["exact"])
             below, b = interval(found["uniform"] - found[sampler])
             text = f"{above:.2f} ± {a:.2f} above exact, {below:.2f} ± {b:.2f} below"
-            answer = "yes" if above > a and below > b else "no"
-            print(f"check: {sampler} {text} uniform sampling: {answer}")
+            text = f"{sampler} {text} uniform sampling"
+            report(text, above > a and below > b)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 - Theorem 3.5 of the latter: the hybrid's relative error vanishes like √θ at θ = 0 and
   like √(π - θ) at π (the paper prints √(θ - π)), with the factor √(1/2πmn) W(r).
 
-    python recipes/plot_variance.py [--plot plot_variance.png]
+    python recipes/papers/plot_variance.py [--plot plot_variance.png]
 
 The draws use short inputs: at the figures' own lengths the variance comes from values
 so rare that draws would not show it. Cost: a minute on one core.
@@ -17,6 +17,10 @@ Expected: see docs/pages/results/crt.md and hrf.md.
 
 import argparse
 import os
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 
 def parse_arguments():
@@ -34,7 +38,8 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-from common.training import record
+from common import hybrids
+from common.results import record, report
 from keras import ops
 from matplotlib.figure import Figure
 
@@ -156,8 +161,7 @@ def measure(name, sets):
 def dense(method, x, sets):
     tokens = np.tile(x.astype("float32"), (1, 1, sets, 1))
     features = method(ops.convert_to_tensor(tokens))
-    found = features.ones_or_values() * ops.exp(features.log_scale)
-    return ops.convert_to_numpy(found)[0, 0].astype("float64")
+    return ops.convert_to_numpy(hybrids.dense(features))[0, 0].astype("float64")
 
 
 def near_the_ends(radius, m, n):
@@ -169,10 +173,6 @@ def near_the_ends(radius, m, n):
         relative = np.sqrt(mse("angular", x, y, m, n)) / np.exp(np.sum(x * y, -1))
         ends.append(relative / np.sqrt(NEAR) / limit)
     return np.stack([NEAR, *ends], -1).tolist()
-
-
-def report(text, holds):
-    print(f"check: {text}: {'yes' if holds else 'no'}")
 
 
 def plot(ratios, surfaces, limits, measured, path):

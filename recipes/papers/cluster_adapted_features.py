@@ -6,7 +6,7 @@ in σ of the clusters and in `s = l(A)` (equation 21), the error that a real dia
 leaves at the centers. The hybrid has a real A for each pair of clusters (zero-one
 coefficients). FAVOR+ and trigonometric features do not adapt to the data.
 
-    python recipes/cluster_adapted_features.py
+    python recipes/papers/cluster_adapted_features.py
 
 Details that the paper leaves open follow its authors' notebook (HL-hanlin/HRF_ICLR2022,
 Cluster_Estimator). Queries have length 0.1 and keys length 1. Centers have entries of 3
@@ -27,6 +27,10 @@ Cost: 10 minutes for five draws on one core. Expected: see docs/pages/results/hr
 
 import argparse
 import os
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 
 def parse_arguments():
@@ -45,7 +49,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-from common.training import record
+from common.results import record, report
 from keras import ops
 from sklearn.cluster import KMeans
 from sklearn.preprocessing import StandardScaler
@@ -244,10 +248,6 @@ def check(results, seeds):
             wins = np.sum(mean[k][:, at(50)] < best)
             text = f"{name}: {k} lowest at width 200 in {wins} of {len(seeds)}"
             report(text, wins == len(seeds))
-
-
-def report(text, holds):
-    print(f"check: {text}: {'yes' if holds else 'no'}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ inputs have equal length r and an angle between 0 and π. Trigonometric features
 ("favor") are exact at angle 0, and the ± pair of positive features ("favorplus") at π.
 The angular hybrid of both is exact at both ends.
 
-    python recipes/compare_pointwise_error.py [--plot out.png] [--estimates 10000]
+    python recipes/papers/compare_pointwise_error.py [--estimates 10000]
 
 Cost: a minute on one core. Expected: at every radius the hybrid has the smallest
 maximum of the relative error over the angles, and measurements follow the closed forms
@@ -23,6 +23,10 @@ is 0.
 
 import argparse
 import os
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.flags import add_smoke
 
@@ -45,6 +49,8 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
+from common.hybrids import cost, dense, equal_cost
+from common.results import report
 from keras import ops
 
 from keras_rfattn import feature_maps
@@ -80,23 +86,6 @@ def main(args):
     check(measured, maxima)
     if args.plot:
         plot(ratios, measured, m, n, args.plot)
-
-
-def cost(m, n, dim):
-    """Returns the multiplications for the hybrid's features of one token."""
-    return (m + n) * dim + 4 * m * (n + 1)
-
-
-def equal_cost(num_vectors, dim):
-    """Returns the (m, n) with the smallest bound that cost at most `num_vectors`."""
-    pairs = []
-    for n in range(1, num_vectors):
-        fixed = cost(0, n, dim)
-        m = (num_vectors * dim - fixed) // (cost(1, n, dim) - fixed)
-        pairs += [(m, n)] if m else []
-    return min(
-        pairs, key=lambda mn: hybrid_variance.angular_relative_error_bound(1.0, *mn)
-    )
 
 
 def build(name, m, n, seed):
@@ -143,10 +132,6 @@ def broadcast(x):
     """Broadcasts points `(n, d)` to tokens of every head, `(1, n, BATCH, d)`."""
     x = np.broadcast_to(x[None, :, None], (1, len(x), BATCH, DIM))
     return ops.convert_to_tensor(x.astype("float32"))
-
-
-def dense(features):
-    return features.ones_or_values() * ops.exp(features.log_scale)
 
 
 def closed_form(name, radius, theta, m, n):
@@ -212,10 +197,6 @@ def check(measured, maxima):
             f"r = {radius}: the hybrid's closed form is within theorem 3.5's bound",
             exact["hybrid"] <= exact["theorem"],
         )
-
-
-def report(text, holds):
-    print(f"check: {text}: {'yes' if holds else 'no'}")
 
 
 def plot(ratios, measured, m, n, path):

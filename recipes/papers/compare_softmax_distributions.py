@@ -4,7 +4,7 @@ Hybrid Random Features (Choromanski et al., 2022), section 4.2 and I, on a 2-lay
 with tied embeddings: table 4 with figures 3 and 7 (vector lengths unchanged), and table
 5 with figures 8 and 9 (the regularizer of equation 105, λ1 = λ2 = 2, τ = 6).
 
-    python recipes/compare_softmax_distributions.py --data-dir DIR [--seeds 0 1 2]
+    python recipes/papers/compare_softmax_distributions.py --data-dir DIR [--seeds 0]
 
 DIR holds `wikitext2/{valid,test}.txt`. The model is trained on the first 90 % of valid
 (until the loss on its last 10 % stops falling) and tested on test. The paper uses
@@ -31,7 +31,11 @@ Cost: 12 minutes a seed on one core. Seen: docs/pages/results/hrf.md.
 
 import argparse
 import os
+import pathlib
+import sys
 import time
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 
 def parse_arguments():
@@ -53,7 +57,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 from common import words
-from common.training import record
+from common.results import record
 from keras import ops
 from scipy.stats import ks_2samp
 

@@ -1,4 +1,7 @@
-"""Feature maps that serve as trainable controls; not a recipe itself."""
+"""Feature maps that serve as controls; not a recipe itself.
+
+Importing this file registers the name "one_feature".
+"""
 
 from keras import ops
 
@@ -6,6 +9,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.ops import Features
 
 
+@feature_maps.register("one_feature")
 class OneFeature(feature_maps.FeatureMap):
     """A map with weights `exp(u·k)` for any query; uniform before training."""
 

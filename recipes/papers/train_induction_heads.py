@@ -7,7 +7,7 @@ models have two layers and 8 heads of 16, and every mechanism sees the same exam
 Paper, context 128: softmax, polynomial and polysketch reach above 99.95 %, after up to
 400k steps; guessing gives 6.25 %.
 
-    python recipes/train_induction_heads.py [--context 128] [--steps 2500]
+    python recipes/papers/train_induction_heads.py [--context 128] [--steps 2500]
 
 A training run ends early once the task is solved. Each run appends a line to
 `--results`: command, mechanism, seed, steps, minutes, accuracy on `--examples` fresh
@@ -15,6 +15,10 @@ examples.
 """
 
 import os
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common import flags
 

@@ -9,7 +9,7 @@ knows the scene. It gives each of 17 steering angles a probability, which depend
 free its way is and how near to the goal it leads. The output at the goal's token has to
 predict this distribution (cross entropy).
 
-    KERAS_BACKEND=torch python recipes/imitate_policy.py --seeds 0 1 2 3 4
+    KERAS_BACKEND=torch python recipes/papers/imitate_policy.py --seeds 0 1 2 3 4
 
 Queries and keys have length one (`temperature=1`), as in the paper. This holds for both
 maps, for FAVOR+ with as many multiplications as the hybrid, and for their exact
@@ -32,7 +32,11 @@ Cost: 7 minutes a seed on one busy core. For results see docs/pages/results/hrf.
 
 import argparse
 import os
+import pathlib
+import sys
 import time
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 UNIT = {"temperature": 1.0}
 PATCH = 4
@@ -75,8 +79,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import keras_hub
 import numpy as np
-from common import controls, training
+from common import controls
+from common.results import record
 from common.scenes import STEERING, Scenes
+from common.schedules import cosine
 from keras import layers, ops
 
 
@@ -154,7 +160,7 @@ def main(args):
         away = np.abs(STEERING[chosen] - STEERING[wanted])
         rows.append(row | {"degrees": float(np.rad2deg(away.mean()))})
         print(rows[-1], flush=True)
-        training.record(args, rows[-1])
+        record(args, rows[-1])
 
     for seed in args.seeds:
         generator = np.random.default_rng(seed)
@@ -184,9 +190,7 @@ def straight_on(x):
 
 
 def fit(model, x, chances, steps, seed):
-    rate = keras.optimizers.schedules.CosineDecay(
-        0.0, steps, warmup_target=RATE, warmup_steps=steps // 10 + 1
-    )
+    rate = cosine(RATE, steps)
     loss = keras.losses.CategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.AdamW(rate, WEIGHT_DECAY, clipnorm=1.0), loss)
     generator = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ Chefs' Random Tables (Likhosherstov et al., 2022), figure 2 and section 5.1. Pai
 to the sets as in the paper (equations 8, 12, 14), and the log-variance is averaged over
 pairs and 5 samples. Maps of real features draw two vectors where complex ones draw one.
 
-    python recipes/compare_kernel_variance.py [--plot out.png] [--pairs 16384]
+    python recipes/papers/compare_kernel_variance.py [--plot out.png] [--pairs 16384]
 
 Cost: two minutes on one core. Expected: GERF is never above TrigRF, and OPRF never
 above PosRF. At σ = 1 the log-variance of OPRF is below that of PosRF by more than 75
@@ -18,6 +18,10 @@ makes GeomRF+ positive is the smallest entry of its set.
 
 import argparse
 import os
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.flags import add_smoke
 
@@ -43,6 +47,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
+from common.results import report
 from sklearn.datasets import load_digits
 
 from keras_rfattn import diagnostics, feature_maps
@@ -164,10 +169,6 @@ def check(results):
         text = f"{regime}, σ = 1: GERF below TrigRF by {gain:.1f}"
         least = PAPER_GERF_GAINS[regime]
         report(f"{text} (paper: more than {least})", gain > least)
-
-
-def report(text, holds):
-    print(f"check: {text}: {'yes' if holds else 'no'}")
 
 
 def plot(results, path):

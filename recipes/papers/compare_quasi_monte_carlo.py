@@ -6,7 +6,7 @@ softmax kernel `exp(x · y)` on 100 random pairs of the UCI sets wine and Boston
 (ORF-Had) or from a random Halton sequence (Halton-R). The angular hybrid of equal cost
 has orthogonal (HRF-ort) or independent (HRF-iid) vectors.
 
-    python recipes/compare_quasi_monte_carlo.py --data-dir DIR
+    python recipes/papers/compare_quasi_monte_carlo.py --data-dir DIR
 
 DIR holds `uci/wine.csv` and `uci/housing.csv`: commas, no header, label last.
 
@@ -37,6 +37,9 @@ hybrids on Boston.
 import argparse
 import os
 import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.flags import add_smoke
 
@@ -73,6 +76,8 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
+from common.hybrids import cost, dense, equal_cost
+from common.results import report
 from keras import ops
 
 from keras_rfattn import feature_maps
@@ -99,17 +104,17 @@ PAPER = {
 
 
 def main(args):
-    results = {}
+    results, counts_products = {}, args.cost == "products"
     for name, file in FILES.items():
         rows = load(args, file)
         dim = rows.shape[1]
-        m, n = equal_cost(NUM_VECTORS, dim, args.cost)
+        m, n = equal_cost(NUM_VECTORS, dim, counts_products)
         print(f"\n{name}: {len(rows)} rows of {dim} columns, {args.scaling}, ", end="")
         print(f"length {args.length:.3f}, seed {args.seed}")
         print(f"{args.baseline}: {NUM_VECTORS} vectors, ", end="")
         print(f"{NUM_VECTORS * dim} multiplications, width {2 * NUM_VECTORS}")
         print(f"hybrid: m = {m}, n = {n}, ", end="")
-        print(f"{cost(m, n, dim, args.cost)} multiplications ", end="")
+        print(f"{cost(m, n, dim, counts_products)} multiplications ", end="")
         print(f"({args.cost}), width {4 * m * (n + 1)}")
         pairs = draw_pairs(rows, args)
         results[name] = {
@@ -137,23 +142,6 @@ def load(args, file):
     if args.scaling == "standard":
         rows = rows / rows.std(0)
     return args.length * rows / np.linalg.norm(rows, axis=-1, keepdims=True)
-
-
-def cost(m, n, dim, kind):
-    """Returns the multiplications for the hybrid's features of one token."""
-    return (m + n) * dim + (4 * m * (n + 1) if kind == "products" else 0)
-
-
-def equal_cost(num_vectors, dim, kind):
-    """Returns the (m, n) with the smallest bound that cost at most `num_vectors`."""
-    pairs = []
-    for n in range(1, num_vectors):
-        fixed = cost(0, n, dim, kind)
-        m = (num_vectors * dim - fixed) // (cost(1, n, dim, kind) - fixed)
-        pairs += [(m, n)] if m else []
-    return min(
-        pairs, key=lambda mn: hybrid_variance.angular_relative_error_bound(1.0, *mn)
-    )
 
 
 def draw_pairs(rows, args):
@@ -186,16 +174,15 @@ def errors(feature_map, pairs):
         if start:
             feature_map.redraw()
         batch = slice(start, start + BATCH)
-        left = dense(feature_map.query_features, x[:, batch])
-        right = dense(feature_map.key_features, y[:, batch])
+        left = dense(feature_map.query_features(tensor(x[:, batch])))
+        right = dense(feature_map.key_features(tensor(y[:, batch])))
         found.append(ops.convert_to_numpy(ops.sum(left * right, -1)))
     error = np.concatenate(found, axis=1) - np.exp(np.sum(x * y, -1))
     return np.mean(error**2, axis=0)
 
 
-def dense(features_of, x):
-    features = features_of(ops.convert_to_tensor(x.astype("float32")))
-    return features.ones_or_values() * ops.exp(features.log_scale)
+def tensor(x):
+    return ops.convert_to_tensor(x.astype("float32"))
 
 
 def print_table(name, found, pairs, args, m, n):
@@ -241,7 +228,7 @@ def check(name, found):
         print(f"check: {text}: {answer}{unsure}")
     means = [found[method].mean() for method in methods]
     holds = means == sorted(means)
-    print(f"check: {name}: the paper's order of all: {'yes' if holds else 'no'}")
+    report(f"{name}: the paper's order of all", holds)
 
 
 if __name__ == "__main__":

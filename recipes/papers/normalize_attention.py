@@ -8,25 +8,27 @@ checkpoint's softmax. Controls are the mean of V, and the softmax of the normali
 vectors itself, which the maps estimate. Maps have equal numbers of vectors, so hybrids
 are far wider. Compare each map with and without normalization, not different maps.
 
-    python recipes/normalize_attention.py --data-dir DIR
+    python recipes/papers/normalize_attention.py --data-dir DIR
 
 DIR holds `wikitext2/test.txt`. The recipe needs the packages of
 replace_bert_attention.py. Cost: see the results file.
 """
 
 import argparse
-import json
 import os
-import shlex
+import pathlib
 import sys
 import warnings
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.flags import add_smoke
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
+    parser.add_argument("--data-dir", type=pathlib.Path, required=True,
+                        help="folder with wikitext2/")  # fmt: skip
     parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128, help="of a sequence")
     parser.add_argument("--temperatures", type=float, nargs="+",
@@ -56,7 +58,8 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-from calibrate_attention import batches, load_checkpoint
+from common import results
+from common.sentences import chunks, load
 
 import keras_rfattn
 from keras_rfattn import diagnostics
@@ -64,8 +67,8 @@ from keras_rfattn.layers import record
 
 
 def main(args):
-    model, tokenizer = load_checkpoint()
-    data = batches(args, tokenizer, "test", 1)
+    model, tokenizer = load()
+    data = [chunks(args.data_dir, tokenizer, "test", args.tokens, 1)]
     print(f"{args.tokens} tokens, {args.num_features} features, {args.seeds} seeds")
     print(f"{'':<18}{'temperature':>12}{'negative':>10}{'output error':>14}{'±':>8}")
     for temperature in (None, *args.temperatures):
@@ -98,13 +101,10 @@ def main(args):
 
 
 def write(args, name, temperature, negative, output, spread):
-    row = {
-        "command": shlex.join(sys.argv[1:]), "mechanism": name,
-        "temperature": temperature, "negative": negative, "output error": output,
-        "spread": spread,
-    }  # fmt: skip
-    with open(args.results, "a") as file:
-        file.write(json.dumps(row) + "\n")
+    results.record(args, {
+        "mechanism": name, "temperature": temperature, "negative": negative,
+        "output error": output, "spread": spread,
+    })  # fmt: skip
 
 
 def error(sequence):
