@@ -1,16 +1,14 @@
 """Estimators for the papers' tables, registered like a third party's maps."""
 
 from keras_rfattn.feature_maps.papers.clustered import HybridClustered
+from keras_rfattn.feature_maps.papers.coefficients import GaussianCoefficient
 from keras_rfattn.feature_maps.papers.complex_exponential import ComplexExponential
 from keras_rfattn.feature_maps.papers.gaussian_mixture import (
     HybridGaussianMixture,
     PairCoefficient,
 )
 from keras_rfattn.feature_maps.papers.gerf import Gerf
-from keras_rfattn.feature_maps.papers.hybrid_gaussian import (
-    GaussianCoefficient,
-    HybridGaussian,
-)
+from keras_rfattn.feature_maps.papers.hybrid import HybridGaussian
 from keras_rfattn.feature_maps.papers.kernel_coefficient import KernelCoefficient
 from keras_rfattn.feature_maps.papers.monomials import (
     Geometric,
