@@ -34,7 +34,8 @@ def parse_arguments():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     name = "uptrain_long_text.jsonl"
     parser.add_argument("--results", default=name, help="appended to")
-    add_smoke(parser, steps=4, tokens=64, lengths=[64])
+    parser.set_defaults(tested=16384)  # tokens of test text at each length
+    add_smoke(parser, steps=4, tokens=64, lengths=[64], tested=256)
     return parser.parse_args()
 
 
@@ -51,7 +52,7 @@ from common.sentences import chunks, load, pooled_text
 import keras_rfattn
 from keras_rfattn import diagnostics
 
-BATCH, TESTED = 4, 16384  # texts in a batch; tokens of test text at each length
+BATCH = 4  # texts
 
 
 def main(args):
@@ -61,7 +62,7 @@ def main(args):
         if longest > model.max_sequence_length:
             model = keras_rfattn.extend_positions(model, longest, method="tile")
         texts = {
-            n: chunks(args.data_dir, tokenizer, "test", n, max(1, TESTED // n))
+            n: chunks(args.data_dir, tokenizer, "test", n, max(1, args.tested // n))
             for n in args.lengths
         }
         wanted = {n: pooled_text(model, texts[n]) for n in texts}

@@ -174,10 +174,11 @@ def write_sentences(folder, generator, words):
         found = lines(count, 2, lambda i: f"{i % 97 / 20:.2f}")
         (folder / "sts" / f"2012.MSRpar.{part}.tsv").write_text(found)
     for part in ("train", "val", "test"):
-        found = lines(20, 4, lambda i: str(i % 2))
+        found = lines(40, 4, lambda i: str(i % 2))
         (folder / "mrpc" / f"{part}.tsv").write_text("header\n" + found)
     for part in ("train", "dev", "test"):
-        rows = (x.split("\t") for x in lines(20, 1, lambda i: str(i % 2)).splitlines())
+        found = lines(40, 1, lambda i: str(i % 2)).splitlines()
+        rows = (x.split("\t") for x in found)
         text = "".join(f"{sentence}\t{label}\n" for label, sentence in rows)
         (folder / "sst2" / f"{part}.tsv").write_text(text)
 
