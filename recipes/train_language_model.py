@@ -69,13 +69,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
-from common import training
+from common import characters, training
+from common.results import record
 
 from keras_rfattn import diagnostics
 
 
 def main(args):
-    text, watched, test, vocabulary = load(args)
+    text, watched, test, vocabulary = characters.load(args.data_dir)
     print(
         f"{text.size:,} characters of training, {test.size:,} of test, {vocabulary} "
         f"kinds; {args.steps} steps of {args.batch} x {args.context}"
@@ -103,20 +104,7 @@ def main(args):
                 row["parts"] = vars(parts)
             rows.append(row)
             print_row(row, rows)
-            training.record(args, row)
-
-
-def load(args):
-    """Loads text as integers; characters not in the training text share the last."""
-    folder = args.data_dir / "wikitext2"
-    text, test = ((folder / f"{x}.txt").read_text() for x in ("valid", "test"))
-    cut = int(0.9 * len(text))
-    index = {c: i for i, c in enumerate(sorted(set(text[:cut])))}
-
-    def encode(text):
-        return np.array([index.get(c, len(index)) for c in text], dtype="int32")
-
-    return encode(text[:cut]), encode(text[cut:]), encode(test), len(index) + 1
+            record(args, row)
 
 
 def fit(model, text, args, seed):
@@ -132,8 +120,8 @@ def fit(model, text, args, seed):
 
     def batches():
         while True:
-            starts = generator.integers(0, text.size - args.context, args.batch)
-            rows = text[starts[:, None] + np.arange(args.context + 1)]
+            length = args.context + 1
+            rows = characters.pieces(text, args.batch, length, generator)
             yield rows[:, :-1], rows[:, 1:]
 
     model.fit(batches(), steps_per_epoch=args.steps, verbose=2)

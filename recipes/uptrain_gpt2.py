@@ -23,7 +23,6 @@ to 4 % above that of softmax with a window, and 9 % and more without.
 """
 
 import argparse
-import math
 import os
 import pathlib
 import time
@@ -53,7 +52,7 @@ SMOKE = {
     "context": 16, "long": 64, "tested": 256, "steps": 50,
     "model": {"num_layers": 1, "num_heads": 1, "hidden_dim": 8, "intermediate_dim": 8},
 }  # fmt: skip
-BATCH, RATE, WEIGHT_DECAY, POSITIONS = 4, 1e-3, 0.05, 0.1
+BATCH, RATE, WEIGHT_DECAY = 4, 1e-3, 0.05
 # Shares of the softmax model's training tokens for the three phases, and settings.
 UPTRAIN, TUNE, TUNE_LONG = 0.04, 0.04, 0.02
 TUNE_BATCH, TUNE_RATE, POINTS = 2, 1e-3, 4
@@ -79,12 +78,12 @@ if __name__ == "__main__":  # parse before the slow imports
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import common.control_maps  # noqa: F401 (registers "one_feature")
 import keras
 import keras_hub
 import numpy as np
-from common import characters, training
-from common.one_feature import OneFeature
-from keras import ops
+from common import characters, narrow
+from common.results import record
 
 import keras_rfattn
 from keras_rfattn import diagnostics, feature_maps
@@ -100,7 +99,7 @@ def main(args):
         for name in args.mechanisms:
             row = converted(args, name, text, tests, seed, weights)
             row |= softmax | {"gap": row["perplexity"] / softmax["softmax"] - 1}
-            training.record(args, row)
+            record(args, row)
             print_row(row)
 
 
@@ -116,16 +115,8 @@ def gpt2(args, text, seed):
     backbone = keras_hub.models.GPT2Backbone(
         text.vocabulary, max_sequence_length=args.long, dropout=0.0, **args.model
     )
-    width = backbone.hidden_dim
-    for weight in backbone.trainable_weights:
-        if weight.path.endswith(("kernel", "embeddings")):
-            # GPT-2's initializer assumes a width of 768.
-            weight.assign((768 / width) ** 0.5 * weight)
-    # The longest sinusoid is as long as the training context.
-    places = keras_hub.layers.SinePositionEncoding(args.context / (2 * math.pi))
-    places = POSITIONS * places(ops.zeros((1, args.long, width)))[0]
-    backbone.position_embedding.position_embeddings.assign(places)
-    backbone.position_embedding.trainable = False
+    positions = backbone.position_embedding
+    narrow.prepare(backbone, backbone.hidden_dim, positions, args.context)
     return compiled(keras_hub.models.GPT2CausalLM(backbone))
 
 
@@ -146,7 +137,7 @@ def pretrained(args, text, tests, seed):
         points = fit(model, rows, BATCH, RATE, tests[0])
         row = {"mechanism": "softmax, pretraining", "seed": seed, "points": points}
         minutes = round((time.time() - start) / 60, 2)
-        training.record(args, row | {"minutes": minutes})
+        record(args, row | {"minutes": minutes})
         args.checkpoints.mkdir(parents=True, exist_ok=True)
         model.save_weights(args.checkpoints / name)
     model.load_weights(args.checkpoints / name)
@@ -195,10 +186,7 @@ def converted(args, name, text, tests, seed, weights):
 
 def replace(model, name, seed):
     feature_map, arguments, window = MECHANISMS[name]
-    if name == "one_feature":
-        feature_map = OneFeature(seed=seed)
-    else:
-        feature_map = feature_maps.get(feature_map, seed=seed, **arguments)
+    feature_map = feature_maps.get(feature_map, seed=seed, **arguments)
     keras_rfattn.replace_attention(model, feature_map, window=window, seed=seed)
 
 

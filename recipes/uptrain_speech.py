@@ -79,8 +79,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
-from common import controls, training
+from common import controls
 from common.estimates import estimates
+from common.results import record
+from common.schedules import cosine
 from common.spoken_digits import (
     FRAMES,
     MELS,
@@ -106,7 +108,7 @@ def main(args):
 
     def run(model, steps, **row):
         rows.append(trained(model, data, row, steps, tested))
-        training.record(args, rows[-1])
+        record(args, rows[-1])
 
     for seed in args.seeds:
         softmax = conformer(seed, blocks)
@@ -114,7 +116,7 @@ def main(args):
         if "estimates" in args.starts:
             inputs, _ = data.utterances("train", 4 * BATCH, np.random.default_rng(0))
             for found in estimates(softmax, inputs, FAVOR, *COMPARED):
-                training.record(args, {"seed": seed, **found})
+                record(args, {"seed": seed, **found})
         for start in (x for x in args.starts if x != "estimates"):
             for arm in args.arms:
                 model = conformer(seed, blocks)
@@ -175,9 +177,7 @@ def convolution(x, shown):
 def trained(model, data, row, steps, tested):
     """Trains a model, and adds the results to its row."""
     start, generator = time.time(), np.random.default_rng(row["seed"])
-    rate = keras.optimizers.schedules.CosineDecay(
-        0.0, steps, warmup_target=RATE, warmup_steps=steps // 10 + 1
-    )
+    rate = cosine(RATE, steps)
     model.compile(keras.optimizers.AdamW(rate, WEIGHT_DECAY, clipnorm=1.0), ctc)
     row["before"] = error_rates(model, data, tested)["test"]
     callbacks = []

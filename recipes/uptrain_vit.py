@@ -69,8 +69,9 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-from common import controls, images, training
+from common import controls, images
 from common.estimates import estimates
+from common.results import record
 from common.vision import classifier, compiled, fit, predict, pretrain, vit
 
 import keras_rfattn
@@ -96,23 +97,23 @@ def accuracy(args):
         pretrained = vit(args.model, seed, data[0].shape[1:])
         row = {"seed": seed, "start": "pretraining", "model": args.model}
         row["loss"] = pretrain(pretrained, data[0], seed, steps)
-        training.record(args, row | {"minutes": (time.time() - begin) / 60})
+        record(args, row | {"minutes": (time.time() - begin) / 60})
         if args.model == "converted":
             pretrained = keras_rfattn.convert_vit(pretrained)
         if "estimates" in args.halves:
             model = classifier(pretrained, 1, data[0].shape[1:])
             for found in estimates(model, data[0][:32], MAPS, *compared):
-                training.record(args, {"seed": seed, **found})
+                record(args, {"seed": seed, **found})
         if "swapped" in args.halves:
             further = ({16: [0, 1]}, 1) if args.smoke else FURTHER
             for found in swapped(pretrained, data, seed, arm_steps, *further):
-                training.record(args, {"seed": seed, "start": "swapped", **found})
+                record(args, {"seed": seed, "start": "swapped", **found})
         for start in starts:
             for arm in arms if "accuracy" in args.halves else []:
                 row = {"seed": seed, "start": start, "arm": arm, "model": args.model}
                 rows.append(row | classified(row, pretrained, data, arm_steps, args))
                 print(rows[-1], flush=True)
-                training.record(args, rows[-1])
+                record(args, rows[-1])
     best = "uptrained", "favorpp"
     pairs = (("uptrained", "favorplus"), best), (("scratch", "favorpp"), best)
     controls.summarize(rows, ("error", "mean of V", "train", "test"), pairs)
@@ -192,7 +193,7 @@ def speed(args):
                 times[arm].append(time.perf_counter() - begin)
         found = {arm: 1 / statistics.median(x) for arm, x in times.items()}
         print(f"{grid**2:<8}" + "".join(f"{x:12.3f}" for x in found.values()))
-        training.record(args, {"patches": grid**2, "steps per second": found})
+        record(args, {"patches": grid**2, "steps per second": found})
 
 
 if __name__ == "__main__":

@@ -10,30 +10,26 @@ from keras_rfattn.feature_maps.activation import (
 )
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.clustered import HybridClustered
-from keras_rfattn.feature_maps.coefficients import (
-    AngularCoefficient,
-    Coefficient,
-    GaussianCoefficient,
-)
-from keras_rfattn.feature_maps.complex_exponential import ComplexExponential
+from keras_rfattn.feature_maps.coefficients import AngularCoefficient, Coefficient
 from keras_rfattn.feature_maps.conditioned import Conditioned, FavorPPDense
 from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.favor import Favor
 from keras_rfattn.feature_maps.favorplus import FavorPlus
 from keras_rfattn.feature_maps.favorpp import FavorPP
 from keras_rfattn.feature_maps.favorpp_learned import FavorPPLearned
-from keras_rfattn.feature_maps.gaussian_mixture import (
-    HybridGaussianMixture,
-    PairCoefficient,
-)
-from keras_rfattn.feature_maps.gerf import Gerf
 from keras_rfattn.feature_maps.hedgehog import Hedgehog
-from keras_rfattn.feature_maps.hybrid import Hybrid, HybridAngular, HybridGaussian
-from keras_rfattn.feature_maps.kernel_coefficient import KernelCoefficient
-from keras_rfattn.feature_maps.monomials import (
+from keras_rfattn.feature_maps.hybrid import Hybrid, HybridAngular
+from keras_rfattn.feature_maps.papers import (
+    ComplexExponential,
+    GaussianCoefficient,
     Geometric,
     GeometricPositive,
+    Gerf,
+    HybridClustered,
+    HybridGaussian,
+    HybridGaussianMixture,
+    KernelCoefficient,
+    PairCoefficient,
     Poisson,
     PoissonPositive,
 )
@@ -55,29 +51,21 @@ from keras_rfattn.feature_maps.registry import (
     serialize,
 )
 
+# `papers/` adds its own maps by `register`, as other packages do.
 FEATURE_MAPS.update({
     "favor": Favor,
     "favorplus": FavorPlus,
     "favorpp": FavorPP,
     "favorpp_dense": FavorPPDense,
-    "gerf": Gerf,
-    "poisson": Poisson,
-    "poisson_positive": PoissonPositive,
-    "geometric": Geometric,
-    "geometric_positive": GeometricPositive,
-    "complex_exponential": ComplexExponential,
+    "favorpp_learned": FavorPPLearned,
+    "hedgehog": Hedgehog,
     "hybrid_angular": HybridAngular,
-    "hybrid_gaussian": HybridGaussian,
-    "hybrid_clustered": HybridClustered,
-    "hybrid_gaussian_mixture": HybridGaussianMixture,
     "polynomial": Polynomial,
     "polysketch": PolySketch,
     "polysketch_learned": PolySketchLearned,
     "polysketch_linear": PolySketchLinear,
     "elu": Elu,
     "relu": Relu,
-    "hedgehog": Hedgehog,
-    "favorpp_learned": FavorPPLearned,
 })  # fmt: skip
 
 __all__ = [

@@ -7,7 +7,6 @@ from keras import ops
 
 from keras_rfattn.backend import where
 from keras_rfattn.feature_maps.algebra import scale
-from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Features
 
@@ -60,65 +59,3 @@ class AngularCoefficient(Coefficient, ProjectedFeatureMap):
         projected = self.project(x)
         signs = ops.cast(where(projected < 0, -1.0, 1.0), projected.dtype)
         return self.averaged(signs)
-
-
-@keras.saving.register_keras_serializable("keras_rfattn")
-class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
-    """The coefficient `λ = (1 - exp(-σ² ‖x - y‖² / 2)) / ρ`.
-
-    It is estimated by trigonometric features. With `ρ = 1 - exp(-2 σ² r²)`, λ is 1 for
-    opposite x and y of norm r, and 0 for equal x and y.
-
-    Args:
-        num_features: Number n of random vectors, 256 by default. Features have width
-            `2 n`.
-        sigma: Positive number σ. A larger σ makes λ grow faster with the distance.
-            Defaults to 1.
-        radius: Norm r > 0 of queries and keys, which sets ρ. With `None` (default),
-            ρ = 1.
-        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
-            `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Reference:
-        Choromanski et al., "Hybrid Random Features" (2022), equations 67 to 70.
-    """
-
-    assumes_equal_lengths = True
-
-    def __init__(self, num_features=None, sigma=1.0, radius=None, **kwargs):
-        super().__init__(num_features, **kwargs)
-        given = [sigma] if radius is None else [sigma, radius]
-        if not all(is_number(x) and x > 0 for x in given):
-            raise ValueError(
-                "`sigma` and `radius` must be positive. Received: "
-                f"sigma={sigma!r}, radius={radius!r}."
-            )
-        self.sigma, self.radius = sigma, radius
-
-    @property
-    def output_dim(self):
-        return 2 * self.num_features
-
-    @property
-    def rho(self):
-        """The normalizing constant ρ."""
-        if self.radius is None:
-            return 1.0
-        return -math.expm1(-2 * (self.sigma * self.radius) ** 2)
-
-    @property
-    def constant(self):
-        return 1 / self.rho
-
-    def query_features(self, x, stats=None):
-        return scale(self.key_features(x), -1 / self.rho)
-
-    def key_features(self, x, stats=None):
-        angles = self.sigma * self.project(x)
-        values = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
-        return self.averaged(values)
-
-    def get_config(self):
-        return {**super().get_config(), "sigma": self.sigma, "radius": self.radius}

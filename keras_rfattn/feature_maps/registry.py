@@ -1,7 +1,7 @@
 """The registry of feature maps by name.
 
 `get` looks a map up. Layers and functions that replace attention call `resolve`. The
-table itself is filled in `keras_rfattn/feature_maps/__init__.py`.
+table itself is filled in `keras_rfattn/feature_maps/__init__.py`, and by `register`.
 """
 
 import keras
@@ -12,6 +12,8 @@ from keras_rfattn.feature_maps.spelling import hint, way_out
 
 # Maps each registered name to its class.
 FEATURE_MAPS = {}
+PACKAGE = "keras_rfattn.feature_maps."
+PAPERS = PACKAGE + "papers."
 
 
 def get(identifier, **arguments):
@@ -173,6 +175,9 @@ def serialize(feature_map):
         )
     config = keras.saving.serialize_keras_object(feature_map)
     config.pop("build_config", None)
+    # Fingerprints in saved weights contain the module, and must not depend on the
+    # folder. Keras finds the class by its registered name.
+    config["module"] = config["module"].replace(PAPERS, PACKAGE)
     return config
 
 

@@ -3,11 +3,15 @@
 import keras
 
 from keras_rfattn.projections.base import Projection
-from keras_rfattn.projections.counts import Counts, GeometricCounts, PoissonCounts
 from keras_rfattn.projections.gaussian import Gaussian
-from keras_rfattn.projections.hadamard import Hadamard
-from keras_rfattn.projections.halton import Halton
 from keras_rfattn.projections.orthogonal import Orthogonal
+from keras_rfattn.projections.papers.counts import (
+    Counts,
+    GeometricCounts,
+    PoissonCounts,
+)
+from keras_rfattn.projections.papers.hadamard import Hadamard
+from keras_rfattn.projections.papers.halton import Halton
 from keras_rfattn.projections.simplex import Simplex
 
 PROJECTIONS = {

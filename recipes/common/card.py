@@ -1,8 +1,8 @@
 """Saves a preset of an uptrained model with a model card; not a recipe itself."""
 
 import pathlib
-import shlex
-import sys
+
+from common.results import command
 
 CARD = """# {model}, linear attention
 
@@ -32,7 +32,7 @@ def save(folder, model, report, row):
     model.save_to_preset(folder)
     card = CARD.format(
         model=type(model).__name__, mechanism=report.mechanism, report=report,
-        command=shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=command(),
         share=row["as_it_is"] / row["softmax"], **row,
     )  # fmt: skip
     (pathlib.Path(folder) / "README.md").write_text(card)

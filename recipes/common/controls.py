@@ -4,6 +4,7 @@ import warnings
 
 import keras
 import numpy as np
+from common.results import report
 
 import keras_rfattn
 from keras_rfattn import feature_maps
@@ -74,5 +75,5 @@ def summarize(rows, columns, pairs):
         print(line)
     for low, high in pairs:
         if low in means and high in means:
-            answer = "yes" if means[low] < means[high] else "no"
-            print(f"check: {columns[-1]}: {' '.join(low)} < {' '.join(high)}: {answer}")
+            text = f"{columns[-1]}: {' '.join(low)} < {' '.join(high)}"
+            report(text, means[low] < means[high])

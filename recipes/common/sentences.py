@@ -1,4 +1,14 @@
-"""Loads sentences, and embeds them with a BERT; not a recipe itself."""
+"""Loads sentences, and embeds them with a BERT; not a recipe itself.
+
+The data folder holds, in UTF-8 with tabs between columns:
+
+- `sts/*.tsv`: score (0 to 5, or nothing), sentence, sentence. Names of files end in
+  `.train.tsv` or `.test.tsv`.
+- `mrpc/{train,val,test}.tsv`: a header, then label (0 or 1), any two columns, sentence,
+  sentence.
+- `sst2/{train,dev,test}.tsv`: sentence, label (0 or 1).
+- `wikitext2/{valid,test}.txt`: running text.
+"""
 
 import importlib.util
 import pathlib
@@ -8,6 +18,10 @@ import keras_hub
 import numpy as np
 from keras import ops
 from scipy.stats import spearmanr
+
+import keras_rfattn
+
+TOKENS = 64  # maximum of a training text
 
 
 def load(preset=None):
@@ -89,6 +103,29 @@ def training_texts(data):
     return list(dict.fromkeys(texts))
 
 
+def uptrain_on_texts(model, tokenizer, data, seed, checkpoints=None, **options):
+    """Uptrains a linear model on `training_texts` that no task is evaluated on.
+
+    Args:
+        model: A backbone whose attention was replaced.
+        tokenizer: Its tokenizer.
+        data: Folder of all data sets.
+        seed: Seed of the order of texts.
+        checkpoints: Optional folder, in which each seed has its own checkpoints.
+        **options: Further arguments of `keras_rfattn.uptrain`.
+
+    Returns:
+        The report of `keras_rfattn.uptrain`, which is also printed.
+    """
+    report = keras_rfattn.uptrain(
+        model, training_texts(data), exclude=evaluated_texts(data), seed=seed,
+        preprocessor=preprocessor(tokenizer, TOKENS), verbose=2,
+        checkpoint_dir=checkpoints and f"{checkpoints}/seed{seed}", **options,
+    )  # fmt: skip
+    print(report, flush=True)
+    return report
+
+
 def embeddings(model, tokenizer, texts, length=128):
     """Returns a dict from texts to embeddings, normalized means over real tokens."""
     texts, found = sorted(set(texts), key=len), {}
@@ -137,10 +174,15 @@ def chunks(data, tokenizer, part, length, count):
     return {"token_ids": rows, "padding_mask": 0 * rows + 1, "segment_ids": 0 * rows}
 
 
+def one_by_one(inputs):
+    """Returns a list of batches of one row."""
+    count = len(inputs["token_ids"])
+    return [{k: x[i : i + 1] for k, x in inputs.items()} for i in range(count)]
+
+
 def pooled_text(model, inputs):
     found = []
-    for i in range(len(inputs["token_ids"])):
-        row = {k: x[i : i + 1] for k, x in inputs.items()}
+    for row in one_by_one(inputs):
         output = model.predict_on_batch(row)["sequence_output"]
         found.append(pooled(output, row["padding_mask"])[0])
     return np.stack(found)

@@ -1,14 +1,11 @@
-"""Code that the `train_*.py` recipes share; not a recipe itself."""
+"""Builds a Transformer++, and trains it on tasks; not a recipe itself."""
 
-import json
-import pathlib
-import shlex
-import sys
 import time
 
 import keras
 import numpy as np
-from common.one_feature import WindowAlone
+from common.control_maps import WindowAlone
+from common.results import record
 from keras import ops
 
 from keras_rfattn import feature_maps
@@ -38,14 +35,6 @@ def build(mechanism, seed, vocabulary_size, args):
 def sizes(args):
     names = ("num_layers", "num_heads", "head_dim")
     return {name: getattr(args, name) for name in names}
-
-
-def record(args, row):
-    """Appends a line to the results: the command and its result."""
-    command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
-    with open(args.results, "a") as file:
-        where = {"command": command, "backend": keras.backend.backend()}
-        file.write(json.dumps({**where, **row}) + "\n")
 
 
 def solve(

@@ -3,14 +3,13 @@
 import keras
 import keras_hub
 import numpy as np
-from common.one_feature import OneFeature
+from common.results import record
+from common.schedules import cosine
 from common.sentences import preprocessor, split
 from keras import ops
 from scipy.stats import spearmanr
 
-import keras_rfattn
-from keras_rfattn import feature_maps
-from keras_rfattn.models import Plan, describe_attention
+from keras_rfattn import diagnostics
 
 # Maximum number of tokens of a text or pair; hardly any is longer.
 TOKENS = {"sst2": 48, "mrpc": 96, "sts": 96}
@@ -74,9 +73,7 @@ class Task:
             [generator.choice(len(y), BATCH, replace=False) for _ in range(self.steps)]
         )
         x, y = {k: v[some] for k, v in x.items()}, y[some]
-        rate = keras.optimizers.schedules.CosineDecay(
-            0.0, self.steps, warmup_target=RATE, warmup_steps=self.steps // 10 + 1
-        )
+        rate = cosine(RATE, self.steps)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(rate), "mse" if is_regression else loss)
         model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
@@ -126,34 +123,33 @@ def sentences(text):
     return [text] if isinstance(text, str) else text
 
 
-def replace(args, model, seed, mechanism=None):
-    """Makes a model linear with one width, or one per layer; width 0 keeps softmax."""
+def compare(args, task, arms):
+    """Scores arms for every seed, and compares each with the arm "uptrained".
 
-    def feature_map(name, num_features):
-        if num_features == 0:
-            return None
-        if name == "one_feature":
-            return OneFeature()
-        return feature_maps.get(name, num_features=num_features)
+    Args:
+        args: Parsed flags with `seeds`, `task` and `results`.
+        task: A `Task`.
+        arms: Generator function `(args, task, seed)` of pairs `(name, model)`, one of
+            which is named "uptrained".
+    """
+    predicted = {}
+    for seed in args.seeds:
+        for arm, model in arms(args, task, seed):
+            predicted.setdefault(arm, []).append(task.predictions(model))
+            row = {"task": args.task, "arm": arm, "seed": seed, "rows": len(task.rows)}
+            row["score"] = task.score(predicted[arm][-1])
+            if arm == "uptrained":
+                row |= vars(diagnostics.attribute(model, task, Task.judge))
+            tell(args, row)
+    ours = predicted.pop("uptrained")
+    for arm, theirs in sorted(predicted.items()):
+        row = {"task": args.task, "uptrained minus": arm, "seeds": args.seeds}
+        tell(args, row | {"95 %": task.interval(ours, theirs)})
 
-    paths = [row.path for row in describe_attention(model).rows]
-    widths = args.num_features or [None]
-    widths = len(paths) * widths if len(widths) == 1 else widths
-    if len(widths) != len(paths):
-        raise SystemExit(
-            f"--num-features takes one number, or one for each of {len(paths)} layers. "
-            f"Received: {widths}."
-        )
-    maps = [feature_map(mechanism or args.mechanism, n) for n in widths]
-    heads = {}
-    for name in args.softmax_heads:
-        layer, head = map(int, name.split(":"))
-        heads.setdefault(paths[layer], []).append(head)
-    plan = Plan(dict(zip(paths, maps, strict=True)))
-    keras_rfattn.replace_attention(
-        model, plan, window=args.window, sliding=args.sliding, seed=seed,
-        softmax_heads=heads,
-    )  # fmt: skip
+
+def tell(args, row):
+    print(row, flush=True)
+    record(args, row)
 
 
 def reinitialize(model, seed):

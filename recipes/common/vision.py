@@ -4,6 +4,7 @@ import keras
 import keras_hub
 import numpy as np
 from common import images
+from common.schedules import cosine
 from keras import layers, ops
 
 LAYERS, HEADS, DIM, MLP = 4, 2, 64, 128
@@ -50,9 +51,7 @@ def through(some_layers, x):
 
 
 def adamw(steps, **options):
-    rate = keras.optimizers.schedules.CosineDecay(
-        0.0, steps, warmup_target=RATE, warmup_steps=steps // 10 + 1
-    )
+    rate = cosine(RATE, steps)
     return keras.optimizers.AdamW(rate, WEIGHT_DECAY, clipnorm=1.0, **options)
 
 

@@ -232,3 +232,15 @@ def test_stored_statistics_are_saved(tmp_path):
     assert loaded.is_calibrated
     x = h.problem(length=4).key
     h.assert_same(other(x), one(x))
+
+
+def test_calibration_per_direction_averages_squared_sums():
+    generator = np.random.default_rng(0)
+    data = [tuple(generator.normal(0.2, 0.5, (2, 2, 30, 8))) for _ in range(3)]
+    feature_map = feature_maps.get("favorpp", per_direction=True, num_features=16)
+    feature_map.build((None, None, 2, 8))
+    feature_map.adapt(data)
+    expected = [
+        np.mean((q[:, :, None] + k[:, None]) ** 2, axis=(1, 2)) for q, k in data
+    ]
+    h.assert_close(feature_map.mean_square, np.mean(expected, axis=0), 1e-6)

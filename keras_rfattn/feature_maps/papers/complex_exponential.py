@@ -1,0 +1,200 @@
+"""Complex exponential features, which transform queries by A and keys by `A⁻ᵀ`."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn.backend import precise_einsum, wide_dtype
+from keras_rfattn.feature_maps.adaptive import Adaptive
+from keras_rfattn.feature_maps.base import half_square, number
+from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments
+from keras_rfattn.feature_maps.papers.complex_features import exponential
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.kernels.papers.second_moments import log_moment_complex_exponential
+
+FORMS = ("complex", "real", "full")
+# Largest entry of a diagonal A, and the inverse of the smallest. It applies where a
+# center is 0 on one side only, for which no finite A solves the equations.
+LARGEST = 1e3
+
+
+class MatrixExponential(Adaptive, ProjectedFeatureMap):
+    """Base of maps that multiply queries by A and keys by `A⁻ᵀ`, with one A per head.
+
+    A is the identity until `set_matrix` sets it.
+    """
+
+    is_symmetric = False
+    # The form of A: "complex" or "real" diagonals, or "full" real matrices.
+    form = "real"
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        heads, dim = self.num_heads, self.head_dim
+        shape = (heads, dim, dim) if self.form == "full" else (heads, 2, dim)
+        start = np.eye(dim) if self.form == "full" else np.eye(2)[0][:, None]
+        start = np.broadcast_to(start, shape).astype("float32")
+        self.matrix = self.add_fixed("matrix", start)
+        if self.form == "full":
+            self.inverse = self.add_fixed("inverse", start)
+
+    def set_matrix(self, a):
+        """Sets A for all heads.
+
+        Args:
+            a: Diagonals of shape `(K, H)`, real or complex as `form` says. If the form
+                is `"full"`, real matrices of shape `(K, H, H)`.
+
+        Raises:
+            ValueError: If A has another shape, is complex where it must be real, or
+                cannot be inverted.
+        """
+        a = np.asarray(a)
+        square = (self.head_dim,) if self.form == "full" else ()
+        shape = (self.num_heads, self.head_dim, *square)
+        check_invertible(a, shape, self.form)
+        if self.form == "full":
+            self.matrix.assign(a.astype("float32"))
+            inverse = np.linalg.inv(a).swapaxes(-1, -2)
+            self.inverse.assign(inverse.astype("float32"))
+        else:
+            parts = np.stack([a.real, a.imag], axis=1)
+            self.matrix.assign(parts.astype("float32"))
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class ComplexExponential(MatrixExponential):
+    """Features `exp(w·Ax - (Ax)²/2) / √m` of queries; keys use `A⁻ᵀ` in place of A.
+
+    Here `(v)² = Σ v_l²`, without conjugation. The products of query and key features
+    average to the softmax kernel for every invertible A. They have no error where
+    `Ax + A⁻ᵀy = 0` (equation 17). `adapt` solves this equation for the mean query and
+    the mean key. Until then A is the identity, which gives `FavorPlus`. `A = iI` gives
+    `Favor`.
+
+    Args:
+        num_features: Number m of random vectors w, 256 by default.
+        form: The form of A.
+            `"complex"` (default): A is diagonal, and each entry is real or imaginary
+            (equations 86 and 87). The estimate is exact at the means. Features are
+            signed, of width `2 m`.
+            `"real"`: A is a real diagonal (equation 88, with root mean squares in place
+            of the means' magnitudes). Features are positive, of width m.
+            `"full"`: A is a real matrix that makes the covariances of Ax and A⁻ᵀy
+            equal. Features are positive, of width m.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), section 2.3 and H.2.
+    """
+
+    def __init__(self, num_features=None, form="complex", **kwargs):
+        super().__init__(num_features, **kwargs)
+        if form not in FORMS:
+            raise ValueError(f"`form` must be one of {FORMS}. Received: form={form!r}.")
+        self.form = form
+
+    @property
+    def is_positive(self):
+        return self.form != "complex"
+
+    @property
+    def output_dim(self):
+        return (1 if self.is_positive else 2) * self.num_features
+
+    def fit(self, samples):
+        if self.form == "full":
+            self.set_matrix(balance(*second_moments(samples)))
+        elif self.form == "real":
+            squares = np.einsum("skhh->skh", second_moments(samples))
+            self.set_matrix(diagonal(*np.sqrt(squares), is_real=True))
+        else:
+            centers = mean_of(lambda q, k: np.stack([q.mean(1), k.mean(1)]), samples)
+            self.set_matrix(diagonal(*centers, is_real=False))
+
+    def log_moment(self, head=0, stats=None):
+        a = number(self.matrix, head)
+        a = a if self.form == "full" else a[0] + 1j * a[1]
+        return lambda x, y: log_moment_complex_exponential(x, y, a)
+
+    def query_features(self, x, stats=None):
+        return self._features(x, is_key=False)
+
+    def key_features(self, x, stats=None):
+        return self._features(x, is_key=True)
+
+    def _features(self, x, is_key):
+        x = ops.cast(x, wide_dtype(x))
+        if self.form == "full":
+            matrix = self.per_head(self.inverse if is_key else self.matrix, x)
+            real = precise_einsum("...nh,nih->...ni", x, matrix)
+            return exponential(self.project(real) - half_square(real), None, is_key)
+        a = ops.cast(self.per_head(self.matrix, x), x.dtype)
+        real, imaginary = diagonal_parts(x, a[..., 0, :], a[..., 1, :], is_key)
+        exponent = self.project(real) - half_square(real) + half_square(imaginary)
+        if self.is_positive:
+            return exponential(exponent, None, is_key)
+        phase = self.project(imaginary)
+        phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
+        return exponential(exponent, phase, is_key)
+
+    def get_config(self):
+        return {**super().get_config(), "form": self.form}
+
+
+def check_invertible(a, shape, form):
+    """Raises `ValueError` unless A is invertible, and real if `form` demands it."""
+    if a.shape != shape or (form != "complex" and np.any(np.imag(a) != 0)):
+        kind = "complex" if form == "complex" else "real"
+        raise ValueError(
+            f"A must be {kind} and of shape {shape} for form={form!r}. Received: shape "
+            f"{a.shape}, dtype {a.dtype}."
+        )
+    finite = np.all(np.isfinite(a))
+    condition = np.inf
+    if finite and form == "full":
+        condition = np.max(np.linalg.cond(a))
+    elif finite:
+        sizes = np.abs(a)
+        condition = np.max(sizes.max(-1) / np.maximum(sizes.min(-1), 1e-300))
+    # With a larger condition number, A or its inverse has no correct digit in float32.
+    if not condition < 1e7:
+        raise ValueError(
+            f"A must be invertible. Received: condition number {condition:.3g}."
+        )
+
+
+def diagonal_parts(x, real, imaginary, is_key):
+    """Returns real and imaginary part of `A x`, or of `A⁻¹ x` for keys (diagonal A)."""
+    if is_key:
+        square = ops.square(real) + ops.square(imaginary)
+        real, imaginary = real / square, -imaginary / square
+    return x * real, x * imaginary
+
+
+def diagonal(query_center, key_center, is_real):
+    """Returns the diagonal of A for a query center x and a key center y.
+
+    See "Hybrid Random Features" (2022), equations 86 to 88.
+
+    Args:
+        query_center: Array x of shape `(..., d)`.
+        key_center: Array y of shape `(..., d)`.
+        is_real: Whether A must be real. If not, `A x + A⁻¹ y = 0` holds.
+
+    Returns:
+        Complex array of shape `(..., d)`. Each entry is real or imaginary.
+    """
+    x, y = np.abs(query_center), np.abs(key_center)
+    both_zero = (x == 0) & (y == 0)
+    size = np.sqrt(
+        np.where(both_zero, 1, y) / np.where(both_zero, 1, np.maximum(x, 1e-30))
+    )
+    size = np.clip(size, 1 / LARGEST, LARGEST)
+    if is_real:
+        return size.astype(complex)
+    same_sign = query_center * key_center > 0
+    return np.where(same_sign, 1j * size, size)

@@ -1,0 +1,1 @@
+"""Closed forms that only the papers' tables need, as pure functions of NumPy arrays."""

@@ -1,0 +1,1 @@
+"""Projections that only the papers' tables need."""

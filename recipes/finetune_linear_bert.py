@@ -1,0 +1,83 @@
+"""Fine-tune a BERT that was made linear and uptrained before: SST-2, MRPC or STS.
+
+The recipe makes the checkpoint of replace_bert_attention.py linear, uptrains it as
+uptrain_bert.py does, and then fine-tunes all weights on a task. finetune_bert.py does
+so in the other order, which keeps more quality.
+
+    python recipes/finetune_linear_bert.py --data-dir DIR --task sst2 \
+        --mechanism favorpp_learned --num-features 64 --tune-steps 100
+
+DIR holds sst2/, mrpc/, sts/ and wikitext2/ (formats: common/sentences.py). With the
+`--checkpoints` of uptrain_bert.py and the same flags, uptraining is not repeated. Arms,
+all fine-tuned in the same way: softmax, linear and uptrained ("uptrained"), linear only
+("replaced"), and linear from random weights ("scratch"). Differences have 95 %
+intervals over rows and seeds.
+
+Cost: that of uptrain_bert.py, and some minutes a seed for fine-tuning.
+Seen: docs/pages/results/uptraining.md.
+"""
+
+import argparse
+import os
+import pathlib
+
+from common.flags import add_smoke
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--task", choices=["sst2", "mrpc", "sts"], default="sst2")
+    parser.add_argument("--mechanism", default="hedgehog")
+    parser.add_argument("--num-features", type=int)
+    parser.add_argument("--steps", type=int, default=600, help="of uptraining")
+    parser.add_argument("--tune-steps", type=int, default=300, help="of fine-tuning")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
+    name = "finetune_linear_bert.jsonl"
+    parser.add_argument("--results", default=name, help="appended to")
+    parser.set_defaults(stride=1)  # evaluates every n-th row
+    add_smoke(parser, steps=4, tune_steps=4, stride=10)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # parse before the slow imports
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+from common.sentences import load, uptrain_on_texts
+from common.tuning import Task, compare, reinitialize
+
+import keras_rfattn
+
+
+def main(args):
+    task = Task(args.data_dir, args.task, args.tune_steps, args.stride)
+    compare(args, task, arms)
+
+
+def arms(args, task, seed):
+    """Yields each arm with its classifier."""
+    for arm in ("softmax", "replaced", "uptrained", "scratch"):
+        # This also seeds dropout.
+        keras.utils.set_random_seed(seed)
+        backbone, tokenizer = load()
+        if arm != "softmax":
+            keras_rfattn.replace_attention(
+                backbone, args.mechanism, num_features=args.num_features, seed=seed
+            )
+        if arm == "uptrained":
+            uptrain_on_texts(
+                backbone, tokenizer, args.data_dir, seed, args.checkpoints,
+                steps=args.steps,
+            )  # fmt: skip
+        if arm == "scratch":
+            reinitialize(backbone, seed)
+        yield arm, task.fine_tuned(backbone, tokenizer, seed)
+
+
+if __name__ == "__main__":
+    main(args)

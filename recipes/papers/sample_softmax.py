@@ -1,0 +1,251 @@
+"""Train a language model with negatives sampled from random features of its softmax.
+
+Hybrid Random Features (Choromanski et al., 2022), section 4.2, I.1 and figure 10, after
+Rawat et al. (2019). For every word, 40 wrong classes are drawn from an estimate of the
+softmax distribution, and the loss is over them and the right class.
+
+    python recipes/papers/sample_softmax.py --data-dir DIR [--seeds 0 1 2 3 4]
+
+DIR holds `wikitext2/{valid,test}.txt`. The model is trained on the first 90 % of valid
+(until the loss on its last 10 % has not improved for three epochs), and tested on test
+under full softmax. The rate and the epochs were chosen by that loss of `full`, seed
+100. As in the paper, the model is a 2-layer LSTM whose embeddings are not tied.
+Sampling is with replacement and uses states and classes of length 1; the loss uses both
+as they are. As in Rawat et al., the right class is never drawn and its logit is
+unchanged. The logits of drawn classes are reduced by the logarithm of how often they
+are expected, so that the exact distribution gives the sum over wrong classes exactly.
+The recipe is smaller than the paper (PennTree Bank, 10000 classes, 1024 features,
+hybrids of m = 128 and n = 8, 25 runs): the sizes are below.
+
+Controls are `uniform` sampling, the `exact` distribution, `normalized`, which is the
+exact distribution of vectors of length 1 that the maps estimate, and `full`, the
+softmax without sampling. Once `full` is trained, "gradients" shows how far the
+gradients of every sampler are from those of `full`.
+Cost: 15 to 30 minutes a seed. Seen: docs/pages/results/hrf.md.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+import time
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
+
+MAPS = {
+    "favor": {"num_features": 256},
+    "favorplus": {"num_features": 256, "pair": True},
+    "favorpp": {"num_features": 256},
+    "hybrid_angular": {"num_features": 32, "num_coefficients": 8},
+}
+CONTROLS = ("full", "exact", "normalized", "uniform")
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
+    parser.add_argument("--seeds", nargs="+", type=int, default=range(5))
+    every = (*CONTROLS, *MAPS)
+    parser.add_argument("--samplers", nargs="+", default=every, choices=every)
+    parser.add_argument("--results", default="sample_softmax.jsonl", help="output file")
+    parser.add_argument("--smoke", action="store_true", help="few words, one epoch")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # parse before the slow imports
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+from common import words
+from common.results import interval, record, report
+from keras import ops
+from scipy import special
+
+from keras_rfattn import feature_maps
+from keras_rfattn.layers import KernelFeatures
+
+VOCABULARY, DIM, LENGTH, EPOCHS, PATIENCE = 2000, 64, 35, 15, 3
+NEGATIVES, LEARNING_RATE, DROPOUT = 40, 6e-3, 0.2
+
+
+def main(args):
+    vocabulary, epochs, rows = VOCABULARY, EPOCHS, None
+    if args.smoke:
+        vocabulary, epochs, rows = 20, 1, 64
+    parts = words.load(args.data_dir, vocabulary, LENGTH)
+    train, watched, test = (part[:rows] for part in parts)
+    print(f"{train.size} words of training, {test.size} of test, {vocabulary} classes")
+    found = {sampler: [] for sampler in args.samplers}
+    for seed in args.seeds:
+        for sampler in args.samplers:
+            start = time.time()
+            keras.utils.set_random_seed(seed)
+            encoder, loss = make_model(sampler, vocabulary, seed)
+            epoch = fit(encoder, loss, train, watched, epochs)
+            states = encoder.predict(test[:, :-1], verbose=0)
+            classes = ops.convert_to_numpy(loss.classes)
+            perplexity = words.perplexity(states, classes, test[:, 1:])
+            row = {"sampler": sampler, "seed": seed, "perplexity": perplexity}
+            row |= {"epochs": epoch, "minutes": (time.time() - start) / 60}
+            print(row, flush=True)
+            record(args, row)
+            found[sampler].append(perplexity)
+            if sampler == "full":
+                tell_gradients(args, seed, states, test[:, 1:], classes)
+    summarize({k: np.array(v) for k, v in found.items()})
+
+
+class SampledSoftmax(keras.layers.Layer):
+    """Cross-entropy of the next word; in training only against sampled classes."""
+
+    def __init__(self, sampler, vocabulary, seed, **kwargs):
+        super().__init__(**kwargs)
+        self.sampler, self.vocabulary = sampler, vocabulary
+        self.random = keras.random.SeedGenerator(seed)
+        self.features = None
+        if sampler in MAPS:
+            feature_map = feature_maps.get(sampler, seed=seed, **MAPS[sampler])
+            if feature_map.is_adaptive:
+                # Sets the best A for unrelated vectors of length 1.
+                feature_map.build((None, None, 1, DIM))
+                feature_map.update([2.0])
+            self.features = KernelFeatures(feature_map, "softmax")
+
+    def build(self, shape):
+        self.classes = self.add_weight(
+            name="classes", shape=(self.vocabulary, DIM), initializer="random_normal"
+        )
+        if self.features is not None:
+            self.features.build((None, DIM))
+
+    def call(self, states, targets, training=False):
+        classes = ops.convert_to_tensor(self.classes)
+        if self.sampler == "full" or not training:
+            logits = ops.matmul(states, ops.transpose(classes))
+            return keras.losses.sparse_categorical_crossentropy(
+                targets, logits, from_logits=True
+            )
+        states = ops.reshape(states, (-1, DIM))
+        targets = ops.reshape(targets, (-1, 1))
+        _, logits = self.compare(states, classes, targets)
+        return ops.logsumexp(logits, axis=-1) - logits[:, 0]
+
+    def compare(self, states, classes, targets):
+        """Returns the right class and the drawn ones, and their logits.
+
+        The sum of e^logit over drawn classes is an unbiased estimate of the sum over
+        all wrong classes.
+        """
+        # No gradient goes through the sampler.
+        q = self.probabilities(ops.stop_gradient(states), ops.stop_gradient(classes))
+        q = ops.where(ops.arange(self.vocabulary)[None] == targets, 0.0, q)
+        q = q / ops.sum(q, axis=-1, keepdims=True)
+        shape = ops.shape(targets)[0], NEGATIVES
+        drawn = draw(q, keras.random.uniform(shape, seed=self.random))
+        compared = ops.concatenate([targets, drawn], axis=-1)
+        logits = ops.einsum("nd,nkd->nk", states, ops.take(classes, compared, axis=0))
+        expected = NEGATIVES * ops.take_along_axis(q, drawn, axis=-1)
+        wrong = logits[:, 1:] - ops.log(expected)
+        # Due to rounding, the last class may be drawn although it is the right one.
+        wrong = ops.where(drawn == targets, -1e9, wrong)
+        return compared, ops.concatenate([logits[:, :1], wrong], axis=-1)
+
+    def probabilities(self, states, classes):
+        """Returns the sampler's distribution over classes for each state."""
+        if self.sampler == "exact":
+            return ops.softmax(ops.matmul(states, ops.transpose(classes)), axis=-1)
+        if self.sampler == "uniform":
+            weights = ops.ones((ops.shape(states)[0], self.vocabulary))
+            return weights / self.vocabulary
+        states, classes = ops.normalize(states, -1), ops.normalize(classes, -1)
+        if self.sampler == "normalized":
+            return ops.softmax(ops.matmul(states, ops.transpose(classes)), axis=-1)
+        keys = self.features(classes, side="key")
+        weights = ops.matmul(self.features(states), ops.transpose(keys))
+        # Estimates may be negative, but probabilities may not.
+        weights = ops.maximum(weights, 1e-6)
+        return weights / ops.sum(weights, axis=-1, keepdims=True)
+
+
+def draw(q, uniform):
+    """Draws classes `(n, draws)` by binary search in the cumulative distribution."""
+    size = q.shape[-1]
+    cumulative = ops.cumsum(q, axis=-1)
+    uniform = uniform * cumulative[:, -1:]
+    found = ops.zeros(ops.shape(uniform), "int32")
+    for step in 2 ** np.arange(int(size).bit_length() - 1, -1, -1):
+        further = ops.minimum(found + int(step), size - 1)
+        below = ops.take_along_axis(cumulative, further - 1, axis=-1) <= uniform
+        found = ops.where(below, further, found)
+    return found
+
+
+def tell_gradients(args, seed, states, targets, classes, draws=200):
+    """Records how far gradients with respect to states are from those of full softmax.
+
+    "error" is the error of a single draw and "bias" the error of the mean over all
+    draws. Both are relative (roots of sums of squares). "distinct" is the number of
+    different classes in a draw.
+    """
+    chosen = np.random.default_rng(seed).permutation(targets.size)[:200]
+    states, targets = states.reshape(-1, DIM)[chosen], targets.reshape(-1, 1)[chosen]
+    exact = (special.softmax(states @ classes.T, -1) @ classes)[:, None]
+    size = np.sum((exact - classes[targets]) ** 2)
+    tensors = [ops.convert_to_tensor(x) for x in (states, classes, targets)]
+    for sampler in (x for x in args.samplers if x != "full"):
+        layer, errors, distinct = SampledSoftmax(sampler, len(classes), seed), [], []
+        layer.build(states.shape)
+        for _ in range(draws):
+            compared, logits = map(ops.convert_to_numpy, layer.compare(*tensors))
+            found = special.softmax(logits, -1)[:, None] @ classes[compared]
+            errors.append(found - exact)
+            distinct += [len(set(row[1:])) for row in compared]
+        row = {"gradients": sampler, "seed": seed, "distinct": float(np.mean(distinct))}
+        row["error"] = np.sqrt(np.square(errors).sum() / draws / size).item()
+        row["bias"] = np.sqrt(np.sum(np.mean(errors, 0) ** 2) / size).item()
+        print(row, flush=True)
+        record(args, row)
+
+
+def make_model(sampler, vocabulary, seed):
+    """Builds the encoder of words into states, and the loss that owns the classes."""
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    x = keras.layers.Embedding(vocabulary, DIM)(inputs)
+    for _ in range(2):
+        x = keras.layers.Dropout(DROPOUT)(x)
+        x = keras.layers.LSTM(DIM, return_sequences=True)(x)
+    x = keras.layers.Dropout(DROPOUT)(x)
+    return keras.Model(inputs, x), SampledSoftmax(sampler, vocabulary, seed)
+
+
+def fit(encoder, loss, train, watched, epochs):
+    inputs, targets = (keras.Input((LENGTH,), dtype="int32") for _ in range(2))
+    model = keras.Model([inputs, targets], loss(encoder(inputs), targets))
+    optimizer = keras.optimizers.Adam(LEARNING_RATE, clipnorm=1.0)
+    model.compile(optimizer, loss=lambda _, value: ops.mean(value))
+    data = [([x[:, :-1], x[:, 1:]], np.zeros(len(x))) for x in (train, watched)]
+    return words.fit(model, *data, epochs, PATIENCE)
+
+
+def summarize(found):
+    """Prints test perplexities, and paired differences from uniform and exact."""
+    print(f"\n{'negatives from':<16}{'test perplexity':>18}{'minus uniform':>18}")
+    for sampler, values in found.items():
+        cells = [values, *(values - found[k] for k in ("uniform",) if k in found)]
+        cells = "".join(f"{m:>11.2f} ±{h:5.2f}" for m, h in map(interval, cells))
+        print(f"{sampler:<16}{cells}")
+    for sampler in MAPS:
+        if {sampler, "exact", "uniform"} <= found.keys():
+            above, a = interval(found[sampler] - found["exact"])
+            below, b = interval(found["uniform"] - found[sampler])
+            text = f"{above:.2f} ± {a:.2f} above exact, {below:.2f} ± {b:.2f} below"
+            text = f"{sampler} {text} uniform sampling"
+            report(text, above > a and below > b)
+
+
+if __name__ == "__main__":
+    main(args)

@@ -1,0 +1,97 @@
+"""Uptrain a BERT on long running text, up to 4096 tokens, with or without a window.
+
+Positions of the checkpoint of replace_bert_attention.py are repeated beyond its 512
+(`extend_positions`), its attention is made linear, and it is uptrained on running text.
+The recipe then measures the cosine of pooled embeddings to those of softmax, at several
+lengths and on the same amount of text.
+
+    python recipes/uptrain_long_text.py --data-dir DIR --mechanism favorpp_learned \
+        --num-features 64 --steps 300 [--window 64]
+
+DIR holds `wikitext2/{valid,test}.txt`; valid is for training. Controls: the model
+before uptraining, the mean of V, no attention, and, for windows, the window and the
+features alone. Cost: 10 to 25 minutes a seed on one core.
+Seen: docs/pages/results/uptraining.md.
+"""
+
+import argparse
+import os
+import pathlib
+
+from common.flags import add_smoke
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--mechanism", default="hedgehog")
+    parser.add_argument("--num-features", type=int)
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=512, help="of a training text")
+    lengths = [512, 1024, 2048, 4096]
+    parser.add_argument("--lengths", nargs="+", type=int, default=lengths)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    name = "uptrain_long_text.jsonl"
+    parser.add_argument("--results", default=name, help="appended to")
+    parser.set_defaults(tested=16384)  # tokens of test text at each length
+    add_smoke(parser, steps=4, tokens=64, lengths=[64], tested=256)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # parse before the slow imports
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+from common.results import record
+from common.sentences import chunks, load, pooled_text
+
+import keras_rfattn
+from keras_rfattn import diagnostics
+
+BATCH = 4  # texts
+
+
+def main(args):
+    for seed in args.seeds:
+        model, tokenizer = load()
+        longest = max(args.lengths)
+        if longest > model.max_sequence_length:
+            model = keras_rfattn.extend_positions(model, longest, method="tile")
+        texts = {
+            n: chunks(args.data_dir, tokenizer, "test", n, max(1, args.tested // n))
+            for n in args.lengths
+        }
+        wanted = {n: pooled_text(model, texts[n]) for n in texts}
+        keras_rfattn.replace_attention(
+            model, args.mechanism, num_features=args.num_features, window=args.window,
+            seed=seed,
+        )  # fmt: skip
+        before = {n: likeness(model, texts[n], wanted[n]) for n in texts}
+        train = chunks(args.data_dir, tokenizer, "valid", args.tokens, None)
+        report = keras_rfattn.uptrain(
+            model, train, steps=args.steps, batch_size=BATCH, seed=seed, verbose=2
+        )
+        print(report, flush=True)
+        for n in texts:
+            after = likeness(model, texts[n], wanted[n])
+            row = {"task": "long", "tokens": n, "seed": seed, **vars(after)}
+            row |= {"before": before[n].as_it_is, "share": after.share_of_features}
+            print(row, flush=True)
+            record(args, row)
+
+
+def likeness(model, texts, wanted):
+    """Returns the `Attribution` of the mean cosine to softmax's embeddings."""
+
+    def cosine(model, texts):
+        return float(np.mean(np.sum(pooled_text(model, texts) * wanted, -1)))
+
+    return diagnostics.attribute(model, texts, cosine)
+
+
+if __name__ == "__main__":
+    main(args)
