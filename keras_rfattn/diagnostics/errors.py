@@ -176,27 +176,38 @@ def _errors(feature_map, sequence, head, estimated):
     attention = np.exp(logits - logits.max(-1, keepdims=True))
     attention /= attention.sum(-1, keepdims=True)
 
-    with np.errstate(over="ignore", invalid="ignore"):
-        ratio = values * np.exp(shift - products)
     weights = np.where(visible, values, 0)
     total = weights.sum(-1, keepdims=True)
     weights = weights / np.where(total == 0, 1, total)
-    exact, mean = attention @ value, visible @ value / visible.sum(-1, keepdims=True)
-    approximate = weights @ value
+    uniform = visible / visible.sum(-1, keepdims=True)
+    output = attention @ value
 
+    # Negative weights have no cumulative distribution.
     positive = np.maximum(weights, 0)
     positive /= np.maximum(positive.sum(-1, keepdims=True), 1e-300)
     gap = np.abs(np.cumsum(positive - attention, axis=-1))
 
-    return HeadErrors(
-        *_kernel_errors(feature_map, head, query, key, ratio, visible, estimated.stats),
-        np.linalg.norm(weights - attention) / np.linalg.norm(attention),
-        np.linalg.norm(approximate - exact) / np.linalg.norm(exact),
-        np.linalg.norm(mean - exact) / np.linalg.norm(exact),
-        np.mean(values[visible] < 0),
-        gap.max(-1).mean(),
-        gap.mean(),
+    with np.errstate(over="ignore", invalid="ignore"):
+        ratio = values * np.exp(shift - products)
+    kernel, covered, measured, predicted = _kernel_errors(
+        feature_map, head, query, key, ratio, visible, estimated.stats
     )
+    return HeadErrors(
+        kernel=kernel,
+        covered=covered,
+        measured=measured,
+        predicted=predicted,
+        attention=_relative_error(weights, attention),
+        output=_relative_error(weights @ value, output),
+        mean_of_values=_relative_error(uniform @ value, output),
+        negative=np.mean(values[visible] < 0),
+        kolmogorov_smirnov=gap.max(-1).mean(),
+        wasserstein=gap.mean(),
+    )
+
+
+def _relative_error(approximate, exact):
+    return np.linalg.norm(approximate - exact) / np.linalg.norm(exact)
 
 
 def _kernel_errors(feature_map, head, query, key, ratio, visible, stats):
@@ -209,16 +220,16 @@ def _kernel_errors(feature_map, head, query, key, ratio, visible, stats):
     covered = visible & _is_covered(feature_map, query, key, head)
     rows, keys = np.nonzero(covered)
     predict = predicted_variance(feature_map, head, stats)
-    squares = np.full(len(rows), np.nan)
+    variances = np.full(len(rows), np.nan)
     if predict is not None:
-        squares = predict(query[rows], key[keys])
-        few = squares > 1
-        covered[rows[few], keys[few]] = False
-        squares = squares[~few]
+        variances = predict(query[rows], key[keys])
+        too_large = variances > 1
+        covered[rows[too_large], keys[too_large]] = False
+        variances = variances[~too_large]
     measured = predicted = np.nan
     if covered.any():
         measured = np.sqrt(np.mean((ratio[covered] - 1) ** 2))
-        predicted = np.sqrt(np.mean(squares))
+        predicted = np.sqrt(np.mean(variances))
     median = np.median(np.abs(ratio[visible] - 1))
     return median, covered.sum() / visible.sum(), measured, predicted
 
