@@ -59,7 +59,7 @@ def measure(args):
 
     import keras_rfattn
     from keras_rfattn.layers.recording import linear_layers
-    from keras_rfattn.uptraining.selection import chosen, only_training
+    from keras_rfattn.uptraining.weights import only_training, variables_to_train
 
     model = keras_hub.models.BertBackbone(
         vocabulary_size=30522, num_layers=6, num_heads=12, hidden_dim=384,
@@ -79,11 +79,12 @@ def measure(args):
         )  # fmt: skip
         return peak() - before
     stage = "features"
-    found = chosen(model, linear_layers(model), {stage: args.trainable}, 8, [stage])
+    layers, rank = linear_layers(model), 8
+    selected = variables_to_train(model, layers, {stage: args.trainable}, rank)
     output = model.output["sequence_output"]
     trained = keras.Model(model.input, output)
     y = np.zeros((rows, args.tokens, 384), "float32")
-    with only_training(trained, found[stage]):
+    with only_training(trained, selected[stage]):
         trained.compile("adam", "mse")
         trained.fit(x, y, batch_size=args.batch, verbose=0)
     return peak() - before

@@ -1,11 +1,15 @@
 """Measures how well random features approximate softmax attention on real data."""
 
-from keras_rfattn.diagnostics.attribute import Attribution, attribute
-from keras_rfattn.diagnostics.budget import Allotment
-from keras_rfattn.diagnostics.predict import log_moment, predicted_variance
-from keras_rfattn.diagnostics.recommend import recommend
+from keras_rfattn.diagnostics.errors import log_moment, predicted_variance
+from keras_rfattn.diagnostics.parts import (
+    Attribution,
+    Part,
+    Sensitivity,
+    attribute,
+    sensitivity,
+)
+from keras_rfattn.diagnostics.recommend import Allotment, recommend
 from keras_rfattn.diagnostics.report import ApproximationReport, approximation_report
-from keras_rfattn.diagnostics.sensitivity import Part, Sensitivity, sensitivity
 
 __all__ = [
     "Allotment",

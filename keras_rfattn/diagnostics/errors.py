@@ -1,13 +1,17 @@
-"""Errors of estimated softmax attention by head, computed in NumPy float64."""
+"""Measures and predicts the errors of softmax estimates, in NumPy float64."""
 
 from typing import NamedTuple
 
-import keras
 import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.diagnostics.predict import predicted_variance
+from keras_rfattn.feature_maps import FeatureMap
+from keras_rfattn.feature_maps.arguments import is_integer
+from keras_rfattn.kernels import variance
+
+# Number of pairs whose variance is computed at once, which limits memory.
+SLICE = 2**15
 
 
 class HeadErrors(NamedTuple):
@@ -130,10 +134,107 @@ def _parts(features):
 
 
 def _array(x):
-    return keras.ops.convert_to_numpy(x)[0].swapaxes(0, 1).astype("float64")
+    return ops.convert_to_numpy(x)[0].swapaxes(0, 1).astype("float64")
 
 
-def is_covered(feature_map, query, key, head):
+def head_errors(feature_map, sequences):
+    """Measures the errors of each key/value head of one layer.
+
+    Args:
+        feature_map: A built `FeatureMap`.
+        sequences: List of `keras_rfattn.layers.recording.Sequence`.
+
+    Returns:
+        List of `HeadErrors`, one for each head, averaged over sequences.
+
+    Raises:
+        ValueError: If the map belongs to polynomial attention.
+    """
+    estimates = [estimate(feature_map, sequence) for sequence in sequences]
+    return [
+        HeadErrors.mean(
+            [
+                _errors(feature_map, sequence, head, estimated)
+                for sequence, estimated in zip(sequences, estimates, strict=True)
+            ]
+        )
+        for head in range(feature_map.num_heads)
+    ]
+
+
+def _errors(feature_map, sequence, head, estimated):
+    """Returns the `HeadErrors` of one head on one sequence."""
+    query, key, value = sequence.query[head], sequence.key[head], sequence.value[head]
+    values, shift = estimated.values[head], estimated.log_scale[head]
+    visible = visibility(sequence)
+    products = sequence.logit_scale * query @ key.T
+    logits = products
+    if sequence.softmax is not None:
+        exact_query, exact_key = (x[head] for x in sequence.softmax)
+        logits = exact_query @ exact_key.T
+    logits = np.where(visible, logits, -np.inf)
+    attention = np.exp(logits - logits.max(-1, keepdims=True))
+    attention /= attention.sum(-1, keepdims=True)
+
+    weights = np.where(visible, values, 0)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1, total)
+    uniform = visible / visible.sum(-1, keepdims=True)
+    output = attention @ value
+
+    # Negative weights have no cumulative distribution.
+    positive = np.maximum(weights, 0)
+    positive /= np.maximum(positive.sum(-1, keepdims=True), 1e-300)
+    gap = np.abs(np.cumsum(positive - attention, axis=-1))
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        ratio = values * np.exp(shift - products)
+    kernel, covered, measured, predicted = _kernel_errors(
+        feature_map, head, query, key, ratio, visible, estimated.stats
+    )
+    return HeadErrors(
+        kernel=kernel,
+        covered=covered,
+        measured=measured,
+        predicted=predicted,
+        attention=_relative_error(weights, attention),
+        output=_relative_error(weights @ value, output),
+        mean_of_values=_relative_error(uniform @ value, output),
+        negative=np.mean(values[visible] < 0),
+        kolmogorov_smirnov=gap.max(-1).mean(),
+        wasserstein=gap.mean(),
+    )
+
+
+def _relative_error(approximate, exact):
+    return np.linalg.norm(approximate - exact) / np.linalg.norm(exact)
+
+
+def _kernel_errors(feature_map, head, query, key, ratio, visible, stats):
+    """Returns four fields of `HeadErrors`, `kernel` to `predicted`.
+
+    `ratio` is `estimate / kernel` for each pair.
+    """
+    if feature_map.kernel != "softmax":
+        return np.nan, np.nan, np.nan, np.nan
+    covered = visible & _is_covered(feature_map, query, key, head)
+    rows, keys = np.nonzero(covered)
+    predict = predicted_variance(feature_map, head, stats)
+    variances = np.full(len(rows), np.nan)
+    if predict is not None:
+        variances = predict(query[rows], key[keys])
+        too_large = variances > 1
+        covered[rows[too_large], keys[too_large]] = False
+        variances = variances[~too_large]
+    measured = predicted = np.nan
+    if covered.any():
+        measured = np.sqrt(np.mean((ratio[covered] - 1) ** 2))
+        predicted = np.sqrt(np.mean(variances))
+    median = np.median(np.abs(ratio[visible] - 1))
+    return median, covered.sum() / visible.sum(), measured, predicted
+
+
+def _is_covered(feature_map, query, key, head):
     """Returns for which pairs `‖x + s y‖² <= log m`, as booleans `(T, S)`."""
     x, y = feature_map.meets(query, key, head)
     y = feature_map.sign(head) * y
@@ -152,83 +253,90 @@ def visibility(sequence):
     return np.repeat(visible, rows // keys, axis=0)
 
 
-def head_errors(feature_map, sequences, head, estimates=None):
-    """Measures the errors of one key/value head.
+def predicted_variance(feature_map, head=0, stats=None):
+    """Predicts the relative variance of a map's estimates, from its closed form.
+
+    The prediction is exact for independent vectors, and for orthogonal vectors of
+    generalized exponential features with one A. In all other cases it treats the
+    vectors as independent.
 
     Args:
         feature_map: A built `FeatureMap`.
-        sequences: List of `keras_rfattn.layers.recording.Sequence`.
         head: Index of the key/value head.
-        estimates: List with the `Estimate` of each sequence; computed if `None`.
+        stats: The result of `feature_map.statistics`, for maps that do not store
+            their parameters; otherwise `None`.
 
     Returns:
-        The `HeadErrors`, averaged over sequences.
+        A function `(queries, keys) -> variance / kernel²`, which takes two arrays
+        `(..., H)` and returns an array `(...)`, or `None` if no closed form is known.
+
+    Raises:
+        TypeError: If `feature_map` is not a `FeatureMap`.
+        ValueError: If it is not built, or has no such head.
     """
-    if estimates is None:
-        estimates = [estimate(feature_map, s) for s in sequences]
-    return HeadErrors.mean(
-        [
-            _errors(feature_map, s, head, e)
-            for s, e in zip(sequences, estimates, strict=True)
-        ]
-    )
+    moment = log_moment(feature_map, head, stats)
+    if moment is None:
+        return None
+    covariance = feature_map.relative_covariance(head)
+
+    def relative(query, key):
+        x, y = feature_map.meets(query, key, head)
+        with np.errstate(over="ignore"):
+            log_variance = variance.log_variance(moment(x, y), x, y)
+            total = np.exp(log_variance - 2 * np.sum(x * y, -1))
+        if covariance is not None:
+            total = np.maximum(total + covariance(x, y), 0)
+        return total / feature_map.num_features
+
+    def in_slices(query, key):
+        shape = query.shape[:-1]
+        query, key = (v.reshape(-1, v.shape[-1]) for v in (query, key))
+        starts = range(0, len(query), SLICE)
+        parts = [relative(query[i : i + SLICE], key[i : i + SLICE]) for i in starts]
+        return np.concatenate(parts).reshape(shape) if parts else np.zeros(shape)
+
+    return in_slices
 
 
-def _errors(feature_map, sequence, head, estimate):
-    query, key, value = sequence.query[head], sequence.key[head], sequence.value[head]
-    values, shift = estimate.values[head], estimate.log_scale[head]
-    visible = visibility(sequence)
-    products = sequence.logit_scale * query @ key.T
-    logits = products
-    if sequence.softmax is not None:
-        exact_query, exact_key = (x[head] for x in sequence.softmax)
-        logits = exact_query @ exact_key.T
-    logits = np.where(visible, logits, -np.inf)
-    attention = np.exp(logits - logits.max(-1, keepdims=True))
-    attention /= attention.sum(-1, keepdims=True)
+def log_moment(feature_map, head=0, stats=None):
+    """Returns the second moment of a map's softmax estimates, from its closed form.
 
-    with np.errstate(over="ignore", invalid="ignore"):
-        ratio = values * np.exp(shift - products)
-    weights = np.where(visible, values, 0)
-    total = weights.sum(-1, keepdims=True)
-    weights = weights / np.where(total == 0, 1, total)
-    exact, mean = attention @ value, visible @ value / visible.sum(-1, keepdims=True)
-    approximate = weights @ value
+    Args:
+        feature_map: A built `FeatureMap`.
+        head: Index of the key/value head.
+        stats: The result of `feature_map.statistics`, for maps that do not store
+            their parameters; otherwise `None`.
 
-    positive = np.maximum(weights, 0)
-    positive /= np.maximum(positive.sum(-1, keepdims=True), 1e-300)
-    gap = np.abs(np.cumsum(positive - attention, axis=-1))
+    Returns:
+        A function `(x, y) -> log E[Z²]`, where Z is the estimate of one random draw,
+        or `None` if no closed form is known. It takes arrays `(..., H)`, which are the
+        pair `feature_map.meets(query, key, head)`: queries and keys themselves, except
+        for conditioned maps.
 
-    return HeadErrors(
-        *_kernel_errors(feature_map, head, query, key, ratio, visible, estimate.stats),
-        np.linalg.norm(weights - attention) / np.linalg.norm(attention),
-        np.linalg.norm(approximate - exact) / np.linalg.norm(exact),
-        np.linalg.norm(mean - exact) / np.linalg.norm(exact),
-        np.mean(values[visible] < 0),
-        gap.max(-1).mean(),
-        gap.mean(),
-    )
-
-
-def _kernel_errors(feature_map, head, query, key, ratio, visible, stats):
-    """Returns four fields of `HeadErrors`, `kernel` to `predicted`.
-
-    `ratio` is `estimate / kernel` for each pair.
+    Raises:
+        TypeError: If `feature_map` is not a `FeatureMap`.
+        ValueError: If it is not built, or has no such head.
     """
-    if feature_map.kernel != "softmax":
-        return np.nan, np.nan, np.nan, np.nan
-    covered = visible & is_covered(feature_map, query, key, head)
-    rows, keys = np.nonzero(covered)
-    predict = predicted_variance(feature_map, head, stats)
-    squares = np.full(len(rows), np.nan)
-    if predict is not None:
-        squares = predict(query[rows], key[keys])
-        few = squares > 1
-        covered[rows[few], keys[few]] = False
-        squares = squares[~few]
-    measured = predicted = np.nan
-    if covered.any():
-        measured = np.sqrt(np.mean((ratio[covered] - 1) ** 2))
-        predicted = np.sqrt(np.mean(squares))
-    median = np.median(np.abs(ratio[visible] - 1))
-    return median, covered.sum() / visible.sum(), measured, predicted
+    _check_map(feature_map, head)
+    return feature_map.log_moment(head, stats)
+
+
+def _check_map(feature_map, head):
+    """Raises an error unless a map is built and has this key/value head."""
+    if not isinstance(feature_map, FeatureMap):
+        raise TypeError(
+            "`feature_map` must be a built `FeatureMap`. Received: "
+            f"feature_map={feature_map!r:.80} of type {type(feature_map).__name__}. "
+            "Use `keras_rfattn.feature_maps.get` and `build`."
+        )
+    if not feature_map.built:
+        raise ValueError(
+            "`feature_map` must be built. Received: "
+            f"{type(feature_map).__name__} with built=False. Call "
+            "`build((None, None, num_heads, head_dim))` first."
+        )
+    if not is_integer(head) or not 0 <= head < feature_map.num_heads:
+        raise ValueError(
+            f"`head` must be an integer from 0 to {feature_map.num_heads - 1}. "
+            f"Received: head={head!r}."
+        )

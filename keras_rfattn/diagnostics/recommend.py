@@ -1,17 +1,18 @@
-"""Recommends a feature map and its width for a wanted error or a budget."""
+"""Recommends feature maps and their widths for a wanted error or a budget."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.diagnostics.budget import adapted, allot
-from keras_rfattn.diagnostics.errors import estimate, head_errors
-from keras_rfattn.feature_maps.arguments import check_seed
+from keras_rfattn.diagnostics.errors import HeadErrors, head_errors
+from keras_rfattn.feature_maps.arguments import check_seed, is_integer, is_number
 from keras_rfattn.layers import LinearAttention, record
-from keras_rfattn.layers.checks import check_model, title
+from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.recording import progress
-from keras_rfattn.models import replace_attention, restore_attention
+from keras_rfattn.models import Plan, replace_attention, restore_attention
+from keras_rfattn.models.report import multiplications
 from keras_rfattn.models.survey import survey
 
 CANDIDATES = ("favor", "favorplus", "favorpp", "favorpp_dense")
@@ -46,16 +47,16 @@ class Recommendation:
             f"{name:<15}{count:>13}{width:>7}{error:>14.3f}"
             for name, count, width, error in self.tried
         ]
-        lines.append(f"{'mean of V':<35}{self.control:>14.3f}")
+        lines.append(f"{'no attention':<35}{self.control:>14.3f}")
         if self.control <= self.wanted:
             lines.append(
-                f"The mean of V reaches {self.wanted}, so that this error shows "
-                f"nothing about attention. Use an `error` below {self.control:.3g}."
+                f"The mean of V reaches {self.wanted}: the model needs no attention at "
+                f"this error. Ask for less than {self.control:.3g}."
             )
         elif self.mechanism is None:
             lines.append(
-                f"No candidate reaches {self.wanted} without training. Uptrain the "
-                "model, or keep layers with large errors softmax (`exclude=`)."
+                f"None reaches {self.wanted} without training. Uptrain the model, or "
+                "keep its hardest layers softmax (`exclude=`)."
             )
         else:
             lines.append(
@@ -67,15 +68,106 @@ class Recommendation:
     __repr__ = __str__
 
 
+class Choice(NamedTuple):
+    """The cost and error of one mechanism in one layer.
+
+    Attributes:
+        mechanism: Name of the map, or `"softmax"` to keep softmax attention.
+        num_features: The `num_features` of the map, or `None` for softmax.
+        multiplications: Number of multiplications per token, for all heads.
+        error: Relative error of outputs, averaged over heads. It is measured on
+            sequences that the map did not learn from. If the data has only one
+            sequence, the map learns from it too, and the error is too low for maps
+            that learn.
+    """
+
+    mechanism: str
+    num_features: int | None
+    multiplications: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """The map and width of each layer under a budget; prints as a table.
+
+    `keras_rfattn.replace_attention(model, allotment)` applies it to a model.
+
+    Attributes:
+        layers: Dict from layer paths to their `Choice`.
+        budget: Allowed multiplications per token, for all layers together.
+        one_width: The best single `Choice` for all layers under the same budget, or
+            `None` if there is none. Its multiplications are the sum over layers, and
+            its error is the mean.
+        control: Error of uniform attention, averaged over layers.
+        seed: Seed of the random vectors.
+    """
+
+    layers: dict
+    budget: float
+    one_width: Choice | None
+    control: float
+    seed: int
+
+    @property
+    def multiplications(self):
+        """Number of multiplications per token, for all layers together."""
+        return sum(choice.multiplications for choice in self.layers.values())
+
+    @property
+    def error(self):
+        """Relative error of outputs, averaged over layers."""
+        return float(np.mean([choice.error for choice in self.layers.values()]))
+
+    @property
+    def plan(self):
+        """The allotment as a `keras_rfattn.models.Plan`."""
+        maps = {}
+        for path, choice in self.layers.items():
+            maps[path] = None
+            if choice.num_features is not None:
+                name, count = choice.mechanism, choice.num_features
+                feature_map = feature_maps.get(name, num_features=count, seed=self.seed)
+                maps[path] = feature_maps.serialize(feature_map)
+        return Plan(maps)
+
+    def __str__(self):
+        width = max(len(path) for path in self.layers)
+        names = "mechanism", "num_features", "multiplications", "error"
+        lines = ["{:<{}}  {:<15}{:>13}{:>17}{:>8}".format("layer", width, *names)]
+        rows = list(self.layers.items())
+        rows.append(("all", Choice("", None, self.multiplications, self.error)))
+        if self.one_width is not None:
+            rows.append(("one width", self.one_width))
+        lines += [
+            f"{path:<{width}}  {name:<15}{count or '':>13}{cost:>17,.0f}{error:>8.3f}"
+            for path, (name, count, cost, error) in rows
+        ]
+        lines.append(f"{'mean of V':<{width}}{'':<47}{self.control:>8.3f}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
 def recommend(
-    model, data, error=None, candidates=CANDIDATES, widths=WIDTHS, max_tokens=512,
-    seed=0, verbose="auto", *, budget=None, length=None,
-):  # fmt: skip
+    model,
+    data,
+    error=None,
+    candidates=CANDIDATES,
+    widths=WIDTHS,
+    max_tokens=512,
+    seed=0,
+    verbose="auto",
+    *,
+    budget=None,
+    length=None,
+):
     """Recommends a map and width for a wanted error or a budget, without training.
 
     It measures the relative error of attention outputs on the activations of the
     softmax model, averaged over layers and heads. Maps that learn from data learn from
-    the same activations, or, under a budget, from the first half of the sequences only.
+    the same activations. Under a budget they learn from the first half of the sequences
+    only, and errors are measured on the other half; pass at least two sequences.
 
     Args:
         model: A model with softmax or linear attention. It is unchanged afterwards.
@@ -108,63 +200,16 @@ def recommend(
             integers, `length` is not positive, or `seed` is not a non-negative integer.
     """
     check_model(model)
-    candidates, widths = _check_arguments(error, budget, candidates, widths)
-    if length is not None and not (_is_number(length) and 0 < length < np.inf):
-        raise ValueError(
-            "`length` must be a positive number of tokens, or `None` for the mean "
-            f"length of the data. Received: length={length!r}."
-        )
-    check_seed(seed)
-    if seed is None:
-        raise ValueError("`seed` must be an integer. Received: seed=None.")
+    names, widths = _checked(error, budget, candidates, widths, length, seed)
     if data is None:
         raise ValueError("`data` must be an iterable of batches. Received: data=None.")
-    is_softmax = not any(
-        isinstance(layer, LinearAttention) for layer in model._flatten_layers()
-    )
-    if is_softmax:
-        replace_attention(model, "favorplus", num_features=1, seed=0)
-    try:
-        found = record(model, data, True, max_tokens, verbose)
-        paths = {id(site.layer): site.path for site in survey(model).sites}
-    finally:
-        if is_softmax:
-            restore_attention(model)
-    if not found:
-        raise ValueError(f"`data` must hold a real token. Received: {title(model)}.")
-    if budget is not None:
-        found = [(paths[id(layer)], layer, x) for _, layer, x in found]
-        return allot(found, candidates, widths, budget, length, seed, verbose)
-    tried, best, control = [], None, np.nan
-    for width in progress(sorted(widths), verbose):
-        for name in candidates:
-            maps = [
-                adapted(name, width, seed + i, x) for i, (*_, x) in enumerate(found)
-            ]
-            errors = [
-                head_errors(feature_map, sequences, head, estimates)
-                for feature_map, (_, _, sequences) in zip(maps, found, strict=True)
-                for estimates in [[estimate(feature_map, s) for s in sequences]]
-                for head in range(feature_map.num_heads)
-            ]
-            measured = float(np.mean([e.output for e in errors]))
-            control = float(np.mean([e.mean_of_values for e in errors]))
-            count = maps[0].num_features
-            tried.append((name, count, maps[0].output_dim, measured))
-            # A map must also be better than uniform attention and than zero output.
-            is_good = measured <= error and measured < min(control, 1)
-            if is_good and (best is None or measured < best[2]):
-                best = (name, count, measured)
-        if control <= error:
-            best = None
-            break
-        if best is not None:
-            break
-    name, count, _ = best or (None, None, None)
-    return Recommendation(name, count, error, control, tuple(tried))
+    recorded = _recorded(model, data, max_tokens, verbose)
+    if budget is None:
+        return _narrowest(recorded, names, widths, error, seed, verbose)
+    return _allotted(recorded, names, widths, budget, length, seed, verbose)
 
 
-def _check_arguments(error, budget, candidates, widths):
+def _checked(error, budget, candidates, widths, length, seed):
     """Returns names and widths as lists, or raises `ValueError` for bad arguments."""
     if (error is None) == (budget is None):
         raise ValueError(
@@ -172,34 +217,180 @@ def _check_arguments(error, budget, candidates, widths):
             f"multiplications, and not both. Received: error={error!r}, "
             f"budget={budget!r}."
         )
-    if budget is not None and (not _is_number(budget) or not budget > 0):
+    if budget is not None and not (is_number(budget) and budget > 0):
         raise ValueError(
             f"`budget` must be a positive number. Received: budget={budget!r}."
         )
-    if error is not None and (not _is_number(error) or not 0 < error < 1):
+    if error is not None and not (is_number(error) and 0 < error < 1):
         raise ValueError(f"`error` must be between 0 and 1. Received: error={error!r}.")
     is_listed = isinstance(widths, (list, tuple, range, np.ndarray))
     widths = list(widths) if is_listed else [widths]
-    integers = [
-        x for x in widths
-        if isinstance(x, (int, np.integer)) and not isinstance(x, bool) and x > 0
-    ]  # fmt: skip
-    if not widths or len(integers) < len(widths):
+    if not widths or not all(is_integer(width) and width > 0 for width in widths):
         raise ValueError(
-            "`widths` must be a non-empty list of positive integers. "
+            "`widths` must be a list of positive integers, at least one. "
             f"Received: widths={widths!r}."
         )
-    is_list = isinstance(candidates, (list, tuple))
-    names = list(candidates) if is_list else [candidates]
+    is_listed = isinstance(candidates, (list, tuple))
+    names = list(candidates) if is_listed else [candidates]
     known = feature_maps.list()
     kernels = [feature_maps.get(x, seed=0).kernel for x in names if x in known]
     if not names or kernels != ["softmax"] * len(names):
         raise ValueError(
-            "`candidates` must be one or more names of maps that estimate softmax. "
+            "`candidates` must be names of maps that estimate softmax, at least one. "
             f"Received: candidates={candidates!r}."
         )
+    if length is not None and not (is_number(length) and 0 < length < np.inf):
+        raise ValueError(
+            "`length` must be a positive number of tokens, or `None` for the data's "
+            f"mean. Received: length={length!r}."
+        )
+    check_seed(seed)
+    if seed is None:
+        raise ValueError("`seed` must be an integer. Received: seed=None.")
     return names, widths
 
 
-def _is_number(x):
-    return isinstance(x, (int, float, np.number)) and not isinstance(x, bool)
+def _recorded(model, data, max_tokens, verbose):
+    """Records the attention of the softmax model.
+
+    Returns:
+        List of `(path, layer, sequences)`, where paths are those that
+        `replace_attention` uses.
+    """
+    layers = model._flatten_layers()
+    is_softmax = not any(isinstance(layer, LinearAttention) for layer in layers)
+    if is_softmax:
+        replace_attention(model, "favorplus", num_features=1, seed=0)
+    try:
+        recorded = record(model, data, True, max_tokens, verbose)
+        paths = {id(site.layer): site.path for site in survey(model).sites}
+    finally:
+        if is_softmax:
+            restore_attention(model)
+    if not recorded:
+        raise ValueError(f"`data` must hold a real token. Received: {title(model)}.")
+    return [(paths[id(layer)], layer, sequences) for _, layer, sequences in recorded]
+
+
+def _narrowest(recorded, names, widths, error, seed, verbose):
+    """Returns the `Recommendation` of one map and width for all layers."""
+    tried = []
+    for width in progress(sorted(widths), verbose):
+        reaching = []
+        for name in names:
+            errors = []
+            for i, (_, _, sequences) in enumerate(recorded):
+                feature_map = _adapted(name, width, seed + i, sequences)
+                errors += head_errors(feature_map, sequences)
+            mean = HeadErrors.mean(errors)
+            # The map of any layer has these.
+            count, width_of_map = feature_map.num_features, feature_map.output_dim
+            tried.append((name, count, width_of_map, mean.output))
+            control = mean.mean_of_values
+            if mean.output <= error:
+                reaching.append((mean.output, name, count))
+        if control <= error:
+            # Uniform attention reaches the error too, so no map is needed.
+            reaching = []
+        if control <= error or reaching:
+            break
+    _, name, count = min(reaching, default=(None, None, None), key=lambda x: x[0])
+    return Recommendation(name, count, error, control, tuple(tried))
+
+
+def _allotted(recorded, names, widths, budget, length, seed, verbose):
+    """Returns the `Allotment` of least error.
+
+    Maps learn from the first half of each layer's sequences, and errors are measured on
+    the second half. A single sequence serves both purposes.
+
+    Raises:
+        ValueError: If the budget is too small for the cheapest choice in every layer.
+    """
+    options, controls = [[] for _ in recorded], []
+    for width in progress(sorted(widths), verbose):
+        for name in names:
+            for i, (_, layer, sequences) in enumerate(recorded):
+                half = max(1, len(sequences) // 2)
+                held_out = sequences[half:] or sequences
+                feature_map = _adapted(name, width, seed + i, sequences[:half])
+                mean = HeadErrors.mean(head_errors(feature_map, held_out))
+                value_dim = sequences[0].value.shape[-1]
+                by_head = multiplications(feature_map, feature_map.head_dim, value_dim)
+                cost = num_heads(layer) * by_head
+                count = feature_map.num_features
+                options[i].append(Choice(name, count, cost, mean.output))
+                controls.append(mean.mean_of_values)
+    for choices, (_, layer, sequences) in zip(options, recorded, strict=True):
+        tokens = length or np.mean([sequence.key.shape[1] for sequence in sequences])
+        dims = sequences[0].key.shape[-1] + sequences[0].value.shape[-1]
+        cost = num_heads(layer) * tokens * dims
+        choices.append(Choice("softmax", None, cost, 0.0))
+    paths = [path for path, _, _ in recorded]
+    return Allotment(
+        layers=dict(zip(paths, _least_error(options, budget), strict=True)),
+        budget=budget,
+        one_width=_for_all(options, budget),
+        control=float(np.mean(controls)),
+        seed=seed,
+    )
+
+
+def _least_error(options, budget):
+    """Picks one choice per layer by integer programming, for the least total error."""
+    from scipy.optimize import LinearConstraint, milp
+
+    flat = [(i, choice) for i, row in enumerate(options) for choice in row]
+    costs = np.array([choice.multiplications for _, choice in flat])
+    least = sum(min(c.multiplications for c in row) for row in options)
+    if least > budget:
+        raise ValueError(
+            "`budget` does not pay for the narrowest choice in every layer, "
+            f"{least:,.0f} multiplications per token. Received: budget={budget!r}. "
+            "Raise it, or try smaller `widths`."
+        )
+    layer_of = np.array([i for i, _ in flat])
+    one_each = np.arange(len(options))[:, None] == layer_of
+    result = milp(
+        [choice.error for _, choice in flat],
+        integrality=np.ones(len(flat)),
+        bounds=(0, 1),
+        constraints=[
+            LinearConstraint(one_each.astype(float), 1, 1),
+            LinearConstraint(costs[None] / budget, 0, 1),
+        ],
+    )
+    return [choice for x, (_, choice) in zip(result.x, flat, strict=True) if x > 0.5]
+
+
+def _for_all(options, budget):
+    """Returns the best single choice for all layers within the budget, or `None`."""
+    best = None
+    for row in zip(*options, strict=True):
+        cost = sum(choice.multiplications for choice in row)
+        error = float(np.mean([choice.error for choice in row]))
+        if cost <= budget and (best is None or error < best.error):
+            best = Choice(row[0].mechanism, row[0].num_features, cost, error)
+    return best
+
+
+def _adapted(name, width, seed, sequences):
+    """Builds a map of a given width, and adapts it to sequences of one layer.
+
+    Args:
+        name: Registered name of the map.
+        width: Feature width M.
+        seed: Seed of its random vectors.
+        sequences: List of `keras_rfattn.layers.recording.Sequence`.
+
+    Returns:
+        A built `FeatureMap`.
+    """
+    per_vector = feature_maps.get(name, num_features=1, seed=0).output_dim
+    count = max(1, width // per_vector)
+    feature_map = feature_maps.get(name, num_features=count, seed=seed)
+    heads, _, dim = sequences[0].key.shape
+    feature_map.build((None, None, heads, dim))
+    if feature_map.is_adaptive:
+        feature_map.adapt([(s.query, s.key) for s in sequences])
+    return feature_map

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.diagnostics.errors import HeadErrors, estimate, head_errors
+from keras_rfattn.diagnostics.errors import HeadErrors, head_errors
 from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import progress
@@ -22,15 +22,6 @@ COLUMNS = {
     "kolmogorov_smirnov": "KS",
     "wasserstein": "Wasserstein",
 }
-
-
-def _cells(errors):
-    """Returns the cells of a table row, with a reason where a number is missing."""
-    result = [f"{e:.3g}" for e in errors]
-    for i in range(len(errors)):
-        if np.isnan(errors[i]):
-            result[i] = "num_features too small" if errors.covered == 0 else "unknown"
-    return result
 
 
 @dataclass(frozen=True)
@@ -89,21 +80,21 @@ class ApproximationReport:
         body.append(("mean", "", "", *_cells(self.mean)))
         table = [head, *body]
         widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-        lines = [
+        rows = [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
             for row in table
         ]
         lines = [
             f"Approximation of softmax attention in {self.model}",
-            *(line.rstrip() for line in lines),
-            "Errors are relative, and 0 is exact. The controls are uniform attention "
-            "(mean of V) and an output of zeros (1).",
+            *(row.rstrip() for row in rows),
+            "errors are relative, 0 is exact; no attention at all (mean of V) and "
+            "zero (1) are the controls",
         ]
         if np.isfinite(self.mean.covered):
             lines.append(
-                "kernel: the median over all pairs. measured, predicted: the root mean "
-                f"square over the {self.mean.covered:.1%} covered pairs, with "
-                "‖x + y‖² <= log m. For other pairs, m = num_features is too small."
+                "kernel: median over all pairs; measured and predicted: root mean "
+                f"square over the {self.mean.covered:.1%} covered ones, with "
+                "‖x + y‖² <= log m; for all others: width too small"
             )
         return "\n".join(lines)
 
@@ -162,35 +153,24 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
             attention, or if `data` has no real token.
     """
     check_model(model)
-    found = record(model, data, True, max_tokens, verbose)
-    if not found:
+    recorded = record(model, data, True, max_tokens, verbose)
+    if not recorded:
         raise ValueError(
             "`model` must have linear attention and `data` a batch with a real token. "
             f"Received: {title(model)}. Call `replace_attention` first."
         )
     heads = []
-    for path, layer, sequences in progress(found, verbose):
-        heads += report_layer(path, layer.feature_map, sequences)
+    for path, layer, sequences in progress(recorded, verbose):
+        feature_map = layer.feature_map
+        name, width = feature_maps.name_of(feature_map), feature_map.output_dim
+        heads += [
+            HeadReport(path, head, name, width, errors)
+            for head, errors in enumerate(head_errors(feature_map, sequences))
+        ]
     return ApproximationReport(title(model), tuple(heads))
 
 
-def report_layer(path, feature_map, sequences):
-    """Measures one feature map on recorded sequences of a layer.
-
-    Args:
-        path: Path of the layer.
-        feature_map: A built `FeatureMap`.
-        sequences: List of `keras_rfattn.layers.recording.Sequence`.
-
-    Returns:
-        List of `HeadReport`, one for each key/value head.
-    """
-    estimates = [estimate(feature_map, s) for s in sequences]
-    name = feature_maps.name_of(feature_map)
-    return [
-        HeadReport(
-            path, head, name, feature_map.output_dim,
-            head_errors(feature_map, sequences, head, estimates),
-        )
-        for head in range(feature_map.num_heads)
-    ]  # fmt: skip
+def _cells(errors):
+    """Returns the cells of a table row, with a reason where a number is missing."""
+    missing = "width too small" if errors.covered == 0 else "unknown"
+    return [missing if np.isnan(error) else f"{error:.3g}" for error in errors]

@@ -82,7 +82,7 @@ def too_long(model, batch):
     return (
         f"The batch has {max(lengths)} tokens, and the model has positions for "
         f"{min(limits)} (`max_sequence_length`). Cut the texts, or extend the model: "
-        f"`keras_rfattn.models.extend_positions(model, {max(lengths)})`."
+        f"`keras_rfattn.extend_positions(model, {max(lengths)})`."
     )
 
 

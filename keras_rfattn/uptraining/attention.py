@@ -8,14 +8,16 @@ Hedgehog & the Porcupine" (Zhang et al., 2024) compares rows; "LoLCATs" (Zhang e
 """
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_rfattn.backend import with_gradient
-from keras_rfattn.layers.attend import Attention
-from keras_rfattn.layers.recording import recording
+from keras_rfattn.layers.recording import progress, recording, run
 from keras_rfattn.ops import Softmax
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.rows import feature_rows, kernel_rows, nearby
+from keras_rfattn.uptraining.batches import HEAD
+from keras_rfattn.uptraining.resume import Interrupts
 
 MAX_ROWS = 512
 TINY = 1e-9
@@ -26,24 +28,20 @@ class AttentionStage(keras.Model):
     """Trains maps, queries and keys by comparing the outputs of attention layers.
 
     Args:
-        teacher: `Teacher` of a model with linear attention.
-        layers: The linear attention layers that learn.
-        below: Layers that pass on their linear output, which the learning layers then
-            receive. Empty if all layers learn side by side.
+        teacher: `Teacher` of a model with linear attention, all of whose layers learn.
         window_dropout: Share of sequences for which a layer leaves its window out.
     """
 
-    def __init__(self, teacher, layers, below=(), window_dropout=0.0):
+    def __init__(self, teacher, window_dropout=0.0):
         super().__init__(dtype="float32", name="attention_stage")
         self.teacher, self.model = teacher, teacher.model
         self.first_values = list(teacher.copies.values())
-        self.learning, self.below = list(layers), list(below)
-        known = {id(x) for x in (*layers, *below)}
-        self.others = [x for x in teacher.layers if id(x) not in known]
-        self.window_dropout = window_dropout
+        self.learning, self.window_dropout = list(teacher.layers), window_dropout
         self.error = keras.metrics.Mean("error")
         self.mean_of_v = keras.metrics.Mean("mean_of_v")
         self.zero = keras.metrics.Mean("zero")
+        # Error of attention that outputs 0.
+        self.control = 1.0
         self.built = True
 
     def call(self, inputs):
@@ -59,33 +57,34 @@ class AttentionStage(keras.Model):
         """
         x, noise = inputs["x"], inputs["noise"]
         watchers = [Watcher() for _ in self.learning]
-        recorders = [
-            *zip(self.learning, watchers, strict=True),
-            *((layer, Attention.softmax) for layer in self.others),
-        ]
-        with self.teacher.weights(live=self.below), recording(recorders):
+        watched = list(zip(self.learning, watchers, strict=True))
+        with self.teacher.weights(), recording(watched):
             self.model(x, training=False)
-        found = []
-        for i, (layer, watcher) in enumerate(zip(self.learning, watchers, strict=True)):
+        losses, sums = [], []
+        for i, (layer, watcher) in enumerate(watched):
             students = watcher.calls
             if self.teacher.trains(layer):
                 students = watcher.replayed(layer)
             dropped = noise[:, i] < self.window_dropout
             calls = list(zip(watcher.calls, students, strict=True))
-            found.append(_compared(layer, calls, dropped, noise[0, -1]))
-        losses, sums = zip(*found, strict=True)
+            loss, sums_of_layer = _compared(layer, calls, dropped, noise[0, -1])
+            losses.append(loss)
+            sums.append(sums_of_layer)
         heads = max(x["norm"].shape[-1] for x in sums)
-        stacked = {k: ops.stack([_widened(x[k], heads) for x in sums], 1)
-                   for k in QUANTITIES}  # fmt: skip
+        stacked = {
+            name: ops.stack([_widened(x[name], heads) for x in sums], 1)
+            for name in QUANTITIES
+        }
         return stacked | {"loss": ops.stack(losses)[None]}
 
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None,
-                     training=True):  # fmt: skip
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
         error, _, mean_of_v, heads = relative(y_pred)
         count = ops.maximum(ops.sum(heads), 1)
         self.error.update_state(ops.sum(error) / count)
         self.mean_of_v.update_state(ops.sum(mean_of_v) / count)
-        self.zero.update_state(1.0)
+        self.zero.update_state(self.control)
         return ops.sum(y_pred["loss"]) / count
 
 
@@ -129,7 +128,7 @@ def relative(sums):
         divergence of attention rows, relative squared error of uniform attention, and
         1 for heads that were measured, else 0.
     """
-    total = {key: ops.sum(ops.cast(x, "float32"), axis=0) for key, x in sums.items()}
+    total = {name: ops.sum(ops.cast(x, "float32"), axis=0) for name, x in sums.items()}
     norm = ops.maximum(total["norm"], TINY)
     heads = ops.cast(total["norm"] > 0, "float32")
     return (
@@ -148,19 +147,21 @@ def _compared(layer, calls, dropped, offset):
     """
     if not calls:
         heads = layer._kv_shape()[0]
-        return ops.zeros(()), {k: ops.zeros((1, heads)) for k in QUANTITIES}
+        return ops.zeros(()), {name: ops.zeros((1, heads)) for name in QUANTITIES}
 
     def compared(*tensors):
-        sums, tensors = {k: 0 for k in QUANTITIES}, iter(tensors)
+        sums, tensors = dict.fromkeys(QUANTITIES, 0), iter(tensors)
         for teacher, student in calls:
-            live = dict(zip(("query", "key", "value"), tensors, strict=False))
-            found = layer_errors(teacher, student.replace(**live), dropped, offset)
-            for k, x in found.items():
-                sums[k] = sums[k] + ops.sum(x, axis=0, keepdims=True)
+            query, key, value = next(tensors), next(tensors), next(tensors)
+            student = student.replace(query=query, key=key, value=value)
+            errors = layer_errors(teacher, student, dropped, offset)
+            for name, by_row in errors.items():
+                sums[name] = sums[name] + ops.sum(by_row, axis=0, keepdims=True)
         error, divergence, _, _ = relative(sums)
-        return ops.sum(error + divergence), *(sums[k] for k in QUANTITIES)
+        return ops.sum(error + divergence), *(sums[name] for name in QUANTITIES)
 
-    tensors = [y for _, x in calls for y in (x.query, x.key, x.value)]
+    students = [student for _, student in calls]
+    tensors = [tensor for x in students for tensor in (x.query, x.key, x.value)]
     loss, *sums = with_gradient(compared, layer.feature_map.variables, tensors)
     return loss, dict(zip(QUANTITIES, sums, strict=True))
 
@@ -192,10 +193,11 @@ def layer_errors(teacher, student, dropped, offset):
     wanted = kernel_rows(Softmax(), query, key, visible)
     given = _student_rows(student, rows, taken, visible, dropped)
 
-    values = split_heads(ops.cast(teacher.value, dtype), num_kv_heads)
-    own = split_heads(ops.cast(student.value, dtype), num_kv_heads)
-    output = ops.matmul(wanted, values)
-    mean = split_heads(_mean(ops.cast(teacher.value, dtype), visible), num_kv_heads)
+    values = ops.cast(teacher.value, dtype)
+    mean = split_heads(_mean(values, visible), num_kv_heads)
+    wanted_output = ops.matmul(wanted, split_heads(values, num_kv_heads))
+    own_values = split_heads(ops.cast(student.value, dtype), num_kv_heads)
+    given_output = ops.matmul(given, own_values)
 
     def squares(x):
         return per_head(ops.sum(ops.square(x), axis=-1))
@@ -209,19 +211,19 @@ def layer_errors(teacher, student, dropped, offset):
     if student.feature_map.is_positive:
         ratio = ops.log(wanted + TINY) - ops.log(given + TINY)
         divergence = ops.sum(ops.where(visible, wanted * ratio, 0), axis=-1)
-    found = {
-        "squared": squares(output - ops.matmul(given, own)),
-        "norm": squares(output),
-        "mean_of_v": squares(output - mean),
+    sums = {
+        "squared": squares(wanted_output - given_output),
+        "norm": squares(wanted_output),
+        "mean_of_v": squares(wanted_output - mean),
         "divergence": per_head(divergence),
         "rows": per_head(ops.ones_like(divergence)),
     }
     kept = student.options.softmax_heads
     if kept:
         # These heads learn nothing and must not enter the means.
-        learns = ops.convert_to_tensor([x not in kept for x in range(num_heads)])
-        found = {k: ops.where(learns, x, 0) for k, x in found.items()}
-    return found
+        learns = ops.convert_to_tensor([head not in kept for head in range(num_heads)])
+        sums = {name: ops.where(learns, x, 0) for name, x in sums.items()}
+    return sums
 
 
 def _sampled_rows(query, offset):
@@ -265,6 +267,7 @@ def _mean(value, visible):
 
 
 def _student_rows(call, rows, taken, visible, dropped):
+    """Returns the attention rows of the linear model, `(B, K, R · G, S)`."""
     query, key, stats = call.prepared()
     feature_map, options, mask = call.feature_map, call.options, call.mask
     if feature_map.is_exact:
@@ -290,3 +293,76 @@ def _student_rows(call, rows, taken, visible, dropped):
 def _widened(x, heads):
     """Pads an array `(B, N)` with zeros up to the largest number of heads."""
     return ops.pad(x, ((0, 0), (0, heads - x.shape[-1])))
+
+
+class Measuring:
+    """Measures the errors of attention layers on the first batches of the data.
+
+    It uses a separate Keras model that is compiled once. The models that train are
+    compiled again for each stage, which would discard the compiled function.
+
+    Args:
+        teacher: The `Teacher` of the model.
+        batches: The data, as `Batches`.
+        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
+            end, as in Keras.
+    """
+
+    def __init__(self, teacher, batches, verbose):
+        self.layers, self.batches, self.verbose = teacher.layers, batches, verbose
+        self.stage = AttentionStage(teacher)
+
+    def __call__(self, when, must_be_finite=False):
+        """Measures the errors of L layers with up to N heads.
+
+        Args:
+            when: Text that completes the line above the progress bar.
+            must_be_finite: Whether to raise if an error is not finite.
+
+        Returns:
+            Two arrays `(L, N)`: the relative squared errors of heads, and those of
+            uniform attention. They are NaN for heads that stay softmax, and for heads
+            that a layer lacks because other layers have more.
+
+        Raises:
+            ValueError: If a layer receives no real token, or if an error is not finite
+                although `must_be_finite` is true.
+        """
+        if self.verbose:
+            print(f"Measuring the error of attention {when}")
+        total = dict.fromkeys(QUANTITIES, 0)
+        batches = progress(list(self.batches.first(HEAD)), self.verbose)
+        for step, _ in enumerate(batches):
+            sums = self._sums(step)
+            bad = ~np.all(np.isfinite(sums["squared"]), axis=(0, 2))
+            if must_be_finite and np.any(bad):
+                raise ValueError(
+                    "The outputs of attention must be finite before training. "
+                    "Received: outputs that are not finite, of "
+                    f"{self._paths(bad)} in batch {step}. Look for NaN in the data and "
+                    "the weights, or for tokens beyond the vocabulary."
+                )
+            total = {k: x + sums[k].sum(0, keepdims=True) for k, x in total.items()}
+        without_token = ~np.any(total["rows"] > 0, axis=(0, 2))
+        if np.any(without_token):
+            raise ValueError(
+                "`data` must hold a real token for every linear layer. Received: "
+                "padding alone, or a model that does not call all of them, at "
+                f"{self._paths(without_token)}."
+            )
+        error, _, control, heads = map(ops.convert_to_numpy, relative(total))
+        return tuple(np.where(heads > 0, x, np.nan) for x in (error, control))
+
+    def _sums(self, step):
+        """Returns the output of `AttentionStage` for a batch."""
+        inputs = self.batches.with_noise(step, len(self.layers) + 1)
+        noise = np.ones_like(inputs["noise"])  # so that no window is left out
+
+        def predict(x):
+            return self.stage.predict_on_batch({"x": x, "noise": noise})
+
+        with Interrupts().held():
+            return run(self.stage.model, inputs["x"], predict)
+
+    def _paths(self, chosen):
+        return [self.layers[i].path for i in np.flatnonzero(chosen)][:3]

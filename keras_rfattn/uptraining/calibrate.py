@@ -1,11 +1,14 @@
 """Calibrates feature maps: sets parameters from data, without training."""
 
 import keras
+import numpy as np
 
+from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.feature_maps.trained import trained_weights, unchanged_on_error
 from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import linear_layers
+from keras_rfattn.uptraining.weights import assign, values_of
 
 
 class CalibrateAfter(keras.callbacks.Callback):
@@ -34,7 +37,7 @@ class CalibrateAfter(keras.callbacks.Callback):
 
     def __init__(self, data, steps, **kwargs):
         super().__init__()
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        if not is_integer(steps) or steps < 1:
             raise ValueError(
                 f"`steps` must be a positive integer. Received: steps={steps!r}."
             )
@@ -46,16 +49,17 @@ class CalibrateAfter(keras.callbacks.Callback):
         if not self.kwargs.get("discard_training", False):
             check_untrained(layers)
             training = [
-                x for x in layers
-                if any(v.trainable for v in trained_weights(x.feature_map))
-            ]  # fmt: skip
+                layer
+                for layer in layers
+                if any(v.trainable for v in trained_weights(layer.feature_map))
+            ]
             if training:
                 raise ValueError(
-                    "`CalibrateAfter` must not replace trained weights. Received: "
+                    "`CalibrateAfter` must not replace what was trained. Received: "
                     f"steps={self.steps}, during which the feature maps of "
-                    f"{_names(training)} train. Call `keras_rfattn.calibrate` before "
-                    "`fit`, freeze these maps, or pass discard_training=True to "
-                    "discard their training."
+                    f"{_paths(training)} train. Call `keras_rfattn.calibrate` before "
+                    "`fit`, freeze these maps, or pass discard_training=True to lose "
+                    "what they learned until then."
                 )
         self.seen = 0
 
@@ -119,14 +123,14 @@ def adapt(
         model: A model with linear attention.
         layers: The layers to calibrate, a subset of `adaptive_layers(model)`.
     """
-    found = record(model, data, exact, max_tokens, verbose)
-    if not found:
+    recorded = record(model, data, exact, max_tokens, verbose)
+    if not recorded:
         raise ValueError(
             "`data` must hold at least one batch with a real token. Received: none."
         )
     wanted = {id(layer) for layer in layers}
     with unchanged_on_error([layer.feature_map for layer in layers]):
-        for _, layer, sequences in found:
+        for _, layer, sequences in recorded:
             if id(layer) in wanted:
                 samples = [(s.query, s.key) for s in sequences]
                 layer.feature_map.adapt(samples, discard_training=discard_training)
@@ -148,11 +152,53 @@ def check_untrained(layers):
     trained = [x for x in layers if x.feature_map.was_trained]
     if trained:
         raise ValueError(
-            "`model` must have no trained feature map, because calibration would "
-            f"replace its weights. Received: trained maps of {_names(trained)}. Pass "
-            "discard_training=True to discard their training."
+            "`model` must have no trained feature map, as calibrating it would replace "
+            f"what was trained. Received: trained maps of {_paths(trained)}. Pass "
+            "discard_training=True to lose what they learned."
         )
 
 
-def _names(layers):
+def calibrate_stage(model, layers, batches, before, measure):
+    """Calibrates the maps of a model that were not trained.
+
+    A map may have been calibrated before, or weights of the model may have been trained
+    with its current parameters. It is then calibrated again, but gets its old
+    parameters back if the new ones raise the error of its layer.
+
+    Args:
+        model: A model with linear attention.
+        layers: Its linear attention layers.
+        batches: List of batches to calibrate on.
+        before: Errors of N heads of L layers before the calibration, `(L, N)`, with NaN
+            for heads that are not measured.
+        measure: Function without arguments that measures these errors again.
+
+    Returns:
+        Text that says which maps were left unchanged; empty if none was.
+    """
+    adaptive = [i for i, x in enumerate(layers) if x.feature_map.is_adaptive]
+    trained = [i for i in adaptive if layers[i].feature_map.was_trained]
+    untrained = [i for i in adaptive if i not in trained]
+    notes = []
+    if trained:
+        kept = _paths(layers[i] for i in trained)
+        notes.append(f"trained maps are kept: {kept}")
+    if untrained:
+        old = {
+            i: values_of(layers[i].feature_map.weights)
+            for i in untrained
+            if layers[i].feature_map.is_calibrated or layers[i].trained
+        }
+        adapt(model, [layers[i] for i in untrained], batches)
+        after = measure() if old else before
+        worse = [i for i in old if np.nanmean(after[i]) > np.nanmean(before[i])]
+        for i in worse:
+            assign(layers[i].feature_map.weights, old[i])
+        if worse:
+            kept = _paths(layers[i] for i in worse)
+            notes.append(f"another calibration would raise the error, kept: {kept}")
+    return "; ".join(notes)
+
+
+def _paths(layers):
     return ", ".join(f"'{layer.path}'" for layer in layers)

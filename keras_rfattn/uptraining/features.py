@@ -14,7 +14,6 @@ from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
 
 TINY = 1e-9
-OBJECTIVES = ("auto", "features", "logits")
 # KerasHub tasks whose head is part of the checkpoint.
 OWN_HEADS = ("CausalLM", "MaskedLM", "Seq2SeqLM")
 
@@ -37,7 +36,7 @@ class FeaturesStage(keras.Model):
         self.learning, self.window_dropout = list(teacher.layers), window_dropout
         self.error = keras.metrics.Mean("error")
         self.zero = keras.metrics.Mean("zero")
-        # Error of the model without attention; `Training` sets it.
+        # Error of the model without attention, to compare with; `Training` sets it.
         self.control = 1.0
         self.built = True
 
@@ -54,12 +53,16 @@ class FeaturesStage(keras.Model):
             names = getattr(backbone, "input", None)
             if isinstance(x, dict) and isinstance(names, dict):
                 x = {name: x[name] for name in names}
-        found = model(x, training=False)
-        if isinstance(found, (list, tuple)):
-            found = {f"{i}": x for i, x in enumerate(found)}
-        named = found if isinstance(found, dict) else {"": found}
-        named = {k: v for k, v in named.items() if not isinstance(v, (list, tuple))}
-        named = {k: v for k, v in named.items() if ops.is_tensor(v)}
+        named = model(x, training=False)
+        if isinstance(named, (list, tuple)):
+            named = {str(i): output for i, output in enumerate(named)}
+        elif not isinstance(named, dict):
+            named = {"": named}
+        named = {
+            name: output
+            for name, output in named.items()
+            if not isinstance(output, (list, tuple)) and ops.is_tensor(output)
+        }
         if not named:
             raise ValueError(
                 "Stage 'features' compares outputs of the model. Received: "
@@ -67,7 +70,10 @@ class FeaturesStage(keras.Model):
                 "this stage out of `stages`."
             )
         tokens = {k: v for k, v in named.items() if len(v.shape) == 3}
-        return [(v, mask_of(k, v, x)) for k, v in (tokens or named).items()]
+        return [
+            (output, mask_of(name, output, x))
+            for name, output in (tokens or named).items()
+        ]
 
     def call(self, inputs):
         """Returns a list of `(wanted, given, mask)`, one for each compared output.
@@ -76,39 +82,44 @@ class FeaturesStage(keras.Model):
             inputs: Dict with the model's inputs "x" and with "noise" `(B, count)` in
                 [0, 1), whose first row selects layers that leave their window out.
         """
-        x, noise = inputs["x"], inputs["noise"]
-        wanted = self.teacher(self.outputs, x)
-        recorders = []
+        noise, recorders = inputs["noise"], []
         if self.window_dropout:
             recorders = [
                 (layer, without_window(noise[0, i] < self.window_dropout))
                 for i, layer in enumerate(self.learning)
                 if layer.options.window is not None
             ]
-        with recording(recorders):
-            given = self.outputs(x)
-        pairs = zip(wanted, given, strict=True)
-        return [(a, b, mask) for (a, mask), (b, _) in pairs]
+        return self._compared(inputs["x"], recorders)
 
     def without_attention(self, x):
         """Returns the error of the model if all its attention outputs 0, as a float."""
-        wanted = self.teacher(self.outputs, x)
         recorders = [(layer, Attention.zero) for layer in self.learning]
-        with recording(recorders), without_gradients():
-            given = self.outputs(x)
-        pairs = zip(wanted, given, strict=True)
-        error, _ = self.measure([(a, b, mask) for (a, mask), (b, _) in pairs])
+        with without_gradients():
+            error, _ = self.measured(self._compared(x, recorders))
         return float(ops.convert_to_numpy(error))
 
-    def measure(self, pairs):
+    def _compared(self, x, recorders):
+        """Returns what `call` returns, with recorders in the linear model."""
+        wanted = self.teacher(self.outputs, x)
+        with recording(recorders):
+            given = self.outputs(x)
+        return [
+            (wanted_output, given_output, mask)
+            for (wanted_output, mask), (given_output, _) in zip(
+                wanted, given, strict=True
+            )
+        ]
+
+    def measured(self, compared):
         """Returns `(error, loss)`, each a mean over the compared outputs."""
         compare = divergence if self.objective == "logits" else distance
-        found = [compare(*pair) for pair in pairs]
-        return tuple(sum(x) / len(found) for x in zip(*found, strict=True))
+        errors, losses = zip(*(compare(*x) for x in compared), strict=True)
+        return sum(errors) / len(errors), sum(losses) / len(losses)
 
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None,
-                     training=True):  # fmt: skip
-        error, loss = self.measure(y_pred)
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        error, loss = self.measured(y_pred)
         self.error.update_state(error)
         self.zero.update_state(self.control)
         # PyTorch requires a gradient even if no output depends on a trained weight, as
@@ -172,8 +183,8 @@ def divergence(wanted, given, mask):
         ops.log_softmax(ops.cast(x, "float32"), axis=-1) for x in (wanted, given)
     )
     real = _real(mask, wanted)
-    found = ops.sum(ops.exp(wanted) * (wanted - given), axis=-1)
-    mean = ops.sum(real * found) / ops.maximum(ops.sum(real), 1)
+    by_token = ops.sum(ops.exp(wanted) * (wanted - given), axis=-1)
+    mean = ops.sum(real * by_token) / ops.maximum(ops.sum(real), 1)
     return mean, mean
 
 

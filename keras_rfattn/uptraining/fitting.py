@@ -1,37 +1,36 @@
 """Runs one training stage with Keras' `fit` and a fresh optimizer."""
 
-import itertools
+import math
 
 import keras
+import numpy as np
 
+from keras_rfattn.backend.devices import dataset_of, forget_gradients
 from keras_rfattn.layers.batches import too_long
-from keras_rfattn.uptraining.callbacks import NotFinite, Save, Watch
-from keras_rfattn.uptraining.interrupts import Interrupts
-from keras_rfattn.uptraining.resume import assign
+from keras_rfattn.uptraining.resume import Interrupts
+from keras_rfattn.uptraining.weights import assign, values_of
 
 # Learning rates of maps in stage "features", by its objective.
 FEATURES_RATES = {"features": 0.005, "logits": 0.001}
 # Learning rates if weights of the model itself train: of attention only, or all.
 OWN_RATE, ALL_RATE = 0.001, 0.0001
-# Number of recent batches that are kept to explain errors.
+# Number of recent batches that are kept to explain errors. It needs several, because
+# backends fetch batches ahead of the step that fails.
 AHEAD = 8
 
 
-def fit_stage(
-    trainer, variables, inputs, steps, optimizer, settings, save, resumed=None
-):
+def fit_stage(trainer, batches, steps, optimizer, settings, save, resumed=None):
     """Trains a stage for its remaining steps.
 
     Args:
-        trainer: A Keras model with its own loss, in which only `variables` train.
-        variables: List of its trainable variables.
-        inputs: Function that takes the number of a step and returns an iterator over
-            the trainer's batches from that step on.
+        trainer: A Keras model with its own loss, in which only the variables of the
+            stage train.
+        batches: Iterator over the batches of the remaining steps.
         steps: Number of steps of the stage.
         optimizer: A fresh Keras optimizer.
-        settings: Dict of arguments of `uptrain`.
+        settings: The `Settings` of the call.
         save: Function called with `(steps done, errors, optimizer)` every `save_every`
-            steps.
+            steps, except after the last one.
         resumed: `(steps done, values of the optimizer's variables, errors)` from a
             checkpoint, or `None`.
 
@@ -41,27 +40,33 @@ def fit_stage(
     Raises:
         NotFinite: If a loss is not finite. The model then has its last good weights.
     """
-    done, slots, errors = resumed or (0, None, [])
-    trainer.compile(optimizer=optimizer, jit_compile=settings["jit_compile"])
-    optimizer.build(trainer.trainable_variables)
-    if slots is not None:
-        assign(optimizer.variables, slots)
-    watch = Watch(variables, done, list(errors))
-    interrupts = Interrupts()
-    saving = Save(
-        watch, interrupts, lambda *x: save(*x, optimizer), settings["save_every"], steps
-    )
-    failed, latest = [], []
+    done, optimizer_values, errors = resumed or (0, None, [])
+    variables = trainer.trainable_variables
+    trainer.compile(optimizer=optimizer, jit_compile=settings.jit_compile)
+    optimizer.build(variables)
+    if optimizer_values is not None:
+        assign(optimizer.variables, optimizer_values)
+    watch, interrupts = Watch(variables, done, list(errors)), Interrupts()
+
+    def save_step():
+        # The last step is not saved here: the optimizer may still change weights when
+        # the stage ends.
+        if watch.done % settings.save_every == 0 and watch.done != steps:
+            save(watch.done, watch.errors, optimizer)
+
+    recent, failures = [], []
     try:
         if done < steps:
             with interrupts.held():
                 trainer.fit(
-                    as_dataset(remembering(inputs(done), failed, latest)),
+                    dataset_of(_remembering(batches, recent, failures)),
                     steps_per_epoch=steps - done,
                     shuffle=False,
-                    callbacks=[watch, *settings["callbacks"], saving],
-                    verbose=settings["verbose"],
-                )
+                    callbacks=[
+                        watch, *settings.callbacks, EndOfStep(save_step, interrupts),
+                    ],
+                    verbose=settings.verbose,
+                )  # fmt: skip
             watch.check_weights()
     except NotFinite as error:
         assign(variables, watch.good)
@@ -69,72 +74,97 @@ def fit_stage(
         raise
     except Exception as error:
         # TensorFlow replaces errors of the data iterator by errors of its own.
-        cause = failed[0] if failed else error
+        cause = failures[0] if failures else error
         cause.add_note(
-            f"{type(trainer).__name__} stopped after {watch.done} of {steps} steps, "
-            "possibly because of the next batch. The model keeps the weights so far."
+            f"Training broke off after {watch.done} of the {steps} steps of "
+            f"{type(trainer).__name__}; the next batch may be the cause. Weights are "
+            "as they were after that step."
         )
-        hints = [too_long(trainer.model, x["x"]) for (x,) in latest]
+        hints = [too_long(trainer.model, batch["x"]) for (batch,) in recent]
         if any(hints):
             cause.add_note(max(hints))
-        if failed:
+        if failures:
             raise cause from None
         raise
     finally:
-        for variable in variables:
-            _forget_gradient(variable)
+        forget_gradients(variables)
     return watch.errors
 
 
-def as_dataset(batches):
-    """Returns the batches, on TensorFlow as a dataset of variable sequence length.
-
-    From a plain iterator, Keras infers shapes from two batches there, and refuses
-    longer sequences afterwards.
-    """
-    if keras.backend.backend() != "tensorflow":
-        return batches
-    import tensorflow as tf
-
-    # TensorFlow would turn a list of arrays into one array.
-    batches = map(keras.tree.lists_to_tuples, batches)
-    first = next(batches)
-
-    def signature(x):
-        # Batch and token axes may vary; images have more axes and keep their size.
-        lead = 2 if x.ndim in (2, 3) else 1
-        return tf.TensorSpec((None,) * lead + x.shape[lead:], x.dtype)
-
-    return tf.data.Dataset.from_generator(
-        lambda: itertools.chain([first], batches),
-        output_signature=keras.tree.map_structure(signature, first),
-    )
-
-
-def remembering(batches, failed, latest):
-    """Iterates over batches, and remembers the latest ones and an error.
-
-    Args:
-        batches: Iterator over batches.
-        failed: List to which an error of the iterator is added.
-        latest: List that holds the last `AHEAD` batches. It needs several, because
-            backends fetch batches ahead of the step that fails.
-    """
+def _remembering(batches, recent, failures):
+    """Iterates over batches; keeps the latest in `recent`, an error in `failures`."""
     try:
         for batch in batches:
-            latest[:] = [*latest[1 - AHEAD :], batch]
+            recent[:] = [*recent[1 - AHEAD :], batch]
             yield batch
     except Exception as error:
-        failed.append(error)
+        failures.append(error)
         raise
 
 
+class NotFinite(Exception):
+    """Raised if the loss of a step, or a weight after the last step, is not finite."""
+
+
+class Watch(keras.callbacks.Callback):
+    """Stops training if a loss is not finite, and collects the errors of steps.
+
+    Args:
+        variables: The variables that train.
+        done: Number of steps of the stage done before, by an interrupted run.
+        errors: List with the errors of those steps.
+
+    Attributes:
+        good: Values of `variables` with which the last finite loss was computed.
+        unproven: Current values of `variables`; no loss has been computed with them.
+    """
+
+    def __init__(self, variables, done, errors):
+        super().__init__()
+        self.variables, self.done, self.errors = variables, done, errors
+        self.good = self.unproven = values_of(variables)
+        self.seen, self.totals = 0, {"loss": 0.0, "error": 0.0}
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        # Keras' logs are means over all steps so far; differences give this step.
+        step = {}
+        for name in self.totals:
+            total = logs[name] * self.seen
+            step[name], self.totals[name] = total - self.totals[name], total
+        if not math.isfinite(step["loss"]):
+            raise NotFinite
+        # On JAX, reading `self.model` writes the trained values to its variables.
+        _ = self.model
+        self.good, self.unproven = self.unproven, values_of(self.variables)
+        self.errors.append(float(step["error"]))
+        self.done += 1
+
+    def check_weights(self):
+        """Raises `NotFinite` if the last step left weights that are not finite."""
+        if not all(np.all(np.isfinite(x)) for x in self.unproven):
+            raise NotFinite
+
+
+class EndOfStep(keras.callbacks.Callback):
+    """Saves a step after the user's callbacks, then lets an interrupt take effect."""
+
+    def __init__(self, save, interrupts):
+        super().__init__()
+        self.save, self.interrupts = save, interrupts
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.save()
+        if self.interrupts.is_pending:
+            raise KeyboardInterrupt
+
+
 def rate_for(stage, trainable, objective, layers):
-    """Returns the learning rate of a stage.
+    """Returns the default learning rate of a stage.
 
     Args:
         stage: `"attention"` or `"features"`.
-        trainable: What trains in it, one of `selection.TRAINABLE`.
+        trainable: What trains in it, one of `settings.TRAINABLE`.
         objective: What stage `"features"` compares: `"features"` or `"logits"`.
         layers: The linear attention layers.
     """
@@ -144,7 +174,7 @@ def rate_for(stage, trainable, objective, layers):
         return OWN_RATE
     if stage == "features":
         return FEATURES_RATES[objective]
-    return min(x.feature_map.learning_rate for x in layers)
+    return min(layer.feature_map.learning_rate for layer in layers)
 
 
 def optimizer_for(rate, steps, given, is_float16):
@@ -160,18 +190,14 @@ def optimizer_for(rate, steps, given, is_float16):
         optimizer = type(given).from_config(given.get_config())
     else:
         warmup = max(1, steps // 20)
-        optimizer = keras.optimizers.Adam(
-            keras.optimizers.schedules.CosineDecay(
-                rate / 20, max(1, steps - warmup), alpha=1 / 20, warmup_target=rate,
-                warmup_steps=warmup,
-            )
-        )  # fmt: skip
+        schedule = keras.optimizers.schedules.CosineDecay(
+            rate / 20,
+            max(1, steps - warmup),
+            alpha=1 / 20,
+            warmup_target=rate,
+            warmup_steps=warmup,
+        )
+        optimizer = keras.optimizers.Adam(schedule)
     if is_float16 and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer
-
-
-def _forget_gradient(variable):
-    """Frees the gradient that PyTorch keeps with the variable."""
-    if keras.backend.backend() == "torch":
-        variable.value.grad = None

@@ -1,11 +1,41 @@
-"""The report that `uptrain` returns."""
+"""The report that `uptrain` returns, and the clock that times its parts."""
 
+import time
 from dataclasses import dataclass
 
-import keras
 import numpy as np
 
-from keras_rfattn.uptraining.clock import BEFORE, PREPARING
+# Names of everything that is not a stage, in the order in which it begins.
+PREPARING, BEFORE = "preparing", "measuring before"
+SAVING, AFTER = "saving", "measuring after"
+OVERHEAD = PREPARING, BEFORE, SAVING, AFTER
+
+
+class Clock:
+    """Assigns all of the time since its creation to names.
+
+    Attributes:
+        seconds: Dict from names to seconds.
+    """
+
+    def __init__(self):
+        self.seconds, self.last = {}, time.perf_counter()
+
+    def lap(self, name):
+        """Adds the time since the last lap to a name, and returns the name's total."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.last = now
+        return self.seconds[name]
+
+    def add(self, seconds):
+        """Adds the time of an interrupted run.
+
+        Args:
+            seconds: Dict from names to seconds.
+        """
+        for name, value in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + value
 
 
 @dataclass(frozen=True)
@@ -13,8 +43,7 @@ class StageResult:
     """The result of one stage.
 
     Attributes:
-        name: `"calibrate"`, `"attention"` or `"features"`. With `order="bottom_up"`,
-            `"attention"` is followed by the index of the layer.
+        name: `"calibrate"`, `"attention"` or `"features"`.
         steps: Number of steps that were done.
         seconds: Duration, including compilation.
         first: Mean error of the first tenth of the steps; `None` without steps.
@@ -32,7 +61,7 @@ class StageResult:
     note: str = ""
 
     @classmethod
-    def of(cls, name, errors, seconds, zero, note=""):
+    def of(cls, name, errors, zero, note, seconds):
         """Returns the result of a stage from its errors, one per step."""
         ends = None, None, None
         if errors:
@@ -164,33 +193,3 @@ def _line(name, width, before, after, mean_of_v):
 def mean(rows):
     """Returns the mean of all numbers in an iterable of tuples."""
     return float(np.mean([x for row in rows for x in row]))
-
-
-def peak_memory():
-    """Returns the peak memory in bytes, or `None` if it is unknown.
-
-    It is that of the accelerator if there is one, otherwise of main memory.
-    """
-    backend = keras.backend.backend()
-    if backend == "jax":
-        import jax
-
-        found = [d.memory_stats() for d in jax.local_devices()]
-        peaks = [x["peak_bytes_in_use"] for x in found if x]
-        if peaks:
-            return max(peaks)
-    elif backend == "torch":
-        import torch
-
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated()
-    elif backend == "tensorflow":
-        import tensorflow as tf
-
-        if tf.config.list_physical_devices("GPU"):
-            return tf.config.experimental.get_memory_info("GPU:0")["peak"]
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

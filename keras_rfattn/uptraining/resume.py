@@ -1,17 +1,66 @@
-"""Checkpoints for exact resume: one file each, written completely or not at all."""
+"""Exact resume: interrupts between steps, and checkpoints that know their training."""
 
+import contextlib
 import json
 import os
 import pathlib
+import signal
+import threading
 import warnings
 
+import keras
 import numpy as np
 
-from keras_rfattn.feature_maps.trained import as_numpy
-from keras_rfattn.uptraining.identity import differences
+from keras_rfattn import feature_maps
+from keras_rfattn.backend.devices import backend_name
+from keras_rfattn.feature_maps.trained import checksum
+from keras_rfattn.uptraining.weights import fresh_adapters
 
-FORMAT = 2
+FORMAT = 3
 KEPT = 2  # number of files: if the newest is damaged, the one before it remains
+LONGEST = 300  # maximum number of characters of a value in an error message
+# Settings that distinguish one training from another. The number of steps does not,
+# because a run may be extended.
+SETTINGS = "stages", "trainable", "objective", "window_dropout", "seed", "batch_size"
+
+
+class Interrupts:
+    """Holds back the first interrupt; a second one raises at once.
+
+    On JAX, a step that is interrupted leaves the model without weights, because JAX
+    reuses (donates) their memory for the new ones.
+
+    Attributes:
+        is_pending: Whether an interrupt is being held back.
+    """
+
+    is_pending = False
+
+    @contextlib.contextmanager
+    def held(self):
+        """Context manager that holds an interrupt back until its end.
+
+        Raises:
+            KeyboardInterrupt: At the end, if there was an interrupt.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGINT) if is_main else None
+        # A custom handler for Ctrl-C stays in charge.
+        if before is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._hold)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if self.is_pending:
+            raise KeyboardInterrupt
+
+    def _hold(self, number, frame):
+        if self.is_pending:
+            raise KeyboardInterrupt
+        self.is_pending = True
 
 
 class Checkpoints:
@@ -32,8 +81,8 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ValueError(
-                    "`checkpoint_dir` must be a folder, or a path where a folder can "
-                    f"be made. Received: checkpoint_dir={str(folder)!r} ({error})."
+                    "`checkpoint_dir` must be a folder, or a path where one can be "
+                    f"made. Received: checkpoint_dir={str(folder)!r} ({error})."
                 ) from None
         self.identity = json.loads(json.dumps(identity))
 
@@ -49,8 +98,13 @@ class Checkpoints:
         if self.folder is None:
             return
         stage, step = position
-        header = {"format": FORMAT, "identity": self.identity, "notes": notes,
-                  "position": [stage, step], "arrays": [*arrays]}  # fmt: skip
+        header = {
+            "format": FORMAT,
+            "identity": self.identity,
+            "notes": notes,
+            "position": [stage, step],
+            "arrays": [*arrays],
+        }
         header = np.frombuffer(json.dumps(header).encode(), np.uint8)
         path = self.folder / f"uptrain-{stage:03d}-{step:07d}.npz"
         partial = path.with_suffix(".partial")
@@ -81,25 +135,32 @@ class Checkpoints:
                 header, arrays = _read(path)
             except Exception as error:
                 # Which exception a damaged archive raises cannot be predicted.
-                warnings.warn(f"Checkpoint '{path}' is damaged, and skipped: {error}",
-                              stacklevel=3)  # fmt: skip
+                warnings.warn(
+                    f"Checkpoint '{path}' is damaged, and is skipped: {error}",
+                    stacklevel=3,
+                )
                 continue
-            lines = self._differs(header)
+            lines = self._differences(header)
             if lines:
-                foreign = foreign or (path, "\n".join(f"  {x}" for x in lines))
+                foreign = foreign or (path, "\n".join(f"  {line}" for line in lines))
                 continue
             if foreign:
-                warnings.warn("Checkpoint '{}' belongs to another training:\n{}".format(
-                              *foreign), stacklevel=3)  # fmt: skip
+                other, text = foreign
+                warnings.warn(
+                    f"Checkpoint '{other}' belongs to another training, and is "
+                    f"skipped:\n{text}",
+                    stacklevel=3,
+                )
             return tuple(header["position"]), arrays, header["notes"]
         if foreign:
+            other, text = foreign
             raise ValueError(
                 "`checkpoint_dir` must not hold checkpoints of another training. "
-                f"Received: '{foreign[0]}', which was saved with other settings:\n"
-                f"{foreign[1]}\nUse another folder; or call `uptrain` with the saved "
-                "settings (`steps` may be larger), on the model as it was loaded then. "
-                "A preprocessor that draws random numbers needs "
-                "`keras.utils.set_random_seed` before each call."
+                f"Received: '{other}', which was saved with other settings:\n"
+                f"{text}\nUse another folder; or call `uptrain` with the saved "
+                "settings (`steps` may be more), on the model as it was loaded then. A "
+                "preprocessor that draws at random needs "
+                "`keras.utils.set_random_seed` before either call."
             )
         return None
 
@@ -108,11 +169,11 @@ class Checkpoints:
             return []
         return sorted(self.folder.glob("uptrain-*-*.npz"))
 
-    def _differs(self, header):
+    def _differences(self, header):
         """Returns lines that say how a checkpoint differs from this training."""
         if header.get("format") != FORMAT:
             return [f"format: saved {header.get('format')!r}, given {FORMAT!r}"]
-        return differences(header["identity"], self.identity)
+        return _differences(header["identity"], self.identity)
 
 
 def extended(rounds, steps):
@@ -131,9 +192,9 @@ def extended(rounds, steps):
     total = sum(rounds)
     if steps < total:
         raise ValueError(
-            f"`steps` must be {total} or more, because the run in `checkpoint_dir` has "
-            f"{total} steps. Received: steps={steps}. A run can be extended but not "
-            "shortened; use another folder for a shorter run."
+            f"`steps` must be {total} or more, as the run in `checkpoint_dir` has "
+            f"{total} steps. Received: steps={steps}. A run can be extended, not cut "
+            "short; use another folder for a shorter one."
         )
     return [*rounds, steps - total] if steps > total else list(rounds)
 
@@ -148,12 +209,103 @@ def _read(path):
     return header, arrays
 
 
-def state_of(variables):
-    """Returns copies of the values of variables as a list of NumPy arrays."""
-    return [np.array(as_numpy(v.value)) for v in variables]
+def identity(model, layers, trained, batches, settings):
+    """Returns the values that a training shares with its checkpoints.
+
+    A checkpoint belongs to the training only if all of them are equal.
+
+    Args:
+        model: A model with linear attention, before training.
+        layers: Its linear attention layers, in the order in which tokens reach them.
+        trained: List of the variables that train.
+        batches: The data, as `Batches`.
+        settings: The `Settings` of the call.
+
+    Returns:
+        Nested dict of plain values.
+    """
+    others = {id(v) for layer in layers for v in layer.feature_map.variables}
+    shapes = [list(v.shape) for v in trained]
+    if settings.adds_adapters:
+        # Fresh adapters are random but do not change the softmax model, and they do
+        # not exist yet when checkpoints are first read.
+        others |= {id(v) for v in fresh_adapters(model)}
+        shapes = settings.lora_rank
+    own = [v for v in model.weights if id(v) not in others]
+    return {
+        "backend": backend_name(),
+        "softmax weights (checksum)": checksum(v.value for v in own),
+        "first batch of data (checksum)": checksum(keras.tree.flatten(batches(0))),
+        "shapes of trained weights, or lora_rank": shapes,
+        "layer": {str(i): _mechanism(layer) for i, layer in enumerate(layers)},
+        "optimizer": _optimizer_config(settings.optimizer),
+        **{name: getattr(settings, name) for name in SETTINGS},
+    }
 
 
-def assign(variables, values):
-    """Assigns values, as `state_of` returns them, to variables."""
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+def _differences(saved, given):
+    """Returns a list of lines that describe how two identities differ.
+
+    The list is empty if they are equal. Layers that differ in the same way share a
+    line.
+    """
+    saved, given = _flat(saved), _flat(given)
+    # Dict from `(name, saved value, given value)` to the indices of layers.
+    lines = {}
+    for name in {**saved, **given}:
+        if name in saved and name in given and saved[name] == given[name]:
+            continue
+        values = [
+            f"{config[name]!r:.{LONGEST}}" if name in config else "nothing"
+            for config in (saved, given)
+        ]
+        if name.startswith("layer "):
+            layer, _, name = name.removeprefix("layer ").partition(" ")
+            lines.setdefault((name, *values), []).append(layer)
+        else:
+            lines[name, *values] = []
+    return [
+        name
+        + (f" of layers {', '.join(layers)}" if layers else "")
+        + f": saved {before}, given {after}"
+        for (name, before, after), layers in lines.items()
+    ]
+
+
+def _flat(config, path=""):
+    """Flattens nested dicts to keys such as `"optimizer config learning_rate"`."""
+    if isinstance(config, list) and any(isinstance(x, dict) for x in config):
+        config = {str(i): x for i, x in enumerate(config)}
+    if not isinstance(config, dict):
+        return {path: config}
+    flat = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{path} {key}".strip())
+    return flat
+
+
+def _mechanism(layer):
+    """Returns the map and the options of a linear attention layer as plain values."""
+    return {
+        "feature_map": _without_names(feature_maps.serialize(layer.feature_map)),
+        **_without_names(layer.options.config()),
+        "dtype": layer.compute_dtype,
+    }
+
+
+def _optimizer_config(optimizer):
+    """Returns an optimizer's config as plain values, or `None` for the default one."""
+    if optimizer is None:
+        return None
+    config = keras.saving.serialize_keras_object(optimizer)
+    kept = {name: config[name] for name in ("class_name", "config")}
+    return json.loads(json.dumps(_without_names(kept), default=repr))
+
+
+def _without_names(config):
+    """Returns a config without names, which Keras makes up anew in each process."""
+    if isinstance(config, dict):
+        return {k: _without_names(x) for k, x in config.items() if k != "name"}
+    if isinstance(config, (list, tuple)):
+        return [_without_names(x) for x in config]
+    return config

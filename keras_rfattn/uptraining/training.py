@@ -1,29 +1,78 @@
 """Runs the stages of uptraining in order, from the start or from a checkpoint."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from keras_rfattn import feature_maps
+from keras_rfattn.backend.devices import peak_memory
 from keras_rfattn.feature_maps.trained import checksum
 from keras_rfattn.layers.checks import title
-from keras_rfattn.uptraining.attention import AttentionStage
-from keras_rfattn.uptraining.callbacks import NotFinite
-from keras_rfattn.uptraining.clock import AFTER, BEFORE, OVERHEAD, PREPARING, SAVING
-from keras_rfattn.uptraining.data import HEAD
+from keras_rfattn.uptraining.attention import AttentionStage, Measuring
+from keras_rfattn.uptraining.batches import HEAD
+from keras_rfattn.uptraining.calibrate import calibrate_stage
 from keras_rfattn.uptraining.features import FeaturesStage
-from keras_rfattn.uptraining.fitting import fit_stage, optimizer_for, rate_for
-from keras_rfattn.uptraining.identity import identity
-from keras_rfattn.uptraining.measuring import Measuring
-from keras_rfattn.uptraining.plan import planned_rounds
-from keras_rfattn.uptraining.recalibrate import calibrate_stage
+from keras_rfattn.uptraining.fitting import (
+    NotFinite,
+    fit_stage,
+    optimizer_for,
+    rate_for,
+)
 from keras_rfattn.uptraining.report import (
+    AFTER,
+    BEFORE,
+    OVERHEAD,
+    PREPARING,
+    SAVING,
     LayerResult,
     StageResult,
     UptrainingReport,
-    peak_memory,
 )
-from keras_rfattn.uptraining.resume import Checkpoints, assign, extended, state_of
-from keras_rfattn.uptraining.selection import once, only_training
-from keras_rfattn.uptraining.teacher import Teacher
+from keras_rfattn.uptraining.resume import Checkpoints, extended, identity
+from keras_rfattn.uptraining.weights import (
+    Teacher,
+    assign,
+    once,
+    only_training,
+    values_of,
+)
+
+
+class Stage(NamedTuple):
+    """A stage to run.
+
+    Attributes:
+        name: `"calibrate"`, `"attention"` or `"features"`.
+        steps: Number of steps; 0 for `"calibrate"`.
+        first: Number of steps in the plan before this stage.
+    """
+
+    name: str
+    steps: int
+    first: int
+
+
+def planned(rounds, settings, layers):
+    """Returns the list of `Stage`s of a run that may have been extended.
+
+    Args:
+        rounds: List with the steps of the first call, then those of each extension.
+        settings: The `Settings` of the call; its `steps` are ignored.
+        layers: The linear attention layers.
+    """
+    plan, first = [], 0
+    adapts = any(layer.feature_map.is_adaptive for layer in layers)
+    # Later rounds do not calibrate, because the first one has trained the maps.
+    if "calibrate" in settings.stages and adapts:
+        plan.append(Stage("calibrate", 0, first))
+    for total in rounds:
+        count = len(settings.trainable)
+        for i, name in enumerate(settings.trainable):
+            # Earlier stages get the steps that remain after the division.
+            steps = total // count + (i < total % count)
+            plan.append(Stage(name, steps, first))
+            first += steps
+    return plan
 
 
 class Training:
@@ -34,28 +83,30 @@ class Training:
         layers: Its linear attention layers.
         selected: Dict from names of stages to lists of the variables they train.
         batches: The data, as `Batches`.
-        settings: Dict of further arguments of `uptrain`.
+        settings: The `Settings` of the call.
         clock: The `Clock` that was started with the call.
     """
 
     def __init__(self, model, layers, selected, batches, settings, clock):
         self.model, self.layers, self.batches = model, layers, batches
         self.selected, self.settings, self.clock = selected, settings, clock
-        self.trained = once(v for x in selected.values() for v in x)
-        self.of_maps = [v for layer in layers for v in layer.feature_map.variables]
+        self.trained = once(v for stage in selected.values() for v in stage)
+        of_maps = [v for layer in layers for v in layer.feature_map.variables]
         # Checkpoints store these; all other weights are the teacher's and never change.
-        self.state = once([*self.trained, *self.of_maps])
-        moving = {id(v) for v in self.state}
-        self.frozen = [v for v in model.weights if id(v) not in moving]
+        self.state = once([*self.trained, *of_maps])
+        changing = {id(v) for v in self.state}
+        self.frozen = [v for v in model.weights if id(v) not in changing]
         self.teacher = Teacher(model, layers, self.trained)
-        self.measuring = Measuring(self.teacher, layers, batches, settings["verbose"])
-        folder = settings["checkpoint_dir"]
-        self.checkpoints = Checkpoints(folder, {} if folder is None else identity(self))
+        self.measuring = Measuring(self.teacher, batches, settings.verbose)
+        own_identity = {}
+        if settings.checkpoint_dir is not None:
+            own_identity = identity(model, layers, self.trained, batches, settings)
+        self.checkpoints = Checkpoints(settings.checkpoint_dir, own_identity)
         # Results so far, for the report and for checkpoints: results of stages, errors
         # before training, and errors of uniform attention.
         self.results, self.before, self.control = [], None, None
         # Steps of the first call, then those of each extension of the run.
-        self.rounds = [settings["steps"]]
+        self.rounds = [settings.steps]
         # The trainer of stage "features", and its error without attention.
         self.whole_model, self.no_attention = None, None
 
@@ -68,38 +119,28 @@ class Training:
         Raises:
             ValueError: See `uptrain`.
         """
-        at_first, frozen = state_of(self.state), checksum(v.value for v in self.frozen)
+        values = values_of(self.state)
+        frozen = checksum(v.value for v in self.frozen)
         try:
-            found = self.prepare()
-            index, done, kept = self.resumed(found)
+            checkpoint = self.prepare()
+            index, done, optimizer_values, errors = self.restore(checkpoint)
         except Exception:
-            assign(self.state, at_first)
+            assign(self.state, values)
             raise
-        ids = {id(v) for v in self.selected.get("attention", ())}
-
-        def trains(layer):
-            return any(id(v) in ids for v in layer.variables)
-
-        plan = planned_rounds(self.rounds, self.settings, self.layers, trains)
-        for i, stage in enumerate(plan):
-            if i < index:
-                continue
-            errors, zero, note = [], None, ""
-            if stage.name == "calibrate":
-                note = self.calibrate()
-            elif stage.steps:
-                first = sum(x.steps for x in plan[:i])
-                left = (done, kept) if i == index else ()
-                errors, zero = self.train(stage, i, first, *left)
-            name = stage.name if stage.layer is None else f"{stage.name} {stage.layer}"
+        plan = planned(self.rounds, self.settings, self.layers)
+        for i in range(index, len(plan)):
+            resumed = None
+            if i == index and done:
+                resumed = done, optimizer_values, errors
+            result = self.run_stage(plan[i], i, resumed)
             if checksum(v.value for v in self.frozen) != frozen:
                 raise ValueError(
-                    f"Weights of the teacher changed during stage {name!r}, which does "
-                    "not train them. Received: other values than at its start. Remove "
-                    "the callback or other code that changes them."
+                    f"Weights of the teacher changed during stage {plan[i].name!r}, "
+                    "which does not train them. Received: other values than at its "
+                    "start. Remove the callback, or other code, that changes them."
                 )
             seconds = self.clock.lap(_lap(i))
-            self.results.append(StageResult.of(name, errors, seconds, zero, note))
+            self.results.append(StageResult.of(plan[i].name, *result, seconds))
             # A stage that a callback stopped early counts as done too.
             self.save(i + 1, 0, [])
             self.clock.lap(SAVING)
@@ -115,166 +156,150 @@ class Training:
             ValueError: If the checkpoint belongs to another training or has more steps,
                 or if the data or the outputs of the model cannot be trained on.
         """
-        found = self.checkpoints.load()
-        if found is not None:
-            notes = found[-1]
-            self.rounds = extended(notes["rounds"], self.settings["steps"])
-            self.before, self.control = (
-                np.array(notes[name]) for name in ("before", "control")
-            )
+        checkpoint = self.checkpoints.load()
+        if checkpoint is not None:
+            _, _, notes = checkpoint
+            self.rounds = extended(notes["rounds"], self.settings.steps)
+            self.before = np.array(notes["before"])
+            self.control = np.array(notes["control"])
         self.clock.lap(PREPARING)
         if self.before is None:
             self.before, self.control = self.measuring(
                 "before training", must_be_finite=True
             )
-        if "features" in self.settings["stages"]:
+        if "features" in self.settings.stages:
             # This raises early for a model without outputs to compare.
-            self.whole_model = self.features_trainer()
+            self.whole_model = FeaturesStage(
+                self.teacher, self.settings.objective, self.settings.window_dropout
+            )
+            if self.no_attention is None:
+                first_batch = self.batches(0)
+                self.no_attention = self.whole_model.without_attention(first_batch)
+            self.whole_model.control = self.no_attention
         self.clock.lap(BEFORE)
-        return found
+        return checkpoint
 
     def take(self, other):
         """Copies the measurements of another `Training` of the same model."""
         self.before, self.control = other.before, other.control
         self.no_attention = other.no_attention
 
-    def calibrate(self):
-        """Runs stage "calibrate", and returns text that says what it left unchanged."""
-        verbose = self.settings["verbose"]
-        note = calibrate_stage(
-            self.model, self.layers, list(self.batches.first(HEAD)), self.before,
-            lambda: self.measuring("after another calibration")[0],
-        )  # fmt: skip
-        if note and verbose:
-            print(f"Stage 'calibrate': {note}")
-        return note
-
-    def resumed(self, found):
+    def restore(self, checkpoint):
         """Restores a checkpoint, and returns where the run resumes.
 
         Args:
-            found: `(position, arrays, notes)` of the checkpoint, or `None`.
+            checkpoint: `(position, arrays, notes)`, or `None` to start anew.
 
         Returns:
-            `(stage, steps done, (arrays, errors))`: the index of the stage in the plan,
-            the steps of it that are done, and its saved arrays and errors by step. The
-            last is `None` without a checkpoint.
+            `(index, done, optimizer_values, errors)`: the index of the stage in the
+            plan, the steps of it that are done, the values of its optimizer's variables
+            and its errors by step.
         """
-        if found is None:
-            return 0, 0, None
-        (index, done), arrays, notes = found
+        if checkpoint is None:
+            return 0, 0, [], []
+        (index, done), arrays, notes = checkpoint
         assign(self.state, [arrays[f"state{i}"] for i in range(len(self.state))])
         self.results = [StageResult(*row) for row in notes["results"]]
         self.clock.add(notes["seconds"])
-        return index, done, (arrays, notes["errors"])
+        # Files keep the order of arrays.
+        values = [x for name, x in arrays.items() if name.startswith("optimizer")]
+        return index, done, values, notes["errors"]
 
     def save(self, index, done, errors, optimizer=None):
         """Saves a checkpoint after `done` steps of stage number `index` of the plan."""
-        arrays = {f"state{i}": x for i, x in enumerate(state_of(self.state))}
+        arrays = {f"state{i}": x for i, x in enumerate(values_of(self.state))}
         if optimizer is not None:
-            slots = state_of(optimizer.variables)
-            arrays |= {f"optimizer{i}": x for i, x in enumerate(slots)}
+            values = values_of(optimizer.variables)
+            arrays |= {f"optimizer{i}": x for i, x in enumerate(values)}
         notes = {
             "before": self.before.tolist(),
             "control": self.control.tolist(),
-            "results": [list(vars(x).values()) for x in self.results],
+            "results": [list(vars(result).values()) for result in self.results],
             "errors": errors,
             "rounds": self.rounds,
             "seconds": self.clock.seconds,
         }
         self.checkpoints.save((index, done), arrays, notes)
 
-    def train(self, stage, index, first, done=0, kept=None):
-        """Runs a training stage.
+    def run_stage(self, stage, index, resumed):
+        """Runs a stage.
 
         Args:
-            stage: The `Planned` stage.
-            index: Index of the stage in the plan.
-            first: Number of steps in the plan before this stage.
-            done: Number of steps of the stage that a checkpoint contains.
-            kept: `(arrays, errors)` of that checkpoint, or `None`.
+            stage: The `Stage`.
+            index: Its index in the plan.
+            resumed: The last argument of `fit_stage`.
 
         Returns:
-            `(errors, zero)`: the errors by step, and the error without attention.
+            `(errors, zero, note)`: the errors by step, the error without attention
+            (`None` without steps), and text that says what was left unchanged.
         """
-        variables = self.selected[stage.name]
-        if stage.layer is not None:
-            own = {id(v) for v in self.layers[stage.layer].variables}
-            variables = [v for v in variables if id(v) in own]
-        trainer = self.trainer(stage)
+        if stage.name == "calibrate":
+            return [], None, self.calibrate()
+        if not stage.steps:
+            return [], None, ""
+        return *self.train(stage, index, resumed), ""
+
+    def calibrate(self):
+        """Runs stage "calibrate", and returns text that says what it left unchanged."""
+        note = calibrate_stage(
+            self.model,
+            self.layers,
+            list(self.batches.first(HEAD)),
+            self.before,
+            lambda: self.measuring("after another calibration")[0],
+        )
+        if note and self.settings.verbose:
+            print(f"Stage 'calibrate': {note}")
+        return note
+
+    def train(self, stage, index, resumed):
+        """Runs a stage that trains; returns its errors, and that without attention."""
+        settings = self.settings
+        trainer, objective = self.whole_model, None
+        if stage.name == "attention":
+            trainer = AttentionStage(self.teacher, settings.window_dropout)
+        else:
+            objective = trainer.objective
         rate = rate_for(
-            stage.name, self.settings["trainable"][stage.name],
-            getattr(trainer, "objective", None), self.layers,
-        )  # fmt: skip
-        optimizer = optimizer_for(
-            rate, stage.steps, self.settings["optimizer"],
-            any(x.compute_dtype == "float16" for x in self.layers),
-        )  # fmt: skip
-        resumed = None
-        if done:
-            arrays, errors = kept
-            names = sorted((x for x in arrays if x.startswith("optimizer")), key=_place)
-            resumed = done, [arrays[x] for x in names], errors
-        zero = float(getattr(trainer, "control", 1.0))
-        if self.settings["verbose"]:
-            print(f"Stage '{stage.name}': {stage.steps - done} steps, zero attention "
-                  f"has an error of {zero:.3f}")  # fmt: skip
+            stage.name, settings.trainable[stage.name], objective, self.layers
+        )
+        is_float16 = any(layer.compute_dtype == "float16" for layer in self.layers)
+        optimizer = optimizer_for(rate, stage.steps, settings.optimizer, is_float16)
+        done = resumed[0] if resumed else 0
+        if settings.verbose:
+            print(
+                f"Stage '{stage.name}': {stage.steps - done} steps, zero attention "
+                f"has an error of {trainer.control:.3f}"
+            )
 
-        def inputs(start):
-            for step in range(first + start, first + stage.steps):
-                yield (self.batches.with_noise(step, len(self.layers) + 1),)
-
-        def save(*what):
+        def save(*progress):
             self.clock.lap(_lap(index))
-            self.save(index, *what)
+            self.save(index, *progress)
 
+        batches = (
+            (self.batches.with_noise(step, len(self.layers) + 1),)
+            for step in range(stage.first + done, stage.first + stage.steps)
+        )
         try:
-            with only_training(self.model, variables):
+            with only_training(self.model, self.selected[stage.name]):
                 errors = fit_stage(
-                    trainer, trainer.trainable_variables, inputs, stage.steps,
-                    optimizer, self.settings, save, resumed,
-                )  # fmt: skip
+                    trainer, batches, stage.steps, optimizer, settings, save, resumed
+                )
         except NotFinite as error:
             raise ValueError(
                 f"The loss of stage '{stage.name}' is not finite at its step "
-                f"{error.step} (batch {first + error.step} of the data). The weights "
-                f"of step {max(error.step - 1, 0)}, the last good ones, are kept. "
-                "Look for NaN in that batch, or use a smaller learning rate."
+                f"{error.step} (batch {stage.first + error.step} of the data). The "
+                f"weights of step {max(error.step - 1, 0)}, the last good ones, are "
+                "kept. Look for NaN in that batch, or use a smaller learning rate."
             ) from None
-        return errors, zero
-
-    def features_trainer(self):
-        """Returns the trainer of stage "features", with its error without attention."""
-        trainer = FeaturesStage(
-            self.teacher, self.settings["objective"], self.settings["window_dropout"]
-        )
-        if self.no_attention is None:
-            self.no_attention = trainer.without_attention(self.batches(0))
-        trainer.control = self.no_attention
-        return trainer
-
-    def trainer(self, stage):
-        """Returns the Keras model whose `fit` trains the stage."""
-        settings = self.settings
-        if stage.name == "features":
-            return self.whole_model
-        i = stage.layer
-        learning, below = self.layers, ()
-        if i is not None:
-            learning, below = self.layers[i : i + 1], self.layers[:i]
-        return AttentionStage(self.teacher, learning, below, settings["window_dropout"])
+        return errors, trainer.control
 
     def report(self):
         """Measures the errors after training, and returns the `UptrainingReport`."""
         after, _ = self.measuring("after training")
         self.clock.lap(AFTER)
-        errors = zip(self.before, after, self.control, strict=True)
-        layers = tuple(
-            LayerResult(layer.path, *(tuple(x[~np.isnan(x)].tolist()) for x in rows))
-            for layer, rows in zip(self.layers, errors, strict=True)
-        )
-        names = {feature_maps.name_of(x.feature_map) for x in self.layers}
-        of_maps = {id(v) for v in self.of_maps}
+        rows = zip(self.layers, self.before, after, self.control, strict=True)
+        names = {feature_maps.name_of(layer.feature_map) for layer in self.layers}
         return UptrainingReport(
             model=title(self.model),
             mechanism=", ".join(sorted(names)),
@@ -282,8 +307,11 @@ class Training:
             overhead=tuple(
                 (name, self.clock.seconds.get(name, 0.0)) for name in OVERHEAD
             ),
-            layers=layers,
-            trained=tuple(v.path for v in self.trained if id(v) not in of_maps),
+            layers=tuple(
+                LayerResult(layer.path, *map(_measured, errors))
+                for layer, *errors in rows
+            ),
+            trained=tuple(v.path for v in self.trained if id(v) in self.teacher.copies),
             parameters=int(sum(np.prod(v.shape) for v in self.trained)),
             dropped=self.batches.dropped,
             seed=self.batches.seed,
@@ -291,11 +319,11 @@ class Training:
         )
 
 
+def _measured(errors):
+    """Returns the errors of a layer's heads as a tuple, without heads not measured."""
+    return tuple(errors[~np.isnan(errors)].tolist())
+
+
 def _lap(index):
     """Returns the name under which the clock counts a stage of the plan."""
     return f"stage {index}"
-
-
-def _place(name):
-    """Returns the number at the end of the name of an optimizer's array."""
-    return int(name.removeprefix("optimizer"))

@@ -1,28 +1,16 @@
 """Trains a converted linear model to match its softmax checkpoint: `uptrain`."""
 
-import os
 import warnings
 
-import keras
-import numpy as np
-from keras import ops
-
-from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.layers.batches import preprocessor_hint
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.models.strategy import strategy_scope
-from keras_rfattn.uptraining.clock import Clock
-from keras_rfattn.uptraining.data import Batches
-from keras_rfattn.uptraining.features import OBJECTIVES
-from keras_rfattn.uptraining.selection import by_stage, chosen
+from keras_rfattn.uptraining.batches import Batches
+from keras_rfattn.uptraining.report import Clock
+from keras_rfattn.uptraining.settings import STAGES, Settings
 from keras_rfattn.uptraining.training import Training
-
-STAGES = ("calibrate", "attention", "features")
-ORDERS = ("together", "bottom_up")
-VERBOSITIES = ("auto", 0, 1, 2)
-COMPILING = ("auto", True, False)
-INTEGERS = ("steps", "batch_size", "save_every", "lora_rank")
+from keras_rfattn.uptraining.weights import variables_to_train
 
 
 def uptrain(
@@ -37,7 +25,6 @@ def uptrain(
     seed=None,
     callbacks=None,
     verbose="auto",
-    order="together",
     objective="auto",
     window_dropout=0.25,
     lora_rank=8,
@@ -97,9 +84,6 @@ def uptrain(
         callbacks: Keras callbacks for the stages that train. Callbacks that save the
             trained model are refused; use `checkpoint_dir` instead.
         verbose: Verbosity as in `keras.Model.fit`: 0, 1, 2 or `"auto"`.
-        order: `"together"` trains all layers side by side in stage `"attention"`.
-            `"bottom_up"` trains one layer after the other, each on the outputs of the
-            trained linear layers below it.
         objective: What stage `"features"` compares: `"features"` (hidden states, of
             the backbone if the model is a task), `"logits"`, or `"auto"`: logits for
             language models, hidden states for other models.
@@ -134,33 +118,42 @@ def uptrain(
             training.
     """
     clock = Clock()
-    settings = {
-        "steps": steps, "stages": _listed(stages), "trainable": by_stage(trainable),
-        "order": order, "objective": objective, "window_dropout": window_dropout,
-        "lora_rank": lora_rank, "batch_size": batch_size, "save_every": save_every,
-        "optimizer": None if optimizer is None else keras.optimizers.get(optimizer),
-        "callbacks": _callbacks(callbacks), "verbose": verbose,
-        "checkpoint_dir": checkpoint_dir, "jit_compile": jit_compile,
-    }  # fmt: skip
     check_model(model)
     layers = linear_layers(model)
-    _check(model, layers, settings)
-    check_seed(seed)
-    if seed is None and checkpoint_dir is not None:
-        seed = 0
-    if seed is None:
-        seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
-    # Checkpoints and reports store plain Python numbers.
-    for name in INTEGERS:
-        settings[name] = int(settings[name])
-    settings["window_dropout"] = float(window_dropout)
-    batch_size, seed = settings["batch_size"], int(seed)
+    if not layers:
+        raise ValueError(
+            f"`model` has no linear attention to train. Received: {title(model)}. "
+            "Call `keras_rfattn.replace_attention(model, 'hedgehog')` first."
+        )
+    settings = Settings(
+        steps=steps,
+        stages=stages,
+        trainable=trainable,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        seed=seed,
+        callbacks=callbacks,
+        verbose=verbose,
+        objective=objective,
+        window_dropout=window_dropout,
+        lora_rank=lora_rank,
+        checkpoint_dir=checkpoint_dir,
+        save_every=save_every,
+        jit_compile=jit_compile,
+    )
     _warn_of_another_teacher(model, layers)
-    own = getattr(model, "preprocessor", None)
+    preprocesses_all = preprocessor is not None
+    if preprocessor is None:
+        preprocessor = getattr(model, "preprocessor", None)
     batches = Batches(
-        data, batch_size, seed, own if preprocessor is None else preprocessor,
-        exclude, force=preprocessor is not None, hint=preprocessor_hint(model),
-    )  # fmt: skip
+        data,
+        settings.batch_size,
+        settings.seed,
+        preprocessor,
+        exclude,
+        preprocesses_all,
+        preprocessor_hint(model),
+    )
     with strategy_scope(model):
         return _run(model, layers, batches, settings, clock)
 
@@ -168,17 +161,15 @@ def uptrain(
 def _run(model, layers, batches, settings, clock):
     """Runs `uptrain` after its arguments were checked."""
     layers = in_order(model, layers, batches(0))
-    asked = [x for x in settings["stages"] if x != "calibrate"]
     beforehand = None
-    if "lora" in (settings["trainable"][x] for x in asked):
+    if settings.adds_adapters:
         # Adapters cannot be removed again, so data and checkpoints are checked before
         # adapters are added.
         beforehand = Training(model, layers, {}, batches, settings, clock)
         beforehand.prepare()
-    selected = chosen(
-        model, layers, settings["trainable"], settings["lora_rank"], asked,
-        settings["optimizer"],
-    )  # fmt: skip
+    selected = variables_to_train(
+        model, layers, settings.trainable, settings.lora_rank, settings.optimizer
+    )
     training = Training(model, layers, selected, batches, settings, clock)
     if beforehand is not None:
         # Fresh adapters do not change outputs, so the measurements still hold.
@@ -192,80 +183,14 @@ def _run(model, layers, batches, settings, clock):
             layer.trained = tuple(dict.fromkeys((*layer.trained, *changed)))
 
 
-def _callbacks(given):
-    if isinstance(given, keras.callbacks.CallbackList):
-        given = given.callbacks
-    found = _listed([] if given is None else given)
-    others = [x for x in found if not isinstance(x, keras.callbacks.Callback)]
-    if others:
-        raise ValueError(
-            f"`callbacks` must be Keras callbacks. Received: callbacks={others!r:.80}."
-        )
-    kinds = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
-    savers = [type(x).__name__ for x in found if isinstance(x, kinds)]
-    if savers:
-        raise ValueError(
-            "`callbacks` must not be ModelCheckpoint or BackupAndRestore, which would "
-            f"save a stage, not the model. Received: {savers}. Use `checkpoint_dir=` "
-            "to resume after an interruption, and save the model after `uptrain`."
-        )
-    return found
-
-
 def _warn_of_another_teacher(model, layers):
     changed = sorted({path for layer in layers for path in layer.trained})
     if changed:
         warnings.warn(
-            f"{len(changed)} own weights of {title(model)}, such as {changed[0]!r}, "
-            "were trained after attention was replaced. The teacher is softmax "
-            "attention with their current values, not the checkpoint's. To use the "
-            "checkpoint as the teacher, run all stages in one call, or load the "
-            "checkpoint again.",
+            f"{len(changed)} weights of {title(model)}'s own, such as {changed[0]!r}, "
+            "were trained since it was a softmax model. The teacher is softmax "
+            "attention with these weights as they are now, not the checkpoint's. To "
+            "use the checkpoint as the teacher, run all stages in one call, or load "
+            "the model from the checkpoint's files again.",
             stacklevel=3,
-        )
-
-
-def _listed(given):
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _check(model, layers, settings):
-    """Raises `ValueError` if an argument is invalid."""
-    if not layers:
-        raise ValueError(
-            f"`model` has no linear attention to train. Received: {title(model)}. "
-            "Call `keras_rfattn.replace_attention(model, 'hedgehog')` first."
-        )
-    folder, stages = settings["checkpoint_dir"], settings["stages"]
-    if not isinstance(folder, (str, os.PathLike, type(None))):
-        raise ValueError(
-            f"`checkpoint_dir` must be a path. Received: checkpoint_dir={folder!r:.80}."
-        )
-    known = [x for x in STAGES if x in stages]
-    if not stages or stages != known:
-        raise ValueError(
-            f"`stages` must be some of {STAGES}, each at most once and in this order. "
-            f"Received: stages={stages!r}."
-        )
-    for name, options in (
-        ("order", ORDERS), ("objective", OBJECTIVES), ("verbose", VERBOSITIES),
-        ("jit_compile", COMPILING),
-    ):  # fmt: skip
-        if settings[name] not in options:
-            raise ValueError(
-                f"`{name}` must be one of {options}. "
-                f"Received: {name}={settings[name]!r}."
-            )
-    for name in INTEGERS:
-        value = settings[name]
-        is_integer = isinstance(value, (int, np.integer))
-        if not is_integer or isinstance(value, bool) or value < 1:
-            raise ValueError(
-                f"`{name}` must be a positive integer. Received: {name}={value!r}."
-            )
-    share = settings["window_dropout"]
-    is_number = isinstance(share, (int, float, np.number))
-    if not is_number or isinstance(share, bool) or not 0 <= share < 1:
-        raise ValueError(
-            f"`window_dropout` must be in [0, 1). Received: window_dropout={share!r}."
         )

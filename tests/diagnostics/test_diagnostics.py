@@ -113,7 +113,7 @@ def test_errors_by_their_definition(causal):
     feature_map = feature_maps.FavorPlus(32, seed=0)
     feature_map.build((None, None, 2, 4))
     values, shift, _ = errors.estimate(feature_map, s)
-    found = errors.head_errors(feature_map, [s], 1)
+    found = errors.head_errors(feature_map, [s])[1]
     kernel = np.exp(s.query[1] @ s.key[1].T)
     estimates = values[1] * np.exp(shift[1])
     seen = np.tri(10, dtype=bool) if causal else np.ones((10, 10), bool)
@@ -172,10 +172,7 @@ def test_prediction_and_measurement_agree(label):
     feature_map.build((None, None, heads, 4))
     if feature_map.is_adaptive and case(name).suits_noise:
         feature_map.adapt([(s.query, s.key)])
-    estimates = [errors.estimate(feature_map, s)]
-    found = [
-        errors.head_errors(feature_map, [s], head, estimates) for head in range(heads)
-    ]
+    found = errors.head_errors(feature_map, [s])
     mean = errors.HeadErrors.mean(found)
     assert 0.3 < mean.covered <= 1 and 0.02 < mean.predicted < 0.7
     squares = np.array([(e.measured / e.predicted) ** 2 for e in found])
@@ -192,7 +189,7 @@ def test_orthogonal_vectors_are_predicted_as_such():
     for projection in ("gaussian", "orthogonal"):
         feature_map = feature_maps.Favor(64, projection=projection, seed=0)
         feature_map.build((None, None, 2, 4))
-        predicted.append(errors.head_errors(feature_map, [s], 0).predicted)
+        predicted.append(errors.head_errors(feature_map, [s])[0].predicted)
     assert 0.05 < predicted[1] < 0.8 * predicted[0]
 
 

@@ -62,7 +62,7 @@ def test_each_head():
     for count in (0, 3):
         with pytest.raises(ValueError, match="`count` must be from 1 to .*heads, 2"):
             found.softmax_heads(count)
-    with pytest.raises(ValueError, match="Use `heads=True` to evaluate heads"):
+    with pytest.raises(ValueError, match=r"Use `sensitivity\(..., heads=True\)`"):
         dataclasses.replace(found, parts=()).softmax_heads(1)
 
 

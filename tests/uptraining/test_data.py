@@ -2,8 +2,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_rfattn.uptraining.data import Batches
-from keras_rfattn.uptraining.inputs import normalized, trimmed
+from keras_rfattn.uptraining.batches import Batches
+from keras_rfattn.uptraining.data import normalized, trimmed
 
 pytestmark = pytest.mark.once
 

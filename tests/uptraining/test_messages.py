@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn.uptraining.data import Batches
+from keras_rfattn.uptraining.batches import Batches
 from tests.uptraining import models as m
 
 pytestmark = pytest.mark.once
@@ -122,7 +122,7 @@ def test_more_tokens_than_positions_name_what_extends_them():
 
     message = (
         "has 20 tokens, and the model has positions for 16 .`max_sequence_length`."
-        r".*keras_rfattn.models.extend_positions\(model, 20\)"
+        r".*keras_rfattn.extend_positions\(model, 20\)"
     )
     with pytest.raises(ValueError, match=message):
         m.uptrain(backbone(), inputs(20), batch_size=4)

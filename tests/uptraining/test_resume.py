@@ -11,8 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_rfattn.uptraining.interrupts import Interrupts
-from keras_rfattn.uptraining.resume import Checkpoints
+from keras_rfattn.uptraining.resume import Checkpoints, Interrupts
 from tests.uptraining import models as m
 
 STEPS = 8
@@ -73,7 +72,6 @@ def test_resumed_compiled_is_unbroken(tmp_path, save_every, steps):
     "arguments",
     [
         {"feature_map": "favorpp", "trainable": "query_key"},
-        {"order": "bottom_up", "stages": "attention"},
         {"feature_map": "favorpp_learned"},
         {"feature_map": "favorpp", "trainable": "lora"},
         # Averages take the place of weights after the last step of a stage, the fourth.
@@ -120,7 +118,8 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
     assert position == (0, 2) and arrays["x"][0] == 2 and notes == {"errors": [2]}
     for damaged in damages(content):
         last.write_bytes(damaged)
-        with pytest.warns(UserWarning, match=f"{last.name}' is damaged, and skipped"):
+        message = f"{last.name}' is damaged, and is skipped"
+        with pytest.warns(UserWarning, match=message):
             position, arrays, _ = checkpoints.load()
         assert position == (0, 1) and arrays["x"][0] == 1
 
@@ -130,7 +129,7 @@ def test_training_goes_on_from_the_one_before_it(tmp_path):
     broken(tmp_path, 3)
     *_, last = files(tmp_path)
     last.write_bytes(last.read_bytes()[:-100])
-    with pytest.warns(UserWarning, match=f"{last.name}' is damaged, and skipped"):
+    with pytest.warns(UserWarning, match=f"{last.name}' is damaged, and is skipped"):
         assert same(run(tmp_path)[0], expected)
 
 
@@ -325,7 +324,8 @@ def test_an_extended_run_does_not_calibrate_what_it_has_trained(tmp_path):
 def test_an_older_checkpoint_of_this_training_is_taken(tmp_path):
     for number, seed in enumerate((0, 1)):
         Checkpoints(tmp_path, {"seed": seed}).save((0, number), {}, {"number": number})
-    with pytest.warns(UserWarning, match="another training:\n  seed: saved 1, given 0"):
+    message = "another training, and is skipped:\n  seed: saved 1, given 0"
+    with pytest.warns(UserWarning, match=message):
         position, _, notes = Checkpoints(tmp_path, {"seed": 0}).load()
     assert position == (0, 0) and notes == {"number": 0}
 

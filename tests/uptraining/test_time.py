@@ -6,7 +6,7 @@ import keras
 import pytest
 
 from keras_rfattn.uptraining.attention import AttentionStage
-from keras_rfattn.uptraining.clock import OVERHEAD, Clock
+from keras_rfattn.uptraining.report import OVERHEAD, Clock
 from tests.uptraining import models as m
 
 pytestmark = pytest.mark.once

@@ -1,0 +1,85 @@
+"""Answers questions about compilation, datasets and memory, which backends differ in.
+
+Attention algorithms do not need these answers; the code that runs training does.
+"""
+
+import itertools
+
+import keras
+
+
+def backend_name():
+    """Returns the name of the backend, for files that say on which they were made."""
+    return keras.backend.backend()
+
+
+def compiles_each_length():
+    """Returns whether the backend compiles a program for every sequence length."""
+    return keras.backend.backend() != "torch"
+
+
+def forget_gradients(variables):
+    """Frees the gradients that PyTorch keeps with Keras variables after training."""
+    if keras.backend.backend() == "torch":
+        for variable in variables:
+            variable.value.grad = None
+
+
+def dataset_of(batches):
+    """Returns an iterator over batches in a form that `keras.Model.fit` accepts.
+
+    From a plain iterator, Keras on TensorFlow infers shapes from the first two batches
+    and refuses longer sequences afterwards. There the result is a `tf.data.Dataset` of
+    variable batch size and sequence length; elsewhere it is the iterator itself.
+
+    Args:
+        batches: Iterator over nested structures of NumPy arrays.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return batches
+    import tensorflow as tf
+
+    # TensorFlow would turn a list of arrays into one array.
+    batches = map(keras.tree.lists_to_tuples, batches)
+    first = next(batches)
+
+    def signature(x):
+        # Batch and token axes may vary; images have more axes and keep their size.
+        variable_axes = 2 if x.ndim in (2, 3) else 1
+        shape = (None,) * variable_axes + x.shape[variable_axes:]
+        return tf.TensorSpec(shape, x.dtype)
+
+    return tf.data.Dataset.from_generator(
+        lambda: itertools.chain([first], batches),
+        output_signature=keras.tree.map_structure(signature, first),
+    )
+
+
+def peak_memory():
+    """Returns the peak memory of the process in bytes, or `None` if it is unknown.
+
+    It is the memory of the accelerator if there is one, otherwise main memory.
+    """
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        stats = [device.memory_stats() for device in jax.local_devices()]
+        peaks = [x["peak_bytes_in_use"] for x in stats if x]
+        if peaks:
+            return max(peaks)
+    elif backend == "torch":
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated()
+    elif backend == "tensorflow":
+        import tensorflow as tf
+
+        if tf.config.list_physical_devices("GPU"):
+            return tf.config.experimental.get_memory_info("GPU:0")["peak"]
+    try:
+        import resource
+    except ImportError:  # Windows has no such module.
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

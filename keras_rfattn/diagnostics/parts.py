@@ -1,0 +1,305 @@
+"""Evaluates a metric of a model while parts of its attention are replaced.
+
+`attribute` replaces the window or the features of all layers; `sensitivity` replaces
+the attention of one layer or head.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from keras import ops
+
+from keras_rfattn.feature_maps.arguments import is_integer
+from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.checks import check_model, num_heads, title
+from keras_rfattn.layers.recording import linear_layers
+from keras_rfattn.models.holders import holders, refresh
+from keras_rfattn.models.survey import survey
+
+ANSWERS = {
+    "as_it_is": None,
+    "window_only": Attention.window_alone,
+    "features_only": lambda call: call.without_window().linear(),
+    "mean_of_values": Attention.mean_of_values,
+    "no_attention": Attention.zero,
+    "softmax": Attention.softmax,
+}
+# Without any window, the metric of each key equals that of its value.
+WITHOUT_WINDOWS = {"window_only": "no_attention", "features_only": "as_it_is"}
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """A metric of a model, evaluated in six ways; prints as a table.
+
+    Attributes:
+        as_it_is: Metric of the unchanged model.
+        window_only: Metric with only the exact attention inside the windows. Layers
+            without a window output 0.
+        features_only: Metric with features for all keys, without windows.
+        mean_of_values: Metric with uniform attention.
+        no_attention: Metric with attention that outputs 0.
+        softmax: Metric with softmax attention and the current weights.
+    """
+
+    as_it_is: float
+    window_only: float
+    features_only: float
+    mean_of_values: float
+    no_attention: float
+    softmax: float
+
+    @property
+    def share_of_features(self):
+        """The share of the gap between window-only and softmax that the model closes.
+
+        It is NaN if there is no gap.
+        """
+        gap = self.softmax - self.window_only
+        return (self.as_it_is - self.window_only) / gap if gap else float("nan")
+
+    def __str__(self):
+        lines = [
+            f"{name.replace('_', ' '):<16}{value:>10.4f}"
+            for name, value in vars(self).items()
+        ]
+        lines.append(
+            f"features carry {self.share_of_features:.0%} of the way from "
+            "window-only to softmax"
+        )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def attribute(model, data, metric):
+    """Evaluates a model as it is, and with parts of its attention removed.
+
+    A converted model with a window may owe its quality to the window alone. The
+    attribution shows whether its features contribute.
+
+    Args:
+        model: A model with linear attention. It is unchanged afterwards.
+        data: Data that is passed to `metric`.
+        metric: A function `(model, data) -> number`. It must run `model` itself:
+            functions compiled for other models that share its layers ignore the
+            change. It must not generate text, because generation uses features only.
+
+    Returns:
+        An `Attribution`.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer, or `metric` is not callable.
+        ValueError: If the model has no linear attention, or if `metric` generates or
+            does not return a number.
+    """
+    layers = _check_arguments(model, metric)
+    has_windows = any(layer.options.window is not None for layer in layers)
+    skipped = {} if has_windows else WITHOUT_WINDOWS
+    metrics = {}
+    for name, answer in ANSWERS.items():
+        if name not in skipped:
+            answers = dict.fromkeys(layers, answer)
+            metrics[name] = _evaluated(model, data, metric, answers)
+    for name, same in skipped.items():
+        metrics[name] = metrics[same]
+    return Attribution(**metrics)
+
+
+class Part(NamedTuple):
+    """The metric for an attention layer, or for one head of it.
+
+    Attributes:
+        path: Path of the layer.
+        head: Index of a query head, or `None` for the whole layer.
+        restored: Metric with softmax in this part and linear attention elsewhere.
+        alone: Metric with linear attention in this part and softmax elsewhere.
+    """
+
+    path: str
+    head: int | None
+    restored: float
+    alone: float
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """A metric of a model by parts of its attention; prints as a table.
+
+    Attributes:
+        as_it_is: Metric of the unchanged model.
+        softmax: Metric with softmax attention everywhere and the current weights.
+        parts: Tuple with a `Part` for each linear layer, or for each of its heads, in
+            the order of the model.
+    """
+
+    as_it_is: float
+    softmax: float
+    parts: tuple
+
+    def softmax_heads(self, count):
+        """Selects the heads that, restored alone, bring the metric nearest to softmax.
+
+        Args:
+            count: Number of heads to select.
+
+        Returns:
+            Dict from layer paths to lists of head indices, which `replace_attention`
+            takes as `softmax_heads`.
+
+        Raises:
+            ValueError: If the parts are layers (`heads=False`), or if there are fewer
+                than `count` heads.
+        """
+        parts = [part for part in self.parts if part.head is not None]
+        if not is_integer(count) or not 1 <= count <= len(parts):
+            raise ValueError(
+                f"`count` must be from 1 to the number of heads, {len(parts)}. "
+                f"Received: count={count!r}. Use `sensitivity(..., heads=True)` to "
+                "evaluate heads."
+            )
+        nearest = sorted(parts, key=lambda part: abs(part.restored - self.softmax))
+        by_layer = {}
+        for part in nearest[:count]:
+            by_layer.setdefault(part.path, []).append(part.head)
+        return {path: sorted(heads) for path, heads in by_layer.items()}
+
+    def __str__(self):
+        names = [
+            part.path if part.head is None else f"{part.path}, head {part.head}"
+            for part in self.parts
+        ]
+        width = max(len("layer"), *map(len, names))
+        lines = [f"{'layer':<{width}}  softmax again  alone linear"]
+        lines += [
+            f"{name:<{width}}{part.restored:>15.4f}{part.alone:>14.4f}"
+            for name, part in zip(names, self.parts, strict=True)
+        ]
+        lines.append(f"as it is {self.as_it_is:.4f}, softmax {self.softmax:.4f}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def sensitivity(model, data, metric, heads=False):
+    """Evaluates a model with softmax restored in one part, and with one part linear.
+
+    Errors of attention outputs do not show which parts matter for the final result.
+    The sensitivity does: it shows which layers should be wider or stay softmax
+    (`models.Plan`), and which heads should (`Sensitivity.softmax_heads`). It evaluates
+    the metric twice for each part, and twice more.
+
+    Args:
+        model: A model with linear attention. It is unchanged afterwards.
+        data: Data that is passed to `metric`.
+        metric: A function `(model, data) -> number`. It must run `model` itself and
+            must not generate text, as for `attribute`.
+        heads: Whether a part is one head; by default it is a whole layer.
+
+    Returns:
+        A `Sensitivity`.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer, or `metric` is not callable.
+        ValueError: If the model has no linear attention, or if `metric` generates or
+            does not return a number.
+    """
+    layers = _check_arguments(model, metric)
+    sites = [site for site in survey(model).sites if site.is_linear]
+    linear, softmax = dict.fromkeys(layers), dict.fromkeys(layers, Attention.softmax)
+
+    def evaluated(answers):
+        return _evaluated(model, data, metric, answers)
+
+    parts = []
+    for site in sites:
+        for head in range(num_heads(site.layer)) if heads else (None,):
+            restored = _within(head, Attention.softmax, Attention.linear)
+            alone = _within(head, Attention.linear, Attention.softmax)
+            part = Part(
+                site.path,
+                head,
+                restored=evaluated({**linear, site.layer: restored}),
+                alone=evaluated({**softmax, site.layer: alone}),
+            )
+            parts.append(part)
+    return Sensitivity(evaluated(linear), evaluated(softmax), tuple(parts))
+
+
+def _within(head, answer, rest):
+    """Returns a function that answers by `answer` for a head, by `rest` for others.
+
+    If `head` is `None`, it answers by `answer` for all heads.
+    """
+    if head is None:
+        return answer
+
+    def mixed(call):
+        is_head = ops.arange(call.query.shape[2])[:, None] == head
+        return ops.where(is_head, answer(call), rest(call))
+
+    return mixed
+
+
+def _check_arguments(model, metric):
+    """Returns the linear attention layers of a model that a metric evaluates.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer, or `metric` is not callable.
+        ValueError: If the model has no linear attention.
+    """
+    check_model(model)
+    if not callable(metric):
+        raise TypeError(
+            "`metric` must be a function `(model, data) -> number`. "
+            f"Received: metric={metric!r}."
+        )
+    layers = linear_layers(model)
+    if not layers:
+        raise ValueError(
+            f"`model` has no linear attention. Received: {title(model)}. Call "
+            "`replace_attention(model)` first."
+        )
+    return layers
+
+
+def _evaluated(model, data, metric, answers):
+    """Returns a metric while layers compute their attention by given functions.
+
+    Args:
+        model: The model that holds the layers.
+        data: Data that is passed to `metric`.
+        metric: A function `(model, data) -> number`.
+        answers: Dict from layers to functions that take an `Attention` and return its
+            output; with `None`, a layer computes its own attention.
+
+    Raises:
+        ValueError: If the metric does not return a number.
+    """
+    with _answering(model, answers):
+        result = metric(model, data)
+    try:
+        return float(result)
+    except (TypeError, ValueError):
+        raise ValueError(
+            "`metric` must return a number. Received: "
+            f"{result!r:.80} of type {type(result).__name__}."
+        ) from None
+
+
+@contextlib.contextmanager
+def _answering(model, answers):
+    """Context manager in which layers answer by the functions of `answers`."""
+
+    def set_recorders(answers):
+        for layer, answer in answers.items():
+            layer.recorder = answer
+        for layer in holders(answers):
+            refresh(layer)
+
+    try:
+        set_recorders(answers)
+        yield
+    finally:
+        set_recorders(dict.fromkeys(answers))

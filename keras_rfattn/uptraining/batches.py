@@ -1,0 +1,316 @@
+"""Provides the batch of each step, as a pure function of the seed and the step.
+
+`Batches` interprets the data once: as `Rows` in memory, as a `Dataset` whose batches
+can be read in any order, or as a `Stream` of batches.
+"""
+
+import itertools
+
+import keras
+import numpy as np
+
+from keras_rfattn.layers.batches import is_text
+from keras_rfattn.uptraining.data import (
+    Excluded,
+    as_array,
+    as_arrays,
+    check_data,
+    inputs_of,
+    is_image,
+    is_table,
+    trimmed,
+)
+
+# Batches used to calibrate and to measure errors; they are kept, so that even a
+# generator can provide them again.
+HEAD = 4
+# Number of batches of texts that are sorted by length together to reduce padding.
+POOL = 32
+
+
+class DataEnded(ValueError):
+    """Raised if the data has fewer batches than requested."""
+
+
+class Batches:
+    """Batches of inputs without labels, from any data that `keras.Model.fit` takes.
+
+    Args:
+        data: Rows or batches. Rows are an array, a dict or list of arrays, texts, or
+            `(x, y)` or `(x, y, weight)` of these. Batches are a
+            `keras.utils.PyDataset`, a `tf.data.Dataset`, a generator or a function that
+            makes one, or a list of batches. A list of arrays is not a list of batches
+            but the several inputs of a model.
+        batch_size: Number of rows per batch if `data` holds rows. Texts of similar
+            lengths share a batch.
+        seed: Non-negative integer, the seed of the order.
+        preprocessor: Function that turns texts and images into model inputs, or
+            `None`.
+        exclude: Texts that are dropped from `data`, or `None`.
+        preprocesses_all: Whether all data goes through the preprocessor, not only texts
+            and images.
+        hint: Text for error messages that says where to find a preprocessor.
+
+    Raises:
+        ValueError: If the data is empty, if it holds texts and there is no
+            preprocessor, or if `exclude` is given and the data is not text.
+    """
+
+    def __init__(
+        self, data, batch_size, seed, preprocessor=None, exclude=None,
+        preprocesses_all=False, hint="with a tokenizer",
+    ):  # fmt: skip
+        if preprocessor is not None and not callable(preprocessor):
+            raise ValueError(
+                "`preprocessor` must be a function or a KerasHub preprocessor. "
+                f"Received: preprocessor={preprocessor!r:.80}."
+            )
+        self.seed, self.preprocessor, self.hint = seed, preprocessor, hint
+        self.preprocesses_all = preprocesses_all
+        self.excluded = Excluded(exclude)
+        # Names and numbers of axes of the inputs of the first batch.
+        self.form = None
+        check_data(data)
+        if isinstance(data, tuple):
+            data = list(data) if all(map(is_text, data)) else inputs_of(data)
+            check_data(data)
+        if isinstance(data, keras.utils.PyDataset) and not self.excluded.texts:
+            self.source = Dataset(data, seed)
+        elif is_table(data):
+            self.source = Rows(data, batch_size, seed, self.excluded)
+        else:
+            self.source = Stream(data, seed, self.excluded)
+
+    @property
+    def dropped(self):
+        """Number of rows that `exclude` has dropped so far."""
+        return self.excluded.dropped
+
+    def __call__(self, step):
+        """Returns the inputs of a step as NumPy arrays."""
+        batch = self._preprocessed(self.source(step))
+        form = keras.tree.map_structure(lambda x: f"{x.ndim} axes", batch)
+        self.form = form if self.form is None else self.form
+        if form != self.form:
+            raise ValueError(
+                "All batches of `data` must hold arrays of the same names and numbers "
+                f"of axes. Received: {form} in batch {step}, and {self.form} before."
+            )
+        return batch
+
+    def first(self, count):
+        """Iterates over the inputs of the first `count` steps, fewer if data ends."""
+        for step in range(count):
+            try:
+                yield self(step)
+            except DataEnded:
+                if step == 0:
+                    raise
+                return
+
+    def with_noise(self, step, count):
+        """Returns a dict with the inputs "x" of a step, and with "noise".
+
+        The noise is a float32 array `(B, count)` of random numbers in [0, 1), which
+        depends only on the seed and the step.
+        """
+        batch = self(step)
+        seed = np.random.SeedSequence([self.seed, 1, step])
+        generator = np.random.Generator(np.random.Philox(seed))
+        rows = len(keras.tree.flatten(batch)[0])
+        if rows == 0:
+            raise ValueError(
+                f"Each batch of `data` must hold a row. Received: none in batch {step}."
+            )
+        return {"x": batch, "noise": generator.random((rows, count), dtype="float32")}
+
+    def _preprocessed(self, batch):
+        arrays = keras.tree.flatten(batch)
+        if self.preprocessor is None:
+            if any(map(is_text, arrays)):
+                raise ValueError(
+                    "`data` holds texts, and the model has no preprocessor. Received: "
+                    f"preprocessor=None. Pass one (`preprocessor=`), {self.hint}, or "
+                    "pass tokens."
+                )
+            return batch
+        is_raw = any(is_text(x) or is_image(x) for x in arrays)
+        if not is_raw and not self.preprocesses_all:
+            return batch
+        if isinstance(batch, list):
+            # Without `y`, KerasHub takes a tuple to be inputs and labels.
+            batch = self.preprocessor(tuple(batch), y=None)
+        else:
+            batch = self.preprocessor(batch)
+        return trimmed(keras.tree.map_structure(as_array, inputs_of(batch)))
+
+
+class Rows:
+    """Rows in memory: every epoch has each of them once, in a random order."""
+
+    def __init__(self, data, batch_size, seed, excluded):
+        self.arrays = as_arrays(data)
+        lengths = {len(x) for x in keras.tree.flatten(self.arrays)}
+        if len(lengths) != 1:
+            raise ValueError(
+                "All arrays of `data` must have the same number of rows. "
+                f"Received: {sorted(lengths)}."
+            )
+        if excluded.texts:
+            self.arrays, excluded.dropped = excluded.filtered(self.arrays)
+        columns = keras.tree.flatten(self.arrays)
+        self.count, self.batch_size = len(columns[0]), batch_size
+        if not self.count:
+            after = f" after {excluded.dropped} were dropped" * bool(excluded.dropped)
+            raise ValueError(
+                f"`data` must hold at least one row. Received: none{after}."
+            )
+        lengths = None
+        if all(map(is_text, columns)):
+            rows = zip(*columns, strict=True)
+            lengths = np.array([sum(map(len, row)) for row in rows])
+        self.order = Order(seed, batch_size, lengths)
+
+    def __call__(self, step):
+        places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        epochs = places // self.count
+        rows = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            order = self.order(epoch, self.count)
+            rows[here] = order[places[here] % self.count]
+        return keras.tree.map_structure(lambda x: x[rows], self.arrays)
+
+
+class Dataset:
+    """Batches of a `PyDataset`: every epoch has each of them once, in random order."""
+
+    def __init__(self, data, seed):
+        self.data, self.order = data, Order(seed)
+        if data.num_batches == 0:
+            raise ValueError("`data` must hold at least one batch. Received: none.")
+
+    def __call__(self, step):
+        count = self.data.num_batches
+        if count is not None:
+            step = int(self.order(step // count, count)[step % count])
+        return as_arrays(inputs_of(self.data[step]))
+
+
+class Stream:
+    """Batches that can only be read one after the other, again in each epoch.
+
+    Excluded rows are dropped while the stream is read. A `PyDataset` becomes a stream
+    if rows are excluded, because a batch may then lose all its rows.
+    """
+
+    def __init__(self, data, seed, excluded):
+        self.data, self.order, self.excluded = data, Order(seed), excluded
+        # PyTorch's data loaders return inputs and labels as a list, not a tuple.
+        self.is_loader = type(data).__module__.startswith("torch.utils.data")
+        self.batches, self.position, self.last = None, -1, None
+        # The first batches are needed several times, but a generator runs only once.
+        self.head = {}
+        # Number of items whose excluded rows were counted.
+        self.counted = 0
+
+    def __call__(self, step):
+        if step in self.head:
+            return self.head[step]
+        if self.batches is None or step < self.position:
+            if self.position >= 0 and self._runs_once():
+                raise ValueError(
+                    "A generator gives its batches once, and training goes back "
+                    f"to step {step}. Pass a function that makes the generator."
+                )
+            self.batches, self.position = self._read(), -1
+        while self.position < step:
+            self.last = self._next(step)
+            self.position += 1
+            if self.position < HEAD:
+                self.head[self.position] = self.last
+        return self.last
+
+    def _next(self, step):
+        try:
+            return next(self.batches)
+        except StopIteration:
+            dropped = self.excluded.dropped
+            excluded = f" ({dropped} rows excluded)" if dropped else ""
+        if self.position < 0:
+            raise DataEnded(
+                f"`data` must hold at least one batch. Received: none{excluded}."
+            )
+        raise DataEnded(
+            f"`data` ended after {self.position + 1} batches{excluded}, and step "
+            f"{step} needs one more. Pass a function that makes the generator, a "
+            "dataset, or arrays, which can be gone through again."
+        )
+
+    def _read(self):
+        """Yields the batches of all epochs, without those that lost all their rows."""
+        for epoch in itertools.count():
+            is_empty = True
+            for place, item in enumerate(self._items(epoch)):
+                if self.is_loader and isinstance(item, list):
+                    item = tuple(item)
+                batch, dropped = as_arrays(inputs_of(item)), 0
+                if self.excluded.texts:
+                    batch, dropped = self.excluded.filtered(batch)
+                if place >= self.counted:
+                    self.excluded.dropped += dropped
+                    self.counted = place + 1
+                if dropped and not len(keras.tree.flatten(batch)[0]):
+                    continue
+                is_empty = False
+                yield batch
+            if is_empty or self._runs_once():
+                return
+
+    def _items(self, epoch):
+        """Returns an iterator over the items of an epoch."""
+        if not isinstance(self.data, keras.utils.PyDataset):
+            return iter(self.data() if callable(self.data) else self.data)
+        count = self.data.num_batches
+        order = itertools.count() if count is None else self.order(epoch, count)
+        return (self.data[int(i)] for i in order)
+
+    def _runs_once(self):
+        """Returns whether the data can be iterated over only once, as a generator."""
+        if isinstance(self.data, keras.utils.PyDataset) or callable(self.data):
+            return False
+        return iter(self.data) is self.data
+
+
+class Order:
+    """The random order of rows or batches, a pure function of the seed and the epoch.
+
+    Args:
+        seed: Non-negative integer.
+        batch_size: Number of rows per batch, if there are `lengths`.
+        lengths: Array with the lengths of texts. Texts of similar lengths then share a
+            batch, and these batches come in random order. `None` for other data.
+    """
+
+    def __init__(self, seed, batch_size=None, lengths=None):
+        self.seed, self.batch_size, self.lengths = seed, batch_size, lengths
+        self.known_epoch, self.known = None, None
+
+    def __call__(self, epoch, count):
+        """Returns the order of `count` rows or batches in an epoch."""
+        if self.known_epoch != (epoch, count):
+            bits = np.random.Philox(np.random.SeedSequence([self.seed, int(epoch)]))
+            generator = np.random.Generator(bits)
+            order = generator.permutation(count)
+            if self.lengths is not None:
+                order = self._grouped(order, generator)
+            self.known_epoch, self.known = (epoch, count), order
+        return self.known
+
+    def _grouped(self, order, generator):
+        size, parts = self.batch_size, []
+        for rows in np.split(order, range(POOL * size, len(order), POOL * size)):
+            whole = len(rows) // size * size
+            batches = rows[:whole][np.argsort(self.lengths[rows[:whole]])]
+            parts += [*generator.permutation(batches.reshape(-1, size)), rows[whole:]]
+        return np.concatenate(parts)

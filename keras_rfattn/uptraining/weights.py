@@ -1,0 +1,232 @@
+"""The weights that train, and the softmax teacher that keeps their first values."""
+
+import contextlib
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_rfattn.backend import without_gradients
+from keras_rfattn.feature_maps.trained import as_numpy, trained_weights
+from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.checks import projection, title
+from keras_rfattn.layers.recording import recording
+from keras_rfattn.models.holders import holders, refresh
+
+
+def variables_to_train(model, layers, trainable, lora_rank, optimizer=None):
+    """Selects the variables that each stage trains, and adds adapters for `"lora"`.
+
+    Args:
+        model: A model with linear attention.
+        layers: Its linear attention layers.
+        trainable: Dict from names of stages to one of `settings.TRAINABLE`.
+        lora_rank: Rank of the adapters that `"lora"` adds to projections without one.
+        optimizer: The user's optimizer, or `None` for the default one.
+
+    Returns:
+        Dict from names of stages to lists of variables.
+
+    Raises:
+        ValueError: If nothing trains in a stage, a layer cannot take an adapter, or
+            the dtype of weights is too narrow for the default optimizer. No adapter
+            has been added then.
+    """
+    maps = [v for layer in layers for v in _weights_of_map(layer)]
+    selected = {
+        stage: once([*maps, *_weights_of_model(model, layers, kind, stage)])
+        for stage, kind in trainable.items()
+        if kind != "lora"
+    }
+    empty = [stage for stage, variables in selected.items() if not variables]
+    if empty:
+        mechanisms = sorted({type(layer.feature_map).__name__ for layer in layers})
+        asked = trainable[empty[0]]
+        frozen = "" if asked == "maps" else ", and its own weights are frozen"
+        raise ValueError(
+            f"Nothing would train in {empty}: {title(model)} has "
+            f"{', '.join(mechanisms)}, without trainable weights{frozen}. Received: "
+            f"trainable={asked!r}. Use a learned map such as 'hedgehog' whose "
+            "`trainable` is True, or trainable='query_key' if queries and keys are not "
+            "frozen."
+        )
+    if optimizer is None:
+        _check_precision([v for variables in selected.values() for v in variables])
+    for stage, kind in trainable.items():
+        if kind == "lora":
+            selected[stage] = once([*maps, *_adapters(layers, stage, lora_rank)])
+    return selected
+
+
+def _weights_of_map(layer):
+    """Returns the weights of a layer's map that uptraining trains.
+
+    Freezing a checkpoint freezes its maps too, but `uptrain` trains them nevertheless.
+    If only the map is frozen and its layer is not, the user froze it on purpose, and
+    it does not train.
+    """
+    feature_map = layer.feature_map
+    if layer.trainable or feature_map.trainable:
+        return [v for v in feature_map.variables if v.trainable]
+    could_train = {id(v) for v in trained_weights(feature_map)}
+    return [v for v in feature_map.variables if id(v) in could_train]
+
+
+def _weights_of_model(model, layers, kind, stage):
+    """Returns the variables that train in a stage besides those of maps.
+
+    In stage `"attention"` these are at most the query and key projections.
+    """
+    if kind == "maps":
+        return []
+    if kind == "all" and stage == "features":
+        return [v for v in model.variables if v.trainable]
+    projections = _projections(layers, "query", "key")
+    return [v for dense in projections for v in dense.variables if v.trainable]
+
+
+def _projections(layers, *sides):
+    return once(projection(layer, side) for layer in layers for side in sides)
+
+
+def _check_precision(variables):
+    """Raises `ValueError` if weights are too narrow for the default optimizer."""
+    narrow = [v for v in variables if v.dtype in ("float16", "bfloat16")]
+    if narrow:
+        raise ValueError(
+            f"{len(narrow)} weights to train, such as {narrow[0].path!r}, are "
+            f"{narrow[0].dtype}, which holds neither Adam's averages nor its small "
+            "steps. Load the model with dtype='mixed_bfloat16', train the maps or "
+            "trainable='lora', or pass an `optimizer` that you know to train them."
+        )
+
+
+def _adapters(layers, stage, lora_rank):
+    """Adds adapters to projections that have none; returns those the stage trains."""
+    queries_and_keys = _projections(layers, "query", "key")
+    others = _projections(layers, "value", "output")
+    # A fused projection is both.
+    projections = once([*queries_and_keys, *others])
+    without = [x for x in projections if not getattr(x, "lora_enabled", False)]
+    for dense in without:
+        if getattr(dense, "kernel_constraint", None) is not None:
+            raise ValueError(
+                "Keras adds no adapter to a kernel with a constraint. Received: "
+                f"trainable='lora', and {dense.path!r}, whose `kernel_constraint` is "
+                f"{dense.kernel_constraint!r}. Set that to None, or train otherwise."
+            )
+    for dense in without:
+        dense.enable_lora(lora_rank)
+    for holder in holders(without):
+        # Functions compiled before would keep running without the adapters.
+        refresh(holder)
+    trained = queries_and_keys if stage == "attention" else projections
+    return [v for x in trained for v in (x.lora_kernel_a, x.lora_kernel_b)]
+
+
+def fresh_adapters(model):
+    """Returns variables of adapters that do not change outputs, as one side is 0."""
+    return [
+        variable
+        for layer in model._flatten_layers()
+        if getattr(layer, "lora_enabled", False)
+        and not np.any(ops.convert_to_numpy(layer.lora_kernel_b))
+        for variable in (layer.lora_kernel_a, layer.lora_kernel_b)
+    ]
+
+
+@contextlib.contextmanager
+def only_training(model, variables):
+    """Context manager in which only the given variables of a model are trainable."""
+    wanted = {id(v) for v in variables}
+    before = [(v, v.trainable) for v in model.variables]
+    try:
+        for variable, _ in before:
+            _set_trainable(variable, id(variable) in wanted)
+        yield
+    finally:
+        for variable, value in before:
+            _set_trainable(variable, value)
+
+
+def _set_trainable(variable, value):
+    # For some dtypes PyTorch raises even if `value` is `False`.
+    if variable.trainable != value:
+        variable.trainable = value
+
+
+def once(items):
+    """Returns the items in order, without repeated ones (compared by identity)."""
+    return list({id(x): x for x in items}.values())
+
+
+def values_of(variables):
+    """Returns copies of the values of variables as a list of NumPy arrays."""
+    return [np.array(as_numpy(v.value)) for v in variables]
+
+
+def assign(variables, values):
+    """Assigns values, as `values_of` returns them, to variables."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+class Teacher:
+    """The model with its first weights, and with softmax instead of linear attention.
+
+    Weights that do not train are shared with the model. For weights that train, the
+    teacher keeps a copy of their first values. Weights of maps need no copy, as
+    softmax attention does not use them.
+
+    Args:
+        model: A model with linear attention.
+        layers: Its linear attention layers.
+        trained: Variables that train.
+
+    Attributes:
+        copies: Dict from the `id` of a trained variable to a `keras.Variable` with its
+            first value.
+    """
+
+    def __init__(self, model, layers, trained):
+        self.model, self.layers = model, layers
+        of_maps = {id(v) for layer in layers for v in layer.feature_map.variables}
+        self.copies = {
+            id(v): keras.Variable(
+                ops.copy(v.value), dtype=v.dtype, trainable=False, autocast=False
+            )
+            for v in trained
+            if id(v) not in of_maps
+        }
+
+    def changed(self):
+        """Returns the paths of weights that differ from their first values."""
+        pairs = ((v, self.copies.get(id(v))) for v in self.model.variables)
+        return tuple(
+            variable.path
+            for variable, first in pairs
+            if first is not None and not np.array_equal(*values_of([variable, first]))
+        )
+
+    def trains(self, layer):
+        """Returns whether weights of a layer other than those of its map train."""
+        return any(id(v) in self.copies for v in layer.variables)
+
+    @contextlib.contextmanager
+    def weights(self):
+        """Context manager in which the model has its first weights."""
+        if not self.copies:
+            yield
+            return
+        mapping = [
+            (variable, self.copies.get(id(variable), variable).value)
+            for variable in self.model.variables
+        ]
+        with keras.StatelessScope(mapping):
+            yield
+
+    def __call__(self, function, x):
+        """Returns `function(x)`, computed by the softmax model without gradients."""
+        recorders = [(layer, Attention.softmax) for layer in self.layers]
+        with self.weights(), recording(recorders), without_gradients():
+            return function(x)

@@ -1,0 +1,78 @@
+"""Losses that are not finite and callbacks that fail leave good weights and say why."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_rfattn
+from tests.uptraining import models as m
+
+
+@pytest.mark.once
+def test_a_callback_may_stop_a_stage():
+    class Enough(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 2
+
+    report = m.uptrain(m.linear_model(), callbacks=[Enough()])
+    assert [stage.steps for stage in report.stages] == [3, 3]
+
+
+class Poison(keras.utils.PyDataset):
+    """Batches of vectors, one of them with a NaN."""
+
+    def __init__(self, bad):
+        super().__init__()
+        self.bad = bad
+
+    @property
+    def num_batches(self):
+        return None
+
+    def __getitem__(self, index):
+        x = np.random.default_rng(index).normal(size=(4, 6, 8)).astype("float32")
+        if index == self.bad:
+            x[0, 0] = np.nan
+        return x
+
+
+def test_nan_stops_and_the_last_good_weights_stay():
+    def model():
+        keras.utils.set_random_seed(0)
+        x = keras.Input((6, 8))
+        attention = keras.layers.MultiHeadAttention(2, 4, name="attention")
+        result = keras.Model(x, attention(x, x))
+        return keras_rfattn.replace_attention(result, "hedgehog", seed=0)
+
+    arguments = {"stages": "attention", "optimizer": keras.optimizers.Adam(0.01)}
+    broken = model()
+    with pytest.raises(ValueError, match=r"not finite at its step 7 \(batch 7"):
+        m.uptrain(broken, Poison(7), steps=9, **arguments)
+    good = model()
+    m.uptrain(good, Poison(99), steps=6, **arguments)
+    for a, b in zip(m.weights(broken), m.weights(good), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_weights_that_turn_nan_are_not_kept():
+    model = m.linear_model()
+    with pytest.raises(ValueError, match="not finite"):
+        m.uptrain(model, optimizer=keras.optimizers.SGD(1e39), stages="attention")
+    with pytest.raises(ValueError, match="not finite at its step 1"):
+        # No loss has seen the weights of the only step.
+        m.uptrain(
+            model, optimizer=keras.optimizers.SGD(1e39), stages="features", steps=1
+        )
+    assert all(np.all(np.isfinite(w)) for w in m.weights(model))
+
+
+@pytest.mark.once
+def test_a_training_that_breaks_off_says_where():
+    class Broken(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                raise OSError("of a callback")
+
+    with pytest.raises(OSError, match="of a callback") as found:
+        m.uptrain(m.linear_model(), callbacks=[Broken()], stages="attention", steps=4)
+    assert "after 2 of the 4 steps of AttentionStage" in found.value.__notes__[-1]

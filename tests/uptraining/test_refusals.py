@@ -1,0 +1,146 @@
+"""Bad arguments, models and data are refused before anything changes."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_rfattn
+from tests.uptraining import models as m
+
+BAD = {
+    "softmax": (dict(), "has no linear attention to train"),
+    "stage": ({"stages": ("attention", "logits")}, "`stages` must be some of"),
+    "order of stages": ({"stages": ("features", "attention")}, "in that order"),
+    "no stage": ({"stages": ()}, "`stages` must be some of"),
+    "steps": ({"steps": 0}, "`steps` must be a positive integer"),
+    "trainable": ({"trainable": "query"}, "`trainable` must be one of"),
+    "trainable of": ({"trainable": {"feature": "all"}}, "`trainable` must be one of"),
+    "objective": ({"objective": "loss"}, "`objective` must be one of"),
+    "verbose": ({"verbose": 3}, "`verbose` must be one of"),
+    "seed": ({"seed": -1}, "`seed` must be"),
+    "share": ({"window_dropout": 1}, "`window_dropout` must be in"),
+    "padding": ({"data": np.zeros((8, m.TOKENS), "int32")}, "must hold a real token"),
+    "padding, LoRA": (
+        {"data": np.zeros((8, m.TOKENS), "int32"), "trainable": "lora"},
+        "must hold a real token",
+    ),
+    "shape": ({"data": np.ones((8, m.TOKENS, 3, 3))}, "Each batch of `data` must be"),
+    "texts": ({"data": ["some", "texts"]}, "has no preprocessor"),
+    "stages": ({"stages": 5}, "`stages` must be some of"),
+    "callbacks": ({"callbacks": 5}, "`callbacks` must be Keras callbacks"),
+    "compiling": ({"jit_compile": 3}, "`jit_compile` must be one of"),
+    "number": ({"data": 5}, "`data` must be arrays, texts"),
+    "scalar": ({"data": np.float32(5)}, "`data` must be arrays, texts"),
+    "text": ({"data": "text"}, "`data` must be arrays, texts"),
+    "no row": ({"data": lambda: iter([m.tokens()[:0]])}, "must hold a row"),
+    "excluded": ({"exclude": 5}, "`exclude` must be a list of texts"),
+    "preprocessor": ({"preprocessor": "bert"}, "`preprocessor` must be a function"),
+    "folder": ({"checkpoint_dir": 5}, "`checkpoint_dir` must be a path"),
+    "folder in a file": (
+        {"checkpoint_dir": f"{__file__}/folder", "trainable": "lora"},
+        "`checkpoint_dir` must be a folder",
+    ),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("label", BAD)
+def test_bad_input_changes_nothing(label):
+    arguments, message = BAD[label]
+    model = m.softmax_model() if label == "softmax" else m.linear_model()
+    before, flags = m.weights(model), [w.trainable for w in model.weights]
+    with pytest.raises(ValueError, match=message):
+        m.uptrain(model, **arguments)
+    for a, b in zip(m.weights(model), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [w.trainable for w in model.weights] == flags
+
+
+class Silent(keras.Model):
+    """Calls a model and puts nothing out."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        self.inner(x)
+
+
+def vectors(dtype=None, constraint=None, is_silent=False):
+    """Two layers of attention between vectors, the second with a constraint."""
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((None, 8))
+    for i, kind in enumerate((None, constraint)):
+        layer = keras.layers.MultiHeadAttention(
+            2, 4, dtype=dtype, kernel_constraint=kind, name=f"attention_{i}"
+        )
+        x = layer(x, x)
+    model = keras.Model(inputs, x)
+    if is_silent:
+        model = Silent(model)
+        model(np.ones((1, 2, 8), "float32"))
+    return keras_rfattn.replace_attention(model, "hedgehog", seed=0)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("kinds", "trainable", "message"),
+    [
+        ({}, "lora", "not finite, of .*attention_0.* in batch 0"),
+        ({"constraint": "max_norm"}, "lora", "`kernel_constraint`"),
+        ({"is_silent": True}, "lora", "Stage 'features' compares"),
+        ({"dtype": "bfloat16"}, "query_key", "are bfloat16"),
+        (
+            {"dtype": "bfloat16"}, {"attention": "lora", "features": "all"},
+            "are bfloat16",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals_add_no_adapter(kinds, trainable, message):
+    model = vectors(**kinds)
+    before, x = m.weights(model), np.ones((8, 5, 8), "float32")
+    x[0, 0, 0] = 1.0 if kinds else np.nan  # in the first batch: it has all rows
+    with pytest.raises(ValueError, match=message):
+        m.uptrain(model, x, trainable=trainable)
+    found = m.weights(model)
+    assert len(found) == len(before)
+    assert all(map(np.array_equal, found, before))
+
+
+def test_narrow_weights_train_by_an_optimizer_of_ones_own():
+    model = vectors(dtype="bfloat16")
+    before = [x.astype("float32") for x in m.weights(model)]
+    x = np.random.default_rng(0).normal(size=(8, 5, 8)).astype("float32")
+    m.uptrain(model, x, trainable="query_key", optimizer=keras.optimizers.SGD(1.0))
+    after = [x.astype("float32") for x in m.weights(model)]
+    names = [w.path for w in model.weights]
+    moved = {n for n, a, b in zip(names, before, after, strict=True) if np.any(a != b)}
+    assert {n for n in names if "query/kernel" in n} <= moved
+
+
+@pytest.mark.once
+def test_nothing_to_train():
+    model = m.linear_model("favorpp")
+    with pytest.raises(ValueError, match="Nothing would train.*query_key"):
+        m.uptrain(model)
+    with pytest.raises(TypeError, match="must be a Keras model"):
+        keras_rfattn.uptrain("bert", m.tokens(), steps=1)
+
+
+@pytest.mark.once
+def test_numbers_and_callbacks_of_other_kinds():
+    model, seen = m.linear_model(), []
+    callback = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.append(1))
+    report = m.uptrain(
+        model, steps=np.int64(2), seed=np.int32(3), window_dropout=np.float32(0.25),
+        callbacks=callback,
+    )  # fmt: skip
+    assert report.seed == 3 and sum(seen) == 2
+    with pytest.raises(ValueError, match="`callbacks` must be Keras callbacks"):
+        m.uptrain(model, callbacks=["checkpoint"])
+    saver = keras.callbacks.ModelCheckpoint("best.keras")
+    with pytest.raises(ValueError, match="'ModelCheckpoint'.*checkpoint_dir="):
+        m.uptrain(model, callbacks=[saver])
+    with pytest.raises(ValueError, match="Received: data=None"):
+        keras_rfattn.uptrain(model, None, steps=2)

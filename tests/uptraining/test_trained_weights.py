@@ -1,0 +1,123 @@
+"""Weights of the checkpoint train on request, and the teacher stays what it was."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_rfattn
+from tests import helpers as h
+from tests.uptraining import models as m
+
+
+def outputs(model, data=None):
+    model.predict_function = None
+    return model.predict(m.tokens() if data is None else data, verbose=0)
+
+
+@pytest.mark.full
+@pytest.mark.once
+@pytest.mark.parametrize("trainable", ["query_key", "lora", "all"])
+def test_own_weights_train_against_what_they_were(trainable):
+    softmax = m.softmax_model()
+    wanted = outputs(softmax)
+    model = keras_rfattn.replace_attention(softmax, "favorpp", num_features=16, seed=0)
+    caught = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            stage = self.model
+            if stage.name == "features_stage" and batch == 3:
+                ((output, _),) = stage.teacher(stage.outputs, m.tokens())
+                caught.append(ops.convert_to_numpy(output))
+
+    report = m.uptrain(
+        model, trainable=trainable, callbacks=[Look()], lora_rank=2,
+        optimizer=keras.optimizers.Adam(0.01),
+    )  # fmt: skip
+    # Three steps into the second stage the teacher is the checkpoint still.
+    h.assert_close(caught[0], wanted, 1e-5)
+    trained = {path.split("/")[-2] for path in report.trained}
+    assert trained >= {"query", "key"}
+    assert ("attention_output" in trained) == (trainable != "query_key")
+    assert report.after < report.before
+    with pytest.warns(UserWarning, match="not the checkpoint.*attention_0/query"):
+        keras_rfattn.restore_attention(model)
+    if trainable != "lora":
+        with pytest.raises(AssertionError):
+            h.assert_close(outputs(model), wanted, 1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.once
+def test_each_stage_trains_what_it_is_told_to():
+    model = m.linear_model()
+    own = {w.path: h.to_numpy(w) for w in model.weights if "feature_map" not in w.path}
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            moved = {
+                w.path for w in model.weights
+                if w.path in own and not np.array_equal(h.to_numpy(w), own[w.path])
+            }  # fmt: skip
+            seen.append((self.model.name, moved))
+
+    trainable = {"attention": "maps", "features": "all"}
+    report = m.uptrain(model, trainable=trainable, callbacks=[Look()])
+    (first, before), (second, after) = seen
+    assert (first, second) == ("attention_stage", "features_stage")
+    assert not before and after == set(report.trained)
+    assert any("embedding" in path for path in after)
+
+
+@pytest.mark.full
+@pytest.mark.once
+def test_what_was_trained_is_known_after_loading(tmp_path):
+    model = m.linear_model("favorpp", num_features=8)
+    m.uptrain(model, trainable="query_key", steps=2)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    h.assert_same(outputs(loaded), outputs(model))
+    with pytest.warns(UserWarning, match="attention_1/key/bias"):
+        keras_rfattn.restore_attention(loaded)
+
+
+@pytest.mark.once
+def test_a_training_that_breaks_off_says_what_it_has_changed():
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    model = m.linear_model("favorpp", num_features=8)
+    with pytest.raises(KeyboardInterrupt):
+        m.uptrain(model, trainable="query_key", callbacks=[Stop()])
+    with pytest.warns(UserWarning, match="not the checkpoint.*attention_0/query"):
+        keras_rfattn.restore_attention(model)
+
+
+def test_a_teacher_that_changes_is_noticed():
+    model = m.linear_model()
+
+    class Meddle(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            weight = model.get_layer("attention_0")._value_dense.kernel
+            weight.assign(weight + 1)
+
+    with pytest.raises(ValueError, match="Weights of the teacher changed.*'attention'"):
+        m.uptrain(model, callbacks=[Meddle()])
+
+
+@pytest.mark.once
+def test_a_second_uptraining_has_another_teacher():
+    model = m.linear_model()
+    m.uptrain(model, steps=2, stages="attention", trainable="query_key")
+    with pytest.warns(UserWarning, match="as they are now, not the checkpoint's"):
+        m.uptrain(model, steps=2, stages="features")
+
+
+def test_calibration_alone():
+    model = m.linear_model("favorpp", num_features=8)
+    report = m.uptrain(model, stages="calibrate", trainable="lora")
+    assert [x.name for x in report.stages] == ["calibrate"]
+    assert not any("lora" in x.path for x in model.weights)
