@@ -52,6 +52,12 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     Attributes:
         layer_: The fitted `keras_rfattn.layers.KernelFeatures`.
         n_features_in_: Number of columns seen by `fit`.
+
+    Examples:
+        >>> from keras_rfattn.sklearn import RandomFeatures
+        >>> transformer = RandomFeatures(gamma=0.5, num_features=50, random_state=0)
+        >>> transformer.fit_transform(np.ones((3, 2))).shape
+        (3, 100)
     """
 
     def __init__(

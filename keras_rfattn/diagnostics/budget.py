@@ -44,6 +44,17 @@ class Allotment:
             its error is the mean.
         control: Error of uniform attention, averaged over layers.
         seed: Seed of the random vectors.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> allotment = diagnostics.recommend(
+        ...     model, [x], budget=1e6, candidates=["favor"], widths=[64], verbose=0)
+        >>> isinstance(allotment, diagnostics.Allotment), len(allotment.layers)
+        (True, 1)
     """
 
     layers: dict

@@ -34,7 +34,15 @@ class OfActivation:
 
 
 class Elementwise(OfActivation, FeatureMap):
-    """Features `f(x)` of width head_dim. Subclasses implement `log_activation(z)`."""
+    """Features `f(x)` of width head_dim. Subclasses implement `log_activation(z)`.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> class Sigmoid(feature_maps.Elementwise):
+        ...     def log_activation(self, z):
+        ...         return keras.ops.log_sigmoid(z)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=Sigmoid())
+    """
 
     def key_features(self, x, stats=None):
         return Features(None, self.log_activation(ops.cast(x, wide_dtype(x))))
@@ -49,6 +57,14 @@ class Activation(OfActivation, ProjectedFeatureMap):
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> class Softplus(feature_maps.Activation):
+        ...     def log_activation(self, z):
+        ...         return keras.ops.log(keras.ops.softplus(z))
+        >>> Softplus(num_features=32, seed=0).output_dim
+        32
     """
 
     def key_features(self, x, stats=None):
@@ -96,6 +112,14 @@ class Elu(OfElu, Elementwise):
 
     Reference:
         Katharopoulos et al., "Transformers are RNNs" (2020), equation 7.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.Elu()
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 8)
     """
 
     kernel = "elu"
@@ -126,6 +150,14 @@ class ProjectedElu(OfElu, Activation):
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.ProjectedElu(num_features=32, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 32)
     """
 
     former_name = "Elu"
@@ -153,6 +185,14 @@ class Relu(OfRelu, Activation):
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), section
         4.2, generalized attention.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.Relu(num_features=32, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 32)
     """
 
     kernel = "relu"
@@ -179,6 +219,14 @@ class PlainRelu(OfRelu, Elementwise):
 
     Raises:
         ValueError: If `epsilon` is not positive.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.PlainRelu(epsilon=0.01)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 8)
     """
 
     former_name = "Relu"

@@ -53,6 +53,15 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), definition H.2.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.HybridClustered(num_features=4, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> feature_map.is_calibrated, feature_map.output_dim
+        (True, 16)
     """
 
     is_symmetric = False

@@ -19,6 +19,16 @@ class Coefficient:
     and `key_features` computes ρ_k. The constant is separate because a hybrid needs λ
     and `1 - Σ λ`, and merges the constants of the latter ("Hybrid Random Features",
     lemma 2.3).
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> class Half(feature_maps.Coefficient,
+        ...            feature_maps.ProjectedFeatureMap):
+        ...     constant = 0.5
+        ...     def key_features(self, x, stats=None):
+        ...         return self.averaged(0 * self.project(x))
+        >>> Half(num_features=1, seed=0).constant
+        0.5
     """
 
     kernel = "coefficient"
@@ -48,6 +58,14 @@ class AngularCoefficient(Coefficient, ProjectedFeatureMap):
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equation 19.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.AngularCoefficient(num_features=16, seed=0)
+        >>> feature_map.build((None, None, 2, 8))
+        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
+        >>> tuple(features.values.shape)
+        (1, 10, 2, 16)
     """
 
     constant = 0.5
@@ -83,6 +101,14 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 67 to 70.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.GaussianCoefficient(16, radius=2.0, seed=0)
+        >>> feature_map.build((None, None, 2, 8))
+        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
+        >>> tuple(features.values.shape)
+        (1, 10, 2, 32)
     """
 
     assumes_equal_lengths = True

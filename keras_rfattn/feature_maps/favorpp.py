@@ -62,6 +62,14 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), equations 4 to 8.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.FavorPP(32, statistics="batch", seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 32)
     """
 
     def __init__(

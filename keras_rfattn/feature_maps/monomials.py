@@ -143,6 +143,15 @@ class Poisson(Monomials):
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.1.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.Poisson(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> tuple(feature_map.parameter.shape)
+        (1,)
     """
 
     distribution = projections.PoissonCounts
@@ -184,6 +193,15 @@ class Geometric(Monomials):
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.2.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.Geometric(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> tuple(feature_map.parameter.shape)
+        (1,)
     """
 
     distribution = projections.GeometricCounts
@@ -278,6 +296,15 @@ class PoissonPositive(Shifted, Poisson):
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.PoissonPositive(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> tuple(feature_map.shift.shape)
+        (1, 4)
     """
 
 
@@ -297,4 +324,13 @@ class GeometricPositive(Shifted, Geometric):
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.GeometricPositive(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> tuple(feature_map.shift.shape)
+        (1, 4)
     """

@@ -65,6 +65,14 @@ class PolySketch(Sketch, ProjectedFeatureMap):
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), algorithm 1 and theorem 1.1.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.PolySketch(num_features=4, degree=4, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 16)
     """
 
     # Whether the matrices are trained.
@@ -122,6 +130,14 @@ class PolySketchLinear(PolySketch):
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, matrices G.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.PolySketchLinear(num_features=4, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 16)
     """
 
     is_trained = True
@@ -145,6 +161,14 @@ class PolySketchLearned(Sketch):
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, appendix D, algorithm 2.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.PolySketchLearned(num_features=4, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 16)
     """
 
     def __init__(

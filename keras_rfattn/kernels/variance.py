@@ -26,6 +26,13 @@ def variance(log_moment, x, y):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> log_moment = variance.log_moment_generalized_exponential(x, y)
+        >>> round(float(variance.variance(log_moment, x, y)), 4)
+        6.3891
     """
     kernel = np.sum(x * y, -1)
     return np.exp(2 * kernel) * np.expm1(np.maximum(log_moment - 2 * kernel, 0))
@@ -41,6 +48,13 @@ def log_variance(log_moment, x, y):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> log_moment = variance.log_moment_generalized_exponential(x, y)
+        >>> round(float(variance.log_variance(log_moment, x, y)), 4)
+        1.8546
     """
     excess = np.maximum(log_moment - 2 * np.sum(x * y, -1), 0)
     with np.errstate(divide="ignore"):
@@ -60,6 +74,11 @@ def log_moment_of_z(z, dim, a, s=1):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> round(float(variance.log_moment_of_z(z=2.0, dim=2, a=-0.1)), 4)
+        3.1963
     """
     a = np.asarray(a, dtype=complex)
     real = 1 - 8 * a.real
@@ -95,6 +114,13 @@ def log_moment_generalized_exponential(x, y, a=0.0, s=1):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> log_moment = variance.log_moment_generalized_exponential(x, y, a=-0.1)
+        >>> round(float(log_moment), 4)
+        1.1963
     """
     z = np.sum((x + s * y) ** 2, -1)
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
@@ -106,6 +132,12 @@ def generalized_exponential(x, y, a=0.0, s=1):
 
     The arguments and the shape of the result are those of
     `log_moment_generalized_exponential`. `a=0, s=-1` gives trigonometric features.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> round(float(variance.generalized_exponential(x, y, a=0.0, s=-1)), 4)
+        2.7622
     """
     return variance(log_moment_generalized_exponential(x, y, a, s), x, y)
 
@@ -122,6 +154,14 @@ def log_moment_per_direction(x, y, a):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> a = np.array([0.0, -0.1])
+        >>> log_moment = variance.log_moment_per_direction(x, y, a)
+        >>> round(float(log_moment), 4)
+        1.5981
     """
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
     return np.sum(log_moment_of_z((x + y) ** 2, 1, a), -1) - squares
@@ -150,6 +190,12 @@ def orthogonal_covariance(x, y, s=1):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> round(float(variance.orthogonal_covariance(x, y)), 4)
+        -0.2642
     """
     from scipy import special
 
@@ -171,6 +217,12 @@ def log_moment_positive_pair(x, y):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> round(float(variance.log_moment_positive_pair(x, y)), 4)
+        1.325
     """
     z = np.sum((x + y) ** 2, -1)
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
@@ -181,6 +233,12 @@ def positive_pair(x, y):
     """Returns the variance of one ± pair; see `log_moment_positive_pair`.
 
     It is `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, which is accurate near 0 too.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> round(float(variance.positive_pair(x, y)), 4)
+        2.7622
     """
     z = np.sum((x + y) ** 2, -1)
     softmax = np.exp(np.sum(x * y, -1))
@@ -195,6 +253,12 @@ def log_moment_poisson(products, rate):
     Args:
         products: `x_l y_l`, array of shape `(..., d)`.
         rate: The parameter λ > 0.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x = np.array([1.0, 0.0])
+        >>> round(float(variance.log_moment_poisson(x * x, rate=0.5)), 4)
+        3.0
     """
     return rate * products.shape[-1] + np.sum(products**2, -1) / rate
 
@@ -208,6 +272,12 @@ def log_moment_geometric(products, p):
     Args:
         products: `x_l y_l`, array of shape `(..., d)`.
         p: Success probability, in (0, 1).
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x = np.array([1.0, 0.0])
+        >>> round(float(variance.log_moment_geometric(x * x, p=0.5)), 4)
+        2.8338
     """
     from scipy import special
 
@@ -227,6 +297,14 @@ def log_moment_shifted(log_moment, x, y, shift):
         x: Array of shape `(..., d)`.
         y: Array of shape `(..., d)`.
         shift: The vector c, of shape `(d,)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> shift = np.array([-1.0, -1.0])
+        >>> moment = variance.log_moment_poisson((x - shift) * (y - shift), rate=1.0)
+        >>> round(float(variance.log_moment_shifted(moment, x, y, shift)), 4)
+        2.0
     """
     return log_moment + 2 * ((x + y) @ shift - shift @ shift)
 
@@ -243,6 +321,13 @@ def log_moment_complex_exponential(x, y, a):
         x: Array of shape `(..., d)`.
         y: Array of shape `(..., d)`.
         a: Complex or real matrix A of shape `(d, d)`, or its diagonal of shape `(d,)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> log_moment = variance.log_moment_complex_exponential(x, y, a=np.ones(2))
+        >>> round(float(log_moment), 4)
+        2.0
     """
     a = np.asarray(a)
     u = x * a if a.ndim == 1 else x @ a.T

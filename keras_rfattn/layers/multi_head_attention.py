@@ -35,11 +35,12 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
             `implementation`; and further arguments of
             `keras.layers.MultiHeadAttention`.
 
-    Example:
-    ```python
-    layer = keras_rfattn.layers.MultiHeadAttention(8, 64, feature_map="favorplus")
-    y = layer(x, x, use_causal_mask=True)
-    ```
+    Examples:
+        >>> layer = keras_rfattn.layers.MultiHeadAttention(
+        ...     num_heads=2, key_dim=8, feature_map="favorplus", num_features=32)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x, use_causal_mask=True).shape)
+        (1, 10, 16)
     """
 
     # `restore_attention` turns the layer into one of this class.

@@ -25,6 +25,14 @@ class Projection(keras.initializers.Initializer):
 
     Raises:
         ValueError: If `seed` is not a non-negative integer.
+
+    Examples:
+        >>> class Signs(keras_rfattn.projections.Projection):
+        ...     is_gaussian = False
+        ...     def sample(self, generator, dim, count):
+        ...         return generator.choice([-1.0, 1.0], (count, dim))
+        >>> tuple(Signs(seed=0)((2, 8, 32)).shape)
+        (2, 8, 32)
     """
 
     is_gaussian = True

@@ -19,6 +19,12 @@ class Simplex(Projection):
 
     Reference:
         Reid et al., "Simplex Random Features" (2023).
+
+    Examples:
+        >>> projection = keras_rfattn.projections.Simplex(seed=0)
+        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
+        >>> tuple(vectors.shape)
+        (2, 8, 32)
     """
 
     def sample(self, generator, dim, count):
