@@ -36,6 +36,10 @@ class OfActivation:
 class Elementwise(OfActivation, FeatureMap):
     """Features `f(x)` of width head_dim. Subclasses implement `log_activation(z)`.
 
+    Args:
+        seed: Unused.
+        **kwargs: Arguments of `keras.layers.Layer`.
+
     Examples:
         >>> from keras_rfattn import feature_maps, layers
         >>> class Sigmoid(feature_maps.Elementwise):
@@ -57,6 +61,14 @@ class Activation(OfActivation, ProjectedFeatureMap):
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
+    Reference:
+        Choromanski et al., "Rethinking Attention with Performers" (2021), section 4.2,
+        generalized attention.
 
     Examples:
         >>> from keras_rfattn import feature_maps
@@ -151,6 +163,15 @@ class ProjectedElu(OfElu, Activation):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
+    Reference:
+        Katharopoulos et al., "Transformers are RNNs" (2020), equation 7, for the
+        activation; Choromanski et al., "Rethinking Attention with Performers" (2021),
+        section 4.2, for random vectors.
+
     Examples:
         >>> from keras_rfattn import feature_maps, layers
         >>> feature_map = feature_maps.ProjectedElu(num_features=32, seed=0)
@@ -180,7 +201,8 @@ class Relu(OfRelu, Activation):
             Keras' global seed generator.
 
     Raises:
-        ValueError: If `epsilon` is not positive.
+        ValueError: If `num_features` is not a positive integer, `epsilon` is not
+            positive, or `projection` is unknown.
 
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), section

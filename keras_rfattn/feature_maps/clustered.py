@@ -47,8 +47,9 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
             Keras' global seed generator.
 
     Raises:
-        ValueError: If a number of clusters or pairs is not positive, or there are
-            fewer pairs than `num_pairs`.
+        ValueError: If `num_features` or a number of clusters or pairs is not a positive
+            integer, there are fewer pairs than `num_pairs`, or `form` or `projection`
+            is unknown.
         ImportError: In `adapt`, if scikit-learn is missing.
 
     Reference:

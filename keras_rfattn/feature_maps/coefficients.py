@@ -56,6 +56,10 @@ class AngularCoefficient(Coefficient, ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equation 19.
 
@@ -98,6 +102,10 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `sigma` or `radius` is
+            not positive, or `projection` is unknown.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 67 to 70.

@@ -87,6 +87,10 @@ class ComplexExponential(MatrixExponential):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `form` or
+            `projection` is unknown.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), section 2.3 and H.2.
 

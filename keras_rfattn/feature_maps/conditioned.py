@@ -261,6 +261,14 @@ class FavorPPDense(Conditioned):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `statistics` or
+            `projection` is unknown.
+
+    Reference:
+        Likhosherstov et al., "Chefs' Random Tables" (2022), equation 7, in each
+        direction.
+
     Examples:
         >>> from keras_rfattn import feature_maps
         >>> feature_map = feature_maps.FavorPPDense(num_features=32, seed=0)

@@ -28,6 +28,10 @@ class Favor(ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021),
         equation 6; "Hybrid Random Features" (2022), equation 4.

@@ -60,6 +60,12 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `statistics` or
+            `projection` is unknown, `momentum` is not in [0, 1), or `per_direction` is
+            not a boolean. In a call: if attention is causal and `statistics` is
+            `"batch"`.
+
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), equations 4 to 8.
 

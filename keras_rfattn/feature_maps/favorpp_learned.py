@@ -32,7 +32,8 @@ class FavorPPLearned(Conditioned):
             Keras' global seed generator.
 
     Raises:
-        ValueError: If `start` is unknown.
+        ValueError: If `num_features` is not a positive integer, or `start` or
+            `projection` is unknown.
 
     Examples:
         >>> from keras_rfattn import feature_maps, layers

@@ -35,6 +35,10 @@ class PairCoefficient(Coefficient, MatrixExponential):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `tau` is not positive,
+            or `projection` is unknown.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 93 to 96.
 
@@ -93,6 +97,11 @@ class HybridGaussianMixture(Hybrid):
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features`, `num_coefficients` or a number of clusters is not
+            a positive integer, `tau` is not positive, or `projection` is unknown.
+        ImportError: In `adapt`, if scikit-learn is missing.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), definition H.1.

@@ -38,6 +38,10 @@ class Gerf(Adaptive, ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.1. The estimate
         is the plain product of features; the conjugate in equation 1 is a misprint.

@@ -239,6 +239,10 @@ class HybridAngular(Bipolar):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` or `num_coefficients` is not a positive integer,
+            or `projection` is unknown.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), sections 2.4 and 3.
 
@@ -275,6 +279,10 @@ class HybridGaussian(Bipolar):
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` or `num_coefficients` is not a positive integer,
+            `sigma` or `radius` is not positive, or `projection` is unknown.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), section F.

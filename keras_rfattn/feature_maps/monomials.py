@@ -141,6 +141,10 @@ class Poisson(Monomials):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `parameter` is not
+            positive and finite.
+
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.1.
 
@@ -190,6 +194,10 @@ class Geometric(Monomials):
             before scaling. `adapt` replaces it.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `parameter` is not
+            between 0 and 1.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.2.
@@ -294,6 +302,10 @@ class PoissonPositive(Shifted, Poisson):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `parameter` is not
+            positive and finite.
+
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
 
@@ -321,6 +333,10 @@ class GeometricPositive(Shifted, Geometric):
             replaces it.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `parameter` is not
+            between 0 and 1.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.

@@ -119,6 +119,9 @@ class Polynomial(PolynomialFeatureMap):
         ValueError: If `num_features` or `projection` is given, or `degree` is not a
             positive even integer.
 
+    Reference:
+        Kacham et al., "PolySketchFormer" (2024), section 2.1.
+
     Examples:
         >>> from keras_rfattn import feature_maps, layers
         >>> feature_map = feature_maps.Polynomial(degree=2)

@@ -63,6 +63,10 @@ class PolySketch(Sketch, ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `degree` is not a power
+            of 2 that is at least 2, or `projection` is unknown.
+
     Reference:
         Kacham et al., "PolySketchFormer" (2024), algorithm 1 and theorem 1.1.
 
@@ -128,6 +132,10 @@ class PolySketchLinear(PolySketch):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `degree` is not a power
+            of 2 that is at least 2, or `projection` is unknown.
+
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, matrices G.
 
@@ -158,6 +166,10 @@ class PolySketchLearned(Sketch):
         projection: Must be `None`, because the map has no random vectors.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `degree` is not a power
+            of 2 that is at least 2, or `projection` is given.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, appendix D, algorithm 2.

@@ -33,7 +33,8 @@ class RandomFeatureMap(FeatureMap):
     Examples:
         >>> from keras_rfattn import feature_maps, ops, projections
         >>> class Signs(feature_maps.RandomFeatureMap):
-        ...     kernel, is_unbiased, is_positive = "signs", False, False
+        ...     kernel = "signs"
+        ...     is_unbiased = is_positive = False
         ...     def initializer(self, draw, *which):
         ...         return projections.Gaussian(seed=self.seed + draw)
         ...     def key_features(self, x, stats=None):

@@ -35,6 +35,14 @@ def angular_moments(x, y, n):
     The coefficient is `λ̂ = ½ - (1/2n) Σ sgn(τ·x) sgn(τ·y)`, with mean `θ / π` (lemma
     3.2 and theorem D.1). Equation 47 as printed has another second moment.
 
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        n: Number of random vectors τ.
+
+    Returns:
+        Tuple of the three moments, each an array of shape `(...)`.
+
     Examples:
         >>> from keras_rfattn.kernels import hybrid_variance
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
@@ -54,6 +62,16 @@ def gaussian_moments(x, y, n, sigma, rho):
 
     The normalized coefficient is `λ̂ = (1 - (1/n) Σ cos(σ τ · (x - y))) / ρ` (HRF,
     theorem F.1, equations 72 and 73; F.2 is the same on a sphere).
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        n: Number of random vectors τ.
+        sigma: Positive number σ, the smoothness.
+        rho: Positive number ρ, the normalizing constant.
+
+    Returns:
+        Tuple of the three moments, each an array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels import hybrid_variance
@@ -112,6 +130,9 @@ def max_relative_error(radius, m):
         radius: Radius of the sphere.
         m: Number of vectors of SMtrig, or of pairs of vectors of SM++.
 
+    Returns:
+        A number.
+
     Examples:
         >>> from keras_rfattn.kernels import hybrid_variance
         >>> round(float(hybrid_variance.max_relative_error(radius=1.0, m=16)), 4)
@@ -128,6 +149,9 @@ def relative_error(theta, radius, m, positive):
         radius: Radius of the sphere.
         m: Number of vectors of SMtrig, or of pairs of vectors of SM++.
         positive: Whether the estimator is SM++ and not SMtrig.
+
+    Returns:
+        A number, or an array in the shape of `theta`.
 
     Examples:
         >>> from keras_rfattn.kernels import hybrid_variance
@@ -149,6 +173,9 @@ def angular_relative_error_bound(radius, m, n):
         radius: Radius of the sphere, at least 1.
         m: Number of vectors of both base estimators.
         n: Number of vectors of the coefficient.
+
+    Returns:
+        A number.
 
     Examples:
         >>> from keras_rfattn.kernels import hybrid_variance

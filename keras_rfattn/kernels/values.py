@@ -11,6 +11,13 @@ import numpy as np
 def softmax(x, y):
     """Returns the softmax kernel `exp(x · y)`.
 
+    Args:
+        x: Array of shape `(..., T, H)`.
+        y: Array of shape `(..., S, H)`.
+
+    Returns:
+        Array of shape `(..., T, S)`.
+
     Examples:
         >>> from keras_rfattn.kernels import values
         >>> x, y = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
@@ -22,6 +29,13 @@ def softmax(x, y):
 
 def gaussian(x, y):
     """Returns the Gaussian kernel `exp(-‖x - y‖² / 2)`.
+
+    Args:
+        x: Array of shape `(..., T, H)`.
+        y: Array of shape `(..., S, H)`.
+
+    Returns:
+        Array of shape `(..., T, S)`.
 
     Examples:
         >>> from keras_rfattn.kernels import values
@@ -41,6 +55,13 @@ def relu(x, y):
     Saul, "Kernel Methods for Deep Learning", 2009, equation 3, halved because they
     carry a factor 2).
 
+    Args:
+        x: Array of shape `(..., T, H)`.
+        y: Array of shape `(..., S, H)`.
+
+    Returns:
+        Array of shape `(..., T, S)`.
+
     Examples:
         >>> from keras_rfattn.kernels import values
         >>> x, y = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
@@ -57,6 +78,13 @@ def relu(x, y):
 def elu(x, y):
     """Returns the kernel `Σ_l (elu(x_l) + 1)(elu(y_l) + 1)`, exact by definition.
 
+    Args:
+        x: Array of shape `(..., T, H)`.
+        y: Array of shape `(..., S, H)`.
+
+    Returns:
+        Array of shape `(..., T, S)`.
+
     Examples:
         >>> from keras_rfattn.kernels import values
         >>> x, y = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
@@ -72,6 +100,14 @@ def elu(x, y):
 
 def polynomial(x, y, degree):
     """Returns the kernel `(x · y)^degree`.
+
+    Args:
+        x: Array of shape `(..., T, H)`.
+        y: Array of shape `(..., S, H)`.
+        degree: Positive integer.
+
+    Returns:
+        Array of shape `(..., T, S)`.
 
     Examples:
         >>> from keras_rfattn.kernels import values

@@ -133,6 +133,15 @@ def generalized_exponential(x, y, a=0.0, s=1):
     The arguments and the shape of the result are those of
     `log_moment_generalized_exponential`. `a=0, s=-1` gives trigonometric features.
 
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
+        s: 1 or -1.
+
+    Returns:
+        Array of shape `(...)`.
+
     Examples:
         >>> from keras_rfattn.kernels import variance
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
@@ -234,6 +243,13 @@ def positive_pair(x, y):
 
     It is `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, which is accurate near 0 too.
 
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+
+    Returns:
+        Array of shape `(...)`.
+
     Examples:
         >>> from keras_rfattn.kernels import variance
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
@@ -254,6 +270,9 @@ def log_moment_poisson(products, rate):
         products: `x_l y_l`, array of shape `(..., d)`.
         rate: The parameter λ > 0.
 
+    Returns:
+        Array of shape `(...)`.
+
     Examples:
         >>> from keras_rfattn.kernels import variance
         >>> x = np.array([1.0, 0.0])
@@ -272,6 +291,9 @@ def log_moment_geometric(products, p):
     Args:
         products: `x_l y_l`, array of shape `(..., d)`.
         p: Success probability, in (0, 1).
+
+    Returns:
+        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels import variance
@@ -298,6 +320,9 @@ def log_moment_shifted(log_moment, x, y, shift):
         y: Array of shape `(..., d)`.
         shift: The vector c, of shape `(d,)`.
 
+    Returns:
+        Array of shape `(...)`.
+
     Examples:
         >>> from keras_rfattn.kernels import variance
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
@@ -321,6 +346,9 @@ def log_moment_complex_exponential(x, y, a):
         x: Array of shape `(..., d)`.
         y: Array of shape `(..., d)`.
         a: Complex or real matrix A of shape `(d, d)`, or its diagonal of shape `(d,)`.
+
+    Returns:
+        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels import variance

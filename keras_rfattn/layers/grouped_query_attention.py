@@ -34,6 +34,16 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
             `implementation`; and further arguments of
             `keras.layers.GroupQueryAttention`.
 
+    Call arguments:
+        query: Array of shape `(B, T, D)`.
+        value: Array of shape `(B, S, D)`.
+        key: Array of shape `(B, S, D)`. If `None`, `value` is used.
+        **kwargs: Further arguments of a call of `keras.layers.GroupQueryAttention`, and
+            `segment_ids`, which `call` describes.
+
+    Returns:
+        Array of shape `(B, T, D)` in the compute dtype.
+
     Raises:
         ValueError: If a size is not a positive integer.
 

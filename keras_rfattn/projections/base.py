@@ -18,7 +18,9 @@ import numpy as np
 class Projection(keras.initializers.Initializer):
     """Base class of random projections.
 
-    Subclasses implement `sample`.
+    Calling a projection with a shape `(K, H, m)` draws m vectors of dim H for each of K
+    heads. They are the columns of a tensor of this shape, whose dtype is the argument
+    `dtype`, float32 by default. Subclasses implement `sample`.
 
     Args:
         seed: Non-negative integer. The same seed gives the same numbers.

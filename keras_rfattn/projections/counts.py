@@ -18,6 +18,10 @@ class Counts(Projection):
         parameter: Parameter of the distribution: a number, or one number per head.
         seed: Non-negative integer. The same seed gives the same counts.
 
+    Raises:
+        ValueError: If `seed` is not a non-negative integer. In a call: if float32 could
+            not hold counts of this `parameter` exactly.
+
     Examples:
         >>> class Coins(keras_rfattn.projections.Counts):
         ...     def mean(self, parameter):
@@ -65,6 +69,14 @@ class Counts(Projection):
 class PoissonCounts(Counts):
     """Counts k with probability `exp(-λ) λᵏ / k!`; the parameter is λ.
 
+    Args:
+        parameter: Mean λ > 0: a number, or one number per head.
+        seed: Non-negative integer. The same seed gives the same numbers.
+
+    Raises:
+        ValueError: If `seed` is not a non-negative integer. In a call: if float32 could
+            not hold counts of this `parameter` exactly.
+
     Examples:
         >>> projection = keras_rfattn.projections.PoissonCounts(0.5, seed=0)
         >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
@@ -82,6 +94,14 @@ class PoissonCounts(Counts):
 @keras.saving.register_keras_serializable("keras_rfattn")
 class GeometricCounts(Counts):
     """Counts k with probability `p (1 - p)ᵏ`; the parameter is p.
+
+    Args:
+        parameter: Success probability p in (0, 1): a number, or one number per head.
+        seed: Non-negative integer. The same seed gives the same numbers.
+
+    Raises:
+        ValueError: If `seed` is not a non-negative integer. In a call: if float32 could
+            not hold counts of this `parameter` exactly.
 
     Examples:
         >>> projection = keras_rfattn.projections.GeometricCounts(0.5, seed=0)

@@ -9,6 +9,12 @@ from keras_rfattn.projections.base import Projection
 class Gaussian(Projection):
     """Independent draws from `N(0, I)`.
 
+    Args:
+        seed: Non-negative integer. The same seed gives the same numbers.
+
+    Raises:
+        ValueError: If `seed` is not a non-negative integer.
+
     Examples:
         >>> projection = keras_rfattn.projections.Gaussian(seed=0)
         >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors

@@ -17,6 +17,9 @@ class Simplex(Projection):
     Args:
         seed: Non-negative integer. The same seed gives the same numbers.
 
+    Raises:
+        ValueError: If `seed` is not a non-negative integer.
+
     Reference:
         Reid et al., "Simplex Random Features" (2023).
 
