@@ -59,8 +59,9 @@ PENDING = (
     "keras_rfattn.ops.softmax_attention",
 )
 
-# The one backend that can run an example.
+# The one backend that can run an example. KerasCV's ViT needs TensorFlow.
 ONLY_ON = {
+    "keras_rfattn.convert_vit": "tensorflow",
     "keras_rfattn.distribution.SequenceParallel": "jax",
     "keras_rfattn.distribution.distribute": "jax",
 }

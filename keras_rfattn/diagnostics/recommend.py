@@ -115,8 +115,8 @@ def recommend(
         >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
         >>> result = diagnostics.recommend(
         ...     model, [x], error=0.5, candidates=["favorplus"], widths=[64], verbose=0)
-        >>> result.mechanism
-        'favorplus'
+        >>> [(name, width) for name, _, width, _ in result.tried]
+        [('favorplus', 64)]
     """
     check_model(model)
     candidates, widths = _check_arguments(error, budget, candidates, widths)
