@@ -84,12 +84,12 @@ class UptrainingReport:
         >>> inputs = keras.Input((8, 16))
         >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
         >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "hedgehog")
+        >>> model = keras_rfattn.replace_attention(model, "favorpp")
         >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
         >>> report = keras_rfattn.uptrain(
-        ...     model, x, steps=1, stages=["attention"], batch_size=4, verbose=0)
+        ...     model, x, steps=1, stages=["calibrate"], batch_size=4, verbose=0)
         >>> report.mechanism, len(report.layers)
-        ('hedgehog', 1)
+        ('favorpp', 1)
     """
 
     model: str
