@@ -76,7 +76,7 @@ def layout_map(model, mesh, axis="model"):
 def distribute(model, layouts):
     """Applies layouts to the existing weights of a model.
 
-    Keras itself applies the active distribution to weights that are created later. Among
+    Keras itself applies the active distribution to weights that are created later. Of
     Keras' backends, only JAX can distribute existing weights.
 
     Args:
