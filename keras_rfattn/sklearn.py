@@ -52,6 +52,20 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     Attributes:
         layer_: The fitted `keras_rfattn.layers.KernelFeatures`.
         n_features_in_: Number of columns seen by `fit`.
+
+    Raises:
+        ValueError: In `fit`, if the map estimates another kernel than softmax or has
+            different features for queries and for keys, or `kernel` or `gamma` is
+            invalid.
+
+    Reference:
+        Rahimi and Recht, "Random Features for Large-Scale Kernel Machines" (2007).
+
+    Examples:
+        >>> from keras_rfattn.sklearn import RandomFeatures
+        >>> transformer = RandomFeatures(gamma=0.5, num_features=50, random_state=0)
+        >>> transformer.fit_transform(np.ones((3, 2))).shape
+        (3, 100)
     """
 
     def __init__(

@@ -198,6 +198,17 @@ def recommend(
             between 0 and 1, `budget` is too small or not positive, the model has no
             attention, a candidate does not estimate softmax, `widths` are not positive
             integers, `length` is not positive, or `seed` is not a non-negative integer.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> result = diagnostics.recommend(
+        ...     model, [x], error=0.5, candidates=["favorplus"], widths=[64], verbose=0)
+        >>> [(name, width) for name, _, width, _ in result.tried]
+        [('favorplus', 64)]
     """
     check_model(model)
     names, widths = _checked(error, budget, candidates, widths, length, seed)

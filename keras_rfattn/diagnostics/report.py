@@ -50,6 +50,17 @@ class ApproximationReport:
     Attributes:
         model: Class and name of the model.
         heads: Tuple of `HeadReport`, layer by layer.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus")
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> report = diagnostics.approximation_report(model, [x], verbose=0)
+        >>> [head.head for head in report.heads]
+        [0, 1]
     """
 
     model: str
@@ -151,6 +162,17 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
         TypeError: If `model` is not a Keras layer.
         ValueError: If the model has no linear attention, if it has polynomial
             attention, or if `data` has no real token.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus")
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> report = diagnostics.approximation_report(model, [x], verbose=0)
+        >>> len(report.heads)
+        2
     """
     check_model(model)
     recorded = record(model, data, True, max_tokens, verbose)

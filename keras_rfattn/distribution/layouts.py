@@ -29,6 +29,16 @@ def layout_map(model, mesh, axis="model"):
     Raises:
         TypeError: If `model` is not a Keras layer, or `mesh` is not a mesh.
         ValueError: If the model is not built, or `mesh` has no such axis.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus")
+        >>> mesh = keras.distribution.DeviceMesh((1,), ["model"], ["cpu:0"])
+        >>> layouts = keras_rfattn.distribution.layout_map(model, mesh)
+        >>> len(list(layouts)) > 0
+        True
     """
     check_model(model)
     if not isinstance(mesh, keras.distribution.DeviceMesh):
@@ -66,7 +76,8 @@ def layout_map(model, mesh, axis="model"):
 def distribute(model, layouts):
     """Applies layouts to the existing weights of a model.
 
-    Keras itself applies the active distribution to weights that are created later.
+    Keras itself applies the active distribution to weights that are created later. Of
+    Keras' backends, only JAX can distribute existing weights.
 
     Args:
         model: A built model.
@@ -75,6 +86,15 @@ def distribute(model, layouts):
     Raises:
         TypeError: If `model` is not a Keras layer, or `layouts` not a `LayoutMap`.
         ValueError: If the model is not built.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus")
+        >>> mesh = keras.distribution.DeviceMesh((1,), ["model"], ["cpu:0"])
+        >>> layouts = keras_rfattn.distribution.layout_map(model, mesh)
+        >>> keras_rfattn.distribution.distribute(model, layouts)
     """
     check_model(model)
     if not isinstance(layouts, keras.distribution.LayoutMap):

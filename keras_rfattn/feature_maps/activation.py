@@ -34,7 +34,19 @@ class OfActivation:
 
 
 class Elementwise(OfActivation, FeatureMap):
-    """Features `f(x)` of width head_dim. Subclasses implement `log_activation(z)`."""
+    """Features `f(x)` of width head_dim. Subclasses implement `log_activation(z)`.
+
+    Args:
+        seed: Unused.
+        **kwargs: Arguments of `keras.layers.Layer`.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> class Sigmoid(feature_maps.Elementwise):
+        ...     def log_activation(self, z):
+        ...         return keras.ops.log_sigmoid(z)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=Sigmoid())
+    """
 
     def key_features(self, x, stats=None):
         return Features(None, self.log_activation(ops.cast(x, wide_dtype(x))))
@@ -49,6 +61,22 @@ class Activation(OfActivation, ProjectedFeatureMap):
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
+    Reference:
+        Choromanski et al., "Rethinking Attention with Performers" (2021), section 4.2,
+        generalized attention.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> class Softplus(feature_maps.Activation):
+        ...     def log_activation(self, z):
+        ...         return keras.ops.log(keras.ops.softplus(z))
+        >>> Softplus(num_features=32, seed=0).output_dim
+        32
     """
 
     def key_features(self, x, stats=None):
@@ -96,6 +124,14 @@ class Elu(OfElu, Elementwise):
 
     Reference:
         Katharopoulos et al., "Transformers are RNNs" (2020), equation 7.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.Elu()
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 8)
     """
 
     kernel = "elu"
@@ -126,6 +162,23 @@ class ProjectedElu(OfElu, Activation):
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
+    Reference:
+        Katharopoulos et al., "Transformers are RNNs" (2020), equation 7, for the
+        activation; Choromanski et al., "Rethinking Attention with Performers" (2021),
+        section 4.2, for random vectors.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.ProjectedElu(num_features=32, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 32)
     """
 
     former_name = "Elu"
@@ -148,11 +201,20 @@ class Relu(OfRelu, Activation):
             Keras' global seed generator.
 
     Raises:
-        ValueError: If `epsilon` is not positive.
+        ValueError: If `num_features` is not a positive integer, `epsilon` is not
+            positive, or `projection` is unknown.
 
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), section
         4.2, generalized attention.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.Relu(num_features=32, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 32)
     """
 
     kernel = "relu"
@@ -179,6 +241,14 @@ class PlainRelu(OfRelu, Elementwise):
 
     Raises:
         ValueError: If `epsilon` is not positive.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.PlainRelu(epsilon=0.01)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 8)
     """
 
     former_name = "Relu"

@@ -51,6 +51,18 @@ class FeatureMap(Weights, keras.layers.Layer):
         seed: Non-negative integer. If `None`, the seed is drawn from Keras' global
             seed generator.
         **kwargs: Arguments of `keras.layers.Layer`.
+
+    Raises:
+        ValueError: If `seed` is neither `None` nor a non-negative integer.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers, ops
+        >>> class Sigmoid(feature_maps.FeatureMap):
+        ...     kernel = "sigmoid"
+        ...     is_unbiased = False
+        ...     def key_features(self, x, stats=None):
+        ...         return ops.Features(None, keras.ops.log_sigmoid(x))
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=Sigmoid())
     """
 
     # The kernel that products of features estimate. If the map is unbiased, this is the

@@ -59,6 +59,15 @@ class Conditioned(Adaptive, FeatureMap):
     Raises:
         ValueError: If the map estimates another kernel than softmax, or `up_to` is
             unknown.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.Conditioned("favorplus", up_to="center", seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> feature_map.is_calibrated
+        True
     """
 
     is_symmetric = False
@@ -252,6 +261,23 @@ class FavorPPDense(Conditioned):
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `statistics` or
+            `projection` is unknown.
+
+    Reference:
+        Likhosherstov et al., "Chefs' Random Tables" (2022), equation 7, in each
+        direction.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.FavorPPDense(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> feature_map.is_calibrated, feature_map.output_dim
+        (True, 32)
     """
 
     def __init__(

@@ -28,9 +28,21 @@ class Favor(ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021),
         equation 6; "Hybrid Random Features" (2022), equation 4.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.Favor(num_features=32, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 64)
     """
 
     is_positive = False

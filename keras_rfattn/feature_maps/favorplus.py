@@ -41,6 +41,14 @@ class FavorPlus(Exponential, ProjectedFeatureMap):
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), lemma 1;
         "Hybrid Random Features" (2022), equation 3.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.FavorPlus(num_features=32, pair=True, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 64)
     """
 
     is_generalized_exponential = True

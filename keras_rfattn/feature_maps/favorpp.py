@@ -58,8 +58,22 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `statistics` or
+            `projection` is unknown, `momentum` is not in [0, 1), or `per_direction` is
+            not a boolean. In a call: if attention is causal and `statistics` is
+            `"batch"`.
+
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), equations 4 to 8.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.FavorPP(32, statistics="batch", seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 32)
     """
 
     def __init__(

@@ -32,7 +32,16 @@ class FavorPPLearned(Conditioned):
             Keras' global seed generator.
 
     Raises:
-        ValueError: If `start` is unknown.
+        ValueError: If `num_features` is not a positive integer, or `start` or
+            `projection` is unknown.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.FavorPPLearned(32, start="favorplus", seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 32)
     """
 
     is_trained = True

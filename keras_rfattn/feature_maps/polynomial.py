@@ -114,6 +114,17 @@ class Polynomial(PolynomialFeatureMap):
     Raises:
         ValueError: If `num_features` or `projection` is given, or `degree` is not a
             positive even integer.
+
+    Reference:
+        Kacham et al., "PolySketchFormer" (2024), section 2.1.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.Polynomial(degree=2)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 64)
     """
 
     has_exact_features = True

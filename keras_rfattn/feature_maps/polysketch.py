@@ -63,8 +63,20 @@ class PolySketch(Sketch, ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `degree` is not a power
+            of 2 that is at least 2, or `projection` is unknown.
+
     Reference:
         Kacham et al., "PolySketchFormer" (2024), algorithm 1 and theorem 1.1.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.PolySketch(num_features=4, degree=4, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 16)
     """
 
     # Whether the matrices are trained.
@@ -120,8 +132,20 @@ class PolySketchLinear(PolySketch):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `degree` is not a power
+            of 2 that is at least 2, or `projection` is unknown.
+
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, matrices G.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.PolySketchLinear(num_features=4, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 16)
     """
 
     is_trained = True
@@ -143,8 +167,20 @@ class PolySketchLearned(Sketch):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `degree` is not a power
+            of 2 that is at least 2, or `projection` is given.
+
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, appendix D, algorithm 2.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.PolySketchLearned(num_features=4, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 16)
     """
 
     def __init__(

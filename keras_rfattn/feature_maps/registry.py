@@ -31,6 +31,12 @@ def get(identifier, **arguments):
         ValueError: If the name is unknown, or `arguments` are given together with a map
             or a config, which already has its own.
         TypeError: If `identifier` is of another type.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.get("favorplus", num_features=32, seed=0)
+        >>> type(feature_map).__name__, feature_map.num_features
+        ('FavorPlus', 32)
     """
     arguments = {k: v for k, v in arguments.items() if v is not None}
     if isinstance(identifier, str):
@@ -85,6 +91,12 @@ def resolve(identifier, num_features=None, seed=None, name=None):
         ValueError: If the name is unknown, `seed` is not a non-negative integer, or
             `num_features` is given together with a map or a config.
         TypeError: If `identifier` is of another type.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.resolve("favorplus", 32, seed=0)
+        >>> feature_maps.resolve(feature_map) is feature_map
+        True
     """
     if isinstance(identifier, str):
         check_seed(seed)
@@ -108,6 +120,15 @@ def register(name, cls=None):
         ValueError: If another class has this name.
         TypeError: If `name` is not a non-empty string, or `cls` is not a subclass of
             `FeatureMap`.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> @feature_maps.register("sigmoid")
+        ... class Sigmoid(feature_maps.Elementwise):
+        ...     def log_activation(self, z):
+        ...         return keras.ops.log_sigmoid(z)
+        >>> type(feature_maps.get("sigmoid")).__name__
+        'Sigmoid'
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"`name` must be a non-empty string. Received: name={name!r}.")
@@ -134,6 +155,11 @@ def list():
 
     Returns:
         List of strings, each of which `replace_attention` takes as `feature_map`.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> "favorplus" in feature_maps.list()
+        True
     """
     return sorted(FEATURE_MAPS)
 
@@ -146,6 +172,12 @@ def name_of(feature_map):
 
     Returns:
         A string.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
+        >>> feature_maps.name_of(feature_map)
+        'favorplus'
     """
     names = {cls: name for name, cls in FEATURE_MAPS.items()}
     return names.get(type(feature_map), type(feature_map).__name__)
@@ -165,6 +197,13 @@ def serialize(feature_map):
 
     Raises:
         TypeError: If `feature_map` is not a `FeatureMap`.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
+        >>> config = feature_maps.serialize(feature_map)
+        >>> config["class_name"], config["config"]["num_features"]
+        ('FavorPlus', 32)
     """
     if not isinstance(feature_map, FeatureMap):
         raise TypeError(
@@ -192,6 +231,13 @@ def deserialize(config):
 
     Raises:
         TypeError: If `config` is not such a dict.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
+        >>> config = feature_maps.serialize(feature_map)
+        >>> feature_maps.deserialize(config).num_features
+        32
     """
     is_config = isinstance(config, dict) and isinstance(config.get("class_name"), str)
     if not is_config or not isinstance(config.get("config"), dict):

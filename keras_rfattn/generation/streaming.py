@@ -48,6 +48,17 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
         TypeError: If `model` is not a `CausalLM` with linear attention.
         ValueError: If `tokens` does not have shape `(B, T)`, exceeds the model's
             positions or `max_length`, or `max_length` is missing.
+
+    Examples:
+        >>> from keras_rfattn import generation
+        >>> import keras_hub
+        >>> model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(
+        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
+        ...     intermediate_dim=16, max_sequence_length=8))
+        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2, 3]]))
+        >>> tuple(logits.shape)
+        (1, 3, 20)
     """
     stream = check(model)
     tokens = _tokens(tokens)
@@ -84,6 +95,18 @@ def step(model, tokens, state, padding_mask=None):
             not a `Cache`.
         ValueError: If the state belongs to another model or batch size, or its rows
             have seen different numbers of positions.
+
+    Examples:
+        >>> from keras_rfattn import generation
+        >>> import keras_hub
+        >>> model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(
+        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
+        ...     intermediate_dim=16, max_sequence_length=8))
+        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2, 3]]))
+        >>> logits, state = generation.step(model, np.array([[4]]), state)
+        >>> tuple(logits.shape)
+        (1, 1, 20)
     """
     stream = check(model)
     tokens = _tokens(tokens)

@@ -9,12 +9,40 @@ import numpy as np
 
 
 def softmax(x, y):
-    """Returns the softmax kernel `exp(x · y)`."""
+    """Returns the softmax kernel `exp(x · y)`.
+
+    Args:
+        x: Array of shape `(..., T, H)`.
+        y: Array of shape `(..., S, H)`.
+
+    Returns:
+        Array of shape `(..., T, S)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import values
+        >>> x, y = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
+        >>> values.softmax(x, y).round(4).tolist()
+        [[2.7183]]
+    """
     return np.exp(x @ np.swapaxes(y, -1, -2))
 
 
 def gaussian(x, y):
-    """Returns the Gaussian kernel `exp(-‖x - y‖² / 2)`."""
+    """Returns the Gaussian kernel `exp(-‖x - y‖² / 2)`.
+
+    Args:
+        x: Array of shape `(..., T, H)`.
+        y: Array of shape `(..., S, H)`.
+
+    Returns:
+        Array of shape `(..., T, S)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import values
+        >>> x, y = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
+        >>> values.gaussian(x, y).round(4).tolist()
+        [[0.6065]]
+    """
     squares = np.sum(x * x, -1)[..., :, None] + np.sum(y * y, -1)[..., None, :]
     return np.exp(x @ np.swapaxes(y, -1, -2) - squares / 2)
 
@@ -26,6 +54,19 @@ def relu(x, y):
     angle θ between x and y it equals `‖x‖ ‖y‖ (sin θ + (π - θ) cos θ) / 2π` (Cho and
     Saul, "Kernel Methods for Deep Learning", 2009, equation 3, halved because they
     carry a factor 2).
+
+    Args:
+        x: Array of shape `(..., T, H)`.
+        y: Array of shape `(..., S, H)`.
+
+    Returns:
+        Array of shape `(..., T, S)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import values
+        >>> x, y = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
+        >>> values.relu(x, y).round(4).tolist()
+        [[0.5342]]
     """
     lengths = np.linalg.norm(x, axis=-1)[..., :, None]
     lengths = lengths * np.linalg.norm(y, axis=-1)[..., None, :]
@@ -35,7 +76,21 @@ def relu(x, y):
 
 
 def elu(x, y):
-    """Returns the kernel `Σ_l (elu(x_l) + 1)(elu(y_l) + 1)`, exact by definition."""
+    """Returns the kernel `Σ_l (elu(x_l) + 1)(elu(y_l) + 1)`, exact by definition.
+
+    Args:
+        x: Array of shape `(..., T, H)`.
+        y: Array of shape `(..., S, H)`.
+
+    Returns:
+        Array of shape `(..., T, S)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import values
+        >>> x, y = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
+        >>> values.elu(x, y).round(4).tolist()
+        [[6.0]]
+    """
 
     def feature(z):
         return np.where(z > 0, z + 1, np.exp(np.minimum(z, 0)))
@@ -44,5 +99,20 @@ def elu(x, y):
 
 
 def polynomial(x, y, degree):
-    """Returns the kernel `(x · y)^degree`."""
+    """Returns the kernel `(x · y)^degree`.
+
+    Args:
+        x: Array of shape `(..., T, H)`.
+        y: Array of shape `(..., S, H)`.
+        degree: Positive integer.
+
+    Returns:
+        Array of shape `(..., T, S)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import values
+        >>> x, y = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
+        >>> values.polynomial(x, y, degree=2).round(4).tolist()
+        [[1.0]]
+    """
     return (x @ np.swapaxes(y, -1, -2)) ** degree

@@ -34,8 +34,25 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
             `implementation`; and further arguments of
             `keras.layers.GroupQueryAttention`.
 
+    Call arguments:
+        query: Array of shape `(B, T, D)`.
+        value: Array of shape `(B, S, D)`.
+        key: Array of shape `(B, S, D)`. If `None`, `value` is used.
+        **kwargs: Further arguments of a call of `keras.layers.GroupQueryAttention`, and
+            `segment_ids`, which `call` describes.
+
+    Returns:
+        Array of shape `(B, T, D)` in the compute dtype.
+
     Raises:
         ValueError: If a size is not a positive integer.
+
+    Examples:
+        >>> layer = keras_rfattn.layers.GroupedQueryAttention(
+        ...     head_dim=8, num_query_heads=4, num_key_value_heads=2, num_features=32)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape)
+        (1, 10, 16)
     """
 
     # `restore_attention` turns the layer into one of this class.

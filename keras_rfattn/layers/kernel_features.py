@@ -47,6 +47,13 @@ class KernelFeatures(keras.layers.Layer):
 
     Reference:
         Rahimi and Recht, "Random Features for Large-Scale Kernel Machines" (2007).
+
+    Examples:
+        >>> layer = keras_rfattn.layers.KernelFeatures(num_features=2000, seed=0)
+        >>> features = layer(np.array([[0.0, 0.0], [1.0, 0.0]], "float32"))
+        >>> kernel = float(keras.ops.sum(features[0] * features[1]))
+        >>> bool(abs(kernel - np.exp(-0.5)) < 0.05)
+        True
     """
 
     def __init__(

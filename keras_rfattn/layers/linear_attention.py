@@ -44,6 +44,14 @@ class LinearAttention:
     In the bases, the mixin must come before a class that has `_compute_attention`. The
     layer then owns a feature map (sublayer `feature_map`). Its saved weights contain a
     fingerprint of the map, so that loading weights of another mechanism raises.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus")
+        >>> [isinstance(x, keras_rfattn.layers.LinearAttention) for x in model.layers]
+        [False, True]
     """
 
     # Whether the layer is linear because of a saved config, not `replace_attention`.

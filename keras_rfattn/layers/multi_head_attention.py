@@ -35,11 +35,27 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
             `implementation`; and further arguments of
             `keras.layers.MultiHeadAttention`.
 
-    Example:
-    ```python
-    layer = keras_rfattn.layers.MultiHeadAttention(8, 64, feature_map="favorplus")
-    y = layer(x, x, use_causal_mask=True)
-    ```
+    Call arguments:
+        query: Array of shape `(B, T, D)`.
+        value: Array of shape `(B, S, D)`.
+        key: Array of shape `(B, S, D)`. If `None`, `value` is used.
+        **kwargs: Further arguments of a call of `keras.layers.MultiHeadAttention`, and
+            `segment_ids`, which `call` describes.
+
+    Returns:
+        Array of shape `(B, T, D)` in the compute dtype.
+
+    Raises:
+        ValueError: If the name of the feature map is unknown, `num_features` is given
+            together with a map or a config, or an option is invalid.
+        TypeError: If `feature_map` is of another type.
+
+    Examples:
+        >>> layer = keras_rfattn.layers.MultiHeadAttention(
+        ...     num_heads=2, key_dim=8, feature_map="favorplus", num_features=32)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x, use_causal_mask=True).shape)
+        (1, 10, 16)
     """
 
     # `restore_attention` turns the layer into one of this class.

@@ -214,6 +214,16 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
     Raises:
         ValueError: If `max_tokens` is not a positive integer, `data` is not an
             iterable of batches, or the model cannot take one.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus")
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> [(path, layer, sequences)] = keras_rfattn.layers.record(model, [x])
+        >>> len(sequences), sequences[0].query.shape
+        (4, (2, 8, 8))
     """
     is_integer = isinstance(max_tokens, (int, np.integer))
     if not is_integer or isinstance(max_tokens, bool) or max_tokens < 1:

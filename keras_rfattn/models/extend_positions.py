@@ -36,6 +36,14 @@ def extend_positions(model, max_length, method="tile"):
             be rebuilt from its config, or has other weights that depend on the length;
             or if `max_length` or `method` is invalid.
         TypeError: If `model` is not a Keras model.
+
+    Examples:
+        >>> import keras_hub
+        >>> model = keras_hub.models.BertBackbone(
+        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
+        ...     intermediate_dim=16, max_sequence_length=8)
+        >>> keras_rfattn.extend_positions(model, 32).max_sequence_length
+        32
     """
     if not isinstance(model, keras.Model):
         check_model(model)

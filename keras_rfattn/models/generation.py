@@ -36,6 +36,17 @@ class Cache(NamedTuple):
             values `(B, 2, S, K, H)` for S positions, K key heads and head dim H.
         model: Number that identifies the model of the cache, int32 `(B,)`. It is 0
             inside `generate`.
+
+    Examples:
+        >>> from keras_rfattn import generation
+        >>> import keras_hub
+        >>> model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(
+        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
+        ...     intermediate_dim=16, max_sequence_length=8))
+        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2, 3]]))
+        >>> isinstance(state, generation.Cache), int(state.seen[0])
+        (True, 3)
     """
 
     seen: Any

@@ -54,6 +54,13 @@ def register():
     It runs automatically on `import keras_rfattn` or `import keras_hub`, whichever
     comes last. If you define KerasHub classes of your own, call it again before you
     load a model of these classes that was saved with linear attention.
+
+    Examples:
+        >>> import keras_hub
+        >>> @keras.saving.register_keras_serializable("my_project")
+        ... class MyBackbone(keras_hub.models.BertBackbone):
+        ...     pass
+        >>> keras_rfattn.register()
     """
     for name, file in ADAPTERS.items():
         if sys.modules.get(name) is None:

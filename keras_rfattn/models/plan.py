@@ -20,6 +20,15 @@ class Plan:
         ValueError: If `maps` is not a dict with string keys, is empty, or names an
             unknown feature map.
         TypeError: If `replace_attention` does not accept the type of a value.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> plan = keras_rfattn.models.Plan({"multi_head_*": "favorplus"})
+        >>> model = keras_rfattn.replace_attention(model, plan)
+        >>> keras_rfattn.describe_attention(model).rows[0].mechanism
+        'favorplus'
     """
 
     maps: dict

@@ -48,6 +48,16 @@ def from_preset(
     Raises:
         ImportError: If KerasHub is not installed.
         ValueError: If `task` is unknown, or `replace_attention` raises.
+
+    Examples:
+        >>> import keras_hub
+        >>> softmax = keras_hub.models.BertBackbone(
+        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
+        ...     intermediate_dim=16, max_sequence_length=8)
+        >>> softmax.save_to_preset("tiny_bert")
+        >>> model = keras_rfattn.from_preset("tiny_bert", "favorplus", num_features=16)
+        >>> keras_rfattn.describe_attention(model).rows[0].mechanism
+        'favorplus'
     """
     try:
         import keras_hub

@@ -92,6 +92,15 @@ def replace_attention(
         ValueError: If an argument is invalid, the model has no attention, or a
             selected layer has attention that linear attention cannot express. The
             model is unchanged in that case.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=32)
+        >>> report = keras_rfattn.describe_attention(model)
+        >>> report.rows[0].mechanism, report.rows[0].width
+        ('favorplus', 32)
     """
     check_model(model)
     check_flag("drop_sliding_window", drop_sliding_window)
@@ -132,6 +141,15 @@ def restore_attention(model):
     Raises:
         TypeError: If `model` is not a Keras layer.
         ValueError: If nothing in the model was replaced.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus")
+        >>> model = keras_rfattn.restore_attention(model)
+        >>> keras_rfattn.describe_attention(model).rows[0].mechanism
+        'softmax'
     """
     check_model(model)
     found = s.survey(model)

@@ -51,6 +51,15 @@ class AttentionReport:
             not known.
         others: Class and name of each other task that changed too, because it shares
             layers with the model.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus")
+        >>> report = keras_rfattn.describe_attention(model)
+        >>> [row.mechanism for row in report.rows], len(report.kept)
+        (['favorplus'], 0)
     """
 
     model: str
@@ -136,6 +145,14 @@ def describe_attention(model):
     Raises:
         TypeError: If `model` is not a Keras layer.
         ValueError: If `model` is not built.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> report = keras_rfattn.describe_attention(model)
+        >>> report.rows[0].mechanism, report.rows[0].original_class
+        ('softmax', 'MultiHeadAttention')
     """
     check_model(model)
     rows = tuple(_row(site) for site in s.survey(model).sites)

@@ -18,13 +18,23 @@ import numpy as np
 class Projection(keras.initializers.Initializer):
     """Base class of random projections.
 
-    Subclasses implement `sample`.
+    Calling a projection with a shape `(K, H, m)` draws m vectors of dim H for each of K
+    heads. They are the columns of a tensor of this shape, whose dtype is the argument
+    `dtype`, float32 by default. Subclasses implement `sample`.
 
     Args:
         seed: Non-negative integer. The same seed gives the same numbers.
 
     Raises:
         ValueError: If `seed` is not a non-negative integer.
+
+    Examples:
+        >>> class Signs(keras_rfattn.projections.Projection):
+        ...     is_gaussian = False
+        ...     def sample(self, generator, dim, count):
+        ...         return generator.choice([-1.0, 1.0], (count, dim))
+        >>> tuple(Signs(seed=0)((2, 8, 32)).shape)
+        (2, 8, 32)
     """
 
     is_gaussian = True

@@ -22,9 +22,18 @@ class Orthogonal(Projection):
             slight bias.
         seed: Non-negative integer. The same seed gives the same numbers.
 
+    Raises:
+        ValueError: If `norms` is unknown, or `seed` is not a non-negative integer.
+
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), section 2.4;
         Likhosherstov et al., "Chefs' Random Tables" (2022), theorem 4.1.
+
+    Examples:
+        >>> projection = keras_rfattn.projections.Orthogonal(norms="sqrt_dim", seed=0)
+        >>> vectors = keras.ops.convert_to_numpy(projection((2, 8, 8)))
+        >>> bool(np.allclose(vectors[0].T @ vectors[0], 8 * np.eye(8), atol=1e-5))
+        True
     """
 
     def __init__(self, norms="chi", seed=0):

@@ -17,8 +17,17 @@ class Simplex(Projection):
     Args:
         seed: Non-negative integer. The same seed gives the same numbers.
 
+    Raises:
+        ValueError: If `seed` is not a non-negative integer.
+
     Reference:
         Reid et al., "Simplex Random Features" (2023).
+
+    Examples:
+        >>> projection = keras_rfattn.projections.Simplex(seed=0)
+        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
+        >>> tuple(vectors.shape)
+        (2, 8, 32)
     """
 
     def sample(self, generator, dim, count):

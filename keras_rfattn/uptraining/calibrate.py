@@ -33,6 +33,18 @@ class CalibrateAfter(keras.callbacks.Callback):
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), section 4.3, HRF-C.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorpp")
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> callback = keras_rfattn.CalibrateAfter([x], steps=1)
+        >>> model.compile("sgd", "mse")
+        >>> history = model.fit(x, x, verbose=0, callbacks=[callback])
+        >>> keras_rfattn.describe_attention(model).rows[0].note
+        'calibrated'
     """
 
     def __init__(self, data, steps, **kwargs):
@@ -103,6 +115,16 @@ def calibrate(
         ValueError: If no map in it learns from data, such a map was trained and
             `discard_training` is false, `data` is empty or does not fit the model, or
             a map cannot adapt to it. The model is unchanged in these cases.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorpp")
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> model = keras_rfattn.calibrate(model, [x], verbose=0)
+        >>> keras_rfattn.describe_attention(model).rows[0].note
+        'calibrated'
     """
     check_model(model)
     layers = adaptive_layers(model)

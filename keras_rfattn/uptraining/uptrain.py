@@ -116,6 +116,16 @@ def uptrain(
             model is unchanged in these cases. Also if a loss is not finite (the last
             good weights are kept), or if a weight of the teacher changes during
             training.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "hedgehog")
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> report = keras_rfattn.uptrain(model, x, steps=2, batch_size=4, verbose=0)
+        >>> [(stage.name, stage.steps) for stage in report.stages]
+        [('attention', 1), ('features', 1)]
     """
     clock = Clock()
     check_model(model)

@@ -50,12 +50,22 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
             Keras' global seed generator.
 
     Raises:
-        ValueError: If a number of clusters or pairs is not positive, or there are
-            fewer pairs than `num_pairs`.
+        ValueError: If `num_features` or a number of clusters or pairs is not a positive
+            integer, there are fewer pairs than `num_pairs`, or `form` or `projection`
+            is unknown.
         ImportError: In `adapt`, if scikit-learn is missing.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), definition H.2.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.HybridClustered(num_features=4, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> feature_map.is_calibrated, feature_map.output_dim
+        (True, 16)
     """
 
     is_symmetric = False

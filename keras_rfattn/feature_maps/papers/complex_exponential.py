@@ -87,8 +87,21 @@ class ComplexExponential(MatrixExponential):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `form` or
+            `projection` is unknown.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), section 2.3 and H.2.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.ComplexExponential(32, form="real", seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> feature_map.is_calibrated, feature_map.output_dim
+        (True, 32)
     """
 
     def __init__(self, num_features=None, form="complex", **kwargs):

@@ -35,8 +35,20 @@ class PairCoefficient(Coefficient, MatrixExponential):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `tau` is not positive,
+            or `projection` is unknown.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 93 to 96.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.PairCoefficient(num_features=16, seed=0)
+        >>> feature_map.build((None, None, 2, 8))
+        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
+        >>> tuple(features.log_scale.shape)
+        (1, 10, 2, 16)
     """
 
     is_adaptive = False
@@ -86,8 +98,22 @@ class HybridGaussianMixture(Hybrid):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features`, `num_coefficients` or a number of clusters is not
+            a positive integer, `tau` is not positive, or `projection` is unknown.
+        ImportError: In `adapt`, if scikit-learn is missing.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), definition H.1.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.HybridGaussianMixture(4, 2, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> feature_map.is_calibrated
+        True
     """
 
     is_adaptive = True

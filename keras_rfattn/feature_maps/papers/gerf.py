@@ -38,9 +38,22 @@ class Gerf(Adaptive, ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.1. The estimate
         is the plain product of features; the conjugate in equation 1 is a misprint.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.Gerf(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> feature_map.is_calibrated, feature_map.output_dim
+        (True, 64)
     """
 
     is_positive = False

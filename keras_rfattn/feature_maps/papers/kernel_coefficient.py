@@ -39,6 +39,14 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equation 20, section F.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> coefficient = feature_maps.KernelCoefficient("favor", width=2.0)
+        >>> coefficient.build((None, None, 2, 8))
+        >>> features = coefficient.key_features(np.ones((1, 10, 2, 8), "float32"))
+        >>> tuple(features.values.shape)
+        (1, 10, 2, 512)
     """
 
     def __init__(

@@ -141,8 +141,21 @@ class Poisson(Monomials):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `parameter` is not
+            positive and finite.
+
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.1.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.Poisson(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> tuple(feature_map.parameter.shape)
+        (1,)
     """
 
     distribution = projections.PoissonCounts
@@ -182,8 +195,21 @@ class Geometric(Monomials):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `parameter` is not
+            between 0 and 1.
+
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.2.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.Geometric(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> tuple(feature_map.parameter.shape)
+        (1,)
     """
 
     distribution = projections.GeometricCounts
@@ -276,8 +302,21 @@ class PoissonPositive(Shifted, Poisson):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `parameter` is not
+            positive and finite.
+
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.PoissonPositive(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> tuple(feature_map.shift.shape)
+        (1, 4)
     """
 
 
@@ -295,6 +334,19 @@ class GeometricPositive(Shifted, Geometric):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `parameter` is not
+            between 0 and 1.
+
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.GeometricPositive(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
+        >>> feature_map.adapt([(tokens, tokens)])
+        >>> tuple(feature_map.shift.shape)
+        (1, 4)
     """

@@ -18,6 +18,12 @@ def angle(x, y):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> round(float(hybrid_variance.angle(x, y)), 4)
+        1.5708
     """
     lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
     return np.arccos(np.clip(np.sum(x * y, -1) / lengths, -1, 1))
@@ -28,6 +34,20 @@ def angular_moments(x, y, n):
 
     The coefficient is `λ̂ = ½ - (1/2n) Σ sgn(τ·x) sgn(τ·y)`, with mean `θ / π` (lemma
     3.2 and theorem D.1). Equation 47 as printed has another second moment.
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        n: Number of random vectors τ.
+
+    Returns:
+        Tuple of the three moments, each an array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> [round(float(m), 4) for m in hybrid_variance.angular_moments(x, y, n=4)]
+        [0.3125, 0.3125, 0.1875]
     """
     t = angle(x, y) / np.pi
     return (
@@ -42,6 +62,23 @@ def gaussian_moments(x, y, n, sigma, rho):
 
     The normalized coefficient is `λ̂ = (1 - (1/n) Σ cos(σ τ · (x - y))) / ρ` (HRF,
     theorem F.1, equations 72 and 73; F.2 is the same on a sphere).
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        n: Number of random vectors τ.
+        sigma: Positive number σ, the smoothness.
+        rho: Positive number ρ, the normalizing constant.
+
+    Returns:
+        Tuple of the three moments, each an array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> moments = hybrid_variance.gaussian_moments(x, y, n=4, sigma=1.0, rho=1.0)
+        >>> [round(float(m), 4) for m in moments]
+        [0.493, 0.2288, 0.1391]
     """
     square = np.sum((x - y) ** 2, -1) * sigma**2
     mean, spread = np.exp(-square / 2), (1 - np.exp(-square)) ** 2 / (2 * n)
@@ -64,6 +101,13 @@ def bipolar_hybrid(x, y, m, moments, shared=False):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> moments = hybrid_variance.angular_moments(x, y, n=4)
+        >>> round(float(hybrid_variance.bipolar_hybrid(x, y, m=16, moments=moments)), 4)
+        0.1079
     """
     of_positive, of_trigonometric, of_both = moments
     result = of_positive * variance.positive_pair(x, y) / m
@@ -85,6 +129,14 @@ def max_relative_error(radius, m):
     Args:
         radius: Radius of the sphere.
         m: Number of vectors of SMtrig, or of pairs of vectors of SM++.
+
+    Returns:
+        A number.
+
+    Examples:
+        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> round(float(hybrid_variance.max_relative_error(radius=1.0, m=16)), 4)
+        1.2823
     """
     return np.sqrt(1 / (2 * m)) * np.exp(2 * radius**2) * -np.expm1(-4 * radius**2)
 
@@ -97,6 +149,15 @@ def relative_error(theta, radius, m, positive):
         radius: Radius of the sphere.
         m: Number of vectors of SMtrig, or of pairs of vectors of SM++.
         positive: Whether the estimator is SM++ and not SMtrig.
+
+    Returns:
+        A number, or an array in the shape of `theta`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> error = hybrid_variance.relative_error(1.0, radius=1.0, m=16, positive=True)
+        >>> round(float(error), 4)
+        0.787
     """
     theta = np.pi - theta if positive else theta
     square = 2 * radius**2 * np.sin(theta / 2) ** 2
@@ -112,6 +173,15 @@ def angular_relative_error_bound(radius, m, n):
         radius: Radius of the sphere, at least 1.
         m: Number of vectors of both base estimators.
         n: Number of vectors of the coefficient.
+
+    Returns:
+        A number.
+
+    Examples:
+        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> bound = hybrid_variance.angular_relative_error_bound(radius=1.0, m=16, n=4)
+        >>> round(float(bound), 4)
+        0.7902
     """
     factor = np.sqrt(1 / np.pi - 1 / (n * np.pi) + 1 / (n * np.sqrt(np.pi)))
     return max_relative_error(radius, m) * factor / radius

@@ -26,6 +26,12 @@ def log_largest_draw(x, y, a):
 
     Raises:
         ValueError: If A is not negative, because draws are unbounded then.
+
+    Examples:
+        >>> from keras_rfattn.kernels import tails
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> round(float(tails.log_largest_draw(x, y, a=-0.1)), 4)
+        1.8365
     """
     if not a < 0:
         raise ValueError(f"`a` must be negative to bound the draws. Received: a={a!r}.")
@@ -49,6 +55,13 @@ def log_tail(x, y, a, num_features, error):
 
     Returns:
         Array of shape `(...)`: `log 2 - 2 m error² / largest²`, at most 0.
+
+    Examples:
+        >>> from keras_rfattn.kernels import tails
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> bound = tails.log_tail(x, y, a=-0.1, num_features=256, error=0.5)
+        >>> round(float(bound), 4)
+        -2.5583
     """
     exponent = 2 * num_features * error**2 * np.exp(-2 * log_largest_draw(x, y, a))
     return np.minimum(np.log(2) - exponent, 0.0)
@@ -72,6 +85,13 @@ def num_features_for(radius, dim, a, error, probability):
 
     Raises:
         ValueError: If A is not negative, because draws are unbounded then.
+
+    Examples:
+        >>> from keras_rfattn.kernels import tails
+        >>> count = tails.num_features_for(
+        ...     radius=1.0, dim=4, a=-0.1, error=0.5, probability=0.01)
+        >>> round(float(count))
+        16423
     """
     if not a < 0:
         raise ValueError(f"`a` must be negative to bound the draws. Received: a={a!r}.")

@@ -68,6 +68,13 @@ def transformer_pp(
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), appendices H and I.
+
+    Examples:
+        >>> model = keras_rfattn.models.transformer_pp(
+        ...     attention="favorplus", vocabulary_size=20, num_layers=1, num_heads=2,
+        ...     head_dim=8, num_features=16)
+        >>> tuple(model(np.array([[1, 2, 3]])).shape)
+        (1, 3, 20)
     """
     if size not in SIZES:
         raise ValueError(

@@ -17,6 +17,19 @@ class Counts(Projection):
     Args:
         parameter: Parameter of the distribution: a number, or one number per head.
         seed: Non-negative integer. The same seed gives the same counts.
+
+    Raises:
+        ValueError: If `seed` is not a non-negative integer. In a call: if float32 could
+            not hold counts of this `parameter` exactly.
+
+    Examples:
+        >>> class Coins(keras_rfattn.projections.Counts):
+        ...     def mean(self, parameter):
+        ...         return parameter
+        ...     def draw(self, generator, parameter, size):
+        ...         return generator.binomial(1, parameter, size)
+        >>> tuple(Coins(0.5, seed=0)((2, 8, 32)).shape)
+        (2, 8, 32)
     """
 
     is_gaussian = False
@@ -54,7 +67,22 @@ class Counts(Projection):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class PoissonCounts(Counts):
-    """Counts k with probability `exp(-λ) λᵏ / k!`; the parameter is λ."""
+    """Counts k with probability `exp(-λ) λᵏ / k!`; the parameter is λ.
+
+    Args:
+        parameter: Mean λ > 0: a number, or one number per head.
+        seed: Non-negative integer. The same seed gives the same numbers.
+
+    Raises:
+        ValueError: If `seed` is not a non-negative integer. In a call: if float32 could
+            not hold counts of this `parameter` exactly.
+
+    Examples:
+        >>> projection = keras_rfattn.projections.PoissonCounts(0.5, seed=0)
+        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
+        >>> tuple(vectors.shape)
+        (2, 8, 32)
+    """
 
     def mean(self, parameter):
         return parameter
@@ -65,7 +93,22 @@ class PoissonCounts(Counts):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class GeometricCounts(Counts):
-    """Counts k with probability `p (1 - p)ᵏ`; the parameter is p."""
+    """Counts k with probability `p (1 - p)ᵏ`; the parameter is p.
+
+    Args:
+        parameter: Success probability p in (0, 1): a number, or one number per head.
+        seed: Non-negative integer. The same seed gives the same numbers.
+
+    Raises:
+        ValueError: If `seed` is not a non-negative integer. In a call: if float32 could
+            not hold counts of this `parameter` exactly.
+
+    Examples:
+        >>> projection = keras_rfattn.projections.GeometricCounts(0.5, seed=0)
+        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
+        >>> tuple(vectors.shape)
+        (2, 8, 32)
+    """
 
     def mean(self, parameter):
         return (1 - parameter) / parameter

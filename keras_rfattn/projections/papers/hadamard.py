@@ -27,6 +27,12 @@ class Hadamard(Projection):
 
     Reference:
         Yu et al., "Orthogonal Random Features" (2016), structured variant.
+
+    Examples:
+        >>> projection = keras_rfattn.projections.Hadamard(num_factors=3, seed=0)
+        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
+        >>> tuple(vectors.shape)
+        (2, 8, 32)
     """
 
     is_gaussian = False

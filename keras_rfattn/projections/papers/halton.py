@@ -32,6 +32,12 @@ class Halton(Projection):
         Avron et al., "Quasi-Monte Carlo Feature Maps for Shift-Invariant Kernels"
         (2016); Owen, "A randomized Halton algorithm in R" (2017); Wang and Hickernell,
         "Randomized Halton Sequences" (2000).
+
+    Examples:
+        >>> projection = keras_rfattn.projections.Halton(randomization="start", seed=0)
+        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
+        >>> tuple(vectors.shape)
+        (2, 8, 32)
     """
 
     def __init__(self, randomization="scramble", seed=0):

@@ -1,0 +1,141 @@
+"""Every public class and function shows an example in its docstring, which runs."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import keras
+import numpy as np
+import pytest
+
+import keras_rfattn
+from keras_rfattn import feature_maps, kernels
+
+# The first module that exports an object gives it its name here.
+MODULES = (
+    "keras_rfattn",
+    "keras_rfattn.feature_maps",
+    "keras_rfattn.projections",
+    "keras_rfattn.layers",
+    "keras_rfattn.models",
+    "keras_rfattn.generation",
+    "keras_rfattn.diagnostics",
+    "keras_rfattn.distribution",
+    "keras_rfattn.ops",
+    "keras_rfattn.sklearn",
+    *(f"keras_rfattn.kernels.{x.name}" for x in pkgutil.iter_modules(kernels.__path__)),
+)
+
+# Their docstrings get an example once the files that hold them have settled.
+PENDING = (
+    "keras_rfattn.generation.join_rows",
+    "keras_rfattn.generation.load",
+    "keras_rfattn.generation.save",
+    "keras_rfattn.generation.take_rows",
+    "keras_rfattn.layers.attend",
+    "keras_rfattn.ops.AttentionMask",
+    "keras_rfattn.ops.Exponents",
+    "keras_rfattn.ops.Features",
+    "keras_rfattn.ops.Local",
+    "keras_rfattn.ops.LocalState",
+    "keras_rfattn.ops.Options",
+    "keras_rfattn.ops.Polynomial",
+    "keras_rfattn.ops.Softmax",
+    "keras_rfattn.ops.Squared",
+    "keras_rfattn.ops.State",
+    "keras_rfattn.ops.bidirectional",
+    "keras_rfattn.ops.causal",
+    "keras_rfattn.ops.exact_attention",
+    "keras_rfattn.ops.extend_local_state",
+    "keras_rfattn.ops.extend_state",
+    "keras_rfattn.ops.init_local_state",
+    "keras_rfattn.ops.init_state",
+    "keras_rfattn.ops.interpret_mask",
+    "keras_rfattn.ops.local_attention",
+    "keras_rfattn.ops.quadratic",
+    "keras_rfattn.ops.read_local_state",
+    "keras_rfattn.ops.read_state",
+    "keras_rfattn.ops.softmax_attention",
+)
+
+# The one backend that can run an example. KerasCV's ViT needs TensorFlow.
+ONLY_ON = {
+    "keras_rfattn.convert_vit": "tensorflow",
+    "keras_rfattn.distribution.SequenceParallel": "jax",
+    "keras_rfattn.distribution.distribute": "jax",
+}
+
+# Libraries that the package does not depend on.
+OPTIONAL = ("keras_hub", "keras_cv")
+
+# mkdocstrings renders a section of this title, and no other, as code.
+TITLE = "\nExamples:\n"
+
+
+def exported(module):
+    """Returns a dict from name to value: `__all__`, or else what the file defines."""
+    if hasattr(module, "__all__"):
+        return {name: getattr(module, name) for name in module.__all__}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__ and name[0] != "_"
+    }
+
+
+def public_objects():
+    """Returns a dict from dotted name to each public class and function, once each."""
+    candidates = {
+        f"{name}.{member}": value
+        for name in MODULES
+        for member, value in exported(importlib.import_module(name)).items()
+    }
+    candidates |= {
+        f"{cls.__module__}.{cls.__name__}": cls
+        for cls in feature_maps.FEATURE_MAPS.values()
+        if cls.__module__.startswith("keras_rfattn.")
+    }
+    found = {}
+    for name, value in candidates.items():
+        is_documented = inspect.isclass(value) or inspect.isfunction(value)
+        if is_documented and not any(value is other for other in found.values()):
+            found[name] = value
+    return found
+
+
+def source_of_example(value):
+    """Returns the section Examples of a docstring, empty if there is none."""
+    _, _, section = inspect.cleandoc(value.__doc__ or "").partition(TITLE)
+    return inspect.cleandoc(section) + "\n" if section else ""
+
+
+OBJECTS = public_objects()
+READY = sorted(set(OBJECTS) - set(PENDING))
+
+
+def test_every_public_object_has_an_example():
+    parser = doctest.DocTestParser()
+    shown = {x for x in OBJECTS if parser.get_examples(source_of_example(OBJECTS[x]))}
+    assert sorted(set(READY) - shown) == []
+    assert sorted(set(PENDING) - (set(OBJECTS) - shown)) == [], "not pending any more"
+
+
+@pytest.mark.parametrize("name", READY)
+def test_example_runs(name, tmp_path, monkeypatch):
+    if keras.backend.backend() != ONLY_ON.get(name, keras.backend.backend()):
+        pytest.skip(f"runs on {ONLY_ON[name]} only")
+    source = source_of_example(OBJECTS[name])
+    for library in OPTIONAL:
+        if library in source:
+            pytest.importorskip(library)
+    # Examples write files and register maps.
+    monkeypatch.chdir(tmp_path)
+    registry = dict(feature_maps.FEATURE_MAPS)
+    monkeypatch.setattr(feature_maps.registry, "FEATURE_MAPS", registry)
+    names = {"keras": keras, "keras_rfattn": keras_rfattn, "np": np}
+    names["__name__"] = name
+    test = doctest.DocTestParser().get_doctest(source, names, name, None, None)
+    output = []
+    result = doctest.DocTestRunner().run(test, out=output.append)
+    assert result.failed == 0, "".join(output)
