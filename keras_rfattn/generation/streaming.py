@@ -8,7 +8,7 @@ from keras import ops
 
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
-from keras_rfattn.backend.gradients import without_gradients
+from keras_rfattn.backend.layers import compiled_for_inference
 from keras_rfattn.layers.checks import check_model, projection, title
 from keras_rfattn.layers.decoding import empty_state
 from keras_rfattn.layers.fingerprint import fingerprint
@@ -195,7 +195,7 @@ class Stream:
                 one.layers[f"{site.index}"] = empty_state(site.layer, 1)
         self.shapes, self.mark = _shapes(one), mark_of(model, self.sites)
         self.positions = token_limit(model)
-        self.function = self._compiled()
+        self.function = compiled_for_inference(self._forward, model)
 
     def __call__(self, tokens, state, start, padding_mask):
         """Returns `(logits, state)` for tokens that begin at position `start`."""
@@ -241,29 +241,6 @@ class Stream:
             logits, _, state = self.model.call_with_cache(tokens, state, start)
         return logits, state
 
-    def _compiled(self):
-        """Compiles `_forward` as Keras compiles `generate` on each backend."""
-        backend = keras.backend.backend()
-        if backend == "torch":
-            return without_gradients()(self._forward)
-        if getattr(self.model, "run_eagerly", False):
-            return self._forward
-        if backend == "tensorflow":
-            import tensorflow as tf
-
-            return tf.function(self._forward)
-        import jax
-
-        @jax.jit
-        def compiled(values, *args):
-            mapping = zip(self.model.variables, values, strict=True)
-            with keras.StatelessScope(state_mapping=list(mapping)):
-                return self._forward(*args)
-
-        def call(*args):
-            return compiled([x.value for x in self.model.variables], *args)
-
-        return call
 
 
 def mark_of(model, sites):

@@ -12,6 +12,8 @@ import weakref
 
 import keras
 
+from keras_rfattn.backend.layers import track_variables_anew
+
 # Compiled functions of Keras models, KerasHub tasks and `keras_rfattn.generation`.
 COMPILED = ("train", "test", "predict", "generate", "stream")
 
@@ -63,12 +65,11 @@ def holders(layers):
 
 
 def refresh(layer):
-    """Discards a layer's compiled functions; PyTorch tracks its variables anew."""
+    """Discards a layer's compiled functions and PyTorch's list of its variables."""
     for name in COMPILED:
         if getattr(layer, f"{name}_function", None) is not None:
             setattr(layer, f"{name}_function", None)
-    if keras.backend.backend() == "torch" and layer.built:
-        layer._track_variables()
+    track_variables_anew(layer)
 
 
 def check_optimizers(layers, feature_maps):
