@@ -11,7 +11,7 @@ import keras_rfattn.models.generation as generation
 from keras_rfattn.backend.layers import compiled_for_inference
 from keras_rfattn.layers.checks import check_model, projection, title
 from keras_rfattn.layers.decoding import empty_state
-from keras_rfattn.layers.fingerprint import fingerprint
+from keras_rfattn.layers.fingerprint import checksum
 from keras_rfattn.models.carried import sums_up
 from keras_rfattn.models.generation import (
     Cache,
@@ -242,7 +242,6 @@ class Stream:
         return logits, state
 
 
-
 def mark_of(model, sites):
     """Returns a checksum that identifies the model whose states these are.
 
@@ -252,7 +251,9 @@ def mark_of(model, sites):
     found = zlib.crc32(original_class(model).__name__.encode())
     for site in sites:
         if site.is_linear:
-            found = zlib.crc32(fingerprint(site.layer).tobytes(), found)
+            # States saved before fingerprints had format 3 contain the number 2.
+            mechanism = np.array([2, checksum(site.layer)])
+            found = zlib.crc32(mechanism.tobytes(), found)
             variables = site.layer.feature_map.variables
             for x in [*variables, *projection(site.layer, "query").variables[:1]]:
                 x = ops.convert_to_numpy(ops.cast(x, "float32"))

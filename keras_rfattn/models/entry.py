@@ -79,7 +79,7 @@ def check_entry(entry, name):
             f"{received!r}. Use the version that saved it, or save the model again."
         )
     layers, described = entry.get("layers"), entry.get("class")
-    keys = {"index", "path", "feature_map"}
+    keys = {"index", "path", "feature_map", "trained"}
     if (
         not isinstance(described, dict)
         or not isinstance(layers, list)

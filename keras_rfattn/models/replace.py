@@ -17,7 +17,8 @@ from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
-from keras_rfattn.models.plan import Plan, first_match, matches
+from keras_rfattn.models.matching import lookup, select
+from keras_rfattn.models.plan import Plan
 from keras_rfattn.ops.options import Options
 
 
@@ -167,7 +168,7 @@ def _replaceable(model, found, include, exclude):
             f"`model` has no attention. Received: {title(model)}, which holds "
             f"{', '.join(inner)}. Pass a model with MultiHeadAttention inside."
         )
-    selected = s.select(found.sites, include, exclude)
+    selected = select(found.sites, include, exclude)
     already = [site for site in selected if site.is_linear]
     if already:
         raise ValueError(
@@ -204,28 +205,18 @@ def _assigned(feature_map, selected):
     plan = getattr(feature_map, "plan", feature_map)
     if not isinstance(plan, Plan):
         return [(selected, plan)]
-    _check_patterns(plan.maps, selected, "maps")
-    found = [([site], plan.of(site.path)) for site in selected]
-    found = [(sites, choice) for sites, choice in found if choice is not None]
+    maps = lookup("maps", plan.maps, selected)
+    found = [
+        ([site], maps[site.index])
+        for site in selected
+        if maps.get(site.index) is not None
+    ]
     if not found:
         raise ValueError(
             f"The plan keeps every layer softmax. Received: {plan}. There is nothing "
             "to replace."
         )
     return found
-
-
-def _check_patterns(patterns, sites, name):
-    paths = "\n".join(f"  {site.path}" for site in sites)
-    for pattern in patterns:
-        if not isinstance(pattern, str) or not any(
-            matches(site.path, pattern) for site in sites
-        ):
-            raise ValueError(
-                f"`{name}` must have paths or patterns of attention layers that are "
-                f"replaced. Received: {pattern!r}, which matches none. Use some of:\n"
-                f"{paths}"
-            )
 
 
 def _with_softmax_heads(changes, softmax_heads):
@@ -238,10 +229,10 @@ def _with_softmax_heads(changes, softmax_heads):
             f"heads. Received: softmax_heads={softmax_heads!r:.80}."
         )
     sites = [site for site, _, _ in changes]
-    _check_patterns(softmax_heads, sites, "softmax_heads")
+    kept = lookup("softmax_heads", softmax_heads, sites)
     found = []
     for site, feature_map, options in changes:
-        heads = first_match(softmax_heads, site.path, default=())
+        heads = kept.get(site.index, ())
         options = dataclasses.replace(options, softmax_heads=heads)
         check_softmax_heads(options.softmax_heads, num_heads(site.layer), site.path)
         found.append((site, feature_map, options))

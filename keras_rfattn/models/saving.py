@@ -217,7 +217,7 @@ def apply_config(container, entry):
         feature_map = feature_maps.get(layer["feature_map"])
         options = Options.take(dict(layer))
         site.layer.is_from_config = True
-        site.layer.trained = tuple(layer.get("trained", ()))
+        site.layer.trained = tuple(layer["trained"])
         change = (site, feature_map, options)
         if site.layer.built:
             changes.append(change)
