@@ -20,6 +20,7 @@ from keras_rfattn.models.generation import (
     generating,
     has_states,
 )
+from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
 
@@ -104,7 +105,7 @@ def check(model):
         TypeError: If the model cannot be decoded with a state.
     """
     check_model(model)
-    stream = vars(model).get("stream_function")
+    stream = notes_of(model).stream
     if stream is not None and stream.variables == variables_of(model):
         return stream
     is_task = getattr(type(model), "call_with_cache", None) in EMPTY
@@ -114,9 +115,8 @@ def check(model):
             f"attention. Received: {type(model).__name__}. Call "
             "`keras_rfattn.replace_attention` first."
         )
-    stream = Stream(model)
-    # Bypasses Keras' attribute tracking. `holders.refresh` resets the attribute.
-    object.__setattr__(model, "stream_function", stream)
+    # `holders.refresh` discards it.
+    stream = notes_of(model).stream = Stream(model)
     return stream
 
 

@@ -3,6 +3,7 @@
 import keras
 
 from keras_rfattn.feature_maps import resolve
+from keras_rfattn.layers.checks import check_sizes
 from keras_rfattn.layers.linear_attention import Packable
 from keras_rfattn.ops.options import Options
 
@@ -35,6 +36,9 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
             `implementation`; and further arguments of
             `keras.layers.MultiHeadAttention`.
 
+    Raises:
+        ValueError: If `num_heads` or `key_dim` is not a positive integer.
+
     Example:
     ```python
     layer = keras_rfattn.layers.MultiHeadAttention(8, 64, feature_map="favorplus")
@@ -56,6 +60,7 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         **kwargs,
     ):
         options = Options.take(kwargs)
+        check_sizes(num_heads=num_heads, key_dim=key_dim)
         super().__init__(num_heads, key_dim, *args, seed=seed, **kwargs)
         feature_map = resolve(feature_map, num_features, seed, name="feature_map")
         self._set_mechanism(feature_map, options)

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_rfattn.backend.gradients import without_gradients
 from keras_rfattn.layers.batches import check_batches, is_text, refusal
+from keras_rfattn.layers.interceptor import Interceptor
 from keras_rfattn.layers.linear_attention import LinearAttention
 
 
@@ -96,8 +97,14 @@ class Sequence(NamedTuple):
     prefix: np.ndarray | None = None
 
 
-class Recorder:
-    """Recorder that collects `Sequence`s; if `exact`, the layer computes softmax."""
+class Recorder(Interceptor):
+    """Collects the `Sequence`s of a layer.
+
+    Args:
+        layer: The `LinearAttention`.
+        exact: Whether the layer computes softmax attention.
+        max_tokens: Maximum number of queries and of keys that are kept of a sequence.
+    """
 
     def __init__(self, layer, exact, max_tokens):
         self.num_heads, _ = layer._kv_shape()
@@ -105,7 +112,7 @@ class Recorder:
         self.sequences = []
 
     def __call__(self, call):
-        """Adds the sequences of a batch, from an `Attention`."""
+        """Adds the sequences of a batch; see `Interceptor`."""
         key_mask, causal = call.mask.key_mask, call.mask.causal
 
         def tokens(query, key):
@@ -160,7 +167,8 @@ def recording(recorders):
     """Context manager that sets the `recorder` of layers.
 
     Args:
-        recorders: List of pairs `(layer, recorder)`.
+        recorders: List of pairs `(layer, recorder)`; a recorder is an `Interceptor` or
+            a function.
     """
     try:
         for layer, recorder in recorders:

@@ -5,8 +5,6 @@ takes speech, and it runs the whole prompt through its decoder while it builds i
 caches.
 """
 
-import inspect
-
 from keras import ops
 
 import keras_rfattn.models.generation as generation
@@ -14,8 +12,12 @@ import keras_rfattn.models.seq2seq as seq2seq
 from keras_rfattn.models.carried import sums_up
 
 # Parameters of `_build_cache`, by which such tasks are recognized.
-BUILD = ["self", "encoder_input_values", "encoder_padding_mask", "decoder_token_ids",
-         "decoder_padding_mask"]  # fmt: skip
+BUILD = [
+    "encoder_input_values",
+    "encoder_padding_mask",
+    "decoder_token_ids",
+    "decoder_padding_mask",
+]
 
 
 def build_cache(
@@ -85,11 +87,10 @@ def call_decoder_with_cache(
 
 def members(cls):
     """Returns the methods for a task's carrier, if it turns speech into text."""
-    build = getattr(cls, "_build_cache", None)
-    if build is None or list(inspect.signature(build).parameters) != BUILD:
+    if not generation.takes(cls, "_build_cache", BUILD):
         return {}
     return {
         "_build_cache": build_cache,
         "call_decoder_with_cache": call_decoder_with_cache,
-        "generate_step": seq2seq.generate_step,
+        "generate_step": generation.make_generate_step("decoder_padding_mask"),
     }

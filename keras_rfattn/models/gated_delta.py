@@ -8,7 +8,6 @@ full pass, and nothing enters for later positions.
 """
 
 import contextlib
-import inspect
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -19,8 +18,13 @@ from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.models.carried import carried, kept
 
 # Parameters of `_build_cache`, by which such tasks are recognized.
-BUILD = ["self", "token_ids", "padding_mask", "img_embeddings", "vision_indices",
-         "position_ids"]  # fmt: skip
+BUILD = [
+    "token_ids",
+    "padding_mask",
+    "img_embeddings",
+    "vision_indices",
+    "position_ids",
+]
 
 
 class Delta(NamedTuple):
@@ -158,14 +162,11 @@ def entered(task, enters, count=None):
         yield
 
 
-def generate_step(task, inputs, stop_token_ids=None):
-    """Runs the task's `generate_step`; the prompt may have padding anywhere."""
-    return generation.stepped(task, inputs, stop_token_ids, "padding_mask")
-
-
 def members(cls):
     """Returns the methods for a task's carrier, if it is like Qwen 3.5."""
-    build = getattr(cls, "_build_cache", None)
-    if build is None or list(inspect.signature(build).parameters) != BUILD:
+    if not generation.takes(cls, "_build_cache", BUILD):
         return {}
-    return {"call_with_cache": call_with_cache, "generate_step": generate_step}
+    return {
+        "call_with_cache": call_with_cache,
+        "generate_step": generation.make_generate_step(),
+    }

@@ -13,9 +13,10 @@ import weakref
 import keras
 
 from keras_rfattn.backend.layers import track_variables_anew
+from keras_rfattn.models.notes import notes_of
 
-# Compiled functions of Keras models, KerasHub tasks and `keras_rfattn.generation`.
-COMPILED = ("train", "test", "predict", "generate", "stream")
+# Compiled functions of Keras models and KerasHub tasks.
+COMPILED = ("train", "test", "predict", "generate")
 
 _LAYERS = weakref.WeakValueDictionary()
 
@@ -69,6 +70,7 @@ def refresh(layer):
     for name in COMPILED:
         if getattr(layer, f"{name}_function", None) is not None:
             setattr(layer, f"{name}_function", None)
+    notes_of(layer).stream = None
     track_variables_anew(layer)
 
 

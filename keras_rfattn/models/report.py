@@ -7,6 +7,7 @@ import keras_rfattn.models.survey as s
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import told
+from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.swap import original_class
 
 
@@ -143,7 +144,7 @@ def describe_attention(model):
         title(model),
         rows,
         max_length=_max_length(model),
-        others=tuple(getattr(model, "_rfattn_shared_with", ())),
+        others=tuple(notes_of(model).shared_with),
     )
 
 

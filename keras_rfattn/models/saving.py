@@ -20,6 +20,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.models.entry import attention_config, check_entry
 from keras_rfattn.models.holders import check_optimizers, holders, refresh
+from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import Sized
 from keras_rfattn.ops.options import Options
 
@@ -56,7 +57,7 @@ class Carrier(Sized):
             apply_config(instance, entry)
         else:
             instance.__class__ = carrier_class(type(instance))
-            object.__setattr__(instance, "_pending_attention", entry)
+            notes_of(instance).pending_attention = entry
             _when_built(instance, instance._apply_pending)
         return instance
 
@@ -67,7 +68,8 @@ class Carrier(Sized):
         self._apply_pending()
 
     def _apply_pending(self):
-        entry = vars(self).pop("_pending_attention", None)
+        notes = notes_of(self)
+        entry, notes.pending_attention = notes.pending_attention, None
         if entry is not None:
             apply_config(self, entry)
 

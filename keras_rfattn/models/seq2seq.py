@@ -6,7 +6,6 @@ each new token reads; softmax layers of a mixed model keep keys and values.
 """
 
 import contextlib
-import inspect
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -14,6 +13,9 @@ from keras import ops
 import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import CrossDecoder, Decoder
 from keras_rfattn.models.carried import carried, empty_layers, kept
+
+# Parameters of `_initialize_cache`, by which such tasks are recognized.
+INITIALIZE = ["encoder_token_ids", "decoder_token_ids"]
 
 
 def initialize_cache(task, encoder_token_ids, decoder_token_ids):
@@ -130,21 +132,14 @@ def answered(task, known, cache, token_ids, start):
         yield Answered(blank(*size), cross_blank(*size), after)
 
 
-def generate_step(task, inputs, stop_token_ids=None):
-    """Runs `Seq2SeqLM.generate_step`; the prompt may have padding anywhere."""
-    return generation.stepped(task, inputs, stop_token_ids, "decoder_padding_mask")
-
-
 def members(cls):
     """Returns the methods for a task's carrier, if the task has a token encoder."""
-    first = getattr(cls, "_initialize_cache", None)
-    if first is None or not hasattr(cls, "call_decoder_with_cache"):
+    if not hasattr(cls, "call_decoder_with_cache"):
         return {}
-    names = ["self", "encoder_token_ids", "decoder_token_ids"]
-    if list(inspect.signature(first).parameters) != names:
+    if not generation.takes(cls, "_initialize_cache", INITIALIZE):
         return {}
     return {
         "_initialize_cache": initialize_cache,
         "call_decoder_with_cache": call_decoder_with_cache,
-        "generate_step": generate_step,
+        "generate_step": generation.make_generate_step("decoder_padding_mask"),
     }
