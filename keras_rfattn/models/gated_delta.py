@@ -90,7 +90,12 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
     if not generation.has_states(known.sites):
         return original(task, token_ids, cache, cache_update_index, *args, **kwargs)
     batch, length = ops.shape(token_ids)
-    cache = begun(task, cache, cache_update_index, batch, length)
+    is_first = isinstance(cache_update_index, int) and cache_update_index == 0
+    is_own = isinstance(cache, generation.Cache)
+    if is_first and isinstance(cache, tuple) and not is_own:
+        # KerasHub passes an empty cache of its own first.
+        cache = empty_cache(task, batch, length)
+    generation.check_cache(task, cache)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     # The sampler feeds the last token of the prompt again, so it must not enter yet.
     count = None if known.end is None or length == 1 else known.end - 1
@@ -113,19 +118,6 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
         )
     layers = kept(parts) | {"delta": Delta(*found[1:])}
     return logits, hidden_states, generation.Cache(seen, layers, cache.model)
-
-
-def begun(task, cache, start, batch, length):
-    """Returns a `generation.Cache`, a new one for KerasHub's empty first cache."""
-    if isinstance(cache, generation.Cache):
-        return cache
-    if isinstance(start, int) and start == 0 and isinstance(cache, tuple):
-        return empty_cache(task, batch, length)
-    raise ValueError(
-        f"{type(task).__name__} has linear attention, whose cache is a "
-        f"`keras_rfattn.generation.Cache`. Received: {type(cache).__name__}. Use what "
-        "`_build_cache` returns."
-    )
 
 
 @contextlib.contextmanager

@@ -86,13 +86,7 @@ def call_with_cache(
     original, known = type(task).original_class.call_with_cache, context(task)
     if not has_states(known.sites):
         return original(task, token_ids, cache, cache_update_index, *args, **kwargs)
-    if not isinstance(cache, Cache):
-        raise ValueError(
-            f"{type(task).__name__} has linear attention, whose cache is a "
-            "`keras_rfattn.generation.Cache`. Received: a cache of type "
-            f"{type(cache).__name__}. Use what `_build_cache`, or "
-            "`keras_rfattn.generation.prefill`, returns."
-        )
+    check_cache(task, cache)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     batch, length = ops.shape(token_ids)
     enters, passed, after = entering(known, cache, batch, before + length, start)
@@ -113,6 +107,17 @@ def call_with_cache(
     return logits, hidden_states, Cache(after, kept(parts), cache.model)
 
 
+def check_cache(task, cache):
+    """Raises `ValueError` unless a cache that a task receives is a `Cache`."""
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"{type(task).__name__} has linear attention, whose cache is a "
+            "`keras_rfattn.generation.Cache`. Received: a cache of type "
+            f"{type(cache).__name__}. Use what `_build_cache`, or "
+            "`keras_rfattn.generation.prefill`, returns."
+        )
+
+
 def entering(known, cache, batch, length, start):
     """Determines which new tokens enter the states.
 
@@ -130,10 +135,8 @@ def entering(known, cache, batch, length, start):
         is the new `Cache.seen`.
     """
     positions = start + ops.arange(length, dtype="int32")
-    passed, after = (
-        ops.expand_dims(positions, 0) >= ops.expand_dims(cache.seen, 1),
-        positions[-1] + 1,
-    )
+    passed = ops.expand_dims(positions, 0) >= ops.expand_dims(cache.seen, 1)
+    after = positions[-1] + 1
     is_prompt = not any(isinstance(x, STATES) for x in cache.layers.values())
     if known.end is not None and is_prompt:
         # Positions from `end` on have no token yet.

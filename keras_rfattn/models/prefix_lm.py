@@ -55,11 +55,12 @@ def call_with_cache(
     """
     known = generation.context(task)
     if img_embeddings is None or not isinstance(cache, generation.Cache):
+        given = {}
+        if img_embeddings is not None:
+            given = {"img_embeddings": img_embeddings, "padding_mask": padding_mask}
         return generation.call_with_cache(
-            task, token_ids, cache, cache_update_index,
-            **({} if img_embeddings is None else {
-                "img_embeddings": img_embeddings, "padding_mask": padding_mask}),
-        )  # fmt: skip
+            task, token_ids, cache, cache_update_index, **given
+        )
     image = ops.ones(ops.shape(img_embeddings)[:2], dtype="bool")
     prompt = ops.cast(padding_mask, "bool")
     real = prompt if known.hidden is None else prompt & ~known.hidden

@@ -9,7 +9,6 @@ import warnings
 
 import keras_rfattn.models.report as report
 import keras_rfattn.models.saving as saving
-import keras_rfattn.models.survey as s
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.arguments import check_flag, check_seed, derive_seed
@@ -19,6 +18,13 @@ from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.models.matching import lookup, select
 from keras_rfattn.models.plan import Plan
+from keras_rfattn.models.survey import (
+    drop_sliding_windows,
+    has_prefix,
+    is_cross,
+    is_pooling,
+    survey,
+)
 from keras_rfattn.ops.options import Options
 
 
@@ -99,22 +105,24 @@ def replace_attention(
     options = Options(
         block_size, window, sliding, max_segments, temperature, implementation
     )
-    found = s.survey(model)
+    surveyed = survey(model)
     if drop_sliding_window:
-        s.drop_sliding_windows(found.sites)
-    selected = _replaceable(model, found, include, exclude)
+        drop_sliding_windows(surveyed.sites)
+    selected = _replaceable(model, surveyed, include, exclude)
     check_seed(seed)
     changes = []
     for sites, identifier in _assigned(feature_map, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
         _check_statistics(template, sites)
         check_options(options, template)
-        own = template.seed if seed is None else seed
-        changes += [(site, _copy(template, own, site), options) for site in sites]
+        base_seed = template.seed if seed is None else seed
+        for site in sites:
+            copy = template.reseeded(derive_seed(base_seed, site.index))
+            copy.name = "feature_map"
+            changes.append((site, copy, options))
     changes = _with_softmax_heads(changes, softmax_heads)
-    _check_window_sites(options.window, [site for site, _, _ in changes])
-    _check_prefix_sites(options, [site for site, _, _ in changes])
-    saving.commit(model, found, changes)
+    _check_sites(options, [site for site, _, _ in changes])
+    saving.commit(model, surveyed, changes)
     return model
 
 
@@ -135,12 +143,12 @@ def restore_attention(model):
         ValueError: If nothing in the model was replaced.
     """
     check_model(model)
-    found = s.survey(model)
-    linear = [site for site in found.sites if site.is_linear]
+    surveyed = survey(model)
+    linear = [site for site in surveyed.sites if site.is_linear]
     if not linear:
         raise ValueError(
             "`model` has no linear attention to restore. Received: "
-            f"model={title(model)}. It holds:\n{_listing(found.sites)}"
+            f"model={title(model)}. It holds:\n{_listing(surveyed.sites)}"
         )
     trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
     if trained:
@@ -152,23 +160,23 @@ def restore_attention(model):
     for site in linear:
         swap.make_softmax(site.layer)
     saving.uncarry([site.layer for site in linear])
-    saving.follow(model, found)
+    saving.follow(model, surveyed)
     return model
 
 
-def _replaceable(model, found, include, exclude):
+def _replaceable(model, surveyed, include, exclude):
     if isinstance(model, LinearAttention) or swap.linear_class(type(model)):
         raise ValueError(
             "`model` must be a model that holds attention, not the attention layer "
             f"itself. Received: {title(model)}. Use `keras_rfattn.layers` instead."
         )
-    if not found.sites:
+    if not surveyed.sites:
         inner = sorted({type(x).__name__ for x in model._flatten_layers()})
         raise ValueError(
             f"`model` has no attention. Received: {title(model)}, which holds "
             f"{', '.join(inner)}. Pass a model with MultiHeadAttention inside."
         )
-    selected = select(found.sites, include, exclude)
+    selected = select(surveyed.sites, include, exclude)
     already = [site for site in selected if site.is_linear]
     if already:
         raise ValueError(
@@ -177,7 +185,7 @@ def _replaceable(model, found, include, exclude):
             "`restore_attention(model)` first, or leave these out with `exclude`."
         )
     if include is None:
-        selected = [site for site in selected if not s.is_pooling(site)]
+        selected = [site for site in selected if not is_pooling(site)]
     refused = [site for site in selected if site.reason]
     if refused:
         raise ValueError(
@@ -189,7 +197,7 @@ def _replaceable(model, found, include, exclude):
         raise ValueError(
             f"No attention of {title(model)} is left to replace. Received: "
             f"include={include!r}, exclude={exclude!r}. It holds:\n"
-            f"{_listing(found.sites)}"
+            f"{_listing(surveyed.sites)}"
         )
     unbuilt = [site for site in selected if not site.layer.built]
     if unbuilt:
@@ -249,21 +257,18 @@ def _check_statistics(template, selected):
         )
 
 
-def _check_window_sites(window, selected):
-    if window is None:
-        return
-    cross = [site for site in selected if s.is_cross(site) and not site.causal]
+def _check_sites(options, sites):
+    """Raises `ValueError` for options that the attention of some sites rules out."""
+    cross = []
+    if options.window is not None:
+        cross = [site for site in sites if is_cross(site) and not site.causal]
     if cross:
         raise ValueError(
             "A `window` needs self-attention, where queries and keys are the same "
-            f"tokens. Received: window={window}, and query and value are different "
-            "tensors at:\n"
-            f"{_listing(cross)}\nLeave these out with `exclude`."
+            f"tokens. Received: window={options.window}, and query and value are "
+            f"different tensors at:\n{_listing(cross)}\nLeave these out with `exclude`."
         )
-
-
-def _check_prefix_sites(options, selected):
-    prefix = [site for site in selected if s.has_prefix(site)]
+    prefix = [site for site in sites if has_prefix(site)]
     is_plain = options.window is None and options.implementation != "pallas"
     if prefix and not is_plain:
         raise ValueError(
@@ -272,13 +277,6 @@ def _check_prefix_sites(options, selected):
             f"{options.implementation!r} for:\n{_listing(prefix)}\nUse window=None and "
             "implementation='xla', or leave these out with `exclude`."
         )
-
-
-def _copy(template, seed, site):
-    """Copies the map for one layer, with a seed derived for that layer."""
-    copy = template.reseeded(derive_seed(seed, site.index))
-    copy.name = "feature_map"
-    return copy
 
 
 def _listing(sites):

@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass, field
 
-import keras_rfattn.models.survey as s
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import told
 from keras_rfattn.models.notes import notes_of
+from keras_rfattn.models.survey import is_pooling, survey
 from keras_rfattn.models.swap import original_class
 
 
@@ -139,7 +139,7 @@ def describe_attention(model):
         ValueError: If `model` is not built.
     """
     check_model(model)
-    rows = tuple(_row(site) for site in s.survey(model).sites)
+    rows = tuple(_row(site) for site in survey(model).sites)
     return AttentionReport(
         title(model),
         rows,
@@ -164,7 +164,7 @@ def _row(site):
     layer, name = site.layer, original_class(site.layer).__name__
     if not site.is_linear:
         note = "kept: "
-        if s.is_pooling(site):
+        if is_pooling(site):
             note += "one query, softmax is linear already"
         else:
             note += site.reason or "not selected"
