@@ -146,8 +146,8 @@ def check_state(model, state, batch_size):
         )
         raise ValueError(
             f"`state` must be of {title(model)}. Received: a state whose {differs[0]} "
-            f"is of shape {received.get(differs[0])} (batch left out), where the model "
-            f"has {wanted.get(differs[0])}."
+            f"has shape {received.get(differs[0])} without the batch axis, where the "
+            f"model has {wanted.get(differs[0])}."
         )
     found = set(ops.convert_to_numpy(state.model).tolist())
     if found - {int(stream.mark)}:
@@ -224,15 +224,15 @@ class Stream:
         end = start + tokens.shape[1]
         if self.positions is not None and end > self.positions:
             raise ValueError(
-                f"`tokens` must end before position {self.positions}, as "
-                f"{title(self.model)} has so many learned positions "
+                f"`tokens` must end before position {self.positions}, because "
+                f"{title(self.model)} has {self.positions} learned positions "
                 f"(`max_sequence_length`). Received: tokens up to position {end}. Use "
                 f"a model with more: `keras_rfattn.extend_positions(model, {end})`."
             )
         if end > min(rooms, default=end):
             raise ValueError(
-                f"`tokens` must end before position {min(rooms)}, as the state has "
-                f"room for the keys and values of {min(rooms)} tokens. Received: "
+                f"`tokens` must end before position {min(rooms)}, because the state "
+                f"has room for the keys and values of {min(rooms)} tokens. Received: "
                 f"tokens up to position {end}. Pass a longer `max_length` to `prefill`."
             )
 

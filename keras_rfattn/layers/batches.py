@@ -23,7 +23,7 @@ def check_batches(data):
         reason = f"data={data!r:.40} of type {type(data).__name__}"
     if reason is not None:
         raise ValueError(
-            "`data` must be an iterable of batches, each what `model(batch)` takes. "
+            "`data` must be an iterable of batches that `model(batch)` accepts. "
             f"Received: {reason}."
         )
 
@@ -43,11 +43,11 @@ def refusal(model, batch, error=None, data=None):
     if any(map(is_text, keras.tree.flatten(batch))):
         hint = f"Turn texts into tokens first, {preprocessor_hint(model)}."
     elif not hint and _is_labelled(model, batch):
-        hint = "Leave labels and weights out, as it seems to be (inputs, labels)."
+        hint = "It seems to be (inputs, labels). Leave labels and weights out."
     elif not hint and _is_row(model, batch, data):
         hint = (
-            "It is a row of the array that `data` is. Put the array into a list, "
-            "`[data]`, if it is one batch."
+            "`data` is an array, and this batch is one of its rows. If the array is "
+            "one batch, put it into a list: `[data]`."
         )
     if not hint and error is not None and _fits(model, batch):
         return ValueError(

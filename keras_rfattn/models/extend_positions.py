@@ -75,8 +75,8 @@ def _rebuilt(config, model):
     if count != len(model.variables):
         raise _not_rebuilt(
             model,
-            f"its copy has {count} weights in place of {len(model.variables)}, as "
-            "where LoRA or quantization came after it was built",
+            f"its copy has {count} weights instead of {len(model.variables)}. Perhaps "
+            "LoRA or quantization was added after it was built",
         )
     return extended
 
@@ -227,7 +227,7 @@ def _check_tables(tables, old, new):
                 "`model` must have position tables, and no other weights that depend "
                 f"on the length of its inputs. Received: a weight {a.path!r} of shape "
                 f"{tuple(a.shape)}, which would become {tuple(b.shape)}. Use layers "
-                "that pool over tokens in place of such as flatten them."
+                "that pool over tokens instead of flattening them."
             )
 
 

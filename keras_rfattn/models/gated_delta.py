@@ -51,19 +51,17 @@ def empty_cache(task, batch_size, max_length):
     """Returns `generation.empty_cache` with an entry for gated delta networks."""
     empty = generation.empty_cache(task, batch_size, max_length)
     layer = next(iter(gated_layers(task)), None)
-    sizes = 1, 1, 1, 1, 1
+    conv_shape, matrix_shape = (1, 1), (1, 1, 1)
     if layer is not None:
         channels = 2 * layer.key_dim + layer.value_dim
-        sizes = (
-            channels, layer.conv_kernel_size - 1,
-            layer.num_v_heads, layer.head_k_dim, layer.head_v_dim,
-        )  # fmt: skip
+        conv_shape = channels, layer.conv_kernel_size - 1
+        matrix_shape = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     start = batch_size, task.backbone.num_layers
-    kept = Delta(
-        ops.zeros((*start, *sizes[:2]), dtype=task.compute_dtype),
-        ops.zeros((*start, *sizes[2:]), dtype="float32"),
+    state = Delta(
+        ops.zeros((*start, *conv_shape), dtype=task.compute_dtype),
+        ops.zeros((*start, *matrix_shape), dtype="float32"),
     )
-    return empty._replace(layers=empty.layers | {"delta": kept})
+    return empty._replace(layers=empty.layers | {"delta": state})
 
 
 def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs):
@@ -138,19 +136,19 @@ def entered(task, enters, count=None):
     def rolled(x, by):
         return ops.take(x, (positions + by) % length, axis=1)
 
-    def of(call):
-        def answer(hidden_states, attention_mask=None, **kwargs):
+    def around(call):
+        def replacement(hidden_states, attention_mask=None, **kwargs):
             x = ops.where(enters[..., None], hidden_states, 0)
             if count is None:
                 return call(x, **kwargs)
             output, state = call(rolled(x, count), **kwargs)
             return rolled(output, length - count), state
 
-        return answer
+        return replacement
 
     with contextlib.ExitStack() as stack:
         for layer in gated_layers(task):
-            stack.enter_context(answering(layer, of))
+            stack.enter_context(answering(layer, around))
         yield
 
 

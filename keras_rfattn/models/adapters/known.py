@@ -205,8 +205,8 @@ BLOCKS = {
     "WhisperEncoder": Known(HUB, causal=False),
     "SigLIPMultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "MultiHeadAttentionPooling": Known(HUB, is_pooling=True),
-    "EdRecDecoderBlock": Known(HUB, builds_mask="of a meaning not known here"),
-    "PARSeqDecoderBlock": Known(HUB, builds_mask="of a meaning not known here"),
+    "EdRecDecoderBlock": Known(HUB, builds_mask="whose meaning is not known"),
+    "PARSeqDecoderBlock": Known(HUB, builds_mask="whose meaning is not known"),
 }
 
 # Attribute names of the query normalization in attention classes.
