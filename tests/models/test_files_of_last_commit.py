@@ -10,6 +10,7 @@ import keras_hub
 import numpy as np
 import pytest
 
+import keras_rfattn
 from tests.marks import ONE_BACKEND
 from tests.models.saved import make
 
@@ -68,6 +69,15 @@ def test_outputs_are_the_same(name):
     rtol = 1e-5 if keras.backend.backend() == "jax" else 1e-4
     assert np.max(np.abs(expected)) > 0.01
     assert np.max(np.abs(actual - expected)) <= rtol * np.max(np.abs(expected))
+
+
+@pytest.mark.parametrize("name", ["own.weights.h5", "functional.weights.h5"])
+def test_another_mechanism_is_refused(name):
+    model = make.replaced_own() if "own" in name else make.replaced_functional()
+    keras_rfattn.restore_attention(model)
+    keras_rfattn.replace_attention(model, "favor", num_features=4, seed=1)
+    with pytest.raises(ValueError, match="saved from another one"):
+        model.load_weights(FOLDER / name)
 
 
 @pytest.mark.smoke
