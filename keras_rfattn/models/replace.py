@@ -116,10 +116,7 @@ def replace_attention(
         _check_statistics(template, sites)
         check_options(options, template)
         base_seed = template.seed if seed is None else seed
-        for site in sites:
-            copy = template.reseeded(derive_seed(base_seed, site.index))
-            copy.name = "feature_map"
-            changes.append((site, copy, options))
+        changes += [(site, _copy(template, base_seed, site), options) for site in sites]
     changes = _with_softmax_heads(changes, softmax_heads)
     _check_sites(options, [site for site, _, _ in changes])
     saving.commit(model, surveyed, changes)
@@ -277,6 +274,13 @@ def _check_sites(options, sites):
             f"{options.implementation!r} for:\n{_listing(prefix)}\nUse window=None and "
             "implementation='xla', or leave these out with `exclude`."
         )
+
+
+def _copy(template, seed, site):
+    """Copies the map for one layer, with a seed derived for that layer."""
+    copy = template.reseeded(derive_seed(seed, site.index))
+    copy.name = "feature_map"
+    return copy
 
 
 def _listing(sites):
