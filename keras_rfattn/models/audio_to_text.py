@@ -37,9 +37,11 @@ def build_cache(
     known = generation.context(task)
     original = type(task).original_class._build_cache
     given = (
-        encoder_input_values, encoder_padding_mask, decoder_token_ids,
+        encoder_input_values,
+        encoder_padding_mask,
+        decoder_token_ids,
         decoder_padding_mask,
-    )  # fmt: skip
+    )
     if not generation.has_states(known.sites):
         return original(task, *given)
     cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))

@@ -56,10 +56,15 @@ def _check_marks(load, model, weights_store, visited):
     weights_store.get = get_marks
     try:
         load(
-            model, weights_store, None, inner_path="", skip_mismatch=True,
-            visited_saveables=set(visited or ()), failed_saveables=set(),
+            model,
+            weights_store,
+            None,
+            inner_path="",
+            skip_mismatch=True,
+            visited_saveables=set(visited or ()),
+            failed_saveables=set(),
             error_msgs={},
-        )  # fmt: skip
+        )
     finally:
         del weights_store.get
     for path, marks in shown.items():

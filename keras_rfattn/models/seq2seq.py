@@ -69,16 +69,27 @@ def call_decoder_with_cache(
     known, cache = generation.context(task), self_attention_cache
     if not generation.has_states(known.sites):
         return original(
-            task, encoder_hidden_states, encoder_padding_mask, decoder_token_ids, cache,
-            self_attention_cache_update_index, cross_attention_cache,
+            task,
+            encoder_hidden_states,
+            encoder_padding_mask,
+            decoder_token_ids,
+            cache,
+            self_attention_cache_update_index,
+            cross_attention_cache,
             cross_attention_cache_update_index,
-        )  # fmt: skip
+        )
     start = ops.convert_to_tensor(self_attention_cache_update_index, dtype="int32")
     with answered(task, known, cache, decoder_token_ids, start) as found:
         logits, hidden_states, *_ = original(
-            task, encoder_hidden_states, encoder_padding_mask, decoder_token_ids,
-            found.blank, start, found.cross_blank, cross_attention_cache_update_index,
-        )  # fmt: skip
+            task,
+            encoder_hidden_states,
+            encoder_padding_mask,
+            decoder_token_ids,
+            found.blank,
+            start,
+            found.cross_blank,
+            cross_attention_cache_update_index,
+        )
         cache = found.cache()
     return logits, hidden_states, cache, cross_attention_cache
 

@@ -27,9 +27,7 @@ from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
 # Each module provides the generation methods of one family of tasks (`members`).
-GENERATING = (
-    generation, prefix_lm, image_to_text, gated_delta, seq2seq, audio_to_text
-)  # fmt: skip
+GENERATING = (generation, prefix_lm, image_to_text, gated_delta, seq2seq, audio_to_text)
 
 
 def classes(table):
