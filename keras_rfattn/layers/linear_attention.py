@@ -95,6 +95,7 @@ class LinearAttention:
         recorder = context_of(self).recorder
         with CallContext(self, is_same, recorder=recorder).active():
             if hasattr(recorder, "arguments"):
+                # `uptraining` calls the layer again with these.
                 recorder.arguments.append((args, kwargs))
             if recorder is not None and isinstance(recorder, Interceptor):
                 return recorder.around(self, super().__call__, args, kwargs)
