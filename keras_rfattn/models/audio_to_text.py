@@ -46,11 +46,11 @@ def build_cache(
         return original(task, *given)
     cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))
     start = ops.convert_to_tensor(0, dtype="int32")
-    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as found:
+    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as call:
         hidden_states, _, cross, *encoded = original(task, *given)
-        cache = found.cache()
+        cache = call.cache()
     if all(sums_up(x) for x in known.sites if generation.crosses(x)):
-        cross = found.cross_blank
+        cross = call.cross_blank
     return hidden_states, cache, cross, *encoded
 
 
@@ -79,11 +79,11 @@ def call_decoder_with_cache(
             task, *encoded, decoder_token_ids, cache, index, cross_attention_cache
         )
     start = ops.convert_to_tensor(index, dtype="int32")
-    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as found:
+    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as call:
         logits, hidden_states, *_ = original(
-            task, *encoded, decoder_token_ids, found.blank, start, cross_attention_cache
+            task, *encoded, decoder_token_ids, call.blank, start, cross_attention_cache
         )
-        cache = found.cache()
+        cache = call.cache()
     return logits, hidden_states, cache, cross_attention_cache
 
 

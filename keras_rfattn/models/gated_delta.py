@@ -111,10 +111,10 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
         blank = blank(batch, task.compute_dtype)[:, :1]
         blank = ops.repeat(blank, task.backbone.num_layers, axis=1)
         given = blank, *cache.layers["delta"]
-        logits, hidden_states, found = original(
+        logits, hidden_states, states = original(
             task, token_ids, given, start, *args, **kwargs
         )
-    layers = kept(parts) | {"delta": Delta(*found[1:])}
+    layers = kept(parts) | {"delta": Delta(*states[1:])}
     return logits, hidden_states, generation.Cache(seen, layers, cache.model)
 
 

@@ -79,22 +79,22 @@ def call_decoder_with_cache(
             cross_attention_cache_update_index,
         )
     start = ops.convert_to_tensor(self_attention_cache_update_index, dtype="int32")
-    with answered(task, known, cache, decoder_token_ids, start) as found:
+    with answered(task, known, cache, decoder_token_ids, start) as call:
         logits, hidden_states, *_ = original(
             task,
             encoder_hidden_states,
             encoder_padding_mask,
             decoder_token_ids,
-            found.blank,
+            call.blank,
             start,
-            found.cross_blank,
+            call.cross_blank,
             cross_attention_cache_update_index,
         )
-        cache = found.cache()
+        cache = call.cache()
     return logits, hidden_states, cache, cross_attention_cache
 
 
-class Answered(NamedTuple):
+class DecoderCall(NamedTuple):
     """Placeholders for a decoder call, and the cache after it; see `answered`.
 
     Attributes:
@@ -120,7 +120,7 @@ def answered(task, known, cache, token_ids, start):
         start: Position of the first token.
 
     Yields:
-        `Answered`.
+        `DecoderCall`.
     """
     batch, length = ops.shape(token_ids)
     enters, passed, seen = generation.entering(known, cache, batch, length, start)
@@ -140,7 +140,7 @@ def answered(task, known, cache, token_ids, start):
         def after():
             return generation.Cache(seen, kept(parts | cross_parts), cache.model)
 
-        yield Answered(blank(*size), cross_blank(*size), after)
+        yield DecoderCall(blank(*size), cross_blank(*size), after)
 
 
 def members(cls):
