@@ -61,6 +61,7 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
     ):
         options = Options.take(kwargs)
         check_sizes(num_heads=num_heads, key_dim=key_dim)
-        super().__init__(num_heads, key_dim, *args, seed=seed, **kwargs)
+        # Keras refuses the integers of NumPy.
+        super().__init__(int(num_heads), int(key_dim), *args, seed=seed, **kwargs)
         feature_map = resolve(feature_map, num_features, seed, name="feature_map")
         self._set_mechanism(feature_map, options)

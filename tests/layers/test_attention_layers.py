@@ -194,7 +194,11 @@ def test_hybrids_warn_where_lengths_vary():
 def test_sizes_of_multi_head_attention(sizes):
     with pytest.raises(ValueError, match="must be a positive integer. Received: "):
         MultiHeadAttention(*sizes)
-    assert MultiHeadAttention(np.int64(2), np.int64(8))
+
+
+def test_sizes_may_be_integers_of_numpy():
+    config = MultiHeadAttention(np.int64(2), np.int64(8)).get_config()
+    assert (config["num_heads"], config["key_dim"]) == (2, 8)
 
 
 def test_the_seed_of_dropout_is_keras_own_affair():
