@@ -102,9 +102,6 @@ class LinearAttention:
             kwargs["attention_mask"] = taken_over(kwargs["attention_mask"])
         recorder = context_of(self).recorder
         with CallContext(self, is_same, recorder=recorder).active():
-            if hasattr(recorder, "arguments"):
-                # `uptraining` calls the layer again with these.
-                recorder.arguments.append((args, kwargs))
             if recorder is not None and isinstance(recorder, Interceptor):
                 return recorder.around(self, super().__call__, args, kwargs)
             return super().__call__(*args, **kwargs)

@@ -47,8 +47,9 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         Array of shape `(B, T, D)` in the compute dtype.
 
     Raises:
-        ValueError: If `num_heads` or `key_dim` is not a positive integer, the name of the feature map is unknown, `num_features` is given
-            together with a map or a config, or an option is invalid.
+        ValueError: If `num_heads` or `key_dim` is not a positive integer, the name of
+            the feature map is unknown, `num_features` is given together with a map or a
+            config, or an option is invalid.
         TypeError: If `feature_map` is of another type.
 
     Examples:

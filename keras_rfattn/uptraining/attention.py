@@ -11,8 +11,15 @@ import keras
 import numpy as np
 from keras import ops
 
+<<<<<<< HEAD
 from keras_rfattn.backend import with_gradient
 from keras_rfattn.layers.recording import progress, recording, run
+=======
+from keras_rfattn.backend.gradients import with_gradient
+from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.interceptor import Interceptor
+from keras_rfattn.layers.recording import recording
+>>>>>>> 1b6c2c3 (Watcher is an Interceptor)
 from keras_rfattn.ops import Softmax
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.rows import feature_rows, kernel_rows, nearby
@@ -88,8 +95,8 @@ class AttentionStage(keras.Model):
         return ops.sum(y_pred["loss"]) / count
 
 
-class Watcher:
-    """A recorder that stores a layer's calls and answers them with softmax attention.
+class Watcher(Interceptor):
+    """Stores a layer's calls, and answers them with softmax attention.
 
     Attributes:
         calls: List of `Attention`, the calls of the layer.
@@ -98,6 +105,11 @@ class Watcher:
 
     def __init__(self):
         self.calls, self.arguments = [], []
+
+    def around(self, layer, function, args, kwargs):
+        """Stores the arguments of the layer; see `Interceptor`."""
+        self.arguments.append((args, dict(kwargs)))
+        return function(*args, **kwargs)
 
     def __call__(self, call):
         self.calls.append(call)
