@@ -11,15 +11,9 @@ import keras
 import numpy as np
 from keras import ops
 
-<<<<<<< HEAD
 from keras_rfattn.backend import with_gradient
-from keras_rfattn.layers.recording import progress, recording, run
-=======
-from keras_rfattn.backend.gradients import with_gradient
-from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.interceptor import Interceptor
-from keras_rfattn.layers.recording import recording
->>>>>>> 1b6c2c3 (Watcher is an Interceptor)
+from keras_rfattn.layers.recording import progress, recording, run
 from keras_rfattn.ops import Softmax
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.rows import feature_rows, kernel_rows, nearby
