@@ -150,7 +150,7 @@ class Attention:
         return query, key, stats
 
     def deferred(self, query, key, stats):
-        """Returns `Deferred` features for results of `prepared`, or for parts of them."""
+        """Returns `Deferred` features for results of `prepared`, or for parts."""
         return (
             self.feature_map.deferred("query_features", query, stats),
             self.feature_map.deferred("key_features", key, stats),
