@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -11,9 +12,12 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.ops import Features
+from tests import forms
 from tests.feature_maps.cases import case, names
+from tests.marks import each_map
 
 NAMES = feature_maps.list()
+EACH_MAP = each_map(NAMES)
 # Their attention has a 1 in its denominator: no average of values.
 POLYNOMIAL = names(kernel="polynomial")
 AVERAGING = [name for name in NAMES if name not in POLYNOMIAL]
@@ -25,19 +29,14 @@ RANDOM = [
     for name in NAMES
     if issubclass(feature_maps.FEATURE_MAPS[name], feature_maps.RandomFeatureMap)
 ]
-# One of each form that features have.
-FORMS = ("favor", "favorpp", "hybrid_angular", "polysketch")
-AVERAGING_FORMS = [name for name in FORMS if name in AVERAGING]
+# Names of the synthetic maps of `tests/forms.py`, on which algorithms are tested.
+FORMS = tuple(forms.FORMS)
+AVERAGING_FORMS = tuple(name for name in FORMS if name != "squared")
 
 
-def over(values, names=NAMES):
-    """Pairs of a map and a value: the first value with all, the others with `FORMS`.
-
-    For what only an algorithm sees, which knows a map by the form of its features.
-    """
-    first, *others = values
-    some = [name for name in names if name in FORMS]
-    return [(x, first) for x in names] + [(x, v) for v in others for x in some]
+def over(values, names=FORMS):
+    """Returns all pairs of a name of a map and a value."""
+    return list(itertools.product(names, values))
 
 
 # Of a dtype that NumPy lacks, `to_numpy` makes float32.
@@ -90,7 +89,11 @@ def padding_masks(length=LENGTH):
 
 @functools.cache
 def build(name, kv_heads=KV_HEADS, head_dim=HEAD_DIM, seed=7, **arguments):
-    """A built map; one that learns a statistic has met data."""
+    """A built map of the registry or of `FORMS`; if it learns, it has met data."""
+    if name in FORMS:
+        feature_map = forms.FORMS[name](seed=seed)
+        feature_map.build((None, None, kv_heads, head_dim))
+        return feature_map
     row = case(name)
     feature_map = feature_maps.get(name, seed=seed, **{**small(name), **arguments})
     feature_map.build((None, None, kv_heads, head_dim))
@@ -126,6 +129,8 @@ def small(name):
 
 def input_size(feature_map):
     """What a map's queries and keys are multiplied by."""
+    if isinstance(feature_map, forms.Form):
+        return 1.0
     return case(feature_maps.name_of(feature_map)).size
 
 

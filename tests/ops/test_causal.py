@@ -148,7 +148,7 @@ def test_deferred_features_leave_the_map_free():
     assert alive() is None
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_gradients_ignore_padding(name):
     feature_map, x = h.build(name), h.problem()
     mask = h.padding_masks()["middle"]
