@@ -2,19 +2,19 @@
 
 import contextlib
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
 import keras
 import numpy as np
+import pytest
 from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.ops import Features
 from tests import forms
 from tests.feature_maps.cases import case, names
-from tests.marks import each_map
+from tests.marks import ONE_BACKEND, each_map
 
 NAMES = feature_maps.list()
 EACH_MAP = each_map(NAMES)
@@ -35,8 +35,15 @@ AVERAGING_FORMS = tuple(name for name in FORMS if name != "squared")
 
 
 def over(values, names=FORMS):
-    """Returns all pairs of a name of a map and a value."""
-    return list(itertools.product(names, values))
+    """Returns all pairs of a name of a map and a value.
+
+    By default, tests only run on the first value.
+    """
+    return [
+        pytest.param(name, value, marks=ONE_BACKEND if i else ())
+        for name in names
+        for i, value in enumerate(values)
+    ]
 
 
 # Of a dtype that NumPy lacks, `to_numpy` makes float32.

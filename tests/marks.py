@@ -21,3 +21,11 @@ def each_map(names):
         pytest.param(name, marks=() if name in {*MAP_FORMS, *OWN} else ONE_BACKEND)
         for name in names
     ]
+
+
+def first(values):
+    """Returns a parameter for each value; all but the first only run with `full`."""
+    values = [x if isinstance(x, tuple) else (x,) for x in values]
+    return [
+        pytest.param(*x, marks=ONE_BACKEND if i else ()) for i, x in enumerate(values)
+    ]

@@ -91,7 +91,12 @@ def test_the_walk_sees_imports():
     # Else all of the above would hold of an empty set.
     found = folders(ROOT / "feature_maps" / "projected.py")
     assert found == {"backend", "projections", "kernels"}
-    assert folders(ROOT / "layers" / "implementation.py") == {"backend", "feature_maps", "fused", "ops"}
+    assert folders(ROOT / "layers" / "implementation.py") == {
+        "backend",
+        "feature_maps",
+        "fused",
+        "ops",
+    }
 
 
 def module(file):

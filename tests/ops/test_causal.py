@@ -9,6 +9,7 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.ops import Features, causal, quadratic
 from tests import helpers as h
+from tests.marks import ONE_BACKEND
 
 BLOCKS = (3, 1, 16, 128)
 
@@ -211,7 +212,9 @@ def test_prefix_mean_is_not_what_comes_out(name):
 
 
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="of TensorFlow")
-@pytest.mark.parametrize("name", ["favor", "favorplus"])
+@pytest.mark.parametrize(
+    "name", ["favor", pytest.param("favorplus", marks=ONE_BACKEND)]
+)
 def test_unknown_length_in_a_graph(name):
     import tensorflow as tf
 

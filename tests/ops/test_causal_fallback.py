@@ -60,7 +60,7 @@ def clear_rows(output, expected, rtol):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "algorithm"),
-    [(*x, "causal") for x in h.over(DTYPES)]
+    [pytest.param(*x.values, "causal", marks=x.marks) for x in h.over(DTYPES)]
     + [(name, DTYPES[0], "bidirectional") for name in h.FORMS],
 )
 def test_finite_with_gradients(name, algorithm, dtype):

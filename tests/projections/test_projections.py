@@ -68,6 +68,7 @@ class Unsigned(projections.Orthogonal):
         return rows * np.sqrt(dim)
 
 
+@pytest.mark.full
 def test_every_entry_is_positive_half_the_time(gaussian_vectors):
     limit = bound(DIM * COUNT)
     # The draws tell 1/2 from 0.54.
@@ -79,6 +80,7 @@ def test_negative_control_unsigned_directions_are_found_out():
     assert np.max(sign_errors(draws(Unsigned))) > 3 * bound(DIM * COUNT)
 
 
+@pytest.mark.full
 def test_every_vector_has_identity_covariance(vectors):
     covariance = np.einsum("nim,njm->mij", vectors, vectors) / DRAWS
     # Var(w_i²) is 2 and Var(w_i w_j) is 1 for Gaussian entries.

@@ -11,6 +11,7 @@ from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.fitting import rate_for
 from keras_rfattn.uptraining.plan import planned
 from tests import helpers as h
+from tests.marks import first
 from tests.uptraining import models as m
 
 LEARNED = ("hedgehog", "favorpp_learned")
@@ -48,6 +49,7 @@ def test_stage_attention_does_not_hold_rows_of_attention(monkeypatch, trainable)
     assert (max(sizes) > 0) == (trainable == "query_key")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LEARNED)
 def test_learned_maps_compiled_come_near_and_leave_the_checkpoint_alone(name):
     softmax = m.softmax_model()
@@ -66,6 +68,8 @@ def test_learned_maps_compiled_come_near_and_leave_the_checkpoint_alone(name):
     h.assert_same(outputs(model), wanted)
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_stages_take_up_where_the_others_end():
     both = m.linear_model()
     report = m.uptrain(both, steps=16)
@@ -280,7 +284,7 @@ def test_any_optimizer_and_gradient_accumulation():
     assert not all(np.array_equal(a, b) for a, b in same)
 
 
-@pytest.mark.parametrize("window_dropout", [0.0, 0.999])
+@pytest.mark.parametrize("window_dropout", first([0.999, 0.0]))
 def test_windows_are_dropped_so_that_features_learn(window_dropout):
     # A window over everything is softmax itself: nothing is left to learn.
     model = m.linear_model(window=m.TOKENS)
@@ -411,6 +415,8 @@ def test_a_training_that_breaks_off_says_where():
     assert "after 2 of the 4 steps of AttentionStage" in found.value.__notes__[-1]
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_a_teacher_that_changes_is_noticed():
     model = m.linear_model()
 
@@ -524,6 +530,8 @@ def test_refusals_add_no_adapter(kinds, trainable, message):
     assert all(map(np.array_equal, found, before))
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_narrow_weights_train_by_an_optimizer_of_ones_own():
     model = vectors(dtype="bfloat16")
     before = [x.astype("float32") for x in m.weights(model)]
@@ -535,6 +543,7 @@ def test_narrow_weights_train_by_an_optimizer_of_ones_own():
     assert {n for n in names if "query/kernel" in n} <= moved
 
 
+@pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("compiles", [True, False])
 def test_lists_of_inputs(compiles):
@@ -589,6 +598,7 @@ def test_a_second_uptraining_has_another_teacher():
         m.uptrain(model, steps=2, stages="features")
 
 
+@pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("kind", ["list", "none"])
 def test_outputs_without_names(kind):
