@@ -1,4 +1,4 @@
-"""Marks of tests, and the feature maps on which tests run by default."""
+"""Marks of tests, and the values of parameters with which tests run by default."""
 
 import pytest
 
@@ -8,24 +8,27 @@ ONE_BACKEND = (pytest.mark.full, pytest.mark.once)
 
 # One map for each form of features; see `tests/forms.py`.
 MAP_FORMS = ("favor", "favorpp", "hybrid_angular", "polysketch")
-# Names of the maps from outside the package: CONTRIBUTING's example, and those of `--map`.
+# Names of the maps from outside the package: CONTRIBUTING's example, and `--map`.
 OWN = set()
 
 
-def each_map(names):
-    """Returns a parameter for each name of a map; most of them only run with `full`.
-
-    The maps of `MAP_FORMS` and of `OWN` run by default and on every backend.
-    """
-    return [
-        pytest.param(name, marks=() if name in {*MAP_FORMS, *OWN} else ONE_BACKEND)
-        for name in names
-    ]
-
-
 def first(values):
-    """Returns a parameter for each value; all but the first only run with `full`."""
-    values = [x if isinstance(x, tuple) else (x,) for x in values]
+    """Returns a parameter for each value; by default tests only run on the first."""
+    return _params(values, lambda i, _: i == 0)
+
+
+def each_map(rows):
+    """Returns a parameter for each name of a map, or tuple that begins with a name.
+
+    By default, and on JAX and TensorFlow in CI, tests only run on the maps of
+    `MAP_FORMS` and of `OWN`.
+    """
+    return _params(rows, lambda _, row: row[0] in {*MAP_FORMS, *OWN})
+
+
+def _params(rows, is_default):
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
     return [
-        pytest.param(*x, marks=ONE_BACKEND if i else ()) for i, x in enumerate(values)
+        pytest.param(*row, marks=() if is_default(i, row) else ONE_BACKEND)
+        for i, row in enumerate(rows)
     ]
