@@ -50,10 +50,6 @@ def predict(model, inputs):
     return np.asarray(model.predict(inputs, verbose=0))
 
 
-def call(model, inputs):
-    return keras.ops.convert_to_numpy(model(inputs))
-
-
 OTHERS = [x for x in h.NAMES if x != "favorpp"]
 
 
