@@ -318,6 +318,7 @@ def test_one_feature(name, size, causal):
     assert np.any(moved[:, 4:] != 0)
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_rematerialization_changes_no_number():
     x = np.random.default_rng(0).normal(size=(2, 9, 8)).astype("float32")

@@ -231,7 +231,7 @@ def greedy(model, ids, mask):
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("family", "mechanism"),
-    [("gpt2", "favorpp"), pytest.param("llama", "window", marks=pytest.mark.full)]
+    [("gpt2", "favorpp"), pytest.param("llama", "window", marks=ONE_BACKEND)]
     + [
         pytest.param(family, mechanism, marks=ONE_BACKEND)
         for family in DECODERS
@@ -289,7 +289,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize(
     ("family", "sampler"),
-    [pytest.param("llama", "beam", marks=pytest.mark.full)]
+    [pytest.param("llama", "beam", marks=ONE_BACKEND)]
     + [pytest.param("gpt2", x, marks=ONE_BACKEND) for x in SAMPLERS]
     + [pytest.param("qwen3_moe", "greedy", marks=ONE_BACKEND)],
 )
@@ -330,6 +330,7 @@ def beam_search(model, ids, start, count):
     return beams[scores.argmax()]
 
 
+@pytest.mark.once
 @pytest.mark.full
 @pytest.mark.parametrize("mechanism", first(["window", "favorpp"]))
 def test_beam_search(mechanism):

@@ -63,6 +63,7 @@ def logits(model, x):
     return keras.ops.convert_to_numpy(model(x, training=False))
 
 
+@pytest.mark.once
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("images", "arguments"),

@@ -68,6 +68,7 @@ def assert_greedy(model, inputs):
     assert len(np.unique(expected)) > 5
 
 
+@pytest.mark.once
 @pytest.mark.full
 @pytest.mark.parametrize(
     "mechanism",

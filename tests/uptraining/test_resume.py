@@ -50,6 +50,7 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.once
 @pytest.mark.full
 @pytest.mark.parametrize(
     "save_every, steps", [pytest.param(1, 1, marks=pytest.mark.once), (3, 7)]

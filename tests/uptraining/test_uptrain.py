@@ -49,6 +49,7 @@ def test_stage_attention_does_not_hold_rows_of_attention(monkeypatch, trainable)
     assert (max(sizes) > 0) == (trainable == "query_key")
 
 
+@pytest.mark.once
 @pytest.mark.full
 @pytest.mark.parametrize("name", LEARNED)
 def test_learned_maps_compiled_come_near_and_leave_the_checkpoint_alone(name):
