@@ -11,7 +11,7 @@ import keras_rfattn
 from tests.helpers import assert_same, to_numpy
 from tests.marks import ONE_BACKEND, first
 
-pytestmark = ONE_BACKEND
+pytestmark = [*ONE_BACKEND]
 
 X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
 
