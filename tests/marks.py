@@ -26,6 +26,14 @@ def each_map(rows):
     return _params(rows, lambda _, row: row[0] in {*MAP_FORMS, *OWN})
 
 
+def own_maps(rows):
+    """Returns parameters as `each_map` does; by default tests only run on `OWN`.
+
+    For contracts that are slow to compile, and that `tests/ops` tests on synthetic maps.
+    """
+    return _params(rows, lambda _, row: row[0] in OWN)
+
+
 def _params(rows, is_default):
     rows = [row if isinstance(row, tuple) else (row,) for row in rows]
     return [

@@ -22,9 +22,9 @@ from keras_rfattn.ops import (
 )
 from keras_rfattn.ops.features import map_features
 from tests import helpers as h
+from tests import marks
 from tests.contract import contract
 from tests.feature_maps.cases import case
-from tests.marks import first
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 
@@ -55,6 +55,7 @@ ALGORITHMS = {
 }
 CAUSAL = ("causal", "token by token")
 each_map = pytest.mark.parametrize("name", h.EACH_MAP)
+own_maps = pytest.mark.parametrize("name", marks.own_maps(h.NAMES))
 each_parallel = pytest.mark.parametrize("algorithm", PARALLEL)
 
 
@@ -124,7 +125,7 @@ def test_the_future_changes_nothing(name, content):
         assert not np.array_equal(actual[:, now:], expected[:, now:])
 
 
-@each_map
+@own_maps
 def test_the_future_changes_no_gradient(name):
     x, now = h.problem(), 21
     call = parallel(name, "causal")
@@ -210,7 +211,7 @@ def test_large_logits_choose_among_keys(name):
 
 
 @each_parallel
-@each_map
+@own_maps
 def test_gradients_of_large_logits_are_finite(name, algorithm):
     x = h.problem(size=LARGE / case(name).size)
     found = h.gradients(parallel(name, algorithm), *x)
@@ -220,9 +221,9 @@ def test_gradients_of_large_logits_are_finite(name, algorithm):
         assert np.any(found[2] != 0), "no gradient reaches the values"
 
 
-@pytest.mark.parametrize("dtype", first(h.NARROW))
+@pytest.mark.parametrize("dtype", marks.first(h.NARROW))
 @each_parallel
-@pytest.mark.parametrize("name", [x for x in h.EACH_MAP if x.values[0] in h.AVERAGING])
+@pytest.mark.parametrize("name", marks.own_maps(h.AVERAGING))
 def test_narrow_values(name, algorithm, dtype):
     # Queries near keys, or a signed map's rows could not tell its output from 0.
     feature_map, x = h.build(name), h.problem(size=0.2)
@@ -238,8 +239,8 @@ def test_narrow_values(name, algorithm, dtype):
         h.assert_matches(feature_map, output, expected, h.NARROW[dtype])
 
 
-@pytest.mark.parametrize("dtype", first(h.NARROW))
-@each_map
+@pytest.mark.parametrize("dtype", marks.first(h.NARROW))
+@own_maps
 def test_gradients_of_narrow_inputs(name, dtype):
     feature_map, x = h.build(name), h.problem()
     if not feature_map.is_positive:
@@ -279,7 +280,7 @@ def test_padding_reaches_no_output_of_a_layer(name):
         assert np.max(np.abs(without - expected)) > 1e-4, "the mask changes nothing"
 
 
-@each_map
+@own_maps
 def test_a_layer_in_low_precision(name):
     wide, x = layer(name)
     low, _ = layer(name, "mixed_bfloat16")
