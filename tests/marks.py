@@ -29,7 +29,7 @@ def each_map(rows):
 def own_maps(rows):
     """Returns parameters as `each_map` does; by default tests only run on `OWN`.
 
-    For contracts that are slow to compile, and that `tests/ops` tests on synthetic maps.
+    For slow contracts that `tests/ops` tests on synthetic maps on every backend.
     """
     return _params(rows, lambda _, row: row[0] in OWN)
 
