@@ -171,7 +171,7 @@ class Sensitivity:
             for part in self.parts
         ]
         width = max(len("layer"), *map(len, names))
-        lines = [f"{'layer':<{width}}  softmax again  alone linear"]
+        lines = [f"{'layer':<{width}}   only softmax   only linear"]
         lines += [
             f"{name:<{width}}{part.restored:>15.4f}{part.alone:>14.4f}"
             for name, part in zip(names, self.parts, strict=True)

@@ -47,16 +47,16 @@ class Recommendation:
             f"{name:<15}{count:>13}{width:>7}{error:>14.3f}"
             for name, count, width, error in self.tried
         ]
-        lines.append(f"{'no attention':<35}{self.control:>14.3f}")
+        lines.append(f"{'mean of V':<35}{self.control:>14.3f}")
         if self.control <= self.wanted:
             lines.append(
-                f"The mean of V reaches {self.wanted}: the model needs no attention at "
-                f"this error. Ask for less than {self.control:.3g}."
+                f"The mean of V reaches {self.wanted}, so that this error shows "
+                f"nothing about attention. Use an `error` below {self.control:.3g}."
             )
         elif self.mechanism is None:
             lines.append(
-                f"None reaches {self.wanted} without training. Uptrain the model, or "
-                "keep its hardest layers softmax (`exclude=`)."
+                f"No candidate reaches {self.wanted} without training. Uptrain the "
+                "model, or keep layers with large errors softmax (`exclude=`)."
             )
         else:
             lines.append(
@@ -238,7 +238,7 @@ def _checked(error, budget, candidates, widths, length, seed):
     widths = list(widths) if is_listed else [widths]
     if not widths or not all(is_integer(width) and width > 0 for width in widths):
         raise ValueError(
-            "`widths` must be a list of positive integers, at least one. "
+            "`widths` must be a non-empty list of positive integers. "
             f"Received: widths={widths!r}."
         )
     is_listed = isinstance(candidates, (list, tuple))
@@ -247,13 +247,13 @@ def _checked(error, budget, candidates, widths, length, seed):
     kernels = [feature_maps.get(x, seed=0).kernel for x in names if x in known]
     if not names or kernels != ["softmax"] * len(names):
         raise ValueError(
-            "`candidates` must be names of maps that estimate softmax, at least one. "
+            "`candidates` must be one or more names of maps that estimate softmax. "
             f"Received: candidates={candidates!r}."
         )
     if length is not None and not (is_number(length) and 0 < length < np.inf):
         raise ValueError(
-            "`length` must be a positive number of tokens, or `None` for the data's "
-            f"mean. Received: length={length!r}."
+            "`length` must be a positive number of tokens, or `None` for the mean "
+            f"length of the data. Received: length={length!r}."
         )
     check_seed(seed)
     if seed is None:
@@ -356,9 +356,9 @@ def _least_error(options, budget):
     least = sum(min(c.multiplications for c in row) for row in options)
     if least > budget:
         raise ValueError(
-            "`budget` does not pay for the narrowest choice in every layer, "
+            "`budget` must allow the narrowest choice in every layer, which takes "
             f"{least:,.0f} multiplications per token. Received: budget={budget!r}. "
-            "Raise it, or try smaller `widths`."
+            "Use a larger `budget` or smaller `widths`."
         )
     layer_of = np.array([i for i, _ in flat])
     one_each = np.arange(len(options))[:, None] == layer_of

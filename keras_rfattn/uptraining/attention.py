@@ -347,7 +347,7 @@ class Measuring:
         if np.any(without_token):
             raise ValueError(
                 "`data` must hold a real token for every linear layer. Received: "
-                "padding alone, or a model that does not call all of them, at "
+                "only padding, or a model that does not call every layer, at "
                 f"{self._paths(without_token)}."
             )
         error, _, control, heads = map(ops.convert_to_numpy, relative(total))

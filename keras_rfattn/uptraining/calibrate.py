@@ -67,11 +67,11 @@ class CalibrateAfter(keras.callbacks.Callback):
             ]
             if training:
                 raise ValueError(
-                    "`CalibrateAfter` must not replace what was trained. Received: "
+                    "`CalibrateAfter` must not replace trained weights. Received: "
                     f"steps={self.steps}, during which the feature maps of "
                     f"{_paths(training)} train. Call `keras_rfattn.calibrate` before "
-                    "`fit`, freeze these maps, or pass discard_training=True to lose "
-                    "what they learned until then."
+                    "`fit`, freeze these maps, or pass discard_training=True to "
+                    "discard their training."
                 )
         self.seen = 0
 
@@ -218,7 +218,7 @@ def calibrate_stage(model, layers, batches, before, measure):
             assign(layers[i].feature_map.weights, old[i])
         if worse:
             kept = _paths(layers[i] for i in worse)
-            notes.append(f"another calibration would raise the error, kept: {kept}")
+            notes.append(f"maps whose error would increase were kept: {kept}")
     return "; ".join(notes)
 
 
