@@ -194,5 +194,5 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
 
 def _cells(errors):
     """Returns the cells of a table row, with a reason where a number is missing."""
-    missing = "width too small" if errors.covered == 0 else "unknown"
+    missing = "num_features too small" if errors.covered == 0 else "unknown"
     return [missing if np.isnan(error) else f"{error:.3g}" for error in errors]

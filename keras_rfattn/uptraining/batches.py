@@ -245,7 +245,7 @@ class Stream:
         raise DataEnded(
             f"`data` ended after {self.position + 1} batches{excluded}, and step "
             f"{step} needs one more. Pass a function that makes the generator, a "
-            "dataset, or arrays, which can be gone through again."
+            "dataset, or arrays, which can be read repeatedly."
         )
 
     def _read(self):

@@ -174,9 +174,9 @@ def check_untrained(layers):
     trained = [x for x in layers if x.feature_map.was_trained]
     if trained:
         raise ValueError(
-            "`model` must have no trained feature map, as calibrating it would replace "
-            f"what was trained. Received: trained maps of {_paths(trained)}. Pass "
-            "discard_training=True to lose what they learned."
+            "`model` must have no trained feature map, because calibration would "
+            f"replace its weights. Received: trained maps of {_paths(trained)}. Pass "
+            "discard_training=True to discard their training."
         )
 
 
@@ -204,7 +204,7 @@ def calibrate_stage(model, layers, batches, before, measure):
     notes = []
     if trained:
         kept = _paths(layers[i] for i in trained)
-        notes.append(f"trained maps are kept: {kept}")
+        notes.append(f"trained maps were kept: {kept}")
     if untrained:
         old = {
             i: values_of(layers[i].feature_map.weights)

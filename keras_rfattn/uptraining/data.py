@@ -105,9 +105,7 @@ def as_array(x):
         ValueError: If this is not possible.
     """
     if x is None or isinstance(x, (str, bytes, int, float, np.generic)):
-        raise _no_array(
-            f"{x!r:.80}. A batch is an array, or a list of texts, of several rows"
-        )
+        raise _no_array(f"{x!r:.80}. A batch must be an array or a list of texts")
     if "string" in str(getattr(x, "dtype", "")):
         return np.asarray(x, dtype=object)
     array = x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)

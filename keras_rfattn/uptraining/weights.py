@@ -45,7 +45,7 @@ def variables_to_train(model, layers, trainable, lora_rank, optimizer=None):
         frozen = "" if asked == "maps" else ", and its own weights are frozen"
         raise ValueError(
             f"Nothing would train in {empty}: {title(model)} has "
-            f"{', '.join(mechanisms)}, without trainable weights{frozen}. Received: "
+            f"{', '.join(mechanisms)} without trainable weights{frozen}. Received: "
             f"trainable={asked!r}. Use a learned map such as 'hedgehog' whose "
             "`trainable` is True, or trainable='query_key' if queries and keys are not "
             "frozen."
