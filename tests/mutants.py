@@ -90,7 +90,7 @@ MUTANTS = {
         "layers/test_call_context.py",
     ),
     "weights that PyTorch does not count": Mutant(
-        "models/holders.py", "refresh", "layer._track_variables()", "None",
+        "models/holders.py", "refresh", "track_variables_anew(layer)", "None",
         "models/test_holders.py",
     ),
     "a trained map fitted again": Mutant(

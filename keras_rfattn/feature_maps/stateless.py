@@ -10,7 +10,7 @@ from keras import ops
 from keras_rfattn.backend import wide_dtype
 
 # Config entries that do not change the function of given weights.
-IGNORED = ("name", "trainable", "dtype", "seed", "projection")
+IGNORED = ("name", "trainable", "dtype", "seed", "projection", "module")
 
 
 class FeatureFunction:
@@ -86,10 +86,7 @@ class FeatureFunction:
 
 def essence(feature_map):
     """Returns what decides a map's function besides its weights, seeds and names."""
-    cls = type(feature_map)
-    # The attribute is not inherited, because a subclass computes another function.
-    name = vars(cls).get("former_name") or cls.__name__
-    return name, _essence(feature_map.get_config())
+    return type(feature_map).__name__, _essence(feature_map.get_config())
 
 
 def _essence(config):

@@ -8,10 +8,10 @@ from keras import ops
 
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
-from keras_rfattn.backend import without_gradients
+from keras_rfattn.backend.layers import compiled_for_inference
 from keras_rfattn.layers.checks import check_model, projection, title
 from keras_rfattn.layers.decoding import empty_state
-from keras_rfattn.layers.fingerprint import fingerprint
+from keras_rfattn.layers.fingerprint import checksum
 from keras_rfattn.models.carried import sums_up
 from keras_rfattn.models.generation import (
     Cache,
@@ -20,6 +20,7 @@ from keras_rfattn.models.generation import (
     generating,
     has_states,
 )
+from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
 
@@ -127,7 +128,7 @@ def check(model):
         TypeError: If the model cannot be decoded with a state.
     """
     check_model(model)
-    stream = vars(model).get("stream_function")
+    stream = notes_of(model).stream
     if stream is not None and stream.variables == variables_of(model):
         return stream
     is_task = getattr(type(model), "call_with_cache", None) in EMPTY
@@ -137,9 +138,8 @@ def check(model):
             f"inputs are tokens. Received: {type(model).__name__}. Call "
             "`keras_rfattn.replace_attention` first."
         )
-    stream = Stream(model)
-    # Bypasses Keras' attribute tracking. `holders.refresh` resets the attribute.
-    object.__setattr__(model, "stream_function", stream)
+    # `holders.refresh` discards it.
+    stream = notes_of(model).stream = Stream(model)
     return stream
 
 
@@ -218,7 +218,7 @@ class Stream:
                 one.layers[f"{site.index}"] = empty_state(site.layer, 1)
         self.shapes, self.mark = _shapes(one), mark_of(model, self.sites)
         self.positions = token_limit(model)
-        self.function = self._compiled()
+        self.function = compiled_for_inference(self._forward, model)
 
     def __call__(self, tokens, state, start, padding_mask):
         """Returns `(logits, state)` for tokens that begin at position `start`."""
@@ -265,30 +265,6 @@ class Stream:
             logits, _, state = self.model.call_with_cache(tokens, state, start)
         return logits, state
 
-    def _compiled(self):
-        """Compiles `_forward` as Keras compiles `generate` on each backend."""
-        backend = keras.backend.backend()
-        if backend == "torch":
-            return without_gradients()(self._forward)
-        if getattr(self.model, "run_eagerly", False):
-            return self._forward
-        if backend == "tensorflow":
-            import tensorflow as tf
-
-            return tf.function(self._forward)
-        import jax
-
-        @jax.jit
-        def compiled(values, *args):
-            mapping = zip(self.model.variables, values, strict=True)
-            with keras.StatelessScope(state_mapping=list(mapping)):
-                return self._forward(*args)
-
-        def call(*args):
-            return compiled([x.value for x in self.model.variables], *args)
-
-        return call
-
 
 def mark_of(model, sites):
     """Returns a checksum that identifies the model whose states these are.
@@ -299,7 +275,9 @@ def mark_of(model, sites):
     found = zlib.crc32(original_class(model).__name__.encode())
     for site in sites:
         if site.is_linear:
-            found = zlib.crc32(fingerprint(site.layer).tobytes(), found)
+            # States saved before fingerprints had format 3 contain the number 2.
+            mechanism = np.array([2, checksum(site.layer)])
+            found = zlib.crc32(mechanism.tobytes(), found)
             variables = site.layer.feature_map.variables
             for x in [*variables, *projection(site.layer, "query").variables[:1]]:
                 x = ops.convert_to_numpy(ops.cast(x, "float32"))

@@ -71,10 +71,11 @@ def too_long(model, batch):
         Text for an error message. It is empty if the model has enough positions.
     """
     limits = [
-        x for layer in model._flatten_layers()
+        x
+        for layer in model._flatten_layers()
         for x in [getattr(layer, "max_sequence_length", None)]
         if isinstance(x, int)
-    ]  # fmt: skip
+    ]
     shapes = [getattr(x, "shape", ()) for x in keras.tree.flatten(batch)]
     lengths = [x[1] for x in shapes if len(x) == 2 and isinstance(x[1], int)]
     if not limits or not lengths or max(lengths) <= min(limits):
@@ -111,10 +112,13 @@ def _preprocessor_name(model):
     for layer in model._flatten_layers():
         cls = original_class(layer)
         names = [
-            name for name, x in vars(hub.models).items()
-            if isinstance(x, type) and issubclass(x, hub.models.Preprocessor)
-            and x.backbone_cls is cls and "Masked" not in name
-        ]  # fmt: skip
+            name
+            for name, x in vars(hub.models).items()
+            if isinstance(x, type)
+            and issubclass(x, hub.models.Preprocessor)
+            and x.backbone_cls is cls
+            and "Masked" not in name
+        ]
         if names:
             return min(names, key=_kind)
     return None

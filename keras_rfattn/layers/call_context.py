@@ -61,8 +61,8 @@ class CallContext:
         segment_ids: Integers `(B, T)` that number the texts of packed rows, or `None`.
         mask: An `AttentionMask` that replaces the mask which the layer's class
             receives, or `None` to use that mask.
-        recorder: A function that observes the layer or computes its attention (see
-            `attend`), or `None`.
+        recorder: An `Interceptor` or a function that observes the layer or computes
+            its output, or `None`.
     """
 
     layer: Any
@@ -72,41 +72,30 @@ class CallContext:
     recorder: Any = None
 
     def active(self):
-        """Context manager in which the layer's hooks see this context."""
-        return _CALL.holding(self)
+        """Context manager in which the layer sees this context, in this thread."""
+        return _CONTEXTS.giving(self.layer, self)
 
     def replace(self, **changes):
         """Returns a copy with some attributes changed."""
         return dataclasses.replace(self, **changes)
 
 
-_CALL = PerThread()
-_RECORDERS = PerObject()
+_CONTEXTS = PerObject()
 _HANDED = PerThread()
 
 
 def context_of(layer, self_attention=False):
-    """Returns the `CallContext` of a layer's current call.
+    """Returns the active `CallContext` of a layer, or a new one if there is none.
 
     Args:
         layer: An attention layer.
-        self_attention: Whether queries, keys and values are the same tokens. This is
-            used only if `call` was called directly, so that no context is active.
+        self_attention: Whether queries, keys and values are the same tokens, for a new
+            context. This is needed only where `call` was called directly.
     """
-    context = _CALL.value
-    if context is not None and context.layer is layer:
-        return context
-    return CallContext(layer, self_attention, recorder=recorder_of(layer))
-
-
-def recorder_of(layer):
-    """Returns a layer's recorder for this thread, or else its attribute `recorder`."""
-    return _RECORDERS.get(layer, layer.recorder)
-
-
-def answered_by(layer, recorder):
-    """Context manager in which `recorder` answers for a layer in this thread only."""
-    return _RECORDERS.giving(layer, recorder)
+    context = _CONTEXTS.get(layer)
+    if context is None:
+        return CallContext(layer, self_attention, recorder=layer.recorder)
+    return context
 
 
 def hand_over(array, mask):

@@ -5,6 +5,8 @@ Every function that takes a model uses `check_model`.
 
 import keras
 
+from keras_rfattn.feature_maps.arguments import is_integer
+
 
 def check_model(model):
     """Raises `TypeError` unless `model` is a Keras layer, `ValueError` unless built."""
@@ -21,7 +23,7 @@ def check_model(model):
 
 
 def _way_out(found):
-    """Returns advice on what to pass instead of a wrong object, or ""."""
+    """Returns advice on what to pass instead of a wrong object, if there is any."""
     if isinstance(found, str):
         return (
             f" Load the model of a KerasHub preset first: `keras_rfattn.from_preset("
@@ -30,6 +32,15 @@ def _way_out(found):
     if isinstance(found, type) and issubclass(found, keras.layers.Layer):
         return f" Make a model of the class first: `{found.__name__}(...)`."
     return ""
+
+
+def check_sizes(**sizes):
+    """Raises `ValueError` unless all arguments are positive integers."""
+    for name, size in sizes.items():
+        if not is_integer(size) or size <= 0:
+            raise ValueError(
+                f"`{name}` must be a positive integer. Received: {name}={size!r}."
+            )
 
 
 def title(model):

@@ -10,6 +10,7 @@ from functools import partial
 from keras import ops
 
 from keras_rfattn.layers.call_context import context_of
+from keras_rfattn.layers.interceptor import Interceptor
 from keras_rfattn.layers.not_finite import marked, remembered
 from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops.causal import causal
@@ -123,7 +124,7 @@ def _one_more(call, state, passed):
     return read_local_state(state, query_features, query, kernel), state
 
 
-class Decoder:
+class Decoder(Interceptor):
     """Recorder of a layer while it decodes, which keeps and updates its state.
 
     Args:
@@ -171,7 +172,7 @@ class Decoder:
         return output
 
 
-class CrossDecoder:
+class CrossDecoder(Interceptor):
     """Recorder of cross-attention to an encoder, whose tokens are summed only once.
 
     Args:

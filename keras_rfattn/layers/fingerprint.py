@@ -19,7 +19,10 @@ from keras_rfattn.feature_maps.stateless import essence
 from keras_rfattn.layers.checks import projection
 
 KEY = "attention_fingerprint"
-FORMAT = 2
+FORMAT = 3
+# Fingerprints of format 2 cannot be compared for these classes: they covered names of
+# modules and classes that have changed since.
+CHANGED_SINCE_2 = ("Conditioned", "Hybrid", "PlainRelu", "ProjectedElu")
 OF_ANOTHER = (
     "the weights were saved with another mechanism, other arguments or another "
     "window. Replace attention as it was when the weights were saved"
@@ -28,63 +31,41 @@ OF_ANOTHER = (
 MEANING = ("window", "sliding")
 # Entries of the config of a plain dtype policy.
 POLICY = {"class_name": "", "config": {"name": ""}, "module": "", "registered_name": ""}
-# Configs of inner maps contain the names of their modules. These modules were renamed
-# after the first fingerprints were written, so that fingerprints use the former names.
-FORMER_MODULES = {
-    f"keras_rfattn.feature_maps.{now}": f"keras_rfattn.feature_maps.{then}"
-    for now, then in {
-        "favor": "trigonometric",
-        "favorplus": "positive",
-        "favorpp": "generalized_exponential",
-        "monomials": "discrete",
-    }.items()
-}
 
 
 def fingerprint(layer):
     """Returns `[format, checksum]` for the function that a layer computes.
 
-    Seeds, names and weights do not change it.
+    Seeds, weights, and names of layers and modules do not change it.
     """
+    return np.array([FORMAT, checksum(layer)])
+
+
+def checksum(layer):
+    """Returns the checksum of a layer's `fingerprint`, a non-negative integer."""
     options = [getattr(layer.options, name) for name in MEANING]
     if layer.options.temperature is not None:
         options.append(float(layer.options.temperature))
     if layer.options.softmax_heads:
         options.append(layer.options.softmax_heads)
-    config = feature_maps.serialize(layer.feature_map)
-    of_map = _former(essence(layer.feature_map))
-    return np.array([FORMAT, _checksum((of_map, options, _projections(config)))])
-
-
-def _former(x):
-    """Replaces module names in an `essence` by those of the first fingerprints."""
-    if isinstance(x, tuple) and x[0] == "module":
-        return x[0], FORMER_MODULES.get(x[1], x[1])
-    if isinstance(x, (list, tuple)):
-        return type(x)(_former(item) for item in x)
-    return x
-
-
-def _checksum(x):
-    return zlib.crc32(repr(x).encode()) & 0x7FFFFFFF
+    projections = _projections(feature_maps.serialize(layer.feature_map))
+    described = essence(layer.feature_map), options, projections
+    return zlib.crc32(repr(described).encode()) & 0x7FFFFFFF
 
 
 def _projections(config):
     """Returns how random vectors are drawn in all parts of a config, without seeds."""
     if isinstance(config, dict):
-        own = config.get("projection")
-        own = (
-            []
-            if not isinstance(own, dict)
-            else [
-                own["class_name"],
-                sorted((k, repr(v)) for k, v in own["config"].items() if k != "seed"),
-            ]
-        )
+        found, projection = [], config.get("projection")
+        if isinstance(projection, dict):
+            arguments = sorted(
+                (k, repr(v)) for k, v in projection["config"].items() if k != "seed"
+            )
+            found = [projection["class_name"], arguments]
         # The config of a quantized layer's policy has more entries, which must not
         # change the fingerprint.
         config = config | ({"dtype": POLICY} if "dtype" in config else {})
-        return own + [
+        return found + [
             _projections(config[k]) for k in sorted(config) if k != "projection"
         ]
     if isinstance(config, (list, tuple)):
@@ -92,11 +73,20 @@ def _projections(config):
     return []
 
 
-def _is_mark_of(layer, found):
-    if found.shape == ():
-        # Format 1 covered only the map, and had no options or projections.
-        return int(found) == _checksum(_former(essence(layer.feature_map)))
-    return np.array_equal(found, fingerprint(layer))
+def agrees(layer, found):
+    """Returns whether a saved fingerprint belongs to the function of a layer.
+
+    Args:
+        layer: A linear attention layer.
+        found: Array `[format, checksum]` from a file.
+    """
+    found = np.asarray(found)
+    if found.shape != (2,):
+        return False
+    version, saved = found.tolist()
+    if version == 2 and type(layer.feature_map).__name__ in CHANGED_SINCE_2:
+        return True
+    return version in (2, FORMAT) and saved == checksum(layer)
 
 
 class Marks(dict):
@@ -170,7 +160,7 @@ def _look(layer, marks):
     if KEY not in marks:
         raise KeyError(f"The file has no {KEY!r} for layer '{layer.name}' here.")
     marks.is_known = True
-    if not _is_mark_of(layer, marks[KEY]):
+    if not agrees(layer, marks[KEY]):
         marks.refusal = _refused(layer, OF_ANOTHER)
 
 
@@ -187,7 +177,7 @@ def _load(query, layer, store):
     if not arrays:
         # If a layer's first attempt failed, Keras tries again with an empty store.
         refusal = layer.refusal or "the weights lack this layer"
-    elif is_marked and not _is_mark_of(layer, np.asarray(store[KEY])):
+    elif is_marked and not agrees(layer, store[KEY]):
         refusal = OF_ANOTHER
     elif not is_marked and layer.is_from_config:
         refusal = (

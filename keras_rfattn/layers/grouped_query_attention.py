@@ -3,7 +3,7 @@
 import keras
 
 from keras_rfattn.feature_maps import resolve
-from keras_rfattn.feature_maps.arguments import is_integer
+from keras_rfattn.layers.checks import check_sizes
 from keras_rfattn.layers.linear_attention import Packable
 from keras_rfattn.ops.options import Options
 
@@ -70,16 +70,11 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
         **kwargs,
     ):
         options = Options.take(kwargs)
-        sizes = {
-            "head_dim": head_dim,
-            "num_query_heads": num_query_heads,
-            "num_key_value_heads": num_key_value_heads,
-        }
-        for name, size in sizes.items():
-            if not is_integer(size) or size <= 0:
-                raise ValueError(
-                    f"`{name}` must be a positive integer. Received: {name}={size!r}."
-                )
+        check_sizes(
+            head_dim=head_dim,
+            num_query_heads=num_query_heads,
+            num_key_value_heads=num_key_value_heads,
+        )
         super().__init__(
             head_dim, num_query_heads, num_key_value_heads, *args, seed=seed, **kwargs
         )

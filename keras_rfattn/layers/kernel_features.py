@@ -57,9 +57,14 @@ class KernelFeatures(keras.layers.Layer):
     """
 
     def __init__(
-        self, feature_map="favor", kernel="gaussian", gamma=0.5, num_features=None,
-        seed=None, **kwargs,
-    ):  # fmt: skip
+        self,
+        feature_map="favor",
+        kernel="gaussian",
+        gamma=0.5,
+        num_features=None,
+        seed=None,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         arguments = {"num_features": num_features, "seed": seed}
         feature_map = feature_maps.get(feature_map, **arguments)

@@ -14,15 +14,11 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.names import fix_name
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.layers.call_context import (
-    CallContext,
-    context_of,
-    recorder_of,
-    taken_over,
-)
+from keras_rfattn.layers.call_context import CallContext, context_of, taken_over
 from keras_rfattn.layers.checks import num_heads, title
 from keras_rfattn.layers.fingerprint import mark
 from keras_rfattn.layers.implementation import check_options
+from keras_rfattn.layers.interceptor import Interceptor
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.ops.masks import interpret_mask
 
@@ -60,8 +56,8 @@ class LinearAttention:
     refusal = None
     # Paths, in the whole model, of the checkpoint's own weights that were trained.
     trained = ()
-    # Observes the layer, or computes its attention (see `attend`). It applies in all
-    # threads, because replicas of a model run in separate threads.
+    # An `Interceptor` or a function. It applies in all threads, because replicas of a
+    # model run in separate threads.
     recorder = None
     # Names of sublayers that normalize queries, in the classes that have one.
     query_normalizations = ("query_norm", "_query_norm", "q_norm")
@@ -98,20 +94,15 @@ class LinearAttention:
 
     def __call__(self, *args, **kwargs):
         # Identity is compared here, because Keras casts later, which makes copies.
-        inputs = dict(zip(("query", "value", "key"), args, strict=False))
-        query, value, key = (
-            (inputs | kwargs).get(x) for x in ("query", "value", "key")
-        )
-        if "attention_mask" in kwargs:
-            kwargs["attention_mask"] = taken_over(kwargs["attention_mask"])
-        recorder = recorder_of(self)
-        is_same = query is value and (key is None or key is value)
+        given = dict(zip(("query", "value", "key"), args, strict=False)) | kwargs
+        is_same = _are_same(given.get("query"), given.get("value"), given.get("key"))
         # With a cache, keys include tokens other than the queries'.
         is_same = is_same and kwargs.get("cache") is None
+        if "attention_mask" in kwargs:
+            kwargs["attention_mask"] = taken_over(kwargs["attention_mask"])
+        recorder = context_of(self).recorder
         with CallContext(self, is_same, recorder=recorder).active():
-            if hasattr(recorder, "arguments"):
-                recorder.arguments.append((args, kwargs))
-            if hasattr(recorder, "around"):
+            if recorder is not None and isinstance(recorder, Interceptor):
                 return recorder.around(self, super().__call__, args, kwargs)
             return super().__call__(*args, **kwargs)
 
@@ -245,7 +236,7 @@ class Packable(LinearAttention):
         if return_attention_scores:
             # Raises here, because Keras' grouped layer would store the argument first.
             raise ValueError(NO_SCORES)
-        context = context_of(self, query is value and (key is None or key is value))
+        context = context_of(self, _are_same(query, value, key))
         with context.replace(segment_ids=segment_ids).active():
             return super().call(
                 query,
@@ -262,6 +253,10 @@ class Packable(LinearAttention):
     def compute_output_spec(self, *args, segment_ids=None, **kwargs):
         """Returns the Keras layer's output spec, which ignores `segment_ids`."""
         return super().compute_output_spec(*args, **kwargs)
+
+
+def _are_same(query, value, key):
+    return query is value and (key is None or key is value)
 
 
 def warn_of_lengths(layer):

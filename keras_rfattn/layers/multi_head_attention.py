@@ -3,6 +3,7 @@
 import keras
 
 from keras_rfattn.feature_maps import resolve
+from keras_rfattn.layers.checks import check_sizes
 from keras_rfattn.layers.linear_attention import Packable
 from keras_rfattn.ops.options import Options
 
@@ -46,8 +47,9 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         Array of shape `(B, T, D)` in the compute dtype.
 
     Raises:
-        ValueError: If the name of the feature map is unknown, `num_features` is given
-            together with a map or a config, or an option is invalid.
+        ValueError: If `num_heads` or `key_dim` is not a positive integer, the name of
+            the feature map is unknown, `num_features` is given together with a map or a
+            config, or an option is invalid.
         TypeError: If `feature_map` is of another type.
 
     Examples:
@@ -72,6 +74,8 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         **kwargs,
     ):
         options = Options.take(kwargs)
-        super().__init__(num_heads, key_dim, *args, seed=seed, **kwargs)
+        check_sizes(num_heads=num_heads, key_dim=key_dim)
+        # Keras refuses the integers of NumPy.
+        super().__init__(int(num_heads), int(key_dim), *args, seed=seed, **kwargs)
         feature_map = resolve(feature_map, num_features, seed, name="feature_map")
         self._set_mechanism(feature_map, options)

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.batches import check_batches, is_text, refusal
+from keras_rfattn.layers.interceptor import Interceptor
 from keras_rfattn.layers.linear_attention import LinearAttention
 
 
@@ -96,8 +97,14 @@ class Sequence(NamedTuple):
     prefix: np.ndarray | None = None
 
 
-class Recorder:
-    """Recorder that collects `Sequence`s; if `exact`, the layer computes softmax."""
+class Recorder(Interceptor):
+    """Collects the `Sequence`s of a layer.
+
+    Args:
+        layer: The `LinearAttention`.
+        exact: Whether the layer computes softmax attention.
+        max_tokens: Maximum number of queries and of keys that are kept of a sequence.
+    """
 
     def __init__(self, layer, exact, max_tokens):
         self.num_heads, _ = layer._kv_shape()
@@ -105,30 +112,40 @@ class Recorder:
         self.sequences = []
 
     def __call__(self, call):
-        """Adds the sequences of a batch, from an `Attention`."""
-        key_mask, causal = call.mask.key_mask, call.mask.causal
-
-        def tokens(query, key):
-            queries = self._tokens(query, call.query_mask)
-            return zip(queries, self._tokens(key, key_mask), strict=True)
-
-        given, scale = tokens(*call.scaled()), call.logit_scale
-        found = [(*x, scale, None) for x in given]
+        """Adds the sequences of a batch; see `Interceptor`."""
+        query, key = call.scaled()
+        normalized_query = normalized_key = None
         if call.options.temperature is not None:
-            prepared = tokens(*call.prepared()[:2])
-            found = [
-                (*x, 1.0, (scale * q, k))
-                for x, (q, k, *_) in zip(prepared, found, strict=True)
-            ]
-        values = self._tokens(call.value, key_mask)
-        prefixes = self._prefixes(call)
-        for (q, k, *how), v, prefix in zip(found, values, prefixes, strict=True):
-            if q.shape[1] and k.shape[1]:
-                self.sequences.append(Sequence(q, k, v, causal, *how, prefix))
+            normalized_query, normalized_key, _ = call.prepared()
+        key_mask = call.mask.key_mask
+        rows = zip(
+            self._tokens(query, call.query_mask),
+            self._tokens(key, key_mask),
+            self._tokens(normalized_query, call.query_mask),
+            self._tokens(normalized_key, key_mask),
+            self._tokens(call.value, key_mask),
+            self._prefixes(call),
+            strict=False,
+        )
+        for q, k, normalized_q, normalized_k, v, prefix in rows:
+            if not (q.shape[1] and k.shape[1]):
+                continue
+            scale, softmax = call.logit_scale, None
+            if normalized_q is not None:
+                softmax = scale * q, k
+                q, k, scale = normalized_q, normalized_k, 1.0
+            self.sequences.append(
+                Sequence(q, k, v, call.mask.causal, scale, softmax, prefix)
+            )
         return call.softmax() if self.exact else None
 
     def _tokens(self, x, mask):
-        """Yields evenly spaced real tokens of each row, as `(K, n · G, ·)`."""
+        """Yields evenly spaced real tokens of each row, as `(K, n · G, ·)`.
+
+        If `x` is `None`, this yields `None` without end.
+        """
+        if x is None:
+            yield from itertools.repeat(None)
         for row in self._real(x, mask):
             groups = row.shape[1] // self.num_heads
             row = row.reshape(len(row), self.num_heads, groups, row.shape[-1])
@@ -160,7 +177,8 @@ def recording(recorders):
     """Context manager that sets the `recorder` of layers.
 
     Args:
-        recorders: List of pairs `(layer, recorder)`.
+        recorders: List of pairs `(layer, recorder)`; a recorder is an `Interceptor` or
+            a function.
     """
     try:
         for layer, recorder in recorders:

@@ -42,9 +42,8 @@ def answering(layer, around):
         replaced = vars(layer).get("call")
         if not isinstance(replaced, ReplacedCall):
             replaced = ReplacedCall(layer)
-            # This bypasses Keras' attribute tracking. The attribute is temporary and
-            # must not be saved.
-            object.__setattr__(layer, "call", replaced)
+            # Keras must not track this attribute, which is temporary.
+            vars(layer)["call"] = replaced
         replaced.users += 1
     try:
         with replaced.answer.holding(around(replaced.current())):
@@ -53,6 +52,6 @@ def answering(layer, around):
         with _LOCK:
             replaced.users -= 1
             if not replaced.users and replaced.before is None:
-                object.__delattr__(layer, "call")
+                del vars(layer)["call"]
             elif not replaced.users:
-                object.__setattr__(layer, "call", replaced.before)
+                vars(layer)["call"] = replaced.before

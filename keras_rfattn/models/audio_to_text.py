@@ -5,8 +5,6 @@ takes speech, and it runs the whole prompt through its decoder while it builds i
 caches.
 """
 
-import inspect
-
 from keras import ops
 
 import keras_rfattn.models.generation as generation
@@ -14,8 +12,12 @@ import keras_rfattn.models.seq2seq as seq2seq
 from keras_rfattn.models.carried import sums_up
 
 # Parameters of `_build_cache`, by which such tasks are recognized.
-BUILD = ["self", "encoder_input_values", "encoder_padding_mask", "decoder_token_ids",
-         "decoder_padding_mask"]  # fmt: skip
+BUILD = [
+    "encoder_input_values",
+    "encoder_padding_mask",
+    "decoder_token_ids",
+    "decoder_padding_mask",
+]
 
 
 def build_cache(
@@ -35,18 +37,20 @@ def build_cache(
     known = generation.context(task)
     original = type(task).original_class._build_cache
     given = (
-        encoder_input_values, encoder_padding_mask, decoder_token_ids,
+        encoder_input_values,
+        encoder_padding_mask,
+        decoder_token_ids,
         decoder_padding_mask,
-    )  # fmt: skip
+    )
     if not generation.has_states(known.sites):
         return original(task, *given)
     cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))
     start = ops.convert_to_tensor(0, dtype="int32")
-    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as found:
+    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as call:
         hidden_states, _, cross, *encoded = original(task, *given)
-        cache = found.cache()
+        cache = call.cache()
     if all(sums_up(x) for x in known.sites if generation.crosses(x)):
-        cross = found.cross_blank
+        cross = call.cross_blank
     return hidden_states, cache, cross, *encoded
 
 
@@ -75,21 +79,20 @@ def call_decoder_with_cache(
             task, *encoded, decoder_token_ids, cache, index, cross_attention_cache
         )
     start = ops.convert_to_tensor(index, dtype="int32")
-    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as found:
+    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as call:
         logits, hidden_states, *_ = original(
-            task, *encoded, decoder_token_ids, found.blank, start, cross_attention_cache
+            task, *encoded, decoder_token_ids, call.blank, start, cross_attention_cache
         )
-        cache = found.cache()
+        cache = call.cache()
     return logits, hidden_states, cache, cross_attention_cache
 
 
 def members(cls):
     """Returns the methods for a task's carrier, if it turns speech into text."""
-    build = getattr(cls, "_build_cache", None)
-    if build is None or list(inspect.signature(build).parameters) != BUILD:
+    if not generation.takes(cls, "_build_cache", BUILD):
         return {}
     return {
         "_build_cache": build_cache,
         "call_decoder_with_cache": call_decoder_with_cache,
-        "generate_step": seq2seq.generate_step,
+        "generate_step": generation.make_generate_step("decoder_padding_mask"),
     }

@@ -8,7 +8,7 @@ import contextlib
 from keras import ops
 
 import keras_rfattn.models.swap as swap
-from keras_rfattn.layers.call_context import answered_by
+from keras_rfattn.layers.call_context import context_of
 from keras_rfattn.layers.decoding import CACHES
 from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops.masks import AttentionMask
@@ -21,7 +21,8 @@ def carried(sites, layers, decoder, is_hidden=None):
     Args:
         sites: List of `survey.Site`.
         layers: Dict of states and caches by layer number, as in `Cache.layers`.
-        decoder: Function from a state (or `None`) to the recorder of a linear layer.
+        decoder: Function from a state (or `None`) to the `Interceptor` of a linear
+            layer.
         is_hidden: Function from a number of keys S to booleans `(B, S)`, true for
             padding. `None` if there is no padding.
 
@@ -44,7 +45,8 @@ def carried(sites, layers, decoder, is_hidden=None):
                         "evaluates, such as the loss of given tokens."
                     )
                 part = decoder(state)
-                stack.enter_context(answered_by(layer, part))
+                context = context_of(layer).replace(recorder=part)
+                stack.enter_context(context.active())
             elif state is not None:
                 part, longest = Exact(site, state, is_hidden), state.shape[2]
                 stack.enter_context(answering(layer, part.around))

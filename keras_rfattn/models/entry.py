@@ -5,9 +5,9 @@ A container is a layer or model that holds attention layers.
 
 import keras
 
-import keras_rfattn.models.survey as s
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
+from keras_rfattn.models.survey import survey
 
 FORMAT = 1
 
@@ -40,7 +40,7 @@ def attention_config(container):
                 **site.layer.options.config(),
                 "trained": list(site.layer.trained),
             }
-            for site in s.survey(container).sites
+            for site in survey(container).sites
             if site.is_linear
         ],
     }
@@ -79,7 +79,7 @@ def check_entry(entry, name):
             f"{received!r}. Use the version that saved it, or save the model again."
         )
     layers, described = entry.get("layers"), entry.get("class")
-    keys = {"index", "path", "feature_map"}
+    keys = {"index", "path", "feature_map", "trained"}
     if (
         not isinstance(described, dict)
         or not isinstance(layers, list)

@@ -8,7 +8,6 @@ full pass, and nothing enters for later positions.
 """
 
 import contextlib
-import inspect
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -19,8 +18,13 @@ from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.models.carried import carried, kept
 
 # Parameters of `_build_cache`, by which such tasks are recognized.
-BUILD = ["self", "token_ids", "padding_mask", "img_embeddings", "vision_indices",
-         "position_ids"]  # fmt: skip
+BUILD = [
+    "token_ids",
+    "padding_mask",
+    "img_embeddings",
+    "vision_indices",
+    "position_ids",
+]
 
 
 class Delta(NamedTuple):
@@ -47,19 +51,17 @@ def empty_cache(task, batch_size, max_length):
     """Returns `generation.empty_cache` with an entry for gated delta networks."""
     empty = generation.empty_cache(task, batch_size, max_length)
     layer = next(iter(gated_layers(task)), None)
-    sizes = 1, 1, 1, 1, 1
+    conv_shape, matrix_shape = (1, 1), (1, 1, 1)
     if layer is not None:
         channels = 2 * layer.key_dim + layer.value_dim
-        sizes = (
-            channels, layer.conv_kernel_size - 1,
-            layer.num_v_heads, layer.head_k_dim, layer.head_v_dim,
-        )  # fmt: skip
+        conv_shape = channels, layer.conv_kernel_size - 1
+        matrix_shape = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     start = batch_size, task.backbone.num_layers
-    kept = Delta(
-        ops.zeros((*start, *sizes[:2]), dtype=task.compute_dtype),
-        ops.zeros((*start, *sizes[2:]), dtype="float32"),
+    state = Delta(
+        ops.zeros((*start, *conv_shape), dtype=task.compute_dtype),
+        ops.zeros((*start, *matrix_shape), dtype="float32"),
     )
-    return empty._replace(layers=empty.layers | {"delta": kept})
+    return empty._replace(layers=empty.layers | {"delta": state})
 
 
 def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs):
@@ -86,7 +88,12 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
     if not generation.has_states(known.sites):
         return original(task, token_ids, cache, cache_update_index, *args, **kwargs)
     batch, length = ops.shape(token_ids)
-    cache = begun(task, cache, cache_update_index, batch, length)
+    is_first = isinstance(cache_update_index, int) and cache_update_index == 0
+    is_own = isinstance(cache, generation.Cache)
+    if is_first and isinstance(cache, tuple) and not is_own:
+        # KerasHub passes an empty cache of its own first.
+        cache = empty_cache(task, batch, length)
+    generation.check_cache(task, cache)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     # The sampler feeds the last token of the prompt again, so it must not enter yet.
     count = None if known.end is None or length == 1 else known.end - 1
@@ -104,24 +111,11 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
         blank = blank(batch, task.compute_dtype)[:, :1]
         blank = ops.repeat(blank, task.backbone.num_layers, axis=1)
         given = blank, *cache.layers["delta"]
-        logits, hidden_states, found = original(
+        logits, hidden_states, states = original(
             task, token_ids, given, start, *args, **kwargs
         )
-    layers = kept(parts) | {"delta": Delta(*found[1:])}
+    layers = kept(parts) | {"delta": Delta(*states[1:])}
     return logits, hidden_states, generation.Cache(seen, layers, cache.model)
-
-
-def begun(task, cache, start, batch, length):
-    """Returns a `generation.Cache`, a new one for KerasHub's empty first cache."""
-    if isinstance(cache, generation.Cache):
-        return cache
-    if isinstance(start, int) and start == 0 and isinstance(cache, tuple):
-        return empty_cache(task, batch, length)
-    raise ValueError(
-        f"The cache of {type(task).__name__}, which has linear attention, must be a "
-        f"`keras_rfattn.generation.Cache`. Received: {type(cache).__name__}. Use the "
-        "result of `_build_cache`."
-    )
 
 
 @contextlib.contextmanager
@@ -142,30 +136,27 @@ def entered(task, enters, count=None):
     def rolled(x, by):
         return ops.take(x, (positions + by) % length, axis=1)
 
-    def of(call):
-        def answer(hidden_states, attention_mask=None, **kwargs):
+    def around(call):
+        def replacement(hidden_states, attention_mask=None, **kwargs):
             x = ops.where(enters[..., None], hidden_states, 0)
             if count is None:
                 return call(x, **kwargs)
             output, state = call(rolled(x, count), **kwargs)
             return rolled(output, length - count), state
 
-        return answer
+        return replacement
 
     with contextlib.ExitStack() as stack:
         for layer in gated_layers(task):
-            stack.enter_context(answering(layer, of))
+            stack.enter_context(answering(layer, around))
         yield
-
-
-def generate_step(task, inputs, stop_token_ids=None):
-    """Runs the task's `generate_step`; the prompt may have padding anywhere."""
-    return generation.stepped(task, inputs, stop_token_ids, "padding_mask")
 
 
 def members(cls):
     """Returns the methods for a task's carrier, if it is like Qwen 3.5."""
-    build = getattr(cls, "_build_cache", None)
-    if build is None or list(inspect.signature(build).parameters) != BUILD:
+    if not generation.takes(cls, "_build_cache", BUILD):
         return {}
-    return {"call_with_cache": call_with_cache, "generate_step": generate_step}
+    return {
+        "call_with_cache": call_with_cache,
+        "generate_step": generation.make_generate_step(),
+    }

@@ -97,13 +97,7 @@ def call_with_cache(
     original, known = type(task).original_class.call_with_cache, context(task)
     if not has_states(known.sites):
         return original(task, token_ids, cache, cache_update_index, *args, **kwargs)
-    if not isinstance(cache, Cache):
-        raise ValueError(
-            f"The cache of {type(task).__name__}, which has linear attention, must be "
-            "a `keras_rfattn.generation.Cache`. Received: a cache of type "
-            f"{type(cache).__name__}. Use the result of `_build_cache` or of "
-            "`keras_rfattn.generation.prefill`."
-        )
+    check_cache(task, cache)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     batch, length = ops.shape(token_ids)
     enters, passed, after = entering(known, cache, batch, before + length, start)
@@ -124,6 +118,17 @@ def call_with_cache(
     return logits, hidden_states, Cache(after, kept(parts), cache.model)
 
 
+def check_cache(task, cache):
+    """Raises `ValueError` unless a cache that a task receives is a `Cache`."""
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"{type(task).__name__} has linear attention, whose cache is a "
+            "`keras_rfattn.generation.Cache`. Received: a cache of type "
+            f"{type(cache).__name__}. Use what `_build_cache`, or "
+            "`keras_rfattn.generation.prefill`, returns."
+        )
+
+
 def entering(known, cache, batch, length, start):
     """Determines which new tokens enter the states.
 
@@ -141,10 +146,8 @@ def entering(known, cache, batch, length, start):
         is the new `Cache.seen`.
     """
     positions = start + ops.arange(length, dtype="int32")
-    passed, after = (
-        ops.expand_dims(positions, 0) >= ops.expand_dims(cache.seen, 1),
-        positions[-1] + 1,
-    )
+    passed = ops.expand_dims(positions, 0) >= ops.expand_dims(cache.seen, 1)
+    after = positions[-1] + 1
     is_prompt = not any(isinstance(x, STATES) for x in cache.layers.values())
     if known.end is not None and is_prompt:
         # Positions from `end` on have no token yet.
@@ -235,57 +238,69 @@ def build_cache(task, token_ids):
     return hidden_states, cache
 
 
-def generate_step(task, inputs, stop_token_ids=None):
-    """Runs `CausalLM.generate_step`; the prompt may have padding anywhere.
+def make_generate_step(mask_name="padding_mask", before=None):
+    """Returns a `generate_step` for tasks whose prompts may have padding anywhere.
 
     Padding before the last real token of a row, on the left or in between, keeps its
     position and enters no state. A row without any real token starts from the token at
     its first position.
-    """
-    return stepped(task, inputs, stop_token_ids, "padding_mask")
-
-
-def stepped(task, inputs, stop_token_ids, name, before=None):
-    """Runs the task's own `generate_step`, and marks the padding of the prompt.
 
     Args:
-        task: The task.
-        inputs: Dict of inputs of `generate_step`.
-        stop_token_ids: Stop tokens of `generate_step`, or `None`.
-        name: Key of the prompt's padding mask in `inputs`.
+        mask_name: Key of the prompt's padding mask in the inputs.
         before: Attribute of the backbone that holds the number of positions before the
-            prompt, or `None` if there are none.
+            prompt, such as those of an image. `None` if there are none.
 
     Returns:
-        The outputs of `generate_step`, with padding left out of the mask.
+        A method that runs the task's own `generate_step`, and leaves padding out of the
+        mask in its outputs.
     """
-    original = type(task).original_class.generate_step
-    sites = context(task).sites
-    if not has_states(sites):
-        return original(task, inputs, stop_token_ids)
-    origin = 0 if before is None else getattr(task.backbone, before)
-    mask = ops.cast(inputs[name], "bool")
-    positions = ops.expand_dims(ops.arange(ops.shape(mask)[1], dtype="int32"), 0)
-    mask = mask | (~ops.any(mask, axis=1, keepdims=True) & (positions == 0))
-    last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
-    filled = positions <= last
-    hidden = filled & ~mask
-    with generating(task, hidden, origin + ops.min(last) + 1, origin, sites):
-        found = original(task, {**inputs, name: filled}, stop_token_ids)
-    visible = ops.cast(found[name], "bool") & ~hidden
-    return {**found, name: visible}
+
+    def generate_step(task, inputs, stop_token_ids=None):
+        original, sites = type(task).original_class.generate_step, context(task).sites
+        if not has_states(sites):
+            return original(task, inputs, stop_token_ids)
+        origin = 0 if before is None else getattr(task.backbone, before)
+        mask = ops.cast(inputs[mask_name], "bool")
+        positions = ops.expand_dims(ops.arange(ops.shape(mask)[1], dtype="int32"), 0)
+        is_empty = ~ops.any(mask, axis=1, keepdims=True)
+        mask = mask | (is_empty & (positions == 0))
+        last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
+        filled = positions <= last
+        hidden = filled & ~mask
+        with generating(task, hidden, origin + ops.min(last) + 1, origin, sites):
+            outputs = original(task, {**inputs, mask_name: filled}, stop_token_ids)
+        return {**outputs, mask_name: ops.cast(outputs[mask_name], "bool") & ~hidden}
+
+    return generate_step
+
+
+def takes(cls, method, parameters):
+    """Returns whether a class has a method with exactly these parameters.
+
+    KerasHub's families of tasks differ in the parameters of their methods.
+
+    Args:
+        cls: The class of a task.
+        method: Name of the method.
+        parameters: List of names, without `self`.
+    """
+    function = getattr(cls, method, None)
+    if function is None:
+        return False
+    return list(inspect.signature(function).parameters) == ["self", *parameters]
+
+
+def is_causal_lm(cls):
+    """Returns whether a class is a KerasHub `CausalLM`."""
+    return any(base.__name__ == "CausalLM" for base in cls.__mro__)
 
 
 def members(cls):
     """Returns the methods for a task's carrier, if the task takes only tokens."""
-    build = getattr(cls, "_build_cache", None)
-    is_causal = any(base.__name__ == "CausalLM" for base in cls.__mro__)
-    if not is_causal or build is None:
-        return {}
-    if list(inspect.signature(build).parameters) != ["self", "token_ids"]:
+    if not is_causal_lm(cls) or not takes(cls, "_build_cache", ["token_ids"]):
         return {}
     return {
         "call_with_cache": call_with_cache,
         "_build_cache": build_cache,
-        "generate_step": generate_step,
+        "generate_step": make_generate_step(),
     }

@@ -12,8 +12,11 @@ import weakref
 
 import keras
 
-# Compiled functions of Keras models, KerasHub tasks and `keras_rfattn.generation`.
-COMPILED = ("train", "test", "predict", "generate", "stream")
+from keras_rfattn.backend.layers import track_variables_anew
+from keras_rfattn.models.notes import notes_of
+
+# Compiled functions of Keras models and KerasHub tasks.
+COMPILED = ("train", "test", "predict", "generate")
 
 _LAYERS = weakref.WeakValueDictionary()
 
@@ -63,12 +66,12 @@ def holders(layers):
 
 
 def refresh(layer):
-    """Discards a layer's compiled functions; PyTorch tracks its variables anew."""
+    """Discards a layer's compiled functions and PyTorch's list of its variables."""
     for name in COMPILED:
         if getattr(layer, f"{name}_function", None) is not None:
             setattr(layer, f"{name}_function", None)
-    if keras.backend.backend() == "torch" and layer.built:
-        layer._track_variables()
+    notes_of(layer).stream = None
+    track_variables_anew(layer)
 
 
 def check_optimizers(layers, feature_maps):

@@ -5,14 +5,12 @@ computes from the image enter the states together with the prompt, in parallel. 
 tokens are processed as in `generation`.
 """
 
-import inspect
-
 from keras import ops
 
 import keras_rfattn.models.generation as generation
 
 # Parameters of `_build_cache`, by which such tasks are recognized.
-BUILD = ["self", "token_ids", "projected_features", "padding_mask"]
+BUILD = ["token_ids", "projected_features", "padding_mask"]
 
 
 def build_cache(task, token_ids, projected_features, padding_mask):
@@ -82,19 +80,12 @@ def call_with_cache(
     )
 
 
-def generate_step(task, inputs, stop_token_ids=None):
-    """Runs the task's `generate_step`; the prompt may have padding anywhere."""
-    image = "num_query_tokens"
-    return generation.stepped(task, inputs, stop_token_ids, "padding_mask", image)
-
-
 def members(cls):
     """Returns the methods for a task's carrier, if it puts an image before a text."""
-    build = getattr(cls, "_build_cache", None)
-    if build is None or list(inspect.signature(build).parameters) != BUILD:
+    if not generation.takes(cls, "_build_cache", BUILD):
         return {}
     return {
         "call_with_cache": call_with_cache,
         "_build_cache": build_cache,
-        "generate_step": generate_step,
+        "generate_step": generation.make_generate_step(before="num_query_tokens"),
     }

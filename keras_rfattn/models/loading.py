@@ -13,7 +13,7 @@ import numpy as np
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
-from keras_rfattn.layers.fingerprint import KEY, Marks, fingerprint
+from keras_rfattn.layers.fingerprint import KEY, Marks, agrees, fingerprint
 from keras_rfattn.layers.linear_attention import LinearAttention
 
 
@@ -56,10 +56,15 @@ def _check_marks(load, model, weights_store, visited):
     weights_store.get = get_marks
     try:
         load(
-            model, weights_store, None, inner_path="", skip_mismatch=True,
-            visited_saveables=set(visited or ()), failed_saveables=set(),
+            model,
+            weights_store,
+            None,
+            inner_path="",
+            skip_mismatch=True,
+            visited_saveables=set(visited or ()),
+            failed_saveables=set(),
             error_msgs={},
-        )  # fmt: skip
+        )
     finally:
         del weights_store.get
     for path, marks in shown.items():
@@ -74,19 +79,16 @@ def _check_marks(load, model, weights_store, visited):
             )
 
 
-def _marks_of(layer):
-    """Returns the marks of all `n` linear layers inside a layer, int32 `(n, 2)`."""
-    layers = layer._flatten_layers()
-    found = [fingerprint(x) for x in layers if isinstance(x, LinearAttention)]
-    return np.array(found, "int32").reshape(-1, 2)
+def _linear_layers(layer):
+    return [x for x in layer._flatten_layers() if isinstance(x, LinearAttention)]
 
 
 def _save_legacy(original, group, model):
     original(group, model)
     for layer in model.layers:
-        marks = _marks_of(layer)
-        if len(marks):
-            group[layer.name].attrs[KEY] = marks
+        marks = [fingerprint(x) for x in _linear_layers(layer)]
+        if marks:
+            group[layer.name].attrs[KEY] = np.array(marks, "int32")
 
 
 def _load_legacy(original, group, model, *args, **kwargs):
@@ -112,10 +114,8 @@ def _legacy_groups(group):
 
 def _check_legacy(model, pairs):
     for group, layer in pairs:
-        # Files of softmax models and of earlier versions have no marks.
-        if KEY in group.attrs and not np.array_equal(
-            group.attrs[KEY], _marks_of(layer)
-        ):
+        # Files of softmax models have no marks.
+        if KEY in group.attrs and not _all_agree(layer, group.attrs[KEY]):
             raise ValueError(
                 "The weights were saved from linear attention with another mechanism, "
                 "other arguments or another window. Received: "
@@ -123,6 +123,11 @@ def _check_legacy(model, pairs):
                 "Replace attention as it was when the weights were saved. Nothing was "
                 "loaded."
             )
+
+
+def _all_agree(layer, marks):
+    linear = _linear_layers(layer)
+    return len(linear) == len(marks) and all(map(agrees, linear, marks))
 
 
 _wrap(saving_lib, "_load_state", _load_state)

@@ -26,11 +26,11 @@ def _without_maps(backbone):
         hidden = {id(x) for m in maps for x in m._flatten_layers()}
         return [x for x in layers if id(x) not in hidden]
 
-    object.__setattr__(backbone, "_flatten_layers", flatten_without_maps)
+    vars(backbone)["_flatten_layers"] = flatten_without_maps
     try:
         yield
     finally:
-        object.__delattr__(backbone, "_flatten_layers")
+        del vars(backbone)["_flatten_layers"]
 
 
 def enable_lora(backbone, rank, target_layer_names=None):

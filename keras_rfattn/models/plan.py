@@ -1,6 +1,5 @@
 """Assigns a feature map to each attention layer, for `replace_attention`."""
 
-import fnmatch
 from dataclasses import dataclass
 
 from keras_rfattn.feature_maps.registry import check_identifier
@@ -47,26 +46,3 @@ class Plan:
                 )
             if feature_map is not None:
                 check_identifier(feature_map)
-
-    def of(self, path):
-        """Returns the feature map for a layer's path, or `None` to keep softmax."""
-        return first_match(self.maps, path)
-
-
-def first_match(found, path, default=None):
-    """Looks up a layer's path in a dict from patterns to values.
-
-    Args:
-        found: Dict from paths or patterns (`fnmatch`) to values.
-        path: Path of a layer.
-        default: Value to return if no pattern matches.
-
-    Returns:
-        The value of the first pattern that matches, or `default`.
-    """
-    return next((x for p, x in found.items() if matches(path, p)), default)
-
-
-def matches(path, pattern):
-    """Returns whether a layer's path equals a pattern, or matches it (`fnmatch`)."""
-    return path == pattern or fnmatch.fnmatch(path, pattern)

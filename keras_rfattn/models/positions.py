@@ -3,6 +3,7 @@
 import keras
 
 from keras_rfattn.layers.checks import title
+from keras_rfattn.models.notes import notes_of
 
 # KerasHub's layer class whose table has one row for each position.
 TABLE = "PositionEmbedding"
@@ -19,12 +20,8 @@ def token_limit(model, name="token_ids"):
         The number of tokens, or `None` if positions are not learned (rotary or
         relative positions) or their table is not known.
     """
-    known = vars(model).get("_token_limits")
-    if known is None:
-        known = {}
-        # Bypasses Keras' attribute tracking. The result can be kept, because no table
-        # ever changes its size.
-        object.__setattr__(model, "_token_limits", known)
+    # The result can be kept, because no table ever changes its size.
+    known = notes_of(model).token_limits
     if name not in known:
         known[name] = _token_limit(model, name)
     return known[name]

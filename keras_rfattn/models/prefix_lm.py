@@ -5,8 +5,6 @@ them then reads the full sums. Generated tokens enter the states one by one, as 
 `generation`.
 """
 
-import inspect
-
 from keras import ops
 
 import keras_rfattn.models.generation as generation
@@ -14,7 +12,7 @@ from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.models.carried import carried, kept
 
 # Parameters of `_build_cache`, by which such tasks are recognized.
-BUILD = ["self", "token_ids", "img_embeddings", "padding_mask"]
+BUILD = ["token_ids", "img_embeddings", "padding_mask"]
 
 
 def build_cache(task, token_ids, img_embeddings, padding_mask):
@@ -57,11 +55,12 @@ def call_with_cache(
     """
     known = generation.context(task)
     if img_embeddings is None or not isinstance(cache, generation.Cache):
+        given = {}
+        if img_embeddings is not None:
+            given = {"img_embeddings": img_embeddings, "padding_mask": padding_mask}
         return generation.call_with_cache(
-            task, token_ids, cache, cache_update_index,
-            **({} if img_embeddings is None else {
-                "img_embeddings": img_embeddings, "padding_mask": padding_mask}),
-        )  # fmt: skip
+            task, token_ids, cache, cache_update_index, **given
+        )
     image = ops.ones(ops.shape(img_embeddings)[:2], dtype="bool")
     prompt = ops.cast(padding_mask, "bool")
     real = prompt if known.hidden is None else prompt & ~known.hidden
@@ -87,22 +86,14 @@ def call_with_cache(
     return logits, hidden_states, cache
 
 
-def generate_step(task, inputs, stop_token_ids=None):
-    """Runs the task's `generate_step`; the prompt may have padding anywhere."""
-    image = "image_sequence_length"
-    return generation.stepped(task, inputs, stop_token_ids, "padding_mask", image)
-
-
 def members(cls):
     """Returns the methods for a task's carrier, if it takes images and prompts."""
-    build = getattr(cls, "_build_cache", None)
-    is_causal = any(base.__name__ == "CausalLM" for base in cls.__mro__)
-    if not is_causal or build is None:
+    if not generation.is_causal_lm(cls):
         return {}
-    if list(inspect.signature(build).parameters) != BUILD:
+    if not generation.takes(cls, "_build_cache", BUILD):
         return {}
     return {
         "call_with_cache": call_with_cache,
         "_build_cache": build_cache,
-        "generate_step": generate_step,
+        "generate_step": generation.make_generate_step(before="image_sequence_length"),
     }

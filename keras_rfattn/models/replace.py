@@ -9,7 +9,6 @@ import warnings
 
 import keras_rfattn.models.report as report
 import keras_rfattn.models.saving as saving
-import keras_rfattn.models.survey as s
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.arguments import check_flag, check_seed, derive_seed
@@ -17,7 +16,15 @@ from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
-from keras_rfattn.models.plan import Plan, first_match, matches
+from keras_rfattn.models.matching import lookup, select
+from keras_rfattn.models.plan import Plan
+from keras_rfattn.models.survey import (
+    drop_sliding_windows,
+    has_prefix,
+    is_cross,
+    is_pooling,
+    survey,
+)
 from keras_rfattn.ops.options import Options
 
 
@@ -107,22 +114,21 @@ def replace_attention(
     options = Options(
         block_size, window, sliding, max_segments, temperature, implementation
     )
-    found = s.survey(model)
+    surveyed = survey(model)
     if drop_sliding_window:
-        s.drop_sliding_windows(found.sites)
-    selected = _replaceable(model, found, include, exclude)
+        drop_sliding_windows(surveyed.sites)
+    selected = _replaceable(model, surveyed, include, exclude)
     check_seed(seed)
     changes = []
     for sites, identifier in _assigned(feature_map, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
         _check_statistics(template, sites)
         check_options(options, template)
-        own = template.seed if seed is None else seed
-        changes += [(site, _copy(template, own, site), options) for site in sites]
+        base_seed = template.seed if seed is None else seed
+        changes += [(site, _copy(template, base_seed, site), options) for site in sites]
     changes = _with_softmax_heads(changes, softmax_heads)
-    _check_window_sites(options.window, [site for site, _, _ in changes])
-    _check_prefix_sites(options, [site for site, _, _ in changes])
-    saving.commit(model, found, changes)
+    _check_sites(options, [site for site, _, _ in changes])
+    saving.commit(model, surveyed, changes)
     return model
 
 
@@ -152,12 +158,12 @@ def restore_attention(model):
         'softmax'
     """
     check_model(model)
-    found = s.survey(model)
-    linear = [site for site in found.sites if site.is_linear]
+    surveyed = survey(model)
+    linear = [site for site in surveyed.sites if site.is_linear]
     if not linear:
         raise ValueError(
             "`model` must have linear attention. Received: "
-            f"model={title(model)}. It holds:\n{_listing(found.sites)}"
+            f"model={title(model)}. It holds:\n{_listing(surveyed.sites)}"
         )
     trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
     if trained:
@@ -169,23 +175,23 @@ def restore_attention(model):
     for site in linear:
         swap.make_softmax(site.layer)
     saving.uncarry([site.layer for site in linear])
-    saving.follow(model, found)
+    saving.follow(model, surveyed)
     return model
 
 
-def _replaceable(model, found, include, exclude):
+def _replaceable(model, surveyed, include, exclude):
     if isinstance(model, LinearAttention) or swap.linear_class(type(model)):
         raise ValueError(
             "`model` must be a model that holds attention, not the attention layer "
             f"itself. Received: {title(model)}. Use `keras_rfattn.layers` instead."
         )
-    if not found.sites:
+    if not surveyed.sites:
         inner = sorted({type(x).__name__ for x in model._flatten_layers()})
         raise ValueError(
             f"`model` must have attention. Received: {title(model)}, which holds "
             f"{', '.join(inner)}. Pass a model with MultiHeadAttention inside."
         )
-    selected = s.select(found.sites, include, exclude)
+    selected = select(surveyed.sites, include, exclude)
     already = [site for site in selected if site.is_linear]
     if already:
         raise ValueError(
@@ -194,7 +200,7 @@ def _replaceable(model, found, include, exclude):
             "`restore_attention(model)` first, or leave these out with `exclude`."
         )
     if include is None:
-        selected = [site for site in selected if not s.is_pooling(site)]
+        selected = [site for site in selected if not is_pooling(site)]
     refused = [site for site in selected if site.reason]
     if refused:
         raise ValueError(
@@ -207,7 +213,7 @@ def _replaceable(model, found, include, exclude):
         raise ValueError(
             "`include` and `exclude` must leave layers to replace. Received: "
             f"include={include!r}, exclude={exclude!r}, for {title(model)} with:\n"
-            f"{_listing(found.sites)}"
+            f"{_listing(surveyed.sites)}"
         )
     unbuilt = [site for site in selected if not site.layer.built]
     if unbuilt:
@@ -223,28 +229,18 @@ def _assigned(feature_map, selected):
     plan = getattr(feature_map, "plan", feature_map)
     if not isinstance(plan, Plan):
         return [(selected, plan)]
-    _check_patterns(plan.maps, selected, "maps")
-    found = [([site], plan.of(site.path)) for site in selected]
-    found = [(sites, choice) for sites, choice in found if choice is not None]
+    maps = lookup("maps", plan.maps, selected)
+    found = [
+        ([site], maps[site.index])
+        for site in selected
+        if maps.get(site.index) is not None
+    ]
     if not found:
         raise ValueError(
             "`feature_map` must replace at least one layer. Received: a plan that "
             f"keeps every layer softmax, {plan}."
         )
     return found
-
-
-def _check_patterns(patterns, sites, name):
-    paths = "\n".join(f"  {site.path}" for site in sites)
-    for pattern in patterns:
-        if not isinstance(pattern, str) or not any(
-            matches(site.path, pattern) for site in sites
-        ):
-            raise ValueError(
-                f"`{name}` must have paths or patterns of attention layers that are "
-                f"replaced. Received: {pattern!r}, which matches none. The paths are:\n"
-                f"{paths}"
-            )
 
 
 def _with_softmax_heads(changes, softmax_heads):
@@ -257,10 +253,10 @@ def _with_softmax_heads(changes, softmax_heads):
             f"of heads. Received: softmax_heads={softmax_heads!r:.80}."
         )
     sites = [site for site, _, _ in changes]
-    _check_patterns(softmax_heads, sites, "softmax_heads")
+    kept = lookup("softmax_heads", softmax_heads, sites)
     found = []
     for site, feature_map, options in changes:
-        heads = first_match(softmax_heads, site.path, default=())
+        heads = kept.get(site.index, ())
         options = dataclasses.replace(options, softmax_heads=heads)
         check_softmax_heads(options.softmax_heads, num_heads(site.layer), site.path)
         found.append((site, feature_map, options))
@@ -277,21 +273,19 @@ def _check_statistics(template, selected):
         )
 
 
-def _check_window_sites(window, selected):
-    if window is None:
-        return
-    cross = [site for site in selected if s.is_cross(site) and not site.causal]
+def _check_sites(options, sites):
+    """Raises `ValueError` for options that the attention of some sites rules out."""
+    cross = []
+    if options.window is not None:
+        cross = [site for site in sites if is_cross(site) and not site.causal]
     if cross:
         raise ValueError(
             "A `window` needs self-attention, in which queries and keys belong to the "
-            f"same tokens. Received: window={window}, but query and value are "
+            f"same tokens. Received: window={options.window}, but query and value are "
             "different tensors at:\n"
             f"{_listing(cross)}\nLeave these out with `exclude`."
         )
-
-
-def _check_prefix_sites(options, selected):
-    prefix = [site for site in selected if s.has_prefix(site)]
+    prefix = [site for site in sites if has_prefix(site)]
     is_plain = options.window is None and options.implementation != "pallas"
     if prefix and not is_plain:
         raise ValueError(

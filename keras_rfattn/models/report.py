@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass, field
 
-import keras_rfattn.models.survey as s
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import told
+from keras_rfattn.models.notes import notes_of
+from keras_rfattn.models.survey import is_pooling, survey
 from keras_rfattn.models.swap import original_class
 
 
@@ -155,12 +156,12 @@ def describe_attention(model):
         ('softmax', 'MultiHeadAttention')
     """
     check_model(model)
-    rows = tuple(_row(site) for site in s.survey(model).sites)
+    rows = tuple(_row(site) for site in survey(model).sites)
     return AttentionReport(
         title(model),
         rows,
         max_length=_max_length(model),
-        others=tuple(getattr(model, "_rfattn_shared_with", ())),
+        others=tuple(notes_of(model).shared_with),
     )
 
 
@@ -180,7 +181,7 @@ def _row(site):
     layer, name = site.layer, original_class(site.layer).__name__
     if not site.is_linear:
         note = "kept: "
-        if s.is_pooling(site):
+        if is_pooling(site):
             note += "one query, for which softmax is already linear"
         else:
             note += site.reason or "not selected"

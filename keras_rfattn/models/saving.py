@@ -11,16 +11,18 @@ import functools
 import importlib.util
 
 import keras
+from keras.src.models.functional import Functional
 
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.loading  # noqa: F401  (wraps Keras' loaders)
-import keras_rfattn.models.survey as s
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.models.entry import attention_config, check_entry
 from keras_rfattn.models.holders import check_optimizers, holders, refresh
+from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import Sized
+from keras_rfattn.models.survey import block_mixin, survey
 from keras_rfattn.ops.options import Options
 
 PACKAGE = "keras_rfattn"
@@ -56,7 +58,7 @@ class Carrier(Sized):
             apply_config(instance, entry)
         else:
             instance.__class__ = carrier_class(type(instance))
-            object.__setattr__(instance, "_pending_attention", entry)
+            notes_of(instance).pending_attention = entry
             _when_built(instance, instance._apply_pending)
         return instance
 
@@ -67,7 +69,8 @@ class Carrier(Sized):
         self._apply_pending()
 
     def _apply_pending(self):
-        entry = vars(self).pop("_pending_attention", None)
+        notes = notes_of(self)
+        entry, notes.pending_attention = notes.pending_attention, None
         if entry is not None:
             apply_config(self, entry)
 
@@ -126,7 +129,7 @@ def carrier_class(base, name=None, members=None):
     """
     if base in CARRIERS:
         return CARRIERS[base]
-    mixin = s.block_mixin(base)
+    mixin = block_mixin(base)
     bases = (Carrier, base) if mixin is None else (Carrier, mixin, base)
     body = {
         "__module__": __name__,
@@ -169,21 +172,13 @@ def saved_by_name(classes):
             _save_as_generic(cls)
 
 
-def needs_carrier(container):
-    """Returns whether a container's config leaves out the layers inside it."""
-    plain = (keras.Model, keras.Sequential, type(_functional()))
-    return not isinstance(container, Carrier) and type(container) not in plain
-
-
-@functools.cache
-def _functional():
-    inputs = keras.Input((1,))
-    return keras.Model(inputs, inputs)
+# Their configs contain the layers inside them.
+PLAIN = (keras.Model, keras.Sequential, Functional)
 
 
 def carry(container):
-    """Gives a container its carrier class, if its config needs one."""
-    if needs_carrier(container):
+    """Gives a container its carrier class, unless its config contains its layers."""
+    if not isinstance(container, Carrier) and type(container) not in PLAIN:
         container.__class__ = carrier_class(type(container))
 
 
@@ -202,37 +197,37 @@ def apply_config(container, entry):
     Raises:
         ValueError: If the container has no attention layer at a saved position.
     """
-    found = s.survey(container)
+    surveyed = survey(container)
     changes = []
     for layer in entry["layers"]:
-        if layer["index"] >= len(found.sites):
+        if layer["index"] >= len(surveyed.sites):
             raise ValueError(
                 f"{type(container).__name__} was saved with linear attention at "
                 f"'{layer['path']}', but this layer no longer exists. Its class has "
                 "changed; load the file with the version that saved it."
             )
-        site = found.sites[layer["index"]]
+        site = surveyed.sites[layer["index"]]
         if site.is_linear:
             continue
         feature_map = feature_maps.get(layer["feature_map"])
         options = Options.take(dict(layer))
         site.layer.is_from_config = True
-        site.layer.trained = tuple(layer.get("trained", ()))
+        site.layer.trained = tuple(layer["trained"])
         change = (site, feature_map, options)
         if site.layer.built:
             changes.append(change)
         else:
-            later = functools.partial(commit, container, found, [change])
+            later = functools.partial(commit, container, surveyed, [change])
             _when_built(site.layer, later)
-    commit(container, found, changes)
+    commit(container, surveyed, changes)
 
 
-def commit(model, found, changes):
+def commit(model, surveyed, changes):
     """Applies changes that have passed all checks.
 
     Args:
         model: The model to change.
-        found: Its `survey.Survey`.
+        surveyed: Its `survey.Survey`.
         changes: List of `(site, feature_map, options)`.
 
     Raises:
@@ -245,7 +240,7 @@ def commit(model, found, changes):
     check_optimizers(layers, [feature_map for _, feature_map, _ in changes])
     for layer, (_, feature_map, options) in zip(layers, changes, strict=True):
         swap.make_linear(layer, feature_map, options)
-    follow(model, found)
+    follow(model, surveyed)
 
 
 def uncarry(layers):
@@ -259,7 +254,7 @@ def uncarry(layers):
             container.__class__ = type(container).original_class
 
 
-def follow(model, found):
+def follow(model, surveyed):
     """Updates everything that holds changed layers.
 
     Containers become carriers if their configs need it, the companion hooks run, and
@@ -267,9 +262,9 @@ def follow(model, found):
 
     Args:
         model: The model that was changed.
-        found: Its `survey.Survey`.
+        surveyed: Its `survey.Survey`.
     """
-    layers = [site.layer for site in found.sites]
+    layers = [site.layer for site in surveyed.sites]
     around = holders(layers)
     for container in around:
         if holds_linear(container):

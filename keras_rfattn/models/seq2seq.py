@@ -6,7 +6,6 @@ each new token reads; softmax layers of a mixed model keep keys and values.
 """
 
 import contextlib
-import inspect
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -14,6 +13,9 @@ from keras import ops
 import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import CrossDecoder, Decoder
 from keras_rfattn.models.carried import carried, empty_layers, kept
+
+# Parameters of `_initialize_cache`, by which such tasks are recognized.
+INITIALIZE = ["encoder_token_ids", "decoder_token_ids"]
 
 
 def initialize_cache(task, encoder_token_ids, decoder_token_ids):
@@ -67,21 +69,32 @@ def call_decoder_with_cache(
     known, cache = generation.context(task), self_attention_cache
     if not generation.has_states(known.sites):
         return original(
-            task, encoder_hidden_states, encoder_padding_mask, decoder_token_ids, cache,
-            self_attention_cache_update_index, cross_attention_cache,
+            task,
+            encoder_hidden_states,
+            encoder_padding_mask,
+            decoder_token_ids,
+            cache,
+            self_attention_cache_update_index,
+            cross_attention_cache,
             cross_attention_cache_update_index,
-        )  # fmt: skip
+        )
     start = ops.convert_to_tensor(self_attention_cache_update_index, dtype="int32")
-    with answered(task, known, cache, decoder_token_ids, start) as found:
+    with answered(task, known, cache, decoder_token_ids, start) as call:
         logits, hidden_states, *_ = original(
-            task, encoder_hidden_states, encoder_padding_mask, decoder_token_ids,
-            found.blank, start, found.cross_blank, cross_attention_cache_update_index,
-        )  # fmt: skip
-        cache = found.cache()
+            task,
+            encoder_hidden_states,
+            encoder_padding_mask,
+            decoder_token_ids,
+            call.blank,
+            start,
+            call.cross_blank,
+            cross_attention_cache_update_index,
+        )
+        cache = call.cache()
     return logits, hidden_states, cache, cross_attention_cache
 
 
-class Answered(NamedTuple):
+class DecoderCall(NamedTuple):
     """Placeholders for a decoder call, and the cache after it; see `answered`.
 
     Attributes:
@@ -107,7 +120,7 @@ def answered(task, known, cache, token_ids, start):
         start: Position of the first token.
 
     Yields:
-        `Answered`.
+        `DecoderCall`.
     """
     batch, length = ops.shape(token_ids)
     enters, passed, seen = generation.entering(known, cache, batch, length, start)
@@ -127,24 +140,17 @@ def answered(task, known, cache, token_ids, start):
         def after():
             return generation.Cache(seen, kept(parts | cross_parts), cache.model)
 
-        yield Answered(blank(*size), cross_blank(*size), after)
-
-
-def generate_step(task, inputs, stop_token_ids=None):
-    """Runs `Seq2SeqLM.generate_step`; the prompt may have padding anywhere."""
-    return generation.stepped(task, inputs, stop_token_ids, "decoder_padding_mask")
+        yield DecoderCall(blank(*size), cross_blank(*size), after)
 
 
 def members(cls):
     """Returns the methods for a task's carrier, if the task has a token encoder."""
-    first = getattr(cls, "_initialize_cache", None)
-    if first is None or not hasattr(cls, "call_decoder_with_cache"):
+    if not hasattr(cls, "call_decoder_with_cache"):
         return {}
-    names = ["self", "encoder_token_ids", "decoder_token_ids"]
-    if list(inspect.signature(first).parameters) != names:
+    if not generation.takes(cls, "_initialize_cache", INITIALIZE):
         return {}
     return {
         "_initialize_cache": initialize_cache,
         "call_decoder_with_cache": call_decoder_with_cache,
-        "generate_step": generate_step,
+        "generate_step": generation.make_generate_step("decoder_padding_mask"),
     }

@@ -1,8 +1,8 @@
-"""Finds the TensorFlow distribution strategy in which a model was created."""
+"""Enters the TensorFlow distribution strategy in which a model was created."""
 
 import contextlib
 
-import keras
+from keras_rfattn.backend.layers import strategies
 
 
 def strategy_scope(layer):
@@ -20,13 +20,9 @@ def strategy_scope(layer):
     Raises:
         ValueError: If the scope of a different strategy is active.
     """
-    if keras.backend.backend() != "tensorflow" or not layer.weights:
+    if not layer.weights:
         return contextlib.nullcontext()
-    import tensorflow as tf
-
-    value = layer.weights[0].value
-    own = getattr(value, "distribute_strategy", None)
-    current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    own, current = strategies(layer.weights[0])
     if own is current:
         return contextlib.nullcontext()
     if current is None:

@@ -1,6 +1,5 @@
 """Finds the attention layers of a model, and whether each can be replaced."""
 
-import inspect
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,6 @@ import keras
 
 import keras_rfattn.models.adapters.known as known
 from keras_rfattn.layers.linear_attention import LinearAttention, refusal
-from keras_rfattn.models.plan import matches
 from keras_rfattn.models.swap import linear_class, original_class
 
 # Block class -> mixin that builds the mask of the block's attention layer. An adapter
@@ -211,64 +209,3 @@ def _parent_reason(layer, parent):
 def is_pooling(site):
     """Returns whether a site has only one query, for which softmax is linear."""
     return known.block(original_class(site.parent)).is_pooling
-
-
-def select(sites, include, exclude):
-    """Selects the sites that `include` matches and `exclude` does not.
-
-    Args:
-        sites: List of `Site`.
-        include: `None` (all sites), a path or pattern (`fnmatch`), a list of these, or
-            a callable `(path, layer) -> bool`.
-        exclude: Sites to leave out, in the same forms; `None` leaves out no site.
-
-    Returns:
-        List of `Site`.
-
-    Raises:
-        ValueError: If a path or pattern matches no attention layer.
-        TypeError: If `include` or `exclude` has another type.
-    """
-    included = sites if include is None else _matching("include", include, sites)
-    excluded = [] if exclude is None else _matching("exclude", exclude, sites)
-    taken_out = {site.index for site in excluded}
-    return [site for site in included if site.index not in taken_out]
-
-
-def _check_takes_two(argument, function):
-    try:
-        inspect.signature(function).bind("path", None)
-    except TypeError as error:
-        raise TypeError(
-            f"`{argument}` must be a callable `(path, layer) -> bool`. "
-            f"Received: {argument}={function!r}, which takes other arguments ({error})."
-        ) from None
-    except ValueError:
-        # Some functions written in C have no signature to check.
-        pass
-
-
-def _matching(argument, patterns, sites):
-    if callable(patterns):
-        _check_takes_two(argument, patterns)
-        return [site for site in sites if patterns(site.path, site.layer)]
-    if isinstance(patterns, str):
-        patterns = [patterns]
-    if not isinstance(patterns, (list, tuple, set)) or not all(
-        isinstance(pattern, str) for pattern in patterns
-    ):
-        raise TypeError(
-            f"`{argument}` must be a layer path or pattern, a list of those, or a "
-            f"callable `(path, layer) -> bool`. Received: {argument}={patterns!r}."
-        )
-    matched = {}
-    for pattern in patterns:
-        hits = [site for site in sites if matches(site.path, pattern)]
-        if not hits:
-            paths = "\n  ".join(site.path for site in sites)
-            raise ValueError(
-                f"`{argument}` pattern {pattern!r} matches no attention layer. "
-                f"Received: {argument}={patterns!r}. The paths are:\n  {paths}"
-            )
-        matched.update((site.index, site) for site in hits)
-    return [matched[index] for index in sorted(matched)]

@@ -129,10 +129,16 @@ def make_softmax(layer):
 def _reduce(layer):
     """Serves as `__reduce__` for layers whose class cannot be imported by name."""
     config = layer.get_config()
-    feature_map, _ = config.pop("feature_map"), config.pop("trained", ())
-    options = Options.take(config)
-    arguments = _plain((config, layer.get_build_config(), feature_map))
-    return unpickle, (original_class(layer), *arguments, options, layer.get_weights())
+    config.pop("trained", None)
+    feature_map, options = config.pop("feature_map"), Options.take(config)
+    return unpickle, (
+        original_class(layer),
+        _plain(config),
+        _plain(layer.get_build_config()),
+        _plain(feature_map),
+        options,
+        layer.get_weights(),
+    )
 
 
 def _plain(x):
@@ -140,7 +146,8 @@ def _plain(x):
     if isinstance(x, dict):
         return {key: _plain(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
-        return (tuple if isinstance(x, tuple) else list)(_plain(item) for item in x)
+        items = [_plain(item) for item in x]
+        return tuple(items) if isinstance(x, tuple) else items
     return x
 
 

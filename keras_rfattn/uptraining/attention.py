@@ -12,6 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.backend import with_gradient
+from keras_rfattn.layers.interceptor import Interceptor
 from keras_rfattn.layers.recording import progress, recording, run
 from keras_rfattn.ops import Softmax
 from keras_rfattn.ops.layout import split_heads
@@ -88,8 +89,8 @@ class AttentionStage(keras.Model):
         return ops.sum(y_pred["loss"]) / count
 
 
-class Watcher:
-    """A recorder that stores a layer's calls and answers them with softmax attention.
+class Watcher(Interceptor):
+    """Stores a layer's calls, and answers them with softmax attention.
 
     Attributes:
         calls: List of `Attention`, the calls of the layer.
@@ -98,6 +99,11 @@ class Watcher:
 
     def __init__(self):
         self.calls, self.arguments = [], []
+
+    def around(self, layer, function, args, kwargs):
+        """Stores the arguments of the layer; see `Interceptor`."""
+        self.arguments.append((args, dict(kwargs)))
+        return function(*args, **kwargs)
 
     def __call__(self, call):
         self.calls.append(call)

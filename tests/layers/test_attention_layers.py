@@ -190,6 +190,17 @@ def test_hybrids_warn_where_lengths_vary():
         Normalizing(2, 4, feature_map=name).build(shape, shape)
 
 
+@pytest.mark.parametrize("sizes", [("2", 8), (2.5, 8), (0, 8), (2, None), (True, 8)])
+def test_sizes_of_multi_head_attention(sizes):
+    with pytest.raises(ValueError, match="must be a positive integer. Received: "):
+        MultiHeadAttention(*sizes)
+
+
+def test_sizes_may_be_integers_of_numpy():
+    config = MultiHeadAttention(np.int64(2), np.int64(8)).get_config()
+    assert (config["num_heads"], config["key_dim"]) == (2, 8)
+
+
 def test_the_seed_of_dropout_is_keras_own_affair():
     # A map given as an object has its own; what Keras takes is taken.
     layer = MultiHeadAttention(2, 4, feature_map=feature_maps.FavorPlus(4), seed=-3)

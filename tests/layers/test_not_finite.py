@@ -41,6 +41,8 @@ CASES = [
 @functools.cache
 def program(name, way):
     options, is_causal, has_prefix = WAYS[way]
+    # Built outside of the compiled function, which must not create weights.
+    feature_map = h.build(name)
 
     def call(query, key, value):
         mask = AttentionMask(
@@ -48,7 +50,7 @@ def program(name, way):
             prefix_mask=ops.convert_to_tensor(PREFIX) if has_prefix else None,
         )  # fmt: skip
         tokens = query, key, value
-        return attend(*tokens, h.build(name), mask, options=Options(**options))
+        return attend(*tokens, feature_map, mask, options=Options(**options))
 
     return h.compiled(call)
 

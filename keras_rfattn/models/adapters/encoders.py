@@ -43,9 +43,14 @@ class EsmAttention(RoformerAttention):
     """Mixin for ESM's attention, which has another rotary embedding or none."""
 
     def _turned(self, query, key):
-        return self.rotary_embedding_layer(query, key) if self.use_rotary else (
-            query, key,
-        )  # fmt: skip
+        return (
+            self.rotary_embedding_layer(query, key)
+            if self.use_rotary
+            else (
+                query,
+                key,
+            )
+        )
 
 
 class PaliGemmaVitAttention(LinearAttention):
@@ -54,8 +59,9 @@ class PaliGemmaVitAttention(LinearAttention):
     def _kv_shape(self):
         return self.num_heads, self.head_dim
 
-    def call(self, x, attention_mask=None, return_attention_scores=None,
-             training=False):  # fmt: skip
+    def call(
+        self, x, attention_mask=None, return_attention_scores=None, training=False
+    ):
         """Maps `(B, T, D)` to `((B, T, D), None)`; the original also returns scores."""
         ops = keras.ops
         if attention_mask is not None:
@@ -69,9 +75,13 @@ class PaliGemmaVitAttention(LinearAttention):
             for dense in (self.query_proj, self.key_proj, self.value_proj)
         )
         output, _ = self._compute_attention(
-            query, key, value, AttentionMask(self_attention=True), training,
+            query,
+            key,
+            value,
+            AttentionMask(self_attention=True),
+            training,
             bool(return_attention_scores),
-        )  # fmt: skip
+        )
         output = ops.reshape(output, (batch, length, -1))
         return self.out_proj(output, training=training), None
 
@@ -82,8 +92,14 @@ class DINOV3Attention(LinearAttention):
     def _kv_shape(self):
         return self.num_heads, self.head_dim
 
-    def call(self, inputs, attention_mask=None, position_embeddings=None,
-             num_prefix_tokens=0, training=None):  # fmt: skip
+    def call(
+        self,
+        inputs,
+        attention_mask=None,
+        position_embeddings=None,
+        num_prefix_tokens=0,
+        training=None,
+    ):
         """Maps `(B, T, D)` to `(B, T, D)`."""
         ops = keras.ops
         batch, length = ops.shape(inputs)[:2]

@@ -22,13 +22,12 @@ import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
+from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
 # Each module provides the generation methods of one family of tasks (`members`).
-GENERATING = (
-    generation, prefix_lm, image_to_text, gated_delta, seq2seq, audio_to_text
-)  # fmt: skip
+GENERATING = (generation, prefix_lm, image_to_text, gated_delta, seq2seq, audio_to_text)
 
 
 def classes(table):
@@ -137,9 +136,8 @@ def adjust_companions(model, holders):
     for task in tasks:
         _adjust_preprocessor(task)
     shared = [f"{type(t).__name__} '{t.name}'" for t in tasks if t is not model]
-    vars(model).pop("_rfattn_shared_with", None)
-    if shared and saving.holds_linear(model):
-        object.__setattr__(model, "_rfattn_shared_with", tuple(shared))
+    is_linear = saving.holds_linear(model)
+    notes_of(model).shared_with = tuple(shared) if is_linear else ()
 
 
 def _adjust_preprocessor(task):

@@ -211,8 +211,11 @@ BLOCKS = {
 
 # Attribute names of the query normalization in attention classes.
 QUERY_NORMALIZATIONS = (
-    "query_norm", "_query_norm", "q_norm", "_query_dense_layer_norm",
-)  # fmt: skip
+    "query_norm",
+    "_query_norm",
+    "q_norm",
+    "_query_dense_layer_norm",
+)
 
 # Library of a saved model -> requirement for pip that installs it.
 INSTALL = {HUB: "'keras-rfattn[hub]'", CV: "'keras-rfattn[cv]'"}

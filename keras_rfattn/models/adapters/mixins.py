@@ -16,8 +16,11 @@ from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 
 # Attribute names of the self-attention in decoder blocks.
 SELF_ATTENTION = (
-    "_self_attention_layer", "attention", "self_attn", "self_attention",
-)  # fmt: skip
+    "_self_attention_layer",
+    "attention",
+    "self_attn",
+    "self_attention",
+)
 # Argument names of the cache for this self-attention.
 CACHES = ("self_attention_cache", "attention_cache")
 
@@ -231,8 +234,9 @@ class GemmaAttention(RotaryAttention):
 class MoonshineAttention(CachedAttention):
     """Mixin for Moonshine's attention, which reads its mask."""
 
-    def call(self, query, value, key, rotary_embedding=None, attention_mask=None,
-             **kwargs):  # fmt: skip
+    def call(
+        self, query, value, key, rotary_embedding=None, attention_mask=None, **kwargs
+    ):
         """Runs the original `call`; `attention_mask` may be an `AttentionMask`."""
         context = context_of(self)
         if isinstance(attention_mask, AttentionMask):

@@ -106,9 +106,13 @@ def transformer_pp(
 
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     embedding = layers.ReversibleEmbedding(
-        vocabulary_size, dim, dtype=dtype, reverse_dtype="float32", name="embedding",
+        vocabulary_size,
+        dim,
+        dtype=dtype,
+        reverse_dtype="float32",
+        name="embedding",
         embeddings_initializer=keras.initializers.RandomNormal(stddev=dim**-0.5),
-    )  # fmt: skip
+    )
     x = SinusoidalEmbedding(dtype=dtype, name="positions")(embedding(tokens))
     for i in range(num_layers):
         block = Block(num_heads, head_dim, dropout, dtype=dtype, name=f"block_{i}")

@@ -1,13 +1,15 @@
-"""How the files beside this one were made, before the package was rearranged.
+"""Makes the files beside this one, which show that files of an older commit still load.
 
     KERAS_BACKEND=jax python tests/models/saved/make.py FOLDER
 
-They are not to be made again: what they show is that older files still load.
+They were made with the package as it was at commit 2f1860e. Do not make them again with
+a later one.
 """
 
 import json
 import pathlib
 import sys
+import zipfile
 
 import keras
 import numpy as np
@@ -24,6 +26,8 @@ MECHANISMS = {
         "favorplus",
         "favorpp",
         "favorpp_dense",
+        "favorpp_learned",
+        "hedgehog",
         "gerf",
         "poisson",
         "poisson_positive",
@@ -36,6 +40,7 @@ MECHANISMS = {
         "hybrid_gaussian_mixture",
         "polysketch",
         "polysketch_learned",
+        "polysketch_linear",
         "relu",
     )
 } | {"elu": {}, "polynomial": {"degree": 2}}
@@ -47,8 +52,8 @@ NOT_BY_NAME = {
     "hybrid": lambda: maps.Hybrid(
         ["favor", maps.FavorPlus(2, seed=0)], [maps.AngularCoefficient(2, seed=1)]
     ),
-    "elu_projected": lambda: maps.Elu(4, projection="gaussian", seed=6),
-    "relu_plain": lambda: maps.Relu(projection=None),
+    "elu_projected": lambda: maps.ProjectedElu(4, projection="gaussian", seed=6),
+    "relu_plain": lambda: maps.PlainRelu(),
 }
 
 
@@ -73,6 +78,7 @@ def every_map():
     )
 
 
+@keras.saving.register_keras_serializable("saved")
 class Own(keras.Model):
     """A container without a `build` of its own."""
 
@@ -86,9 +92,17 @@ class Own(keras.Model):
 
 
 def replaced_own():
-    model = keras.saving.register_keras_serializable("written_before")(Own)()
+    model = Own()
     model(X)
     return keras_rfattn.replace_attention(model, "favorplus", num_features=4, seed=1)
+
+
+def replaced_functional():
+    inputs = keras.Input((6, 8))
+    x = keras.layers.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
+    return keras_rfattn.replace_attention(
+        keras.Model(inputs, x), "favorpp", num_features=4, seed=1
+    )
 
 
 def bert():
@@ -126,6 +140,15 @@ def output(model, x):
     )
 
 
+def compress(path):
+    """Rewrites a zip file with compression, which Keras does not use."""
+    with zipfile.ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in parts.items():
+            file.writestr(name, data)
+
+
 def main(folder):
     folder = pathlib.Path(folder)
     keras.utils.set_random_seed(0)
@@ -140,6 +163,11 @@ def main(folder):
     model.save_weights(folder / "own.weights.h5")
     outputs["own"] = output(model, X)
 
+    model = replaced_functional()
+    model.save_weights(folder / "functional.weights.h5")
+    model.save(folder / "functional.h5")
+    outputs["functional"] = output(model, X)
+
     model = bert()
     model.save(folder / "bert.keras")
     outputs["bert"] = output(model, segments())
@@ -153,6 +181,8 @@ def main(folder):
     )  # fmt: skip
     model.save(folder / "transformer_pp.keras")
     outputs["transformer_pp"] = output(model, TOKENS)
+    for path in folder.glob("*.keras"):
+        compress(path)
     np.savez(folder / "outputs.npz", **outputs)
     print(json.dumps({k: v.shape for k, v in outputs.items()}))
 

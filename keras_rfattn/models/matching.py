@@ -1,0 +1,98 @@
+"""Selects attention layers by their paths.
+
+All arguments that name layers use this file: `include`, `exclude`, `softmax_heads` and
+the maps of a `Plan`.
+"""
+
+import fnmatch
+import inspect
+
+
+def lookup(argument, values, sites):
+    """Finds the value that a dict of patterns assigns to each attention layer.
+
+    Args:
+        argument: Name of the argument that holds the dict, for the error message.
+        values: Dict from paths or patterns (`fnmatch`) to values. If several patterns
+            match a layer, the first one counts.
+        sites: List of `survey.Site`.
+
+    Returns:
+        Dict from the index of a site to its value, without the sites that no pattern
+        matches.
+
+    Raises:
+        ValueError: If a key is not a string, or matches no site.
+    """
+    found = {}
+    for pattern, value in values.items():
+        hits = [site for site in sites if _matches(site.path, pattern)]
+        if not hits:
+            paths = "\n".join(f"  {site.path}" for site in sites)
+            raise ValueError(
+                f"`{argument}` must have paths or patterns of attention layers. "
+                f"Received: {pattern!r}, which matches none. Use some of:\n{paths}"
+            )
+        for site in hits:
+            found.setdefault(site.index, value)
+    return found
+
+
+def _matches(path, pattern):
+    if not isinstance(pattern, str):
+        return False
+    # A path may contain characters that are special in patterns.
+    return path == pattern or fnmatch.fnmatch(path, pattern)
+
+
+def select(sites, include, exclude):
+    """Selects the sites that `include` matches and `exclude` does not.
+
+    Args:
+        sites: List of `survey.Site`.
+        include: `None` (all sites), a path or pattern (`fnmatch`), a list of these, or
+            a callable `(path, layer) -> bool`.
+        exclude: Sites to leave out, in the same forms; `None` leaves out no site.
+
+    Returns:
+        List of `survey.Site`.
+
+    Raises:
+        ValueError: If a path or pattern matches no attention layer.
+        TypeError: If `include` or `exclude` has another type.
+    """
+    indices = {site.index for site in sites}
+    if include is not None:
+        indices &= _chosen("include", include, sites)
+    if exclude is not None:
+        indices -= _chosen("exclude", exclude, sites)
+    return [site for site in sites if site.index in indices]
+
+
+def _chosen(argument, choice, sites):
+    """Returns the indices of the sites that `include` or `exclude` matches."""
+    if callable(choice):
+        _check_takes_two(argument, choice)
+        return {site.index for site in sites if choice(site.path, site.layer)}
+    patterns = [choice] if isinstance(choice, str) else choice
+    if not isinstance(patterns, (list, tuple, set)) or not all(
+        isinstance(pattern, str) for pattern in patterns
+    ):
+        raise TypeError(
+            f"`{argument}` must be a layer path or pattern, a list of those, or a "
+            f"callable `(path, layer) -> bool`. Received: {argument}={choice!r}."
+        )
+    return set(lookup(argument, dict.fromkeys(patterns), sites))
+
+
+def _check_takes_two(argument, function):
+    try:
+        inspect.signature(function).bind("path", None)
+    except TypeError as error:
+        raise TypeError(
+            f"`{argument}` must be a callable `(path, layer) -> bool`. "
+            f"Received: {argument}={function!r}, which does not take both ({error})."
+        ) from None
+    except ValueError:
+        # Some functions written in C have no signature to check.
+        pass

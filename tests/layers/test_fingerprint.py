@@ -1,0 +1,50 @@
+"""A fingerprint covers the function of a layer, and neither names nor seeds."""
+
+import numpy as np
+import pytest
+
+from keras_rfattn import feature_maps as maps
+from keras_rfattn.layers import MultiHeadAttention
+from keras_rfattn.layers.fingerprint import agrees, checksum, fingerprint
+
+
+def layer(feature_map, **options):
+    made = MultiHeadAttention(2, 4, feature_map=feature_map, **options)
+    made.build((None, 6, 8), (None, 6, 8))
+    return made
+
+
+def conditioned(cls=maps.Gerf, seed=0):
+    return layer(maps.Conditioned(cls(3, seed=seed)))
+
+
+def test_a_map_that_moves_to_another_file_keeps_its_fingerprint(monkeypatch):
+    before = checksum(conditioned())
+    monkeypatch.setattr(maps.Gerf, "__module__", "keras_rfattn.elsewhere")
+    assert checksum(conditioned()) == before
+    assert checksum(conditioned(seed=1)) == before
+    assert checksum(conditioned(maps.FavorPlus)) != before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: layer(maps.Favor(4)),
+        lambda: layer(maps.FavorPlus(4, projection="hadamard")),
+        lambda: layer(maps.FavorPlus(4), window=3),
+        lambda: layer(maps.FavorPlus(4), temperature=0.5),
+        lambda: layer(maps.FavorPlus(4), softmax_heads=[1]),
+    ],
+)
+def test_another_function_does_not_agree(other):
+    made = layer(maps.FavorPlus(4, seed=1))
+    assert agrees(made, fingerprint(layer(maps.FavorPlus(4, seed=2))))
+    assert not agrees(made, fingerprint(other()))
+
+
+def test_formats():
+    made = layer(maps.FavorPlus(4))
+    (_, number) = fingerprint(made)
+    assert agrees(made, np.array([2, number]))
+    for wrong in ([1, number], [4, number], [2, number + 1], number, [number]):
+        assert not agrees(made, np.array(wrong))
