@@ -1,5 +1,6 @@
 """Measures how well random features approximate softmax attention on real data."""
 
+from keras_rfattn.diagnostics.budget import Allotment
 from keras_rfattn.diagnostics.errors import log_moment, predicted_variance
 from keras_rfattn.diagnostics.parts import (
     Attribution,
@@ -8,7 +9,7 @@ from keras_rfattn.diagnostics.parts import (
     attribute,
     sensitivity,
 )
-from keras_rfattn.diagnostics.recommend import Allotment, recommend
+from keras_rfattn.diagnostics.recommend import recommend
 from keras_rfattn.diagnostics.report import ApproximationReport, approximation_report
 
 __all__ = [

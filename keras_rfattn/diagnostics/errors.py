@@ -273,6 +273,14 @@ def predicted_variance(feature_map, head=0, stats=None):
     Raises:
         TypeError: If `feature_map` is not a `FeatureMap`.
         ValueError: If it is not built, or has no such head.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics, feature_maps
+        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> variance = diagnostics.predicted_variance(feature_map)
+        >>> float(variance(np.ones(4), -np.ones(4)))
+        0.0
     """
     moment = log_moment(feature_map, head, stats)
     if moment is None:
@@ -316,6 +324,14 @@ def log_moment(feature_map, head=0, stats=None):
     Raises:
         TypeError: If `feature_map` is not a `FeatureMap`.
         ValueError: If it is not built, or has no such head.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics, feature_maps
+        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 1, 4))
+        >>> log_moment = diagnostics.log_moment(feature_map)
+        >>> round(float(log_moment(np.ones(4) / 2, np.ones(4) / 2)), 4)
+        6.0
     """
     _check_map(feature_map, head)
     return feature_map.log_moment(head, stats)

@@ -41,6 +41,20 @@ class Attribution:
         mean_of_values: Metric with uniform attention.
         no_attention: Metric with attention that outputs 0.
         softmax: Metric with softmax attention and the current weights.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics
+        >>> result = diagnostics.Attribution(
+        ...     as_it_is=0.9, window_only=0.7, features_only=0.8, mean_of_values=0.5,
+        ...     no_attention=0.4, softmax=0.95)
+        >>> print(result)
+        as it is            0.9000
+        window only         0.7000
+        features only       0.8000
+        mean of values      0.5000
+        no attention        0.4000
+        softmax             0.9500
+        features carry 80% of the way from window-only to softmax
     """
 
     as_it_is: float
@@ -93,6 +107,18 @@ def attribute(model, data, metric):
         TypeError: If `model` is not a Keras layer, or `metric` is not callable.
         ValueError: If the model has no linear attention, or if `metric` generates or
             does not return a number.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus")
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> metric = lambda model, x: float(np.mean(model.predict_on_batch(x)))
+        >>> result = diagnostics.attribute(model, x, metric)
+        >>> result.as_it_is == metric(model, x)
+        True
     """
     layers = _check_arguments(model, metric)
     has_windows = any(layer.options.window is not None for layer in layers)
@@ -115,6 +141,12 @@ class Part(NamedTuple):
         head: Index of a query head, or `None` for the whole layer.
         restored: Metric with softmax in this part and linear attention elsewhere.
         alone: Metric with linear attention in this part and softmax elsewhere.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics
+        >>> part = diagnostics.Part("layer", head=1, restored=0.9, alone=0.7)
+        >>> part.path, part.head
+        ('layer', 1)
     """
 
     path: str
@@ -132,6 +164,13 @@ class Sensitivity:
         softmax: Metric with softmax attention everywhere and the current weights.
         parts: Tuple with a `Part` for each linear layer, or for each of its heads, in
             the order of the model.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics
+        >>> part = diagnostics.Part("layer", head=1, restored=0.9, alone=0.7)
+        >>> result = diagnostics.Sensitivity(0.6, softmax=0.95, parts=(part,))
+        >>> result.softmax_heads(1)
+        {'layer': [1]}
     """
 
     as_it_is: float
@@ -171,7 +210,7 @@ class Sensitivity:
             for part in self.parts
         ]
         width = max(len("layer"), *map(len, names))
-        lines = [f"{'layer':<{width}}  softmax again  alone linear"]
+        lines = [f"{'layer':<{width}}   only softmax   only linear"]
         lines += [
             f"{name:<{width}}{part.restored:>15.4f}{part.alone:>14.4f}"
             for name, part in zip(names, self.parts, strict=True)
@@ -204,6 +243,18 @@ def sensitivity(model, data, metric, heads=False):
         TypeError: If `model` is not a Keras layer, or `metric` is not callable.
         ValueError: If the model has no linear attention, or if `metric` generates or
             does not return a number.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "favorplus")
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> metric = lambda model, x: float(np.mean(model.predict_on_batch(x)))
+        >>> result = diagnostics.sensitivity(model, x, metric, heads=True)
+        >>> [part.head for part in result.parts]
+        [0, 1]
     """
     layers = _check_arguments(model, metric)
     sites = [site for site in survey(model).sites if site.is_linear]

@@ -1,17 +1,22 @@
 """Recommends feature maps and their widths for a wanted error or a budget."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from keras_rfattn import feature_maps
+from keras_rfattn.diagnostics.budget import (
+    Allotment,
+    Choice,
+    best_for_all,
+    least_error,
+)
 from keras_rfattn.diagnostics.errors import HeadErrors, head_errors
 from keras_rfattn.feature_maps.arguments import check_seed, is_integer, is_number
 from keras_rfattn.layers import LinearAttention, record
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.recording import progress
-from keras_rfattn.models import Plan, replace_attention, restore_attention
+from keras_rfattn.models import replace_attention, restore_attention
 from keras_rfattn.models.report import multiplications
 from keras_rfattn.models.survey import survey
 
@@ -47,103 +52,22 @@ class Recommendation:
             f"{name:<15}{count:>13}{width:>7}{error:>14.3f}"
             for name, count, width, error in self.tried
         ]
-        lines.append(f"{'no attention':<35}{self.control:>14.3f}")
+        lines.append(f"{'mean of V':<35}{self.control:>14.3f}")
         if self.control <= self.wanted:
             lines.append(
-                f"The mean of V reaches {self.wanted}: the model needs no attention at "
-                f"this error. Ask for less than {self.control:.3g}."
+                f"The mean of V reaches {self.wanted}, so that this error shows "
+                f"nothing about attention. Use an `error` below {self.control:.3g}."
             )
         elif self.mechanism is None:
             lines.append(
-                f"None reaches {self.wanted} without training. Uptrain the model, or "
-                "keep its hardest layers softmax (`exclude=`)."
+                f"No candidate reaches {self.wanted} without training. Uptrain the "
+                "model, or keep layers with large errors softmax (`exclude=`)."
             )
         else:
             lines.append(
                 f"{self.mechanism!r} with num_features={self.num_features} reaches "
                 f"{self.wanted} without training."
             )
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-class Choice(NamedTuple):
-    """The cost and error of one mechanism in one layer.
-
-    Attributes:
-        mechanism: Name of the map, or `"softmax"` to keep softmax attention.
-        num_features: The `num_features` of the map, or `None` for softmax.
-        multiplications: Number of multiplications per token, for all heads.
-        error: Relative error of outputs, averaged over heads. It is measured on
-            sequences that the map did not learn from. If the data has only one
-            sequence, the map learns from it too, and the error is too low for maps
-            that learn.
-    """
-
-    mechanism: str
-    num_features: int | None
-    multiplications: float
-    error: float
-
-
-@dataclass(frozen=True)
-class Allotment:
-    """The map and width of each layer under a budget; prints as a table.
-
-    `keras_rfattn.replace_attention(model, allotment)` applies it to a model.
-
-    Attributes:
-        layers: Dict from layer paths to their `Choice`.
-        budget: Allowed multiplications per token, for all layers together.
-        one_width: The best single `Choice` for all layers under the same budget, or
-            `None` if there is none. Its multiplications are the sum over layers, and
-            its error is the mean.
-        control: Error of uniform attention, averaged over layers.
-        seed: Seed of the random vectors.
-    """
-
-    layers: dict
-    budget: float
-    one_width: Choice | None
-    control: float
-    seed: int
-
-    @property
-    def multiplications(self):
-        """Number of multiplications per token, for all layers together."""
-        return sum(choice.multiplications for choice in self.layers.values())
-
-    @property
-    def error(self):
-        """Relative error of outputs, averaged over layers."""
-        return float(np.mean([choice.error for choice in self.layers.values()]))
-
-    @property
-    def plan(self):
-        """The allotment as a `keras_rfattn.models.Plan`."""
-        maps = {}
-        for path, choice in self.layers.items():
-            maps[path] = None
-            if choice.num_features is not None:
-                name, count = choice.mechanism, choice.num_features
-                feature_map = feature_maps.get(name, num_features=count, seed=self.seed)
-                maps[path] = feature_maps.serialize(feature_map)
-        return Plan(maps)
-
-    def __str__(self):
-        width = max(len(path) for path in self.layers)
-        names = "mechanism", "num_features", "multiplications", "error"
-        lines = ["{:<{}}  {:<15}{:>13}{:>17}{:>8}".format("layer", width, *names)]
-        rows = list(self.layers.items())
-        rows.append(("all", Choice("", None, self.multiplications, self.error)))
-        if self.one_width is not None:
-            rows.append(("one width", self.one_width))
-        lines += [
-            f"{path:<{width}}  {name:<15}{count or '':>13}{cost:>17,.0f}{error:>8.3f}"
-            for path, (name, count, cost, error) in rows
-        ]
-        lines.append(f"{'mean of V':<{width}}{'':<47}{self.control:>8.3f}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -238,7 +162,7 @@ def _checked(error, budget, candidates, widths, length, seed):
     widths = list(widths) if is_listed else [widths]
     if not widths or not all(is_integer(width) and width > 0 for width in widths):
         raise ValueError(
-            "`widths` must be a list of positive integers, at least one. "
+            "`widths` must be a non-empty list of positive integers. "
             f"Received: widths={widths!r}."
         )
     is_listed = isinstance(candidates, (list, tuple))
@@ -247,13 +171,13 @@ def _checked(error, budget, candidates, widths, length, seed):
     kernels = [feature_maps.get(x, seed=0).kernel for x in names if x in known]
     if not names or kernels != ["softmax"] * len(names):
         raise ValueError(
-            "`candidates` must be names of maps that estimate softmax, at least one. "
+            "`candidates` must be one or more names of maps that estimate softmax. "
             f"Received: candidates={candidates!r}."
         )
     if length is not None and not (is_number(length) and 0 < length < np.inf):
         raise ValueError(
-            "`length` must be a positive number of tokens, or `None` for the data's "
-            f"mean. Received: length={length!r}."
+            "`length` must be a positive number of tokens, or `None` for the mean "
+            f"length of the data. Received: length={length!r}."
         )
     check_seed(seed)
     if seed is None:
@@ -339,50 +263,12 @@ def _allotted(recorded, names, widths, budget, length, seed, verbose):
         choices.append(Choice("softmax", None, cost, 0.0))
     paths = [path for path, _, _ in recorded]
     return Allotment(
-        layers=dict(zip(paths, _least_error(options, budget), strict=True)),
+        layers=dict(zip(paths, least_error(options, budget), strict=True)),
         budget=budget,
-        one_width=_for_all(options, budget),
+        one_width=best_for_all(options, budget),
         control=float(np.mean(controls)),
         seed=seed,
     )
-
-
-def _least_error(options, budget):
-    """Picks one choice per layer by integer programming, for the least total error."""
-    from scipy.optimize import LinearConstraint, milp
-
-    flat = [(i, choice) for i, row in enumerate(options) for choice in row]
-    costs = np.array([choice.multiplications for _, choice in flat])
-    least = sum(min(c.multiplications for c in row) for row in options)
-    if least > budget:
-        raise ValueError(
-            "`budget` does not pay for the narrowest choice in every layer, "
-            f"{least:,.0f} multiplications per token. Received: budget={budget!r}. "
-            "Raise it, or try smaller `widths`."
-        )
-    layer_of = np.array([i for i, _ in flat])
-    one_each = np.arange(len(options))[:, None] == layer_of
-    result = milp(
-        [choice.error for _, choice in flat],
-        integrality=np.ones(len(flat)),
-        bounds=(0, 1),
-        constraints=[
-            LinearConstraint(one_each.astype(float), 1, 1),
-            LinearConstraint(costs[None] / budget, 0, 1),
-        ],
-    )
-    return [choice for x, (_, choice) in zip(result.x, flat, strict=True) if x > 0.5]
-
-
-def _for_all(options, budget):
-    """Returns the best single choice for all layers within the budget, or `None`."""
-    best = None
-    for row in zip(*options, strict=True):
-        cost = sum(choice.multiplications for choice in row)
-        error = float(np.mean([choice.error for choice in row]))
-        if cost <= budget and (best is None or error < best.error):
-            best = Choice(row[0].mechanism, row[0].num_features, cost, error)
-    return best
 
 
 def _adapted(name, width, seed, sequences):

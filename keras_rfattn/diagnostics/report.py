@@ -98,14 +98,14 @@ class ApproximationReport:
         lines = [
             f"Approximation of softmax attention in {self.model}",
             *(row.rstrip() for row in rows),
-            "errors are relative, 0 is exact; no attention at all (mean of V) and "
-            "zero (1) are the controls",
+            "Errors are relative, and 0 is exact. The controls are uniform attention "
+            "(mean of V) and an output of zeros (1).",
         ]
         if np.isfinite(self.mean.covered):
             lines.append(
-                "kernel: median over all pairs; measured and predicted: root mean "
-                f"square over the {self.mean.covered:.1%} covered ones, with "
-                "‖x + y‖² <= log m; for all others: width too small"
+                "kernel: the median over all pairs. measured, predicted: the root mean "
+                f"square over the {self.mean.covered:.1%} covered pairs, with "
+                "‖x + y‖² <= log m. For other pairs, m = num_features is too small."
             )
         return "\n".join(lines)
 
@@ -194,5 +194,5 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
 
 def _cells(errors):
     """Returns the cells of a table row, with a reason where a number is missing."""
-    missing = "width too small" if errors.covered == 0 else "unknown"
+    missing = "num_features too small" if errors.covered == 0 else "unknown"
     return [missing if np.isnan(error) else f"{error:.3g}" for error in errors]

@@ -18,6 +18,16 @@ class Coefficient:
     and `key_features` computes ρ_k. The constant is separate because a hybrid needs λ
     and `1 - Σ λ`, and merges the constants of the latter ("Hybrid Random Features",
     lemma 2.3).
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> class Half(feature_maps.Coefficient,
+        ...            feature_maps.ProjectedFeatureMap):
+        ...     constant = 0.5
+        ...     def key_features(self, x, stats=None):
+        ...         return self.averaged(0 * self.project(x))
+        >>> Half(num_features=1, seed=0).constant
+        0.5
     """
 
     kernel = "coefficient"
@@ -45,8 +55,20 @@ class AngularCoefficient(Coefficient, ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equation 19.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.AngularCoefficient(num_features=16, seed=0)
+        >>> feature_map.build((None, None, 2, 8))
+        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
+        >>> tuple(features.values.shape)
+        (1, 10, 2, 16)
     """
 
     constant = 0.5

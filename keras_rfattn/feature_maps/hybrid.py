@@ -48,6 +48,16 @@ class Hybrid(Adaptive, FeatureMap):
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equation 8, lemma 2.3.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> coefficient = feature_maps.AngularCoefficient(num_features=3)
+        >>> feature_map = feature_maps.Hybrid(
+        ...     ["favorplus", "favor"], [coefficient], seed=0)
+        >>> feature_map.build((None, None, 2, 8))
+        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
+        >>> features.values.shape[-1] == feature_map.output_dim
+        True
     """
 
     is_positive = False
@@ -226,8 +236,21 @@ class HybridAngular(Bipolar):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` or `num_coefficients` is not a positive integer,
+            or `projection` is unknown.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), sections 2.4 and 3.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.HybridAngular(4, num_coefficients=2, seed=0)
+        >>> layer = layers.MultiHeadAttention(
+        ...     2, 8, feature_map=feature_map, temperature=0.5)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 48)
     """
 
     def __init__(self, num_features=None, num_coefficients=None, **kwargs):

@@ -26,6 +26,13 @@ def variance(log_moment, x, y):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> log_moment = variance.log_moment_generalized_exponential(x, y)
+        >>> round(float(variance.variance(log_moment, x, y)), 4)
+        6.3891
     """
     kernel = np.sum(x * y, -1)
     return np.exp(2 * kernel) * np.expm1(np.maximum(log_moment - 2 * kernel, 0))
@@ -41,6 +48,13 @@ def log_variance(log_moment, x, y):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> log_moment = variance.log_moment_generalized_exponential(x, y)
+        >>> round(float(variance.log_variance(log_moment, x, y)), 4)
+        1.8546
     """
     excess = np.maximum(log_moment - 2 * np.sum(x * y, -1), 0)
     with np.errstate(divide="ignore"):
@@ -60,6 +74,11 @@ def log_moment_of_z(z, dim, a, s=1):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> round(float(variance.log_moment_of_z(z=2.0, dim=2, a=-0.1)), 4)
+        3.1963
     """
     a = np.asarray(a, dtype=complex)
     real = 1 - 8 * a.real
@@ -95,6 +114,13 @@ def log_moment_generalized_exponential(x, y, a=0.0, s=1):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> log_moment = variance.log_moment_generalized_exponential(x, y, a=-0.1)
+        >>> round(float(log_moment), 4)
+        1.1963
     """
     z = np.sum((x + s * y) ** 2, -1)
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
@@ -106,6 +132,21 @@ def generalized_exponential(x, y, a=0.0, s=1):
 
     The arguments and the shape of the result are those of
     `log_moment_generalized_exponential`. `a=0, s=-1` gives trigonometric features.
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+        a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
+        s: 1 or -1.
+
+    Returns:
+        Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> round(float(variance.generalized_exponential(x, y, a=0.0, s=-1)), 4)
+        2.7622
     """
     return variance(log_moment_generalized_exponential(x, y, a, s), x, y)
 
@@ -122,6 +163,14 @@ def log_moment_per_direction(x, y, a):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> a = np.array([0.0, -0.1])
+        >>> log_moment = variance.log_moment_per_direction(x, y, a)
+        >>> round(float(log_moment), 4)
+        1.5981
     """
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
     return np.sum(log_moment_of_z((x + y) ** 2, 1, a), -1) - squares
@@ -150,6 +199,12 @@ def orthogonal_covariance(x, y, s=1):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> round(float(variance.orthogonal_covariance(x, y)), 4)
+        -0.2642
     """
     from scipy import special
 
@@ -171,6 +226,12 @@ def log_moment_positive_pair(x, y):
 
     Returns:
         Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> round(float(variance.log_moment_positive_pair(x, y)), 4)
+        1.325
     """
     z = np.sum((x + y) ** 2, -1)
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
@@ -181,6 +242,19 @@ def positive_pair(x, y):
     """Returns the variance of one ± pair; see `log_moment_positive_pair`.
 
     It is `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, which is accurate near 0 too.
+
+    Args:
+        x: Array of shape `(..., d)`.
+        y: Array of shape `(..., d)`.
+
+    Returns:
+        Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels import variance
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> round(float(variance.positive_pair(x, y)), 4)
+        2.7622
     """
     z = np.sum((x + y) ** 2, -1)
     softmax = np.exp(np.sum(x * y, -1))

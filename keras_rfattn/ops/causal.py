@@ -71,6 +71,15 @@ def causal(
 
     Raises:
         ValueError: If `block_size` is not a positive integer.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> rng = np.random.default_rng(0)
+        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
+        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
+        >>> output = ops.causal(phi, phi, value, block_size=4)
+        >>> bool(np.allclose(output[:, 0], value[:, 0], atol=1e-5))
+        True
     """
     block_size = Options(block_size).block_length
     if prefix_mask is not None:

@@ -25,6 +25,13 @@ class Features(NamedTuple):
             value is 1 (positive maps, which put everything in the exponent).
         log_scale: Array of shape `(..., M)`, or `(..., 1)` if all features of a token
             share one exponent; float32 or float64.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> values = np.array([[1.0, -0.5]])
+        >>> features = ops.Features(values, np.zeros((1, 1)))
+        >>> (features.values * np.exp(features.log_scale)).tolist()
+        [[1.0, -0.5]]
     """
 
     values: Any
@@ -122,6 +129,13 @@ class Squared(NamedTuple):
     Attributes:
         values: Array v of shape `(..., r)` with magnitudes at most 1.
         log_scale: Array of shape `(..., 1)`; float32 or float64.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> v = np.array([[1.0, -0.5]])
+        >>> features = ops.Squared(v, np.zeros((1, 1)))
+        >>> features.values.shape
+        (1, 2)
     """
 
     values: Any

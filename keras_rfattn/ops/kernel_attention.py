@@ -39,6 +39,15 @@ class Softmax:
 
     Calling it with queries `(..., R, H)`, keys `(..., S, H)` and `visible` returns
     weights `(..., R, S)` relative to `exp(shift)`, and the shift `(..., R)`.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> rng = np.random.default_rng(0)
+        >>> query, key, value = rng.standard_normal((3, 1, 10, 2, 8), "float32")
+        >>> kernel = ops.Softmax()
+        >>> output = ops.exact_attention(query, key, value, kernel)
+        >>> tuple(output.shape)
+        (1, 10, 2, 8)
     """
 
     is_signed = False
@@ -58,6 +67,15 @@ class Polynomial:
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.1.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> rng = np.random.default_rng(0)
+        >>> query, key, value = rng.standard_normal((3, 1, 10, 2, 8), "float32")
+        >>> kernel = ops.Polynomial(degree=4)
+        >>> output = ops.exact_attention(query, key, value, kernel)
+        >>> tuple(output.shape)
+        (1, 10, 2, 8)
     """
 
     degree: int
@@ -146,6 +164,15 @@ def exact_attention(
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
         0.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> rng = np.random.default_rng(0)
+        >>> query, key, value = rng.standard_normal((3, 1, 10, 2, 8), "float32")
+        >>> kernel = ops.Polynomial(degree=2)
+        >>> output = ops.exact_attention(query, key, value, kernel, causal=True)
+        >>> tuple(output.shape)
+        (1, 10, 2, 8)
     """
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     groups, length = num_heads // num_kv_heads, ops.shape(query)[1]
@@ -199,5 +226,13 @@ def softmax_attention(query, key, value, key_mask=None, causal=False, prefix_mas
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
         0.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> rng = np.random.default_rng(0)
+        >>> query, key, value = rng.standard_normal((3, 1, 10, 2, 8), "float32")
+        >>> output = ops.softmax_attention(query, key, value, causal=True)
+        >>> bool(np.allclose(output[:, 0], value[:, 0], atol=1e-5))
+        True
     """
     return exact_attention(query, key, value, Softmax(), key_mask, causal, prefix_mask)

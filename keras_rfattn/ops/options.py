@@ -39,6 +39,12 @@ class Options:
             `sliding` is set without a window, `temperature` is not positive,
             `softmax_heads` are not distinct non-negative integers, or `implementation`
             is unknown.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> options = ops.Options(window=128, sliding=True)
+        >>> options.window, options.implementation
+        (128, 'auto')
     """
 
     block_size: int | None = None

@@ -34,6 +34,16 @@ class Local(NamedTuple):
             estimate.
         window: Positive integer, the number of tokens in a window.
         sliding: Whether the windows next to a query's own are exact too.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> rng = np.random.default_rng(0)
+        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
+        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
+        >>> local = ops.Local(
+        ...     query=value, key=value, kernel=ops.Softmax(), window=4)
+        >>> tuple(ops.local_attention(phi, phi, value, local).shape)
+        (1, 10, 2, 8)
     """
 
     query: Any
@@ -82,6 +92,17 @@ def local_attention(
     Raises:
         ValueError: If the window is not a positive integer, or if queries and keys have
             different lengths.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> rng = np.random.default_rng(0)
+        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
+        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
+        >>> local = ops.Local(
+        ...     query=value, key=value, kernel=ops.Softmax(), window=4)
+        >>> output = ops.local_attention(phi, phi, value, local, causal=True)
+        >>> bool(np.allclose(output[:, 0], value[:, 0], atol=1e-5))
+        True
     """
     query, key, kernel, window, sliding = local
     Options(window=window, sliding=sliding)

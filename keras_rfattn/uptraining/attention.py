@@ -343,17 +343,17 @@ class Measuring:
             bad = ~np.all(np.isfinite(sums["squared"]), axis=(0, 2))
             if must_be_finite and np.any(bad):
                 raise ValueError(
-                    "The outputs of attention must be finite before training. "
-                    "Received: outputs that are not finite, of "
-                    f"{self._paths(bad)} in batch {step}. Look for NaN in the data and "
-                    "the weights, or for tokens beyond the vocabulary."
+                    "Attention outputs must be finite before training. Received: "
+                    f"outputs that are not finite in {self._paths(bad)}, batch {step}. "
+                    "Check `data` and weights for NaN, and tokens for "
+                    "out-of-vocabulary ids."
                 )
             total = {k: x + sums[k].sum(0, keepdims=True) for k, x in total.items()}
         without_token = ~np.any(total["rows"] > 0, axis=(0, 2))
         if np.any(without_token):
             raise ValueError(
                 "`data` must hold a real token for every linear layer. Received: "
-                "padding alone, or a model that does not call all of them, at "
+                "only padding, or a model that does not call every layer, at "
                 f"{self._paths(without_token)}."
             )
         error, _, control, heads = map(ops.convert_to_numpy, relative(total))

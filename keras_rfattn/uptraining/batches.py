@@ -129,9 +129,9 @@ class Batches:
         if self.preprocessor is None:
             if any(map(is_text, arrays)):
                 raise ValueError(
-                    "`data` holds texts, and the model has no preprocessor. Received: "
-                    f"preprocessor=None. Pass one (`preprocessor=`), {self.hint}, or "
-                    "pass tokens."
+                    "`data` holds texts, but the model has no preprocessor. Received: "
+                    f"preprocessor=None. Pass a `preprocessor`, {self.hint}, or pass "
+                    "tokens."
                 )
             return batch
         is_raw = any(is_text(x) or is_image(x) for x in arrays)
@@ -220,8 +220,9 @@ class Stream:
         if self.batches is None or step < self.position:
             if self.position >= 0 and self._runs_once():
                 raise ValueError(
-                    "A generator gives its batches once, and training goes back "
-                    f"to step {step}. Pass a function that makes the generator."
+                    "A generator yields its batches only once, but training "
+                    f"returns to step {step}. Pass a function that makes the "
+                    "generator."
                 )
             self.batches, self.position = self._read(), -1
         while self.position < step:
@@ -244,7 +245,7 @@ class Stream:
         raise DataEnded(
             f"`data` ended after {self.position + 1} batches{excluded}, and step "
             f"{step} needs one more. Pass a function that makes the generator, a "
-            "dataset, or arrays, which can be gone through again."
+            "dataset, or arrays, which can be read repeatedly."
         )
 
     def _read(self):

@@ -67,11 +67,11 @@ class CalibrateAfter(keras.callbacks.Callback):
             ]
             if training:
                 raise ValueError(
-                    "`CalibrateAfter` must not replace what was trained. Received: "
+                    "`CalibrateAfter` must not replace trained weights. Received: "
                     f"steps={self.steps}, during which the feature maps of "
                     f"{_paths(training)} train. Call `keras_rfattn.calibrate` before "
-                    "`fit`, freeze these maps, or pass discard_training=True to lose "
-                    "what they learned until then."
+                    "`fit`, freeze these maps, or pass discard_training=True to "
+                    "discard their training."
                 )
         self.seen = 0
 
@@ -174,9 +174,9 @@ def check_untrained(layers):
     trained = [x for x in layers if x.feature_map.was_trained]
     if trained:
         raise ValueError(
-            "`model` must have no trained feature map, as calibrating it would replace "
-            f"what was trained. Received: trained maps of {_paths(trained)}. Pass "
-            "discard_training=True to lose what they learned."
+            "`model` must have no trained feature map, because calibration would "
+            f"replace its weights. Received: trained maps of {_paths(trained)}. Pass "
+            "discard_training=True to discard their training."
         )
 
 
@@ -204,7 +204,7 @@ def calibrate_stage(model, layers, batches, before, measure):
     notes = []
     if trained:
         kept = _paths(layers[i] for i in trained)
-        notes.append(f"trained maps are kept: {kept}")
+        notes.append(f"trained maps were kept: {kept}")
     if untrained:
         old = {
             i: values_of(layers[i].feature_map.weights)
@@ -218,7 +218,7 @@ def calibrate_stage(model, layers, batches, before, measure):
             assign(layers[i].feature_map.weights, old[i])
         if worse:
             kept = _paths(layers[i] for i in worse)
-            notes.append(f"another calibration would raise the error, kept: {kept}")
+            notes.append(f"maps whose error would increase were kept: {kept}")
     return "; ".join(notes)
 
 

@@ -29,7 +29,7 @@ def check_data(data):
         reason = f"{empty.get(type(data), 'nothing')}. It must hold at least one row"
     elif isinstance(data, list) and isinstance(data[0], list) and data[0]:
         if not is_array(data[0][0]) and not holds_text(data[0]):
-            reason = "a list of lists. Pass an array, of rows padded to one length"
+            reason = "a list of lists. Pass an array with rows padded to one length"
     elif not (
         isinstance(data, keras.utils.PyDataset) or callable(data) or is_iterable(data)
     ):
@@ -105,9 +105,7 @@ def as_array(x):
         ValueError: If this is not possible.
     """
     if x is None or isinstance(x, (str, bytes, int, float, np.generic)):
-        raise _no_array(
-            f"{x!r:.80}. A batch is an array, or a list of texts, of several rows"
-        )
+        raise _no_array(f"{x!r:.80}. A batch must be an array or a list of texts")
     if "string" in str(getattr(x, "dtype", "")):
         return np.asarray(x, dtype=object)
     array = x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
@@ -142,7 +140,7 @@ class Excluded:
         if isinstance(exclude, (str, bytes)) or not is_iterable(exclude):
             raise ValueError(
                 "`exclude` must be a list of texts. Received: "
-                f"exclude={exclude!r:.80}. Put a single one into a list."
+                f"exclude={exclude!r:.80}. Put a single text into a list."
             )
         self.texts, self.dropped = {normalized(x) for x in exclude}, 0
 
@@ -151,7 +149,7 @@ class Excluded:
         columns = keras.tree.flatten(arrays)
         if not all(map(is_text, columns)):
             raise ValueError(
-                "`exclude` drops texts that match, and `data` is not text. Received: "
+                "`exclude` must be `None`, because `data` is not text. Received: "
                 f"{[getattr(x, 'dtype', type(x)) for x in columns]}. Pass the texts "
                 "themselves, or drop them beforehand."
             )

@@ -76,9 +76,8 @@ def fit_stage(trainer, batches, steps, optimizer, settings, save, resumed=None):
         # TensorFlow replaces errors of the data iterator by errors of its own.
         cause = failures[0] if failures else error
         cause.add_note(
-            f"Training broke off after {watch.done} of the {steps} steps of "
-            f"{type(trainer).__name__}; the next batch may be the cause. Weights are "
-            "as they were after that step."
+            f"{type(trainer).__name__} stopped after {watch.done} of {steps} steps, "
+            "possibly because of the next batch. The model keeps the weights so far."
         )
         hints = [too_long(trainer.model, batch["x"]) for (batch,) in recent]
         if any(hints):

@@ -81,8 +81,8 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ValueError(
-                    "`checkpoint_dir` must be a folder, or a path where one can be "
-                    f"made. Received: checkpoint_dir={str(folder)!r} ({error})."
+                    "`checkpoint_dir` must be a folder, or a path where a folder can "
+                    f"be made. Received: checkpoint_dir={str(folder)!r} ({error})."
                 ) from None
         self.identity = json.loads(json.dumps(identity))
 
@@ -158,9 +158,9 @@ class Checkpoints:
                 "`checkpoint_dir` must not hold checkpoints of another training. "
                 f"Received: '{other}', which was saved with other settings:\n"
                 f"{text}\nUse another folder; or call `uptrain` with the saved "
-                "settings (`steps` may be more), on the model as it was loaded then. A "
-                "preprocessor that draws at random needs "
-                "`keras.utils.set_random_seed` before either call."
+                "settings (`steps` may be larger), on the model as it was loaded then. "
+                "A preprocessor that draws random numbers needs "
+                "`keras.utils.set_random_seed` before each call."
             )
         return None
 
@@ -192,9 +192,9 @@ def extended(rounds, steps):
     total = sum(rounds)
     if steps < total:
         raise ValueError(
-            f"`steps` must be {total} or more, as the run in `checkpoint_dir` has "
-            f"{total} steps. Received: steps={steps}. A run can be extended, not cut "
-            "short; use another folder for a shorter one."
+            f"`steps` must be {total} or more, because the run in `checkpoint_dir` has "
+            f"{total} steps. Received: steps={steps}. A run can be extended but not "
+            "shortened; use another folder for a shorter run."
         )
     return [*rounds, steps - total] if steps > total else list(rounds)
 

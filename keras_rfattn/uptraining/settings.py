@@ -97,7 +97,7 @@ def _stages(given):
     stages = _listed(given)
     if not stages or stages != tuple(x for x in STAGES if x in stages):
         raise ValueError(
-            f"`stages` must be some of {STAGES}, each at most once and in that order. "
+            f"`stages` must be some of {STAGES}, each at most once and in this order. "
             f"Received: stages={given!r}."
         )
     return stages

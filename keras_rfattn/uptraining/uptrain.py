@@ -197,10 +197,10 @@ def _warn_of_another_teacher(model, layers):
     changed = sorted({path for layer in layers for path in layer.trained})
     if changed:
         warnings.warn(
-            f"{len(changed)} weights of {title(model)}'s own, such as {changed[0]!r}, "
-            "were trained since it was a softmax model. The teacher is softmax "
-            "attention with these weights as they are now, not the checkpoint's. To "
-            "use the checkpoint as the teacher, run all stages in one call, or load "
-            "the model from the checkpoint's files again.",
+            f"{len(changed)} own weights of {title(model)}, such as {changed[0]!r}, "
+            "were trained after attention was replaced. The teacher is softmax "
+            "attention with their current values, not the checkpoint's. To use the "
+            "checkpoint as the teacher, run all stages in one call, or load the "
+            "checkpoint again.",
             stacklevel=3,
         )

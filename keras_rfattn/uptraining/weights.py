@@ -45,7 +45,7 @@ def variables_to_train(model, layers, trainable, lora_rank, optimizer=None):
         frozen = "" if asked == "maps" else ", and its own weights are frozen"
         raise ValueError(
             f"Nothing would train in {empty}: {title(model)} has "
-            f"{', '.join(mechanisms)}, without trainable weights{frozen}. Received: "
+            f"{', '.join(mechanisms)} without trainable weights{frozen}. Received: "
             f"trainable={asked!r}. Use a learned map such as 'hedgehog' whose "
             "`trainable` is True, or trainable='query_key' if queries and keys are not "
             "frozen."
@@ -95,9 +95,9 @@ def _check_precision(variables):
     if narrow:
         raise ValueError(
             f"{len(narrow)} weights to train, such as {narrow[0].path!r}, are "
-            f"{narrow[0].dtype}, which holds neither Adam's averages nor its small "
-            "steps. Load the model with dtype='mixed_bfloat16', train the maps or "
-            "trainable='lora', or pass an `optimizer` that you know to train them."
+            f"{narrow[0].dtype}, which is too coarse for the averages and the small "
+            "steps of Adam. Load the model with dtype='mixed_bfloat16', train the maps "
+            "or trainable='lora', or pass an `optimizer` that can train them."
         )
 
 
@@ -111,9 +111,10 @@ def _adapters(layers, stage, lora_rank):
     for dense in without:
         if getattr(dense, "kernel_constraint", None) is not None:
             raise ValueError(
-                "Keras adds no adapter to a kernel with a constraint. Received: "
-                f"trainable='lora', and {dense.path!r}, whose `kernel_constraint` is "
-                f"{dense.kernel_constraint!r}. Set that to None, or train otherwise."
+                "Keras cannot add an adapter to a kernel with a constraint. "
+                f"Received: trainable='lora', and {dense.path!r}, whose "
+                f"`kernel_constraint` is "
+                f"{dense.kernel_constraint!r}. Set it to None, or change `trainable`."
             )
     for dense in without:
         dense.enable_lora(lora_rank)

@@ -75,4 +75,4 @@ def test_a_training_that_breaks_off_says_where():
 
     with pytest.raises(OSError, match="of a callback") as found:
         m.uptrain(m.linear_model(), callbacks=[Broken()], stages="attention", steps=4)
-    assert "after 2 of the 4 steps of AttentionStage" in found.value.__notes__[-1]
+    assert "AttentionStage stopped after 2 of 4 steps" in found.value.__notes__[-1]

@@ -10,7 +10,7 @@ from tests.uptraining import models as m
 BAD = {
     "softmax": (dict(), "has no linear attention to train"),
     "stage": ({"stages": ("attention", "logits")}, "`stages` must be some of"),
-    "order of stages": ({"stages": ("features", "attention")}, "in that order"),
+    "order of stages": ({"stages": ("features", "attention")}, "in this order"),
     "no stage": ({"stages": ()}, "`stages` must be some of"),
     "steps": ({"steps": 0}, "`steps` must be a positive integer"),
     "trainable": ({"trainable": "query"}, "`trainable` must be one of"),
@@ -87,7 +87,7 @@ def vectors(dtype=None, constraint=None, is_silent=False):
 @pytest.mark.parametrize(
     ("kinds", "trainable", "message"),
     [
-        ({}, "lora", "not finite, of .*attention_0.* in batch 0"),
+        ({}, "lora", "not finite in .*attention_0.*, batch 0"),
         ({"constraint": "max_norm"}, "lora", "`kernel_constraint`"),
         ({"is_silent": True}, "lora", "Stage 'features' compares"),
         ({"dtype": "bfloat16"}, "query_key", "are bfloat16"),

@@ -114,7 +114,7 @@ def test_a_teacher_that_changes_is_noticed():
 def test_a_second_uptraining_has_another_teacher():
     model = m.linear_model()
     m.uptrain(model, steps=2, stages="attention", trainable="query_key")
-    with pytest.warns(UserWarning, match="as they are now, not the checkpoint's"):
+    with pytest.warns(UserWarning, match="their current values, not the checkpoint's"):
         m.uptrain(model, steps=2, stages="features")
 
 

@@ -30,8 +30,20 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` is not a positive integer, `sigma` or `radius` is
+            not positive, or `projection` is unknown.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 67 to 70.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps
+        >>> feature_map = feature_maps.GaussianCoefficient(16, radius=2.0, seed=0)
+        >>> feature_map.build((None, None, 2, 8))
+        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
+        >>> tuple(features.values.shape)
+        (1, 10, 2, 32)
     """
 
     assumes_equal_lengths = True

@@ -26,8 +26,21 @@ class HybridGaussian(Bipolar):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
+    Raises:
+        ValueError: If `num_features` or `num_coefficients` is not a positive integer,
+            `sigma` or `radius` is not positive, or `projection` is unknown.
+
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), section F.
+
+    Examples:
+        >>> from keras_rfattn import feature_maps, layers
+        >>> feature_map = feature_maps.HybridGaussian(4, num_coefficients=2, seed=0)
+        >>> layer = layers.MultiHeadAttention(
+        ...     2, 8, feature_map=feature_map, temperature=0.5)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 72)
     """
 
     def __init__(

@@ -20,7 +20,7 @@ def angle(x, y):
         Array of shape `(...)`.
 
     Examples:
-        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> from keras_rfattn.kernels.papers import hybrid_variance
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
         >>> round(float(hybrid_variance.angle(x, y)), 4)
         1.5708
@@ -44,7 +44,7 @@ def angular_moments(x, y, n):
         Tuple of the three moments, each an array of shape `(...)`.
 
     Examples:
-        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> from keras_rfattn.kernels.papers import hybrid_variance
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
         >>> [round(float(m), 4) for m in hybrid_variance.angular_moments(x, y, n=4)]
         [0.3125, 0.3125, 0.1875]
@@ -74,7 +74,7 @@ def gaussian_moments(x, y, n, sigma, rho):
         Tuple of the three moments, each an array of shape `(...)`.
 
     Examples:
-        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> from keras_rfattn.kernels.papers import hybrid_variance
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
         >>> moments = hybrid_variance.gaussian_moments(x, y, n=4, sigma=1.0, rho=1.0)
         >>> [round(float(m), 4) for m in moments]
@@ -103,7 +103,7 @@ def bipolar_hybrid(x, y, m, moments, shared=False):
         Array of shape `(...)`.
 
     Examples:
-        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> from keras_rfattn.kernels.papers import hybrid_variance
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
         >>> moments = hybrid_variance.angular_moments(x, y, n=4)
         >>> round(float(hybrid_variance.bipolar_hybrid(x, y, m=16, moments=moments)), 4)
@@ -134,7 +134,7 @@ def max_relative_error(radius, m):
         A number.
 
     Examples:
-        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> from keras_rfattn.kernels.papers import hybrid_variance
         >>> round(float(hybrid_variance.max_relative_error(radius=1.0, m=16)), 4)
         1.2823
     """
@@ -154,7 +154,7 @@ def relative_error(theta, radius, m, positive):
         A number, or an array in the shape of `theta`.
 
     Examples:
-        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> from keras_rfattn.kernels.papers import hybrid_variance
         >>> error = hybrid_variance.relative_error(1.0, radius=1.0, m=16, positive=True)
         >>> round(float(error), 4)
         0.787
@@ -178,7 +178,7 @@ def angular_relative_error_bound(radius, m, n):
         A number.
 
     Examples:
-        >>> from keras_rfattn.kernels import hybrid_variance
+        >>> from keras_rfattn.kernels.papers import hybrid_variance
         >>> bound = hybrid_variance.angular_relative_error_bound(radius=1.0, m=16, n=4)
         >>> round(float(bound), 4)
         0.7902

@@ -15,6 +15,15 @@ def log_moment_poisson(products, rate):
     Args:
         products: `x_l y_l`, array of shape `(..., d)`.
         rate: The parameter λ > 0.
+
+    Returns:
+        Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels.papers import second_moments
+        >>> x = np.array([1.0, 0.0])
+        >>> round(float(second_moments.log_moment_poisson(x * x, rate=0.5)), 4)
+        3.0
     """
     return rate * products.shape[-1] + np.sum(products**2, -1) / rate
 
@@ -28,6 +37,15 @@ def log_moment_geometric(products, p):
     Args:
         products: `x_l y_l`, array of shape `(..., d)`.
         p: Success probability, in (0, 1).
+
+    Returns:
+        Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels.papers import second_moments
+        >>> x = np.array([1.0, 0.0])
+        >>> round(float(second_moments.log_moment_geometric(x * x, p=0.5)), 4)
+        2.8338
     """
     from scipy import special
 
@@ -47,6 +65,18 @@ def log_moment_shifted(log_moment, x, y, shift):
         x: Array of shape `(..., d)`.
         y: Array of shape `(..., d)`.
         shift: The vector c, of shape `(d,)`.
+
+    Returns:
+        Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels.papers import second_moments
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> shift = np.array([-1.0, -1.0])
+        >>> products = (x - shift) * (y - shift)
+        >>> moment = second_moments.log_moment_poisson(products, rate=1.0)
+        >>> round(float(second_moments.log_moment_shifted(moment, x, y, shift)), 4)
+        2.0
     """
     return log_moment + 2 * ((x + y) @ shift - shift @ shift)
 
@@ -63,6 +93,17 @@ def log_moment_complex_exponential(x, y, a):
         x: Array of shape `(..., d)`.
         y: Array of shape `(..., d)`.
         a: Complex or real matrix A of shape `(d, d)`, or its diagonal of shape `(d,)`.
+
+    Returns:
+        Array of shape `(...)`.
+
+    Examples:
+        >>> from keras_rfattn.kernels.papers import second_moments
+        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+        >>> a = np.ones(2)
+        >>> log_moment = second_moments.log_moment_complex_exponential(x, y, a)
+        >>> round(float(log_moment), 4)
+        2.0
     """
     a = np.asarray(a)
     u = x * a if a.ndim == 1 else x @ a.T

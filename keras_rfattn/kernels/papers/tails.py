@@ -28,7 +28,7 @@ def log_largest_draw(x, y, a):
         ValueError: If A is not negative, because draws are unbounded then.
 
     Examples:
-        >>> from keras_rfattn.kernels import tails
+        >>> from keras_rfattn.kernels.papers import tails
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
         >>> round(float(tails.log_largest_draw(x, y, a=-0.1)), 4)
         1.8365
@@ -57,7 +57,7 @@ def log_tail(x, y, a, num_features, error):
         Array of shape `(...)`: `log 2 - 2 m error² / largest²`, at most 0.
 
     Examples:
-        >>> from keras_rfattn.kernels import tails
+        >>> from keras_rfattn.kernels.papers import tails
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
         >>> bound = tails.log_tail(x, y, a=-0.1, num_features=256, error=0.5)
         >>> round(float(bound), 4)
@@ -87,7 +87,7 @@ def num_features_for(radius, dim, a, error, probability):
         ValueError: If A is not negative, because draws are unbounded then.
 
     Examples:
-        >>> from keras_rfattn.kernels import tails
+        >>> from keras_rfattn.kernels.papers import tails
         >>> count = tails.num_features_for(
         ...     radius=1.0, dim=4, a=-0.1, error=0.5, probability=0.01)
         >>> round(float(count))

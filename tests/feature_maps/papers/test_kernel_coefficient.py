@@ -76,7 +76,7 @@ def test_a_hybrid_of_kernel_coefficients_is_unbiased_and_saved():
     [
         ({"feature_map": "elu"}, "must estimate softmax"),
         ({"width": 0.0}, "`width` must be positive"),
-        ({"factor": 0}, "`factor` not 0"),
+        ({"factor": 0}, "`factor` must not be 0"),
         ({"matrix": np.eye(3)[:2]}, r"shape \(H, H\)"),
     ],
 )
