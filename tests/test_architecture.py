@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "layers": {"backend", "feature_maps", "fused", "ops"},
     "models": {"backend", "layers", "feature_maps", "projections", "ops"},
     "generation": {"backend", "models", "layers", "ops"},
-    "distribution": {"models", "layers"},
+    "distribution": {"backend", "models", "layers"},
     "uptraining": {
         "backend", "models", "layers", "feature_maps", "projections", "ops",
     },

@@ -5,12 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.diagnostics.budget import (
-    Allotment,
-    Choice,
-    best_for_all,
-    least_error,
-)
+from keras_rfattn.diagnostics.budget import Allotment, Choice, best_for_all, least_error
 from keras_rfattn.diagnostics.errors import HeadErrors, head_errors
 from keras_rfattn.feature_maps.arguments import check_seed, is_integer, is_number
 from keras_rfattn.layers import LinearAttention, record

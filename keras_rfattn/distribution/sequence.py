@@ -2,6 +2,8 @@
 
 import keras
 
+from keras_rfattn.backend.devices import backend_name, divides_sequences
+
 
 class SequenceParallel(keras.distribution.ModelParallel):
     """`keras.distribution.ModelParallel` that also splits sequences; needs JAX.
@@ -44,10 +46,10 @@ class SequenceParallel(keras.distribution.ModelParallel):
         self, *, layout_map=None, batch_dim_name=None, sequence_dim_name="sequence",
         **kwargs,
     ):  # fmt: skip
-        if keras.backend.backend() != "jax":
+        if not divides_sequences():
             raise NotImplementedError(
                 "Sequence parallelism needs the JAX backend. Received: "
-                f"{keras.backend.backend()!r}."
+                f"{backend_name()!r}."
             )
         super().__init__(layout_map=layout_map, batch_dim_name=batch_dim_name, **kwargs)
         names = list(self.device_mesh.axis_names)

@@ -151,13 +151,7 @@ class FeatureMap(Weights, keras.layers.Layer):
         return type(self).from_config({**self.get_config(), "seed": int(seed)})
 
     def statistics(
-        self,
-        query,
-        key,
-        query_mask=None,
-        key_mask=None,
-        causal=False,
-        training=False,
+        self, query, key, query_mask=None, key_mask=None, causal=False, training=False
     ):
         """Returns the statistics that the features need, which is `None` for most maps.
 

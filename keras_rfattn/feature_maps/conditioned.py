@@ -9,11 +9,7 @@ import numpy as np
 from keras import ops
 
 import keras_rfattn.feature_maps.registry as registry
-from keras_rfattn.backend import (
-    accumulated_matmul,
-    precise_einsum,
-    wide_dtype,
-)
+from keras_rfattn.backend import accumulated_matmul, precise_einsum, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap, number
 from keras_rfattn.feature_maps.favorpp import FavorPP

@@ -145,13 +145,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         self.mean_square.assign(mean_of(mean_square, samples))
 
     def statistics(
-        self,
-        query,
-        key,
-        query_mask=None,
-        key_mask=None,
-        causal=False,
-        training=False,
+        self, query, key, query_mask=None, key_mask=None, causal=False, training=False
     ):
         """Returns A, of shape `(1, K)` or `(B, K)`, plus an axis H if per direction."""
         if causal and not self.is_causal_safe:

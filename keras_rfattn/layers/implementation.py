@@ -4,6 +4,7 @@ import keras
 
 import keras_rfattn.feature_maps as feature_maps
 from keras_rfattn import fused
+from keras_rfattn.backend.devices import backend_name
 from keras_rfattn.ops.layout import heads_first
 
 # Why "auto" does not select the Pallas kernels even where they can run.
@@ -13,7 +14,7 @@ AUTO = "not timed on a TPU yet"
 def obstacle(options, feature_map):
     """Returns why the Pallas kernels cannot be used, or `None` if they can."""
     if not fused.has_tpu_kernels():
-        return f"they run on JAX, not on {keras.backend.backend()}"
+        return f"they run on JAX, not on {backend_name()}"
     if not feature_map.has_exponents:
         name = feature_maps.name_of(feature_map)
         return f"features of {name!r} are not exponentials of products"

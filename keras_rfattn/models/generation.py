@@ -108,12 +108,7 @@ def call_with_cache(
     is_hidden = hidden_keys(known, batch)
     with carried(known.sites, cache.layers, decoder, is_hidden) as (parts, blank):
         logits, hidden_states, _ = original(
-            task,
-            token_ids,
-            blank(batch, task.compute_dtype),
-            start,
-            *args,
-            **kwargs,
+            task, token_ids, blank(batch, task.compute_dtype), start, *args, **kwargs
         )
     return logits, hidden_states, Cache(after, kept(parts), cache.model)
 

@@ -8,13 +8,7 @@ in its own block are weighed one by one, in a C × C matrix of weights; see
 
 from keras import ops
 
-from keras_rfattn.backend import (
-    compiled,
-    fold,
-    quotient,
-    representable,
-    smaller,
-)
+from keras_rfattn.backend import compiled, fold, quotient, representable, smaller
 from keras_rfattn.ops.causal_block import read_block
 from keras_rfattn.ops.causal_fallback import unbounded_weights
 from keras_rfattn.ops.layout import (

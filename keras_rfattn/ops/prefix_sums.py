@@ -124,9 +124,4 @@ def _within(blocks, size):
     numerator, normalizer = blocks.numerator, ops.expand_dims(blocks.normalizer, 3)
     both = total(ops.concatenate([numerator, normalizer], axis=3))
     magnitude = total(ops.expand_dims(blocks.magnitude, 3))
-    return Sums(
-        maximum,
-        both[:, :, :, :-1],
-        both[:, :, :, -1],
-        magnitude[:, :, :, 0],
-    )
+    return Sums(maximum, both[:, :, :, :-1], both[:, :, :, -1], magnitude[:, :, :, 0])

@@ -13,14 +13,7 @@ from keras_rfattn.backend import representable
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.sums import (
-    Sums,
-    admit,
-    merge_sums,
-    normalize,
-    read,
-    summarize,
-)
+from keras_rfattn.ops.sums import Sums, admit, merge_sums, normalize, read, summarize
 
 
 class State(NamedTuple):
@@ -110,8 +103,7 @@ def extend_state(state, key_features, value, key_mask=None):
     mask = heads_mask(key_mask)
     new = summarize(*admit(key, split_heads(value, num_kv_heads), mask), mask)
     return to_state(
-        merge_sums(to_sums(state), new),
-        state.position + count_visible(value, key_mask),
+        merge_sums(to_sums(state), new), state.position + count_visible(value, key_mask)
     )
 
 

@@ -12,7 +12,14 @@ import functools
 import keras
 from keras import ops
 
-from keras_rfattn.backend import largest_of, take_tokens
+from keras_rfattn.backend import compiled, largest_of, take_tokens
+from keras_rfattn.backend.mesh import (
+    from_neighbour,
+    gathered,
+    on_each_device,
+    place_of,
+    smallest_on,
+)
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.deferred import Deferred
 from keras_rfattn.ops.features import LOWEST
@@ -82,26 +89,18 @@ def over_devices(
     """
     kernel = None if local is None else local.kernel
     tokens = None if local is None else (local.query, local.key)
-    functions = query.function, key.function
+    call = compiled(
+        _over_devices, functions=(query.function, key.function), kernel=kernel,
+        options=options, is_causal=is_causal, mesh=mesh, axis=axis,
+    )  # fmt: skip
     arrays = query.x, key.x, value, key_mask, tokens
-    parameters = query.parameters, key.parameters
-    return _program()(
-        functions, kernel, options, is_causal, mesh, axis, arrays, parameters
-    )
+    return call(arrays, (query.parameters, key.parameters))
 
 
-@functools.cache
-def _program():
-    import jax
-
-    return jax.jit(_over_devices, static_argnums=range(6))
-
-
-def _over_devices(functions, kernel, options, is_causal, mesh, axis, *arguments):
-    import jax
-    from jax.sharding import PartitionSpec
-
-    tokens, body = PartitionSpec(None, axis), _stretch
+def _over_devices(
+    arrays, parameters, functions, kernel, options, is_causal, mesh, axis
+):
+    body = _stretch
     if options.window is not None:
         body = functools.partial(_windowed_stretch, kernel=kernel)
 
@@ -113,21 +112,16 @@ def _over_devices(functions, kernel, options, is_causal, mesh, axis, *arguments)
             query, key, *arrays, options=options, is_causal=is_causal, axis=axis
         )
 
-    call = jax.shard_map(
-        on_a_device, mesh=mesh, in_specs=(tokens, PartitionSpec()), out_specs=tokens,
-        axis_names={axis}, check_vma=False,
-    )  # fmt: skip
-    return call(*arguments)
+    return on_each_device(on_a_device, mesh, axis, arrays, parameters)
 
 
 def _stretch(query, key, value, mask, _, options, is_causal, axis):
     """Returns the output for the queries of one device."""
-    import jax
-
-    every = jax.lax.all_gather(_summed(key.compute(), value, mask), axis)
+    every = gathered(_summed(key.compute(), value, mask), axis)
     if not is_causal:
         return read_state(_merged(every, None), query.compute(), value.dtype)
-    before = ops.arange(every[0].shape[0]) < jax.lax.axis_index(axis)
+    place, count = place_of(axis)
+    before = ops.arange(count) < place
     state, size = _merged(every, before), options.block_size
     return causal(query, key, value, mask, size, state=state)
 
@@ -136,9 +130,7 @@ def _windowed_stretch(
     query, key, value, mask, tokens, kernel, options, is_causal, axis
 ):  # fmt: skip
     """Returns the output for the queries of one device, with a window."""
-    import jax
-
-    size, place = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    place, size = place_of(axis)
     (batch, length), window = ops.shape(value)[:2], options.window
     left = window * (2 if options.sliding else 1)
     right = 0 if is_causal else left
@@ -154,7 +146,7 @@ def _windowed_stretch(
 
         parts.append(_summed(features.of_tokens(cut), cut(value), cut(mask)))
     parts = [ops.stack(x) for x in zip(*parts, strict=True)]
-    every = [jax.lax.all_gather(x, axis, tiled=True) for x in parts]
+    every = [gathered(x, axis, tiled=True) for x in parts]
     number = ops.arange(3 * size)
     beyond = number < 3 * place - 1
     if not is_causal:
@@ -162,17 +154,15 @@ def _windowed_stretch(
     beyond = to_sums(_merged(every, beyond))
 
     def with_neighbours(x):
-        before = [(i, i + 1) for i in range(size - 1)]
-        after = [(i + 1, i) for i in range(size - 1)]
-        parts = [jax.lax.ppermute(x[:, -left:], axis, before), x]
+        parts = [from_neighbour(x[:, -left:], axis, -1), x]
         if right:
-            parts.append(jax.lax.ppermute(x[:, :right], axis, after))
+            parts.append(from_neighbour(x[:, :right], axis, 1))
         return ops.concatenate(parts, axis=1)
 
     # Rows are shifted, so that a window begins at the first token laid out.
     seen = ops.any(mask, axis=1)
     first = place * length + ops.argmax(ops.cast(mask, "int32"), axis=1)
-    first = jax.lax.pmin(ops.where(seen, first, size * length), axis)
+    first = smallest_on(axis, ops.where(seen, first, size * length))
     moved = ((place * length - left - first) % window)[:, None]
     total = left + length + right
     source = ops.arange(total + window)[None] - moved

@@ -239,12 +239,7 @@ def test_degree_must_be_even(name, degree):
 @pytest.mark.full
 @pytest.mark.once
 def test_trained_networks_survive_saving(tmp_path):
-    layer = keras.Sequential(
-        [
-            keras.Input((6, 16)),
-            Wrapped(),
-        ]
-    )
+    layer = keras.Sequential([keras.Input((6, 16)), Wrapped()])
     for weight in layer.trainable_weights:
         weight.assign(weight + 0.01)
     x = np.random.default_rng(0).normal(size=(2, 6, 16)).astype("float32")

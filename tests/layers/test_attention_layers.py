@@ -160,10 +160,7 @@ def in_float32(name):
     return layer, numpy(layer(x, x, use_causal_mask=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    first([("favorpp", x) for x in POLICIES]),
-)
+@pytest.mark.parametrize(("name", "policy"), first([("favorpp", x) for x in POLICIES]))
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_low_precision(name, policy):
     layer, expected = in_float32(name)
@@ -217,10 +214,7 @@ def test_the_seed_of_dropout_is_keras_own_affair():
 
 def test_arguments_that_linear_attention_cannot_keep():
     x = data(2, 6, WIDTH)
-    for arguments in (
-        dict(sliding_window=3),
-        dict(attention_axes=(1, 2)),
-    ):
+    for arguments in (dict(sliding_window=3), dict(attention_axes=(1, 2))):
         layer = MultiHeadAttention(2, 4, **arguments)
         shape = (2, 3, 6, WIDTH) if "attention_axes" in arguments else x.shape
         with pytest.raises(ValueError, match="cannot be linear"):

@@ -58,8 +58,7 @@ CASES = {
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore:.*not normalized")
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=ONE_BACKEND if "every" in n else ()) for n in CASES],
+    "name", [pytest.param(n, marks=ONE_BACKEND if "every" in n else ()) for n in CASES]
 )
 def test_outputs_are_the_same(name):
     load, inputs = CASES[name]

@@ -27,11 +27,7 @@ TOO_LONG = (
 
 def tokens(length):
     ids = np.random.default_rng(0).integers(1, 20, (2, length)).astype("int32")
-    return {
-        "token_ids": ids,
-        "segment_ids": 0 * ids,
-        "padding_mask": np.ones_like(ids),
-    }
+    return {"token_ids": ids, "segment_ids": 0 * ids, "padding_mask": np.ones_like(ids)}
 
 
 def classifier(length=None, pool=None, seed=0):

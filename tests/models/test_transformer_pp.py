@@ -106,8 +106,7 @@ def test_reloads(name, tmp_path):
 @pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize(
-    "name",
-    ["softmax", pytest.param("polysketch_learned", marks=ONE_BACKEND)],
+    "name", ["softmax", pytest.param("polysketch_learned", marks=ONE_BACKEND)]
 )
 def test_learns(name):
     model, x = build(name), tokens()

@@ -285,11 +285,7 @@ def test_batches_of_any_length():
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("family", "trainable"),
-    [
-        ("llama", "maps"),
-        ("gpt_neo_x", "query_key"),
-        ("smollm3", "lora"),
-    ],
+    [("llama", "maps"), ("gpt_neo_x", "query_key"), ("smollm3", "lora")],
 )
 def test_decoders_with_grouped_heads(family, trainable):
     families = pytest.importorskip("tests.models.families")

@@ -44,12 +44,7 @@ class EsmAttention(RoformerAttention):
 
     def _turned(self, query, key):
         return (
-            self.rotary_embedding_layer(query, key)
-            if self.use_rotary
-            else (
-                query,
-                key,
-            )
+            self.rotary_embedding_layer(query, key) if self.use_rotary else (query, key)
         )
 
 

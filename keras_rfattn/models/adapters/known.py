@@ -72,8 +72,7 @@ ATTENTION = {
     ),
     "AdditiveAttention": Known(KERAS, refused="additive scores, not a dot product"),
     "Attention": Known(
-        KERAS,
-        refused="a single head without projections; use MultiHeadAttention",
+        KERAS, refused="a single head without projections; use MultiHeadAttention"
     ),
     "Attention2d": Known(HUB, refused="attention over images (MobileNetV5)"),
     "BloomAttention": Known(HUB, refused="ALiBi position bias"),

@@ -15,12 +15,7 @@ from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 
 # Attribute names of the self-attention in decoder blocks.
-SELF_ATTENTION = (
-    "_self_attention_layer",
-    "attention",
-    "self_attn",
-    "self_attention",
-)
+SELF_ATTENTION = ("_self_attention_layer", "attention", "self_attn", "self_attention")
 # Argument names of the cache for this self-attention.
 CACHES = ("self_attention_cache", "attention_cache")
 
@@ -47,10 +42,7 @@ class DecoderMasks:
         return not DecoderMasks.is_causal(block, layer)
 
     def _compute_self_attention_mask(
-        self,
-        decoder_sequence,
-        decoder_padding_mask,
-        **others,
+        self, decoder_sequence, decoder_padding_mask, **others
     ):
         if not isinstance(self_attention(self), LinearAttention):
             return super()._compute_self_attention_mask(
