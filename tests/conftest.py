@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from tests import marks
 from tests.environment import xla_flags
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -24,12 +25,8 @@ def pytest_addoption(parser):
 
 
 def own_maps(config):
-    """Files of maps that are not of the table; CONTRIBUTING's example is a row too."""
+    """Files of maps from outside the package: CONTRIBUTING's example, and `--map`."""
     return [EXAMPLES / "squared_relu.py", *config.getoption("--map")]
-
-
-# Names of the maps that `--map` has registered.
-OWN = set()
 
 
 def pytest_configure(config):
@@ -41,32 +38,7 @@ def pytest_configure(config):
 
         before = set(feature_maps.list())
         spec.loader.exec_module(module)
-        if str(file) in map(str, config.getoption("--map")):
-            OWN.update(set(feature_maps.list()) - before)
-
-
-# First, so that `-m` sees the marks.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks what tries algorithms, layers and models with one more map of a form.
-
-    The first map of each form, and those of `--map`, are tried on every backend.
-    """
-    from tests.helpers import FORMS, NAMES
-
-    seen = set()
-    for item in items:
-        is_general = {"ops", "layers", "models"} & set(item.path.parts)
-        if not hasattr(item, "callspec") or not (
-            is_general or "costly" in item.keywords
-        ):
-            continue
-        name = item.callspec.params.get("name")
-        key = item.path, item.originalname, name
-        if name in NAMES and (name not in {*FORMS, *OWN} or key in seen):
-            item.add_marker(pytest.mark.full)
-            item.add_marker(pytest.mark.once)
-        seen.add(key)
+        marks.OWN.update(set(feature_maps.list()) - before)
 
 
 def pytest_collection_finish():

@@ -7,13 +7,25 @@ from typing import NamedTuple
 
 import keras
 import numpy as np
+import pytest
 from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.ops import Features
+from tests import forms
+from tests.assertions import (  # noqa: F401
+    NARROW,
+    assert_close,
+    assert_gradients_close,
+    assert_rows_close,
+    assert_same,
+    to_numpy,
+)
 from tests.feature_maps.cases import case, names
+from tests.marks import ONE_BACKEND, each_map
 
 NAMES = feature_maps.list()
+EACH_MAP = each_map(NAMES)
 # Their attention has a 1 in its denominator: no average of values.
 POLYNOMIAL = names(kernel="polynomial")
 AVERAGING = [name for name in NAMES if name not in POLYNOMIAL]
@@ -25,23 +37,23 @@ RANDOM = [
     for name in NAMES
     if issubclass(feature_maps.FEATURE_MAPS[name], feature_maps.RandomFeatureMap)
 ]
-# One of each form that features have.
-FORMS = ("favor", "favorpp", "hybrid_angular", "polysketch")
-AVERAGING_FORMS = [name for name in FORMS if name in AVERAGING]
+# Names of the synthetic maps of `tests/forms.py`, on which algorithms are tested.
+FORMS = tuple(forms.FORMS)
+AVERAGING_FORMS = tuple(name for name in FORMS if name != "squared")
 
 
-def over(values, names=NAMES):
-    """Pairs of a map and a value: the first value with all, the others with `FORMS`.
+def over(values, names=FORMS):
+    """Returns all pairs of a name of a map and a value.
 
-    For what only an algorithm sees, which knows a map by the form of its features.
+    By default, tests only run on the first value.
     """
-    first, *others = values
-    some = [name for name in names if name in FORMS]
-    return [(x, first) for x in names] + [(x, v) for v in others for x in some]
+    return [
+        pytest.param(name, value, marks=ONE_BACKEND if i else ())
+        for name in names
+        for i, value in enumerate(values)
+    ]
 
 
-# Of a dtype that NumPy lacks, `to_numpy` makes float32.
-NARROW = {"bfloat16": 1e-2, "float16": 2e-3}
 BATCH, LENGTH, HEADS, KV_HEADS, VALUE_DIM = 2, 37, 4, 2, 5
 # One width for all maps without a pair of features per vector, so that JAX
 # compiles an algorithm once for all of them.
@@ -90,7 +102,11 @@ def padding_masks(length=LENGTH):
 
 @functools.cache
 def build(name, kv_heads=KV_HEADS, head_dim=HEAD_DIM, seed=7, **arguments):
-    """A built map; one that learns a statistic has met data."""
+    """A built map of the registry or of `FORMS`; if it learns, it has met data."""
+    if name in FORMS:
+        feature_map = forms.FORMS[name](seed=seed)
+        feature_map.build((None, None, kv_heads, head_dim))
+        return feature_map
     row = case(name)
     feature_map = feature_maps.get(name, seed=seed, **{**small(name), **arguments})
     feature_map.build((None, None, kv_heads, head_dim))
@@ -126,6 +142,8 @@ def small(name):
 
 def input_size(feature_map):
     """What a map's queries and keys are multiplied by."""
+    if isinstance(feature_map, forms.Form):
+        return 1.0
     return case(feature_maps.name_of(feature_map)).size
 
 
@@ -180,15 +198,6 @@ def attention(feature_map, algorithm, **options):
     return attend
 
 
-def to_numpy(x):
-    """A NumPy array, float32 at least."""
-    if isinstance(x, (np.ndarray, np.generic, float, int)):
-        return np.asarray(x)
-    if keras.backend.standardize_dtype(x.dtype) in NARROW:
-        x = ops.cast(x, "float32")
-    return np.asarray(ops.convert_to_numpy(x))
-
-
 def gradients(function, *arrays, compiles=True):
     """Gradients, for every array, of `function(*arrays)` summed with fixed weights.
 
@@ -226,75 +235,6 @@ def gradients(function, *arrays, compiles=True):
         tensors = [x.detach().clone().requires_grad_() for x in tensors]
         result = torch.autograd.grad(scalar(*tensors), tensors)
     return [to_numpy(x.detach() if backend == "torch" else x) for x in result]
-
-
-def assert_close(actual, expected, rtol=1e-5):
-    """Largest difference over largest magnitude; zeros and NaN never pass."""
-    actual, expected = _finite_pair(actual, expected)
-    largest = np.max(np.abs(expected))
-    assert largest > 0, "nothing to compare with: expected is zero"
-    assert rtol < 0.5, f"zeros would nearly pass a tolerance of {rtol}"
-    error = np.max(np.abs(actual - expected)) / largest
-    assert error <= rtol, f"relative error {error:.2e} > {rtol:.2e}"
-
-
-def assert_gradients_close(actual, expected, rtol, all_clear=True):
-    """Gradients for several arrays, each within `rtol` of the largest of all.
-
-    Nearly uniform attention hardly depends on queries and keys: their gradients are
-    small differences of terms as large as the values'.
-
-    Args:
-        actual: Gradients, as `gradients` gives them.
-        expected: Likewise.
-        rtol: Relative to the largest entry of all of `expected`.
-        all_clear: Whether zeros must fail for every array; else for one at least.
-    """
-    pairs = [_finite_pair(a, e) for a, e in zip(actual, expected, strict=True)]
-    largest = [np.max(np.abs(e)) for _, e in pairs]
-    tolerance = rtol * max(largest)
-    clear = [x > 3 * tolerance for x in largest]
-    assert all(clear) if all_clear else any(clear), "zeros would nearly pass"
-    errors = [np.max(np.abs(a - e)) / max(largest) for a, e in pairs]
-    assert max(errors) <= rtol, f"relative errors {errors} > {rtol:.2e}"
-
-
-def assert_rows_close(actual, expected, conditioning, size, rtol=1e-5):
-    """Row by row, within `rtol · size · conditioning`; zeros never pass.
-
-    Args:
-        actual: `(..., V)`.
-        expected: `(..., V)`.
-        conditioning: `(...)`: `Σ|w| / |Σ w|` of each row, see `Reference`.
-        size: Largest magnitude of the values.
-        rtol: What a row of nonnegative weights is held to.
-    """
-    actual, expected = _finite_pair(actual, expected)
-    tolerance = rtol * size * conditioning
-    rows = np.max(np.abs(expected), axis=-1)
-    seen = rows > 0
-    assert np.any(seen), "nothing to compare with: expected is zero"
-    refused = np.mean(rows[seen] > 2 * tolerance[seen])
-    assert refused > 0.9, f"zeros would pass in {1 - refused:.0%} of the rows"
-    error = np.max(np.abs(actual - expected), axis=-1)
-    worst = np.max(np.where(seen, error / tolerance, error > 0))
-    assert worst <= 1, f"a row is off by {worst:.2f} times its tolerance"
-
-
-def assert_same(actual, expected):
-    """Equality bit by bit, of something that is not zero everywhere."""
-    actual, expected = to_numpy(actual), to_numpy(expected)
-    assert np.any(expected != 0), "nothing to compare with: expected is zero"
-    np.testing.assert_array_equal(actual, expected)
-
-
-def _finite_pair(actual, expected):
-    actual = to_numpy(actual).astype("float64")
-    expected = to_numpy(expected).astype("float64")
-    assert actual.shape == expected.shape, f"{actual.shape} != {expected.shape}"
-    assert np.all(np.isfinite(expected)), "expected is not finite"
-    assert np.all(np.isfinite(actual)), "actual is not finite"
-    return actual, expected
 
 
 class Reference(NamedTuple):

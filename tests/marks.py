@@ -1,6 +1,42 @@
-"""Marks of tests that are slow everywhere and need run on one backend alone."""
+"""Marks of tests, and the values of parameters with which tests run by default."""
 
 import pytest
 
-# What JAX and TensorFlow compile for minutes without meeting what other tests do not.
+# For tests that JAX and TensorFlow compile for long, although they meet nothing that
+# other tests on these backends do not meet.
 ONE_BACKEND = (pytest.mark.full, pytest.mark.once)
+
+# One map for each form of features; see `tests/forms.py`.
+MAP_FORMS = ("favor", "favorpp", "hybrid_angular", "polysketch")
+# Names of the maps from outside the package: CONTRIBUTING's example, and `--map`.
+OWN = set()
+
+
+def first(values):
+    """Returns a parameter for each value; by default tests only run on the first."""
+    return _params(values, lambda i, _: i == 0)
+
+
+def each_map(rows):
+    """Returns a parameter for each name of a map, or tuple that begins with a name.
+
+    By default, and on JAX and TensorFlow in CI, tests only run on the maps of
+    `MAP_FORMS` and of `OWN`.
+    """
+    return _params(rows, lambda _, row: row[0] in {*MAP_FORMS, *OWN})
+
+
+def own_maps(rows):
+    """Returns parameters as `each_map` does; by default tests only run on `OWN`.
+
+    For slow contracts that `tests/ops` tests on synthetic maps on every backend.
+    """
+    return _params(rows, lambda _, row: row[0] in OWN)
+
+
+def _params(rows, is_default):
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [
+        pytest.param(*row, marks=() if is_default(i, row) else ONE_BACKEND)
+        for i, row in enumerate(rows)
+    ]

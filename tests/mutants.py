@@ -29,7 +29,7 @@ class Mutant(NamedTuple):
         function: Name of the function that is changed.
         before: The expression or statement that stands there, exactly once.
         after: What it becomes.
-        tests: Path below `tests` of the tests that should see it.
+        tests: File or test below `tests` that should see it, in a few seconds.
     """
 
     file: str
@@ -41,41 +41,47 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "unsigned QR": Mutant(
-        "projections/orthogonal.py", "haar", "np.sign", "np.ones_like", "projections"
+        "projections/orthogonal.py", "haar", "np.sign", "np.ones_like",
+        "projections/test_projections.py"
+        "::test_every_entry_is_positive_half_the_time[orthogonal]",
     ),
     "padding in a statistic": Mutant(
         "feature_maps/favorpp.py", "masked_moments", "mask is None", "True",
-        "feature_maps/test_statistics.py",
+        "feature_maps/test_statistics.py::test_batch_statistic_is_the_mean_over_pairs",
     ),
     "a reference that knows the future": Mutant(
         "ops/causal_block.py", "_reference", "log_scale[..., 0, :]",
-        "log_scale[..., -1, :]", "ops/test_isolation.py",
+        "log_scale[..., -1, :]",
+        "ops/test_isolation.py::test_larger_keys_of_the_future_change_nothing",
     ),
     "a reference that knows masked keys' future": Mutant(
         "ops/causal_block.py", "_reference",
         "smallest_of(first, axis=-1, keepdims=True)",
         "ops.max(ops.where(mask, position, 0), axis=-1, keepdims=True)",
-        "ops/test_isolation.py",
+        "ops/test_isolation.py::test_the_future_changes_nothing",
     ),
     "one seed for all layers": Mutant(
         "models/replace.py", "_copy", "derive_seed(seed, site.index)", "seed",
-        "models/test_replace.py",
+        "models/test_replace.py"
+        "::test_layers_draw_different_vectors_and_seeds_reproduce",
     ),
     "no guard on signed denominators": Mutant(
-        "ops/sums.py", "guarded", "features.is_signed", "False", "ops/test_sums.py"
+        "ops/sums.py", "guarded", "features.is_signed", "False",
+        "ops/test_sums.py::test_guard_of_a_signed_denominator",
     ),
     "key mask ignored in the normalizer": Mutant(
         "ops/features.py", "masked_log_scale", "mask is None", "True",
-        "ops/test_bidirectional.py",
+        "ops/test_bidirectional.py::test_hidden_keys_may_hold_anything",
     ),
     "queries scaled twice": Mutant(
         "layers/attend.py", "prepared", "query * side", "query * side * side",
-        "layers/test_attention_layers.py",
+        "layers/test_attention_layers.py::test_wide_features_approach_softmax",
     ),
     "a sketch without its root of r": Mutant(
         "feature_maps/polysketch.py", "key_features",
         "sketch / math.sqrt(self.num_features)", "sketch",
-        "feature_maps/test_polynomial.py",
+        "feature_maps/test_polynomial.py"
+        "::test_products_of_a_degree_two_sketch_have_its_mean_and_variance",
     ),
     "NaN turned into a number": Mutant(
         "layers/not_finite.py", "marked", "float('nan')", "0.0",
@@ -83,23 +89,25 @@ MUTANTS = {
     ),
     "padding of a packed text among its tokens": Mutant(
         "ops/packing.py", "by_text", "ops.logical_and(real, texts.unpack(x))",
-        "texts.unpack(x)", "layers/test_packed_masks.py",
+        "texts.unpack(x)", "layers/test_packed_masks.py::test_values_at_hand",
     ),
     "a call context that outlives its call": Mutant(
         "layers/call_context.py", "holding", "self.value = before", "pass",
-        "layers/test_call_context.py",
+        "layers/test_call_context.py::test_a_direct_call_is_the_same",
     ),
     "weights that PyTorch does not count": Mutant(
         "models/holders.py", "refresh", "track_variables_anew(layer)", "None",
-        "models/test_holders.py",
+        "models/test_holders.py"
+        "::test_pytorch_counts_the_weights_of_the_models_around",
     ),
     "a trained map fitted again": Mutant(
         "feature_maps/trained.py", "check_untrained", "feature_map.was_trained",
-        "False", "uptraining/test_trained_maps.py",
+        "False", "uptraining/test_trained_maps.py"
+        "::test_a_trained_map_adapts_only_if_training_is_discarded",
     ),
     "files of another mechanism not compared": Mutant(
         "models/loading.py", "_load_state", "is_whole and weights_store", "False",
-        "models/test_loading.py",
+        "models/test_loading.py::test_files_of_another_configuration_are_refused",
     ),
 }  # fmt: skip
 
@@ -147,21 +155,30 @@ def mutated(mutant):
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def run_pytest(folder, tests):
-    """Runs tests of the project in `folder`; returns pytest's finished process."""
+def run_pytest(folder, *tests):
+    """Runs tests of the project in `folder`, `full` ones too, up to the first failure.
+
+    Args:
+        folder: Path of the project, or of a copy of it.
+        *tests: What pytest should run: files, or names of tests.
+
+    Returns:
+        The finished process of pytest.
+    """
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", tests],
+        [sys.executable, "-m", "pytest", "-xq", "-m", "", "-p", "no:cacheprovider"]
+        + list(tests),
         cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(folder)},
     )  # fmt: skip
 
 
 def kill(mutant):
-    """Returns the first test that fails of a mistake, or `None` if all pass.
+    """Returns the first test that fails because of a mistake, or `None` if all pass.
 
     Raises:
         ValueError: If the mistake cannot be planted.
-        RuntimeError: If pytest itself fails, or the test fails without the mistake.
+        RuntimeError: If pytest itself fails.
     """
     text = mutated(mutant)
     with tempfile.TemporaryDirectory() as folder:
@@ -177,26 +194,26 @@ def kill(mutant):
         raise RuntimeError(
             f"pytest failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
-    killer = found.group(1)
-    if run_pytest(ROOT, killer).returncode:
-        raise RuntimeError(f"{killer} fails without the mistake, too.")
-    return killer
+    return found.group(1)
 
 
 def main():
     """Tries the mutants named on the command line, or all of them."""
     names = sys.argv[1:] or list(MUTANTS)
-    alive = 0
+    killers = {}
     for name in names:
         try:
-            killer = kill(MUTANTS[name])
-            text = f"killed by {killer}" if killer else "SURVIVED"
+            killers[name] = kill(MUTANTS[name])
+            text = f"killed by {killers[name]}" if killers[name] else "SURVIVED"
         except (ValueError, RuntimeError) as error:
-            killer, text = None, f"NOT TRIED: {error}"
-        alive += killer is None
+            killers[name], text = None, f"NOT TRIED: {error}"
         print(f"{name:40} {text}", flush=True)
-    print(f"{len(names) - alive} of {len(names)} mistakes killed")
-    sys.exit(bool(alive))
+    killed = [x for x in killers.values() if x]
+    done = run_pytest(ROOT, *sorted(set(killed)))
+    if done.returncode:
+        print(f"These tests fail without a mistake, too:\n{done.stdout[-2000:]}")
+    print(f"{len(killed)} of {len(names)} mistakes killed")
+    sys.exit(bool(done.returncode or len(killed) < len(names)))
 
 
 if __name__ == "__main__":

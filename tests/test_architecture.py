@@ -1,16 +1,22 @@
-import ast
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
-import keras_rfattn
+from tests.house import (
+    ROOT,
+    asks_for_backend,
+    circles,
+    code,
+    edges,
+    files,
+    imports,
+    knows_of_nan,
+)
 
 pytestmark = pytest.mark.once
 
-ROOT = pathlib.Path(keras_rfattn.__file__).parent
 # Floor by floor; a folder may import the folders named, and files of its own.
 MAY_IMPORT = {
     "kernels": set(),
@@ -50,28 +56,9 @@ FOREIGN = {
         )
     },  # fmt: skip
 }
-FILES = sorted(ROOT.rglob("*.py"))
+FILES = files()
 IDS = [str(file.relative_to(ROOT)) for file in FILES]
 HEAVY = ("keras_hub", "keras_nlp", "keras_cv", "matplotlib", "scipy", "sklearn")
-
-
-def imports(file, top_level_only=False):
-    """Dotted names of what a file imports."""
-    tree = ast.parse(file.read_text())
-    nodes = outside_functions(tree) if top_level_only else ast.walk(tree)
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in {file.name}"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def outside_functions(node):
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield child
-            yield from outside_functions(child)
 
 
 def folders(file):
@@ -99,40 +86,39 @@ def test_the_walk_sees_imports():
     assert found == {"feature_maps", "fused", "ops"}
 
 
-def module(file):
-    """Dotted name of a file of the package."""
-    parts = ["keras_rfattn", *file.relative_to(ROOT).with_suffix("").parts]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def edges():
-    """File -> files of the package that it imports, inside functions too."""
-    modules = {module(file): file for file in FILES}
-    found = {}
-    for name, file in modules.items():
-        # `from a.b import c` is of the file a/b/c.py, or else of a/b.
-        hits = {x if x in modules else x.rpartition(".")[0] for x in imports(file)}
-        found[name] = (hits & set(modules)) - {name}
-    return found
-
-
 def test_no_two_files_import_each_other():
     found = edges()
-    done, path = set(), []
-
-    def visit(name):
-        assert name not in path, f"circle: {' -> '.join([*path, name])}"
-        if name in done:
-            return
-        path.append(name)
-        for other in sorted(found[name]):
-            visit(other)
-        path.pop()
-        done.add(name)
-
-    for name in found:
-        visit(name)
+    assert not circles(found)
     assert sum(map(len, found.values())) > 100, "the search finds no imports"
+
+
+def test_the_search_finds_circles():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"d"}, "e": {"a"}}
+    assert circles(graph) == [("a", "b", "c"), ("d",)]
+
+
+def test_figures_see_code_alone(tmp_path):
+    file = tmp_path / "a.py"
+    file.write_text(
+        '"""Asks keras.backend.backend(), and knows nan."""\n\n'
+        "import keras  # not torch\n\n\n"
+        "def f(x):\n"
+        '    """Finite."""\n'
+        "    # nan\n"
+        '    text = """two\n    lines"""\n'
+        "    return text\n"
+    )
+    assert len(code(file)) == 5
+    assert not asks_for_backend(file) and not knows_of_nan(file)
+    for line, tell in (
+        ("import jax.numpy", asks_for_backend),
+        ("y = keras.backend.backend()", asks_for_backend),
+        ("y = keras.ops.isnan(0)", knows_of_nan),
+        ("not_finite = 3", knows_of_nan),
+    ):
+        other = tmp_path / "b.py"
+        other.write_text(f"{file.read_text()}{line}\n")
+        assert tell(other)
 
 
 def test_the_table_of_foreign_classes_imports_nothing_but_a_type():

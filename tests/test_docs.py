@@ -8,6 +8,7 @@ import keras
 import pytest
 
 from keras_rfattn import feature_maps
+from tests.marks import first
 
 pytestmark = pytest.mark.once
 
@@ -34,8 +35,9 @@ def registry():
     feature_maps.FEATURE_MAPS.update(before)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("path", [README, *GUIDES, *OTHERS], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", first([README, *GUIDES, *OTHERS]), ids=lambda p: p.stem
+)
 def test_every_block_runs(path, tmp_path, monkeypatch, registry):
     text = path.read_text()
     if keras.backend.backend() == "tensorflow":

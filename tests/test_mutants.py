@@ -9,7 +9,8 @@ pytestmark = pytest.mark.once
 def test_a_mistake_can_be_planted(name):
     mutant = MUTANTS[name]
     compile(mutated(mutant), mutant.file, "exec")
-    assert (ROOT / "tests" / mutant.tests).exists()
+    file, _, test = mutant.tests.partition("::")
+    assert f"def {test.partition('[')[0]}" in (ROOT / "tests" / file).read_text()
 
 
 def test_a_mistake_that_is_not_there_is_an_error():

@@ -181,8 +181,6 @@ class ProjectedElu(OfElu, Activation):
         ((1, 10, 16), 32)
     """
 
-    former_name = "Elu"
-
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Relu(OfRelu, Activation):
@@ -250,8 +248,6 @@ class PlainRelu(OfRelu, Elementwise):
         >>> tuple(layer(x, x).shape), feature_map.output_dim
         ((1, 10, 16), 8)
     """
-
-    former_name = "Relu"
 
     @classmethod
     def from_config(cls, config):

@@ -93,8 +93,6 @@ class FeatureMap(Weights, keras.layers.Layer):
     learning_rate = 0.02
     # Set by the owning layer, which uses it to recognize softmax checkpoints on load.
     presence = None
-    # The name of this class in the fingerprints of saved files, if it is another one.
-    former_name = None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

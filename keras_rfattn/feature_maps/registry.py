@@ -12,8 +12,6 @@ from keras_rfattn.feature_maps.spelling import hint, way_out
 
 # Maps each registered name to its class.
 FEATURE_MAPS = {}
-PACKAGE = "keras_rfattn.feature_maps."
-PAPERS = PACKAGE + "papers."
 
 
 def get(identifier, **arguments):
@@ -214,9 +212,6 @@ def serialize(feature_map):
         )
     config = keras.saving.serialize_keras_object(feature_map)
     config.pop("build_config", None)
-    # Fingerprints in saved weights contain the module, and must not depend on the
-    # folder. Keras finds the class by its registered name.
-    config["module"] = config["module"].replace(PAPERS, PACKAGE)
     return config
 
 

@@ -31,10 +31,15 @@ from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.deferred import Deferred, Scaled
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.kernel_attention import exact_attention, softmax_attention, unit
-from keras_rfattn.ops.masks import AttentionMask, check_lengths, interpret_mask, needed
+from keras_rfattn.ops.masks import (
+    AttentionMask,
+    check_lengths,
+    check_prefix,
+    interpret_mask,
+    needed,
+)
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
-from keras_rfattn.ops.prefix import after_prefix, check_prefix
 from keras_rfattn.ops.sequence_parallel import over_devices, sequence_axis
 from keras_rfattn.ops.windowed import Local, local_attention
 
@@ -145,7 +150,7 @@ class Attention:
         return query, key, stats
 
     def deferred(self, query, key, stats):
-        """Returns `Deferred` features for the results of `prepared`."""
+        """Returns `Deferred` features for results of `prepared`, or for parts."""
         return (
             self.feature_map.deferred("query_features", query, stats),
             self.feature_map.deferred("key_features", key, stats),
@@ -182,10 +187,9 @@ class Attention:
         features = (_one_feature(x, 0.0) for x in self.wide())
         mask, key_mask = self.mask, self.mask.key_mask
         size = self.options.block_size
-        if mask.prefix_mask is not None:
-            return after_prefix(*features, self.value, mask.prefix_mask, key_mask, size)
         if mask.causal:
-            return causal(*features, self.value, key_mask, size)
+            prefix = mask.prefix_mask
+            return causal(*features, self.value, key_mask, size, prefix_mask=prefix)
         return bidirectional(*features, self.value, key_mask)
 
     @of_finite_tokens
@@ -216,42 +220,44 @@ class Attention:
 
     def _answer(self, query, key, value, visible, prefix, stats):
         """Computes `linear` from the results of `prepared`."""
-        mask, feature_map, key_mask = self.mask, self.feature_map, needed(visible)
+        causal_mask, feature_map = self.mask.causal, self.feature_map
         kernel, window = feature_map.exact_kernel, self.options.window
-        if feature_map.is_exact:
-            masks = key_mask, mask.causal, prefix
+        key_mask, lengths = needed(visible), (query.shape[1], key.shape[1])
+        if feature_map.is_exact or self._is_short(lengths[1]):
+            masks = key_mask, causal_mask, prefix
             return exact_attention(query, key, value, kernel, *masks)
-        if window is not None and not (mask.causal or mask.self_attention):
-            raise ValueError(
-                "A `window` needs self-attention, where queries and keys are the same "
-                f"tokens. Received: window={window} in cross-attention. Leave such "
-                "layers out (`exclude=`)."
-            )
-        deferred, local = self.deferred(query, key, stats), None
-        lengths = query.shape[1], key.shape[1]
+        deferred, local = self._narrow(self.deferred(query, key, stats)), None
         if window is not None:
+            if not (causal_mask or self.mask.self_attention):
+                raise ValueError(
+                    "A `window` needs self-attention, where queries and keys are the "
+                    f"same tokens. Received: window={window} in cross-attention. Leave "
+                    "such layers out (`exclude=`)."
+                )
             local = Local(query, key, kernel, window, self.options.sliding)
-        if prefix is not None:
-            size = self.options.block_size
-            return after_prefix(*deferred, value, prefix, key_mask, size)
-        output = by_kernels(self, (query, key, stats), deferred, value, local, key_mask)
+        output = by_kernels(self, (query, key), deferred, value, local, key_mask)
         if output is not None:
             return output
-        devices = sequence_axis(*lengths, self.options, mask.causal)
-        if devices is not None:
+        devices = sequence_axis(*lengths, self.options, causal_mask)
+        if devices is not None and prefix is None:
             return over_devices(
-                *deferred, value, local, key_mask, self.options, mask.causal, *devices
+                *deferred, value, local, key_mask, self.options, causal_mask, *devices
             )
-        is_short = fits(lengths[1], feature_map.output_dim)
-        if window is None and is_short and feature_map.has_exact_features:
-            # With fewer keys than features, the attention matrix is cheaper.
-            return exact_attention(query, key, value, kernel, key_mask, mask.causal)
-        if window is None and mask.causal:
-            deferred = self._narrow(deferred)
-            return causal(*deferred, value, key_mask, self.options.block_size)
-        if window is None:
-            return bidirectional(*deferred, value, key_mask)
-        return local_attention(*deferred, value, local, key_mask, mask.causal)
+        if local is not None:
+            return local_attention(*deferred, value, local, key_mask, causal_mask)
+        if causal_mask:
+            size = self.options.block_size
+            return causal(*deferred, value, key_mask, size, prefix_mask=prefix)
+        return bidirectional(*deferred, value, key_mask)
+
+    def _is_short(self, num_keys):
+        """Returns whether the attention matrix costs less than features, and is equal.
+
+        It is if there are fewer keys than features, whose products are the kernel.
+        """
+        is_short = fits(num_keys, self.feature_map.output_dim)
+        is_equal = self.feature_map.has_exact_features and self.options.window is None
+        return is_short and is_equal
 
 
 def _one_feature(x, log_scale):

@@ -68,7 +68,7 @@ def by_kernels(call, prepared, deferred, value, local, key_mask):
 
     Args:
         call: The `layers.attend.Attention`, with finite tokens.
-        prepared: Queries, keys and statistics as `call.prepared` returns them.
+        prepared: Queries and keys as `call.prepared` returns them.
         deferred: The `Deferred` features of the queries and the keys.
         value: Values of shape `(B, S, K, V)`.
         local: The `ops.Local` if the options have a window, else `None`.
@@ -91,7 +91,6 @@ def by_kernels(call, prepared, deferred, value, local, key_mask):
             "Received: implementation='pallas' under a `keras.distribution`. Use "
             "'auto' or 'xla'."
         )
-    (query, key, _), heads = prepared, value.shape[2]
-    features = [heads_first(x, heads) for x in deferred]
-    sides = zip((query, key), features, strict=True)
+    features = [heads_first(x, value.shape[2]) for x in deferred]
+    sides = zip(prepared, features, strict=True)
     return fused.on_a_tpu(*sides, value, key_mask, causal, call.options)

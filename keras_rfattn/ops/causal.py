@@ -22,11 +22,14 @@ from keras_rfattn.ops.layout import (
     block_mask,
     block_tokens,
     cut_tokens,
+    heads_first,
     in_blocks,
     join_tokens,
     one_block,
+    split_heads,
     take_apart,
 )
+from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.recurrent import count_visible, to_state, to_sums
@@ -43,6 +46,7 @@ def causal(
     block_size=None,
     state=None,
     return_state=False,
+    prefix_mask=None,
 ):
     """Computes linear attention in which query i sees keys `j <= i`.
 
@@ -58,6 +62,8 @@ def causal(
             on the result. `None` chooses it by the device (see `Options`).
         state: Optional `State` of earlier tokens, which every query sees.
         return_state: Whether to also return the state after the last token.
+        prefix_mask: Optional booleans of shape `(B, T)`, true for keys that every query
+            sees (prefix-LM). It replaces `state`.
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`, and the `State` if
@@ -76,6 +82,8 @@ def causal(
         True
     """
     block_size = Options(block_size).block_length
+    if prefix_mask is not None:
+        state, key_mask = _sum_prefix(key_features, value, prefix_mask, key_mask)
     features = query_features, key_features
     arrays, functions = zip(*(take_apart(x) for x in features), strict=True)
     call = compiled(
@@ -89,6 +97,19 @@ def causal(
     if state is not None:
         position = position + state.position
     return output, to_state(sums, position)
+
+
+def _sum_prefix(key_features, value, prefix_mask, key_mask):
+    """Returns the `State` of a prefix, and the mask of the other visible keys."""
+    others = ops.logical_not(prefix_mask)
+    if key_mask is not None:
+        prefix_mask = ops.logical_and(prefix_mask, key_mask)
+        others = ops.logical_and(others, key_mask)
+    num_kv_heads, mask = value.shape[2], heads_mask(prefix_mask)
+    key = heads_first(key_features, num_kv_heads)
+    heads = split_heads(representable(value), num_kv_heads)
+    sums = summarize(*admit(key, heads, mask), mask)
+    return to_state(sums, count_visible(value, prefix_mask)), others
 
 
 def _causal(

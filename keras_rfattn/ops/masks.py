@@ -144,6 +144,28 @@ def check_lengths(mask, query_length, key_length):
             )
 
 
+def check_prefix(mask, options):
+    """Checks that the options and the mask can be combined with a prefix.
+
+    Raises:
+        ValueError: If the mask has a prefix, and is not causal or asks for something
+            that does not work with a prefix.
+    """
+    asked = {
+        "window": options.window is not None,
+        "segment_ids": mask.segment_ids is not None,
+        "offset": mask.offset is not None,
+        "implementation='pallas'": options.implementation == "pallas",
+    }
+    asked = sorted(k for k, x in asked.items() if x)
+    if mask.prefix_mask is not None and (asked or not mask.causal):
+        raise ValueError(
+            "A prefix that all queries see (`prefix_mask`, prefix-LM) needs causal "
+            "attention, by features alone and computed by XLA. Received: "
+            f"causal={mask.causal}, and also {asked}. Leave these out."
+        )
+
+
 def _broadcasts(shape, lengths):
     """Returns whether a shape can be that of a mask `(B, T, S)` shared by the heads."""
     if len(shape) not in (2, 3) and not (len(shape) == 4 and shape[1] == 1):

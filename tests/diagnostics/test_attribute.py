@@ -11,6 +11,8 @@ def first_output(model, data):
     return model.predict(data, verbose=0)[:, :, 0].std()
 
 
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_model_is_evaluated_in_parts(causal):
     data = m.tokens()

@@ -11,6 +11,7 @@ from keras_rfattn.layers.recording import Recorder, Sequence
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
 from tests.feature_maps.cases import case
+from tests.marks import each_map
 
 pytestmark = pytest.mark.once
 
@@ -157,7 +158,7 @@ CASES |= {
 CASES["complex_exponential"][1]["projection"] = "gaussian"
 
 
-@pytest.mark.parametrize("label", CASES)
+@pytest.mark.parametrize("label", each_map(CASES))
 def test_prediction_and_measurement_agree(label):
     name, arguments = CASES[label]
     if not states_moment(name):

@@ -78,7 +78,7 @@ def louder(feature_map):
 # once for signed ones, 48.
 HYBRID = {"size": 0.25, "estimators": {}, "wide": 200}
 CASES = {
-    "favor": Case(size=0.5, low_precision=0.5),
+    "favor": Case(size=0.5, low_precision=0.4),
     "favorplus": Case(
         config={"pair": True},
         estimators={"": Estimator({}), "pair": Estimator({"pair": True})},

@@ -15,6 +15,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.kernels import values, variance
 from tests import helpers as h
 from tests.feature_maps.cases import DIM, case
+from tests.marks import each_map
 
 pytestmark = pytest.mark.once
 
@@ -73,7 +74,7 @@ def sample(name, label, **arguments):
     return draws, variance.variance(log_moment(X, Y), X, Y)
 
 
-@pytest.mark.parametrize(("name", "label"), ESTIMATORS)
+@pytest.mark.parametrize(("name", "label"), each_map(ESTIMATORS))
 def test_independent_vectors(name, label):
     gaussian = {"projection": "gaussian"} if (name, label) in PROJECTED else {}
     draws, expected = sample(name, label, **gaussian)
@@ -107,7 +108,7 @@ def states_moment(name, label):
 EVEN = [("favor", ""), ("favorplus", "pair")]
 
 
-@pytest.mark.parametrize(("name", "label"), PROJECTED)
+@pytest.mark.parametrize(("name", "label"), each_map(PROJECTED))
 def test_orthogonal_vectors(name, label):
     draws, independent = sample(name, label, projection="orthogonal")
     # Vectors of a block depend on each other; blocks do not.

@@ -8,14 +8,11 @@ from keras import ops
 from keras_rfattn import feature_maps, layers
 from keras_rfattn.ops.layout import merge_heads, split_heads
 from tests import helpers as h
+from tests.marks import each_map
 
 HAVE_VECTORS = h.RANDOM
 # Of hybrids in attention whose queries are not normalized, which is not the point here.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning"),
-    # Values of all maps are compared between backends in test_backends_agree.py.
-    pytest.mark.costly,
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 
 
 def features(name, x, side="key_features", **arguments):
@@ -40,7 +37,7 @@ def vectors(feature_map):
 
 
 @pytest.mark.parametrize("side", ["query_features", "key_features"])
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_shapes_and_ranges(name, side):
     feature_map = h.build(name)
     for size in (0.0, 1.0, 50.0):
@@ -63,7 +60,7 @@ def test_exponents_of_pairs(pair):
 
 
 @pytest.mark.parametrize("side", ["query_features", "key_features"])
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_exponents_are_those_of_features(name, side):
     feature_map = h.build(name)
     if feature_map.has_exponents:
@@ -100,7 +97,7 @@ def check_exponents(feature_map, side):
 SIGNED = ("favor", "complex_exponential", "hybrid_angular")
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_products_are_positive_if_it_says_so(name):
     # By the declaration alone a map could be either.
     feature_map, x = h.build(name), h.problem(size=3.0)
@@ -118,7 +115,7 @@ def test_products_are_positive_if_it_says_so(name):
 
 
 @pytest.mark.parametrize("side", ["query_features", "key_features"])
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_tokens_do_not_see_each_other(name, side):
     x = h.problem().key
     order = np.random.default_rng(0).permutation(h.LENGTH)
@@ -134,7 +131,7 @@ def test_tokens_do_not_see_each_other(name, side):
             h.assert_close(single, whole[:, 5:6], 1e-5)
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_grouped_queries_use_the_vectors_of_their_head(name):
     feature_map, x = h.build(name), h.problem()
     query, key = (ops.convert_to_tensor(a) for a in (x.query, x.key))
@@ -154,7 +151,7 @@ def test_grouped_queries_use_the_vectors_of_their_head(name):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_exponents_of_narrow_inputs_are_float32(name, dtype):
     x = ops.cast(h.problem(size=3.0).key, dtype)
     expected = features(name, h.to_numpy(x).astype("float32"))
@@ -164,7 +161,7 @@ def test_exponents_of_narrow_inputs_are_float32(name, dtype):
             h.assert_close(a, e, 1e-6)
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_float64_stays_float64(name):
     x = 0.5 * h.problem(length=3, dtype="float64").key
     narrow = features(name, x.astype("float32"))
@@ -176,7 +173,7 @@ def test_float64_stays_float64(name):
                 h.assert_close(a, e, 1e-4)
 
 
-@pytest.mark.parametrize("name", HAVE_VECTORS)
+@pytest.mark.parametrize("name", each_map(HAVE_VECTORS))
 def test_vectors_stay_float32_under_any_policy(name):
     feature_map = fresh(name, dtype="mixed_bfloat16")
     assert keras.backend.standardize_dtype(vectors(feature_map).dtype) == "float32"
@@ -192,13 +189,13 @@ def assert_different(a, b):
     assert np.mean(a == b) <= (0.9 if are_counts else 0)
 
 
-@pytest.mark.parametrize("name", HAVE_VECTORS)
+@pytest.mark.parametrize("name", each_map(HAVE_VECTORS))
 def test_the_seed_decides_the_vectors(name):
     h.assert_same(vectors(fresh(name)), vectors(fresh(name)))
     assert_different(vectors(fresh(name, seed=8)), vectors(fresh(name)))
 
 
-@pytest.mark.parametrize("name", HAVE_VECTORS)
+@pytest.mark.parametrize("name", each_map(HAVE_VECTORS))
 def test_maps_without_a_seed_differ(name):
     one, other = fresh(name, seed=None), fresh(name, seed=None)
     assert_different(vectors(one), vectors(other))
@@ -208,7 +205,7 @@ def test_maps_without_a_seed_differ(name):
     h.assert_same(vectors(again), vectors(one))
 
 
-@pytest.mark.parametrize("name", HAVE_VECTORS)
+@pytest.mark.parametrize("name", each_map(HAVE_VECTORS))
 def test_nothing_random_happens_in_a_call(name):
     x = h.problem().key
     for a, b in zip(features(name, x), features(name, x), strict=True):
@@ -216,7 +213,7 @@ def test_nothing_random_happens_in_a_call(name):
             h.assert_same(a, b)
 
 
-@pytest.mark.parametrize("name", HAVE_VECTORS)
+@pytest.mark.parametrize("name", each_map(HAVE_VECTORS))
 def test_redraw(name):
     one, same = fresh(name), fresh(name)
     draws = [h.to_numpy(vectors(one)).copy()]
@@ -245,7 +242,7 @@ def model(name, seed):
     return keras.Model(x, layer(x, x)), feature_map
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_may_be_built_while_a_program_is_traced(name):
     # A model that meets data for the first time in `fit` builds its layers there.
     class Unbuilt(keras.Model):
@@ -267,7 +264,7 @@ def test_may_be_built_while_a_program_is_traced(name):
         np.testing.assert_array_equal(h.to_numpy(a), h.to_numpy(b))
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_weights_bring_the_vectors_along(name, tmp_path):
     one, feature_map = model(name, seed=1)
     x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
@@ -284,7 +281,7 @@ def test_weights_bring_the_vectors_along(name, tmp_path):
         assert int(h.to_numpy(loaded.draws)) == 1
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_gradients_of_features(name):
     # In float64, where a step may be so short that it meets no kink of an activation.
     feature_map, x = h.build(name), h.problem(length=2, dtype="float64").key
@@ -313,7 +310,7 @@ HEADS = 4000
 LIMIT = 6  # standard errors, of some hundred comparisons once in a million runs
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_products_average_to_the_kernel(name):
     """Law 3. Every head draws its own vectors: as many estimates of each pair."""
     feature_map = feature_maps.get(name, seed=3, **h.small(name))
@@ -361,7 +358,7 @@ def short_pairs():
     return x, y
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_the_kernel_has_an_exact_form(name):
     feature_map = feature_maps.get(name, seed=0)
     x, y = short_pairs()

@@ -7,6 +7,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn import feature_maps
 from tests.helpers import NAMES, small
+from tests.marks import each_map
 
 pytestmark = pytest.mark.once
 
@@ -42,7 +43,7 @@ def paths(make, feature_map):
 
 @pytest.mark.filterwarnings("ignore:.*are not normalized")
 @pytest.mark.parametrize("make", [replaced, drop_in, kernel_features])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each_map(NAMES))
 def test_paths_are_the_same_each_time(name, make):
     def fresh():
         return feature_maps.get(name, seed=0, **small(name))

@@ -10,6 +10,7 @@ import pytest
 from keras_rfattn import feature_maps
 from tests.environment import environment
 from tests.feature_maps.cases import CASES
+from tests.marks import each_map
 
 pytestmark = pytest.mark.once
 
@@ -21,8 +22,9 @@ def test_contributing_shows_a_file_that_runs():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", text, re.S)
     assert block == (EXAMPLES / "squared_relu.py").read_text()
-    # And which every contract runs on, as a map without a row.
+    # As a map without a row, on which every contract runs by default.
     assert "squared_relu" in feature_maps.list() and "squared_relu" not in CASES
+    assert each_map(["squared_relu"]) == [pytest.param("squared_relu")]
 
 
 @pytest.mark.full

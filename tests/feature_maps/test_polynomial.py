@@ -76,6 +76,8 @@ def test_products_of_a_degree_two_sketch_have_its_mean_and_variance():
     assert 0.35 < np.var(found, ddof=1) / variance < 2.2
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_products_of_a_degree_four_sketch_have_its_mean():
     x, y = unit_vectors(1, seed=1), unit_vectors(1, seed=3)
     y = 0.6 * y + 0.8 * x
@@ -234,6 +236,8 @@ def test_degree_must_be_even(name, degree):
         feature_maps.get(name, degree=degree)
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_trained_networks_survive_saving(tmp_path):
     layer = keras.Sequential(
         [

@@ -129,8 +129,7 @@ def takes_projection(cls):
     return parameter is not None and parameter.default is not None
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.EACH_MAP)
 def test_config_round_trip_keeps_the_numbers(name):
     # Nothing at its default.
     cls = feature_maps.FEATURE_MAPS[name]

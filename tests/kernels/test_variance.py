@@ -5,6 +5,7 @@ import pytest
 
 from keras_rfattn.kernels import variance
 from keras_rfattn.kernels.papers import second_moments
+from tests.marks import first
 
 pytestmark = pytest.mark.once
 
@@ -47,7 +48,7 @@ def generalized(w, x, y, a, s):
     return (first * second).real * np.exp((x @ x + y @ y) / 2)
 
 
-@pytest.mark.parametrize("size, cosine", PAIRS)
+@pytest.mark.parametrize("size, cosine", first(PAIRS))
 @pytest.mark.parametrize(
     "a, s", [(0.0, 1), (0.0, -1), (-0.03, 1), (-0.1, 1), (0.02 + 0.05j, -1)]
 )
@@ -57,14 +58,14 @@ def test_generalized_exponential(w, size, cosine, a, s):
     check(generalized(w, x, y, a, s), x, y, expected)
 
 
-@pytest.mark.parametrize("size, cosine", PAIRS)
+@pytest.mark.parametrize("size, cosine", first(PAIRS))
 def test_positive_pair(w, size, cosine):
     x, y = pair(size, cosine)
     products = np.cosh(w @ (x + y)) * np.exp(-(x @ x + y @ y) / 2)
     check(products, x, y, float(variance.positive_pair(x, y)))
 
 
-@pytest.mark.parametrize("size, cosine", PAIRS)
+@pytest.mark.parametrize("size, cosine", first(PAIRS))
 def test_positive_pair_has_one_second_moment(size, cosine):
     x, y = pair(size, cosine)
     moment = variance.log_moment_positive_pair(x, y)
@@ -73,7 +74,7 @@ def test_positive_pair_has_one_second_moment(size, cosine):
     )
 
 
-@pytest.mark.parametrize("size, cosine", PAIRS)
+@pytest.mark.parametrize("size, cosine", first(PAIRS))
 def test_an_a_for_each_direction(w, size, cosine):
     x, y = pair(size, cosine)
     a = np.array([-0.1, -0.05, 0.02, 0.0])
@@ -97,7 +98,7 @@ def orthogonal_pairs(w):
     return lengths[1] * first, lengths[0] * second
 
 
-@pytest.mark.parametrize("size, cosine", PAIRS)
+@pytest.mark.parametrize("size, cosine", first(PAIRS))
 @pytest.mark.parametrize(
     "a, s", [(0.0, 1), (0.0, -1), (-0.05, 1), (-0.03 + 0.03j, 1), (0.01 + 0.03j, -1)]
 )
@@ -139,7 +140,7 @@ def test_many_pairs_at_once():
         )
 
 
-@pytest.mark.parametrize("size, cosine", PAIRS)
+@pytest.mark.parametrize("size, cosine", first(PAIRS))
 @pytest.mark.parametrize(
     "diagonal", [np.ones(DIM), np.array([0.9, 1.1j, 1.2, 0.8j]), 1j * np.ones(DIM)]
 )
@@ -153,7 +154,7 @@ def test_complex_exponential(w, size, cosine, diagonal):
     np.testing.assert_allclose(moment, matrix)
 
 
-@pytest.mark.parametrize("size, cosine", PAIRS)
+@pytest.mark.parametrize("size, cosine", first(PAIRS))
 def test_discrete(size, cosine):
     x, y = pair(size, cosine)
     x, y = x + 0.1, y + 0.1

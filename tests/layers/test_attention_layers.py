@@ -14,6 +14,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
 from tests import helpers as h
 from tests.feature_maps.cases import case
+from tests.marks import first
 
 WIDTH = 8
 KINDS = {
@@ -79,7 +80,7 @@ def test_weights_are_interchangeable(kind):
     assert len(linear.trainable_weights) == len(softmax.trainable_weights)
 
 
-@pytest.mark.parametrize(("name", "kind"), h.over(list(KINDS)))
+@pytest.mark.parametrize(("name", "kind"), [("favorpp", x) for x in KINDS])
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_keras_masks_and_padding_content(name, kind):
     _, layer = pair(kind, feature_map=name)
@@ -148,6 +149,9 @@ def test_grouped_queries_equal_repeated_keys():
     assert np.abs(numpy(grouped)).max() > 1e-2
 
 
+POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16")
+
+
 @functools.cache
 def in_float32(name):
     """A layer, and its causal output for `data(2, 6, WIDTH)`."""
@@ -157,7 +161,8 @@ def in_float32(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), h.over(["mixed_bfloat16", "mixed_float16", "bfloat16"])
+    ("name", "policy"),
+    first([("favorpp", x) for x in POLICIES]),
 )
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_low_precision(name, policy):
@@ -258,7 +263,7 @@ MASKS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("batch", [6, 1])
+@pytest.mark.parametrize("batch", first([6, 1]))
 def test_masks_mean_what_they_mean_in_keras(kind, name, batch):
     # Within a window attention is softmax.
     softmax, linear = pair(kind, feature_map="favorplus", window=8)
@@ -278,7 +283,7 @@ EMPTY = [(0, 6, WIDTH), (2, 0, WIDTH), (0, 0, WIDTH)]
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", ["favorpp", "polysketch"])
+@pytest.mark.parametrize("name", first(["favorpp", "polysketch"]))
 def test_empty_batches_and_sequences(name, causal, window):
     layer = MultiHeadAttention(2, 4, feature_map=name, num_features=8, window=window)
     layer.build((None, None, WIDTH), (None, None, WIDTH))
@@ -324,6 +329,8 @@ def test_one_feature(name, size, causal):
     assert np.any(moved[:, 4:] != 0)
 
 
+@pytest.mark.once
+@pytest.mark.full
 def test_rematerialization_changes_no_number():
     x = np.random.default_rng(0).normal(size=(2, 9, 8)).astype("float32")
 

@@ -8,13 +8,14 @@ from keras_rfattn.kernels import values
 from keras_rfattn.layers import KernelFeatures
 from tests import helpers as h
 from tests.feature_maps.cases import case
+from tests.marks import each_map
 
 SOFTMAX = h.names(kernel="softmax")
 X = (0.4 * np.random.default_rng(0).normal(size=(12, 3))).astype("float32")
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "softmax"])
-@pytest.mark.parametrize("name", SOFTMAX)
+@pytest.mark.parametrize("name", each_map(SOFTMAX))
 def test_products_approximate_the_kernel(name, kernel):
     wide = {"num_features": case(name).wide} if h.has_num_features(name) else {}
     feature_map = feature_maps.get(name, seed=1, **{**h.small(name), **wide})

@@ -9,7 +9,7 @@ import keras_rfattn
 from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
-from tests.marks import ONE_BACKEND
+from tests.marks import ONE_BACKEND, first
 
 DIM, HEADS, LENGTH = 8, 2, 15
 # Texts of row 0 and of row 1; one of the second is not in one piece.
@@ -65,7 +65,7 @@ def one_by_one(layer, x, visible, causal):
     return ops.stack(rows)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", first([True, False]))
 @pytest.mark.parametrize(
     ("mechanism", "kv_heads"),
     [("favorpp", HEADS), pytest.param("sliding", 1, marks=ONE_BACKEND)]

@@ -15,6 +15,7 @@ from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.ops import AttentionMask, Options, softmax_attention
 from keras_rfattn.uptraining.attention import layer_errors
 from tests import helpers as h
+from tests.marks import first
 from tests.uptraining import models as m
 
 MASKS = {
@@ -45,7 +46,7 @@ def heads_of(x, kept):
 
 @pytest.mark.parametrize(
     ("mask", "options"),
-    [("causal", {}), ("padding", {"window": 4}), ("none", {"temperature": 0.5})],
+    first([("causal", {}), ("padding", {"window": 4}), ("none", {"temperature": 0.5})]),
 )
 def test_each_head_has_its_attention_and_gradient(mask, options):
     problem, mask = h.problem(), MASKS[mask]
@@ -90,7 +91,7 @@ def test_they_stay_softmax_under_every_control():
         )
 
 
-@pytest.mark.parametrize("name", ["favorplus", "polynomial"])
+@pytest.mark.parametrize("name", first(["favorplus", "polynomial"]))
 def test_one_token_among_cached_keys(name):
     query, key, value = h.problem()
     options = Options(softmax_heads=KEPT)
@@ -164,6 +165,8 @@ def test_what_none_keeps_is_saved_as_before():
     assert linear_layers(replaced({"*_1": [0]}))[1].get_config()["softmax_heads"] == [0]
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_uptraining_is_of_the_others():
     model = m.softmax_model()
     keras_rfattn.replace_attention(

@@ -12,6 +12,7 @@ from keras_rfattn.layers import MultiHeadAttention, record
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask, Options
 from tests import helpers as h
+from tests.marks import first
 from tests.models import families
 
 TEMPERATURE = 0.2
@@ -43,7 +44,9 @@ def test_a_window_over_everything_is_softmax_of_normalized_vectors():
     h.assert_close(attention("favorpp", options, x), exact(*x))
 
 
-@pytest.mark.parametrize("name", ["favorpp", "hybrid_angular", "elu", "polysketch"])
+@pytest.mark.parametrize(
+    "name", first(["favorpp", "hybrid_angular", "elu", "polysketch"])
+)
 def test_lengths_change_nothing(name):
     x, options = arrays(), Options(temperature=TEMPERATURE)
     scaled = [x[0] * 7, x[1] * 0.1, x[2]]
@@ -53,6 +56,8 @@ def test_lengths_change_nothing(name):
     assert np.abs(plain - expected).max() > 1e-3 * np.abs(expected).max()
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_surgery_saves_it_and_names_it(tmp_path):
     model, inputs = families.build("bert")
     with warnings.catch_warnings():

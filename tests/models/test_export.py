@@ -32,6 +32,8 @@ def cells():
                     yield form, case, shape
 
 
+@pytest.mark.once
+@pytest.mark.full
 @pytest.mark.parametrize(("form", "case", "shape"), cells())
 def test_what_softmax_can_be_exported_to(form, case, shape):
     arguments = form, exports.CASES[case], exports.SHAPES[shape]

@@ -12,6 +12,7 @@ import pytest
 
 import keras_rfattn
 from tests.environment import environment
+from tests.marks import ONE_BACKEND
 from tests.models import families
 
 
@@ -19,26 +20,38 @@ def originals(model):
     return [(w.path, id(w)) for w in model.weights if "/feature_map/" not in w.path]
 
 
-# An encoder, a decoder and a vision model. Others differ in how their layers are found
-# and rebuilt, which is the same on every backend.
-FAST, COMPILED = ("bert", "vit"), ("bert", "vit", "llama")
+def chosen(*names):
+    """Parameters for all families, of which only these run by default."""
+    others = (x for x in families.FAMILIES if x not in names)
+    return [*names, *(pytest.param(x, marks=ONE_BACKEND) for x in others)]
 
 
-def marks(name):
-    """The marks of a family's test."""
-    long = [] if name in FAST else [pytest.mark.full]
-    return long + ([] if name in COMPILED else [pytest.mark.once])
+def replace(model):
+    keras_rfattn.replace_attention(model, "favorpp", num_features=64, seed=0)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=marks(name)) for name in families.FAMILIES]
+# One family for each class of `models/adapters` that changes attention or its masks.
+ONE_OF_EACH = (
+    "bert",
+    "gpt2",
+    "llama",
+    "gpt_neo_x",
+    "mixtral",
+    "gemma",
+    "moonshine",
+    "roformer_v2",
+    "esm",
+    "dinov3",
 )
-def test_family(name, tmp_path):
+
+
+@pytest.mark.parametrize("name", chosen(*ONE_OF_EACH))
+def test_is_replaced_and_restored(name):
     model, inputs = families.build(name)
     softmax = families.outputs(model, inputs)
     weights, classes = originals(model), [type(x) for x in model._flatten_layers()]
 
-    keras_rfattn.replace_attention(model, "favorpp", num_features=64, seed=0)
+    replace(model)
     report = keras_rfattn.describe_attention(model)
     assert report.replaced
     assert all("one query" in row.note for row in report.kept)
@@ -56,10 +69,16 @@ def test_family(name, tmp_path):
     for a, b in zip(families.outputs(model, inputs), softmax, strict=True):
         np.testing.assert_array_equal(a, b)
 
-    keras_rfattn.replace_attention(model, "favorpp", num_features=64, seed=0)
+    replace(model)
     for a, b in zip(families.outputs(model, inputs), linear, strict=True):
         np.testing.assert_array_equal(a, b)
 
+
+@pytest.mark.parametrize("name", chosen("bert"))
+def test_is_trained_and_saved(name, tmp_path):
+    model, inputs = families.build(name)
+    replace(model)
+    linear = families.outputs(model, inputs)
     fit_one_step(model, inputs)
     trained = families.outputs(model, inputs)
     assert any(np.any(a != b) for a, b in zip(trained, linear, strict=True))
@@ -156,7 +175,7 @@ def reload(folder, names, order, backend=None, tolerance="0"):
 def save(name, folder):
     """Saves a linear model of a family in every way, and the name of its class."""
     model, inputs = families.build(name)
-    keras_rfattn.replace_attention(model, "favorpp", num_features=64, seed=0)
+    replace(model)
     target = folder / name
     model.save(f"{target}.keras")
     model.save_to_preset(str(target))

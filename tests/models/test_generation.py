@@ -8,7 +8,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import diagnostics, generation
-from tests.marks import ONE_BACKEND
+from tests.marks import ONE_BACKEND, first
 from tests.models import families
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -78,13 +78,13 @@ def assert_near(found, expected, tolerance=1e-4):
 @pytest.mark.parametrize(
     ("family", "mechanism"),
     # Their states are of different kinds.
-    [("llama", x) for x in ("favorpp", "window", "sliding", "exact", "heads")]
+    [("llama", x) for x in ("favorpp", "sliding")]
     + [
-        pytest.param("llama", x, marks=pytest.mark.once)
-        for x in ("signed", "polynomial", "mixed")
+        pytest.param("llama", x, marks=ONE_BACKEND)
+        for x in ("window", "exact", "heads", "signed", "polynomial", "mixed")
     ]
     # KerasHub turns queries of GPT-NeoX as if they came first in its cache.
-    + [pytest.param("gpt_neo_x", x, marks=pytest.mark.once) for x in ("mixed", "exact")]
+    + [pytest.param("gpt_neo_x", x, marks=ONE_BACKEND) for x in ("mixed", "exact")]
     + [
         pytest.param(x, "window", marks=ONE_BACKEND)
         for x in [*DECODERS, *BESIDE]
@@ -118,7 +118,7 @@ def masks():
 
 @pytest.mark.parametrize(
     ("family", "mechanism"),
-    [("gpt2", x) for x in ("favorpp", "window", "sliding")]
+    first([("gpt2", x) for x in ("window", "favorpp", "sliding")])
     + [pytest.param(x, "favorpp", marks=ONE_BACKEND) for x in BESIDE],
 )
 def test_padding_enters_no_state(family, mechanism):
@@ -135,6 +135,8 @@ def test_padding_enters_no_state(family, mechanism):
     assert_near(found[mask], expected[mask])
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_rows_are_copied_dropped_and_joined():
     model, ids = linear(), tokens()
     expected = full_pass(model, ids[[2, 0, 0]])
@@ -150,7 +152,7 @@ def test_rows_are_copied_dropped_and_joined():
 
 @pytest.mark.parametrize(
     ("family", "mechanism"),
-    [("gpt2", x) for x in ("favorpp", "sliding", "mixed")]
+    first([("gpt2", x) for x in ("sliding", "favorpp", "mixed")])
     + [pytest.param(x, "favorpp", marks=ONE_BACKEND) for x in BESIDE],
 )
 def test_states_are_saved_bit_for_bit(tmp_path, family, mechanism):
@@ -165,6 +167,8 @@ def test_states_are_saved_bit_for_bit(tmp_path, family, mechanism):
     np.testing.assert_array_equal(array(one), array(other))
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_states_of_something_else_are_refused(tmp_path):
     model, ids = linear(), tokens()
     _, state = generation.prefill(model, ids)
@@ -227,7 +231,7 @@ def greedy(model, ids, mask):
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("family", "mechanism"),
-    [("gpt2", "favorpp"), ("llama", "window")]
+    [("gpt2", "favorpp"), pytest.param("llama", "window", marks=ONE_BACKEND)]
     + [
         pytest.param(family, mechanism, marks=ONE_BACKEND)
         for family in DECODERS
@@ -256,6 +260,7 @@ def test_greedy_generation(family, mechanism):
     np.testing.assert_array_equal(array(found["padding_mask"]) > 0, ~hidden)
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_metric_may_not_generate():
     model, ids = linear("gpt2", "window"), tokens()
@@ -284,7 +289,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize(
     ("family", "sampler"),
-    [("llama", "beam")]
+    [pytest.param("llama", "beam", marks=ONE_BACKEND)]
     + [pytest.param("gpt2", x, marks=ONE_BACKEND) for x in SAMPLERS]
     + [pytest.param("qwen3_moe", "greedy", marks=ONE_BACKEND)],
 )
@@ -325,9 +330,9 @@ def beam_search(model, ids, start, count):
     return beams[scores.argmax()]
 
 
-@pytest.mark.parametrize(
-    "mechanism", ["window", pytest.param("favorpp", marks=pytest.mark.once)]
-)
+@pytest.mark.once
+@pytest.mark.full
+@pytest.mark.parametrize("mechanism", first(["window", "favorpp"]))
 def test_beam_search(mechanism):
     model, ids = linear("llama", mechanism), tokens()
     mask = np.broadcast_to(np.arange(LENGTH) < 5, ids.shape)
@@ -341,6 +346,7 @@ def test_beam_search(mechanism):
     np.testing.assert_array_equal(found["token_ids"], expected)
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_sliding_windows_are_dropped_by_name_alone():
     backbone = keras_hub.models.MistralBackbone(sliding_window=3, **families.GROUPED)
@@ -374,6 +380,8 @@ def test_there_is_an_end_to_the_room():
         generation.step(linear(), ids[:, :1], state)
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_edges():
     model, ids = linear(), tokens()
     model.compile(sampler="greedy")

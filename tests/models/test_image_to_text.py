@@ -63,6 +63,8 @@ def logits(model, x):
     return keras.ops.convert_to_numpy(model(x, training=False))
 
 
+@pytest.mark.once
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("images", "arguments"),
     [
@@ -108,6 +110,7 @@ def test_images_are_asked_for():
         model.generate_step({k: keras.ops.convert_to_tensor(v) for k, v in x.items()})
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_task_whose_decoder_stays_softmax_generates():
     keras.utils.set_random_seed(0)

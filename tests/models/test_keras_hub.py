@@ -11,6 +11,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn.models import generation, swap
 from tests import helpers as h
+from tests.marks import MAP_FORMS, first
 from tests.models import families
 
 models = keras_hub.models
@@ -49,22 +50,24 @@ def predict(model, inputs):
     return np.asarray(model.predict(inputs, verbose=0))
 
 
-def call(model, inputs):
-    return keras.ops.convert_to_numpy(model(inputs))
+OTHERS = [x for x in h.NAMES if x != "favorpp"]
 
 
-@pytest.mark.parametrize(("name", "scale"), h.over([1.0, 20.0]))
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    first(
+        [("favorpp", 1.0), *((x, 20.0) for x in MAP_FORMS), *((x, 1.0) for x in OTHERS)]
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_other_future_tokens_change_nothing_before(name, scale):
     model, inputs = causal_lm(scale)
     keras_rfattn.replace_attention(model, name, seed=0)
-    # A program of the whole model for one map of each form.
-    run = predict if name in h.FORMS else call
-    output = run(model, inputs)
+    output = predict(model, inputs)
     assert np.isfinite(output).all()
     other = dict(inputs, token_ids=inputs["token_ids"].copy())
     other["token_ids"][:, 5:] = 2 + (other["token_ids"][:, 5:] + 7) % 50
-    changed = run(model, other)
+    changed = predict(model, other)
     np.testing.assert_array_equal(changed[:, :5], output[:, :5])
     assert np.any(changed[:, 5:] != output[:, 5:])
 
@@ -123,6 +126,8 @@ def test_presets_bring_tokenizer_and_preprocessor(make, tmp_path):
     assert type(model.preprocessor) is preprocessor_cls
 
 
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.smoke
 def test_new_head_on_a_linear_preset(tmp_path):
     model = bert_task()
@@ -171,6 +176,8 @@ def test_tasks_that_share_a_backbone_follow_it():
     assert type(second) is models.BertMaskedLM
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_a_task_made_around_a_linear_backbone_follows_it():
     model, inputs = families.build("llama")
     task = type(model)(backbone=model.backbone)
@@ -192,7 +199,7 @@ def test_a_task_made_around_a_linear_backbone_follows_it():
     assert type(later) is swap.original_class(task)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize("family", first(["gpt2", "opt"]))
 def test_generation_equals_greedy_search_without_a_cache(family):
     model, inputs = families.build(family)
     keras_rfattn.replace_attention(model, "favorpp", num_features=32, seed=0)
@@ -275,6 +282,8 @@ def test_refused_by_name(name):
     assert [type(x) for x in model._flatten_layers()] == classes
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_windows_leave_out_cross_attention():
     model, inputs = families.build("bart")
     classes = [type(x) for x in model._flatten_layers()]

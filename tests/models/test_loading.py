@@ -9,6 +9,9 @@ import pytest
 
 import keras_rfattn
 from tests.helpers import assert_same, to_numpy
+from tests.marks import ONE_BACKEND, first
+
+pytestmark = [*ONE_BACKEND]
 
 X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
 
@@ -87,7 +90,7 @@ CASES += [(x, y, "functional", "m.h5") for x, y in (PAIRS[2], PAIRS[-2])]
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5")
-@pytest.mark.parametrize(("saved", "other", "kind", "name"), CASES)
+@pytest.mark.parametrize(("saved", "other", "kind", "name"), first(CASES))
 def test_files_of_another_configuration_are_refused(saved, other, kind, name, tmp_path):
     path = str(tmp_path / name)
     FORMATS[name][0](make(kind, CONFIGURATIONS[saved]), path)

@@ -6,6 +6,7 @@ import pytest
 
 import keras_rfattn
 from tests.helpers import assert_close, assert_same, to_numpy
+from tests.marks import first
 
 keras_hub = pytest.importorskip("keras_hub")
 
@@ -71,7 +72,7 @@ def softmax_file(tmp_path):
     return tmp_path / "softmax.lora.h5", model
 
 
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", first(MAPS))
 @pytest.mark.parametrize("enabled", ["never", "before", "after"])
 def test_adapters_of_the_checkpoint_load(enabled, name, softmax_file):
     path, softmax = softmax_file
@@ -88,7 +89,7 @@ def test_adapters_of_the_checkpoint_load(enabled, name, softmax_file):
     assert_close(output(model), output(softmax))
 
 
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", first(MAPS))
 @pytest.mark.parametrize("enabled", ["before", "after"])
 def test_adapters_of_the_linear_model_load(enabled, name, tmp_path):
     model = backbone()

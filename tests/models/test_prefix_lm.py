@@ -52,6 +52,8 @@ def replace(model, feature_map="favorpp", **arguments):
     return keras_rfattn.replace_attention(model, feature_map, seed=0, **arguments)
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_the_mask_is_kept():
     model, x = paligemma(), inputs()
     expected = logits(model, x)

@@ -13,6 +13,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import feature_maps
+from tests.marks import first
 
 LAYERS = keras.layers
 
@@ -401,7 +402,7 @@ def test_traced_dense_masks_are_refused():
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("when", ["compiled", "trained"])
+@pytest.mark.parametrize("when", first(["compiled", "trained"]))
 def test_compiled_models_keep_training(when):
     model, target = make(), np.zeros((2, 6, 3), "float32")
     model.compile("adam", "mse")
@@ -474,6 +475,8 @@ def test_weights_live_under_the_layers_name():
     assert "first/query/kernel" in paths
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_a_fresh_process_without_the_package_refuses(tmp_path):
     model = keras_rfattn.replace_attention(make(), "favorplus")
     model.save(tmp_path / "m.keras")

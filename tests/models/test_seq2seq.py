@@ -68,6 +68,8 @@ def assert_greedy(model, inputs):
     assert len(np.unique(expected)) > 5
 
 
+@pytest.mark.once
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mechanism",
     ["favorpp"] + [pytest.param(x, marks=ONE_BACKEND) for x in ["first", *MECHANISMS]],

@@ -20,7 +20,7 @@ def test_matches_the_definition(name, lengths):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_gradients_match_the_definition(name):
     feature_map, x = h.build(name), h.problem(length=11, key_length=37)
     mask = h.padding_masks()["left"]

@@ -9,6 +9,7 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.ops import Features, causal, quadratic
 from tests import helpers as h
+from tests.marks import ONE_BACKEND
 
 BLOCKS = (3, 1, 16, 128)
 
@@ -148,7 +149,7 @@ def test_deferred_features_leave_the_map_free():
     assert alive() is None
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_gradients_ignore_padding(name):
     feature_map, x = h.build(name), h.problem()
     mask = h.padding_masks()["middle"]
@@ -211,7 +212,9 @@ def test_prefix_mean_is_not_what_comes_out(name):
 
 
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="of TensorFlow")
-@pytest.mark.parametrize("name", ["favor", "favorplus"])
+@pytest.mark.parametrize(
+    "name", ["favor", pytest.param("favorplus", marks=ONE_BACKEND)]
+)
 def test_unknown_length_in_a_graph(name):
     import tensorflow as tf
 

@@ -31,7 +31,7 @@ def test_the_problem_is_as_hard_as_it_says():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_matches_the_definition(name, algorithm):
     feature_map, x = h.build(name), h.problem(size=SIZE)
     function, options = ALGORITHMS[algorithm]
@@ -60,8 +60,8 @@ def clear_rows(output, expected, rtol):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "algorithm"),
-    [(*x, "causal") for x in h.over(DTYPES)]
-    + [(name, DTYPES[0], "bidirectional") for name in h.NAMES],
+    [pytest.param(*x.values, "causal", marks=x.marks) for x in h.over(DTYPES)]
+    + [(name, DTYPES[0], "bidirectional") for name in h.FORMS],
 )
 def test_finite_with_gradients(name, algorithm, dtype):
     feature_map, x = h.build(name), h.problem(size=SIZE / case(name).size)
@@ -78,7 +78,7 @@ def test_finite_with_gradients(name, algorithm, dtype):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("name", "dtype"), h.over(DTYPES, h.AVERAGING))
+@pytest.mark.parametrize(("name", "dtype"), h.over(DTYPES, h.AVERAGING_FORMS))
 def test_no_row_loses_its_denominator(name, algorithm, dtype):
     feature_map, x = h.build(name), h.problem(size=SIZE)
     function, options = ALGORITHMS[algorithm]
@@ -96,7 +96,7 @@ def test_no_row_loses_its_denominator(name, algorithm, dtype):
     h.assert_rows_close(*clear_rows(output, expected, rtol), rtol)
 
 
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_is_not_the_mean_of_the_values(name):
     feature_map, x = h.build(name), h.problem(size=SIZE)
     output = h.attention(feature_map, causal, block_size=h.BLOCK)(*x)

@@ -20,7 +20,7 @@ def disturb(array, where, content):
 
 @pytest.mark.parametrize(
     ("name", "content", "now"),
-    [(name, CONTENTS[0], 15) for name in h.NAMES]
+    [(name, CONTENTS[0], 15) for name in h.FORMS]
     + [(name, x, now) for name in h.FORMS for x in CONTENTS for now in (1, 21)],
 )
 def test_the_future_changes_nothing(name, content, now):
@@ -83,7 +83,7 @@ def test_the_future_changes_nothing_in_a_long_sequence(name, content):
 
 
 @pytest.mark.parametrize("content", [100.0, 1e12])
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_the_future_changes_no_gradient(name, content):
     x, now = h.problem(), 21
     call = h.attention(h.build(name), causal, block_size=h.BLOCK)

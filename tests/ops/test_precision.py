@@ -15,7 +15,7 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("name", "dtype"), h.over(h.NARROW, h.AVERAGING))
+@pytest.mark.parametrize(("name", "dtype"), h.over(h.NARROW, h.AVERAGING_FORMS))
 def test_narrow_values(name, algorithm, dtype):
     # Queries near keys, or a signed map's rows could not tell its output from 0.
     feature_map, x = h.build(name), h.problem(size=0.2)
@@ -31,7 +31,7 @@ def test_narrow_values(name, algorithm, dtype):
 
 
 @pytest.mark.parametrize("dtype", h.NARROW)
-@pytest.mark.parametrize("name", h.NAMES)
+@pytest.mark.parametrize("name", h.FORMS)
 def test_gradients_of_narrow_inputs(name, dtype):
     feature_map, x = h.build(name), h.problem()
     if not feature_map.is_positive:

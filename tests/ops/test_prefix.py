@@ -5,7 +5,7 @@ from keras import ops
 
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask, Options, quadratic
-from keras_rfattn.ops.prefix import after_prefix
+from keras_rfattn.ops.causal import causal
 from tests import helpers as h
 
 LENGTH = 13
@@ -37,9 +37,9 @@ def test_matches_the_definition(name):
 
     def call(query, key, value, block_size=4):
         features = h.featurize(feature_map, query, key)
-        return after_prefix(
-            *features, ops.convert_to_tensor(value), ops.convert_to_tensor(prefix),
-            ops.convert_to_tensor(visible), block_size,
+        return causal(
+            *features, ops.convert_to_tensor(value), ops.convert_to_tensor(visible),
+            block_size, prefix_mask=ops.convert_to_tensor(prefix),
         )  # fmt: skip
 
     expected = h.to_numpy(definition(feature_map, x, prefix, visible))
@@ -58,9 +58,8 @@ def test_gradients_match_the_definition():
     mask = AttentionMask(visible, causal=True, self_attention=True, prefix_mask=prefix)
 
     def fast(query, key, value):
-        found = after_prefix(
-            *h.featurize(feature_map, query, key), value, prefix, visible, 4
-        )
+        features = h.featurize(feature_map, query, key)
+        found = causal(*features, value, visible, 4, prefix_mask=prefix)
         return ops.sum(ops.sin(found))
 
     def slow(query, key, value):

@@ -22,11 +22,7 @@ CASES = {
     "sliding": {"window": 5, "sliding": True, "mask": "middle"},
     "all near": {"window": 64},
 }
-PAIRS = [
-    (name, label)
-    for name, label in h.over(list(CASES))
-    if name in h.WINDOWED or "window" not in CASES[label]
-]
+PAIRS = h.over(list(CASES))
 
 
 def attention_call(name, causal=False, mask=None, window=None, sliding=False):

@@ -19,8 +19,7 @@ from keras_rfattn.ops import (
 from tests import helpers as h
 from tests.feature_maps.cases import case
 
-EXACT = h.WINDOWED
-FORMS = [name for name in h.FORMS if name in EXACT]
+EXACT = FORMS = h.FORMS
 SOME = ("favor", "favorpp", "polysketch_learned")
 SHAPES = [(causal, sliding) for causal in (True, False) for sliding in (True, False)]
 

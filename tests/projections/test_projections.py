@@ -10,6 +10,7 @@ from scipy import stats
 
 from keras_rfattn import projections
 from tests import helpers as h
+from tests.marks import first
 
 pytestmark = pytest.mark.once
 
@@ -32,12 +33,16 @@ def draws(projection=projections.Orthogonal, **arguments):
     )
 
 
-@pytest.fixture(scope="module", params=KINDS)
+def orthogonal_first(names):
+    return first(["orthogonal", *(name for name in names if name != "orthogonal")])
+
+
+@pytest.fixture(scope="module", params=orthogonal_first(KINDS))
 def vectors(request):
     return draws(KINDS[request.param])
 
 
-@pytest.fixture(scope="module", params=GAUSSIAN)
+@pytest.fixture(scope="module", params=orthogonal_first(GAUSSIAN))
 def gaussian_vectors(request):
     return draws(KINDS[request.param])
 

@@ -108,6 +108,8 @@ def test_refusals_add_no_adapter(kinds, trainable, message):
     assert all(map(np.array_equal, found, before))
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_narrow_weights_train_by_an_optimizer_of_ones_own():
     model = vectors(dtype="bfloat16")
     before = [x.astype("float32") for x in m.weights(model)]

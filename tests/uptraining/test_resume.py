@@ -49,6 +49,8 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.once
+@pytest.mark.full
 @pytest.mark.parametrize(
     "save_every, steps", [pytest.param(1, 1, marks=pytest.mark.once), (3, 7)]
 )
@@ -124,6 +126,8 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
         assert position == (0, 1) and arrays["x"][0] == 1
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_training_goes_on_from_the_one_before_it(tmp_path):
     expected, _ = run()
     broken(tmp_path, 3)
@@ -141,6 +145,7 @@ class StopEarly(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_stage_that_a_callback_ended_stays_ended(tmp_path):
     expected, report = run(callbacks=[StopEarly()])
@@ -159,6 +164,7 @@ class Decay(keras.callbacks.Callback):
         optimizer.learning_rate = float(optimizer.learning_rate) * 0.8
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_what_callbacks_change_is_saved(tmp_path):
     # Optimizers' names are counted, in a process as from one to the next.
@@ -168,6 +174,7 @@ def test_what_callbacks_change_is_saved(tmp_path):
     assert same(run(tmp_path, callbacks=[Decay()], **arguments)[0], expected)
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_optimizers_that_differ_are_told_apart(tmp_path):
     def optimizer(steps):
@@ -180,6 +187,7 @@ def test_optimizers_that_differ_are_told_apart(tmp_path):
     run(tmp_path, **optimizer(8))
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_trained_adapters_are_another_start(tmp_path):
     model = m.linear_model()
@@ -215,6 +223,8 @@ def interruptible():
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_an_interrupt_waits_for_the_end_of_a_step(tmp_path, interruptible):
     interrupt, expected = Interrupt(), run()[0]
     with pytest.raises(KeyboardInterrupt):
@@ -237,6 +247,7 @@ def test_a_second_interrupt_is_not_held(count, interruptible):
     assert reached == ([] if count == 2 else [count])
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
     # Each process that loads a checkpoint draws them anew.

@@ -23,6 +23,8 @@ def test_a_clock_leaves_no_time_out(monkeypatch):
     assert clock.seconds == {"a": 1.5, "b": 5.0, "c": 1.0}
 
 
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("trainable", ["maps", "lora"])
 def test_rows_add_up_to_the_time_of_the_call(trainable):
     model = m.linear_model("favorpp_learned", num_features=8)
@@ -43,6 +45,8 @@ def test_rows_add_up_to_the_time_of_the_call(trainable):
     ]  # fmt: skip
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_an_interrupted_run_has_the_time_before_it(tmp_path):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -169,6 +169,8 @@ def saved(model, kind, folder):
     return loaded
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_a_second_uptraining_goes_on_from_the_first(tmp_path):
     model, first = trained()
     assert first.after < 0.8 * first.before
@@ -184,6 +186,7 @@ def test_a_second_uptraining_goes_on_from_the_first(tmp_path):
             model, first = again, second
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_calibrating_what_was_trained_is_refused():
     model = m.linear_model("favorpp_learned", num_features=8)
@@ -228,6 +231,7 @@ def test_calibrating_again_keeps_what_would_become_worse(name):
     assert second.after <= 1.01 * second.before < first.before
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_merely_calibrated_maps_are_measured_again():
     model = m.linear_model("favorpp", num_features=8)

@@ -96,6 +96,8 @@ def test_a_training_that_breaks_off_says_what_it_has_changed():
         keras_rfattn.restore_attention(model)
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_a_teacher_that_changes_is_noticed():
     model = m.linear_model()
 

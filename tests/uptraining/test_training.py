@@ -11,6 +11,7 @@ from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.fitting import rate_for
 from tests import helpers as h
+from tests.marks import first
 from tests.uptraining import models as m
 
 LEARNED = ("hedgehog", "favorpp_learned")
@@ -48,6 +49,8 @@ def test_stage_attention_does_not_hold_rows_of_attention(monkeypatch, trainable)
     assert (max(sizes) > 0) == (trainable == "query_key")
 
 
+@pytest.mark.once
+@pytest.mark.full
 @pytest.mark.parametrize("name", LEARNED)
 def test_learned_maps_compiled_come_near_and_leave_the_checkpoint_alone(name):
     softmax = m.softmax_model()
@@ -66,6 +69,8 @@ def test_learned_maps_compiled_come_near_and_leave_the_checkpoint_alone(name):
     h.assert_same(outputs(model), wanted)
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_stages_take_up_where_the_others_end():
     both = m.linear_model()
     report = m.uptrain(both, steps=16)
@@ -189,7 +194,7 @@ def test_rates(stage, trainable, rate):
     assert rate_for(stage, trainable, "features", layers) == rate
 
 
-@pytest.mark.parametrize("window_dropout", [0.0, 0.999])
+@pytest.mark.parametrize("window_dropout", first([0.999, 0.0]))
 def test_windows_are_dropped_so_that_features_learn(window_dropout):
     # A window over everything is softmax itself: nothing is left to learn.
     model = m.linear_model(window=m.TOKENS)
@@ -217,6 +222,7 @@ def test_generators_of_just_enough_batches():
         m.uptrain(m.linear_model(), (rows[:16] for _ in range(11)))
 
 
+@pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("compiles", [True, False])
 def test_lists_of_inputs(compiles):
@@ -229,6 +235,7 @@ def test_lists_of_inputs(compiles):
     assert [x.steps for x in report.stages] == [6, 6]
 
 
+@pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("kind", ["list", "none"])
 def test_outputs_without_names(kind):

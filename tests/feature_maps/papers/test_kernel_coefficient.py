@@ -23,6 +23,8 @@ def base(cls, **arguments):
     return cls(N, projection="gaussian", seed=0, **arguments)
 
 
+@pytest.mark.full
+@pytest.mark.once
 @pytest.mark.parametrize("matrix", [None, MATRIX])
 @pytest.mark.parametrize("cls", [maps.FavorPlus, maps.Favor, maps.HybridAngular])
 def test_a_kernel_coefficient_averages_to_its_gaussian(cls, matrix):
@@ -52,6 +54,8 @@ def test_where_a_kernel_coefficient_has_no_variance(cls, equal, opposite):
         assert np.all(spread > 1e-3) != is_exact
 
 
+@pytest.mark.full
+@pytest.mark.once
 def test_a_hybrid_of_kernel_coefficients_is_unbiased_and_saved():
     x, y = pairs(radius=0.8)
     parts = [base(maps.FavorPlus, pair=True), base(maps.Favor)]
