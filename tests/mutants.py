@@ -83,9 +83,9 @@ MUTANTS = {
         "feature_maps/test_polynomial.py"
         "::test_products_of_a_degree_two_sketch_have_its_mean_and_variance",
     ),
-    "NaN clipped to a large exponent": Mutant(
-        "ops/not_finite.py", "_judged", "float('nan')", "0.0",
-        "ops/test_not_finite.py",
+    "NaN turned into a number": Mutant(
+        "layers/not_finite.py", "marked", "float('nan')", "0.0",
+        "layers/test_not_finite.py",
     ),
     "padding of a packed text among its tokens": Mutant(
         "ops/packing.py", "by_text", "ops.logical_and(real, texts.unpack(x))",
