@@ -11,6 +11,7 @@ import types
 import keras
 
 from keras_rfattn.backend import common
+from keras_rfattn.backend.sizes import fits, is_known, is_zero, product, smaller  # noqa: F401
 
 try:
     _special = importlib.import_module(f"{__name__}.{keras.backend.backend()}")
@@ -61,10 +62,5 @@ where = _chosen("where")
 with_gradient = _chosen("with_gradient")
 without_gradients = _chosen("without_gradients")
 
-fits = common.fits
-is_known = common.is_known
-is_zero = common.is_zero
-product = common.product
 representable = common.representable
-smaller = common.smaller
 wide_dtype = common.wide_dtype

@@ -1,16 +1,15 @@
 """The operations of this folder for any backend, written with `keras.ops`.
 
 `jax.py`, `tensorflow.py` and `torch.py` redefine those that need another form on their
-backend. Sizes may be symbolic: a dimension variable of JAX, a `SymInt` of PyTorch or a
-scalar tensor, while a program for any size is exported.
+backend.
 """
 
 import contextlib
-import math
 
 import keras
-import numpy as np
 from keras import ops
+
+from keras_rfattn.backend.sizes import is_known
 
 # Number of tokens in a block of causal attention, by device. A CPU does the least work
 # with short blocks. A TPU is faster with few long steps, and keeps the sums of each.
@@ -176,34 +175,6 @@ def shifted(blocks, offset):
     if offset < 0:
         return ops.concatenate([zeros, blocks[:, :, :offset]], axis=2)
     return ops.concatenate([blocks[:, :, offset:], zeros], axis=2)
-
-
-# --- Sizes
-
-
-def is_known(size):
-    """Returns whether a size is a number."""
-    return isinstance(size, (int, np.integer))
-
-
-def is_zero(size):
-    """Returns whether a size is known to be 0."""
-    return is_known(size) and size == 0
-
-
-def fits(size, limit):
-    """Returns whether a size is known to be at most `limit`."""
-    return is_known(size) and size <= limit
-
-
-def smaller(size, limit):
-    """Returns the smaller of a size and a number; the number if the size is unknown."""
-    return min(size, limit) if is_known(size) else limit
-
-
-def product(*sizes):
-    """Returns the product of sizes; `None` if one is unknown."""
-    return math.prod(sizes) if all(is_known(x) for x in sizes) else None
 
 
 def num_blocks(length, size):

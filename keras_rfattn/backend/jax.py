@@ -8,7 +8,8 @@ import keras
 from keras import ops
 
 from keras_rfattn.backend import common
-from keras_rfattn.backend.common import heads_at_once, is_known, product, wide_dtype
+from keras_rfattn.backend.common import heads_at_once, wide_dtype
+from keras_rfattn.backend.sizes import is_known, product
 
 # Number of features, and of weights, that `by_heads` takes at once on a CPU. They fit a
 # cache. Weights are read twice and features more often.

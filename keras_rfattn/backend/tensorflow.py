@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 
 from keras_rfattn.backend import common
-from keras_rfattn.backend.common import is_known
+from keras_rfattn.backend.sizes import is_known
 
 
 def repeat_each(x, count, axis=0):

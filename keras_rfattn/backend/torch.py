@@ -16,7 +16,8 @@ import torch
 from keras import ops
 
 from keras_rfattn.backend import common
-from keras_rfattn.backend.common import heads_at_once, is_known, product, wide_dtype
+from keras_rfattn.backend.common import heads_at_once, wide_dtype
+from keras_rfattn.backend.sizes import is_known, product
 
 # Number of features or weights that `by_rows` and `by_heads` take at once, and number
 # of tokens times heads that `fold` takes at once. They fit a cache.
