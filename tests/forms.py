@@ -68,9 +68,9 @@ class SquaredForm(Form):
 
     def key_features(self, x, stats=None):
         sketch = project(x, 0, 4)
-        square = ops.sum(ops.square(sketch), axis=-1, keepdims=True)
-        # Zeros have no direction.
-        square = ops.maximum(square, 1e-12)
+        # The addend is for zeros, which have no direction. Keras' `maximum` with a number
+        # would make float64 narrower.
+        square = ops.sum(ops.square(sketch), axis=-1, keepdims=True) + 1e-12
         return Squared(sketch / ops.sqrt(square), ops.log(square))
 
 
