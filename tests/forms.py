@@ -17,7 +17,8 @@ WIDTH = 24
 def project(x, seed, width=WIDTH):
     """Returns the products of `x` with the same random vectors in all heads."""
     vectors = np.random.default_rng(seed).normal(size=(x.shape[-1], width))
-    return ops.matmul(x, ops.cast(ops.convert_to_tensor(vectors), x.dtype))
+    # Keras multiplies matrices of float64 in float32 on some backends.
+    return ops.cast(ops.matmul(x, ops.cast(vectors, x.dtype)), x.dtype)
 
 
 class Form(feature_maps.FeatureMap):
@@ -68,9 +69,8 @@ class SquaredForm(Form):
 
     def key_features(self, x, stats=None):
         sketch = project(x, 0, 4)
-        square = ops.sum(ops.square(sketch), axis=-1, keepdims=True)
         # Zeros have no direction.
-        square = ops.maximum(square, 1e-12)
+        square = ops.sum(ops.square(sketch), axis=-1, keepdims=True) + 1e-12
         return Squared(sketch / ops.sqrt(square), ops.log(square))
 
 
