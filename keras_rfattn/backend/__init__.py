@@ -27,6 +27,7 @@ def _chosen(name):
 
 
 accumulated_matmul = _chosen("accumulated_matmul")
+add_into = _chosen("add_into")
 affine = _chosen("affine")
 by_heads = _chosen("by_heads")
 by_rows = _chosen("by_rows")
@@ -36,6 +37,7 @@ default_block_size = _chosen("default_block_size")
 elementwise_max = _chosen("elementwise_max")
 elementwise_min = _chosen("elementwise_min")
 exclusive_scan = _chosen("exclusive_scan")
+exp_into = _chosen("exp_into")
 exp_of_difference = _chosen("exp_of_difference")
 finite_tokens = _chosen("finite_tokens")
 fold = _chosen("fold")

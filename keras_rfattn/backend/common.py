@@ -122,6 +122,16 @@ def exp_of_difference(a, b):
     return ops.exp(a - b)
 
 
+def exp_into(a, b):
+    """Returns `exp(a - b)` in the shape of `a`, which may be overwritten."""
+    return ops.exp(a - b)
+
+
+def add_into(a, b):
+    """Returns `a + b` in the shape of `a`, which may be overwritten."""
+    return a + b
+
+
 def finite_tokens(x):
     """Returns which tokens are finite in all entries: `(..., H)` to `(..., 1)`."""
     x = ops.abs(ops.stop_gradient(x))

@@ -35,11 +35,8 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
 
 def affine(x, vectors, *terms):
     result = accumulated_matmul(x, _tensor(vectors).to(x.dtype))
-    # On a CPU fresh memory costs more than the arithmetic.
-    is_own = is_plain(result, *terms)
     for term in terms:
-        term = _tensor(term).to(result.dtype)
-        result = result.add_(term) if is_own else result + term
+        result = add_into(result, _tensor(term).to(result.dtype))
     return result
 
 
@@ -77,6 +74,17 @@ def where(condition, a, b):
 def exp_of_difference(a, b):
     difference = a - b
     return difference.exp_() if is_plain(difference) else difference.exp()
+
+
+# On a CPU fresh memory costs more than the arithmetic.
+
+
+def exp_into(a, b):
+    return a.sub_(b).exp_() if is_plain(a, b) else (a - b).exp()
+
+
+def add_into(a, b):
+    return a.add_(b) if is_plain(a, b) else a + b
 
 
 def finite_tokens(x):

@@ -11,6 +11,7 @@ from keras import ops
 from keras_rfattn.backend import compiled, fold, quotient, representable, smaller
 from keras_rfattn.ops.causal_block import read_block
 from keras_rfattn.ops.causal_fallback import unbounded_weights
+from keras_rfattn.ops.features import plain
 from keras_rfattn.ops.layout import (
     block_heads,
     block_mask,
@@ -123,7 +124,8 @@ def _causal(
     mask = block_mask(key_mask, length, block_size)
 
     def step(sums, query, key, value, mask):
-        query, key = query_features(query), key_features(key)
+        # Blocks of keys are read twice, once for the sums and once by their queries.
+        query, key = query_features(query), plain(key_features(key))
         value = block_heads(value, num_kv_heads)
         sums, found = _attend(sums, query, key, value, mask, groups, span, fallback)
         return sums, block_tokens(quotient(*found, dtype), num_heads)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import affine, wide_dtype
+from keras_rfattn.backend import add_into, affine, exp_into, wide_dtype
 from keras_rfattn.ops.features import LOWEST, Features
 
 
@@ -69,6 +69,21 @@ class Scaled(NamedTuple):
         return self.factor * ops.cast(x, wide_dtype(x))
 
 
+class Fresh(Features):
+    """Exponential features that no other object holds, so that they are overwritten.
+
+    An algorithm that reads them twice makes `Features` of them first.
+    """
+
+    def raised(self, maximum):
+        """Returns features whose exponents are larger by an array that broadcasts."""
+        return self._replace(log_scale=add_into(self.log_scale, maximum))
+
+    def expand(self, shift, dtype):
+        """Returns `exp(log_scale - shift)`, rounded once, to `dtype`."""
+        return ops.cast(exp_into(self.log_scale, shift), dtype)
+
+
 class Exponents(NamedTuple):
     """Exponential features before they are computed: `x · vectors + bias + common`.
 
@@ -114,6 +129,6 @@ class Exponents(NamedTuple):
         return self._replace(x=x, common=ops.where(mask, common, LOWEST))
 
     def compute(self):
-        """Returns the `Features` of shape `(B, K, R, M)`, heads first."""
+        """Returns `Fresh` features of shape `(B, K, R, M)`, heads first."""
         terms = (self.bias,) if self.common is None else (self.bias, self.common)
-        return Features(None, affine(self.x, self.vectors, *terms))
+        return Fresh(None, affine(self.x, self.vectors, *terms))

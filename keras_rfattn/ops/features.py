@@ -104,6 +104,10 @@ class Features(NamedTuple):
             scale = scale * ops.cast(self.values, scale.dtype)
         return ops.cast(scale, dtype)
 
+    def raised(self, maximum):
+        """Returns features whose exponents are larger by an array that broadcasts."""
+        return self._replace(log_scale=self.log_scale + maximum)
+
     def magnitudes(self, shift, dtype):
         """Returns `exp(log_scale - shift)`, of width M or 1: |values| taken as 1."""
         return ops.cast(ops.exp(self.log_scale - shift), dtype)
@@ -150,6 +154,7 @@ class Squared(NamedTuple):
     compute = Features.compute
     of_tokens = Features.of_tokens
     hidden = Features.hidden
+    raised = Features.raised
     magnitudes = Features.magnitudes
 
     @property
@@ -172,6 +177,11 @@ class Squared(NamedTuple):
     def products(self, other, dtype):
         """Returns the products of the values with those of `other`: `(v · w)²`."""
         return ops.square(Features.products(self, other, dtype))
+
+
+def plain(features):
+    """Returns `Features` that are not overwritten when they are read."""
+    return Features(*features) if isinstance(features, Features) else features
 
 
 def masked_log_scale(key, mask):

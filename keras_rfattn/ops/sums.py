@@ -146,10 +146,9 @@ def read(sums, query, dtype, shift=None):
     Returns:
         A `Reading` relative to `exp(shift)`.
     """
-    log_scale = query.log_scale + ops.expand_dims(sums.maximum, -2)
+    raised = query.raised(ops.expand_dims(sums.maximum, -2))
     if shift is None:
-        shift = ops.stop_gradient(largest_of(log_scale, axis=-1))
-    raised = query._replace(log_scale=log_scale)
+        shift = ops.stop_gradient(largest_of(raised.log_scale, axis=-1))
     rows = raised.expand(ops.expand_dims(shift, -1), dtype)
     return look_up(sums, raised, rows, shift)
 
