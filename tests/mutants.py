@@ -85,7 +85,19 @@ MUTANTS = {
     ),
     "NaN turned into a number": Mutant(
         "layers/not_finite.py", "marked", "float('nan')", "0.0",
-        "layers/test_not_finite.py",
+        "layers/test_not_finite.py::test_gradients_know_too",
+    ),
+    "a state that forgets": Mutant(
+        "layers/not_finite.py", "remembered", "state.numerator + spoiled",
+        "state.numerator", "layers/test_not_finite.py::test_a_state_remembers",
+    ),
+    "bad tokens in a statistic": Mutant(
+        "layers/attend.py", "judged", "finite is not None and self.training", "False",
+        "layers/test_not_finite.py::test_statistics_of_training_leave_it_out",
+    ),
+    "keys overwritten before their queries read them": Mutant(
+        "ops/causal.py", "step", "plain(key_features(key))", "key_features(key)",
+        "layers/test_attention_layers.py::test_one_feature",
     ),
     "padding of a packed text among its tokens": Mutant(
         "ops/packing.py", "by_text", "ops.logical_and(real, texts.unpack(x))",
