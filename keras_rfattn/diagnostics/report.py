@@ -45,7 +45,7 @@ class HeadReport:
 
 @dataclass(frozen=True)
 class ApproximationReport:
-    """The approximation errors of a model; prints as a table, and plots.
+    """The approximation errors of a model, which print as a table and can be plotted.
 
     Attributes:
         model: Class and name of the model.
@@ -112,7 +112,7 @@ class ApproximationReport:
     __repr__ = __str__
 
     def plot(self, path=None):
-        """Plots the errors of each head, with that of uniform attention as control.
+        """Plots the errors of each head, with those of uniform attention as a control.
 
         Args:
             path: File to save the figure to, or `None` to save nothing.
@@ -145,8 +145,8 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
 
     Every layer is measured on the activations of the softmax model, so that errors of
     earlier layers do not enter. The report measures the features alone, over all pairs
-    of queries and keys. It ignores `window`, within which attention is exact, and
-    `softmax_heads`.
+    of queries and keys. It ignores `softmax_heads`, and also `window`, within which
+    attention is exact.
 
     Args:
         model: A model with linear attention.

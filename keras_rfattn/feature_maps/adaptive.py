@@ -1,4 +1,4 @@
-"""Maps that measure something on data."""
+"""The mixin of feature maps whose parameters are measured on data."""
 
 import numpy as np
 

@@ -13,7 +13,7 @@ STARTS = ("favorplus", "favorpp", "favorpp_dense")
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class FavorPPLearned(Conditioned):
-    """FAVOR++, optionally conditioned, with all of its parameters trained.
+    """FAVOR++ with all parameters trained, optionally conditioned (see `Conditioned`).
 
     The trained parameters are the vectors w (separate ones for queries and keys), A,
     the conditioning matrices and centers, and a weight for every feature. Before
@@ -132,6 +132,8 @@ class FavorPPLearned(Conditioned):
 @keras.saving.register_keras_serializable("keras_rfattn")
 class TrainedOPRF(FavorPP):
     """The map inside `FavorPPLearned`: FAVOR++ with trained vectors and A.
+
+    OPRF stands for optimal positive random features, the features of FAVOR++.
 
     Args:
         num_features: Number m of vectors w, 256 by default.

@@ -15,12 +15,12 @@ DEFAULT_DEGREE = 4
 
 
 class PolynomialFeatureMap(FeatureMap):
-    """Base of maps of polynomial attention, with weights `(q·k)^p / (1 + Σ (q·k)^p)`.
+    """Base class for polynomial attention, with weights `(q·k)^p / (1 + Σ (q·k)^p)`.
 
     The sum is over all keys that the query sees, and the 1 is part of the definition.
-    Before queries and keys are scaled, a layer normalization is applied to each of
-    them; all heads share it. With the default scale, `q · k` is `√head_dim` times the
-    cosine between q and k. All heads use the same feature function.
+    Before they are scaled, queries and keys each pass through a layer normalization of
+    their own, which all heads share. With the default scale, `q · k` is `√head_dim`
+    times the cosine between q and k. All heads use the same feature function.
 
     The paper uses no scale, and one normalization for both queries and keys. There
     `q · k` is `head_dim` times the cosine, so that the 1 weighs `head_dim^{p/2}` times
@@ -32,7 +32,7 @@ class PolynomialFeatureMap(FeatureMap):
             Defaults to `True`.
         shares_norm: Whether queries and keys share one layer normalization. Defaults to
             `False`.
-        **kwargs: Arguments of the next class in the bases.
+        **kwargs: Arguments that are passed on to the next base class.
 
     Raises:
         ValueError: If `degree` is not a positive even integer.
@@ -102,8 +102,8 @@ class Polynomial(PolynomialFeatureMap):
     """Exact features `x^{⊗p}` of the polynomial kernel, of width `head_dim^p`.
 
     For p = 2 and more than `head_dim²` keys, attention is computed with the features,
-    in linear time. Otherwise it is computed with the kernel, in quadratic time, because
-    there are more features than keys.
+    in linear time. Otherwise it is computed with the kernel, in quadratic time. For
+    p > 2 this is always so, because features are usually more numerous than keys.
 
     Args:
         num_features: Must be `None`, because the width is `head_dim ** degree`.

@@ -100,7 +100,7 @@ def join_rows(states):
 
 
 def _kind(state):
-    """Returns layers, shapes and model number, which are equal within one model."""
+    """Returns what states of a model share: layers, shapes and the model checksum."""
     leaves = keras.tree.flatten(state._replace(model=0))
     shapes = [(tuple(x.shape[1:]), str(x.dtype)) for x in leaves if hasattr(x, "shape")]
     return sorted(state.layers), shapes, set(np.unique(_array(state.model)).tolist())
@@ -141,7 +141,7 @@ def save(path, state):
 
 
 def load(path, model):
-    """Reads a state that `save` wrote. No object is unpickled.
+    """Reads a state that `save` wrote, without unpickling any object.
 
     Args:
         path: Path of the file.

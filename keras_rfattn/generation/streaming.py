@@ -1,4 +1,4 @@
-"""Runs chunks of tokens through a model, and checks the states that go in."""
+"""Runs chunks of tokens through a model, and checks the states passed with them."""
 
 import zlib
 
@@ -24,7 +24,8 @@ from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
 
-# `call_with_cache` of tasks that can be streamed -> function for their empty cache.
+# Maps the `call_with_cache` of each kind of task that can be streamed to the function
+# that creates its empty cache.
 EMPTY = {
     generation.call_with_cache: generation.empty_cache,
     gated_delta.call_with_cache: gated_delta.empty_cache,
@@ -47,8 +48,8 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
 
     Raises:
         TypeError: If `model` is not a `CausalLM` with linear attention.
-        ValueError: If `tokens` does not have shape `(B, T)`, exceeds the model's
-            positions or `max_length`, or `max_length` is missing.
+        ValueError: If `tokens` does not have shape `(B, T)` or exceeds the model's
+            positions or `max_length`, or if `max_length` is needed but missing.
 
     Examples:
         >>> from keras_rfattn import generation
@@ -138,7 +139,7 @@ def check(model):
             f"inputs are tokens. Received: {type(model).__name__}. Call "
             "`keras_rfattn.replace_attention` first."
         )
-    # `holders.refresh` discards it.
+    # `holders.refresh` discards the stream when the model changes.
     stream = notes_of(model).stream = Stream(model)
     return stream
 
@@ -202,7 +203,7 @@ def variables_of(model):
 
 
 class Stream:
-    """Facts about a model that `prefill` and `step` need, and their compiled function.
+    """Holds what `prefill` and `step` need of a model, with the function they compile.
 
     Args:
         model: A KerasHub `CausalLM` with linear attention.
@@ -267,7 +268,7 @@ class Stream:
 
 
 def mark_of(model, sites):
-    """Returns a checksum that identifies the model whose states these are.
+    """Returns a checksum by which a state is recognized as a given model's.
 
     It covers the model's class, and the mechanism, random vectors and query projection
     of each linear layer.
@@ -275,7 +276,8 @@ def mark_of(model, sites):
     found = zlib.crc32(original_class(model).__name__.encode())
     for site in sites:
         if site.is_linear:
-            # States saved before fingerprints had format 3 contain the number 2.
+            # The 2 is a former format of fingerprints. It stays, so that states saved
+            # at that time still match.
             mechanism = np.array([2, checksum(site.layer)])
             found = zlib.crc32(mechanism.tobytes(), found)
             variables = site.layer.feature_map.variables

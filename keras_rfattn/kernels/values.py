@@ -1,8 +1,8 @@
 """The kernels that feature maps estimate, on NumPy arrays.
 
 All functions take `x` of shape `(..., T, H)` and `y` of shape `(..., S, H)`, and return
-an array of shape `(..., T, S)`. A feature map names its kernel in `kernel`; the exact
-meaning of the estimate is law 3 of feature maps.
+an array of shape `(..., T, S)`. A feature map names its kernel in its attribute
+`kernel`. Law 3 in `feature_maps/base.py` says what the map then estimates.
 """
 
 import numpy as np
@@ -48,12 +48,12 @@ def gaussian(x, y):
 
 
 def relu(x, y):
-    """Returns the first-order arc-cosine kernel, that of rectified projections.
+    """Returns the first-order arc-cosine kernel, which ReLU features estimate.
 
     The kernel is the mean of `relu(w · x) relu(w · y)` over `w ~ N(0, I)`. For the
     angle θ between x and y it equals `‖x‖ ‖y‖ (sin θ + (π - θ) cos θ) / 2π` (Cho and
-    Saul, "Kernel Methods for Deep Learning", 2009, equation 3, halved because they
-    carry a factor 2).
+    Saul, "Kernel Methods for Deep Learning", 2009, equation 3, halved because the
+    paper's kernels are twice the mean).
 
     Args:
         x: Array of shape `(..., T, H)`.
@@ -76,7 +76,7 @@ def relu(x, y):
 
 
 def elu(x, y):
-    """Returns the kernel `Σ_l (elu(x_l) + 1)(elu(y_l) + 1)`, exact by definition.
+    """Returns `Σ_l (elu(x_l) + 1)(elu(y_l) + 1)`, a kernel defined by its features.
 
     Args:
         x: Array of shape `(..., T, H)`.

@@ -1,4 +1,4 @@
-"""The parallel pass: computes the output of attention for a whole sequence.
+"""Computes the output of attention for all tokens of a sequence at once.
 
 Shapes use B for the batch, T for the number of queries, S for the number of keys, K for
 key/value heads, N for query heads (a multiple of K), H for the head dim and V for the
@@ -48,7 +48,10 @@ NEGLIGIBLE = -1e5
 
 
 def of_finite_tokens(method):
-    """Makes a method of `Attention` work on finite tokens, and mark rows afterwards."""
+    """Decorator that hides tokens that are not finite from a method of `Attention`.
+
+    Rows of the output that see such a token become NaN.
+    """
 
     @functools.wraps(method)
     def output(self):
@@ -88,7 +91,7 @@ class Attention:
 
     @property
     def logit_scale(self):
-        """Factor that turns a product of `scaled()` into a softmax logit."""
+        """Factor that turns a dot product of `scaled` vectors into a softmax logit."""
         return 1 / (math.sqrt(self.query.shape[-1]) * self.scale)
 
     def scaled(self):
@@ -113,8 +116,9 @@ class Attention:
         return dataclasses.replace(self, **changes)
 
     def judged(self):
-        """Returns the call with finite tokens only, and the `Finite`, or `None`.
+        """Returns a copy whose tokens are all finite, and which of them were so before.
 
+        The second value is a `Finite`, or `None` if all tokens were found to be finite.
         Tokens that are not finite do not enter statistics that training stores.
         """
         *tokens, finite = judge(self.query, self.key, self.value)
@@ -150,14 +154,18 @@ class Attention:
         return query, key, stats
 
     def deferred(self, query, key, stats):
-        """Returns `Deferred` features for results of `prepared`, or for parts."""
+        """Returns `Deferred` features of all or some of the tokens of `prepared`."""
         return (
             self.feature_map.deferred("query_features", query, stats),
             self.feature_map.deferred("key_features", key, stats),
         )
 
     def _narrow(self, deferred):
-        """Returns deferred features of queries and keys in their own 16-bit dtype."""
+        """Makes deferred features keep 16-bit inputs, if the backend prefers that.
+
+        They stay as they are if the inputs are wider, or the map or the options change
+        the inputs first.
+        """
         is_changed = self.feature_map.is_preparing or self.options.temperature
         tokens = self.query, self.key
         if is_changed or not narrow_inputs(tokens):
@@ -251,9 +259,10 @@ class Attention:
         return bidirectional(*deferred, value, key_mask)
 
     def _is_short(self, num_keys):
-        """Returns whether the attention matrix costs less than features, and is equal.
+        """Returns whether exact attention has the same output at no greater cost.
 
-        It is if there are fewer keys than features, whose products are the kernel.
+        This holds without a window if there are no more keys than features, and the
+        products of features are exactly the kernel.
         """
         is_short = fits(num_keys, self.feature_map.output_dim)
         is_equal = self.feature_map.has_exact_features and self.options.window is None

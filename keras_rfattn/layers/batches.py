@@ -5,8 +5,8 @@ import sys
 import keras
 import numpy as np
 
-# If several KerasHub preprocessors fit a model, errors name the first of these kinds,
-# because it produces the plain inputs of the model.
+# If several KerasHub preprocessors fit a model, errors name the one whose kind comes
+# first here, because it produces the plain inputs of the model. `""` fits any kind.
 KINDS = ("TextClassifier", "CausalLM", "Seq2SeqLM", "")
 
 
@@ -61,7 +61,7 @@ def refusal(model, batch, error=None, data=None):
 
 
 def too_long(model, batch):
-    """Returns advice if a batch has more tokens than the model has positions.
+    """Returns advice for a batch with more tokens than the model has positions.
 
     Args:
         model: A Keras model.
@@ -125,6 +125,7 @@ def _preprocessor_name(model):
 
 
 def _kind(name):
+    """Returns a sort key: the index of the kind of a preprocessor, then its name."""
     return next(i for i, kind in enumerate(KINDS) if kind in name), name
 
 

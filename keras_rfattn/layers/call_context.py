@@ -1,4 +1,4 @@
-"""The context of a call of an attention layer: information besides its arguments.
+"""Holds the context of a call to an attention layer: what its arguments do not say.
 
 Keras and KerasHub call hooks of a layer, such as `_compute_attention`, with fewer
 arguments than linear attention needs. The remaining information is stored here, not in
@@ -20,8 +20,8 @@ class PerThread(threading.local):
 
     def __init__(self):
         # `threading.local` calls this in every thread. A class attribute would not do,
-        # because guards of `torch.compile` cannot tell a missing attribute from a
-        # default of the class.
+        # because guards of `torch.compile` cannot tell an attribute that the instance
+        # lacks from the default that the class supplies.
         self.value = None
 
     @contextlib.contextmanager
@@ -61,8 +61,8 @@ class CallContext:
         segment_ids: Integers `(B, T)` that number the texts of packed rows, or `None`.
         mask: An `AttentionMask` that replaces the mask which the layer's class
             receives, or `None` to use that mask.
-        recorder: An `Interceptor` or a function that observes the layer or computes
-            its output, or `None`.
+        recorder: `None`, or what observes the layer or computes its output: an
+            `Interceptor` or a function.
     """
 
     layer: Any
@@ -89,8 +89,8 @@ def context_of(layer, self_attention=False):
 
     Args:
         layer: An attention layer.
-        self_attention: Whether queries, keys and values are the same tokens, for a new
-            context. This is needed only where `call` was called directly.
+        self_attention: Whether queries, keys and values are the same tokens. Only a new
+            context uses it, which is needed where `call` runs without `__call__`.
     """
     context = _CONTEXTS.get(layer)
     if context is None:

@@ -54,12 +54,12 @@ class LinearAttention:
     is_from_config = False
     # Why weights could not be loaded, or `None`.
     refusal = None
-    # Paths, in the whole model, of the checkpoint's own weights that were trained.
+    # Paths in the whole model of the checkpoint's own weights that `uptrain` changed.
     trained = ()
     # An `Interceptor` or a function. It applies in all threads, because replicas of a
     # model run in separate threads.
     recorder = None
-    # Names of sublayers that normalize queries, in the classes that have one.
+    # Attributes that hold a sublayer that normalizes queries, in classes that have one.
     query_normalizations = ("query_norm", "_query_norm", "q_norm")
 
     def _set_mechanism(self, feature_map, options):
@@ -109,8 +109,8 @@ class LinearAttention:
     def rematerialized_call(self, layer_call, *args, **kwargs):
         """Rematerializes `layer_call` like Keras, but keeps the context of this call.
 
-        On JAX and TensorFlow, Keras treats every argument as an array, so that the
-        arguments that are not arrays are bound first. The computation runs again for
+        On JAX and TensorFlow, Keras treats every argument as an array. Arguments that
+        are not arrays are therefore bound first. The computation runs again for
         the gradient, outside of this call and possibly in another thread. It therefore
         sets the context of this call itself.
         """
@@ -152,8 +152,8 @@ class LinearAttention:
             value,
             self.feature_map,
             mask=attention_mask,
-            # A rematerialized call runs twice and must have no side effects, so that it
-            # does not update stored statistics.
+            # A rematerialized call runs twice and must have no side effects. It
+            # therefore does not update stored statistics.
             training=bool(training) and getattr(self, "_remat_mode", None) is None,
             recorder=context_of(self).recorder,
             options=self.options,
@@ -234,7 +234,8 @@ class Packable(LinearAttention):
                 of texts.
         """
         if return_attention_scores:
-            # Raises here, because Keras' grouped layer would store the argument first.
+            # This is raised early, because Keras' grouped layer would first store the
+            # argument.
             raise ValueError(NO_SCORES)
         context = context_of(self, _are_same(query, value, key))
         with context.replace(segment_ids=segment_ids).active():
@@ -260,7 +261,7 @@ def _are_same(query, value, key):
 
 
 def warn_of_lengths(layer):
-    """Warns if the map needs normalized queries and keys, but they are not."""
+    """Warns if the map needs normalized queries and keys that a layer does not give."""
     names = layer.query_normalizations
     normalizes = any(getattr(layer, name, None) is not None for name in names)
     normalizes = normalizes or layer.options.temperature is not None

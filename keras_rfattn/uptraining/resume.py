@@ -1,4 +1,4 @@
-"""Exact resume: interrupts between steps, and checkpoints that know their training."""
+"""Resumes training exactly: delays interrupts, and matches checkpoints to a run."""
 
 import contextlib
 import json
@@ -38,14 +38,15 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self):
-        """Context manager that holds an interrupt back until its end.
+        """Context manager that holds an interrupt back until the `with` block ends.
 
         Raises:
-            KeyboardInterrupt: At the end, if there was an interrupt.
+            KeyboardInterrupt: At the end of the block, if there was an interrupt.
         """
         is_main = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if is_main else None
-        # A custom handler for Ctrl-C stays in charge.
+        # Only the main thread can set a handler, and a custom handler for Ctrl-C stays
+        # in charge.
         if before is not signal.default_int_handler:
             yield
             return
@@ -68,7 +69,7 @@ class Checkpoints:
 
     Args:
         folder: Path of the folder, which is created if needed. `None` saves nothing.
-        identity: Dict of plain values that distinguishes one training from another.
+        identity: Dict of JSON values that distinguishes one training from another.
 
     Raises:
         ValueError: If the folder cannot be created.
@@ -93,7 +94,7 @@ class Checkpoints:
             position: `(stage, step)`: the index of the stage, and the number of its
                 steps that are done.
             arrays: Dict of NumPy arrays.
-            notes: Dict of plain values that is saved with the arrays.
+            notes: Dict of JSON values that is saved with the arrays.
         """
         if self.folder is None:
             return
@@ -124,7 +125,7 @@ class Checkpoints:
 
         Returns:
             `(position, arrays, notes)` as they were saved, or `None` if the folder has
-            no checkpoint.
+            no checkpoint that can be read.
 
         Raises:
             ValueError: If the folder holds checkpoints of other trainings only.
@@ -222,13 +223,14 @@ def identity(model, layers, trained, batches, settings):
         settings: The `Settings` of the call.
 
     Returns:
-        Nested dict of plain values.
+        Nested dict of JSON values.
     """
     others = {id(v) for layer in layers for v in layer.feature_map.variables}
     shapes = [list(v.shape) for v in trained]
     if settings.adds_adapters:
-        # Fresh adapters are random but do not change the softmax model, and they do
-        # not exist yet when checkpoints are first read.
+        # Fresh adapters are left out of the checksum, because they are random but do
+        # not change the softmax model. Their rank stands in for their shapes, because
+        # they do not exist yet when checkpoints are first read.
         others |= {id(v) for v in fresh_adapters(model)}
         shapes = settings.lora_rank
     own = [v for v in model.weights if id(v) not in others]
@@ -285,7 +287,7 @@ def _flat(config, path=""):
 
 
 def _mechanism(layer):
-    """Returns the map and the options of a linear attention layer as plain values."""
+    """Returns the map and the options of a linear attention layer as JSON values."""
     return {
         "feature_map": _without_names(feature_maps.serialize(layer.feature_map)),
         **_without_names(layer.options.config()),
@@ -294,7 +296,7 @@ def _mechanism(layer):
 
 
 def _optimizer_config(optimizer):
-    """Returns an optimizer's config as plain values, or `None` for the default one."""
+    """Returns an optimizer's config as JSON values, or `None` for the default one."""
     if optimizer is None:
         return None
     config = keras.saving.serialize_keras_object(optimizer)

@@ -192,8 +192,8 @@ class Training:
 
         Returns:
             `(index, done, optimizer_values, errors)`: the index of the stage in the
-            plan, the steps of it that are done, the values of its optimizer's variables
-            and its errors by step.
+            plan, the number of its steps that are done, the values of its optimizer's
+            variables and its errors by step.
         """
         if checkpoint is None:
             return 0, 0, [], []
@@ -201,7 +201,7 @@ class Training:
         assign(self.state, [arrays[f"state{i}"] for i in range(len(self.state))])
         self.results = [StageResult(*row) for row in notes["results"]]
         self.clock.add(notes["seconds"])
-        # Files keep the order of arrays.
+        # A file keeps the order of its arrays, which is that of the variables.
         values = [x for name, x in arrays.items() if name.startswith("optimizer")]
         return index, done, values, notes["errors"]
 
@@ -227,7 +227,8 @@ class Training:
         Args:
             stage: The `Stage`.
             index: Its index in the plan.
-            resumed: The last argument of `fit_stage`.
+            resumed: `(done, optimizer_values, errors)` as `restore` returns them, or
+                `None` to start the stage anew.
 
         Returns:
             `(errors, zero, note)`: the errors by step, the error without attention
@@ -253,7 +254,7 @@ class Training:
         return note
 
     def train(self, stage, index, resumed):
-        """Runs a stage that trains; returns its errors, and that without attention."""
+        """Trains a stage; returns errors by step, and the error without attention."""
         settings = self.settings
         trainer, objective = self.whole_model, None
         if stage.name == "attention":
@@ -320,10 +321,10 @@ class Training:
 
 
 def _measured(errors):
-    """Returns the errors of a layer's heads as a tuple, without heads not measured."""
+    """Returns the errors of a layer's heads that were measured, as a tuple."""
     return tuple(errors[~np.isnan(errors)].tolist())
 
 
 def _lap(index):
-    """Returns the name under which the clock counts a stage of the plan."""
+    """Returns the name under which the clock adds up the time of a planned stage."""
     return f"stage {index}"

@@ -1,4 +1,4 @@
-"""The coefficient that is a Gaussian of the distance."""
+"""A coefficient of hybrids that depends on the distance by a Gaussian."""
 
 import math
 

@@ -13,8 +13,9 @@ from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.kernels.papers.second_moments import log_moment_complex_exponential
 
 FORMS = ("complex", "real", "full")
-# Largest entry of a diagonal A, and the inverse of the smallest. It applies where a
-# center is 0 on one side only, for which no finite A solves the equations.
+# Largest magnitude of an entry of a diagonal A, and the inverse of the smallest. These
+# bounds matter where the center is 0 on one side only, so that no finite and invertible
+# A solves the equations.
 LARGEST = 1e3
 
 
@@ -92,7 +93,7 @@ class ComplexExponential(MatrixExponential):
             `projection` is unknown.
 
     Reference:
-        Choromanski et al., "Hybrid Random Features" (2022), section 2.3 and H.2.
+        Choromanski et al., "Hybrid Random Features" (2022), sections 2.3 and H.2.
 
     Examples:
         >>> from keras_rfattn import feature_maps
@@ -181,7 +182,7 @@ def check_invertible(a, shape, form):
 
 
 def diagonal_parts(x, real, imaginary, is_key):
-    """Returns real and imaginary part of `A x`, or of `A⁻¹ x` for keys (diagonal A)."""
+    """Returns the real and imaginary parts of `A x`, or `A⁻¹ x` for keys."""
     if is_key:
         square = ops.square(real) + ops.square(imaginary)
         real, imaginary = real / square, -imaginary / square
@@ -196,7 +197,7 @@ def diagonal(query_center, key_center, is_real):
     Args:
         query_center: Array x of shape `(..., d)`.
         key_center: Array y of shape `(..., d)`.
-        is_real: Whether A must be real. If not, `A x + A⁻¹ y = 0` holds.
+        is_real: Whether A must be real. A complex A solves `A x + A⁻¹ y = 0`.
 
     Returns:
         Complex array of shape `(..., d)`. Each entry is real or imaginary.

@@ -1,4 +1,4 @@
-"""A hybrid whose clusters overlap smoothly ("hybrid_gaussian_mixture")."""
+"""A hybrid of estimators for overlapping clusters ("hybrid_gaussian_mixture")."""
 
 import math
 
@@ -24,8 +24,9 @@ from keras_rfattn.feature_maps.papers.complex_features import exponential
 class PairCoefficient(Coefficient, MatrixExponential):
     """The coefficient `λ = exp(-‖Ax + A⁻¹y‖² / 2τ²)` of a pair of clusters.
 
-    λ is 1 where `Ax + A⁻¹y = 0`, which A is chosen for at the centers. A is a real
-    diagonal matrix, because λ would leave [0, 1] for a complex one.
+    λ is 1 where `Ax + A⁻¹y = 0`. A is chosen so that both terms have equal root mean
+    squares in the two clusters. It is a real diagonal matrix, because λ would leave
+    [0, 1] for a complex one.
 
     Args:
         num_features: Number n of random vectors, 256 by default.
@@ -83,9 +84,9 @@ class HybridGaussianMixture(Hybrid):
 
     Each pair of clusters has an estimator with its own A. Its Gaussian coefficient is
     large where query and key are near the pair's centers, so that several pairs can
-    share a query and key smoothly. The coefficients' difference to 1 weighs a default
-    estimator, which is `FavorPlus`. `adapt` finds the centers by k-means, as in
-    `HybridClustered`.
+    contribute to one query and key. One minus the sum of the coefficients is the weight
+    of a default estimator, which equals `FavorPlus`. `adapt` finds the centers by
+    k-means, as in `HybridClustered`.
 
     Args:
         num_features: Number m of random vectors of each estimator, 16 by default.

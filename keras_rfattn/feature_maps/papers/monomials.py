@@ -20,7 +20,8 @@ from keras_rfattn.kernels.papers.second_moments import (
 )
 from keras_rfattn.ops.features import Features
 
-# Smaller magnitudes are replaced by this before a logarithm. 0⁰ = 1 stays exact.
+# Smaller magnitudes are replaced by this before a logarithm is taken, so that it is
+# finite. 0⁰ = 1 stays exact, because the power 0 multiplies the logarithm.
 TINY = 1e-30
 # Smallest shifted entry of the positive variants, as in the paper.
 EPSILON = 1e-8
@@ -51,7 +52,8 @@ class Monomials(Adaptive, RandomFeatureMap):
     distribution = None
     log_moment_of_products = None
     power = None
-    # |x_l y_l| √d that is assumed before `adapt`, for scaled standard normal entries.
+    # The value of |x_l y_l| √d that is assumed before `adapt`. It suits standard normal
+    # entries that were scaled.
     typical_product = 1.0
 
     def __init__(self, num_features=None, parameter=None, seed=None, **kwargs):
@@ -62,7 +64,7 @@ class Monomials(Adaptive, RandomFeatureMap):
 
     def build(self, input_shape):
         heads, dim = input_shape[-2:]
-        # Only NumPy here, because a layer may be built during tracing.
+        # Only NumPy is used here, because a layer may be built during tracing.
         start = np.full(heads, self._initial_parameter(dim))
         self._start = start
         super().build(input_shape)
@@ -171,7 +173,7 @@ class Poisson(Monomials):
 
     @staticmethod
     def log_weight(counts, rate):
-        """`log(k! P(k))`."""
+        """Returns `log(k! P(k))` for counts k."""
         return counts * np.log(rate) - rate
 
     @staticmethod
@@ -225,7 +227,7 @@ class Geometric(Monomials):
 
     @staticmethod
     def log_weight(counts, p):
-        """`log(k! P(k))`."""
+        """Returns `log(k! P(k))` for counts k."""
         table = np.arange(counts.max() + 1)
         log_factorial = np.cumsum(np.log(np.maximum(table, 1)))[counts.astype(int)]
         return np.log(p) + counts * np.log1p(-p) + log_factorial
@@ -248,13 +250,14 @@ class Shifted:
     """Mixin that makes monomials positive by shifting queries and keys.
 
     If c is below every entry, `x - c` and `y - c` are positive. Since
-    `x · y = (x-c)·(y-c) + c·x + c·y - ‖c‖²`, the map adds the last terms to the
+    `x · y = (x-c)·(y-c) + c·x + c·y - ‖c‖²`, the map adds the last three terms to the
     exponent. `adapt` sets c to the data's minimum minus 1e-8. Until then, c is four
     standard deviations below 0 for standard normal entries. Entries of new data below
     c are raised to 1e-8 above c. The estimate is biased only for these.
     """
 
     is_positive = True
+    # Two entries that are shifted by four standard deviations have products near 4 · 4.
     typical_product = 16.0
 
     def build(self, input_shape):

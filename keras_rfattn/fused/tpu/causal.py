@@ -1,4 +1,4 @@
-"""Causal attention as one kernel: features, running maxima, sums and reading."""
+"""Computes causal linear attention by one Pallas kernel, and gradients by two."""
 
 import functools
 
@@ -61,6 +61,7 @@ def causal(query, key, value, term, query_vectors, key_vectors, query_bias, key_
 
 
 def _forward(query, key, value, term, *parameters_and_size):
+    """Returns the output, and the shift, denominator and reference for gradients."""
     *parameters, size = parameters_and_size
     batch, heads, length = term.shape[:3]
     groups, width = query.shape[2] // length, parameters[0].shape[-1]
@@ -89,6 +90,7 @@ def _forward(query, key, value, term, *parameters_and_size):
 def _forward_kernel(query, key, value, term, query_vectors, key_vectors, query_bias,
                     key_bias, output, shift, denominator, reference, *state,
                     groups):  # fmt: skip
+    """Computes the output of a block of queries, and adds its keys to the sums."""
     state, dtype, size = State(*state), value.dtype, term.shape[0]
     at_start(lambda: reset(state))
     keys = exponents(key[...], key_vectors[...], key_bias[...]) + term[...]
@@ -121,16 +123,18 @@ def _forward_kernel(query, key, value, term, query_vectors, key_vectors, query_b
 
 
 def _save(*arguments):
+    """Returns the result of `causal`, and what `_gradient` needs."""
     output, shift, denominator, reference = _forward(*arguments)
     saved = (*arguments[:-1], output, shift, denominator, reference)
     return output, saved
 
 
 def _gradient(size, saved, gradient):
+    """Returns the gradients of all arrays that `causal` takes."""
     *inputs, output, shift, denominator, reference = saved
     query, key, value, term, *parameters = inputs
-    # The gradient of the numerator; `worth` is what a unit of any weight costs through
-    # the denominator.
+    # From here on, `gradient` is that of the numerator. `worth` is minus the
+    # gradient of the denominator.
     gradient = divided(gradient, denominator)
     worth = jnp.sum(gradient * output, axis=-1, keepdims=True)
     of_rows = gradient, worth, shift, denominator
@@ -180,6 +184,7 @@ def _gradient(size, saved, gradient):
 def _query_kernel(query, key, value, term, query_vectors, key_vectors, query_bias,
                   key_bias, gradient, worth, shift, denominator, reference, of_query,
                   of_vectors, of_bias, *state, groups):  # fmt: skip
+    """Computes the gradients of a block of queries, of their vectors and bias."""
     state, dtype, size = State(*state), value.dtype, term.shape[0]
     at_start(lambda: reset(state))
     keys = exponents(key[...], key_vectors[...], key_bias[...]) + term[...]
@@ -214,6 +219,10 @@ def _query_kernel(query, key, value, term, query_vectors, key_vectors, query_bia
 def _key_kernel(query, key, value, term, query_vectors, key_vectors, query_bias,
                 key_bias, gradient, worth, shift, denominator, reference, of_key,
                 of_value, of_term, of_vectors, of_bias, *state, groups):  # fmt: skip
+    """Computes the gradients of a block of keys and values, of vectors and bias.
+
+    Blocks run from the last to the first, and `state` sums over later queries.
+    """
     state, dtype, size = State(*state), value.dtype, term.shape[0]
     at_start(lambda: reset(state))
     keys = exponents(key[...], key_vectors[...], key_bias[...]) + term[...]
@@ -236,7 +245,7 @@ def _key_kernel(query, key, value, term, query_vectors, key_vectors, query_bias,
         now = seeing & within(queries.shape[0], first, last, groups)
         features = jnp.exp(jnp.where(now, queries + known - shift[...], LOWEST))
         beside = jnp.where(among, jnp.exp(keys - known), 0)
-        # What later queries see of these keys.
+        # The features by which later queries, summed in `state`, see these keys.
         later = jnp.where(among, jnp.exp(keys + state.maximum[...]), 0)
         weights = jnp.where(causally, dot(features, beside, (1, 1)), 0).astype(dtype)
         of_value[...] += dot(later.astype(dtype), state.numerator[...].astype(dtype),

@@ -1,9 +1,9 @@
-"""Attention in windows as Pallas kernels: exact nearby, sums of the blocks beyond.
+"""Computes attention with windows by Pallas kernels, which process a window at a time.
 
-A block is a window. One pass sees the windows on one side of a query's own by their
-sums, and those nearby, if any, by `exp(q · k)`. Causal attention needs one pass.
-Otherwise there is a pass in each direction, the first of which also sees what is
-nearby, and the two outputs are joined by their normalizers (`joined`).
+A pass weighs the windows near a query's own, if any, exactly by `exp(q · k)`. It reads
+all windows farther away on one side from the sums of their features. Causal attention
+needs one pass. Other attention needs one in each direction, of which only the first
+weighs the windows nearby, and `joined` combines the two outputs.
 """
 
 import functools
@@ -35,7 +35,8 @@ def windowed(rows, columns, parameters, size, is_causal, is_sliding):
     Args:
         rows: The first three arrays of `Rows`, each of shape `(B, K, T · G, ·)`.
         columns: The arrays of `Columns`, each of shape `(B, K, T, ·)`.
-        parameters: Vectors and biases of queries and keys, in the order of `causal`.
+        parameters: `(query_vectors, key_vectors, query_bias, key_bias)`, as `causal`
+            takes them.
         size: Number of tokens in a window; it must divide T.
         is_causal: Whether query i sees only keys `j <= i`.
         is_sliding: Whether the windows next to a query's own are exact too.
@@ -69,6 +70,7 @@ def one_way(rows, columns, parameters, what):
 
 
 def _save(rows, columns, parameters, what):
+    """Returns the result of `one_way`, and what `_gradient` needs."""
     value = columns[2]
     shape, groups = rows[0].shape[:3], rows[0].shape[2] // value.shape[2]
     found = run(
@@ -82,8 +84,10 @@ def _save(rows, columns, parameters, what):
 
 
 def _gradient(what, saved, gradients):
+    """Returns the gradients of `rows`, `columns` and `parameters` of `one_way`."""
     rows, columns, parameters, output, shift, denominator = saved
     gradient, of_total = (divided(x, denominator) for x in gradients)
+    # Minus the gradient of the denominator.
     worth = jnp.sum(gradient * output, axis=-1, keepdims=True) - of_total
     groups = rows[0].shape[2] // columns[0].shape[2]
     known = *rows, gradient, worth, shift, denominator
@@ -107,7 +111,7 @@ one_way.defvjp(_save, _gradient)
 
 
 def _logits(rows, columns, offset, what, groups):
-    """Returns exact logits `(R, C)`, relative to `common`; `LOWEST` if not seen."""
+    """Returns exact logits `(R, C)` minus `common`, or `LOWEST` for keys not seen."""
     near, other = (x[...].astype(jnp.float32) for x in (rows.near, columns.near))
     found = dot(near, other, (1, 1), lax.Precision.HIGHEST) - rows.common[...]
     seen = jnp.transpose(columns.term[...]) > LOWEST / 2
@@ -123,6 +127,7 @@ def _weights(logits, shift, is_used):
 
 
 def _forward_kernel(queries, keys, parameters, found, state, *, what, groups):
+    """Computes the output of a window of queries, then adds a window to the sums."""
     query_vectors, key_vectors, query_bias, key_bias = parameters
     (rows, _), (output, shift, denominator) = queries[0], found
     dtype = keys[what.joining][0].value.dtype
@@ -148,6 +153,7 @@ def _forward_kernel(queries, keys, parameters, found, state, *, what, groups):
 
 
 def _join_keys(columns_and_there, vectors, bias, state):
+    """Adds a window of keys to the sums, if the sequence has that window."""
     columns, there = columns_and_there
     term, value = columns.term[...], columns.value[...]
     exponent = exponents(columns.key[...], vectors[...], bias[...]) + term
@@ -155,6 +161,7 @@ def _join_keys(columns_and_there, vectors, bias, state):
 
 
 def _query_kernel(queries, keys, parameters, found, state, *, what, groups):
+    """Computes the gradients of a window of queries, of their vectors and bias."""
     query_vectors, key_vectors, query_bias, key_bias = parameters
     of_query, of_near, of_common, of_vectors, of_bias = found
     rows, _ = queries[0]
@@ -188,6 +195,7 @@ def _slope(rows, columns, there, offset, what, groups, dtype):
 
 
 def _key_kernel(queries, keys, parameters, found, state, *, what, groups):
+    """Computes the gradients of a window of keys and values, of vectors and bias."""
     query_vectors, key_vectors, query_bias, key_bias = parameters
     of_key, of_near, of_value, of_term, of_vectors, of_bias = found
     columns, _ = keys[0]
