@@ -214,6 +214,9 @@ def looked_up(call, state=None):
     """
     call, finite = call.judged()
     query, key, stats = call.prepared()
+    if state is not None and finite is not None:
+        # The keys of this call are not read.
+        finite = finite._replace(key=ops.ones_like(finite.key))
     if state is None:
         (batch, _, *sizes), value_dim = ops.shape(key), call.value.shape[-1]
         sizes = batch, *sizes, value_dim

@@ -83,9 +83,9 @@ def marked(output, finite, mask):
     spoiled = _hidden_to_false(ops.logical_not(finite.key), mask.key_mask)
     if mask.causal:
         # A running maximum: XLA computes a cumulative sum in S² steps.
-        length = ops.shape(spoiled)[1]
-        position = ops.reshape(ops.arange(length, dtype="int32"), (1, -1, 1, 1))
-        first = where(spoiled, position, length)
+        position = ops.arange(ops.shape(spoiled)[1], dtype="int32")
+        position = ops.reshape(position, (1, -1, 1, 1))
+        first = where(spoiled, position, position[:, -1:] + 1)
         seen = position >= smallest_of(first, axis=1, keepdims=True)
         if mask.prefix_mask is not None:
             prefix = _hidden_to_false(spoiled, mask.prefix_mask)

@@ -117,10 +117,10 @@ def check_cache(task, cache):
     """Raises `ValueError` unless a cache that a task receives is a `Cache`."""
     if not isinstance(cache, Cache):
         raise ValueError(
-            f"{type(task).__name__} has linear attention, whose cache is a "
-            "`keras_rfattn.generation.Cache`. Received: a cache of type "
-            f"{type(cache).__name__}. Use what `_build_cache`, or "
-            "`keras_rfattn.generation.prefill`, returns."
+            f"The cache of {type(task).__name__}, which has linear attention, must be "
+            "a `keras_rfattn.generation.Cache`. Received: a cache of type "
+            f"{type(cache).__name__}. Use the result of `_build_cache` or of "
+            "`keras_rfattn.generation.prefill`."
         )
 
 

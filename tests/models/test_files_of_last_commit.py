@@ -75,7 +75,7 @@ def test_another_mechanism_is_refused(name):
     model = make.replaced_own() if "own" in name else make.replaced_functional()
     keras_rfattn.restore_attention(model)
     keras_rfattn.replace_attention(model, "favor", num_features=4, seed=1)
-    with pytest.raises(ValueError, match="saved from another one"):
+    with pytest.raises(ValueError, match="saved with another mechanism"):
         model.load_weights(FOLDER / name)
 
 

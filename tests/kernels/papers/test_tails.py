@@ -72,7 +72,7 @@ def test_enough_draws_are_enough():
 
 def test_positive_a_is_refused():
     for a in (0.0, 0.1):
-        with pytest.raises(ValueError, match="negative A only"):
+        with pytest.raises(ValueError, match="must be negative"):
             tails.log_largest_draw(*pair(2, 1.0), a)
-        with pytest.raises(ValueError, match="negative A only"):
+        with pytest.raises(ValueError, match="must be negative"):
             tails.num_features_for(1.0, 2, a, 0.1, 0.1)
