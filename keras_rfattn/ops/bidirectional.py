@@ -48,5 +48,5 @@ def _attend(query, key, value, mask):
     # Keys are done before queries start, so that memory holds the features of one side
     # at a time.
     sums = summarize(*admit(key, value, mask), mask)
-    query = query.compute()
+    query = query.relative().compute()
     return normalize(read(sums, query, value.dtype), query, value.dtype)

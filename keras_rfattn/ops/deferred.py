@@ -128,6 +128,13 @@ class Exponents(NamedTuple):
         x = ops.where(mask, self.x, 0)
         return self._replace(x=x, common=ops.where(mask, common, LOWEST))
 
+    def relative(self):
+        """Returns features without the factor that all features of a token share.
+
+        It cancels between the numerator and the denominator of a query.
+        """
+        return self._replace(common=None)
+
     def compute(self):
         """Returns `Fresh` features of shape `(B, K, R, M)`, heads first."""
         terms = (self.bias,) if self.common is None else (self.bias, self.common)

@@ -78,6 +78,10 @@ class Features(NamedTuple):
         """Returns the features unchanged: unlike `Deferred` ones they are computed."""
         return self
 
+    def relative(self):
+        """Returns the features unchanged; see `Exponents.relative`."""
+        return self
+
     def dense(self):
         """Returns `Features` with every feature present: the features unchanged."""
         return self
@@ -155,6 +159,7 @@ class Squared(NamedTuple):
     of_tokens = Features.of_tokens
     hidden = Features.hidden
     raised = Features.raised
+    relative = Features.relative
     magnitudes = Features.magnitudes
 
     @property
