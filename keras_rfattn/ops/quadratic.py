@@ -17,7 +17,8 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
         query_features: `Features` of shape `(B, T, N, M)`.
         key_features: `Features` of shape `(B, S, K, M)`.
         value: Array of shape `(B, S, K, V)`.
-        key_mask: Optional array of shape `(B, S)`, true for visible keys.
+        key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden keys
+            and values may hold anything.
         causal: Whether query i sees only keys `j <= i`.
 
     Returns:
@@ -34,6 +35,10 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     """
     value = ops.convert_to_tensor(value)
     query, key = query_features.dense(), key_features.dense()
+    if key_mask is not None:
+        seen = ops.expand_dims(ops.cast(key_mask, "bool"), (2, 3))
+        key = key.of_tokens(lambda x: ops.where(seen, x, 0))
+        value = ops.where(seen, value, 0)
     groups = query.log_scale.shape[2] // value.shape[2]
     is_double = "float64" in {
         keras.backend.standardize_dtype(x.dtype) for x in (query.log_scale, value)

@@ -82,7 +82,7 @@ def test_the_future_changes_nothing_in_a_long_sequence(name, content):
         h.assert_same(actual[:, :now], expected[:, :now])
 
 
-@pytest.mark.parametrize("content", [100.0, 1e12])
+@pytest.mark.parametrize("content", [100.0, 1e3])
 @pytest.mark.parametrize("name", h.FORMS)
 def test_the_future_changes_no_gradient(name, content):
     x, now = h.problem(), 21
