@@ -39,7 +39,7 @@ def parse_arguments():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--results", default="finetune_bert.jsonl", help="appended to")
     parser.set_defaults(stride=1)  # evaluates every n-th row
-    add_smoke(parser, steps=4, tune_steps=4, stride=10)
+    add_smoke(parser, steps=2, tune_steps=2, stride=20)
     return parser.parse_args()
 
 
