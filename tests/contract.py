@@ -1,4 +1,4 @@
-"""What a failing contract between a feature map and an algorithm reports."""
+"""Describes a failed contract between a feature map and an algorithm."""
 
 import contextlib
 import os

@@ -64,32 +64,31 @@ def attention(query, key, value, local=None, key_mask=None):
     Returns:
         Array of shape `(B, T, N, V)`, or `None` if the operation cannot compute it.
     """
-    is_windowed = local is not None and local.window < value.shape[1]
-    if not _is_possible(query, key, value, local if is_windowed else None):
-        return None
-    if local is not None and not is_windowed:
+    if local is not None and local.window >= value.shape[1]:
         # All keys are in one window, where attention is exact.
         return None
+    if not _is_possible(query, key, value, local):
+        return None
     turn_back = None
-    if is_windowed and key_mask is not None:
+    if local is not None and key_mask is not None:
         # Windows are counted from the first visible key.
         turn, turn_back = from_first_visible(key_mask)
         query, key, value = query.of_tokens(turn), key.of_tokens(turn), turn(value)
         key_mask = turn(key_mask)
         local = local._replace(query=turn(local.query), key=turn(local.key))
     (length, num_heads), heads = query.x.shape[1:3], value.shape[2]
-    dtype = value.dtype
-    value = split_heads(representable(value), heads)
     query, key = heads_first(query, heads), heads_first(key, heads)
-    if is_windowed:
-        output = _in_windows(
-            query, key, value, local, block_mask(key_mask, length, local.window)
-        )[:, :, : query.x.shape[2]]
-    else:
+    values = split_heads(representable(value), heads)
+    if local is None:
         mask = heads_mask(key_mask)
-        averages = _average(key.hidden(mask), hide(value, mask))
+        averages = _average(key.hidden(mask), hide(values, mask))
         output = _look_up(query, *averages)[0]
-    output = merge_heads(output, num_heads, length).to(dtype)
+    else:
+        mask = block_mask(key_mask, length, local.window)
+        output = _in_windows(query, key, values, local, mask)
+        # Cuts off the padding after the end.
+        output = output[:, :, : query.x.shape[2]]
+    output = merge_heads(output, num_heads, length).to(value.dtype)
     return output if turn_back is None else turn_back(output)
 
 

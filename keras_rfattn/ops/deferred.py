@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import add_into, affine, exp_into, wide_dtype
+from keras_rfattn.backend import add_into, affine, exp_into, where, wide_dtype
 from keras_rfattn.ops.features import LOWEST, Features
 
 
@@ -125,8 +125,8 @@ class Exponents(NamedTuple):
         common = self.common
         common = ops.zeros_like(self.x[..., :1]) if common is None else common
         mask = ops.expand_dims(mask, -1)
-        x = ops.where(mask, self.x, 0)
-        return self._replace(x=x, common=ops.where(mask, common, LOWEST))
+        x = where(mask, self.x, 0)
+        return self._replace(x=x, common=where(mask, common, LOWEST))
 
     def relative(self):
         """Returns features without the factor that all features of a token share.

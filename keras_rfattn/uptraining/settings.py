@@ -11,7 +11,7 @@ from keras_rfattn.feature_maps.arguments import check_seed, is_integer, is_numbe
 STAGES = ("calibrate", "attention", "features")
 # The stages that train, in the order in which they run.
 TRAINING_STAGES = ("attention", "features")
-# What a stage can train.
+# The values that `trainable` takes for a stage.
 TRAINABLE = ("maps", "query_key", "lora", "all")
 CHOICES = {
     "objective": ("auto", "features", "logits"),

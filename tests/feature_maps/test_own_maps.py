@@ -22,7 +22,7 @@ def test_contributing_shows_a_file_that_runs():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", text, re.S)
     assert block == (EXAMPLES / "squared_relu.py").read_text()
-    # As a map without a row, on which every contract runs by default.
+    # The map has no row in the table, so every contract runs on it by default.
     assert "squared_relu" in feature_maps.list() and "squared_relu" not in CASES
     assert each_map(["squared_relu"]) == [pytest.param("squared_relu")]
 
