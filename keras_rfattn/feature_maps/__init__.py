@@ -19,17 +19,21 @@ from keras_rfattn.feature_maps.favorpp import FavorPP
 from keras_rfattn.feature_maps.favorpp_learned import FavorPPLearned
 from keras_rfattn.feature_maps.hedgehog import Hedgehog
 from keras_rfattn.feature_maps.hybrid import Hybrid, HybridAngular
-from keras_rfattn.feature_maps.papers import (
-    ComplexExponential,
+from keras_rfattn.feature_maps.papers.clustered import HybridClustered
+from keras_rfattn.feature_maps.papers.complex_exponential import ComplexExponential
+from keras_rfattn.feature_maps.papers.gaussian import (
     GaussianCoefficient,
+    HybridGaussian,
+)
+from keras_rfattn.feature_maps.papers.gaussian_mixture import (
+    HybridGaussianMixture,
+    PairCoefficient,
+)
+from keras_rfattn.feature_maps.papers.gerf import Gerf
+from keras_rfattn.feature_maps.papers.kernel_coefficient import KernelCoefficient
+from keras_rfattn.feature_maps.papers.monomials import (
     Geometric,
     GeometricPositive,
-    Gerf,
-    HybridClustered,
-    HybridGaussian,
-    HybridGaussianMixture,
-    KernelCoefficient,
-    PairCoefficient,
     Poisson,
     PoissonPositive,
 )

@@ -5,7 +5,6 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.backend import wide_dtype
 from keras_rfattn.feature_maps.arguments import is_number, refuse_vectors
 from keras_rfattn.feature_maps.base import FeatureMap, without
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
@@ -49,7 +48,7 @@ class Elementwise(OfActivation, FeatureMap):
     """
 
     def key_features(self, x, stats=None):
-        return Features(None, self.log_activation(ops.cast(x, wide_dtype(x))))
+        return Features(None, self.log_activation(x))
 
 
 class Activation(OfActivation, ProjectedFeatureMap):

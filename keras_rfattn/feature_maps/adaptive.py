@@ -3,8 +3,8 @@
 import numpy as np
 
 from keras_rfattn.feature_maps.trained import (
-    as_numpy,
     check_untrained,
+    integer,
     mark,
     mark_of,
     start_anew,
@@ -52,16 +52,13 @@ class Adaptive:
     @property
     def is_calibrated(self):
         """Whether the parameters were set from data."""
-        if not self.built or not self.is_adaptive:
-            return False
-        return int(as_numpy(self.updates.value)) > 0
+        return self.built and self.is_adaptive and integer(self.updates) > 0
 
     @property
     def was_trained(self):
         if not self.is_calibrated:
             return super().was_trained
-        has_mark = int(as_numpy(self.updates.value)) == mark_of(self)
-        return bool(trained_weights(self)) and not has_mark
+        return bool(trained_weights(self)) and integer(self.updates) != mark_of(self)
 
     def status(self, causal):
         if not self.is_adaptive:

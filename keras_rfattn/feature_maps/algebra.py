@@ -37,12 +37,6 @@ def scale(features, factor):
     return Features(features.values, features.log_scale + math.log(abs(factor)))
 
 
-def constant(x, factor):
-    """Returns one feature that equals `factor` for each token of x, `(..., 1)`."""
-    zero = ops.zeros_like(x[..., :1])
-    return scale(Features(None, zero), factor)
-
-
 def _outer(a, b, combine):
     outer = combine(ops.expand_dims(a, -1), ops.expand_dims(b, -2))
     return ops.reshape(outer, (*ops.shape(outer)[:-2], a.shape[-1] * b.shape[-1]))

@@ -305,9 +305,10 @@ class FeatureMap(Weights, keras.layers.Layer):
         """Repeats a parameter `(K, ...)` for the N heads of `x`, `(..., N, H)`.
 
         Returns:
-            Array of shape `(N, ...)`.
+            Array of shape `(N, ...)`, with the dtype of `x`.
         """
         groups = x.shape[-2] // self.num_heads
+        parameter = ops.cast(parameter, x.dtype)
         return parameter if groups == 1 else repeat_each(parameter, groups, axis=0)
 
     def load_own_variables(self, store):
@@ -332,6 +333,19 @@ class FeatureMap(Weights, keras.layers.Layer):
 
     def get_config(self):
         return {**super().get_config(), "seed": self.seed}
+
+
+class Sided:
+    """Mixin of maps that compute both sides in `_features(x, stats, is_key)`.
+
+    The mixin must come before `FeatureMap` in the bases.
+    """
+
+    def query_features(self, x, stats=None):
+        return self._features(x, stats, is_key=False)
+
+    def key_features(self, x, stats=None):
+        return self._features(x, stats, is_key=True)
 
 
 def half_square(x):

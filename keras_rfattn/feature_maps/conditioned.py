@@ -4,6 +4,8 @@ Centering and a linear transformation leave softmax attention unchanged, but can
 the variance of its estimate.
 """
 
+from operator import attrgetter
+
 import keras
 import numpy as np
 from keras import ops
@@ -11,7 +13,7 @@ from keras import ops
 import keras_rfattn.feature_maps.registry as registry
 from keras_rfattn.backend import accumulated_matmul, precise_einsum, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import FeatureMap, number
+from keras_rfattn.feature_maps.base import FeatureMap, Sided, number
 from keras_rfattn.feature_maps.favorpp import FavorPP
 from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments
 from keras_rfattn.ops.features import Features
@@ -19,8 +21,40 @@ from keras_rfattn.ops.features import Features
 STEPS = ("center", "balance", "rotate")
 
 
+class MapOfMap(Adaptive, FeatureMap):
+    """Base of maps that compute a softmax map, `inner`, for transformed tokens."""
+
+    is_causal_safe = property(attrgetter("inner.is_causal_safe"))
+    is_unbiased = property(attrgetter("inner.is_unbiased"))
+    assumes_equal_lengths = property(attrgetter("inner.assumes_equal_lengths"))
+    output_dim = property(attrgetter("inner.output_dim"))
+    features_per_scale = property(attrgetter("inner.features_per_scale"))
+    # This is a method.
+    draw_again = property(attrgetter("inner.draw_again"))
+
+    def __init__(self, feature_map, seed=None, **kwargs):
+        inner = registry.get(feature_map)
+        if inner.kernel != "softmax":
+            raise ValueError(
+                "`feature_map` must estimate softmax attention, because "
+                f"{type(self).__name__} is defined for no other kernel. Received: "
+                f"feature_map={feature_map!r} with kernel {inner.kernel!r}."
+            )
+        super().__init__(seed=inner.seed if seed is None else seed, **kwargs)
+        self.inner = inner.reseeded(self.seed)
+        self.num_features = inner.num_features
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.inner.build(input_shape)
+
+    def get_config(self):
+        inner = registry.serialize(self.inner)
+        return {**super().get_config(), "feature_map": inner}
+
+
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Conditioned(Adaptive, FeatureMap):
+class Conditioned(Sided, MapOfMap):
     """Applies a softmax map to `A (q - c_q)` and `A⁻ᵀ (k - c_k)`.
 
     Here c_q and c_k are centers of queries and keys, and A is a matrix, for each head.
@@ -71,38 +105,12 @@ class Conditioned(Adaptive, FeatureMap):
     is_trained = False
 
     def __init__(self, feature_map="favorpp", up_to="balance", seed=None, **kwargs):
-        inner = registry.get(feature_map)
-        if inner.kernel != "softmax":
-            raise ValueError(
-                "`feature_map` must estimate softmax attention, because conditioning "
-                "changes any other kernel. Received: "
-                f"feature_map={feature_map!r} with kernel {inner.kernel!r}."
-            )
+        super().__init__(feature_map, seed, **kwargs)
         if up_to not in STEPS:
             raise ValueError(
                 f"`up_to` must be one of {STEPS}. Received: up_to={up_to!r}."
             )
-        seed = inner.seed if seed is None else seed
-        super().__init__(seed=seed, **kwargs)
-        self.inner = inner.reseeded(self.seed)
-        self.num_features = inner.num_features
         self.up_to = up_to
-
-    @property
-    def is_positive(self):
-        return self.inner.is_positive
-
-    @property
-    def is_unbiased(self):
-        return self.inner.is_unbiased
-
-    @property
-    def is_causal_safe(self):
-        return self.inner.is_causal_safe
-
-    @property
-    def assumes_equal_lengths(self):
-        return self.inner.assumes_equal_lengths
 
     @property
     def has_exponents(self):
@@ -110,17 +118,14 @@ class Conditioned(Adaptive, FeatureMap):
         # returns vectors for tokens that it has centered itself.
         return self.inner.has_exponents and not isinstance(self.inner, Conditioned)
 
-    @property
-    def output_dim(self):
-        return self.inner.output_dim
-
-    @property
-    def features_per_scale(self):
-        return self.inner.features_per_scale
+    is_positive = property(attrgetter("inner.is_positive"))
+    # These are methods.
+    sign = property(attrgetter("inner.sign"))
+    log_moment = property(attrgetter("inner.log_moment"))
+    relative_covariance = property(attrgetter("inner.relative_covariance"))
 
     def build(self, input_shape):
         super().build(input_shape)
-        self.inner.build(input_shape)
         heads, dim = self.num_heads, self.head_dim
         identity = np.broadcast_to(np.eye(dim, dtype="float32"), (heads, dim, dim))
         add = self.add_trained if self.is_trained else self.add_fixed
@@ -129,24 +134,11 @@ class Conditioned(Adaptive, FeatureMap):
         self.query_center = add("query_center", "zeros", (heads, dim))
         self.key_center = add("key_center", "zeros", (heads, dim))
 
-    def draw_again(self):
-        self.inner.draw_again()
-
-    def sign(self, head=0):
-        return self.inner.sign(head)
-
-    def log_moment(self, head=0, stats=None):
-        return self.inner.log_moment(head, stats)
-
-    def relative_covariance(self, head=0):
-        return self.inner.relative_covariance(head)
-
     def meets(self, query, key, head=0):
-        sides = (
-            (query, self.query_matrix, self.query_center),
-            (key, self.key_matrix, self.key_center),
-        )
-        moved = ((x - number(c, head)) @ number(a, head).T for x, a, c in sides)
+        moved = []
+        for x, is_key in ((query, False), (key, True)):
+            matrix, center, _ = self._side(is_key)
+            moved.append((x - number(center, head)) @ number(matrix, head).T)
         return self.inner.meets(*moved, head)
 
     def fit(self, samples):
@@ -158,13 +150,10 @@ class Conditioned(Adaptive, FeatureMap):
         if self.up_to == "rotate":
             a = self._rotation(_through(a, samples)).swapaxes(-1, -2) @ a
         samples = _through(a, samples)
-        for weight, value in (
-            (self.query_matrix, a),
-            (self.key_matrix, np.linalg.inv(a).swapaxes(-1, -2)),
-            (self.query_center, c_q),
-            (self.key_center, c_k),
-        ):
-            weight.assign(value.astype("float32"))
+        self.query_matrix.assign(a)
+        self.key_matrix.assign(np.linalg.inv(a).swapaxes(-1, -2))
+        self.query_center.assign(c_q)
+        self.key_center.assign(c_k)
         if self.inner.is_adaptive:
             self.inner.adapt(samples)
 
@@ -179,64 +168,56 @@ class Conditioned(Adaptive, FeatureMap):
         return np.linalg.eigh(total)[1]
 
     def statistics(self, query, key, *args, **kwargs):
-        query = self._transform(query, self.query_matrix, self.query_center)
-        key = self._transform(key, self.key_matrix, self.key_center)
+        query, key = self._transform(query, False), self._transform(key, True)
         return self.inner.statistics(query, key, *args, **kwargs)
 
-    def query_features(self, x, stats=None):
-        features = self.inner.query_features(
-            self._transform(x, self.query_matrix, self.query_center), stats
-        )
-        center = self._center(self.key_center, x)
-        x = ops.cast(x, wide_dtype(x))
-        return _shift(features, center, x - self._center(self.query_center, x))
-
-    def key_features(self, x, stats=None):
-        features = self.inner.key_features(
-            self._transform(x, self.key_matrix, self.key_center), stats
-        )
-        return _shift(features, self._center(self.query_center, x), x)
+    def _features(self, x, stats, is_key):
+        inner = self.inner.key_features if is_key else self.inner.query_features
+        features = inner(self._transform(x, is_key), stats)
+        _, center, other = self._side(is_key)
+        x = x if is_key else x - self.per_head(center, x)
+        # The features are multiplied by `exp(other · x)`.
+        factor = ops.sum(self.per_head(other, x) * x, axis=-1, keepdims=True)
+        return Features(features.values, features.log_scale + factor)
 
     def exponents(self, method, x, stats=None):
-        matrix, center, other = self._side(method)
-        x = x - self._center(center, x)
+        is_key = method == "key_features"
+        matrix, center, other = self._side(is_key)
+        x = x - self.per_head(center, x)
         found = self.inner.exponents(method, x, stats)
         # The matrix and the center are folded into the random vectors, because there
         # are fewer vectors than tokens.
         matrix, center, other = (
-            ops.cast(ops.expand_dims(ops.convert_to_tensor(y), 0), x.dtype)
-            for y in (matrix, center, other)
+            ops.expand_dims(ops.cast(y, x.dtype), 0) for y in (matrix, center, other)
         )
         vectors = accumulated_matmul(
             matrix, found.vectors, transpose_a=True, is_precise=True
         )
         bias = found.bias
-        if method == "key_features":
+        if is_key:
             constant = ops.sum(center * other, axis=-1)
             bias = ops.cast(bias, x.dtype) + ops.expand_dims(constant, (-2, -1))
         return found._replace(vectors=vectors + ops.expand_dims(other, -1), bias=bias)
 
     def common_exponent(self, method, x, stats=None):
-        matrix = ops.cast(ops.convert_to_tensor(self._side(method)[0]), x.dtype)
+        matrix = ops.cast(self._side(method == "key_features")[0], x.dtype)
         inner = accumulated_matmul(x, matrix, transpose_b=True, is_precise=True)
         return self.inner.common_exponent(method, inner, stats)
 
-    def _side(self, method):
+    def _side(self, is_key):
         """Returns the matrix and center of a side, and the center of the other side."""
-        if method == "query_features":
-            return self.query_matrix, self.query_center, self.key_center
-        return self.key_matrix, self.key_center, self.query_center
+        if is_key:
+            return self.key_matrix, self.key_center, self.query_center
+        return self.query_matrix, self.query_center, self.key_center
 
-    def _center(self, center, x):
-        return ops.cast(self.per_head(center, x), wide_dtype(x))
-
-    def _transform(self, x, matrix, center):
-        x = ops.cast(x, wide_dtype(x)) - self._center(center, x)
+    def _transform(self, x, is_key):
+        matrix, center, _ = self._side(is_key)
+        x = ops.cast(x, wide_dtype(x))
+        x = x - self.per_head(center, x)
         return precise_einsum("...nh,nih->...ni", x, self.per_head(matrix, x))
 
     def get_config(self):
-        inner = registry.serialize(self.inner)
-        return {**super().get_config(), "feature_map": inner, "up_to": self.up_to}
+        return {**super().get_config(), "up_to": self.up_to}
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -304,9 +285,3 @@ def _through(a, samples):
     """Transforms samples to `A q` for queries and `A⁻ᵀ k` for keys."""
     inverse = np.linalg.inv(a)
     return [(q @ a.swapaxes(-1, -2), k @ inverse) for q, k in samples]
-
-
-def _shift(features, center, x):
-    """Multiplies features by `exp(center · x)`."""
-    factor = ops.sum(center * ops.cast(x, center.dtype), axis=-1, keepdims=True)
-    return Features(features.values, features.log_scale + factor)

@@ -3,10 +3,11 @@
 from keras import ops
 
 from keras_rfattn.backend import precise_einsum
+from keras_rfattn.feature_maps.base import Sided
 from keras_rfattn.ops.features import Features
 
 
-class Exponential:
+class Exponential(Sided):
     """Mixin of maps that implement only `exponents` and `common_exponent`.
 
     The mixin must come before `FeatureMap` or `ProjectedFeatureMap` in the bases. Some
@@ -27,15 +28,8 @@ class Exponential:
 
     has_exponents = True
 
-    def query_features(self, x, stats=None):
-        """Computes the features of scaled queries `(B, ..., N, H)`."""
-        return self._features("query_features", x, stats)
-
-    def key_features(self, x, stats=None):
-        """Computes the features of scaled keys `(B, ..., K, H)`."""
-        return self._features("key_features", x, stats)
-
-    def _features(self, method, x, stats):
+    def _features(self, x, stats, is_key):
+        method = "key_features" if is_key else "query_features"
         own, vectors, bias, _ = self.exponents(method, x, stats)
         shape, groups = ops.shape(x), x.shape[-2] // self.num_heads
         lead = tuple(shape[:-2])

@@ -59,8 +59,7 @@ class Favor(ProjectedFeatureMap):
     def key_features(self, x, stats=None):
         angles = self.project(x)
         values = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
-        square = half_square(ops.cast(x, angles.dtype))
-        return Features(values, square - math.log(self.num_features) / 2)
+        return Features(values, half_square(x) - math.log(self.num_features) / 2)
 
     def sign(self, head=0):
         return -1

@@ -4,14 +4,15 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend import precise_einsum, wide_dtype
+from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.arguments import check_num_features
-from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.base import FeatureMap, Sided
 from keras_rfattn.ops.features import Features
+from keras_rfattn.projections.orthogonal import haar
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Hedgehog(FeatureMap):
+class Hedgehog(Sided, FeatureMap):
     """Features `[softmax(Wx), softmax(-Wx)]`, with a trained matrix W per head.
 
     Queries and keys have separate matrices. A square W starts as the identity, any
@@ -71,23 +72,12 @@ class Hedgehog(FeatureMap):
             return np.broadcast_to(np.eye(self.num_projections), shape)
         generator = np.random.Generator(np.random.Philox(self.seed))
         tall = shape[0], max(shape[1:]), min(shape[1:])
-        start, triangle = np.linalg.qr(generator.standard_normal(tall))
-        start = start * np.sign(np.einsum("kii->ki", triangle))[:, None]
-        return start if tall == shape else start.swapaxes(-1, -2)
+        start = haar(generator, *tall)
+        return start.swapaxes(-1, -2) if tall == shape else start
 
-    def project(self, kernel, x):
-        """Multiplies x by the matrix of its head: `(..., N, H) -> (..., N, rows)`."""
-        x = ops.cast(x, wide_dtype(x))
-        kernel = self.per_head(ops.cast(kernel, x.dtype), x)
-        return precise_einsum("...nh,nhm->...nm", x, kernel)
-
-    def query_features(self, x, stats=None):
-        return self._features(self.project(self.query_kernel, x))
-
-    def key_features(self, x, stats=None):
-        return self._features(self.project(self.key_kernel, x))
-
-    def _features(self, z):
+    def _features(self, x, stats, is_key):
+        kernel = self.per_head(self.key_kernel if is_key else self.query_kernel, x)
+        z = precise_einsum("...nh,nhm->...nm", x, kernel)
         halves = [ops.log_softmax(z, axis=-1), ops.log_softmax(-z, axis=-1)]
         return Features(None, ops.concatenate(halves, axis=-1))
 

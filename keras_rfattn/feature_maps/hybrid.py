@@ -5,10 +5,9 @@ from keras import ops
 
 import keras_rfattn.feature_maps.algebra as algebra
 import keras_rfattn.feature_maps.registry as registry
-from keras_rfattn.backend import wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed
-from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.base import FeatureMap, Sided
 from keras_rfattn.feature_maps.coefficients import AngularCoefficient
 from keras_rfattn.feature_maps.favor import Favor
 from keras_rfattn.feature_maps.favorplus import FavorPlus
@@ -19,7 +18,7 @@ NUM_FEATURES, NUM_COEFFICIENTS = 16, 7
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Hybrid(Adaptive, FeatureMap):
+class Hybrid(Sided, Adaptive, FeatureMap):
     """Hybrid `Σ_k λ_k SM_k + (1 - Σ_k λ_k) SM_{p+1}` of p + 1 softmax estimators.
 
     SM_k are the estimators, and λ_k are coefficients. The estimate is unbiased,
@@ -130,14 +129,7 @@ class Hybrid(Adaptive, FeatureMap):
     def statistics(self, *args, **kwargs):
         return tuple(part.statistics(*args, **kwargs) for part in self._parts())
 
-    def query_features(self, x, stats=None):
-        return self._features(x, stats, is_key=False)
-
-    def key_features(self, x, stats=None):
-        return self._features(x, stats, is_key=True)
-
     def _features(self, x, stats, is_key):
-        x = ops.cast(x, wide_dtype(x))
         stats = [None] * len(self._parts()) if stats is None else stats
         parts = [
             (part.key_features if is_key else part.query_features)(x, s)
@@ -145,16 +137,15 @@ class Hybrid(Adaptive, FeatureMap):
         ]
         *first, last = parts[: len(self.estimators)]
         coefficients = parts[len(self.estimators) :]
-        terms, rest = [], []
-        for c, features, estimator in zip(
-            self.coefficients, coefficients, first, strict=True
-        ):
-            terms.append(
-                algebra.multiply(with_constant(c.constant, features, is_key), estimator)
-            )
-            rest.append(features if is_key else algebra.scale(features, -1))
-        rest = algebra.add(*rest)
-        rest = with_constant(self._rest_constant(), rest, is_key)
+        rest = coefficients
+        if not is_key:
+            rest = [algebra.scale(features, -1) for features in coefficients]
+        rest = with_constant(self._rest_constant(), algebra.add(*rest), is_key)
+        weights = [
+            with_constant(c.constant, features, is_key)
+            for c, features in zip(self.coefficients, coefficients, strict=True)
+        ]
+        terms = map(algebra.multiply, weights, first)
         result = algebra.add(*terms, algebra.multiply(rest, last))
         # Only one side needs values for signs, but algorithms expect them on both.
         return Features(result.ones_or_values(), result.log_scale)
@@ -172,8 +163,8 @@ def with_constant(constant, features, is_key):
     """Returns features of `constant + kernel`, from features of the kernel."""
     if constant == 0:
         return features
-    one = algebra.constant(features.log_scale, 1.0 if is_key else constant)
-    return algebra.add(one, features)
+    one = Features(None, ops.zeros_like(features.log_scale[..., :1]))
+    return algebra.add(one if is_key else algebra.scale(one, constant), features)
 
 
 class Bipolar(Hybrid):

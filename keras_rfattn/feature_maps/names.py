@@ -13,14 +13,6 @@ from keras.src.utils.naming import to_snake_case
 OF_BACKENDS = "_layers", "_self_"
 
 
-class FixedNames:
-    """Mixin of Keras layers that names sublayers after their attributes."""
-
-    def __setattr__(self, name, value):
-        fix_names(name, value)
-        super().__setattr__(name, value)
-
-
 def fix_name(layer, name):
     """Names a layer that has an automatic name, and all layers inside it.
 

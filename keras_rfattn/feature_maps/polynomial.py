@@ -3,8 +3,7 @@
 import keras
 from keras import ops
 
-from keras_rfattn.backend import wide_dtype
-from keras_rfattn.feature_maps.arguments import refuse_vectors
+from keras_rfattn.feature_maps.arguments import is_integer, refuse_vectors
 from keras_rfattn.feature_maps.base import FeatureMap, without
 from keras_rfattn.kernels import values
 from keras_rfattn.ops.features import Squared
@@ -50,8 +49,7 @@ class PolynomialFeatureMap(FeatureMap):
         self, degree=DEFAULT_DEGREE, is_scaled=True, shares_norm=False, **kwargs
     ):
         super().__init__(**kwargs)
-        is_integer = isinstance(degree, int) and not isinstance(degree, bool)
-        if not is_integer or degree < 2 or degree % 2:
+        if not is_integer(degree) or degree < 2 or degree % 2:
             raise ValueError(
                 "`degree` must be a positive even integer. "
                 f"Received: degree={degree!r}."
@@ -144,7 +142,7 @@ class Polynomial(PolynomialFeatureMap):
         return self.head_dim**self.degree
 
     def key_features(self, x, stats=None):
-        x, log_norm = unit(ops.cast(x, wide_dtype(x)))
+        x, log_norm = unit(x)
         power = x
         for _ in range(self.degree // 2 - 1):
             power = ops.expand_dims(power, -1) * ops.expand_dims(x, -2)

@@ -5,7 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.backend import precise_einsum, repeat_each, wide_dtype
+from keras_rfattn.backend import precise_einsum, repeat_each
 from keras_rfattn.feature_maps.arguments import check_num_features, derive_seed
 from keras_rfattn.feature_maps.base import without
 from keras_rfattn.feature_maps.polynomial import DEFAULT_DEGREE, PolynomialFeatureMap
@@ -107,10 +107,10 @@ class PolySketch(Sketch, ProjectedFeatureMap):
             matrices.assign(self.initializer(draw, level)(matrices.shape))
 
     def key_features(self, x, stats=None):
-        x, log_norm = unit(ops.cast(x, wide_dtype(x)))
+        x, log_norm = unit(x)
         sketch = repeat_each(ops.expand_dims(x, -2), self.degree // 2, axis=-2)
         for matrices in self.matrices:
-            sketch = precise_einsum("...ch,chr->...cr", *_alike(sketch, matrices))
+            sketch = precise_einsum("...ch,chr->...cr", sketch, matrices)
             sketch = sketch[..., 0::2, :] * sketch[..., 1::2, :]
             sketch = sketch / math.sqrt(self.num_features)
         sketch, log_size = unit(sketch[..., 0, :])
@@ -214,7 +214,7 @@ class PolySketchLearned(Sketch):
             dim = self.num_features
 
     def key_features(self, x, stats=None):
-        x, log_norm = unit(ops.cast(x, wide_dtype(x)))
+        x, log_norm = unit(x)
         if not self.networks:
             return Squared(x, self.degree * log_norm)
         root = math.sqrt(self.num_features)
@@ -276,7 +276,3 @@ class SketchNetwork(keras.layers.Layer):
 
     def get_config(self):
         return {**super().get_config(), "size": self.size, "seed": self.seed}
-
-
-def _alike(x, matrices):
-    return x, ops.cast(matrices, x.dtype)

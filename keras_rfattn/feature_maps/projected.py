@@ -10,7 +10,7 @@ from keras_rfattn import projections
 from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.arguments import check_num_features, derive_seed
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.trained import as_numpy
+from keras_rfattn.feature_maps.trained import integer
 from keras_rfattn.kernels.variance import orthogonal_covariance
 
 DEFAULT_NUM_FEATURES = 256
@@ -82,7 +82,7 @@ class RandomFeatureMap(FeatureMap):
         self.vectors.assign(self.initializer(draw)(self.vectors.shape))
 
     def draw_again(self):
-        draw = int(as_numpy(self.draws.value)) + 1
+        draw = integer(self.draws) + 1
         self.assign_vectors(draw)
         self.draws.assign(draw)
 

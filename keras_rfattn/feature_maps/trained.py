@@ -45,7 +45,7 @@ def mark(feature_map):
     """
     for part in feature_map._flatten_layers():
         updates = getattr(part, "updates", None)
-        if updates is not None and trained_weights(part) and _number(updates):
+        if updates is not None and trained_weights(part) and integer(updates):
             updates.assign(mark_of(part))
 
 
@@ -56,8 +56,8 @@ def as_drawn(feature_map):
     parts = zip(copy._flatten_layers(), feature_map._flatten_layers(), strict=True)
     for part, original in parts:
         draws = getattr(original, "draws", None)
-        if draws is not None and _number(draws):
-            part.assign_vectors(_number(draws))
+        if draws is not None and integer(draws):
+            part.assign_vectors(integer(draws))
             part.draws.assign(draws)
     return copy
 
@@ -68,7 +68,7 @@ def is_as_drawn(feature_map):
     if not weights:
         return True
     pairs = zip(weights, trained_weights(as_drawn(feature_map)), strict=True)
-    return all(_is_close(*map(_array, pair)) for pair in pairs)
+    return all(_is_close(as_numpy(a.value), as_numpy(b.value)) for a, b in pairs)
 
 
 def check_untrained(feature_map, discard_training, method):
@@ -92,7 +92,7 @@ def start_anew(feature_map):
 def unchanged_on_error(feature_maps):
     """Context manager that restores the weights of built maps if its block raises."""
     weights = [w for feature_map in feature_maps for w in feature_map.weights]
-    before = [np.array(_array(w)) for w in weights]
+    before = [np.array(as_numpy(w.value)) for w in weights]
     try:
         yield
     except BaseException:
@@ -113,9 +113,6 @@ def as_numpy(array):
     return ops.convert_to_numpy(array)
 
 
-def _array(variable):
-    return as_numpy(variable.value)
-
-
-def _number(variable):
-    return int(_array(variable))
+def integer(variable):
+    """Returns the value of a scalar variable as an integer."""
+    return int(as_numpy(variable.value))

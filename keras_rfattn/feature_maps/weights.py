@@ -1,8 +1,9 @@
 """Weights of feature maps, which are float32 under every dtype policy."""
 
-from keras import ops
+import keras
+import numpy as np
 
-from keras_rfattn.feature_maps.names import FixedNames
+from keras_rfattn.feature_maps.names import fix_names
 from keras_rfattn.feature_maps.trained import (
     check_untrained,
     is_as_drawn,
@@ -12,44 +13,36 @@ from keras_rfattn.feature_maps.trained import (
 )
 
 
-class Weights(FixedNames):
+class Weights:
     """Mixin of Keras layers with fixed weight paths and random weights to redraw."""
 
-    def add_fixed(self, name, value, shape=None, dtype="float32"):
-        """Adds a weight that no optimizer changes and no dtype policy casts.
+    def __setattr__(self, name, value):
+        fix_names(name, value)
+        super().__setattr__(name, value)
+
+    def add_trained(self, name, value, shape=None, dtype="float32", **kwargs):
+        """Adds a weight that training changes and no dtype policy casts.
 
         Args:
             name: Name of the weight.
             value: Initial value, as a NumPy array, or an initializer.
             shape: Shape of the weight. Needed only if `value` is an initializer.
             dtype: `"float32"` (default) or `"int32"`.
-
-        Returns:
-            The `keras.Variable`.
-        """
-        shape, initializer = _start(value, shape)
-        return self.add_weight(
-            name=name, shape=shape, initializer=initializer, dtype=dtype,
-            trainable=False, autocast=False,
-        )  # fmt: skip
-
-    def add_trained(self, name, value, shape=None, **kwargs):
-        """Adds a float32 weight that training changes and no dtype policy casts.
-
-        Args:
-            name: Name of the weight.
-            value: Initial value, as a NumPy array, or an initializer.
-            shape: Shape of the weight. Needed only if `value` is an initializer.
             **kwargs: Further arguments of `keras.layers.Layer.add_weight`.
 
         Returns:
             The `keras.Variable`.
         """
-        shape, initializer = _start(value, shape)
+        if isinstance(value, np.ndarray):
+            shape, value = value.shape, keras.initializers.Constant(value)
         return self.add_weight(
-            name=name, shape=shape, initializer=initializer, dtype="float32",
-            autocast=False, **kwargs,
+            name=name, shape=shape, initializer=value, dtype=dtype, autocast=False,
+            **kwargs,
         )  # fmt: skip
+
+    def add_fixed(self, name, value, shape=None, dtype="float32"):
+        """Adds a weight as `add_trained` does, but one that no optimizer changes."""
+        return self.add_trained(name, value, shape, dtype, trainable=False)
 
     @property
     def was_trained(self):
@@ -98,14 +91,3 @@ class Weights(FixedNames):
             f"{type(self).__name__} has no random vectors to redraw. Received: "
             "a map that draws none. Use a map with random vectors, such as 'favorpp'."
         )
-
-
-def _start(value, shape):
-    """Returns the shape and the initializer of a weight."""
-    if callable(value) or isinstance(value, str):
-        return shape, value
-
-    def initializer(shape, dtype=None):
-        return ops.convert_to_tensor(value.astype(dtype))
-
-    return value.shape, initializer

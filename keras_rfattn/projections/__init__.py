@@ -2,9 +2,8 @@
 
 import keras
 
-from keras_rfattn.projections.base import Projection
-from keras_rfattn.projections.gaussian import Gaussian
-from keras_rfattn.projections.orthogonal import Orthogonal
+from keras_rfattn.projections.base import Gaussian, Projection
+from keras_rfattn.projections.orthogonal import Orthogonal, Simplex
 from keras_rfattn.projections.papers.counts import (
     Counts,
     GeometricCounts,
@@ -12,7 +11,6 @@ from keras_rfattn.projections.papers.counts import (
 )
 from keras_rfattn.projections.papers.hadamard import Hadamard
 from keras_rfattn.projections.papers.halton import Halton
-from keras_rfattn.projections.simplex import Simplex
 
 PROJECTIONS = {
     "gaussian": Gaussian,

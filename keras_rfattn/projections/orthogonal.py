@@ -1,9 +1,9 @@
-"""Gaussian vectors that are orthogonal in blocks of `dim` vectors."""
+"""Gaussian vectors whose directions are spread in blocks of `dim` vectors."""
 
 import keras
 import numpy as np
 
-from keras_rfattn.projections.base import Projection
+from keras_rfattn.projections.base import Projection, gaussian_lengths
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -46,18 +46,53 @@ class Orthogonal(Projection):
 
     def sample(self, generator, dim, count):
         blocks = -(-count // dim)
-        rows = haar(generator, blocks, dim).reshape(blocks * dim, dim)[:count]
+        rows = haar(generator, blocks, dim, dim).reshape(-1, dim)[:count]
         if self.norms == "sqrt_dim":
             return rows * np.sqrt(dim)
-        lengths = np.linalg.norm(generator.standard_normal((count, dim)), axis=-1)
-        return rows * lengths[:, None]
+        return rows * gaussian_lengths(generator, count, dim)
 
     def get_config(self):
         return {**super().get_config(), "norms": self.norms}
 
 
-def haar(generator, blocks, dim):
-    """Returns uniformly distributed orthogonal matrices, `(blocks, dim, dim)`."""
-    q, r = np.linalg.qr(generator.standard_normal((blocks, dim, dim)))
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Simplex(Projection):
+    """Blocks of `dim` vectors with pairwise cosine `-1 / (dim - 1)`.
+
+    The directions are the corners of a regular simplex in a random rotation. The norms
+    are those of independent Gaussian vectors, so each vector is `N(0, I)`.
+
+    Args:
+        seed: Non-negative integer. The same seed gives the same numbers.
+
+    Raises:
+        ValueError: If `seed` is not a non-negative integer.
+
+    Reference:
+        Reid et al., "Simplex Random Features" (2023).
+
+    Examples:
+        >>> projection = keras_rfattn.projections.Simplex(seed=0)
+        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
+        >>> tuple(vectors.shape)
+        (2, 8, 32)
+    """
+
+    def sample(self, generator, dim, count):
+        blocks = -(-count // dim)
+        if dim == 1:
+            corners = np.ones((1, 1))
+        else:
+            corners = (np.eye(dim) - 1 / dim) / np.sqrt(1 - 1 / dim)
+        rows = (corners @ haar(generator, blocks, dim, dim)).reshape(-1, dim)[:count]
+        return rows * gaussian_lengths(generator, count, dim)
+
+
+def haar(generator, blocks, rows, columns):
+    """Returns the transposes of `(blocks, rows, columns)` matrices.
+
+    Their columns are orthonormal and uniformly distributed.
+    """
+    q, r = np.linalg.qr(generator.standard_normal((blocks, rows, columns)))
     q = q * np.sign(np.einsum("bii->bi", r))[:, None, :]
     return q.swapaxes(-1, -2)

@@ -3,26 +3,26 @@
 import math
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend import where, wide_dtype
+from keras_rfattn.backend import where
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed, is_integer
-from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.base import Sided
 from keras_rfattn.feature_maps.papers.complex_exponential import (
     diagonal,
+    diagonal_features,
     diagonal_parts,
 )
-from keras_rfattn.feature_maps.papers.complex_features import exponential
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.feature_maps.registry import register
 from keras_rfattn.ops.features import LOWEST, Features
 from keras_rfattn.ops.layout import move_axis
 
 
-@keras.saving.register_keras_serializable("keras_rfattn")
-class HybridClustered(Adaptive, ProjectedFeatureMap):
+@register("hybrid_clustered")
+class HybridClustered(Sided, Adaptive, ProjectedFeatureMap):
     """Complex exponential features with a diagonal A for each pair of clusters.
 
     A query or key belongs to the cluster with the nearest center. The coefficient of
@@ -150,35 +150,23 @@ class HybridClustered(Adaptive, ProjectedFeatureMap):
         }
         return {name: np.float32(value) for name, value in arrays.items()}
 
-    def query_features(self, x, stats=None):
-        return self._features(x, self.query_centers, self.query_active, is_key=False)
-
-    def key_features(self, x, stats=None):
-        return self._features(x, self.key_centers, self.key_active, is_key=True)
-
-    def _features(self, x, centers, active, is_key):
-        x = ops.cast(x, wide_dtype(x))
+    def _features(self, x, stats, is_key):
+        centers = self.key_centers if is_key else self.query_centers
+        active = self.key_active if is_key else self.query_active
         centers, active, a = (
-            ops.cast(self.per_head(p, x), x.dtype)
-            for p in (centers, active, self.matrix)
+            self.per_head(p, x) for p in (centers, active, self.matrix)
         )
         distance = ops.sum(ops.square(ops.expand_dims(x, -2) - centers), axis=-1)
-        cluster = ops.one_hot(ops.argmin(distance, axis=-1), centers.shape[-2])
-        cluster = ops.cast(cluster, x.dtype)
+        cluster = ops.one_hot(
+            ops.argmin(distance, axis=-1), centers.shape[-2], dtype=x.dtype
+        )
         active = ops.sum(ops.expand_dims(cluster, -1) * active, axis=-2) > 0
 
         # Parts have shape (..., N, slots, H). The results of all slots are then
         # concatenated along the feature axis.
-        parts = diagonal_parts(
-            ops.expand_dims(x, -2), a[..., 0, :], a[..., 1, :], is_key
-        )
-        real, imaginary = (move_axis(part, -2, 0) for part in parts)
-        exponent = self.project(real) - half_square(real) + half_square(imaginary)
-        phase = None
-        if not self.is_positive:
-            phase = self.project(imaginary)
-            phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
-        values, log_scale = exponential(exponent, phase, is_key)
+        parts = diagonal_parts(ops.expand_dims(x, -2), a, is_key)
+        parts = (move_axis(part, -2, 0) for part in parts)
+        values, log_scale = diagonal_features(self, *parts, is_key)
         active = ops.expand_dims(move_axis(active, -1, 0), -1)
         log_scale = where(active, log_scale, LOWEST)
         shape = (*ops.shape(x)[:-1], self.output_dim)

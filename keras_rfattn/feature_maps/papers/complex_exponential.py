@@ -1,16 +1,18 @@
 """Complex exponential features, which transform queries by A and keys by `A⁻ᵀ`."""
 
-import keras
+import math
+
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend import precise_einsum, wide_dtype
+from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import half_square, number
+from keras_rfattn.feature_maps.base import Sided, half_square, number
 from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments
-from keras_rfattn.feature_maps.papers.complex_features import exponential
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.feature_maps.registry import register
 from keras_rfattn.kernels.papers.second_moments import log_moment_complex_exponential
+from keras_rfattn.ops.features import Features
 
 FORMS = ("complex", "real", "full")
 # Largest magnitude of an entry of a diagonal A, and the inverse of the smallest. These
@@ -19,7 +21,7 @@ FORMS = ("complex", "real", "full")
 LARGEST = 1e3
 
 
-class MatrixExponential(Adaptive, ProjectedFeatureMap):
+class MatrixExponential(Sided, Adaptive, ProjectedFeatureMap):
     """Base of maps that multiply queries by A and keys by `A⁻ᵀ`, with one A per head.
 
     A is the identity until `set_matrix` sets it.
@@ -34,7 +36,7 @@ class MatrixExponential(Adaptive, ProjectedFeatureMap):
         heads, dim = self.num_heads, self.head_dim
         shape = (heads, dim, dim) if self.form == "full" else (heads, 2, dim)
         start = np.eye(dim) if self.form == "full" else np.eye(2)[0][:, None]
-        start = np.broadcast_to(start, shape).astype("float32")
+        start = np.broadcast_to(start, shape)
         self.matrix = self.add_fixed("matrix", start)
         if self.form == "full":
             self.inverse = self.add_fixed("inverse", start)
@@ -55,15 +57,13 @@ class MatrixExponential(Adaptive, ProjectedFeatureMap):
         shape = (self.num_heads, self.head_dim, *square)
         check_invertible(a, shape, self.form)
         if self.form == "full":
-            self.matrix.assign(a.astype("float32"))
-            inverse = np.linalg.inv(a).swapaxes(-1, -2)
-            self.inverse.assign(inverse.astype("float32"))
+            self.matrix.assign(a)
+            self.inverse.assign(np.linalg.inv(a).swapaxes(-1, -2))
         else:
-            parts = np.stack([a.real, a.imag], axis=1)
-            self.matrix.assign(parts.astype("float32"))
+            self.matrix.assign(np.stack([a.real, a.imag], axis=1))
 
 
-@keras.saving.register_keras_serializable("keras_rfattn")
+@register("complex_exponential")
 class ComplexExponential(MatrixExponential):
     """Features `exp(w·Ax - (Ax)²/2) / √m` of queries; keys use `A⁻ᵀ` in place of A.
 
@@ -134,26 +134,13 @@ class ComplexExponential(MatrixExponential):
         a = a if self.form == "full" else a[0] + 1j * a[1]
         return lambda x, y: log_moment_complex_exponential(x, y, a)
 
-    def query_features(self, x, stats=None):
-        return self._features(x, is_key=False)
-
-    def key_features(self, x, stats=None):
-        return self._features(x, is_key=True)
-
-    def _features(self, x, is_key):
-        x = ops.cast(x, wide_dtype(x))
+    def _features(self, x, stats, is_key):
         if self.form == "full":
             matrix = self.per_head(self.inverse if is_key else self.matrix, x)
             real = precise_einsum("...nh,nih->...ni", x, matrix)
             return exponential(self.project(real) - half_square(real), None, is_key)
-        a = ops.cast(self.per_head(self.matrix, x), x.dtype)
-        real, imaginary = diagonal_parts(x, a[..., 0, :], a[..., 1, :], is_key)
-        exponent = self.project(real) - half_square(real) + half_square(imaginary)
-        if self.is_positive:
-            return exponential(exponent, None, is_key)
-        phase = self.project(imaginary)
-        phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
-        return exponential(exponent, phase, is_key)
+        parts = diagonal_parts(x, self.per_head(self.matrix, x), is_key)
+        return diagonal_features(self, *parts, is_key)
 
     def get_config(self):
         return {**super().get_config(), "form": self.form}
@@ -181,12 +168,48 @@ def check_invertible(a, shape, form):
         )
 
 
-def diagonal_parts(x, real, imaginary, is_key):
-    """Returns the real and imaginary parts of `A x`, or `A⁻¹ x` for keys."""
+def exponential(exponent, phase, is_key):
+    """Returns real features for the complex `exp(exponent + i phase) / √m`.
+
+    The products of real query and key features equal the real part of the products of
+    the complex ones.
+
+    Args:
+        exponent: Real array of shape `(..., m)`.
+        phase: Real array of shape `(..., m)`, or `None` for 0.
+        is_key: Whether these are features of keys, whose imaginary part changes sign.
+
+    Returns:
+        `Features` of width m, or of width `2 m` if there is a phase.
+    """
+    exponent = exponent - math.log(exponent.shape[-1]) / 2
+    if phase is None:
+        return Features(None, exponent)
+    sine = ops.sin(phase)
+    values = ops.concatenate([ops.cos(phase), -sine if is_key else sine], axis=-1)
+    return Features(values, ops.concatenate([exponent, exponent], axis=-1))
+
+
+def diagonal_parts(x, a, is_key):
+    """Returns the real and imaginary parts of `A x`, or `A⁻¹ x` for keys.
+
+    The last axes of `a` are the real and the imaginary part of A's diagonal, `(2, H)`.
+    """
+    real, imaginary = a[..., 0, :], a[..., 1, :]
     if is_key:
         square = ops.square(real) + ops.square(imaginary)
         real, imaginary = real / square, -imaginary / square
     return x * real, x * imaginary
+
+
+def diagonal_features(feature_map, real, imaginary, is_key):
+    """Returns the features of a map for the parts of `A x`, which `project` takes."""
+    exponent = feature_map.project(real) - half_square(real) + half_square(imaginary)
+    phase = None
+    if not feature_map.is_positive:
+        phase = feature_map.project(imaginary)
+        phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
+    return exponential(exponent, phase, is_key)
 
 
 def diagonal(query_center, key_center, is_real):

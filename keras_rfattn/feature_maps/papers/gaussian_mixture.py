@@ -4,9 +4,7 @@ import math
 
 import keras
 import numpy as np
-from keras import ops
 
-from keras_rfattn.backend import wide_dtype
 from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.coefficients import Coefficient
@@ -16,8 +14,9 @@ from keras_rfattn.feature_maps.papers.complex_exponential import (
     ComplexExponential,
     MatrixExponential,
     diagonal_parts,
+    exponential,
 )
-from keras_rfattn.feature_maps.papers.complex_features import exponential
+from keras_rfattn.feature_maps.registry import register
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -61,16 +60,8 @@ class PairCoefficient(Coefficient, MatrixExponential):
             raise ValueError(f"`tau` must be positive. Received: tau={tau!r}.")
         self.tau = tau
 
-    def query_features(self, x, stats=None):
-        return self._features(x, is_key=False)
-
-    def key_features(self, x, stats=None):
-        return self._features(x, is_key=True)
-
-    def _features(self, x, is_key):
-        x = ops.cast(x, wide_dtype(x)) / self.tau
-        a = ops.cast(self.per_head(self.matrix, x), x.dtype)
-        u, _ = diagonal_parts(x, a[..., 0, :], a[..., 1, :], is_key)
+    def _features(self, x, stats, is_key):
+        u, _ = diagonal_parts(x / self.tau, self.per_head(self.matrix, x), is_key)
         u = -u if is_key else u
         return exponential(self.project(u) - 2 * half_square(u), None, is_key)
 
@@ -78,7 +69,7 @@ class PairCoefficient(Coefficient, MatrixExponential):
         return {**super().get_config(), "tau": self.tau}
 
 
-@keras.saving.register_keras_serializable("keras_rfattn")
+@register("hybrid_gaussian_mixture")
 class HybridGaussianMixture(Hybrid):
     """Hybrid with a real A for each pair of clusters and Gaussian coefficients.
 

@@ -2,24 +2,23 @@
 
 import math
 
-import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend import wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import half_square, number
+from keras_rfattn.feature_maps.base import Sided, half_square, number
 from keras_rfattn.feature_maps.moments import mean_of
-from keras_rfattn.feature_maps.papers.complex_features import exponential
+from keras_rfattn.feature_maps.papers.complex_exponential import exponential
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.feature_maps.registry import register
 from keras_rfattn.kernels.variance import (
     log_moment_generalized_exponential,
     log_moment_of_z,
 )
 
 
-@keras.saving.register_keras_serializable("keras_rfattn")
-class Gerf(Adaptive, ProjectedFeatureMap):
+@register("gerf")
+class Gerf(Sided, Adaptive, ProjectedFeatureMap):
     """GERF: `D exp(A‖w‖² + B w·x - s‖x‖²/2) / √m` with complex A and s = ±1.
 
     Here `B = √(s (1 - 4A))`, `D = (1 - 4A)^(d/4)`, and d is the head dim. Keys use
@@ -80,7 +79,7 @@ class Gerf(Adaptive, ProjectedFeatureMap):
             optimal_parameters(square, cross, self.head_dim)
             for square, cross in zip(squares, crosses, strict=True)
         ]
-        self.parameters.assign(np.asarray(best, "float32"))
+        self.parameters.assign(best)
 
     def sign(self, head=0):
         return int(number(self.parameters, head)[2])
@@ -90,17 +89,9 @@ class Gerf(Adaptive, ProjectedFeatureMap):
         a = complex(real, imaginary)
         return lambda x, y: log_moment_generalized_exponential(x, y, a, int(s))
 
-    def query_features(self, x, stats=None):
-        return self._features(x, is_key=False)
-
-    def key_features(self, x, stats=None):
-        return self._features(x, is_key=True)
-
-    def _features(self, x, is_key):
-        x = ops.cast(x, wide_dtype(x))
+    def _features(self, x, stats, is_key):
         real, imaginary, s = (
-            ops.cast(self.per_head(self.parameters[:, i : i + 1], x), x.dtype)
-            for i in range(3)
+            self.per_head(self.parameters[:, i : i + 1], x) for i in range(3)
         )
         # `size` and `angle` are the polar form of 1 - 4A. `turn` is the angle of B, to
         # which √s adds π/2 if s = -1.
@@ -112,8 +103,8 @@ class Gerf(Adaptive, ProjectedFeatureMap):
         b_imaginary = sign * ops.sqrt(size) * ops.sin(turn)
 
         projected = self.project(x)
-        squares = ops.sum(ops.square(ops.cast(self.vectors, x.dtype)), axis=1)
-        squares = self.per_head(squares, x)
+        squares = ops.square(ops.cast(self.vectors, x.dtype))
+        squares = self.per_head(ops.sum(squares, axis=1), x)
         exponent = real * squares + b_real * projected - s * half_square(x)
         exponent = exponent + self.head_dim / 4 * ops.log(size)
         phase = imaginary * squares + b_imaginary * projected

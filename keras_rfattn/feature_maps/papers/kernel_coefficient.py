@@ -1,19 +1,20 @@
 """A hybrid's coefficient that is largest where x is near a linear function of y."""
 
+from operator import attrgetter
+
 import keras
 import numpy as np
 from keras import ops
 
-import keras_rfattn.feature_maps.algebra as algebra
-import keras_rfattn.feature_maps.registry as registry
 from keras_rfattn.backend import precise_einsum, wide_dtype
-from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import FeatureMap, half_square
+from keras_rfattn.feature_maps.algebra import scale
+from keras_rfattn.feature_maps.base import Sided, half_square
 from keras_rfattn.feature_maps.coefficients import Coefficient
+from keras_rfattn.feature_maps.conditioned import MapOfMap
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
+class KernelCoefficient(Sided, Coefficient, MapOfMap):
     """The coefficient `λ = constant + factor · exp(-‖x + M y‖² / (2 c²))`.
 
     The matrix M and the width c are arbitrary. The Gaussian equals the softmax kernel
@@ -53,12 +54,7 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
         self, feature_map="favorplus", matrix=None, width=1.0, constant=0.0,
         factor=1.0, seed=None, **kwargs,
     ):  # fmt: skip
-        inner = registry.get(feature_map)
-        if inner.kernel != "softmax":
-            raise ValueError(
-                "`feature_map` must estimate softmax. Received: "
-                f"feature_map={feature_map!r} with kernel {inner.kernel!r}."
-            )
+        super().__init__(feature_map, seed, **kwargs)
         if not width > 0 or factor == 0:
             raise ValueError(
                 "`width` must be positive, and `factor` must not be 0. Received: "
@@ -71,27 +67,10 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
                     "`matrix` must have shape (H, H) or (K, H, H). Received: "
                     f"matrix.shape={matrix.shape}."
                 )
-        seed = inner.seed if seed is None else seed
-        super().__init__(seed=seed, **kwargs)
-        self.inner, self.matrix, self.width = inner.reseeded(self.seed), matrix, width
+        self.matrix, self.width = matrix, width
         self.constant, self.factor = constant, factor
-        self.num_features = inner.num_features
 
-    @property
-    def is_adaptive(self):
-        return self.inner.is_adaptive
-
-    @property
-    def is_causal_safe(self):
-        return self.inner.is_causal_safe
-
-    @property
-    def assumes_equal_lengths(self):
-        return self.inner.assumes_equal_lengths
-
-    @property
-    def output_dim(self):
-        return self.inner.output_dim
+    is_adaptive = property(attrgetter("inner.is_adaptive"))
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -102,12 +81,7 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
                 f"`matrix` must have shape {shape[1:]} or {shape} here. Received: "
                 f"matrix.shape={found.shape}."
             )
-        found = np.broadcast_to(found, shape).astype("float32")
-        self.weight = self.add_fixed("matrix", found)
-        self.inner.build(input_shape)
-
-    def draw_again(self):
-        self.inner.draw_again()
+        self.weight = self.add_fixed("matrix", np.broadcast_to(found, shape))
 
     def fit(self, samples):
         matrix = ops.convert_to_numpy(self.weight)
@@ -122,14 +96,12 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
             self._placed(query, False), self._placed(key, True), *args, **kwargs
         )
 
-    def query_features(self, x, stats=None):
-        x = self._placed(x, False)
-        features = _windowed(self.inner.query_features(x, stats), x)
-        return algebra.scale(features, self.factor)
-
-    def key_features(self, x, stats=None):
-        x = self._placed(x, True)
-        return _windowed(self.inner.key_features(x, stats), x)
+    def _features(self, x, stats, is_key):
+        inner = self.inner.key_features if is_key else self.inner.query_features
+        x = self._placed(x, is_key)
+        features = inner(x, stats)
+        features = features._replace(log_scale=features.log_scale - half_square(x))
+        return features if is_key else scale(features, self.factor)
 
     def _placed(self, x, is_key):
         """Returns `x / c` for queries and `-M x / c` for keys."""
@@ -142,14 +114,8 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
         matrix = self.matrix if self.matrix is None else self.matrix.tolist()
         return {
             **super().get_config(),
-            "feature_map": registry.serialize(self.inner),
             "matrix": matrix,
             "width": self.width,
             "constant": self.constant,
             "factor": self.factor,
         }
-
-
-def _windowed(features, x):
-    """Multiplies features by `exp(-‖x‖²/2)`."""
-    return features._replace(log_scale=features.log_scale - half_square(x))

@@ -2,17 +2,18 @@
 
 import math
 
-import keras
 import numpy as np
 from keras import ops
 
 from keras_rfattn import projections
-from keras_rfattn.backend import elementwise_max, wide_dtype
+from keras_rfattn.backend import elementwise_max
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed, is_number
 from keras_rfattn.feature_maps.base import number
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.projected import RandomFeatureMap
+from keras_rfattn.feature_maps.registry import register
+from keras_rfattn.feature_maps.trained import integer
 from keras_rfattn.kernels.papers.second_moments import (
     log_moment_geometric,
     log_moment_poisson,
@@ -65,22 +66,19 @@ class Monomials(Adaptive, RandomFeatureMap):
     def build(self, input_shape):
         heads, dim = input_shape[-2:]
         # Only NumPy is used here, because a layer may be built during tracing.
-        start = np.full(heads, self._initial_parameter(dim))
-        self._start = start
+        start = self.initial
+        if start is None:
+            start = self.optimum(np.full(dim, self.typical_product * dim**-0.5))
+        self._start = np.full(heads, start)
         super().build(input_shape)
         counts = self.initializer(0).counts((heads, dim, self.num_features))
-        self.parameter = self.add_fixed("parameter", np.float32(start))
-        self.offsets = self.add_fixed("offsets", self._offsets(counts, start))
+        self.parameter = self.add_fixed("parameter", self._start)
+        self.offsets = self.add_fixed("offsets", self._offsets(counts, self._start))
 
     def initializer(self, draw, *which):
         return self._distribution(self._start, draw)
 
-    def _initial_parameter(self, dim):
-        if self.initial is not None:
-            return self.initial
-        return self.optimum(np.full(dim, self.typical_product * dim**-0.5))
-
-    def _distribution(self, parameter, draw=0):
+    def _distribution(self, parameter, draw):
         seed = self.seed if draw == 0 else derive_seed(self.seed, draw)
         return self.distribution(parameter, seed)
 
@@ -88,16 +86,15 @@ class Monomials(Adaptive, RandomFeatureMap):
         """Returns `-½ log Π_l k_l! P(k_l)` for counts k of each vector, `(K, m)`."""
         counts = counts.astype("float64")
         terms = -self.log_weight(counts, parameter[:, None, None]) / 2
-        return terms.sum(axis=1).astype("float32")
+        return terms.sum(axis=1)
 
     def assign_vectors(self, draw):
-        parameter = ops.convert_to_numpy(self.parameter).astype("float64")
-        self._set(parameter, draw)
+        self._set(ops.convert_to_numpy(self.parameter).astype("float64"), draw)
 
     def _set(self, parameter, draw):
         """Draws the counts of each head for the head's parameter, and assigns both."""
         counts = self._distribution(parameter, draw).counts(self.vectors.shape)
-        self.parameter.assign(parameter.astype("float32"))
+        self.parameter.assign(parameter)
         self.vectors.assign(counts)
         self.offsets.assign(self._offsets(counts, parameter))
 
@@ -107,28 +104,27 @@ class Monomials(Adaptive, RandomFeatureMap):
             return next(means) * next(means)
 
         products = mean_of(powers, samples) ** (1 / self.power)
-        draw = int(ops.convert_to_numpy(self.draws))
-        self._set(np.array([self.optimum(row) for row in products]), draw)
+        parameter = np.array([self.optimum(row) for row in products])
+        self._set(parameter, integer(self.draws))
 
     def log_moment(self, head=0, stats=None):
         parameter = number(self.parameter, head)
         return lambda x, y: self.log_moment_of_products(x * y, parameter)
 
     def key_features(self, x, stats=None):
-        x = ops.cast(x, wide_dtype(x))
         log_scale = self._log_monomials(elementwise_max(ops.abs(x), TINY))
         odd = ops.mod(self.project(ops.cast(x < 0, x.dtype)), 2)
         return Features(1 - 2 * odd, log_scale)
 
     def _log_monomials(self, x):
-        offsets = ops.cast(self.per_head(self.offsets, x), x.dtype)
-        return self.project(ops.log(x)) + offsets - math.log(self.num_features) / 2
+        offsets = self.per_head(self.offsets, x) - math.log(self.num_features) / 2
+        return self.project(ops.log(x)) + offsets
 
     def get_config(self):
         return {**super().get_config(), "parameter": self.initial}
 
 
-@keras.saving.register_keras_serializable("keras_rfattn")
+@register("poisson")
 class Poisson(Monomials):
     """Poisson random features: `exp(λd/2) Π_l x_l^ω_l λ^(-ω_l/2) / √m`.
 
@@ -182,7 +178,7 @@ class Poisson(Monomials):
         return max(float(np.sqrt(np.mean(products**2))), EPSILON)
 
 
-@keras.saving.register_keras_serializable("keras_rfattn")
+@register("geometric")
 class Geometric(Monomials):
     """Geometric random features: `p^(-d/2) Π_l x_l^ω_l (1-p)^(-ω_l/2) ω_l!^(-½) / √m`.
 
@@ -263,15 +259,14 @@ class Shifted:
     def build(self, input_shape):
         super().build(input_shape)
         heads, dim = self.num_heads, self.head_dim
-        start = np.full((heads, dim), -4 * dim**-0.25, "float32")
-        self.shift = self.add_fixed("shift", start)
+        self.shift = self.add_fixed("shift", np.full((heads, dim), -4 * dim**-0.25))
 
     def fit(self, samples):
         lowest = [np.minimum(q.min(1), k.min(1)) for q, k in samples]
         shift = np.min(lowest, axis=0) - EPSILON
         below = shift[:, None]
         super().fit([(q - below, k - below) for q, k in samples])
-        self.shift.assign(shift.astype("float32"))
+        self.shift.assign(shift)
 
     def log_moment(self, head=0, stats=None):
         parameter, c = number(self.parameter, head), number(self.shift, head)
@@ -283,14 +278,13 @@ class Shifted:
         return shifted
 
     def key_features(self, x, stats=None):
-        x = ops.cast(x, wide_dtype(x))
-        shift = ops.cast(self.per_head(self.shift, x), x.dtype)
+        shift = self.per_head(self.shift, x)
         log_scale = self._log_monomials(elementwise_max(x - shift, EPSILON))
         factor = ops.sum(shift * (x - shift / 2), axis=-1, keepdims=True)
         return Features(None, log_scale + factor)
 
 
-@keras.saving.register_keras_serializable("keras_rfattn")
+@register("poisson_positive")
 class PoissonPositive(Shifted, Poisson):
     """PoisRF+: Poisson features of `x - c`, whose entries are positive.
 
@@ -323,7 +317,7 @@ class PoissonPositive(Shifted, Poisson):
     """
 
 
-@keras.saving.register_keras_serializable("keras_rfattn")
+@register("geometric_positive")
 class GeometricPositive(Shifted, Geometric):
     """GeomRF+: geometric features of `x - c`, whose entries are positive.
 

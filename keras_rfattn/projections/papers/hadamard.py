@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from keras_rfattn.projections.base import Projection
+from keras_rfattn.projections.base import Projection, gaussian_lengths
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -53,9 +53,8 @@ class Hadamard(Projection):
         for _ in range(self.num_factors):
             signs = generator.choice((-1.0, 1.0), size=(blocks, 1, size))
             rows = hadamard_transform(rows * signs)
-        rows = rows.reshape(blocks * size, size)[:count]
-        lengths = np.linalg.norm(generator.standard_normal((count, size)), axis=-1)
-        return (rows * lengths[:, None])[:, :dim]
+        rows = rows.reshape(-1, size)[:count]
+        return (rows * gaussian_lengths(generator, count, size))[:, :dim]
 
     def get_config(self):
         return {**super().get_config(), "num_factors": self.num_factors}
