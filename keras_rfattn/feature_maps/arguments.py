@@ -46,11 +46,7 @@ def check_num_features(num_features):
 def refuse_vectors(cls, num_features, projection, other):
     """Raises `ValueError` if a map without random vectors is given such arguments.
 
-    Args:
-        cls: The map's class.
-        num_features: The argument `num_features` that the map received.
-        projection: The argument `projection` that the map received.
-        other: Name of a map that has random vectors, for the error message.
+    The message recommends the map `other` in place of the class `cls`.
     """
     if num_features is not None or projection is not None:
         raise ValueError(

@@ -103,9 +103,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
     def is_causal_safe(self):
         return self.policy != "batch"
 
-    @property
-    def is_adaptive(self):
-        return self.policy != "batch"
+    is_adaptive = is_causal_safe
 
     @property
     def is_generalized_exponential(self):
@@ -131,8 +129,8 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
 
     def build(self, input_shape):
         super().build(input_shape)
-        directions = (self.head_dim,) if self.per_direction else ()
         if self.is_adaptive:
+            directions = (self.head_dim,) if self.per_direction else ()
             shape = self.num_heads, *directions
             self.mean_square = self.add_fixed("mean_square", "zeros", shape)
 
@@ -155,15 +153,15 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
                 f"statistics={self.policy!r} in causal attention. Use "
                 "statistics='stored' (or 'auto') instead."
             )
-        updating = self.is_adaptive and training and self.trainable
-        measured, is_stored = None, True
+        if self.policy == "batch":
+            return self.optimal_a(self.measure(query, key, query_mask, key_mask))
+        is_stored = True
         if self.policy == "auto" and not causal:
             is_stored = ops.convert_to_tensor(self.updates) > 0
             is_stored = known_true(is_stored) or is_stored
-        if updating or self.policy == "batch" or is_stored is not True:
+        updating = training and self.trainable
+        if updating or is_stored is not True:
             measured = self.measure(query, key, query_mask, key_mask)
-        if self.policy == "batch":
-            return self.optimal_a(measured)
         stored = ops.expand_dims(ops.convert_to_tensor(self.mean_square), 0)
         if is_stored is not True:
             stored = ops.where(is_stored, stored, measured)
@@ -176,11 +174,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
     def measure(self, query, key, query_mask=None, key_mask=None):
         """Measures the mean of `‖q_i + k_j‖²` over real tokens, per row and head.
 
-        Args:
-            query: Scaled queries of shape `(B, T, N, H)`.
-            key: Scaled keys of shape `(B, S, K, H)`.
-            query_mask: Optional boolean mask of shape `(B, T)`, true for real tokens.
-            key_mask: Optional boolean mask of shape `(B, S)`, true for real tokens.
+        The arguments are those of `statistics`.
 
         Returns:
             Array of shape `(B, K)`. If `per_direction`, the mean of each
@@ -267,10 +261,9 @@ def masked_moments(x, mask):
 
 
 def mean_over_rows(measured, query_mask, key_mask):
-    """Averages `(B, ...)` over the rows that have real queries and real keys.
+    """Averages `(B, ...)` over rows with real queries and keys, if there are any.
 
-    Returns:
-        `(mean, real)`, where the boolean tensor `real` says whether any row counted.
+    The second result is a boolean tensor that says whether there are.
     """
     real = ops.ones_like(ops.reshape(measured, (ops.shape(measured)[0], -1))[:, 0])
     for mask in (query_mask, key_mask):

@@ -26,14 +26,9 @@ def balance(query_covariance, key_covariance, ridge=1e-3):
 
     `A² = C_q⁻¹ # C_k`, where # is the geometric mean of two positive matrices.
 
-    Args:
-        query_covariance: C_q, array of shape `(K, d, d)`.
-        key_covariance: C_k, array of shape `(K, d, d)`.
-        ridge: Number that is added to the diagonals, as a fraction of their mean, so
-            that A hardly changes directions in which the data does not vary.
-
-    Returns:
-        Array of shape `(K, d, d)`.
+    All matrices have shape `(K, d, d)`. `ridge` is added to the diagonals, as a
+    fraction of their mean, so that A hardly changes directions in which the data does
+    not vary.
     """
 
     def regular(c):

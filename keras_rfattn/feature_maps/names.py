@@ -16,10 +16,7 @@ OF_BACKENDS = "_layers", "_self_"
 def fix_name(layer, name):
     """Names a layer that has an automatic name, and all layers inside it.
 
-    Args:
-        layer: A Keras layer. A built layer keeps its name, because its weights have
-            their paths already. A layer with a name that a user chose keeps it too.
-        name: The new name.
+    A built layer keeps its name, because its weights have their paths already.
     """
     automatic = rf"{to_snake_case(type(layer).__name__)}(_\d+)?"
     if not layer.built and re.fullmatch(automatic, layer.name):
@@ -34,13 +31,7 @@ def fix_name(layer, name):
 
 
 def fix_names(attribute, value):
-    """Names the layers that an attribute holds after the attribute.
-
-    Args:
-        attribute: Name of the attribute.
-        value: Value of the attribute: a layer, or a list, tuple or dict of layers.
-            Other values are ignored.
-    """
+    """Names the layers of an attribute after it: one, or a list or dict of them."""
     attribute = attribute.lstrip("_")
     if isinstance(value, keras.layers.Layer):
         fix_name(value, attribute)

@@ -79,14 +79,13 @@ class PolySketch(Sketch, ProjectedFeatureMap):
         ((1, 10, 16), 16)
     """
 
+    default_num_features = DEFAULT_SKETCH_SIZE
     # Whether the matrices are trained.
     is_trained = False
 
     def __init__(
         self, num_features=None, degree=DEFAULT_DEGREE, projection="gaussian", **kwargs
     ):
-        if num_features is None:
-            num_features = DEFAULT_SKETCH_SIZE
         super().__init__(
             degree, num_features=num_features, projection=projection, **kwargs
         )

@@ -13,8 +13,6 @@ from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.trained import integer
 from keras_rfattn.kernels.variance import orthogonal_covariance
 
-DEFAULT_NUM_FEATURES = 256
-
 
 class RandomFeatureMap(FeatureMap):
     """Base of maps with random vectors w for each key/value head.
@@ -44,9 +42,12 @@ class RandomFeatureMap(FeatureMap):
         32
     """
 
+    default_num_features = 256
+
     def __init__(self, num_features=None, seed=None, **kwargs):
         super().__init__(seed=seed, **kwargs)
-        num_features = DEFAULT_NUM_FEATURES if num_features is None else num_features
+        if num_features is None:
+            num_features = self.default_num_features
         check_num_features(num_features)
         self.num_features = num_features
 

@@ -7,46 +7,29 @@ import difflib
 import inspect
 import re
 
-# Maps names in papers and other libraries, normalized by `_normalized`, to the
-# registered names.
+# Maps registered names to what papers and other libraries call these maps, normalized
+# by `_normalized`. Some names mean several maps.
+MEANINGS = {
+    ("favorpp",): "adaptiverandomfeatures oprf optimalpositiverandom performerpp",
+    ("favorpp", "gerf", "poisson_positive", "geometric_positive"): (
+        "chefsrandomtables crt"
+    ),
+    ("favorpp_dense",): "denseexponential derf favorsharp",
+    ("elu",): "elu1 eluplus1 katharopoulos linear",
+    ("favorplus",): "favorsoftmax performer performers positiverandom positive prf",
+    ("favor",): "fourier randomfourier rfa rff trf trig trigonometric trigrf",
+    ("gerf",): "generalizedexponential",
+    ("relu",): "generalized performerrelu",
+    ("hybrid_angular", "hybrid_gaussian", "hybrid_clustered"): (
+        "hrf hybrid hybridrandom"
+    ),
+    ("hedgehog",): "lolcats",
+    ("polynomial",): "poly",
+    ("polysketch", "polysketch_learned"): "polysketchformer",
+    ("favorplus", "favorpp"): "random",
+}
 ALIASES = {
-    "adaptiverandomfeatures": ("favorpp",),
-    "chefsrandomtables": ("favorpp", "gerf", "poisson_positive", "geometric_positive"),
-    "crt": ("favorpp", "gerf", "poisson_positive", "geometric_positive"),
-    "denseexponential": ("favorpp_dense",),
-    "derf": ("favorpp_dense",),
-    "elu1": ("elu",),
-    "eluplus1": ("elu",),
-    "favorsharp": ("favorpp_dense",),
-    "favorsoftmax": ("favorplus",),
-    "fourier": ("favor",),
-    "generalizedexponential": ("gerf",),
-    "generalized": ("relu",),
-    "hrf": ("hybrid_angular", "hybrid_gaussian", "hybrid_clustered"),
-    "hybrid": ("hybrid_angular", "hybrid_gaussian", "hybrid_clustered"),
-    "hybridrandom": ("hybrid_angular", "hybrid_gaussian", "hybrid_clustered"),
-    "katharopoulos": ("elu",),
-    "linear": ("elu",),
-    "lolcats": ("hedgehog",),
-    "oprf": ("favorpp",),
-    "optimalpositiverandom": ("favorpp",),
-    "performer": ("favorplus",),
-    "performers": ("favorplus",),
-    "performerpp": ("favorpp",),
-    "performerrelu": ("relu",),
-    "poly": ("polynomial",),
-    "polysketchformer": ("polysketch", "polysketch_learned"),
-    "positiverandom": ("favorplus",),
-    "positive": ("favorplus",),
-    "prf": ("favorplus",),
-    "random": ("favorplus", "favorpp"),
-    "randomfourier": ("favor",),
-    "rfa": ("favor",),
-    "rff": ("favor",),
-    "trf": ("favor",),
-    "trig": ("favor",),
-    "trigonometric": ("favor",),
-    "trigrf": ("favor",),
+    alias: names for names, aliases in MEANINGS.items() for alias in aliases.split()
 }
 # Words that may follow a name and do not change what it means.
 GENERIC_WORDS = ("attention", "transformer", "features", "kernel", "map", "former")
@@ -55,15 +38,7 @@ CUTOFF = 0.85
 
 
 def hint(name, registered):
-    """Returns a hint for a user whose name of a mechanism is not registered.
-
-    Args:
-        name: The unknown name.
-        registered: The registered names.
-
-    Returns:
-        A sentence, or "" if no registered name is similar.
-    """
+    """Returns a sentence about an unknown name, or "" if none of `registered` is near."""
     if name.strip().lower() in ("softmax", "none", "vanilla", "exact"):
         return (
             "Attention that is not replaced stays softmax: name its layers in "

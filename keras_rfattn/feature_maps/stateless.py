@@ -59,17 +59,10 @@ class FeatureFunction:
         return feature_map, stats, keras.StatelessScope(pairs)
 
     def heads_first(self, x, parameters):
-        """Computes features for heads that come before tokens.
+        """Computes features `(B, K, R, M)` of x, `(B, K, R, H)`, with heads first.
 
-        Args:
-            x: Array of shape `(B, K, R, H)`, for batch B, K key/value heads and head
-                dim H. R counts rows: each token has G adjacent rows, one for each query
-                head of the group.
-            parameters: `(stats, values)`, as in a call.
-
-        Returns:
-            `Features` of shape `(B, K, R, M)`, or the `Exponents` of a map that has
-            them, which are yet to be computed.
+        R counts rows: each token has G adjacent rows, one for each query head of the
+        group. A map that has `Exponents` returns these, which are yet to be computed.
         """
         feature_map, stats, scope = self._given(parameters)
         tokens = ops.swapaxes(x, 1, 2)

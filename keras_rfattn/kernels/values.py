@@ -11,13 +11,6 @@ import numpy as np
 def softmax(x, y):
     """Returns the softmax kernel `exp(x · y)`.
 
-    Args:
-        x: Array of shape `(..., T, H)`.
-        y: Array of shape `(..., S, H)`.
-
-    Returns:
-        Array of shape `(..., T, S)`.
-
     Examples:
         >>> from keras_rfattn.kernels import values
         >>> x, y = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
@@ -29,13 +22,6 @@ def softmax(x, y):
 
 def gaussian(x, y):
     """Returns the Gaussian kernel `exp(-‖x - y‖² / 2)`.
-
-    Args:
-        x: Array of shape `(..., T, H)`.
-        y: Array of shape `(..., S, H)`.
-
-    Returns:
-        Array of shape `(..., T, S)`.
 
     Examples:
         >>> from keras_rfattn.kernels import values
@@ -55,13 +41,6 @@ def relu(x, y):
     Saul, "Kernel Methods for Deep Learning", 2009, equation 3, halved because the
     paper's kernels are twice the mean).
 
-    Args:
-        x: Array of shape `(..., T, H)`.
-        y: Array of shape `(..., S, H)`.
-
-    Returns:
-        Array of shape `(..., T, S)`.
-
     Examples:
         >>> from keras_rfattn.kernels import values
         >>> x, y = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
@@ -77,13 +56,6 @@ def relu(x, y):
 
 def elu(x, y):
     """Returns `Σ_l (elu(x_l) + 1)(elu(y_l) + 1)`, a kernel defined by its features.
-
-    Args:
-        x: Array of shape `(..., T, H)`.
-        y: Array of shape `(..., S, H)`.
-
-    Returns:
-        Array of shape `(..., T, S)`.
 
     Examples:
         >>> from keras_rfattn.kernels import values
@@ -102,12 +74,7 @@ def polynomial(x, y, degree):
     """Returns the kernel `(x · y)^degree`.
 
     Args:
-        x: Array of shape `(..., T, H)`.
-        y: Array of shape `(..., S, H)`.
         degree: Positive integer.
-
-    Returns:
-        Array of shape `(..., T, S)`.
 
     Examples:
         >>> from keras_rfattn.kernels import values

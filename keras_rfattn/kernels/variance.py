@@ -1,8 +1,8 @@
 """Closed-form variance of estimators of the softmax kernel, against which tests check.
 
-Most functions take pairs `x`, `y` of shape `(..., d)` and assume independent vectors.
-The variance of a mean over m vectors is the returned value divided by m.
-`orthogonal_covariance` gives the change for orthogonal vectors.
+The functions take pairs `x`, `y`, arrays of shape `(..., d)`, and return an array of
+shape `(...)`. Most assume independent vectors. The variance of a mean over m vectors is
+the returned value divided by m. `orthogonal_covariance` gives the change for orthogonal vectors.
 
 The functions `log_moment_*` return the logarithm of the second moment `E[Z²]` of one
 draw Z, which is finite where the moment itself would overflow. `variance` and
@@ -21,11 +21,6 @@ def variance(log_moment, x, y):
 
     Args:
         log_moment: `log E[Z²]`, array of shape `(...)`.
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels import variance
@@ -43,11 +38,6 @@ def log_variance(log_moment, x, y):
 
     Args:
         log_moment: `log E[Z²]`, array of shape `(...)`.
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels import variance
@@ -71,9 +61,6 @@ def log_moment_of_z(z, dim, a, s=1):
         dim: The dimension d.
         a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
         s: 1 or -1.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels import variance
@@ -107,13 +94,8 @@ def log_moment_generalized_exponential(x, y, a=0.0, s=1):
     `A < 0` OPRF.
 
     Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
         a: The parameter A, real or complex.
         s: 1 or -1.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels import variance
@@ -134,13 +116,8 @@ def generalized_exponential(x, y, a=0.0, s=1):
     `log_moment_generalized_exponential`. `a=0, s=-1` gives trigonometric features.
 
     Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
         a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
         s: 1 or -1.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels import variance
@@ -157,12 +134,7 @@ def log_moment_per_direction(x, y, a):
     The moment is a product over coordinates of one-dimensional moments.
 
     Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
         a: Array of shape `(d,)`, below 1/8.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels import variance
@@ -197,9 +169,6 @@ def orthogonal_covariance(x, y, s=1):
         y: Array of shape `(..., d)`.
         s: 1, or -1 for trigonometric features.
 
-    Returns:
-        Array of shape `(...)`.
-
     Examples:
         >>> from keras_rfattn.kernels import variance
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
@@ -220,13 +189,6 @@ def log_moment_positive_pair(x, y):
     width 2. Its second moment is `½ (1 + exp(2 ‖x + y‖²)) exp(-‖x‖² - ‖y‖²)` (HRF,
     lemma 2.2).
 
-    Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
-
-    Returns:
-        Array of shape `(...)`.
-
     Examples:
         >>> from keras_rfattn.kernels import variance
         >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
@@ -242,13 +204,6 @@ def positive_pair(x, y):
     """Returns the variance of one ± pair; see `log_moment_positive_pair`.
 
     It is `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, which is accurate near 0 too.
-
-    Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels import variance

@@ -69,12 +69,12 @@ class HybridClustered(Sided, Adaptive, ProjectedFeatureMap):
     """
 
     is_symmetric = False
+    default_num_features = 32
 
     def __init__(
         self, num_features=None, num_clusters=(2, 2), num_pairs=None, form="real",
         **kwargs,
     ):  # fmt: skip
-        num_features = 32 if num_features is None else num_features
         super().__init__(num_features, **kwargs)
         self.num_clusters = check_clusters(num_clusters)
         every = math.prod(self.num_clusters)
@@ -115,11 +115,7 @@ class HybridClustered(Sided, Adaptive, ProjectedFeatureMap):
             setattr(self, name, self.add_fixed(name, value))
 
     def fit(self, samples):
-        clusters = [
-            find_clusters(samples, self.num_clusters, head, self.seed)
-            for head in range(self.num_heads)
-        ]
-        for name, value in self._arrays(clusters).items():
+        for name, value in self._arrays(find_clusters(self, samples)).items():
             getattr(self, name).assign(value)
 
     def _arrays(self, clusters):
@@ -222,18 +218,8 @@ class Clusters(NamedTuple):
         return diagonal(self.query_centers[i], self.key_centers[j], is_real=False)
 
 
-def find_clusters(samples, num_clusters, head, seed):
-    """Finds the clusters of one head by k-means.
-
-    Args:
-        samples: List of pairs `(queries, keys)`, one for each sequence: NumPy arrays
-            of shape `(K, n, H)`.
-        num_clusters: Pair of the number of query clusters and of key clusters.
-        head: Index of the key/value head.
-        seed: Integer from which the seed of the initial centers is derived.
-
-    Returns:
-        The `Clusters`.
+def find_clusters(feature_map, samples):
+    """Returns the `Clusters` of each head of a map, which k-means finds in samples.
 
     Raises:
         ImportError: If scikit-learn is missing.
@@ -246,19 +232,23 @@ def find_clusters(samples, num_clusters, head, seed):
             "Clustering needs scikit-learn. Install it: pip install scikit-learn."
         ) from error
 
-    centers, sizes, shares = [], [], []
-    for side, count in enumerate(num_clusters):
-        tokens = np.concatenate([sample[side][head] for sample in samples])
-        if len(tokens) < count:
-            raise ValueError(
-                "`num_clusters` must be at most the number of tokens. Received: "
-                f"{count} clusters, {len(tokens)} tokens. Give `calibrate` more data."
-            )
-        seed_of_side = derive_seed(seed, head, side)
-        found = KMeans(count, n_init=4, random_state=seed_of_side).fit(tokens)
-        members = np.eye(count)[found.labels_]
-        number = np.maximum(members.sum(0), 1)[:, None]
-        centers.append(found.cluster_centers_)
-        sizes.append(np.sqrt(members.T @ tokens**2 / number))
-        shares.append(members.mean(0))
-    return Clusters(*centers, *sizes, np.outer(*shares))
+    clusters = []
+    for head in range(feature_map.num_heads):
+        centers, sizes, shares = [], [], []
+        for side, count in enumerate(feature_map.num_clusters):
+            tokens = np.concatenate([sample[side][head] for sample in samples])
+            if len(tokens) < count:
+                raise ValueError(
+                    "`num_clusters` must be at most the number of tokens. Received: "
+                    f"{count} clusters, {len(tokens)} tokens. Give `calibrate` more "
+                    "data."
+                )
+            seed = derive_seed(feature_map.seed, head, side)
+            found = KMeans(count, n_init=4, random_state=seed).fit(tokens)
+            members = np.eye(count)[found.labels_]
+            number = np.maximum(members.sum(0), 1)[:, None]
+            centers.append(found.cluster_centers_)
+            sizes.append(np.sqrt(members.T @ tokens**2 / number))
+            shares.append(members.mean(0))
+        clusters.append(Clusters(*centers, *sizes, np.outer(*shares)))
+    return clusters

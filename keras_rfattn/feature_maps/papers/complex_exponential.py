@@ -154,13 +154,10 @@ def check_invertible(a, shape, form):
             f"A must be {kind} and of shape {shape} for form={form!r}. Received: shape "
             f"{a.shape}, dtype {a.dtype}."
         )
-    finite = np.all(np.isfinite(a))
     condition = np.inf
-    if finite and form == "full":
-        condition = np.max(np.linalg.cond(a))
-    elif finite:
-        sizes = np.abs(a)
-        condition = np.max(sizes.max(-1) / np.maximum(sizes.min(-1), 1e-300))
+    if np.all(np.isfinite(a)):
+        matrices = a if form == "full" else a[..., None] * np.eye(a.shape[-1])
+        condition = np.max(np.linalg.cond(matrices))
     # With a larger condition number, A or its inverse has no correct digit in float32.
     if not condition < 1e7:
         raise ValueError(
@@ -174,13 +171,8 @@ def exponential(exponent, phase, is_key):
     The products of real query and key features equal the real part of the products of
     the complex ones.
 
-    Args:
-        exponent: Real array of shape `(..., m)`.
-        phase: Real array of shape `(..., m)`, or `None` for 0.
-        is_key: Whether these are features of keys, whose imaginary part changes sign.
-
-    Returns:
-        `Features` of width m, or of width `2 m` if there is a phase.
+    Both arguments have shape `(..., m)`; a phase of `None` is 0. Features have width m,
+    or `2 m` if there is a phase. The imaginary part of keys changes its sign.
     """
     exponent = exponent - math.log(exponent.shape[-1]) / 2
     if phase is None:
@@ -213,17 +205,10 @@ def diagonal_features(feature_map, real, imaginary, is_key):
 
 
 def diagonal(query_center, key_center, is_real):
-    """Returns the diagonal of A for a query center x and a key center y.
+    """Returns the complex diagonal of A, `(..., d)`, for centers x and y, `(..., d)`.
 
-    See "Hybrid Random Features" (2022), equations 86 to 88.
-
-    Args:
-        query_center: Array x of shape `(..., d)`.
-        key_center: Array y of shape `(..., d)`.
-        is_real: Whether A must be real. A complex A solves `A x + A⁻¹ y = 0`.
-
-    Returns:
-        Complex array of shape `(..., d)`. Each entry is real or imaginary.
+    Each entry is real or imaginary ("Hybrid Random Features", equations 86 to 88). A
+    solves `A x + A⁻¹ y = 0` unless `is_real`.
     """
     x, y = np.abs(query_center), np.abs(key_center)
     both_zero = (x == 0) & (y == 0)

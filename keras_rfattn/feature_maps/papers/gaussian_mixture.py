@@ -129,18 +129,13 @@ class HybridGaussianMixture(Hybrid):
         self.tau = tau
 
     def fit(self, samples):
-        clusters = [
-            find_clusters(samples, self.num_clusters, head, self.seed)
-            for head in range(self.num_heads)
-        ]
-        _, n_k = self.num_clusters
-        for pair, (e, c) in enumerate(
-            zip(self.estimators[:-1], self.coefficients, strict=True)
-        ):
-            i, j = divmod(pair, n_k)
-            a = [found.diagonal(i, j, is_real=True) for found in clusters]
-            e.set_matrix(np.stack(a))
-            c.set_matrix(np.stack(a))
+        clusters = find_clusters(self, samples)
+        pairs = zip(self.estimators[:-1], self.coefficients, strict=True)
+        for pair, parts in enumerate(pairs):
+            i, j = divmod(pair, self.num_clusters[1])
+            a = np.stack([found.diagonal(i, j, is_real=True) for found in clusters])
+            for part in parts:
+                part.set_matrix(a)
 
     def get_config(self):
         return {

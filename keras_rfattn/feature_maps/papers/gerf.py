@@ -113,15 +113,9 @@ class Gerf(Sided, Adaptive, ProjectedFeatureMap):
 
 
 def optimal_parameters(square, cross, dim):
-    """Returns the A and s that minimize the second moment.
+    """Returns `(Re A, Im A, s)` of the least second moment.
 
-    Args:
-        square: The mean of `‖x‖² + ‖y‖²`.
-        cross: The mean of `2 x · y`.
-        dim: The dimension d.
-
-    Returns:
-        `(Re A, Im A, s)`.
+    `square` is the mean of `‖x‖² + ‖y‖²`, and `cross` that of `2 x · y`.
     """
     from scipy import optimize
 

@@ -1,7 +1,7 @@
 """Closed-form variance of hybrid estimators, and their errors on a sphere.
 
-Pairs `x`, `y` have shape `(..., d)`, as in `kernels/variance.py`.
-"HRF" is Choromanski et al., "Hybrid Random Features" (2022).
+Pairs `x`, `y` have shape `(..., d)` and results shape `(...)`, as in
+`kernels/variance.py`. "HRF" is Choromanski et al., "Hybrid Random Features" (2022).
 """
 
 import numpy as np
@@ -11,13 +11,6 @@ from keras_rfattn.kernels import variance
 
 def angle(x, y):
     """Returns the angle between x and y, in radians, from 0 to π.
-
-    Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels.papers import hybrid_variance
@@ -36,8 +29,6 @@ def angular_moments(x, y, n):
     3.2 and theorem D.1). Equation 47 as printed has another second moment.
 
     Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
         n: Number of random vectors τ.
 
     Returns:
@@ -64,8 +55,6 @@ def gaussian_moments(x, y, n, sigma, rho):
     theorem F.1, equations 72 and 73; F.2 is the same on a sphere).
 
     Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
         n: Number of random vectors τ.
         sigma: Positive number σ, the smoothness.
         rho: Positive number ρ, the normalizing constant.
@@ -93,14 +82,9 @@ def bipolar_hybrid(x, y, m, moments, shared=False):
     See also theorems D.1, F.1 and F.2.
 
     Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
         m: Number of vectors of each base estimator.
         moments: Moments of the coefficient, as returned by `angular_moments`.
         shared: Whether the base estimators use the same vectors.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels.papers import hybrid_variance

@@ -1,7 +1,7 @@
 """Log second moments of estimators that only the papers' tables use.
 
 The functions complement `kernels/variance.py`, which explains second moments and names
-the sources.
+the sources. Pairs `x`, `y` have shape `(..., d)` and results shape `(...)`.
 """
 
 import numpy as np
@@ -15,9 +15,6 @@ def log_moment_poisson(products, rate):
     Args:
         products: `x_l y_l`, array of shape `(..., d)`.
         rate: The parameter λ > 0.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels.papers import second_moments
@@ -37,9 +34,6 @@ def log_moment_geometric(products, p):
     Args:
         products: `x_l y_l`, array of shape `(..., d)`.
         p: Success probability, in (0, 1).
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels.papers import second_moments
@@ -62,12 +56,7 @@ def log_moment_shifted(log_moment, x, y, shift):
 
     Args:
         log_moment: Log second moment for the pair `x - c`, `y - c`.
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
         shift: The vector c, of shape `(d,)`.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels.papers import second_moments
@@ -90,12 +79,7 @@ def log_moment_complex_exponential(x, y, a):
     and Im z vanish (equation 18).
 
     Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
         a: Complex or real matrix A of shape `(d, d)`, or its diagonal of shape `(d,)`.
-
-    Returns:
-        Array of shape `(...)`.
 
     Examples:
         >>> from keras_rfattn.kernels.papers import second_moments

@@ -2,6 +2,7 @@
 
 One draw of generalized exponential features with A < 0 lies between 0 and a bound that
 does not depend on the draw, so Hoeffding's inequality holds for a mean of m draws.
+Pairs `x`, `y` have shape `(..., d)`.
 
 Source: Likhosherstov et al., "Chefs' Random Tables" (2022), theorems 4.2 and 4.3. The
 paper leaves the factor `D² = (1 - 4A)^{d/2}` of a draw out of its largest value. With
@@ -16,8 +17,6 @@ def log_largest_draw(x, y, a):
     """Returns the log of the largest draw of the Gaussian kernel's estimator.
 
     Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
         a: The parameter A, negative.
 
     Returns:
@@ -47,8 +46,6 @@ def log_tail(x, y, a, num_features, error):
     independent draws.
 
     Args:
-        x: Array of shape `(..., d)`.
-        y: Array of shape `(..., d)`.
         a: The parameter A, negative.
         num_features: Number m of draws.
         error: Positive number, the absolute error.
