@@ -26,6 +26,14 @@ def check_flag(name, value):
         )
 
 
+def check_choice(name, value, choices):
+    """Raises `ValueError` unless an argument is one of the choices."""
+    if value not in choices:
+        raise ValueError(
+            f"`{name}` must be one of {choices}. Received: {name}={value!r}."
+        )
+
+
 def check_seed(seed):
     """Raises `ValueError` unless `seed` is a non-negative integer or `None`."""
     if seed is not None and not (is_integer(seed) and seed >= 0):

@@ -13,6 +13,7 @@ from keras import ops
 import keras_rfattn.feature_maps.registry as registry
 from keras_rfattn.backend import accumulated_matmul, precise_einsum, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
+from keras_rfattn.feature_maps.arguments import check_choice
 from keras_rfattn.feature_maps.base import FeatureMap, Sided, number
 from keras_rfattn.feature_maps.favorpp import FavorPP
 from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments
@@ -106,10 +107,7 @@ class Conditioned(Sided, MapOfMap):
 
     def __init__(self, feature_map="favorpp", up_to="balance", seed=None, **kwargs):
         super().__init__(feature_map, seed, **kwargs)
-        if up_to not in STEPS:
-            raise ValueError(
-                f"`up_to` must be one of {STEPS}. Received: up_to={up_to!r}."
-            )
+        check_choice("up_to", up_to, STEPS)
         self.up_to = up_to
 
     @property

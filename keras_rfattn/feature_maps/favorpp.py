@@ -14,7 +14,7 @@ from keras_rfattn.backend import (
     where,
 )
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.arguments import check_flag, is_number
+from keras_rfattn.feature_maps.arguments import check_choice, check_flag, is_number
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.moments import mean_of
@@ -85,11 +85,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         **kwargs,
     ):
         super().__init__(num_features, **kwargs)
-        if statistics not in POLICIES:
-            raise ValueError(
-                f"`statistics` must be one of {POLICIES}. "
-                f"Received: statistics={statistics!r}."
-            )
+        check_choice("statistics", statistics, POLICIES)
         if not is_number(momentum) or not 0 <= momentum < 1:
             raise ValueError(
                 f"`momentum` must be in [0, 1). Received: momentum={momentum!r}."
@@ -180,13 +176,14 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
             Array of shape `(B, K)`. If `per_direction`, the mean of each
             `(q_il + k_jl)²`, of shape `(B, K, H)`.
         """
-        groups = query.shape[2] // self.num_heads
         q_square, q_mean = masked_moments(query, query_mask)
         k_square, k_mean = masked_moments(key, key_mask)
+        groups = query.shape[2] // self.num_heads
         if groups > 1:
             shape = (-1, self.num_heads, groups, query.shape[-1])
-            q_square = ops.mean(ops.reshape(q_square, shape), axis=2)
-            q_mean = ops.mean(ops.reshape(q_mean, shape), axis=2)
+            q_square, q_mean = (
+                ops.mean(ops.reshape(x, shape), axis=2) for x in (q_square, q_mean)
+            )
         total = q_square + k_square + 2 * q_mean * k_mean
         return ops.stop_gradient(total if self.per_direction else ops.sum(total, -1))
 

@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 import keras_rfattn.feature_maps.registry as registry
+from keras_rfattn.feature_maps.arguments import check_choice
 from keras_rfattn.feature_maps.conditioned import Conditioned
 from keras_rfattn.feature_maps.favorpp import FavorPP
 from keras_rfattn.feature_maps.trained import mark
@@ -55,10 +56,7 @@ class FavorPPLearned(Conditioned):
         seed=None,
         **kwargs,
     ):
-        if start not in STARTS:
-            raise ValueError(
-                f"`start` must be one of {STARTS}. Received: start={start!r}."
-            )
+        check_choice("start", start, STARTS)
         is_dense = start == "favorpp_dense"
         inner = TrainedOPRF(
             num_features, per_direction=is_dense, projection=projection, seed=seed

@@ -48,9 +48,7 @@ def get(identifier, **arguments):
         if "num_features" in arguments:
             check_num_features(arguments["num_features"])
         return FEATURE_MAPS[identifier](**arguments)
-    found = identifier
-    if isinstance(identifier, dict):
-        found = deserialize(identifier)
+    found = deserialize(identifier) if isinstance(identifier, dict) else identifier
     if not isinstance(found, FeatureMap):
         raise TypeError(
             f"`feature_map` must be a name ({', '.join(list())}), a `FeatureMap` or "

@@ -38,7 +38,7 @@ CUTOFF = 0.85
 
 
 def hint(name, registered):
-    """Returns a sentence about an unknown name, or "" if none of `registered` is near."""
+    """Returns a sentence about an unknown name, or "" if no registered one is near."""
     if name.strip().lower() in ("softmax", "none", "vanilla", "exact"):
         return (
             "Attention that is not replaced stays softmax: name its layers in "

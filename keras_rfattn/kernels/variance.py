@@ -2,7 +2,8 @@
 
 The functions take pairs `x`, `y`, arrays of shape `(..., d)`, and return an array of
 shape `(...)`. Most assume independent vectors. The variance of a mean over m vectors is
-the returned value divided by m. `orthogonal_covariance` gives the change for orthogonal vectors.
+the returned value divided by m. `orthogonal_covariance` gives the change for orthogonal
+vectors.
 
 The functions `log_moment_*` return the logarithm of the second moment `E[Z²]` of one
 draw Z, which is finite where the moment itself would overflow. `variance` and

@@ -129,14 +129,13 @@ class HybridClustered(Sided, Adaptive, ProjectedFeatureMap):
         matrix = np.ones((heads, self.num_slots, self.head_dim), complex)
         for head, found in enumerate(clusters):
             order = np.argsort(-found.mass.ravel(), kind="stable")
-            pairs = [divmod(pair, n_k) for pair in order]
-            for slot, (i, j) in enumerate(pairs[: self.num_pairs]):
+            for rank, pair in enumerate(order):
+                i, j = divmod(pair, n_k)
+                has_own = rank < self.num_pairs
+                slot = rank if has_own else self.num_pairs + i
                 query_active[head, i, slot] = key_active[head, j, slot] = 1
-                if found.query_sizes is not None:
+                if has_own and found.query_sizes is not None:
                     matrix[head, slot] = found.diagonal(i, j, self.is_positive)
-            for i, j in pairs[self.num_pairs :]:
-                slot = self.num_pairs + i
-                query_active[head, i, slot] = key_active[head, j, slot] = 1
         arrays = {
             "query_centers": [c.query_centers for c in clusters],
             "key_centers": [c.key_centers for c in clusters],

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.adaptive import Adaptive
+from keras_rfattn.feature_maps.arguments import check_choice
 from keras_rfattn.feature_maps.base import Sided, half_square, number
 from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
@@ -107,8 +108,7 @@ class ComplexExponential(MatrixExponential):
 
     def __init__(self, num_features=None, form="complex", **kwargs):
         super().__init__(num_features, **kwargs)
-        if form not in FORMS:
-            raise ValueError(f"`form` must be one of {FORMS}. Received: form={form!r}.")
+        check_choice("form", form, FORMS)
         self.form = form
 
     @property
