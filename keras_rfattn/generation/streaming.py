@@ -15,6 +15,7 @@ from keras_rfattn.layers.fingerprint import checksum
 from keras_rfattn.models.carried import sums_up
 from keras_rfattn.models.generation import (
     Cache,
+    Generating,
     context,
     decodes,
     generating,
@@ -262,7 +263,8 @@ class Stream:
             )
 
     def _forward(self, tokens, state, start, hidden):
-        with generating(self.model, hidden, origin=start, sites=self.sites):
+        known = Generating(self.sites, hidden, origin=start)
+        with generating(self.model, known):
             logits, _, state = self.model.call_with_cache(tokens, state, start)
         return logits, state
 

@@ -8,20 +8,15 @@ caches.
 from keras import ops
 
 import keras_rfattn.models.generation as generation
-import keras_rfattn.models.seq2seq as seq2seq
 from keras_rfattn.models.carried import sums_up
-
-# Parameters of `_build_cache`, by which such tasks are recognized.
-BUILD = [
-    "encoder_input_values",
-    "encoder_padding_mask",
-    "decoder_token_ids",
-    "decoder_padding_mask",
-]
+from keras_rfattn.models.seq2seq import answered
 
 
+@generation.in_place_of("_build_cache")
 def build_cache(
     task,
+    original,
+    known,
     encoder_input_values,
     encoder_padding_mask,
     decoder_token_ids,
@@ -34,28 +29,25 @@ def build_cache(
         `cross_cache` holds the keys and values of layers that keep them for
         cross-attention; it is a placeholder if there are none.
     """
-    known = generation.context(task)
-    original = type(task).original_class._build_cache
-    given = (
-        encoder_input_values,
-        encoder_padding_mask,
-        decoder_token_ids,
-        decoder_padding_mask,
-    )
-    if not generation.has_states(known.sites):
-        return original(task, *given)
     cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))
     start = ops.convert_to_tensor(0, dtype="int32")
-    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as call:
-        hidden_states, _, cross, *encoded = original(task, *given)
-        cache = call.cache()
+    with answered(task, known, cache, decoder_token_ids, start) as (blanks, after):
+        hidden_states, _, cross, *encoded = original(
+            encoder_input_values,
+            encoder_padding_mask,
+            decoder_token_ids,
+            decoder_padding_mask,
+        )
     if all(sums_up(x) for x in known.sites if generation.crosses(x)):
-        cross = call.cross_blank
-    return hidden_states, cache, cross, *encoded
+        cross = blanks[1]
+    return hidden_states, after(), cross, *encoded
 
 
+@generation.in_place_of("call_decoder_with_cache")
 def call_decoder_with_cache(
     task,
+    original,
+    known,
     encoder_hidden_states,
     encoder_padding_mask,
     decoder_token_ids,
@@ -65,34 +57,33 @@ def call_decoder_with_cache(
 ):
     """Runs the task's `call_decoder_with_cache`.
 
-    The arguments are those of `seq2seq.call_decoder_with_cache`.
-
-    Returns:
-        `(logits, hidden_states, self_attention_cache, cross_attention_cache)`.
+    The arguments and results are those of `seq2seq.call_decoder_with_cache`.
     """
-    known, cache = generation.context(task), self_attention_cache
-    original = type(task).original_class.call_decoder_with_cache
-    encoded = encoder_hidden_states, encoder_padding_mask
-    index = self_attention_cache_update_index
-    if not generation.has_states(known.sites):
-        return original(
-            task, *encoded, decoder_token_ids, cache, index, cross_attention_cache
-        )
-    start = ops.convert_to_tensor(index, dtype="int32")
-    with seq2seq.answered(task, known, cache, decoder_token_ids, start) as call:
+    start = ops.convert_to_tensor(self_attention_cache_update_index, dtype="int32")
+    cache = self_attention_cache
+    with answered(task, known, cache, decoder_token_ids, start) as (blanks, after):
         logits, hidden_states, *_ = original(
-            task, *encoded, decoder_token_ids, call.blank, start, cross_attention_cache
+            encoder_hidden_states,
+            encoder_padding_mask,
+            decoder_token_ids,
+            blanks[0],
+            start,
+            cross_attention_cache,
         )
-        cache = call.cache()
-    return logits, hidden_states, cache, cross_attention_cache
+    return logits, hidden_states, after(), cross_attention_cache
 
 
-def members(cls):
-    """Returns the methods for a task's carrier, if it turns speech into text."""
-    if not generation.takes(cls, "_build_cache", BUILD):
-        return {}
-    return {
+FAMILY = generation.Family(
+    "_build_cache",
+    [
+        "encoder_input_values",
+        "encoder_padding_mask",
+        "decoder_token_ids",
+        "decoder_padding_mask",
+    ],
+    {
         "_build_cache": build_cache,
         "call_decoder_with_cache": call_decoder_with_cache,
         "generate_step": generation.make_generate_step("decoder_padding_mask"),
-    }
+    },
+)

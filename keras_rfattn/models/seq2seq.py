@@ -6,7 +6,7 @@ each new token reads; softmax layers of a mixed model keep keys and values.
 """
 
 import contextlib
-from typing import Any, NamedTuple
+from functools import partial
 
 from keras import ops
 
@@ -14,11 +14,9 @@ import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import CrossDecoder, Decoder
 from keras_rfattn.models.carried import carried, empty_layers, kept
 
-# Parameters of `_initialize_cache`, by which such tasks are recognized.
-INITIALIZE = ["encoder_token_ids", "decoder_token_ids"]
 
-
-def initialize_cache(task, encoder_token_ids, decoder_token_ids):
+@generation.in_place_of("_initialize_cache")
+def initialize_cache(task, original, known, encoder_token_ids, decoder_token_ids):
     """Runs `Seq2SeqLM._initialize_cache`.
 
     The `Cache` also holds the cross-attention entries, because samplers repeat its
@@ -28,19 +26,18 @@ def initialize_cache(task, encoder_token_ids, decoder_token_ids):
         `(cache, placeholder)`: a `Cache`, and an array `(B, 1)` in place of the cache
         of cross-attention.
     """
-    sites = generation.context(task).sites
-    if not generation.has_states(sites):
-        original = type(task).original_class._initialize_cache
-        return original(task, encoder_token_ids, decoder_token_ids)
     cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))
-    crossing = [x for x in sites if generation.crosses(x)]
+    crossing = [x for x in known.sites if generation.crosses(x)]
     sizes = ops.shape(encoder_token_ids)
     layers = cache.layers | empty_layers(crossing, *sizes)
     return cache._replace(layers=layers), ops.zeros((sizes[0], 1))
 
 
+@generation.in_place_of("call_decoder_with_cache")
 def call_decoder_with_cache(
     task,
+    original,
+    known,
     encoder_hidden_states,
     encoder_padding_mask,
     decoder_token_ids,
@@ -53,6 +50,8 @@ def call_decoder_with_cache(
 
     Args:
         task: The task.
+        original: Its original method.
+        known: Its `generation.Generating`.
         encoder_hidden_states: Encoder outputs `(B, S, D)`: batch size B, encoder length
             S, width D.
         encoder_padding_mask: `(B, S)`, true for real tokens of the encoder.
@@ -65,47 +64,19 @@ def call_decoder_with_cache(
     Returns:
         `(logits, hidden_states, self_attention_cache, cross_attention_cache)`.
     """
-    original = type(task).original_class.call_decoder_with_cache
-    known, cache = generation.context(task), self_attention_cache
-    if not generation.has_states(known.sites):
-        return original(
-            task,
-            encoder_hidden_states,
-            encoder_padding_mask,
-            decoder_token_ids,
-            cache,
-            self_attention_cache_update_index,
-            cross_attention_cache,
-            cross_attention_cache_update_index,
-        )
     start = ops.convert_to_tensor(self_attention_cache_update_index, dtype="int32")
-    with answered(task, known, cache, decoder_token_ids, start) as call:
+    cache = self_attention_cache
+    with answered(task, known, cache, decoder_token_ids, start) as (blanks, after):
         logits, hidden_states, *_ = original(
-            task,
             encoder_hidden_states,
             encoder_padding_mask,
             decoder_token_ids,
-            call.blank,
+            blanks[0],
             start,
-            call.cross_blank,
+            blanks[1],
             cross_attention_cache_update_index,
         )
-        cache = call.cache()
-    return logits, hidden_states, cache, cross_attention_cache
-
-
-class DecoderCall(NamedTuple):
-    """Placeholders for a decoder call, and the cache after it; see `answered`.
-
-    Attributes:
-        blank: Placeholder for the cache of self-attention.
-        cross_blank: Placeholder for the cache of cross-attention.
-        cache: Function that returns the `Cache` after the call.
-    """
-
-    blank: Any
-    cross_blank: Any
-    cache: Any
+    return logits, hidden_states, after(), cross_attention_cache
 
 
 @contextlib.contextmanager
@@ -120,37 +91,32 @@ def answered(task, known, cache, token_ids, start):
         start: Position of the first token.
 
     Yields:
-        `DecoderCall`.
+        `(blanks, after)`: placeholders for the caches of self-attention and of
+        cross-attention, and a function that returns the `Cache` after the call.
     """
-    batch, length = ops.shape(token_ids)
-    enters, passed, seen = generation.entering(known, cache, batch, length, start)
-
-    def decoder(state):
-        return Decoder(state, enters, passed, start)
-
-    own = [x for x in known.sites if generation.decodes(x)]
-    crossing = [x for x in known.sites if generation.crosses(x)]
-    size = batch, task.compute_dtype
-    is_hidden = generation.hidden_keys(known, batch)
+    length = ops.shape(token_ids)[1]
+    enters, passed, seen = generation.entering(known, cache, length, start)
+    decoder = partial(Decoder, enters=enters, passed=passed, start=start)
+    own = known._replace(sites=[x for x in known.sites if generation.decodes(x)])
+    # The prompt's padding says nothing of the encoder's tokens.
+    crossing = generation.Generating([x for x in known.sites if generation.crosses(x)])
     with (
-        carried(own, cache.layers, decoder, is_hidden) as (parts, blank),
-        carried(crossing, cache.layers, CrossDecoder) as (cross_parts, cross_blank),
+        carried(task, own, cache, decoder) as (parts, blank),
+        carried(task, crossing, cache, CrossDecoder) as (cross_parts, cross_blank),
     ):
 
         def after():
             return generation.Cache(seen, kept(parts | cross_parts), cache.model)
 
-        yield DecoderCall(blank(*size), cross_blank(*size), after)
+        yield (blank, cross_blank), after
 
 
-def members(cls):
-    """Returns the methods for a task's carrier, if the task has a token encoder."""
-    if not hasattr(cls, "call_decoder_with_cache"):
-        return {}
-    if not generation.takes(cls, "_initialize_cache", INITIALIZE):
-        return {}
-    return {
+FAMILY = generation.Family(
+    "_initialize_cache",
+    ["encoder_token_ids", "decoder_token_ids"],
+    {
         "_initialize_cache": initialize_cache,
         "call_decoder_with_cache": call_decoder_with_cache,
         "generate_step": generation.make_generate_step("decoder_padding_mask"),
-    }
+    },
+)

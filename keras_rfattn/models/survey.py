@@ -44,6 +44,11 @@ class Site:
     def is_linear(self):
         return isinstance(self.layer, LinearAttention)
 
+    @property
+    def linear_class(self):
+        """The linear class of the layer, or `None` if there is none."""
+        return linear_class(original_class(self.layer))
+
 
 @dataclass
 class Survey:

@@ -26,8 +26,12 @@ from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
-# Each module provides the generation methods of one family of tasks (`members`).
-GENERATING = (generation, prefix_lm, image_to_text, gated_delta, seq2seq, audio_to_text)
+FAMILIES = tuple(
+    module.FAMILY
+    for module in (
+        generation, prefix_lm, image_to_text, gated_delta, seq2seq, audio_to_text
+    )
+)  # fmt: skip
 
 
 def classes(table):
@@ -90,8 +94,9 @@ def model_carrier(cls):
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
     members = {"save_to_preset": _save_to_preset}
-    for family in GENERATING:
-        members |= family.members(cls)
+    for family in FAMILIES:
+        if family.includes(cls):
+            members |= family.members
     if issubclass(cls, Backbone):
         members |= lora.MEMBERS
     for name in ("fit", "evaluate", "predict", "generate_step"):
