@@ -50,8 +50,14 @@ def carried(task, known, cache, decoder):
             else:
                 continue
             parts[f"{site.index}"] = part
-        shape = ops.shape(cache.seen)[0], len(known.sites), 2, longest, 1, 1
-        yield parts, ops.zeros(shape, dtype=task.compute_dtype)
+        batch = ops.shape(cache.seen)[0]
+        yield parts, placeholder(task, known.sites, batch, longest)
+
+
+def placeholder(task, sites, batch, length=1):
+    """Returns an array in place of a task's own cache of keys and values."""
+    shape = batch, len(sites), 2, length, 1, 1
+    return ops.zeros(shape, dtype=task.compute_dtype)
 
 
 def kept(parts):

@@ -12,7 +12,6 @@ import keras_hub
 import keras_rfattn.models.adapters.encoders as encoders
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.adapters.mixins as mixins
-import keras_rfattn.models.audio_to_text as audio_to_text
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
 import keras_rfattn.models.image_to_text as image_to_text
@@ -26,12 +25,14 @@ from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
-FAMILIES = tuple(
-    module.FAMILY
-    for module in (
-        generation, prefix_lm, image_to_text, gated_delta, seq2seq, audio_to_text
-    )
-)  # fmt: skip
+FAMILIES = (
+    generation.FAMILY,
+    prefix_lm.FAMILY,
+    image_to_text.FAMILY,
+    gated_delta.FAMILY,
+    seq2seq.TEXT,
+    seq2seq.SPEECH,
+)
 
 
 def classes(table):
