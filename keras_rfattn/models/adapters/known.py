@@ -105,11 +105,13 @@ REFUSED_HUB = {
     "BloomAttention": "ALiBi position bias",
     "CachedGemma3Attention": "sliding windows and query-key soft cap",
     "Conv2DMultiHeadAttention": "one head over an image (VAE)",
-    "DFineMultiheadAttention": "softmax inside its own call, with masks of denoising groups",
+    "DFineMultiheadAttention": "softmax inside its own call, "
+    "with masks of denoising groups",
     "DFineMultiscaleDeformableAttention": "deformable sampling",
     "DisentangledSelfAttention": "disentangled relative positions (DeBERTa)",
     "FalconAttention": "ALiBi position bias",
-    "FluxRoPEAttention": "softmax inside its own call, on queries and keys of its block",
+    "FluxRoPEAttention": "softmax inside its own call, "
+    "on queries and keys of its block",
     "Gemma3VisionAttention": "softmax inside its own call",
     "Gemma3nAudioAttention": "relative positions and soft cap",
     "Gemma3nTextAttention": "sliding windows, and keys shared between layers",
