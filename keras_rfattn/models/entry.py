@@ -40,7 +40,7 @@ def attention_config(container):
                 **site.layer.options.config(),
                 "trained": list(site.layer.trained),
             }
-            for site in survey(container).sites
+            for site in survey(container)
             if site.is_linear
         ],
     }

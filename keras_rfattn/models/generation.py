@@ -111,7 +111,7 @@ def context(task):
 
     Inside `generate` this avoids a new survey of the task for each token.
     """
-    return _GENERATING.get(task) or Generating(survey.survey(task).sites)
+    return _GENERATING.get(task) or Generating(survey.survey(task))
 
 
 def generating(task, known):

@@ -114,21 +114,21 @@ def replace_attention(
     options = Options(
         block_size, window, sliding, max_segments, temperature, implementation
     )
-    surveyed = survey(model)
+    sites = survey(model)
     if drop_sliding_window:
-        drop_sliding_windows(surveyed.sites)
-    selected = _replaceable(model, surveyed, include, exclude)
+        drop_sliding_windows(sites)
+    selected = _replaceable(model, sites, include, exclude)
     check_seed(seed)
     changes = []
-    for sites, identifier in _assigned(feature_map, selected):
+    for group, identifier in _assigned(feature_map, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
-        _check_statistics(template, sites)
+        _check_statistics(template, group)
         check_options(options, template)
         base_seed = template.seed if seed is None else seed
-        changes += [(site, _copy(template, base_seed, site), options) for site in sites]
+        changes += [(site, _copy(template, base_seed, site), options) for site in group]
     changes = _with_softmax_heads(changes, softmax_heads)
     _check_sites(options, [site for site, _, _ in changes])
-    saving.commit(model, surveyed, changes)
+    saving.commit(model, sites, changes)
     return model
 
 
@@ -158,12 +158,12 @@ def restore_attention(model):
         'softmax'
     """
     check_model(model)
-    surveyed = survey(model)
-    linear = [site for site in surveyed.sites if site.is_linear]
+    sites = survey(model)
+    linear = [site for site in sites if site.is_linear]
     if not linear:
         raise ValueError(
             "`model` must have linear attention. Received: "
-            f"model={title(model)}. It holds:\n{_listing(surveyed.sites)}"
+            f"model={title(model)}. It holds:\n{_listing(sites)}"
         )
     trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
     if trained:
@@ -175,23 +175,23 @@ def restore_attention(model):
     for site in linear:
         swap.make_softmax(site.layer)
     saving.uncarry([site.layer for site in linear])
-    saving.follow(model, surveyed)
+    saving.follow(model, sites)
     return model
 
 
-def _replaceable(model, surveyed, include, exclude):
+def _replaceable(model, sites, include, exclude):
     if isinstance(model, LinearAttention) or swap.linear_class(type(model)):
         raise ValueError(
             "`model` must be a model that holds attention, not the attention layer "
             f"itself. Received: {title(model)}. Use `keras_rfattn.layers` instead."
         )
-    if not surveyed.sites:
+    if not sites:
         inner = sorted({type(x).__name__ for x in model._flatten_layers()})
         raise ValueError(
             f"`model` must have attention. Received: {title(model)}, which holds "
             f"{', '.join(inner)}. Pass a model with MultiHeadAttention inside."
         )
-    selected = select(surveyed.sites, include, exclude)
+    selected = select(sites, include, exclude)
     already = [site for site in selected if site.is_linear]
     if already:
         raise ValueError(
@@ -213,7 +213,7 @@ def _replaceable(model, surveyed, include, exclude):
         raise ValueError(
             "`include` and `exclude` must leave layers to replace. Received: "
             f"include={include!r}, exclude={exclude!r}, for {title(model)} with:\n"
-            f"{_listing(surveyed.sites)}"
+            f"{_listing(sites)}"
         )
     unbuilt = [site for site in selected if not site.layer.built]
     if unbuilt:

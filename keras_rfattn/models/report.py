@@ -156,7 +156,7 @@ def describe_attention(model):
         ('softmax', 'MultiHeadAttention')
     """
     check_model(model)
-    rows = tuple(_row(site) for site in survey(model).sites)
+    rows = tuple(_row(site) for site in survey(model))
     return AttentionReport(
         title(model),
         rows,

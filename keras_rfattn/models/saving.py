@@ -197,16 +197,15 @@ def apply_config(container, entry):
     Raises:
         ValueError: If the container has no attention layer at a saved position.
     """
-    surveyed = survey(container)
-    changes = []
+    sites, changes = survey(container), []
     for layer in entry["layers"]:
-        if layer["index"] >= len(surveyed.sites):
+        if layer["index"] >= len(sites):
             raise ValueError(
                 f"{type(container).__name__} was saved with linear attention at "
                 f"'{layer['path']}', but this layer no longer exists. Its class has "
                 "changed; load the file with the version that saved it."
             )
-        site = surveyed.sites[layer["index"]]
+        site = sites[layer["index"]]
         if site.is_linear:
             continue
         feature_map = feature_maps.get(layer["feature_map"])
@@ -217,17 +216,17 @@ def apply_config(container, entry):
         if site.layer.built:
             changes.append(change)
         else:
-            later = functools.partial(commit, container, surveyed, [change])
+            later = functools.partial(commit, container, sites, [change])
             _when_built(site.layer, later)
-    commit(container, surveyed, changes)
+    commit(container, sites, changes)
 
 
-def commit(model, surveyed, changes):
+def commit(model, sites, changes):
     """Applies changes that have passed all checks.
 
     Args:
         model: The model to change.
-        surveyed: Its `survey.Survey`.
+        sites: All its attention layers, as `survey` returned them.
         changes: List of `(site, feature_map, options)`.
 
     Raises:
@@ -240,7 +239,7 @@ def commit(model, surveyed, changes):
     check_optimizers(layers, [feature_map for _, feature_map, _ in changes])
     for layer, (_, feature_map, options) in zip(layers, changes, strict=True):
         swap.make_linear(layer, feature_map, options)
-    follow(model, surveyed)
+    follow(model, sites)
 
 
 def uncarry(layers):
@@ -254,7 +253,7 @@ def uncarry(layers):
             container.__class__ = type(container).original_class
 
 
-def follow(model, surveyed):
+def follow(model, sites):
     """Updates everything that holds changed layers.
 
     Containers become carriers if their configs need it, the companion hooks run, and
@@ -262,9 +261,9 @@ def follow(model, surveyed):
 
     Args:
         model: The model that was changed.
-        surveyed: Its `survey.Survey`.
+        sites: All its attention layers, as `survey` returned them.
     """
-    layers = [site.layer for site in surveyed.sites]
+    layers = [site.layer for site in sites]
     around = holders(layers)
     for container in around:
         if holds_linear(container):
