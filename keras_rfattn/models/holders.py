@@ -74,18 +74,17 @@ def refresh(layer):
     track_variables_anew(layer)
 
 
-def check_optimizers(layers, feature_maps):
+def check_optimizers(maps):
     """Checks that no built optimizer would lack slots for new trainable weights.
 
     Args:
-        layers: The layers that will own the maps.
-        feature_maps: Their maps, one built map per layer.
+        maps: List of `(layer, built feature map)`, for the layers that will own them.
 
     Raises:
         ValueError: If a model around the layers has an optimizer that is built.
     """
-    pairs = zip(layers, feature_maps, strict=True)
-    trainable = [w for x, m in pairs if x.trainable for w in m.trainable_weights]
+    layers = [layer for layer, _ in maps]
+    trainable = [w for x, m in maps if x.trainable for w in m.trainable_weights]
     if not trainable or not _with_slots(layers):
         return
     # Models that nobody uses any more may still await garbage collection. They must

@@ -7,7 +7,6 @@ changes a single layer; `saving` changes the containers that hold it.
 import dataclasses
 import warnings
 
-import keras_rfattn.models.report as report
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
@@ -16,8 +15,7 @@ from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
-from keras_rfattn.models.matching import lookup, select
-from keras_rfattn.models.plan import Plan
+from keras_rfattn.models.matching import Plan, lookup, select
 from keras_rfattn.models.survey import (
     drop_sliding_windows,
     has_prefix,
@@ -304,4 +302,8 @@ def _copy(template, seed, site):
 
 
 def _listing(sites):
-    return "\n".join(f"  {report.line(site)}" for site in sites)
+    lines = []
+    for site in sites:
+        line = f"  {site.path} ({swap.original_class(site.layer).__name__})"
+        lines.append(f"{line}: {site.reason}" if site.reason else line)
+    return "\n".join(lines)

@@ -12,12 +12,13 @@ import importlib.util
 
 import keras
 from keras.src.models.functional import Functional
+from keras.src.saving import serialization_lib
 
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.loading  # noqa: F401  (wraps Keras' loaders)
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
-from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.models.entry import attention_config, check_entry
 from keras_rfattn.models.holders import check_optimizers, holders, refresh
 from keras_rfattn.models.notes import notes_of
@@ -97,8 +98,6 @@ def _registered_original(entry):
             f"The model is a {described.get('class_name')} of {library}, which is not "
             f"installed. Install it with `pip install {known.INSTALL[library]}`."
         )
-    from keras.src.saving import serialization_lib
-
     return serialization_lib._retrieve_class_or_fn(
         described["class_name"],
         described["registered_name"],
@@ -184,7 +183,7 @@ def carry(container):
 
 def holds_linear(container):
     """Returns whether any attention inside a container is linear."""
-    return any(isinstance(x, LinearAttention) for x in container._flatten_layers())
+    return bool(linear_layers(container))
 
 
 def apply_config(container, entry):
@@ -208,11 +207,10 @@ def apply_config(container, entry):
         site = sites[layer["index"]]
         if site.is_linear:
             continue
-        feature_map = feature_maps.get(layer["feature_map"])
-        options = Options.take(dict(layer))
         site.layer.is_from_config = True
         site.layer.trained = tuple(layer["trained"])
-        change = (site, feature_map, options)
+        feature_map = feature_maps.get(layer["feature_map"])
+        change = site, feature_map, Options.take(dict(layer))
         if site.layer.built:
             changes.append(change)
         else:
@@ -233,12 +231,11 @@ def commit(model, sites, changes):
         ValueError: If a model that holds one of the layers has a built optimizer
             without slots for the new weights. Nothing is changed in that case.
     """
-    layers = [site.layer for site, _, _ in changes]
-    for layer, (_, feature_map, _) in zip(layers, changes, strict=True):
-        swap.build_map(layer, feature_map)
-    check_optimizers(layers, [feature_map for _, feature_map, _ in changes])
-    for layer, (_, feature_map, options) in zip(layers, changes, strict=True):
-        swap.make_linear(layer, feature_map, options)
+    for site, feature_map, _ in changes:
+        swap.build_map(site.layer, feature_map)
+    check_optimizers([(site.layer, feature_map) for site, feature_map, _ in changes])
+    for site, feature_map, options in changes:
+        swap.make_linear(site.layer, feature_map, options)
     follow(model, sites)
 
 

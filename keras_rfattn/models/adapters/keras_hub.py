@@ -42,6 +42,7 @@ def classes(table):
             yield getattr(importlib.import_module(row.module), name), row
 
 
+@functools.cache
 def companion_class(cls, backbone_cls):
     """Returns the class of a tokenizer or preprocessor for its backbone's carrier.
 
@@ -49,21 +50,14 @@ def companion_class(cls, backbone_cls):
         cls: Original class of the tokenizer or preprocessor.
         backbone_cls: Carrier of the backbone class.
     """
-    key = (cls, backbone_cls)
-    if key not in _companion_classes:
-        body = {
-            "__module__": __name__,
-            "__doc__": cls.__doc__,
-            "original_class": cls,
-            "backbone_cls": backbone_cls,
-        }
-        made = type(cls.__name__, (cls,), body)
-        keras.saving.register_keras_serializable("keras_rfattn")(made)
-        _companion_classes[key] = made
-    return _companion_classes[key]
-
-
-_companion_classes = {}
+    body = {
+        "__module__": __name__,
+        "__doc__": cls.__doc__,
+        "original_class": cls,
+        "backbone_cls": backbone_cls,
+    }
+    made = type(cls.__name__, (cls,), body)
+    return keras.saving.register_keras_serializable("keras_rfattn")(made)
 
 
 def _save_to_preset(self, preset_dir, *args, **kwargs):
@@ -83,8 +77,7 @@ def _of_known_size(method):
 
     @functools.wraps(method)
     def checked(self, *args, **kwargs):
-        given = args[0] if args else kwargs.get("x", kwargs.get("inputs"))
-        check_size(self, given)
+        check_size(self, args, kwargs)
         return method(self, *args, **kwargs)
 
     return checked
@@ -147,20 +140,16 @@ def adjust_companions(model, holders):
 
 
 def _adjust_preprocessor(task):
-    if task.preprocessor is not None:
-        for layer in task.preprocessor._flatten_layers():
-            _adjust_companion(layer, type(task.backbone))
-
-
-def _adjust_companion(layer, backbone_cls):
-    """Gives a tokenizer or preprocessor the class that matches its backbone's class."""
-    cls, is_changed = type(layer), issubclass(backbone_cls, saving.Carrier)
-    if not is_changed and cls in _companion_classes.values():
-        layer.__class__ = cls.original_class
-    elif is_changed and getattr(cls, "backbone_cls", None) is getattr(
-        backbone_cls, "original_class", None
-    ):
-        layer.__class__ = companion_class(cls, backbone_cls)
+    """Gives a task's tokenizer and preprocessor classes that match its backbone's."""
+    if task.preprocessor is None:
+        return
+    backbone_cls = type(task.backbone)
+    for layer in task.preprocessor._flatten_layers():
+        cls = type(layer)
+        if not issubclass(backbone_cls, saving.Carrier):
+            layer.__class__ = swap.original_class(layer)
+        elif getattr(cls, "backbone_cls", None) is backbone_cls.original_class:
+            layer.__class__ = companion_class(cls, backbone_cls)
 
 
 def follow_backbones():
