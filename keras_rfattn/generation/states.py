@@ -93,10 +93,7 @@ def join_rows(states):
             "`states` must be states of one model, at least one. Received: "
             f"{len(states)} states" + (" of different models." if states else ".")
         )
-    first, *others = states
-    return keras.tree.map_structure(
-        lambda *x: ops.concatenate(x, axis=0), first, *others
-    )
+    return keras.tree.map_structure(lambda *x: ops.concatenate(x, axis=0), *states)
 
 
 def _kind(state):
@@ -169,7 +166,7 @@ def load(path, model):
         >>> tuple(state.seen.shape)
         (2,)
     """
-    check(model)
+    stream = check(model)
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -207,9 +204,8 @@ def load(path, model):
             "Use the version of keras_rfattn that saved it."
         )
     state = Cache(seen, layers, model_mark)
-    stream = check(model)
     stream.mark = mark_of(model, stream.sites)
-    check_state(model, state, seen.shape[0])
+    check_state(stream, state, seen.shape[0])
     return state
 
 

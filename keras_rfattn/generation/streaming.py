@@ -66,10 +66,10 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
     stream = check(model)
     tokens = _tokens(tokens)
     cache = stream.empty(model, tokens.shape[0], max_length or 1)
-    pairs = keys_and_values(cache)
-    if pairs and max_length is None:
+    count = len(keys_and_values(cache))
+    if count and max_length is None:
         raise ValueError(
-            f"`max_length` must be set, because {len(pairs)} layers of {title(model)} "
+            f"`max_length` must be set, because {count} layers of {title(model)} "
             "keep keys and values. Received: max_length=None. Pass the largest number "
             "of tokens that a row will contain."
         )
@@ -113,7 +113,7 @@ def step(model, tokens, state, padding_mask=None):
     """
     stream = check(model)
     tokens = _tokens(tokens)
-    check_state(model, state, tokens.shape[0])
+    check_state(stream, state, tokens.shape[0])
     seen = ops.convert_to_numpy(state.seen)
     if len(set(seen.tolist())) != 1:
         raise ValueError(
@@ -154,17 +154,15 @@ def check_type(state):
         )
 
 
-def check_state(model, state, batch_size):
-    """Checks that a state belongs to a model and has a given batch size.
+def check_state(stream, state, batch_size):
+    """Checks that a state belongs to a stream's model and has a given batch size.
 
     Raises:
         TypeError: If `state` is not a `Cache`.
         ValueError: If it belongs to another model, or has another batch size.
     """
     check_type(state)
-    stream = check(model)
-    wanted = stream.shapes
-    received = _shapes(state)
+    model, wanted, received = stream.model, stream.shapes, _shapes(state)
     if wanted != received:
         differs = sorted(
             k for k in wanted | received if wanted.get(k) != received.get(k)
@@ -294,10 +292,8 @@ def _shapes(cache):
     found = {}
     for i, kept in cache.layers.items():
         if isinstance(kept, tuple):
-            parts = kept._asdict().items()
-            found |= {
-                f"{name} of layer {i}": _shape(x, x.shape[1:]) for name, x in parts
-            }
+            for name, x in kept._asdict().items():
+                found[f"{name} of layer {i}"] = _shape(x, x.shape[1:])
         else:
             shape = *kept.shape[1:2], *kept.shape[3:]
             found[f"cache of layer {i}"] = _shape(kept, shape)

@@ -107,11 +107,9 @@ class Exact:
 
 
 def also(mask, visible):
-    """Returns an attention mask that also hides keys where `visible` is false.
+    """Returns a mask that also hides keys where booleans `visible` `(B, S)` are false.
 
-    Args:
-        mask: `AttentionMask`, dense array, or `None`.
-        visible: Booleans `(B, S)`.
+    The mask is an `AttentionMask`, a dense array or `None`.
     """
     if isinstance(mask, AttentionMask):
         known = mask.key_mask

@@ -199,13 +199,7 @@ def _copy_weights(source, target, old, new, method):
 
 
 def _check_tables(tables, old, new):
-    """Raises `ValueError` unless every weight that changes shape is a position table.
-
-    Args:
-        tables: Pairs of old and new weights whose shapes differ.
-        old: Old number of positions, or old `(height, width)`.
-        new: New number of positions, or new `(height, width)`.
-    """
+    """Raises `ValueError` unless all weights of other shapes are position tables."""
     for a, b in tables:
         if isinstance(new, int):
             is_table = a.shape[-1:] == b.shape[-1:] or len(a.shape) == 1

@@ -99,7 +99,7 @@ def entered(task, enters, count=None):
     """Context manager that selects the tokens that enter the gated delta networks.
 
     Args:
-        task: The task.
+        task: The task whose networks these are.
         enters: Booleans `(B, T)`, true for tokens that enter.
         count: Number of first tokens that exist so far; `None` if all T exist. The
             networks keep the state after their last input. The existing tokens are

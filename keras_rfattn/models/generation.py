@@ -89,8 +89,8 @@ def in_place_of(name):
     """Returns a decorator that makes a function a method `name` of tasks.
 
     If no linear layer takes part in generation, the task's original method runs.
-    Otherwise the function is called with the task, its bound original method, its
-    `Generating` and the arguments of the method.
+    Otherwise the function is called with `task`, its bound `original` method, its
+    `Generating` as `known`, and the arguments of the method.
     """
 
     def decorate(function):
@@ -149,9 +149,7 @@ def call_with_cache(
     """Runs `CausalLM.call_with_cache` of a task with linear attention.
 
     Args:
-        task: The task.
-        original: Its original method.
-        known: Its `Generating`.
+        task, original, known: See `in_place_of`.
         token_ids: Integers `(B, T)`, one or many tokens per row.
         cache: The `Cache` before these tokens.
         cache_update_index: Position of the first token; with `before`, position of
@@ -227,13 +225,7 @@ def empty_cache(task, batch_size, max_length):
 def build_cache(task, original, known, token_ids, *inputs, before=0):
     """Runs `CausalLM._build_cache`, which processes the prompt in parallel.
 
-    Args:
-        task: The task.
-        original: Its original method.
-        known: Its `Generating`.
-        token_ids: Integers `(B, T)`.
-        *inputs: Further inputs of the task's `call_with_cache`.
-        before: Number of positions that the task inserts before the tokens.
+    The further inputs are those of the task's `call_with_cache`, as is `before`.
     """
     batch, length = ops.shape(token_ids)
     cache = empty_cache(task, batch, before + length)

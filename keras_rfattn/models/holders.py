@@ -45,11 +45,7 @@ _remember_layers()
 def holders(layers):
     """Returns the layers and models in this process that hold any of `layers`.
 
-    Args:
-        layers: List of Keras layers.
-
-    Returns:
-        List of layers without duplicates: the direct parents and all their ancestors.
+    The list holds the direct parents and all their ancestors, once each.
     """
     parents = {}
     for layer in list(_LAYERS.values()):
@@ -75,13 +71,10 @@ def refresh(layer):
 
 
 def check_optimizers(maps):
-    """Checks that no built optimizer would lack slots for new trainable weights.
+    """Raises `ValueError` if a built optimizer would lack slots for new weights.
 
     Args:
         maps: List of `(layer, built feature map)`, for the layers that will own them.
-
-    Raises:
-        ValueError: If a model around the layers has an optimizer that is built.
     """
     layers = [layer for layer, _ in maps]
     trainable = [w for x, m in maps if x.trainable for w in m.trainable_weights]

@@ -12,13 +12,8 @@ TABLE = "PositionEmbedding"
 def token_limit(model, name="token_ids"):
     """Returns the number of tokens for which a model has learned positions.
 
-    Args:
-        model: A KerasHub backbone or task.
-        name: Key of the tokens in the model's inputs.
-
-    Returns:
-        The number of tokens, or `None` if positions are not learned (rotary or
-        relative positions) or their table is not known.
+    It is `None` if positions are not learned (rotary or relative positions) or their
+    table is not known. `name` is the key of the tokens in the model's inputs.
     """
     # The result can be kept, because no table ever changes its size.
     known = notes_of(model).token_limits

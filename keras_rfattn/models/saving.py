@@ -81,11 +81,7 @@ class Carrier(Sized):
 
 
 def unpickle(bytesio):
-    """Unpickles a container whose class cannot be imported by name.
-
-    Args:
-        bytesio: The model as Keras' `KerasSaveable` pickles it.
-    """
+    """Unpickles a container whose class cannot be imported by name."""
     return keras.layers.Layer._unpickle_model(bytesio)
 
 
@@ -158,9 +154,6 @@ def saved_by_name(classes):
     """Context manager that saves carriers under their own names.
 
     Code that looks classes up by these names, such as `from_preset`, then finds them.
-
-    Args:
-        classes: Carriers that `carrier_class` made with a name.
     """
     for cls in classes:
         keras.saving.register_keras_serializable(PACKAGE, cls.__name__)(cls)
@@ -188,10 +181,6 @@ def holds_linear(container):
 
 def apply_config(container, entry):
     """Replaces attention in a container that was just rebuilt from its config.
-
-    Args:
-        container: The container, with softmax attention.
-        entry: Its "attention" entry, as `entry.attention_config` returned it.
 
     Raises:
         ValueError: If the container has no attention layer at a saved position.
@@ -224,7 +213,7 @@ def commit(model, sites, changes):
 
     Args:
         model: The model to change.
-        sites: All its attention layers, as `survey` returned them.
+        sites: All its attention layers, a list of `Site`.
         changes: List of `(site, feature_map, options)`.
 
     Raises:
@@ -240,25 +229,17 @@ def commit(model, sites, changes):
 
 
 def uncarry(layers):
-    """Restores the original class of containers that hold no linear attention.
-
-    Args:
-        layers: The attention layers that are softmax again.
-    """
+    """Restores the class of containers whose `layers` are all softmax again."""
     for container in holders(layers):
         if isinstance(container, Carrier) and not holds_linear(container):
             container.__class__ = type(container).original_class
 
 
 def follow(model, sites):
-    """Updates everything that holds changed layers.
+    """Updates everything that holds the attention layers of a changed model.
 
     Containers become carriers if their configs need it, the companion hooks run, and
     compiled functions are discarded.
-
-    Args:
-        model: The model that was changed.
-        sites: All its attention layers, as `survey` returned them.
     """
     layers = [site.layer for site in sites]
     around = holders(layers)

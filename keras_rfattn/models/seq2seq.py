@@ -82,9 +82,7 @@ def call_decoder_with_cache(
     """Runs the task's `call_decoder_with_cache`.
 
     Args:
-        task: The task.
-        original: Its original method.
-        known: Its `generation.Generating`.
+        task, original, known: See `generation.in_place_of`.
         encoder_hidden_states: Encoder outputs `(B, S, D)`: batch size B, encoder length
             S, width D.
         encoder_padding_mask: `(B, S)`, true for real tokens of the encoder.
@@ -110,12 +108,7 @@ def call_decoder_with_cache(
 def answered(task, known, cache, token_ids, start):
     """Context manager in which the decoder's attention layers compute from a `Cache`.
 
-    Args:
-        task: The task.
-        known: `generation.Generating`.
-        cache: The `Cache` before the call.
-        token_ids: Integers `(B, T)`, one or many tokens per row.
-        start: Position of the first token.
+    Tokens `(B, T)` begin at position `start`.
 
     Yields:
         `(blank, after)`: a placeholder for the cache of self-attention, and a function

@@ -51,14 +51,7 @@ class Site:
 
 
 def survey(model):
-    """Returns the attention layers of a model, each once and in a stable order.
-
-    Args:
-        model: A built Keras model or layer.
-
-    Returns:
-        List of `Site`.
-    """
+    """Returns a `Site` for each attention layer of a model, in a stable order."""
     sites, seen = [], {id(model)}
 
     def visit(layer, path="", lasting=""):
@@ -149,11 +142,9 @@ def drop_sliding_windows(sites):
 
 
 def unsupported(layer, windows=True):
-    """Returns why an attention layer cannot be replaced, or `None` if it can.
+    """Returns why a softmax layer cannot be replaced, or `None` if it can.
 
-    Args:
-        layer: A softmax attention layer.
-        windows: Whether a sliding window counts as a reason.
+    A sliding window counts as a reason if `windows` is true.
     """
     cls = type(layer)
     if linear_class(cls) is not None:

@@ -79,16 +79,10 @@ def make_linear_class(cls, mixin=LinearAttention, parent=None):
 
 
 def strategy_scope(layer):
-    """Returns the scope of the strategy in which a layer's weights were created.
+    """Returns the scope of TensorFlow's strategy in which a layer was built.
 
-    New weights of the layer must be created inside this scope.
-
-    Args:
-        layer: A built layer or model.
-
-    Returns:
-        A context manager. It does nothing if there is no strategy, or if its scope is
-        already active.
+    New weights of the layer must be created inside this scope. It does nothing if there
+    is no strategy, or if the scope is already active.
 
     Raises:
         ValueError: If the scope of a different strategy is active.
@@ -130,13 +124,7 @@ def build_map(layer, feature_map):
 
 
 def make_linear(layer, feature_map, options):
-    """Makes a softmax layer linear, in place.
-
-    Args:
-        layer: A built softmax attention layer.
-        feature_map: `FeatureMap` that `build_map` has built for this layer.
-        options: `ops.Options`.
-    """
+    """Makes a softmax layer linear in place; `build_map` has built its map."""
     layer.__class__ = linear_class(type(layer))
     layer._tracker.unlock()
     try:

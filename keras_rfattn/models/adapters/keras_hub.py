@@ -44,12 +44,7 @@ def classes(table):
 
 @functools.cache
 def companion_class(cls, backbone_cls):
-    """Returns the class of a tokenizer or preprocessor for its backbone's carrier.
-
-    Args:
-        cls: Original class of the tokenizer or preprocessor.
-        backbone_cls: Carrier of the backbone class.
-    """
+    """Returns the class of a tokenizer or preprocessor for its backbone's carrier."""
     body = {
         "__module__": __name__,
         "__doc__": cls.__doc__,
@@ -125,12 +120,7 @@ def register_all():
 
 
 def adjust_companions(model, holders):
-    """Updates the preprocessors of all tasks around a changed model.
-
-    Args:
-        model: The model that was changed or restored.
-        holders: List of all layers and models around the changed layers.
-    """
+    """Updates the preprocessors of all tasks among the holders of changed layers."""
     tasks = [x for x in holders if isinstance(x, Task)]
     for task in tasks:
         _adjust_preprocessor(task)

@@ -188,10 +188,6 @@ class GPTNeoXAttention(RotaryAttention):
 
         KerasHub rotates them as if the first query were at the first position of the
         cache.
-
-        Args:
-            layer: The attention layer.
-            kwargs: Keyword arguments of its call.
         """
         start = kwargs.get("cache_update_index")
         if kwargs.get("cache") is None or start is None:
