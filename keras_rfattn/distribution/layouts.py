@@ -152,9 +152,9 @@ def _of_dense(block, attention, size):
     for layer in block._flatten_layers():
         if not isinstance(layer, keras.layers.Dense) or id(layer) in own:
             continue
-        inner = 1 if layer.kernel.shape[1] > layer.kernel.shape[0] else 0
-        wider = layer.kernel.shape[0] != layer.kernel.shape[1]
-        if wider and layer.kernel.shape[inner] % size == 0:
+        inputs, units = layer.kernel.shape
+        inner = int(units > inputs)
+        if inputs != units and max(inputs, units) % size == 0:
             found[layer.kernel.path] = inner
             if inner == 1 and layer.bias is not None:
                 found[layer.bias.path] = 0

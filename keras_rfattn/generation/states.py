@@ -36,8 +36,7 @@ def take_rows(state, rows):
         ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
         ...     intermediate_dim=16, max_sequence_length=8))
         >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> tokens = np.array([[1, 2], [3, 4]])
-        >>> logits, state = generation.prefill(model, tokens)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
         >>> state = generation.take_rows(state, [1, 1, 0])
         >>> tuple(state.seen.shape)
         (3,)
@@ -74,8 +73,7 @@ def join_rows(states):
         ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
         ...     intermediate_dim=16, max_sequence_length=8))
         >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> tokens = np.array([[1, 2], [3, 4]])
-        >>> logits, state = generation.prefill(model, tokens)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
         >>> state = generation.join_rows([state, state])
         >>> tuple(state.seen.shape)
         (4,)
@@ -120,8 +118,7 @@ def save(path, state):
         ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
         ...     intermediate_dim=16, max_sequence_length=8))
         >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> tokens = np.array([[1, 2], [3, 4]])
-        >>> logits, state = generation.prefill(model, tokens)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
         >>> generation.save("state.npz", state)
     """
     check_type(state)
@@ -159,8 +156,7 @@ def load(path, model):
         ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
         ...     intermediate_dim=16, max_sequence_length=8))
         >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> tokens = np.array([[1, 2], [3, 4]])
-        >>> logits, state = generation.prefill(model, tokens)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
         >>> generation.save("state.npz", state)
         >>> state = generation.load("state.npz", model)
         >>> tuple(state.seen.shape)
