@@ -291,17 +291,14 @@ def _shapes(cache):
     """Returns shapes and dtypes by name, without the batch axis and key length."""
     found = {}
     for i, kept in cache.layers.items():
-        if isinstance(kept, tuple):
-            for name, x in kept._asdict().items():
-                found[f"{name} of layer {i}"] = _shape(x, x.shape[1:])
-        else:
-            shape = *kept.shape[1:2], *kept.shape[3:]
-            found[f"cache of layer {i}"] = _shape(kept, shape)
+        parts = kept._asdict() if isinstance(kept, tuple) else {"cache": kept}
+        for name, x in parts.items():
+            _, *shape = x.shape
+            if name == "cache":
+                del shape[1]
+            dtype = keras.backend.standardize_dtype(x.dtype)
+            found[f"{name} of layer {i}"] = *shape, dtype
     return found
-
-
-def _shape(x, shape):
-    return *shape, keras.backend.standardize_dtype(x.dtype)
 
 
 def _tokens(tokens):

@@ -135,7 +135,9 @@ def _resize(config, max_length, name):
         config["max_sequence_length"] = int(max_length)
         return old, int(max_length)
     shape = list(config["image_shape"])
-    axes = _image_axes(shape, config.get("data_format"))
+    data_format = config.get("data_format") or keras.config.image_data_format()
+    is_first = data_format == "channels_first" and len(shape) == 3
+    axes = (1, 2) if is_first else (0, 1)
     old = tuple(shape[axis] for axis in axes)
     is_pair = isinstance(max_length, (tuple, list)) and len(max_length) == 2
     if not is_pair or any(
@@ -170,12 +172,6 @@ def _resize_inputs(config, old, new):
             if shape[start:end] == old:
                 inner["batch_shape"] = [*shape[:start], *new, *shape[end:]]
                 break
-
-
-def _image_axes(shape, data_format):
-    data_format = data_format or keras.config.image_data_format()
-    first = data_format == "channels_first"
-    return (1, 2) if first and len(shape) == 3 else (0, 1)
 
 
 def _copy_weights(source, target, old, new, method):
@@ -218,8 +214,8 @@ def _check_tables(tables, old, new):
 
 def _grow_sequence(table, shape, old, new, method):
     """Grows a table `(L, d)` to `(L', d)`, keeping its first `L - old` rows."""
-    extra, count = table[: len(table) - old], shape[0] - (len(table) - old)
-    rows = table[len(table) - old :]
+    extra, rows = np.split(table, [len(table) - old])
+    count = shape[0] - len(extra)
     if method == "tile":
         grown = rows[np.arange(count) % old]
     else:

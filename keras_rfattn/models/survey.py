@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+from keras.src.utils.naming import to_snake_case
 
 import keras_rfattn.models.adapters.known as known
 from keras_rfattn.layers.linear_attention import LinearAttention, refusal
@@ -77,9 +78,8 @@ def survey(model):
 
 
 def _lasting_name(layer):
-    # Keras makes automatic names from the class name in snake case.
-    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", original_class(layer).__name__)
-    automatic = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
+    # Keras makes automatic names from the class name.
+    automatic = to_snake_case(original_class(layer).__name__)
     is_automatic = re.fullmatch(rf"{automatic}_\d+", layer.name)
     return automatic if is_automatic else layer.name
 
