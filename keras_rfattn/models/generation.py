@@ -225,7 +225,8 @@ def empty_cache(task, batch_size, max_length):
 def build_cache(task, original, known, token_ids, *inputs, before=0):
     """Runs `CausalLM._build_cache`, which processes the prompt in parallel.
 
-    The further inputs are those of the task's `call_with_cache`, as is `before`.
+    `inputs` are further arguments of the task's `call_with_cache`, which inserts
+    `before` positions before the tokens.
     """
     batch, length = ops.shape(token_ids)
     cache = empty_cache(task, batch, before + length)

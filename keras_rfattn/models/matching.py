@@ -56,7 +56,7 @@ class Plan:
 
 
 def check_mechanism(feature_map, num_features=None, seed=None):
-    """Raises the errors of `check_identifier`, if `feature_map` is no plan."""
+    """Raises the errors of `check_identifier`; of a plan, it checks only the seed."""
     if isinstance(getattr(feature_map, "plan", feature_map), Plan):
         check_seed(seed)
     else:

@@ -81,8 +81,8 @@ def make_linear_class(cls, mixin=LinearAttention, parent=None):
 def strategy_scope(layer):
     """Returns the scope of TensorFlow's strategy in which a layer was built.
 
-    New weights of the layer must be created inside this scope. It does nothing if there
-    is no strategy, or if the scope is already active.
+    New weights of the layer must be created inside this scope. The scope does nothing
+    if there is no strategy, or if it is already active.
 
     Raises:
         ValueError: If the scope of a different strategy is active.

@@ -12,7 +12,7 @@ from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 
 
 class EncoderAttention(LinearAttention):
-    """Base of the mixins."""
+    """Splits tokens into heads, and joins heads, for the mixins below."""
 
     def _kv_shape(self):
         return self.num_heads, self.head_dim

@@ -103,20 +103,14 @@ def register_all():
     `from_preset` first looks a class up by its registered name, so all carriers must
     be registered beforehand.
     """
-    known = [
-        cls
-        for cls in set(keras.saving.get_custom_objects().values())
-        if isinstance(cls, type) and not hasattr(cls, "original_class")
-    ]
-    for cls in known:
-        if issubclass(cls, (Backbone, Task)) and cls not in (Backbone, Task):
-            model_carrier(cls)
-    for cls in known:
-        backbone_cls = getattr(cls, "backbone_cls", None)
-        if backbone_cls is None or issubclass(cls, (Backbone, Task)):
+    for cls in set(keras.saving.get_custom_objects().values()):
+        is_class = isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
+        if not is_class or cls in (Backbone, Task) or hasattr(cls, "original_class"):
             continue
-        if issubclass(cls, keras.layers.Layer):
-            companion_class(cls, model_carrier(backbone_cls))
+        if issubclass(cls, (Backbone, Task)):
+            model_carrier(cls)
+        elif getattr(cls, "backbone_cls", None) is not None:
+            companion_class(cls, model_carrier(cls.backbone_cls))
 
 
 def adjust_companions(model, holders):
