@@ -55,14 +55,9 @@ def call_with_cache(
         padding_mask: `(B, T)`, true for tokens of the prompt, or `None`.
     """
     before = 0 if projected_features is None else ops.shape(projected_features)[1]
+    given = {"projected_features": projected_features, "padding_mask": padding_mask}
     return generation.call_with_cache(
-        task,
-        token_ids,
-        cache,
-        cache_update_index,
-        projected_features=projected_features,
-        padding_mask=padding_mask,
-        before=before,
+        task, token_ids, cache, cache_update_index, before=before, **given
     )
 
 
