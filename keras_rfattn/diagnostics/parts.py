@@ -257,7 +257,7 @@ def sensitivity(model, data, metric, heads=False):
         [0, 1]
     """
     layers = _check_arguments(model, metric)
-    sites = [site for site in survey(model).sites if site.is_linear]
+    sites = [site for site in survey(model) if site.is_linear]
     linear, softmax = dict.fromkeys(layers), dict.fromkeys(layers, Attention.softmax)
 
     def evaluated(answers):

@@ -193,7 +193,7 @@ def _recorded(model, data, max_tokens, verbose):
         replace_attention(model, "favorplus", num_features=1, seed=0)
     try:
         recorded = record(model, data, True, max_tokens, verbose)
-        paths = {id(site.layer): site.path for site in survey(model).sites}
+        paths = {id(site.layer): site.path for site in survey(model)}
     finally:
         if is_softmax:
             restore_attention(model)

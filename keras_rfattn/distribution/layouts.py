@@ -4,9 +4,8 @@ import re
 
 import keras
 
-import keras_rfattn.models.survey as survey
-import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.checks import PROJECTIONS, check_model
+from keras_rfattn.models.survey import survey
 
 
 def layout_map(model, mesh, axis="model"):
@@ -53,9 +52,9 @@ def layout_map(model, mesh, axis="model"):
         )
     size = mesh.shape[list(mesh.axis_names).index(axis)]
     found = {}
-    for site in survey.survey(model).sites:
-        if swap.linear_class(swap.original_class(site.layer)):
-            found |= _of_attention(site.layer, size)
+    for site in survey(model):
+        if site.linear_class:
+            found |= _of_attention(site, size)
             found |= _of_dense(site.parent, site.layer, size)
     for layer in model._flatten_layers():
         embeddings = getattr(layer, "embeddings", None)
@@ -114,11 +113,10 @@ def distribute(model, layouts):
         weight.assign(keras.distribution.distribute_tensor(weight.value, layout))
 
 
-def _of_attention(layer, size):
+def _of_attention(site, size):
     """Returns a dict from weight path to split axis for an attention layer."""
-    linear = swap.linear_class(swap.original_class(layer))
-    kv_heads, _ = linear._kv_shape(layer)
-    found = {}
+    layer, found = site.layer, {}
+    kv_heads, _ = site.linear_class._kv_shape(layer)
     for side in PROJECTIONS:
         dense = next(
             (getattr(layer, x) for x in PROJECTIONS[side] if hasattr(layer, x)), None
@@ -154,9 +152,9 @@ def _of_dense(block, attention, size):
     for layer in block._flatten_layers():
         if not isinstance(layer, keras.layers.Dense) or id(layer) in own:
             continue
-        inner = 1 if layer.kernel.shape[1] > layer.kernel.shape[0] else 0
-        wider = layer.kernel.shape[0] != layer.kernel.shape[1]
-        if wider and layer.kernel.shape[inner] % size == 0:
+        inputs, units = layer.kernel.shape
+        inner = int(units > inputs)
+        if inputs != units and max(inputs, units) % size == 0:
             found[layer.kernel.path] = inner
             if inner == 1 and layer.bias is not None:
                 found[layer.bias.path] = 0

@@ -36,8 +36,7 @@ def take_rows(state, rows):
         ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
         ...     intermediate_dim=16, max_sequence_length=8))
         >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> tokens = np.array([[1, 2], [3, 4]])
-        >>> logits, state = generation.prefill(model, tokens)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
         >>> state = generation.take_rows(state, [1, 1, 0])
         >>> tuple(state.seen.shape)
         (3,)
@@ -74,8 +73,7 @@ def join_rows(states):
         ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
         ...     intermediate_dim=16, max_sequence_length=8))
         >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> tokens = np.array([[1, 2], [3, 4]])
-        >>> logits, state = generation.prefill(model, tokens)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
         >>> state = generation.join_rows([state, state])
         >>> tuple(state.seen.shape)
         (4,)
@@ -93,10 +91,7 @@ def join_rows(states):
             "`states` must be states of one model, at least one. Received: "
             f"{len(states)} states" + (" of different models." if states else ".")
         )
-    first, *others = states
-    return keras.tree.map_structure(
-        lambda *x: ops.concatenate(x, axis=0), first, *others
-    )
+    return keras.tree.map_structure(lambda *x: ops.concatenate(x, axis=0), *states)
 
 
 def _kind(state):
@@ -123,8 +118,7 @@ def save(path, state):
         ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
         ...     intermediate_dim=16, max_sequence_length=8))
         >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> tokens = np.array([[1, 2], [3, 4]])
-        >>> logits, state = generation.prefill(model, tokens)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
         >>> generation.save("state.npz", state)
     """
     check_type(state)
@@ -162,14 +156,13 @@ def load(path, model):
         ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
         ...     intermediate_dim=16, max_sequence_length=8))
         >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> tokens = np.array([[1, 2], [3, 4]])
-        >>> logits, state = generation.prefill(model, tokens)
+        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
         >>> generation.save("state.npz", state)
         >>> state = generation.load("state.npz", model)
         >>> tuple(state.seen.shape)
         (2,)
     """
-    check(model)
+    stream = check(model)
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -207,9 +200,8 @@ def load(path, model):
             "Use the version of keras_rfattn that saved it."
         )
     state = Cache(seen, layers, model_mark)
-    stream = check(model)
     stream.mark = mark_of(model, stream.sites)
-    check_state(model, state, seen.shape[0])
+    check_state(stream, state, seen.shape[0])
     return state
 
 

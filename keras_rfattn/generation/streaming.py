@@ -15,6 +15,7 @@ from keras_rfattn.layers.fingerprint import checksum
 from keras_rfattn.models.carried import sums_up
 from keras_rfattn.models.generation import (
     Cache,
+    Generating,
     context,
     decodes,
     generating,
@@ -65,10 +66,10 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
     stream = check(model)
     tokens = _tokens(tokens)
     cache = stream.empty(model, tokens.shape[0], max_length or 1)
-    pairs = keys_and_values(cache)
-    if pairs and max_length is None:
+    count = len(keys_and_values(cache))
+    if count and max_length is None:
         raise ValueError(
-            f"`max_length` must be set, because {len(pairs)} layers of {title(model)} "
+            f"`max_length` must be set, because {count} layers of {title(model)} "
             "keep keys and values. Received: max_length=None. Pass the largest number "
             "of tokens that a row will contain."
         )
@@ -112,7 +113,7 @@ def step(model, tokens, state, padding_mask=None):
     """
     stream = check(model)
     tokens = _tokens(tokens)
-    check_state(model, state, tokens.shape[0])
+    check_state(stream, state, tokens.shape[0])
     seen = ops.convert_to_numpy(state.seen)
     if len(set(seen.tolist())) != 1:
         raise ValueError(
@@ -153,17 +154,15 @@ def check_type(state):
         )
 
 
-def check_state(model, state, batch_size):
-    """Checks that a state belongs to a model and has a given batch size.
+def check_state(stream, state, batch_size):
+    """Checks that a state belongs to a stream's model and has a given batch size.
 
     Raises:
         TypeError: If `state` is not a `Cache`.
         ValueError: If it belongs to another model, or has another batch size.
     """
     check_type(state)
-    stream = check(model)
-    wanted = stream.shapes
-    received = _shapes(state)
+    model, wanted, received = stream.model, stream.shapes, _shapes(state)
     if wanted != received:
         differs = sorted(
             k for k in wanted | received if wanted.get(k) != received.get(k)
@@ -262,7 +261,8 @@ class Stream:
             )
 
     def _forward(self, tokens, state, start, hidden):
-        with generating(self.model, hidden, origin=start, sites=self.sites):
+        known = Generating(self.sites, hidden, origin=start)
+        with generating(self.model, known):
             logits, _, state = self.model.call_with_cache(tokens, state, start)
         return logits, state
 
@@ -291,19 +291,14 @@ def _shapes(cache):
     """Returns shapes and dtypes by name, without the batch axis and key length."""
     found = {}
     for i, kept in cache.layers.items():
-        if isinstance(kept, tuple):
-            parts = kept._asdict().items()
-            found |= {
-                f"{name} of layer {i}": _shape(x, x.shape[1:]) for name, x in parts
-            }
-        else:
-            shape = *kept.shape[1:2], *kept.shape[3:]
-            found[f"cache of layer {i}"] = _shape(kept, shape)
+        parts = kept._asdict() if isinstance(kept, tuple) else {"cache": kept}
+        for name, x in parts.items():
+            _, *shape = x.shape
+            if name == "cache":
+                del shape[1]
+            dtype = keras.backend.standardize_dtype(x.dtype)
+            found[f"{name} of layer {i}"] = *shape, dtype
     return found
-
-
-def _shape(x, shape):
-    return *shape, keras.backend.standardize_dtype(x.dtype)
 
 
 def _tokens(tokens):

@@ -2,7 +2,7 @@
 
 from keras_rfattn.models.adapters.keras_cv import convert_vit
 from keras_rfattn.models.extend_positions import extend_positions
-from keras_rfattn.models.plan import Plan
+from keras_rfattn.models.matching import Plan
 from keras_rfattn.models.presets import from_preset
 from keras_rfattn.models.replace import replace_attention, restore_attention
 from keras_rfattn.models.report import AttentionReport, describe_attention

@@ -7,7 +7,6 @@ import contextlib
 
 from keras import ops
 
-import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.call_context import context_of
 from keras_rfattn.layers.decoding import CACHES
 from keras_rfattn.layers.replaced_call import answering
@@ -15,27 +14,25 @@ from keras_rfattn.ops.masks import AttentionMask
 
 
 @contextlib.contextmanager
-def carried(sites, layers, decoder, is_hidden=None):
+def carried(task, known, cache, decoder):
     """Context manager in which attention layers compute from their own caches.
 
     Args:
-        sites: List of `survey.Site`.
-        layers: Dict of states and caches by layer number, as in `Cache.layers`.
+        task: The task that holds the layers.
+        known: `generation.Generating`, whose sites are those of the layers.
+        cache: `generation.Cache` before the call.
         decoder: Function from a state (or `None`) to the `Interceptor` of a linear
             layer.
-        is_hidden: Function from a number of keys S to booleans `(B, S)`, true for
-            padding. `None` if there is no padding.
 
     Yields:
         `(parts, blank)`. `parts` is a dict from layer number to the object that
-        computes the layer's output and holds its new `state`. `blank` is a function
-        from `(batch_size, dtype)` to a placeholder for the model's cache, which no
-        layer reads.
+        computes the layer's output and holds its new `state`. `blank` is a placeholder
+        for the task's own cache, which no layer reads.
     """
     parts, longest = {}, 1
     with contextlib.ExitStack() as stack:
-        for site in sites:
-            layer, state = site.layer, layers.get(f"{site.index}")
+        for site in known.sites:
+            layer, state = site.layer, cache.layers.get(f"{site.index}")
             if sums_up(site):
                 if layer.recorder is not None:
                     raise ValueError(
@@ -48,16 +45,19 @@ def carried(sites, layers, decoder, is_hidden=None):
                 context = context_of(layer).replace(recorder=part)
                 stack.enter_context(context.active())
             elif state is not None:
-                part, longest = Exact(site, state, is_hidden), state.shape[2]
+                part, longest = Exact(site, state, known), state.shape[2]
                 stack.enter_context(answering(layer, part.around))
             else:
                 continue
             parts[f"{site.index}"] = part
+        batch = ops.shape(cache.seen)[0]
+        yield parts, placeholder(task, known.sites, batch, longest)
 
-        def blank(batch_size, dtype):
-            return ops.zeros((batch_size, len(sites), 2, longest, 1, 1), dtype=dtype)
 
-        yield parts, blank
+def placeholder(task, sites, batch, length=1):
+    """Returns an array in place of a task's own cache of keys and values."""
+    shape = batch, len(sites), 2, length, 1, 1
+    return ops.zeros(shape, dtype=task.compute_dtype)
 
 
 def kept(parts):
@@ -74,16 +74,15 @@ class Exact:
         site: `survey.Site` of the layer.
         state: Keys and values `(B, 2, S, K, H)`: batch B, length S, K key heads, head
             dim H.
-        is_hidden: Function from S to booleans `(B, S)`, true for padding, or `None`.
+        known: `generation.Generating`, which knows what is padding.
     """
 
-    def __init__(self, site, state, is_hidden=None):
+    def __init__(self, site, state, known):
         self.layer, self.function = site.layer, None
-        self.state, self.is_hidden = state, is_hidden
+        self.state, self.known = state, known
         self.placed = None
         if not site.is_linear:
-            linear = swap.linear_class(swap.original_class(site.layer))
-            self.placed = getattr(linear, "placed", None)
+            self.placed = getattr(site.linear_class, "placed", None)
 
     def around(self, call):
         """Keeps the layer's `call`, and returns this object to be used in its place."""
@@ -95,8 +94,9 @@ class Exact:
         if name is None:
             return self.function(*args, **kwargs)
         given = {**kwargs, name: self.state}
-        if self.is_hidden is not None:
-            visible = ~self.is_hidden(self.state.shape[2])
+        if self.known.hidden is not None:
+            positions = ops.arange(self.state.shape[2], dtype="int32")
+            visible = ~self.known.padding(positions, ops.shape(self.state)[0])
             given["attention_mask"] = also(kwargs.get("attention_mask"), visible)
         placed = contextlib.nullcontext()
         if self.placed is not None:
@@ -107,11 +107,9 @@ class Exact:
 
 
 def also(mask, visible):
-    """Returns an attention mask that also hides keys where `visible` is false.
+    """Returns a mask that also hides keys where booleans `visible` `(B, S)` are false.
 
-    Args:
-        mask: `AttentionMask`, dense array, or `None`.
-        visible: Booleans `(B, S)`.
+    The mask is an `AttentionMask`, a dense array or `None`.
     """
     if isinstance(mask, AttentionMask):
         known = mask.key_mask
@@ -132,8 +130,7 @@ def empty_layers(sites, batch_size, max_length):
     layers = {}
     for site in sites:
         if not sums_up(site):
-            linear = swap.linear_class(swap.original_class(site.layer))
-            heads, head_dim = linear._kv_shape(site.layer)
+            heads, head_dim = site.linear_class._kv_shape(site.layer)
             shape = (batch_size, 2, max_length, heads, head_dim)
             layers[f"{site.index}"] = ops.zeros(shape, dtype=site.layer.compute_dtype)
     return layers

@@ -15,12 +15,7 @@ FORMAT = 1
 def attention_config(container):
     """Returns the "attention" entry that a container saves in its config.
 
-    Args:
-        container: Layer or model that holds attention layers.
-
-    Returns:
-        Dict with the feature map and options of every linear layer inside, in the
-        form that `check_entry` accepts.
+    It has the feature map and the options of every linear layer inside.
     """
     base = swap.original_class(container)
     return {
@@ -40,7 +35,7 @@ def attention_config(container):
                 **site.layer.options.config(),
                 "trained": list(site.layer.trained),
             }
-            for site in survey(container).sites
+            for site in survey(container)
             if site.is_linear
         ],
     }
@@ -57,14 +52,9 @@ def _map_config(layer):
 
 
 def check_entry(entry, name):
-    """Checks that an entry has the form that `attention_config` returns.
+    """Raises `ValueError` unless an entry has the form of `attention_config`'s.
 
-    Args:
-        entry: Value of "attention" in a saved config, or `None` if it is missing.
-        name: Name of the container's class, for error messages.
-
-    Raises:
-        ValueError: If the entry is missing, malformed or of another format version.
+    The name is that of the container's class, for error messages.
     """
     if entry is None:
         raise ValueError(

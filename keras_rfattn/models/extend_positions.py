@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.layers.checks import check_model, title
 
 METHODS = ("tile", "interpolate")
@@ -45,32 +46,28 @@ def extend_positions(model, max_length, method="tile"):
         >>> keras_rfattn.extend_positions(model, 32).max_sequence_length
         32
     """
+    check_model(model)
     if not isinstance(model, keras.Model):
-        check_model(model)
         raise TypeError(
             "`model` must be a KerasHub backbone or task, or a `keras.Model` around "
             f"one. Received: {title(model)}, which is a layer."
         )
-    check_model(model)
     if method not in METHODS:
         raise ValueError(
             f"`method` must be one of {METHODS}. Received: method={method!r}."
         )
-    config = _config(model)
-    for key in ("build_config", "compile_config"):
-        _drop(config, key)
+    try:
+        config = keras.saving.serialize_keras_object(model)
+    except NotImplementedError as error:
+        raise _not_rebuilt(model, "its class has no `get_config`") from error
+    for inner in _dicts(config):
+        inner.pop("build_config", None)
+        inner.pop("compile_config", None)
     old, new = _resize(_sized(config, model), max_length, title(model))
     _resize_inputs(config, old, new)
     extended = _rebuilt(config, model)
     _copy_weights(model, extended, old, new, method)
     return extended
-
-
-def _config(model):
-    try:
-        return keras.saving.serialize_keras_object(model)
-    except NotImplementedError as error:
-        raise _not_rebuilt(model, "its class has no `get_config`") from error
 
 
 def _rebuilt(config, model):
@@ -98,33 +95,20 @@ def _not_rebuilt(model, reason):
     )
 
 
-def _drop(config, key):
+def _dicts(config):
+    """Yields each dict in a nested config, the outer ones first."""
     if isinstance(config, dict):
-        config.pop(key, None)
-        for value in config.values():
-            _drop(value, key)
-    elif isinstance(config, (list, tuple)):
-        for value in config:
-            _drop(value, key)
-
-
-def _nodes(config):
-    """Yields each `(class name, config)` in a nested config, the outer ones first."""
-    if isinstance(config, dict):
-        inner = config.get("config")
-        if isinstance(inner, dict):
-            yield config.get("class_name"), inner
-    values = config.values() if isinstance(config, dict) else config
-    for value in values:
+        yield config
+    for value in config.values() if isinstance(config, dict) else config:
         if isinstance(value, (dict, list, tuple)):
-            yield from _nodes(value)
+            yield from _dicts(value)
 
 
 def _sized(config, model):
     """Returns the one config inside `config` that holds the size of the inputs."""
     found = []
-    for _, inner in _nodes(config):
-        is_below = any(inner is x for y in found for _, x in _nodes(y))
+    for inner in _dicts(config):
+        is_below = any(inner is x for y in found for x in _dicts(y))
         if not is_below and ("max_sequence_length" in inner or "image_shape" in inner):
             found.append(inner)
     if len(found) == 1:
@@ -143,7 +127,7 @@ def _resize(config, max_length, name):
     """Writes the new size into a backbone's config; returns the old and new sizes."""
     if "image_shape" not in config:
         old = config["max_sequence_length"]
-        if not _is_integer(max_length) or max_length < old:
+        if not is_integer(max_length) or max_length < old:
             raise ValueError(
                 f"`max_length` must be an integer of at least {old}, the number of "
                 f"positions of {name}. Received: max_length={max_length!r}."
@@ -151,11 +135,13 @@ def _resize(config, max_length, name):
         config["max_sequence_length"] = int(max_length)
         return old, int(max_length)
     shape = list(config["image_shape"])
-    axes = _image_axes(shape, config.get("data_format"))
+    data_format = config.get("data_format") or keras.config.image_data_format()
+    is_first = data_format == "channels_first" and len(shape) == 3
+    axes = (1, 2) if is_first else (0, 1)
     old = tuple(shape[axis] for axis in axes)
     is_pair = isinstance(max_length, (tuple, list)) and len(max_length) == 2
     if not is_pair or any(
-        not _is_integer(n) or n < o for n, o in zip(max_length, old, strict=True)
+        not is_integer(n) or n < o for n, o in zip(max_length, old, strict=True)
     ):
         raise ValueError(
             f"`max_length` must be the new (height, width), at least {old}, the "
@@ -174,25 +160,18 @@ def _resize_inputs(config, old, new):
     # Tokens are (B, T); images (B, H, W, C) or (B, C, H, W).
     rank, starts = (2, (1,)) if is_text else (4, (1, 2))
     old, new = ([old], [new]) if is_text else (list(old), list(new))
-    for name, inner in _nodes(config):
+    for layer in _dicts(config):
+        if layer.get("class_name") != "InputLayer":
+            continue
+        inner = layer["config"]
         shape = list(inner.get("batch_shape") or ())
-        if name != "InputLayer" or len(shape) != rank:
+        if len(shape) != rank:
             continue
         for start in starts:
             end = start + len(old)
             if shape[start:end] == old:
                 inner["batch_shape"] = [*shape[:start], *new, *shape[end:]]
                 break
-
-
-def _is_integer(x):
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def _image_axes(shape, data_format):
-    data_format = data_format or keras.config.image_data_format()
-    first = data_format == "channels_first"
-    return (1, 2) if first and len(shape) == 3 else (0, 1)
 
 
 def _copy_weights(source, target, old, new, method):
@@ -216,13 +195,7 @@ def _copy_weights(source, target, old, new, method):
 
 
 def _check_tables(tables, old, new):
-    """Raises `ValueError` unless every weight that changes shape is a position table.
-
-    Args:
-        tables: Pairs of old and new weights whose shapes differ.
-        old: Old number of positions, or old `(height, width)`.
-        new: New number of positions, or new `(height, width)`.
-    """
+    """Raises `ValueError` unless all weights of other shapes are position tables."""
     for a, b in tables:
         if isinstance(new, int):
             is_table = a.shape[-1:] == b.shape[-1:] or len(a.shape) == 1
@@ -241,8 +214,8 @@ def _check_tables(tables, old, new):
 
 def _grow_sequence(table, shape, old, new, method):
     """Grows a table `(L, d)` to `(L', d)`, keeping its first `L - old` rows."""
-    extra, count = table[: len(table) - old], shape[0] - (len(table) - old)
-    rows = table[len(table) - old :]
+    extra, rows = np.split(table, [len(table) - old])
+    count = shape[0] - len(extra)
     if method == "tile":
         grown = rows[np.arange(count) % old]
     else:

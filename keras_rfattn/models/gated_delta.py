@@ -8,6 +8,7 @@ full pass, and nothing enters for later positions.
 """
 
 import contextlib
+from functools import partial
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -16,15 +17,6 @@ import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.models.carried import carried, kept
-
-# Parameters of `_build_cache`, by which such tasks are recognized.
-BUILD = [
-    "token_ids",
-    "padding_mask",
-    "img_embeddings",
-    "vision_indices",
-    "position_ids",
-]
 
 
 class Delta(NamedTuple):
@@ -64,29 +56,18 @@ def empty_cache(task, batch_size, max_length):
     return empty._replace(layers=empty.layers | {"delta": state})
 
 
-def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs):
+@generation.in_place_of("call_with_cache")
+def call_with_cache(
+    task, original, known, token_ids, cache, cache_update_index, *args, **kwargs
+):
     """Runs the task's `call_with_cache`.
 
+    `generation.call_with_cache` describes the other arguments, results and errors.
+
     Args:
-        task: The task.
-        token_ids: Integers `(B, T)`, one or many tokens per row.
         cache: The `generation.Cache` before these tokens, or the empty cache that
             KerasHub passes first.
-        cache_update_index: Position of the first token.
-        *args: Further arguments of the task's own method.
-        **kwargs: Further keyword arguments of the task's own method.
-
-    Returns:
-        `(logits, hidden_states, cache)`, with the `generation.Cache` after these
-        tokens.
-
-    Raises:
-        ValueError: If `cache` is neither of the two.
     """
-    known = generation.context(task)
-    original = type(task).original_class.call_with_cache
-    if not generation.has_states(known.sites):
-        return original(task, token_ids, cache, cache_update_index, *args, **kwargs)
     batch, length = ops.shape(token_ids)
     is_first = isinstance(cache_update_index, int) and cache_update_index == 0
     is_own = isinstance(cache, generation.Cache)
@@ -98,21 +79,16 @@ def call_with_cache(task, token_ids, cache, cache_update_index, *args, **kwargs)
     # The sampler feeds the last token of the prompt again, so it must not enter yet.
     count = None if known.end is None or length == 1 else known.end - 1
     known = known._replace(end=count)
-    enters, passed, seen = generation.entering(known, cache, batch, length, start)
-
-    def decoder(state):
-        return Decoder(state, enters, passed, start)
-
-    is_hidden = generation.hidden_keys(known, batch)
+    enters, passed, seen = generation.entering(known, cache, length, start)
+    decoder = partial(Decoder, enters=enters, passed=passed, start=start)
     with (
-        carried(known.sites, cache.layers, decoder, is_hidden) as (parts, blank),
+        carried(task, known, cache, decoder) as (parts, blank),
         entered(task, enters, count),
     ):
-        blank = blank(batch, task.compute_dtype)[:, :1]
-        blank = ops.repeat(blank, task.backbone.num_layers, axis=1)
+        blank = ops.repeat(blank[:, :1], task.backbone.num_layers, axis=1)
         given = blank, *cache.layers["delta"]
         logits, hidden_states, states = original(
-            task, token_ids, given, start, *args, **kwargs
+            token_ids, given, start, *args, **kwargs
         )
     layers = kept(parts) | {"delta": Delta(*states[1:])}
     return logits, hidden_states, generation.Cache(seen, layers, cache.model)
@@ -123,7 +99,7 @@ def entered(task, enters, count=None):
     """Context manager that selects the tokens that enter the gated delta networks.
 
     Args:
-        task: The task.
+        task: The task whose networks these are.
         enters: Booleans `(B, T)`, true for tokens that enter.
         count: Number of first tokens that exist so far; `None` if all T exist. The
             networks keep the state after their last input. The existing tokens are
@@ -152,11 +128,11 @@ def entered(task, enters, count=None):
         yield
 
 
-def members(cls):
-    """Returns the methods for a task's carrier, if it is like Qwen 3.5."""
-    if not generation.takes(cls, "_build_cache", BUILD):
-        return {}
-    return {
+FAMILY = generation.Family(
+    "_build_cache",
+    ["token_ids", "padding_mask", "img_embeddings", "vision_indices", "position_ids"],
+    {
         "call_with_cache": call_with_cache,
         "generate_step": generation.make_generate_step(),
-    }
+    },
+)

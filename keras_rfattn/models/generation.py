@@ -7,12 +7,12 @@ placeholder around, which no layer reads.
 """
 
 import inspect
+from functools import partial
 from typing import Any, NamedTuple
 
 from keras import ops
 
 import keras_rfattn.models.survey as survey
-import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.call_context import PerObject
 from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.models.carried import carried, empty_layers, kept
@@ -71,14 +71,85 @@ class Generating(NamedTuple):
     end: Any = None
     origin: Any = 0
 
+    def padding(self, positions, batch):
+        """Returns which tokens at the given positions are padding, `(B, T)`.
 
+        Samplers may repeat rows, so `hidden` may have fewer rows than the batch.
+        """
+        positions = positions - self.origin
+        rows, length = ops.shape(self.hidden)
+        hidden = ops.take(self.hidden, ops.clip(positions, 0, length - 1), axis=1)
+        # Negative positions belong to an image before the prompt, which is never
+        # padding.
+        hidden = hidden & (positions >= 0)
+        return ops.take(hidden, ops.arange(batch) // (batch // rows), axis=0)
+
+
+def in_place_of(name):
+    """Returns a decorator that makes a function a method `name` of tasks.
+
+    If no linear layer takes part in generation, the task's original method runs.
+    Otherwise the function is called with `task`, its bound `original` method, its
+    `Generating` as `known`, and the arguments of the method.
+    """
+
+    def decorate(function):
+        def method(task, *args, **kwargs):
+            original = partial(getattr(type(task).original_class, name), task)
+            known = context(task)
+            if not has_states(known.sites):
+                return original(*args, **kwargs)
+            return function(task, original, known, *args, **kwargs)
+
+        return method
+
+    return decorate
+
+
+def context(task):
+    """Returns the `Generating` that `generating` set, or one without padding.
+
+    Inside `generate` this avoids a new survey of the task for each token.
+    """
+    return _GENERATING.get(task) or Generating(survey.survey(task))
+
+
+def generating(task, known):
+    """Context manager in which `context(task)` is `known`, in this thread."""
+    return _GENERATING.giving(task, known)
+
+
+def decodes(site):
+    """Returns whether a layer is causal attention, which generates with a cache."""
+    return site.causal and site.linear_class
+
+
+def crosses(site):
+    """Returns whether a layer is cross-attention to the encoder's tokens."""
+    return site.linear_class and survey.is_cross(site)
+
+
+def has_states(sites):
+    """Returns whether any layer that takes part in generation is linear."""
+    return any(x.is_linear and (decodes(x) or crosses(x)) for x in sites)
+
+
+@in_place_of("call_with_cache")
 def call_with_cache(
-    task, token_ids, cache, cache_update_index, *args, before=0, **kwargs
+    task,
+    original,
+    known,
+    token_ids,
+    cache,
+    cache_update_index,
+    *args,
+    before=0,
+    **kwargs,
 ):
     """Runs `CausalLM.call_with_cache` of a task with linear attention.
 
     Args:
-        task: The task.
+        task, original, known: See `in_place_of`.
         token_ids: Integers `(B, T)`, one or many tokens per row.
         cache: The `Cache` before these tokens.
         cache_update_index: Position of the first token; with `before`, position of
@@ -94,23 +165,14 @@ def call_with_cache(
     Raises:
         ValueError: If `cache` is not a `Cache`.
     """
-    original, known = type(task).original_class.call_with_cache, context(task)
-    if not has_states(known.sites):
-        return original(task, token_ids, cache, cache_update_index, *args, **kwargs)
     check_cache(task, cache)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
-    batch, length = ops.shape(token_ids)
-    enters, passed, after = entering(known, cache, batch, before + length, start)
-
-    def decoder(state):
-        return Decoder(state, enters, passed, start)
-
-    is_hidden = hidden_keys(known, batch)
-    with carried(known.sites, cache.layers, decoder, is_hidden) as (parts, blank):
-        logits, hidden_states, _ = original(
-            task, token_ids, blank(batch, task.compute_dtype), start, *args, **kwargs
-        )
-    return logits, hidden_states, Cache(after, kept(parts), cache.model)
+    length = before + ops.shape(token_ids)[1]
+    enters, passed, seen = entering(known, cache, length, start)
+    decoder = partial(Decoder, enters=enters, passed=passed, start=start)
+    with carried(task, known, cache, decoder) as (parts, blank):
+        logits, hidden_states, _ = original(token_ids, blank, start, *args, **kwargs)
+    return logits, hidden_states, Cache(seen, kept(parts), cache.model)
 
 
 def check_cache(task, cache):
@@ -124,13 +186,12 @@ def check_cache(task, cache):
         )
 
 
-def entering(known, cache, batch, length, start):
+def entering(known, cache, length, start):
     """Determines which new tokens enter the states.
 
     Args:
         known: `Generating`.
         cache: The `Cache` before the new tokens.
-        batch: Batch size B.
         length: Number T of new tokens per row.
         start: Position of the first new token.
 
@@ -149,46 +210,8 @@ def entering(known, cache, batch, length, start):
         passed, after = passed & (positions < known.end), known.end
     enters = passed
     if known.hidden is not None:
-        enters = passed & ~_hidden(known.hidden, positions - known.origin, batch)
+        enters = passed & ~known.padding(positions, ops.shape(passed)[0])
     return enters, passed, ops.maximum(cache.seen, ops.cast(after, "int32"))
-
-
-def context(task):
-    """Returns the `Generating` that `generating` set, or one without padding.
-
-    Inside `generate` this avoids a new survey of the task for each token.
-    """
-    return _GENERATING.get(task) or Generating(survey.survey(task).sites)
-
-
-def generating(task, hidden=None, end=None, origin=0, sites=None):
-    """Context manager in which `context(task)` finds a `Generating`, in this thread.
-
-    Args:
-        task: The task.
-        hidden: Booleans `(B, T)`, true for padding; see `Generating`.
-        end: Position where generation begins; see `Generating`.
-        origin: Position of the first column of `hidden`.
-        sites: List of `survey.Site`; `None` surveys the task.
-    """
-    sites = survey.survey(task).sites if sites is None else sites
-    return _GENERATING.giving(task, Generating(sites, hidden, end, origin))
-
-
-def decodes(site):
-    """Returns whether a layer is causal attention, which generates with a cache."""
-    return site.causal and swap.linear_class(swap.original_class(site.layer))
-
-
-def crosses(site):
-    """Returns whether a layer is cross-attention to the encoder's tokens."""
-    is_known = swap.linear_class(swap.original_class(site.layer))
-    return is_known and survey.is_cross(site)
-
-
-def has_states(sites):
-    """Returns whether any layer that takes part in generation is linear."""
-    return any(x.is_linear and (decodes(x) or crosses(x)) for x in sites)
 
 
 def empty_cache(task, batch_size, max_length):
@@ -198,38 +221,16 @@ def empty_cache(task, batch_size, max_length):
     return Cache(seen, empty_layers(sites, batch_size, max_length), 0 * seen)
 
 
-def hidden_keys(known, batch):
-    """Returns a function that marks padding among the first keys of a cache.
+@in_place_of("_build_cache")
+def build_cache(task, original, known, token_ids, *inputs, before=0):
+    """Runs `CausalLM._build_cache`, which processes the prompt in parallel.
 
-    Returns:
-        Function from a number of keys S to booleans `(B, S)`, true for padding; or
-        `None` if there is no padding.
+    `inputs` are further arguments of the task's `call_with_cache`, which inserts
+    `before` positions before the tokens.
     """
-    if known.hidden is None:
-        return None
-    return lambda length: _hidden(
-        known.hidden, ops.arange(length, dtype="int32") - known.origin, batch
-    )
-
-
-def _hidden(hidden, positions, batch):
-    """Returns which tokens at the given positions are padding, `(B, T)`.
-
-    Samplers may repeat rows, so `hidden` may have fewer rows than the batch.
-    """
-    rows, length = ops.shape(hidden)
-    hidden = ops.take(hidden, ops.clip(positions, 0, length - 1), axis=1)
-    # Negative positions belong to an image before the prompt, which is never padding.
-    hidden = hidden & (positions >= 0)
-    return ops.take(hidden, ops.arange(batch) // (batch // rows), axis=0)
-
-
-def build_cache(task, token_ids):
-    """Runs `CausalLM._build_cache`, which processes the prompt in parallel."""
-    if not has_states(context(task).sites):
-        return type(task).original_class._build_cache(task, token_ids)
-    cache = empty_cache(task, *ops.shape(token_ids))
-    _, hidden_states, cache = task.call_with_cache(token_ids, cache, 0)
+    batch, length = ops.shape(token_ids)
+    cache = empty_cache(task, batch, before + length)
+    _, hidden_states, cache = task.call_with_cache(token_ids, cache, 0, *inputs)
     return hidden_states, cache
 
 
@@ -250,10 +251,8 @@ def make_generate_step(mask_name="padding_mask", before=None):
         mask in its outputs.
     """
 
-    def generate_step(task, inputs, stop_token_ids=None):
-        original, sites = type(task).original_class.generate_step, context(task).sites
-        if not has_states(sites):
-            return original(task, inputs, stop_token_ids)
+    @in_place_of("generate_step")
+    def generate_step(task, original, known, inputs, stop_token_ids=None):
         origin = 0 if before is None else getattr(task.backbone, before)
         mask = ops.cast(inputs[mask_name], "bool")
         positions = ops.expand_dims(ops.arange(ops.shape(mask)[1], dtype="int32"), 0)
@@ -262,40 +261,42 @@ def make_generate_step(mask_name="padding_mask", before=None):
         last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
         filled = positions <= last
         hidden = filled & ~mask
-        with generating(task, hidden, origin + ops.min(last) + 1, origin, sites):
-            outputs = original(task, {**inputs, mask_name: filled}, stop_token_ids)
+        known = Generating(known.sites, hidden, origin + ops.min(last) + 1, origin)
+        with generating(task, known):
+            outputs = original({**inputs, mask_name: filled}, stop_token_ids)
         return {**outputs, mask_name: ops.cast(outputs[mask_name], "bool") & ~hidden}
 
     return generate_step
 
 
-def takes(cls, method, parameters):
-    """Returns whether a class has a method with exactly these parameters.
+class Family(NamedTuple):
+    """Tasks of KerasHub that generate alike, and their methods with linear attention.
 
-    KerasHub's families of tasks differ in the parameters of their methods.
-
-    Args:
-        cls: The class of a task.
-        method: Name of the method.
-        parameters: List of names, without `self`.
+    Attributes:
+        method: Name of a method by whose parameters the tasks are recognized.
+        parameters: Names of these parameters, without `self`.
+        members: Dict from name to method, for the carriers of the tasks.
     """
-    function = getattr(cls, method, None)
-    if function is None:
-        return False
-    return list(inspect.signature(function).parameters) == ["self", *parameters]
+
+    method: str
+    parameters: list
+    members: dict
+
+    def includes(self, cls):
+        """Returns whether a class of tasks belongs to the family."""
+        function = getattr(cls, self.method, None)
+        if function is None:
+            return False
+        names = list(inspect.signature(function).parameters)
+        return names == ["self", *self.parameters]
 
 
-def is_causal_lm(cls):
-    """Returns whether a class is a KerasHub `CausalLM`."""
-    return any(base.__name__ == "CausalLM" for base in cls.__mro__)
-
-
-def members(cls):
-    """Returns the methods for a task's carrier, if the task takes only tokens."""
-    if not is_causal_lm(cls) or not takes(cls, "_build_cache", ["token_ids"]):
-        return {}
-    return {
+FAMILY = Family(
+    "_build_cache",
+    ["token_ids"],
+    {
         "call_with_cache": call_with_cache,
         "_build_cache": build_cache,
         "generate_step": make_generate_step(),
-    }
+    },
+)

@@ -45,11 +45,7 @@ _remember_layers()
 def holders(layers):
     """Returns the layers and models in this process that hold any of `layers`.
 
-    Args:
-        layers: List of Keras layers.
-
-    Returns:
-        List of layers without duplicates: the direct parents and all their ancestors.
+    The list holds the direct parents and all their ancestors, once each.
     """
     parents = {}
     for layer in list(_LAYERS.values()):
@@ -74,18 +70,14 @@ def refresh(layer):
     track_variables_anew(layer)
 
 
-def check_optimizers(layers, feature_maps):
-    """Checks that no built optimizer would lack slots for new trainable weights.
+def check_optimizers(maps):
+    """Raises `ValueError` if a built optimizer would lack slots for new weights.
 
     Args:
-        layers: The layers that will own the maps.
-        feature_maps: Their maps, one built map per layer.
-
-    Raises:
-        ValueError: If a model around the layers has an optimizer that is built.
+        maps: List of `(layer, built feature map)`, for the layers that will own them.
     """
-    pairs = zip(layers, feature_maps, strict=True)
-    trainable = [w for x, m in pairs if x.trainable for w in m.trainable_weights]
+    layers = [layer for layer, _ in maps]
+    trainable = [w for x, m in maps if x.trainable for w in m.trainable_weights]
     if not trainable or not _with_slots(layers):
         return
     # Models that nobody uses any more may still await garbage collection. They must

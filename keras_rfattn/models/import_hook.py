@@ -5,9 +5,9 @@ run. Importing KerasHub takes seconds and must not be forced on users. Its adapt
 therefore registered when KerasHub is imported, before or after this package.
 """
 
+import functools
 import importlib
 import importlib.abc
-import importlib.util
 import sys
 
 _installed = set()
@@ -23,29 +23,24 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name not in ADAPTERS or name in _installed:
             return None
-        finders = [f for f in sys.meta_path if f is not self]
-        for finder in finders:
-            find = getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find else None
+        finders = [x for x in sys.meta_path if x is not self]
+        for finder in [x for x in finders if hasattr(x, "find_spec")]:
+            spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader)
+                spec.loader.exec_module = _registering(spec.loader.exec_module)
                 return spec
         return None
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader):
-        self.loader = loader
+def _registering(exec_module):
+    """Wraps a loader's `exec_module`, which then registers adapters at its end."""
 
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module):
-        self.loader.exec_module(module)
+    @functools.wraps(exec_module)
+    def exec_and_register(module):
+        exec_module(module)
         register()
 
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
+    return exec_and_register
 
 
 def register():

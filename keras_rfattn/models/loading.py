@@ -14,7 +14,7 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
 from keras_rfattn.layers.fingerprint import KEY, Marks, agrees, fingerprint
-from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.layers.recording import linear_layers
 
 
 def _wrap(module, name, wrapper):
@@ -79,14 +79,10 @@ def _check_marks(load, model, weights_store, visited):
             )
 
 
-def _linear_layers(layer):
-    return [x for x in layer._flatten_layers() if isinstance(x, LinearAttention)]
-
-
 def _save_legacy(original, group, model):
     original(group, model)
     for layer in model.layers:
-        marks = [fingerprint(x) for x in _linear_layers(layer)]
+        marks = [fingerprint(x) for x in linear_layers(layer)]
         if marks:
             group[layer.name].attrs[KEY] = np.array(marks, "int32")
 
@@ -115,7 +111,10 @@ def _legacy_groups(group):
 def _check_legacy(model, pairs):
     for group, layer in pairs:
         # Files of softmax models have no marks.
-        if KEY in group.attrs and not _all_agree(layer, group.attrs[KEY]):
+        if KEY not in group.attrs:
+            continue
+        linear, marks = linear_layers(layer), group.attrs[KEY]
+        if len(linear) != len(marks) or not all(map(agrees, linear, marks)):
             raise ValueError(
                 "The weights were saved from linear attention with another mechanism, "
                 "other arguments or another window. Received: "
@@ -123,11 +122,6 @@ def _check_legacy(model, pairs):
                 "Replace attention as it was when the weights were saved. Nothing was "
                 "loaded."
             )
-
-
-def _all_agree(layer, marks):
-    linear = _linear_layers(layer)
-    return len(linear) == len(marks) and all(map(agrees, linear, marks))
 
 
 _wrap(saving_lib, "_load_state", _load_state)

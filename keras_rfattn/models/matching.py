@@ -1,4 +1,4 @@
-"""Selects attention layers by their paths.
+"""Selects attention layers by their paths, and assigns feature maps to them.
 
 All arguments that name layers use this file: `include`, `exclude`, `softmax_heads` and
 the maps of a `Plan`.
@@ -6,6 +6,61 @@ the maps of a `Plan`.
 
 import fnmatch
 import inspect
+from dataclasses import dataclass
+
+from keras_rfattn.feature_maps.arguments import check_seed
+from keras_rfattn.feature_maps.registry import check_identifier
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Assignment of feature maps to attention layers.
+
+    Attributes:
+        maps: Dict from a layer's path, or a pattern (`fnmatch`), to a feature map in
+            any form that `replace_attention` accepts, or to `None` to keep softmax. If
+            several patterns match a layer, the first one counts. A layer that no
+            pattern matches keeps softmax.
+
+    Raises:
+        ValueError: If `maps` is not a dict with string keys, is empty, or names an
+            unknown feature map.
+        TypeError: If `replace_attention` does not accept the type of a value.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> plan = keras_rfattn.models.Plan({"multi_head_*": "favorplus"})
+        >>> model = keras_rfattn.replace_attention(model, plan)
+        >>> keras_rfattn.describe_attention(model).rows[0].mechanism
+        'favorplus'
+    """
+
+    maps: dict
+
+    def __post_init__(self):
+        if not isinstance(self.maps, dict) or not self.maps:
+            raise ValueError(
+                "`maps` must be a dict that maps layer paths to feature maps. "
+                f"Received: maps={self.maps!r}."
+            )
+        for path, feature_map in self.maps.items():
+            if not isinstance(path, str):
+                raise ValueError(
+                    "`maps` must be a dict whose keys are layer paths, as strings. "
+                    f"Received: the key {path!r} of type {type(path).__name__}."
+                )
+            if feature_map is not None:
+                check_identifier(feature_map)
+
+
+def check_mechanism(feature_map, num_features=None, seed=None):
+    """Raises the errors of `check_identifier`; of a plan, it checks only the seed."""
+    if isinstance(getattr(feature_map, "plan", feature_map), Plan):
+        check_seed(seed)
+    else:
+        check_identifier(feature_map, num_features, seed)
 
 
 def lookup(argument, values, sites):
@@ -26,7 +81,13 @@ def lookup(argument, values, sites):
     """
     found = {}
     for pattern, value in values.items():
-        hits = [site for site in sites if _matches(site.path, pattern)]
+        # A path may contain characters that are special in patterns.
+        hits = [
+            site
+            for site in sites
+            if site.path == pattern
+            or (isinstance(pattern, str) and fnmatch.fnmatch(site.path, pattern))
+        ]
         if not hits:
             paths = "\n".join(f"  {site.path}" for site in sites)
             raise ValueError(
@@ -36,13 +97,6 @@ def lookup(argument, values, sites):
         for site in hits:
             found.setdefault(site.index, value)
     return found
-
-
-def _matches(path, pattern):
-    if not isinstance(pattern, str):
-        return False
-    # A path may contain characters that are special in patterns.
-    return path == pattern or fnmatch.fnmatch(path, pattern)
 
 
 def select(sites, include, exclude):

@@ -12,13 +12,8 @@ TABLE = "PositionEmbedding"
 def token_limit(model, name="token_ids"):
     """Returns the number of tokens for which a model has learned positions.
 
-    Args:
-        model: A KerasHub backbone or task.
-        name: Key of the tokens in the model's inputs.
-
-    Returns:
-        The number of tokens, or `None` if positions are not learned (rotary or
-        relative positions) or their table is not known.
+    It is `None` if positions are not learned (rotary or relative positions) or their
+    table is not known. `name` is the key of the tokens in the model's inputs.
     """
     # The result can be kept, because no table ever changes its size.
     known = notes_of(model).token_limits
@@ -55,16 +50,16 @@ class Sized:
     """Mixin for models that raises an error for inputs beyond their positions."""
 
     def __call__(self, *args, **kwargs):
-        check_size(self, args[0] if args else kwargs.get("inputs"))
+        check_size(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def stateless_call(self, trainable, non_trainable, *args, **kwargs):
         # On JAX, `fit` and `predict` bypass `__call__`.
-        check_size(self, args[0] if args else kwargs.get("inputs"))
+        check_size(self, args, kwargs)
         return super().stateless_call(trainable, non_trainable, *args, **kwargs)
 
 
-def check_size(model, inputs):
+def check_size(model, args, kwargs):
     """Checks that inputs are no larger than a model's table of positions.
 
     Only static shapes are compared, so compiled functions do no extra work when they
@@ -72,13 +67,16 @@ def check_size(model, inputs):
 
     Args:
         model: A KerasHub backbone or task. Other layers are not checked.
-        inputs: First argument of the model's call.
+        args: Arguments of the model's call, `fit`, `predict` or `generate_step`, of
+            which the first is the inputs.
+        kwargs: Keyword arguments of this method.
 
     Raises:
         ValueError: If tokens or images exceed the positions of the model.
     """
     if not isinstance(model, keras.Model):
         return
+    inputs = args[0] if args else kwargs.get("x", kwargs.get("inputs"))
     if not isinstance(inputs, dict):
         _check_image(model, inputs)
         return
@@ -110,12 +108,10 @@ def _check_tokens(model, name, x):
 def _check_image(model, x):
     shape = _static_shape(x)
     expected = getattr(_backbone(model), "image_shape", None)
-    if not isinstance(expected, (tuple, list)) or len(expected) != 3:
+    is_image = isinstance(expected, (tuple, list)) and len(expected) == 3
+    if not is_image or len(shape) != 4:
         return
-    if len(shape) != 4:
-        return
-    is_first = getattr(_backbone(model), "data_format", None) == "channels_first"
-    start = 1 if is_first else 0
+    start = int(getattr(_backbone(model), "data_format", None) == "channels_first")
     size, limit = shape[1 + start : 3 + start], tuple(expected[start : 2 + start])
     if any(_is_above(a, b) for a, b in zip(size, limit, strict=True)):
         raise ValueError(

@@ -1,8 +1,6 @@
 """Loads a softmax preset and replaces its attention in one call."""
 
-from keras_rfattn.feature_maps.arguments import check_seed
-from keras_rfattn.feature_maps.registry import check_identifier
-from keras_rfattn.models.plan import Plan
+from keras_rfattn.models.matching import check_mechanism
 from keras_rfattn.models.replace import replace_attention
 from keras_rfattn.ops.options import Options
 
@@ -75,10 +73,7 @@ def from_preset(
         )
     options = Options.take(kwargs)
     # Raises for an invalid mechanism before gigabytes of weights are loaded.
-    if isinstance(getattr(feature_map, "plan", feature_map), Plan):
-        check_seed(seed)
-    else:
-        check_identifier(feature_map, num_features, seed)
+    check_mechanism(feature_map, num_features, seed)
     model = loader.from_preset(preset, **kwargs)
     return replace_attention(
         model,

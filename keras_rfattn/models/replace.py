@@ -7,7 +7,6 @@ changes a single layer; `saving` changes the containers that hold it.
 import dataclasses
 import warnings
 
-import keras_rfattn.models.report as report
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
@@ -16,8 +15,7 @@ from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
-from keras_rfattn.models.matching import lookup, select
-from keras_rfattn.models.plan import Plan
+from keras_rfattn.models.matching import Plan, lookup, select
 from keras_rfattn.models.survey import (
     drop_sliding_windows,
     has_prefix,
@@ -114,21 +112,21 @@ def replace_attention(
     options = Options(
         block_size, window, sliding, max_segments, temperature, implementation
     )
-    surveyed = survey(model)
+    sites = survey(model)
     if drop_sliding_window:
-        drop_sliding_windows(surveyed.sites)
-    selected = _replaceable(model, surveyed, include, exclude)
+        drop_sliding_windows(sites)
+    selected = _replaceable(model, sites, include, exclude)
     check_seed(seed)
     changes = []
-    for sites, identifier in _assigned(feature_map, selected):
+    for group, identifier in _assigned(feature_map, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
-        _check_statistics(template, sites)
+        _check_statistics(template, group)
         check_options(options, template)
         base_seed = template.seed if seed is None else seed
-        changes += [(site, _copy(template, base_seed, site), options) for site in sites]
+        changes += [(site, _copy(template, base_seed, site), options) for site in group]
     changes = _with_softmax_heads(changes, softmax_heads)
     _check_sites(options, [site for site, _, _ in changes])
-    saving.commit(model, surveyed, changes)
+    saving.commit(model, sites, changes)
     return model
 
 
@@ -158,12 +156,12 @@ def restore_attention(model):
         'softmax'
     """
     check_model(model)
-    surveyed = survey(model)
-    linear = [site for site in surveyed.sites if site.is_linear]
+    sites = survey(model)
+    linear = [site for site in sites if site.is_linear]
     if not linear:
         raise ValueError(
             "`model` must have linear attention. Received: "
-            f"model={title(model)}. It holds:\n{_listing(surveyed.sites)}"
+            f"model={title(model)}. It holds:\n{_listing(sites)}"
         )
     trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
     if trained:
@@ -175,23 +173,23 @@ def restore_attention(model):
     for site in linear:
         swap.make_softmax(site.layer)
     saving.uncarry([site.layer for site in linear])
-    saving.follow(model, surveyed)
+    saving.follow(model, sites)
     return model
 
 
-def _replaceable(model, surveyed, include, exclude):
+def _replaceable(model, sites, include, exclude):
     if isinstance(model, LinearAttention) or swap.linear_class(type(model)):
         raise ValueError(
             "`model` must be a model that holds attention, not the attention layer "
             f"itself. Received: {title(model)}. Use `keras_rfattn.layers` instead."
         )
-    if not surveyed.sites:
+    if not sites:
         inner = sorted({type(x).__name__ for x in model._flatten_layers()})
         raise ValueError(
             f"`model` must have attention. Received: {title(model)}, which holds "
             f"{', '.join(inner)}. Pass a model with MultiHeadAttention inside."
         )
-    selected = select(surveyed.sites, include, exclude)
+    selected = select(sites, include, exclude)
     already = [site for site in selected if site.is_linear]
     if already:
         raise ValueError(
@@ -213,7 +211,7 @@ def _replaceable(model, surveyed, include, exclude):
         raise ValueError(
             "`include` and `exclude` must leave layers to replace. Received: "
             f"include={include!r}, exclude={exclude!r}, for {title(model)} with:\n"
-            f"{_listing(surveyed.sites)}"
+            f"{_listing(sites)}"
         )
     unbuilt = [site for site in selected if not site.layer.built]
     if unbuilt:
@@ -304,4 +302,8 @@ def _copy(template, seed, site):
 
 
 def _listing(sites):
-    return "\n".join(f"  {report.line(site)}" for site in sites)
+    lines = []
+    for site in sites:
+        line = f"  {site.path} ({swap.original_class(site.layer).__name__})"
+        lines.append(f"{line}: {site.reason}" if site.reason else line)
+    return "\n".join(lines)

@@ -156,25 +156,14 @@ def describe_attention(model):
         ('softmax', 'MultiHeadAttention')
     """
     check_model(model)
-    rows = tuple(_row(site) for site in survey(model).sites)
-    return AttentionReport(
-        title(model),
-        rows,
-        max_length=_max_length(model),
-        others=tuple(notes_of(model).shared_with),
-    )
-
-
-def _max_length(model):
     backbone = getattr(model, "backbone", None) or model
     length = getattr(backbone, "max_sequence_length", None)
-    return length if isinstance(length, int) else None
-
-
-def line(site):
-    """Describes an attention layer in one line, for error messages."""
-    text = f"{site.path} ({original_class(site.layer).__name__})"
-    return f"{text}: {site.reason}" if site.reason else text
+    return AttentionReport(
+        title(model),
+        tuple(_row(site) for site in survey(model)),
+        max_length=length if isinstance(length, int) else None,
+        others=tuple(notes_of(model).shared_with),
+    )
 
 
 def _row(site):

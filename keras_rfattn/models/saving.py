@@ -12,12 +12,13 @@ import importlib.util
 
 import keras
 from keras.src.models.functional import Functional
+from keras.src.saving import serialization_lib
 
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.loading  # noqa: F401  (wraps Keras' loaders)
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
-from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.models.entry import attention_config, check_entry
 from keras_rfattn.models.holders import check_optimizers, holders, refresh
 from keras_rfattn.models.notes import notes_of
@@ -80,11 +81,7 @@ class Carrier(Sized):
 
 
 def unpickle(bytesio):
-    """Unpickles a container whose class cannot be imported by name.
-
-    Args:
-        bytesio: The model as Keras' `KerasSaveable` pickles it.
-    """
+    """Unpickles a container whose class cannot be imported by name."""
     return keras.layers.Layer._unpickle_model(bytesio)
 
 
@@ -97,8 +94,6 @@ def _registered_original(entry):
             f"The model is a {described.get('class_name')} of {library}, which is not "
             f"installed. Install it with `pip install {known.INSTALL[library]}`."
         )
-    from keras.src.saving import serialization_lib
-
     return serialization_lib._retrieve_class_or_fn(
         described["class_name"],
         described["registered_name"],
@@ -159,9 +154,6 @@ def saved_by_name(classes):
     """Context manager that saves carriers under their own names.
 
     Code that looks classes up by these names, such as `from_preset`, then finds them.
-
-    Args:
-        classes: Carriers that `carrier_class` made with a name.
     """
     for cls in classes:
         keras.saving.register_keras_serializable(PACKAGE, cls.__name__)(cls)
@@ -184,87 +176,72 @@ def carry(container):
 
 def holds_linear(container):
     """Returns whether any attention inside a container is linear."""
-    return any(isinstance(x, LinearAttention) for x in container._flatten_layers())
+    return bool(linear_layers(container))
 
 
 def apply_config(container, entry):
     """Replaces attention in a container that was just rebuilt from its config.
 
-    Args:
-        container: The container, with softmax attention.
-        entry: Its "attention" entry, as `entry.attention_config` returned it.
-
     Raises:
         ValueError: If the container has no attention layer at a saved position.
     """
-    surveyed = survey(container)
-    changes = []
+    sites, changes = survey(container), []
     for layer in entry["layers"]:
-        if layer["index"] >= len(surveyed.sites):
+        if layer["index"] >= len(sites):
             raise ValueError(
                 f"{type(container).__name__} was saved with linear attention at "
                 f"'{layer['path']}', but this layer no longer exists. Its class has "
                 "changed; load the file with the version that saved it."
             )
-        site = surveyed.sites[layer["index"]]
+        site = sites[layer["index"]]
         if site.is_linear:
             continue
-        feature_map = feature_maps.get(layer["feature_map"])
-        options = Options.take(dict(layer))
         site.layer.is_from_config = True
         site.layer.trained = tuple(layer["trained"])
-        change = (site, feature_map, options)
+        feature_map = feature_maps.get(layer["feature_map"])
+        change = site, feature_map, Options.take(dict(layer))
         if site.layer.built:
             changes.append(change)
         else:
-            later = functools.partial(commit, container, surveyed, [change])
+            later = functools.partial(commit, container, sites, [change])
             _when_built(site.layer, later)
-    commit(container, surveyed, changes)
+    commit(container, sites, changes)
 
 
-def commit(model, surveyed, changes):
+def commit(model, sites, changes):
     """Applies changes that have passed all checks.
 
     Args:
         model: The model to change.
-        surveyed: Its `survey.Survey`.
+        sites: All its attention layers, a list of `Site`.
         changes: List of `(site, feature_map, options)`.
 
     Raises:
         ValueError: If a model that holds one of the layers has a built optimizer
             without slots for the new weights. Nothing is changed in that case.
     """
-    layers = [site.layer for site, _, _ in changes]
-    for layer, (_, feature_map, _) in zip(layers, changes, strict=True):
-        swap.build_map(layer, feature_map)
-    check_optimizers(layers, [feature_map for _, feature_map, _ in changes])
-    for layer, (_, feature_map, options) in zip(layers, changes, strict=True):
-        swap.make_linear(layer, feature_map, options)
-    follow(model, surveyed)
+    for site, feature_map, _ in changes:
+        swap.build_map(site.layer, feature_map)
+    check_optimizers([(site.layer, feature_map) for site, feature_map, _ in changes])
+    for site, feature_map, options in changes:
+        swap.make_linear(site.layer, feature_map, options)
+    follow(model, sites)
 
 
 def uncarry(layers):
-    """Restores the original class of containers that hold no linear attention.
-
-    Args:
-        layers: The attention layers that are softmax again.
-    """
+    """Restores the class of containers whose `layers` are all softmax again."""
     for container in holders(layers):
         if isinstance(container, Carrier) and not holds_linear(container):
             container.__class__ = type(container).original_class
 
 
-def follow(model, surveyed):
-    """Updates everything that holds changed layers.
+def follow(model, sites):
+    """Updates everything that holds the attention layers of a changed model.
 
     Containers become carriers if their configs need it, the companion hooks run, and
     compiled functions are discarded.
-
-    Args:
-        model: The model that was changed.
-        surveyed: Its `survey.Survey`.
     """
-    layers = [site.layer for site in surveyed.sites]
+    layers = [site.layer for site in sites]
     around = holders(layers)
     for container in around:
         if holds_linear(container):

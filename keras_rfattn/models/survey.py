@@ -1,10 +1,11 @@
 """Finds the attention layers of a model, and whether each can be replaced."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
+from keras.src.utils.naming import to_snake_case
 
 import keras_rfattn.models.adapters.known as known
 from keras_rfattn.layers.linear_attention import LinearAttention, refusal
@@ -44,81 +45,54 @@ class Site:
     def is_linear(self):
         return isinstance(self.layer, LinearAttention)
 
-
-@dataclass
-class Survey:
-    """All attention layers of a model, and every container above them.
-
-    Attributes:
-        sites: List of `Site`.
-        containers: Dict from the `id` of each container to the container and the
-            indices of the sites inside it.
-    """
-
-    sites: list = field(default_factory=list)
-    containers: dict = field(default_factory=dict)  # id -> (container, [site index])
+    @property
+    def linear_class(self):
+        """The linear class of the layer, or `None` if there is none."""
+        return linear_class(original_class(self.layer))
 
 
 def survey(model):
-    """Finds the attention layers of a model.
-
-    Args:
-        model: A built Keras model or layer.
-
-    Returns:
-        A `Survey`, which lists each layer once and in a stable order.
-    """
-    found, seen = Survey(), {}
+    """Returns a `Site` for each attention layer of a model, in a stable order."""
+    sites, seen = [], {id(model)}
 
     def visit(layer, path="", lasting=""):
-        """Returns the indices of the sites at or below `layer`."""
-        if id(layer) in seen:
-            return seen[id(layer)]
-        seen[id(layer)] = indices = []
         for child in layer._flatten_layers(include_self=False, recursive=False):
-            if not isinstance(child, keras.layers.Layer) or child is layer:
+            if not isinstance(child, keras.layers.Layer) or id(child) in seen:
                 continue
-            child_path = f"{path}/{child.name}" if path else child.name
-            known_as = f"{lasting}/{_lasting_name(child)}".removeprefix("/")
-            if id(child) in seen:
-                indices.extend(seen[id(child)])
-            elif is_attention(child):
-                indices.append(len(found.sites))
-                seen[id(child)] = [len(found.sites)]
-                paths = child_path, known_as
-                found.sites.append(_site(child, layer, *paths, len(found.sites)))
+            seen.add(id(child))
+            names = (
+                f"{path}/{child.name}".removeprefix("/"),
+                f"{lasting}/{_lasting_name(child)}".removeprefix("/"),
+            )
+            if is_attention(child):
+                site = Site(*names, child, layer, len(sites))
+                site.causal = _causality(child, layer)
+                if not site.is_linear:
+                    site.reason = _reason(site)
+                sites.append(site)
             else:
-                indices.extend(visit(child, child_path, known_as))
-        if indices:
-            found.containers[id(layer)] = (layer, indices)
-        return indices
+                visit(child, *names)
 
     visit(model)
-    return found
+    return sites
 
 
 def _lasting_name(layer):
-    # Keras makes automatic names from the class name in snake case.
-    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", original_class(layer).__name__)
-    automatic = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
+    # Keras makes automatic names from the class name.
+    automatic = to_snake_case(original_class(layer).__name__)
     is_automatic = re.fullmatch(rf"{automatic}_\d+", layer.name)
     return automatic if is_automatic else layer.name
 
 
-def _site(layer, parent, path, lasting, index):
-    causal = _causality(layer, parent)
-    site = Site(path, lasting, layer, parent, index, causal=causal)
-    if not site.is_linear:
-        site.reason = unsupported(layer) or _parent_reason(layer, parent)
-    return site
+def _reason(site, windows=True):
+    """Returns why a softmax layer cannot be replaced; `windows` as in `unsupported`."""
+    return unsupported(site.layer, windows) or _parent_reason(site.layer, site.parent)
 
 
 def block_mixin(cls):
     """Returns the mask-building mixin for a block class, or `None`."""
-    for base, mixin in BLOCK_MIXINS.items():
-        if issubclass(cls, base):
-            return mixin
-    return None
+    found = (x for base, x in BLOCK_MIXINS.items() if issubclass(cls, base))
+    return next(found, None)
 
 
 def _causality(layer, parent):
@@ -164,16 +138,13 @@ def drop_sliding_windows(sites):
     """Clears `reason` of the sites whose only obstacle is a sliding window."""
     for site in sites:
         if site.reason:
-            reason = unsupported(site.layer, windows=False)
-            site.reason = reason or _parent_reason(site.layer, site.parent)
+            site.reason = _reason(site, windows=False)
 
 
 def unsupported(layer, windows=True):
-    """Returns why an attention layer cannot be replaced, or `None` if it can.
+    """Returns why a softmax layer cannot be replaced, or `None` if it can.
 
-    Args:
-        layer: A softmax attention layer.
-        windows: Whether a sliding window counts as a reason.
+    A sliding window counts as a reason if `windows` is true.
     """
     cls = type(layer)
     if linear_class(cls) is not None:

@@ -11,9 +11,9 @@ import keras
 
 import keras_rfattn.models.adapters.known as known
 from keras_rfattn import feature_maps, layers
+from keras_rfattn.backend.layers import strategies
 from keras_rfattn.layers.fingerprint import unmark
 from keras_rfattn.layers.linear_attention import STATE, LinearAttention
-from keras_rfattn.models.strategy import strategy_scope
 from keras_rfattn.ops.options import Options
 
 # Softmax class -> linear class. An adapter adds the classes of its library when that
@@ -37,15 +37,14 @@ def linear_class(cls):
 
     A subclass of a known class qualifies if it does not override the computation.
     """
+    if cls in LINEAR_CLASSES:
+        return LINEAR_CLASSES[cls]
+    names = ("call", "_compute_attention", "_compute_attention_mask")
     for base, linear in LINEAR_CLASSES.items():
-        if cls is base:
-            return linear
-    for base in LINEAR_CLASSES:
-        names = ("call", "_compute_attention", "_compute_attention_mask")
         if issubclass(cls, base) and all(
             getattr(cls, n, None) is getattr(base, n, None) for n in names
         ):
-            LINEAR_CLASSES[cls] = make_linear_class(cls, parent=LINEAR_CLASSES[base])
+            LINEAR_CLASSES[cls] = make_linear_class(cls, parent=linear)
             return LINEAR_CLASSES[cls]
     return None
 
@@ -79,6 +78,32 @@ def make_linear_class(cls, mixin=LinearAttention, parent=None):
     return type(cls.__name__, (mixin, cls), members)
 
 
+def strategy_scope(layer):
+    """Returns the scope of TensorFlow's strategy in which a layer was built.
+
+    New weights of the layer must be created inside this scope. The scope does nothing
+    if there is no strategy, or if it is already active.
+
+    Raises:
+        ValueError: If the scope of a different strategy is active.
+    """
+    if not layer.weights:
+        return contextlib.nullcontext()
+    own, current = strategies(layer.weights[0])
+    if own is current:
+        return contextlib.nullcontext()
+    if current is None:
+        return own.scope()
+    made = "outside of any strategy's scope"
+    made = made if own is None else f"in the scope of {type(own).__name__}"
+    raise ValueError(
+        "Weights must be added to a model in the scope of the strategy in which it "
+        f"was made. Received: the scope of {type(current).__name__} for "
+        f"'{layer.name}', which was made {made}. Leave the scope, or make the model "
+        "in it."
+    )
+
+
 def _scope(layer):
     """Returns the strategy scope and the name scopes of a built layer's weights."""
     stack = contextlib.ExitStack()
@@ -99,13 +124,7 @@ def build_map(layer, feature_map):
 
 
 def make_linear(layer, feature_map, options):
-    """Makes a softmax layer linear, in place.
-
-    Args:
-        layer: A built softmax attention layer.
-        feature_map: `FeatureMap` that `build_map` has built for this layer.
-        options: `ops.Options`.
-    """
+    """Makes a softmax layer linear in place; `build_map` has built its map."""
     layer.__class__ = linear_class(type(layer))
     layer._tracker.unlock()
     try:

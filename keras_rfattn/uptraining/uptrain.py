@@ -5,7 +5,7 @@ import warnings
 from keras_rfattn.layers.batches import preprocessor_hint
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers
-from keras_rfattn.models.strategy import strategy_scope
+from keras_rfattn.models.swap import strategy_scope
 from keras_rfattn.uptraining.batches import Batches
 from keras_rfattn.uptraining.report import Clock
 from keras_rfattn.uptraining.settings import STAGES, Settings

@@ -6,11 +6,32 @@ of the original class.
 
 import keras
 
+from keras_rfattn.layers.checks import projection
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 
 
-class RoformerAttention(LinearAttention):
+class EncoderAttention(LinearAttention):
+    """Splits tokens into heads, and joins heads, for the mixins below."""
+
+    def _kv_shape(self):
+        return self.num_heads, self.head_dim
+
+    def _split(self, x, **kwargs):
+        """Returns queries, keys and values `(B, T, N, H)` of tokens `(B, T, D)`."""
+        shape = *keras.ops.shape(x)[:2], *self._kv_shape()
+        return [
+            keras.ops.reshape(projection(self, side)(x, **kwargs), shape)
+            for side in ("query", "key", "value")
+        ]
+
+    def _joined(self, *args):
+        """Computes attention, and returns the heads side by side, `(B, T, N H)`."""
+        output, _ = self._compute_attention(*args)
+        return keras.ops.reshape(output, (*keras.ops.shape(output)[:2], -1))
+
+
+class RoformerAttention(EncoderAttention):
     """Mixin for RoFormer V2's attention, which computes softmax inside `call`."""
 
     def _kv_shape(self):
@@ -24,68 +45,44 @@ class RoformerAttention(LinearAttention):
 
         On JAX and TensorFlow, the original class hides padded queries instead.
         """
-        ops = keras.ops
-        batch, length = ops.shape(x)[:2]
-        query, key, value = (
-            ops.reshape(dense(x), (batch, length, self.heads, self.head_size))
-            for dense in (self.q_dense, self.k_dense, self.v_dense)
-        )
+        query, key, value = self._split(x)
         query, key = self._turned(query, key)
         mask = AttentionMask(self_attention=True)
         if attention_mask is not None:
-            visible = ops.reshape(ops.cast(attention_mask, "bool"), (batch, length))
+            visible = keras.ops.cast(attention_mask, "bool")
+            visible = keras.ops.reshape(visible, keras.ops.shape(x)[:2])
             mask = mask.replace(key_mask=visible)
-        output, _ = self._compute_attention(query, key, value, attention_mask=mask)
-        return self.o_dense(ops.reshape(output, (batch, length, -1)))
+        return self.o_dense(self._joined(query, key, value, mask))
 
 
 class EsmAttention(RoformerAttention):
     """Mixin for ESM's attention, which has another rotary embedding or none."""
 
     def _turned(self, query, key):
-        return (
-            self.rotary_embedding_layer(query, key) if self.use_rotary else (query, key)
-        )
+        if not self.use_rotary:
+            return query, key
+        return self.rotary_embedding_layer(query, key)
 
 
-class PaliGemmaVitAttention(LinearAttention):
+class PaliGemmaVitAttention(EncoderAttention):
     """Mixin for PaliGemma's image attention, which computes softmax inside `call`."""
-
-    def _kv_shape(self):
-        return self.num_heads, self.head_dim
 
     def call(
         self, x, attention_mask=None, return_attention_scores=None, training=False
     ):
         """Maps `(B, T, D)` to `((B, T, D), None)`; the original also returns scores."""
-        ops = keras.ops
         if attention_mask is not None:
             raise ValueError(
                 "Attention over images takes no mask. Received: attention_mask of "
                 f"shape {tuple(attention_mask.shape)}. Leave it out."
             )
-        batch, length = ops.shape(x)[:2]
-        query, key, value = (
-            ops.reshape(dense(x), (batch, length, self.num_heads, self.head_dim))
-            for dense in (self.query_proj, self.key_proj, self.value_proj)
-        )
-        output, _ = self._compute_attention(
-            query,
-            key,
-            value,
-            AttentionMask(self_attention=True),
-            training,
-            bool(return_attention_scores),
-        )
-        output = ops.reshape(output, (batch, length, -1))
+        mask = AttentionMask(self_attention=True)
+        output = self._joined(*self._split(x), mask, training, return_attention_scores)
         return self.out_proj(output, training=training), None
 
 
-class DINOV3Attention(LinearAttention):
+class DINOV3Attention(EncoderAttention):
     """Mixin for DINOv3's attention, which computes softmax inside `call`."""
-
-    def _kv_shape(self):
-        return self.num_heads, self.head_dim
 
     def call(
         self,
@@ -96,24 +93,13 @@ class DINOV3Attention(LinearAttention):
         training=None,
     ):
         """Maps `(B, T, D)` to `(B, T, D)`."""
-        ops = keras.ops
-        batch, length = ops.shape(inputs)[:2]
-        query, key, value = (
-            ops.reshape(
-                dense(inputs, training=training),
-                (batch, length, self.num_heads, self.head_dim),
-            )
-            for dense in (self.query_dense, self.key_dense, self.value_dense)
-        )
+        query, key, value = self._split(inputs, training=training)
         if position_embeddings is not None:
             query, key = self._apply_rotary(
                 query, key, *position_embeddings, num_prefix_tokens
             )
         mask = interpret_mask(attention_mask, query.shape[1], key.shape[1])
-        output, _ = self._compute_attention(
-            query, key, value, mask.replace(self_attention=True), training
-        )
-        output = ops.reshape(output, (batch, length, -1))
-        return self.output_dense(
-            self.dropout(output, training=training), training=training
-        )
+        mask = mask.replace(self_attention=True)
+        output = self._joined(query, key, value, mask, training)
+        output = self.dropout(output, training=training)
+        return self.output_dense(output, training=training)

@@ -12,7 +12,6 @@ import keras_hub
 import keras_rfattn.models.adapters.encoders as encoders
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.adapters.mixins as mixins
-import keras_rfattn.models.audio_to_text as audio_to_text
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
 import keras_rfattn.models.image_to_text as image_to_text
@@ -26,8 +25,14 @@ from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
-# Each module provides the generation methods of one family of tasks (`members`).
-GENERATING = (generation, prefix_lm, image_to_text, gated_delta, seq2seq, audio_to_text)
+FAMILIES = (
+    generation.FAMILY,
+    prefix_lm.FAMILY,
+    image_to_text.FAMILY,
+    gated_delta.FAMILY,
+    seq2seq.TEXT,
+    seq2seq.SPEECH,
+)
 
 
 def classes(table):
@@ -37,28 +42,17 @@ def classes(table):
             yield getattr(importlib.import_module(row.module), name), row
 
 
+@functools.cache
 def companion_class(cls, backbone_cls):
-    """Returns the class of a tokenizer or preprocessor for its backbone's carrier.
-
-    Args:
-        cls: Original class of the tokenizer or preprocessor.
-        backbone_cls: Carrier of the backbone class.
-    """
-    key = (cls, backbone_cls)
-    if key not in _companion_classes:
-        body = {
-            "__module__": __name__,
-            "__doc__": cls.__doc__,
-            "original_class": cls,
-            "backbone_cls": backbone_cls,
-        }
-        made = type(cls.__name__, (cls,), body)
-        keras.saving.register_keras_serializable("keras_rfattn")(made)
-        _companion_classes[key] = made
-    return _companion_classes[key]
-
-
-_companion_classes = {}
+    """Returns the class of a tokenizer or preprocessor for its backbone's carrier."""
+    body = {
+        "__module__": __name__,
+        "__doc__": cls.__doc__,
+        "original_class": cls,
+        "backbone_cls": backbone_cls,
+    }
+    made = type(cls.__name__, (cls,), body)
+    return keras.saving.register_keras_serializable("keras_rfattn")(made)
 
 
 def _save_to_preset(self, preset_dir, *args, **kwargs):
@@ -78,8 +72,7 @@ def _of_known_size(method):
 
     @functools.wraps(method)
     def checked(self, *args, **kwargs):
-        given = args[0] if args else kwargs.get("x", kwargs.get("inputs"))
-        check_size(self, given)
+        check_size(self, args, kwargs)
         return method(self, *args, **kwargs)
 
     return checked
@@ -90,8 +83,9 @@ def model_carrier(cls):
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
     members = {"save_to_preset": _save_to_preset}
-    for family in GENERATING:
-        members |= family.members(cls)
+    for family in FAMILIES:
+        if family.includes(cls):
+            members |= family.members
     if issubclass(cls, Backbone):
         members |= lora.MEMBERS
     for name in ("fit", "evaluate", "predict", "generate_step"):
@@ -109,29 +103,18 @@ def register_all():
     `from_preset` first looks a class up by its registered name, so all carriers must
     be registered beforehand.
     """
-    known = [
-        cls
-        for cls in set(keras.saving.get_custom_objects().values())
-        if isinstance(cls, type) and not hasattr(cls, "original_class")
-    ]
-    for cls in known:
-        if issubclass(cls, (Backbone, Task)) and cls not in (Backbone, Task):
-            model_carrier(cls)
-    for cls in known:
-        backbone_cls = getattr(cls, "backbone_cls", None)
-        if backbone_cls is None or issubclass(cls, (Backbone, Task)):
+    for cls in set(keras.saving.get_custom_objects().values()):
+        is_class = isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
+        if not is_class or cls in (Backbone, Task) or hasattr(cls, "original_class"):
             continue
-        if issubclass(cls, keras.layers.Layer):
-            companion_class(cls, model_carrier(backbone_cls))
+        if issubclass(cls, (Backbone, Task)):
+            model_carrier(cls)
+        elif getattr(cls, "backbone_cls", None) is not None:
+            companion_class(cls, model_carrier(cls.backbone_cls))
 
 
 def adjust_companions(model, holders):
-    """Updates the preprocessors of all tasks around a changed model.
-
-    Args:
-        model: The model that was changed or restored.
-        holders: List of all layers and models around the changed layers.
-    """
+    """Updates the preprocessors of all tasks among the holders of changed layers."""
     tasks = [x for x in holders if isinstance(x, Task)]
     for task in tasks:
         _adjust_preprocessor(task)
@@ -141,20 +124,16 @@ def adjust_companions(model, holders):
 
 
 def _adjust_preprocessor(task):
-    if task.preprocessor is not None:
-        for layer in task.preprocessor._flatten_layers():
-            _adjust_companion(layer, type(task.backbone))
-
-
-def _adjust_companion(layer, backbone_cls):
-    """Gives a tokenizer or preprocessor the class that matches its backbone's class."""
-    cls, is_changed = type(layer), issubclass(backbone_cls, saving.Carrier)
-    if not is_changed and cls in _companion_classes.values():
-        layer.__class__ = cls.original_class
-    elif is_changed and getattr(cls, "backbone_cls", None) is getattr(
-        backbone_cls, "original_class", None
-    ):
-        layer.__class__ = companion_class(cls, backbone_cls)
+    """Gives a task's tokenizer and preprocessor classes that match its backbone's."""
+    if task.preprocessor is None:
+        return
+    backbone_cls = type(task.backbone)
+    for layer in task.preprocessor._flatten_layers():
+        cls = type(layer)
+        if not issubclass(backbone_cls, saving.Carrier):
+            layer.__class__ = swap.original_class(layer)
+        elif getattr(cls, "backbone_cls", None) is backbone_cls.original_class:
+            layer.__class__ = companion_class(cls, backbone_cls)
 
 
 def follow_backbones():

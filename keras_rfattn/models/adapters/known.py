@@ -47,13 +47,15 @@ class Known(NamedTuple):
     is_pooling: bool = False
 
 
-def _attention(place, mixin="RotaryAttention", takes_dense=True):
-    """Creates the row of a KerasHub attention class.
-
-    The default mixin is that of decoders with rotary embeddings and grouped heads.
-    """
+def _attention(place, mixin="RotaryAttention"):
+    """Creates the row of a KerasHub attention class whose blocks build dense masks."""
     module = f"keras_hub.src.models.{place}"
-    return Known(HUB, module, mixin=mixin, takes_dense=takes_dense)
+    return Known(HUB, module, mixin=mixin, takes_dense=True)
+
+
+def _encoder(place, mixin):
+    """Creates the row of a KerasHub attention class of encoders."""
+    return Known(HUB, f"keras_hub.src.models.{place}", mixin=mixin)
 
 
 def _decoder(place, masks="DecoderMasks"):
@@ -65,36 +67,21 @@ ATTENTION = {
     "MultiHeadAttention": Known(KERAS, "keras.layers"),
     "GroupedQueryAttention": Known(KERAS, "keras.layers"),
     "CachedMultiHeadAttention": Known(HUB, "keras_hub.layers", takes_dense=True),
-    "WhisperCachedMultiHeadAttention": Known(
-        HUB,
-        "keras_hub.src.models.whisper.whisper_cached_multi_head_attention",
-        takes_dense=True,
-    ),
-    "AdditiveAttention": Known(KERAS, refused="additive scores, not a dot product"),
-    "Attention": Known(
-        KERAS, refused="a single head without projections; use MultiHeadAttention"
-    ),
-    "Attention2d": Known(HUB, refused="attention over images (MobileNetV5)"),
-    "BloomAttention": Known(HUB, refused="ALiBi position bias"),
-    "CachedGemma3Attention": Known(
-        HUB, refused="sliding windows and query-key soft cap"
+    "WhisperCachedMultiHeadAttention": _attention(
+        "whisper.whisper_cached_multi_head_attention", "CachedAttention"
     ),
     "CachedGemmaAttention": _attention("gemma.gemma_attention", "GemmaAttention"),
     "CachedMistralAttention": _attention("mistral.mistral_attention"),
     "CachedMixtralAttention": _attention("mixtral.mixtral_attention"),
-    "DINOV3Attention": _attention(
-        "dinov3.dinov3_layers", "DINOV3Attention", takes_dense=False
-    ),
-    "EsmSelfAttention": _attention(
-        "esm.esm_attention", "EsmAttention", takes_dense=False
-    ),
+    "DINOV3Attention": _encoder("dinov3.dinov3_layers", "DINOV3Attention"),
+    "EsmSelfAttention": _encoder("esm.esm_attention", "EsmAttention"),
     "GPTNeoXAttention": _attention("gpt_neo_x.gpt_neo_x_attention", "GPTNeoXAttention"),
     "LlamaAttention": _attention("llama.llama_attention"),
     "MoonshineMultiHeadAttention": _attention(
         "moonshine.moonshine_multi_head_attention", "MoonshineAttention"
     ),
-    "PaliGemmaVitAttention": _attention(
-        "pali_gemma.pali_gemma_vit", "PaliGemmaVitAttention", takes_dense=False
+    "PaliGemmaVitAttention": _encoder(
+        "pali_gemma.pali_gemma_vit", "PaliGemmaVitAttention"
     ),
     "Phi3Attention": _attention("phi3.phi3_attention"),
     "QwenAttention": _attention("qwen.qwen_attention"),
@@ -102,69 +89,62 @@ ATTENTION = {
     "Qwen3Attention": _attention("qwen3.qwen3_attention"),
     "Qwen3MoeAttention": _attention("qwen3_moe.qwen3_moe_attention"),
     "Qwen3_5Attention": _attention("qwen3_5.qwen3_5_attention"),
-    "RoformerAttention": _attention(
-        "roformer_v2.roformer_v2_attention", "RoformerAttention", takes_dense=False
+    "RoformerAttention": _encoder(
+        "roformer_v2.roformer_v2_attention", "RoformerAttention"
     ),
     "SmolLM3Attention": _attention("smollm3.smollm3_layers"),
-    "CLIPAttention": Known(
-        CV, refused="KerasCV's own CLIP; use the KerasHub CLIPBackbone"
-    ),
-    "Conv2DMultiHeadAttention": Known(HUB, refused="one head over an image (VAE)"),
-    "DFineMultiheadAttention": Known(
-        HUB, refused="softmax inside its own call, with masks of denoising groups"
-    ),
-    "DFineMultiscaleDeformableAttention": Known(HUB, refused="deformable sampling"),
-    "DisentangledSelfAttention": Known(
-        HUB, refused="disentangled relative positions (DeBERTa)"
-    ),
-    "FalconAttention": Known(HUB, refused="ALiBi position bias"),
-    "FluxRoPEAttention": Known(
-        HUB, refused="softmax inside its own call, on queries and keys of its block"
-    ),
-    "Gemma3VisionAttention": Known(HUB, refused="softmax inside its own call"),
-    "Gemma3nAudioAttention": Known(HUB, refused="relative positions and soft cap"),
-    "Gemma3nTextAttention": Known(
-        HUB, refused="sliding windows, and keys shared between layers"
-    ),
-    "Gemma4AudioAttention": Known(HUB, refused="relative positions, in chunks"),
-    "Gemma4TextAttention": Known(
-        HUB, refused="sliding windows, and keys shared between layers"
-    ),
-    "Gemma4VisionAttention": Known(HUB, refused="soft cap and a scale of its own"),
-    "GptOssAttention": Known(HUB, refused="attention sinks and sliding windows"),
-    "MMDiTBlock": Known(HUB, refused="joint attention of two streams inside its block"),
-    "MultiQueryAttention2d": Known(
-        HUB, refused="attention over images with reduced keys (MobileNetV5)"
-    ),
-    "MultiHeadAttentionWithDownsampling": Known(
-        HUB, refused="downsampled two-way attention (SAM)"
-    ),
-    "MultiHeadAttentionWithRelativePE": Known(
-        HUB, refused="decomposed relative position bias (ViTDet)"
-    ),
-    "QFormerAttention": Known(
-        HUB, refused="a few learned queries, for which softmax is linear already"
-    ),
-    "Qwen3_5VisionAttention": Known(
-        HUB, refused="softmax inside its own call, image by image"
-    ),
-    "SAM3Attention": Known(HUB, refused="softmax inside its own call, with biases"),
-    "SAM3RoPEAttention": Known(HUB, refused="windows over images (SAM 3)"),
-    "SegFormerMultiheadAttention": Known(
-        HUB, refused="spatially reduced keys (SegFormer)"
-    ),
-    "T5Gemma2Attention": Known(HUB, refused="soft cap and sliding windows"),
-    "T5Gemma2MergedAttention": Known(HUB, refused="soft cap and sliding windows"),
-    "T5GemmaAttention": Known(HUB, refused="soft cap and sliding windows"),
-    "T5MultiHeadAttention": Known(HUB, refused="relative position bias"),
-    "TwoStreamRelativeAttention": Known(
-        HUB, refused="relative positions and two streams (XLNet)"
-    ),
-    "VideoSwinWindowAttention": Known(CV, refused="shifted windows"),
-    "VideoPrismAttention": Known(HUB, refused="soft cap on its logits"),
-    "WindowAttention": Known(
-        CV, refused="shifted windows with relative position bias (Swin)"
-    ),
+}
+
+# Attention classes that are refused, and why.
+REFUSED_KERAS = {
+    "AdditiveAttention": "additive scores, not a dot product",
+    "Attention": "a single head without projections; use MultiHeadAttention",
+}
+REFUSED_HUB = {
+    "Attention2d": "attention over images (MobileNetV5)",
+    "BloomAttention": "ALiBi position bias",
+    "CachedGemma3Attention": "sliding windows and query-key soft cap",
+    "Conv2DMultiHeadAttention": "one head over an image (VAE)",
+    "DFineMultiheadAttention": "softmax inside its own call, "
+    "with masks of denoising groups",
+    "DFineMultiscaleDeformableAttention": "deformable sampling",
+    "DisentangledSelfAttention": "disentangled relative positions (DeBERTa)",
+    "FalconAttention": "ALiBi position bias",
+    "FluxRoPEAttention": "softmax inside its own call, "
+    "on queries and keys of its block",
+    "Gemma3VisionAttention": "softmax inside its own call",
+    "Gemma3nAudioAttention": "relative positions and soft cap",
+    "Gemma3nTextAttention": "sliding windows, and keys shared between layers",
+    "Gemma4AudioAttention": "relative positions, in chunks",
+    "Gemma4TextAttention": "sliding windows, and keys shared between layers",
+    "Gemma4VisionAttention": "soft cap and a scale of its own",
+    "GptOssAttention": "attention sinks and sliding windows",
+    "MMDiTBlock": "joint attention of two streams inside its block",
+    "MultiQueryAttention2d": "attention over images with reduced keys (MobileNetV5)",
+    "MultiHeadAttentionWithDownsampling": "downsampled two-way attention (SAM)",
+    "MultiHeadAttentionWithRelativePE": "decomposed relative position bias (ViTDet)",
+    "QFormerAttention": "a few learned queries, for which softmax is linear already",
+    "Qwen3_5VisionAttention": "softmax inside its own call, image by image",
+    "SAM3Attention": "softmax inside its own call, with biases",
+    "SAM3RoPEAttention": "windows over images (SAM 3)",
+    "SegFormerMultiheadAttention": "spatially reduced keys (SegFormer)",
+    "T5Gemma2Attention": "soft cap and sliding windows",
+    "T5Gemma2MergedAttention": "soft cap and sliding windows",
+    "T5GemmaAttention": "soft cap and sliding windows",
+    "T5MultiHeadAttention": "relative position bias",
+    "TwoStreamRelativeAttention": "relative positions and two streams (XLNet)",
+    "VideoPrismAttention": "soft cap on its logits",
+}
+REFUSED_CV = {
+    "CLIPAttention": "KerasCV's own CLIP; use the KerasHub CLIPBackbone",
+    "VideoSwinWindowAttention": "shifted windows",
+    "WindowAttention": "shifted windows with relative position bias (Swin)",
+}
+REFUSED = {KERAS: REFUSED_KERAS, HUB: REFUSED_HUB, CV: REFUSED_CV}
+ATTENTION |= {
+    name: Known(package, refused=reason)
+    for package, reasons in REFUSED.items()
+    for name, reason in reasons.items()
 }
 
 BLOCKS = {

@@ -12,6 +12,7 @@ import keras
 from keras_rfattn.layers.call_context import context_of, hand_over
 from keras_rfattn.layers.decoding import turned_from
 from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.models.carried import also
 from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 
 # Attribute names of the self-attention in decoder blocks.
@@ -60,9 +61,7 @@ class DecoderMasks:
             offset = others[f"{name}_update_index"]
             return mask.replace(causal=causal, offset=0 if offset is None else offset)
         if padding is not None:
-            padding = keras.ops.cast(padding, "bool")
-            known = mask.key_mask
-            mask = mask.replace(key_mask=padding if known is None else known & padding)
+            mask = also(mask, keras.ops.cast(padding, "bool"))
         return mask.replace(causal=mask.causal or causal, self_attention=True)
 
 
@@ -188,10 +187,6 @@ class GPTNeoXAttention(RotaryAttention):
 
         KerasHub rotates them as if the first query were at the first position of the
         cache.
-
-        Args:
-            layer: The attention layer.
-            kwargs: Keyword arguments of its call.
         """
         start = kwargs.get("cache_update_index")
         if kwargs.get("cache") is None or start is None:

@@ -4,8 +4,7 @@ import keras
 from keras import layers
 
 from keras_rfattn.feature_maps.arguments import is_integer
-from keras_rfattn.feature_maps.registry import check_identifier
-from keras_rfattn.models.plan import Plan
+from keras_rfattn.models.matching import check_mechanism
 from keras_rfattn.models.replace import replace_attention
 from keras_rfattn.models.transformer_pp.positions import (
     RotaryAttention,
@@ -80,15 +79,15 @@ def transformer_pp(
         raise ValueError(
             f"`size` must be one of {list(SIZES)}. Received: size={size!r}."
         )
-    if attention == "softmax" and mechanism:
+    is_softmax = isinstance(attention, str) and attention == "softmax"
+    if is_softmax and mechanism:
         raise ValueError(
             f"Softmax attention takes no {sorted(mechanism)}. Received: "
             f"attention='softmax' and {mechanism}. Name a linear mechanism."
         )
-    is_softmax = isinstance(attention, str) and attention == "softmax"
-    if not is_softmax and not isinstance(getattr(attention, "plan", attention), Plan):
+    if not is_softmax:
         try:
-            check_identifier(attention)
+            check_mechanism(attention)
         except (TypeError, ValueError) as error:
             raise type(error)(
                 f"`attention` must be 'softmax' or a feature map. {error}"
@@ -119,7 +118,7 @@ def transformer_pp(
         x = block(x)
     x = layers.LayerNormalization(dtype=dtype, name="final_norm")(x)
     model = keras.Model(tokens, embedding(x, reverse=True), name="transformer_pp")
-    if attention != "softmax":
+    if not is_softmax:
         replace_attention(model, attention, **mechanism)
     return model
 

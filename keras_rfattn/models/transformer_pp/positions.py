@@ -7,9 +7,9 @@ import numpy as np
 from keras import ops
 
 
-def angles(length, dim, max_wavelength=10_000.0):
+def angles(length, dim):
     """Returns position times frequency, `(length, dim / 2)`, float32."""
-    frequencies = max_wavelength ** (-2 * np.arange(dim // 2) / dim)
+    frequencies = 10_000.0 ** (-2 * np.arange(dim // 2) / dim)
     positions = ops.cast(ops.arange(length), "float32")
     return positions[:, None] * ops.convert_to_tensor(frequencies, "float32")
 
