@@ -17,27 +17,23 @@ random ones ("scratch"). Differences have 95 % intervals over rows and seeds.
 Cost: some minutes a seed on one core. Seen: docs/pages/results/uptraining.md.
 """
 
-import argparse
-import os
 import pathlib
 
-from common.flags import add_smoke
+from common.flags import add_smoke, make_parser
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(
+        __doc__, mechanism="hedgehog", stages=["calibrate", "attention", "features"],
+        seeds=[0], results="finetune_bert.jsonl",
+    )  # fmt: skip
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
     parser.add_argument("--task", choices=["sst2", "mrpc", "sts"], default="sst2")
-    parser.add_argument("--mechanism", default="hedgehog")
     parser.add_argument("--num-features", nargs="+", type=int,
                         help="one, or one for each layer (0: softmax)")  # fmt: skip
     parser.add_argument("--softmax-heads", nargs="+", default=[], help="layer:head")
-    stages = ["calibrate", "attention", "features"]
-    parser.add_argument("--stages", nargs="+", default=stages, choices=stages)
     parser.add_argument("--steps", type=int, default=600, help="of uptraining")
     parser.add_argument("--tune-steps", type=int, default=300, help="of fine-tuning")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--results", default="finetune_bert.jsonl", help="appended to")
     parser.set_defaults(stride=1)  # evaluates every n-th row
     add_smoke(parser, steps=2, tune_steps=2, stride=20)
     return parser.parse_args()
@@ -45,9 +41,6 @@ def parse_arguments():
 
 if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 from common.control_maps import OneFeature

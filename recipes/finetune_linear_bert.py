@@ -17,25 +17,20 @@ Cost: that of uptrain_bert.py, and some minutes a seed for fine-tuning.
 Seen: docs/pages/results/uptraining.md.
 """
 
-import argparse
-import os
 import pathlib
 
-from common.flags import add_smoke
+from common.flags import add_smoke, make_parser
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    name = "finetune_linear_bert.jsonl"
+    parser = make_parser(__doc__, mechanism="hedgehog", seeds=[0], results=name)
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
     parser.add_argument("--task", choices=["sst2", "mrpc", "sts"], default="sst2")
-    parser.add_argument("--mechanism", default="hedgehog")
     parser.add_argument("--num-features", type=int)
     parser.add_argument("--steps", type=int, default=600, help="of uptraining")
     parser.add_argument("--tune-steps", type=int, default=300, help="of fine-tuning")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
-    name = "finetune_linear_bert.jsonl"
-    parser.add_argument("--results", default=name, help="appended to")
     parser.set_defaults(stride=1)  # evaluates every n-th row
     add_smoke(parser, steps=2, tune_steps=2, stride=20)
     return parser.parse_args()
@@ -43,9 +38,6 @@ def parse_arguments():
 
 if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 from common.sentences import load, uptrain_on_texts

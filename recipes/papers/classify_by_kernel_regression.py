@@ -26,15 +26,15 @@ equation 1 prints it. The features of (4) already have the minus sign, so conjug
 them again estimates K(x, -y). Expected: see docs/pages/results/crt.md.
 """
 
-import argparse
 import csv
-import os
 import pathlib
 import sys
 import time
 from functools import partial
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
+
+from common.flags import make_parser
 
 FILES = {
     "abalone": "abalone.csv",
@@ -49,23 +49,18 @@ ENCODINGS = ("ordinal", "onehot")
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    # A seed is that of a split and its draws.
+    parser = make_parser(
+        __doc__, sets=list(FILES), categories=ENCODINGS, seeds=range(10),
+        results="classify_by_kernel_regression.jsonl",
+    )  # fmt: skip
     parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
-    parser.add_argument("--sets", nargs="+", default=list(FILES), choices=FILES)
-    parser.add_argument("--categories", nargs="+", default=ENCODINGS, choices=ENCODINGS)
-    text = "of splits and draws"
-    parser.add_argument("--seeds", nargs="+", type=int, default=range(10), help=text)
-    name = "classify_by_kernel_regression.jsonl"
-    parser.add_argument("--results", default=name, help="output file")
     parser.add_argument("--smoke", action="store_true", help="two σ, two draws")
     return parser.parse_args()
 
 
 if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 from common.results import interval, record, report

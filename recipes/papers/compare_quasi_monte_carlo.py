@@ -34,23 +34,20 @@ Cost: two or three minutes on one core. Expected: the paper's order on both sets
 hybrids on Boston.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke
+from common.flags import add_smoke, make_parser
 
 # Number of repetitions computed at once, which limits memory.
 BATCH = 10
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, seed=0)
     parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--repetitions", type=int, default=1000, help=f"a multiple of {BATCH}"
     )
@@ -71,9 +68,6 @@ def parse_arguments():
 
 if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 from common.hybrids import cost, dense, equal_cost

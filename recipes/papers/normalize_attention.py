@@ -14,48 +14,36 @@ DIR holds `wikitext2/test.txt`. The recipe needs the packages of
 replace_bert_attention.py. Cost: see the results file.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 import warnings
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke
+from common.flags import add_smoke, make_parser
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(
+        __doc__, num_features=256, temperatures=[0.1, 0.2, 0.4], seeds=2,
+        results="normalize_attention.jsonl",
+    )  # fmt: skip
     parser.add_argument("--data-dir", type=pathlib.Path, required=True,
                         help="folder with wikitext2/")  # fmt: skip
-    parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128, help="sequence length")
-    parser.add_argument("--temperatures", type=float, nargs="+",
-                        default=[0.1, 0.2, 0.4])  # fmt: skip
     parser.add_argument(
         "--mechanisms", nargs="+",
         default=["hybrid_angular", "hybrid_gaussian", "favor", "favorplus", "favorpp"],
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--results", default="normalize_attention.jsonl",
-                        help="output file")  # fmt: skip
     add_smoke(
-        parser,
-        tokens=32,
-        num_features=8,
-        seeds=1,
-        temperatures=[0.5],
+        parser, tokens=32, num_features=8, seeds=1, temperatures=[0.5],
         mechanisms=["hybrid_angular"],
-    )
+    )  # fmt: skip
     return parser.parse_args()
 
 
 if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 from common import results

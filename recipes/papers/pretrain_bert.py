@@ -22,13 +22,13 @@ predicts 0.43 to 0.47 correctly, compared with 0.27 without attention. Uptrained
 tenth of the steps, FAVOR+ and FAVOR++ reach 0.38 to 0.41.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
+
+from common.flags import add_smoke, make_parser
 
 WIDTH = {"num_features": 256}
 MECHANISMS = {
@@ -55,22 +55,17 @@ BATCH, RATE, WEIGHT_DECAY, MASKED = 8, 1e-3, 0.05, 0.15
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(
+        __doc__, mechanisms=list(MECHANISMS), seeds=[0], results="pretrain_bert.jsonl"
+    )
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--mechanisms", nargs="+", choices=list(MECHANISMS),
-                        default=list(MECHANISMS), metavar="NAME",
-                        help=", ".join(MECHANISMS))  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--results", default="pretrain_bert.jsonl", help="output file")
-    parser.add_argument("--smoke", action="store_true", help="run a short version")
+    parser.set_defaults(**FULL)
+    add_smoke(parser, **SMOKE)
     return parser.parse_args()
 
 
 if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import keras_hub
@@ -83,7 +78,6 @@ from keras_rfattn import diagnostics
 
 
 def main(args):
-    vars(args).update(SMOKE if args.smoke else FULL)
     text = characters.load(args.data_dir)
     starts = np.arange(args.tested) * args.context
     rows = text.test[starts[:, None] + np.arange(args.context)]
