@@ -72,9 +72,12 @@ class AttentionStage(keras.Model):
             losses.append(loss)
             sums.append(sums_of_layer)
         heads = max(x["norm"].shape[-1] for x in sums)
+
+        def widened(x):
+            return ops.pad(x, ((0, 0), (0, heads - x.shape[-1])))
+
         stacked = {
-            name: ops.stack([_widened(x[name], heads) for x in sums], 1)
-            for name in QUANTITIES
+            name: ops.stack([widened(x[name]) for x in sums], 1) for name in QUANTITIES
         }
         return stacked | {"loss": ops.stack(losses)[None]}
 
@@ -294,11 +297,6 @@ def _student_rows(call, rows, taken, visible, dropped):
         feature_map.key_features(key, stats),
         visible, mask.key_mask, local,
     )  # fmt: skip
-
-
-def _widened(x, heads):
-    """Pads an array `(B, N)` with zeros up to the largest number of heads."""
-    return ops.pad(x, ((0, 0), (0, heads - x.shape[-1])))
 
 
 class Measuring:

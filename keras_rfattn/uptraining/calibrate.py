@@ -3,10 +3,9 @@
 import keras
 import numpy as np
 
-from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.feature_maps.trained import trained_weights, unchanged_on_error
 from keras_rfattn.layers import record
-from keras_rfattn.layers.checks import check_model, title
+from keras_rfattn.layers.checks import check_model, check_sizes, title
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.uptraining.weights import assign, values_of
 
@@ -49,10 +48,7 @@ class CalibrateAfter(keras.callbacks.Callback):
 
     def __init__(self, data, steps, **kwargs):
         super().__init__()
-        if not is_integer(steps) or steps < 1:
-            raise ValueError(
-                f"`steps` must be a positive integer. Received: steps={steps!r}."
-            )
+        check_sizes(steps=steps)
         self.data, self.steps, self.kwargs = data, steps, {"verbose": 0, **kwargs}
         self.seen = 0
 
