@@ -45,7 +45,7 @@ if __name__ == "__main__":  # parse before the slow imports
 import keras
 from common.control_maps import OneFeature
 from common.sentences import load
-from common.tuning import Task, compare, reinitialize
+from common.tuning import compare, reinitialize
 
 import keras_rfattn
 from keras_rfattn import feature_maps
@@ -53,8 +53,7 @@ from keras_rfattn.models import Plan
 
 
 def main(args):
-    task = Task(args.data_dir, args.task, args.tune_steps, args.stride)
-    compare(args, task, arms)
+    compare(args, arms)
 
 
 def arms(args, task, seed):

@@ -41,14 +41,13 @@ if __name__ == "__main__":  # parse before the slow imports
 
 import keras
 from common.sentences import load, uptrain_on_texts
-from common.tuning import Task, compare, reinitialize
+from common.tuning import compare, reinitialize
 
 import keras_rfattn
 
 
 def main(args):
-    task = Task(args.data_dir, args.task, args.tune_steps, args.stride)
-    compare(args, task, arms)
+    compare(args, arms)
 
 
 def arms(args, task, seed):

@@ -135,11 +135,8 @@ def adapt(
 ):
     """Calibrates the maps of the given layers; if one fails, none is changed.
 
-    Arguments that are not listed here are those of `calibrate`.
-
-    Args:
-        model: A model with linear attention.
-        layers: The layers to calibrate, a subset of `adaptive_layers(model)`.
+    `layers` is a subset of `adaptive_layers(model)`; the other arguments are those of
+    `calibrate`.
     """
     recorded = record(model, data, exact, max_tokens, verbose)
     if not recorded:

@@ -202,11 +202,11 @@ class Teacher:
 
     def changed(self):
         """Returns the paths of weights that differ from their first values."""
-        pairs = ((v, self.copies.get(id(v))) for v in self.model.variables)
         return tuple(
-            variable.path
-            for variable, first in pairs
-            if first is not None and not np.array_equal(*values_of([variable, first]))
+            v.path
+            for v in self.model.variables
+            if id(v) in self.copies
+            and not np.array_equal(*values_of([v, self.copies[id(v)]]))
         )
 
     def trains(self, layer):

@@ -123,15 +123,15 @@ def sentences(text):
     return [text] if isinstance(text, str) else text
 
 
-def compare(args, task, arms):
+def compare(args, arms):
     """Scores arms for every seed, and compares each with the arm "uptrained".
 
     Args:
-        args: Parsed flags with `seeds`, `task` and `results`.
-        task: A `Task`.
+        args: Parsed flags.
         arms: Generator function `(args, task, seed)` of pairs `(name, model)`, one of
             which is named "uptrained".
     """
+    task = Task(args.data_dir, args.task, args.tune_steps, args.stride)
     predicted = {}
     for seed in args.seeds:
         for arm, model in arms(args, task, seed):

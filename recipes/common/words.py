@@ -5,6 +5,7 @@ import pathlib
 
 import keras
 import numpy as np
+from scipy import special
 
 BATCH = 16
 
@@ -50,8 +51,6 @@ def perplexity(states, classes, targets):
     total, targets = 0.0, targets.ravel()
     states = states.reshape(len(targets), -1)
     for i in range(0, len(states), 4096):
-        logits = states[i : i + 4096] @ classes.T
-        logits -= logits.max(-1, keepdims=True)
-        own = np.take_along_axis(logits, targets[i : i + 4096, None], 1)[:, 0]
-        total += np.sum(np.log(np.exp(logits).sum(-1)) - own)
+        logs = special.log_softmax(states[i : i + 4096] @ classes.T, axis=-1)
+        total -= np.sum(np.take_along_axis(logs, targets[i : i + 4096, None], 1))
     return float(np.exp(total / len(targets)))

@@ -45,6 +45,7 @@ if __name__ == "__main__":  # parse before the slow imports
     args = parse_arguments()
 
 import numpy as np
+from common import hybrids
 from common.results import record, report
 from keras import ops
 from sklearn.cluster import KMeans
@@ -187,8 +188,7 @@ def errors(feature_map, vectors, query, key):
 
 def dense(method, x):
     features = method(ops.convert_to_tensor(x[None, :, None].astype("float32")))
-    found = features.ones_or_values() * ops.exp(features.log_scale)
-    return ops.convert_to_numpy(found)[0, :, 0]
+    return ops.convert_to_numpy(hybrids.dense(features))[0, :, 0]
 
 
 def at_centers(feature_map):

@@ -57,6 +57,7 @@ import numpy as np
 from common import words
 from common.results import record
 from keras import ops
+from scipy import special
 from scipy.stats import ks_2samp
 
 from keras_rfattn import feature_maps
@@ -172,8 +173,7 @@ def compare(args, row, query, key, scale_of_hybrids=1.0):
     """Prints and records the distances of all maps for given states and classes."""
     table, arm = row["table"], row["arm"]
     logits = query @ key.T
-    exact = np.exp(logits - logits.max(-1, keepdims=True))
-    exact /= exact.sum(-1, keepdims=True)
+    exact = special.softmax(logits, axis=-1)
     for name, x in (("states", query), ("classes", key)):
         quantiles = np.quantile(np.linalg.norm(x, axis=-1), (0.05, 0.5, 0.95))
         row[f"lengths of {name}"] = quantiles.round(3).tolist()

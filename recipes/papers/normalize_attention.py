@@ -48,6 +48,7 @@ if __name__ == "__main__":  # parse before the slow imports
 import numpy as np
 from common import results
 from common.sentences import chunks, load
+from scipy import special
 
 import keras_rfattn
 from keras_rfattn import diagnostics
@@ -99,16 +100,11 @@ def error(sequence):
     """Returns the error of softmax on the features' vectors, to the checkpoint's."""
     query, key = sequence.softmax or (sequence.query, sequence.key)
     found, wanted = (
-        softmax(q @ np.swapaxes(k, -1, -2)) @ sequence.value
+        special.softmax(q @ np.swapaxes(k, -1, -2), -1) @ sequence.value
         for q, k in ((sequence.query, sequence.key), (query, key))
     )
     norms = [np.linalg.norm(x, axis=(-1, -2)) for x in (found - wanted, wanted)]
     return np.mean(norms[0] / norms[1])
-
-
-def softmax(logits):
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
 
 
 if __name__ == "__main__":
