@@ -57,8 +57,7 @@ class AttentionStage(keras.Model):
             `(1, L)`.
         """
         x, noise = inputs["x"], inputs["noise"]
-        watchers = [Watcher() for _ in self.learning]
-        watched = list(zip(self.learning, watchers, strict=True))
+        watched = [(layer, Watcher()) for layer in self.learning]
         with self.teacher.weights(), recording(watched):
             self.model(x, training=False)
         losses, sums = [], []

@@ -184,8 +184,7 @@ def calibrate_stage(model, layers, batches, before, measure):
         model: A model with linear attention.
         layers: Its linear attention layers.
         batches: List of batches to calibrate on.
-        before: Errors of N heads of L layers before the calibration, `(L, N)`, with NaN
-            for heads that are not measured.
+        before: Errors of heads before the calibration, as `Measuring` returns them.
         measure: Function without arguments that measures these errors again.
 
     Returns:

@@ -214,14 +214,8 @@ def _read(path):
 def identity(model, layers, trained, batches, settings):
     """Returns the values that a training shares with its checkpoints.
 
-    A checkpoint belongs to the training only if all of them are equal.
-
-    Args:
-        model: A model with linear attention, before training.
-        layers: Its linear attention layers, in the order in which tokens reach them.
-        trained: List of the variables that train.
-        batches: The data, as `Batches`.
-        settings: The `Settings` of the call.
+    A checkpoint belongs to the training only if all of them are equal. The arguments
+    are those of `training.Training`, with a list of all variables that train.
 
     Returns:
         Nested dict of JSON values, and of values whose `repr` stands for them.

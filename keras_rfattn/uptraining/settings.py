@@ -32,20 +32,13 @@ class Settings:
     in one form.
 
     Attributes:
-        steps: Number of training steps of all stages together.
         stages: Tuple of the names of the stages to run, in order.
         trainable: Dict from those of the stages that train to one of `TRAINABLE`.
-        batch_size: Number of rows per batch if the data holds rows.
         optimizer: A Keras optimizer, or `None` for the default one.
-        seed: Seed of the order of the data and of window dropout.
+        seed: Integer, the seed of the order of the data and of window dropout.
         callbacks: Tuple of Keras callbacks.
-        verbose: 0, 1, 2 or `"auto"`, as in `keras.Model.fit`.
-        objective: `"auto"`, `"features"` or `"logits"`.
-        window_dropout: Share of sequences or batches that leave windows out.
-        lora_rank: Rank of new adapters.
-        checkpoint_dir: Path of the folder for checkpoints, or `None`.
-        save_every: Number of steps between checkpoints.
-        jit_compile: Passed to `keras.Model.compile`.
+
+    The other attributes are arguments of `uptrain` as they are.
 
     Raises:
         ValueError: If an argument is invalid.

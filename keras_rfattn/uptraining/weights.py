@@ -142,18 +142,17 @@ def only_training(model, variables):
     wanted = {id(v) for v in variables}
     before = [(v, v.trainable) for v in model.variables]
     try:
-        for variable, _ in before:
-            _set_trainable(variable, id(variable) in wanted)
+        _set_trainable((v, id(v) in wanted) for v, _ in before)
         yield
     finally:
-        for variable, value in before:
-            _set_trainable(variable, value)
+        _set_trainable(before)
 
 
-def _set_trainable(variable, value):
-    # For some dtypes PyTorch raises even if `value` is `False`.
-    if variable.trainable != value:
-        variable.trainable = value
+def _set_trainable(pairs):
+    for variable, value in pairs:
+        # For some dtypes PyTorch raises even if `value` is `False`.
+        if variable.trainable != value:
+            variable.trainable = value
 
 
 def once(items):

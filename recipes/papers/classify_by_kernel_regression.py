@@ -34,7 +34,7 @@ from functools import partial
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser
+from common.flags import add_smoke, make_parser
 
 FILES = {
     "abalone": "abalone.csv",
@@ -55,7 +55,8 @@ def parse_arguments():
         results="classify_by_kernel_regression.jsonl",
     )  # fmt: skip
     parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
-    parser.add_argument("--smoke", action="store_true", help="two σ, two draws")
+    parser.set_defaults(sigmas=10)
+    add_smoke(parser, sigmas=2)
     return parser.parse_args()
 
 
@@ -74,7 +75,7 @@ from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize as summarize_keys
 
-M, DRAWS, NUM_SIGMAS = 128, 5, 10
+M, DRAWS = 128, 5
 # From the paper's name to the registered name and the number of vectors that gives
 # width 128.
 MAPS = {
@@ -102,7 +103,7 @@ PAPER = {
 
 
 def main(args):
-    sigmas = np.logspace(-2, 2, 2 if args.smoke else NUM_SIGMAS)
+    sigmas = np.logspace(-2, 2, args.sigmas)
     # Gains over the guess in percent, one per split, by encoding, data set and map.
     gains = {encoding: {} for encoding in args.categories}
     for name in args.sets:

@@ -38,10 +38,8 @@ def parse_arguments():
     parser = make_parser(
         __doc__, results="train_induction_heads.jsonl", mechanisms=list(MECHANISMS),
         seeds=[0], num_layers=2, num_heads=8, head_dim=16, context=128, steps=2500,
+        examples=4096,
     )  # fmt: skip
-    parser.add_argument(
-        "--examples", type=int, default=4096, help="fresh test examples"
-    )
     mechanisms = ["softmax", "polysketch_learned"]
     add_smoke(parser, **TINY, examples=64, mechanisms=mechanisms)
     return parser.parse_args()

@@ -42,10 +42,8 @@ def parse_arguments():
     parser = make_parser(
         __doc__, results="train_selective_copying.jsonl", mechanisms=list(MECHANISMS),
         seeds=[0], num_layers=2, num_heads=8, head_dim=16, context=32, steps=1400,
+        examples=4096,
     )  # fmt: skip
-    parser.add_argument(
-        "--examples", type=int, default=4096, help="fresh test examples"
-    )
     mechanisms = ["softmax", "favorplus"]
     add_smoke(parser, **TINY, examples=64, mechanisms=mechanisms)
     return parser.parse_args()
