@@ -19,7 +19,7 @@ the measured one. Restoring softmax gives back the checkpoint's outputs, bit for
 
 import pathlib
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
 # For each name: the map, and whether it is calibrated. FAVOR++ takes its parameter A
 # from the current sequence, or, if calibrated, from an average over calibration data.
@@ -32,20 +32,13 @@ MAPS = {
     "favorpp_dense": ("favorpp_dense", True),
 }
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, num_features=256, tokens=512, seeds=5, maps=list(MAPS)
-    )
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True,
-                        help="folder with wikitext2/")  # fmt: skip
-    parser.add_argument("--plot", help="save the last map's errors to this file")
-    add_smoke(parser, tokens=32, num_features=16, seeds=1)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, num_features=256, tokens=512, seeds=5,
+    maps=list(MAPS),
+)  # fmt: skip
+parser.add_argument("--plot", help="save the last map's errors to this file")
+args = parse(parser, tokens=32, num_features=16, seeds=1)
 
 import numpy as np
 from common import results

@@ -19,28 +19,21 @@ Cost: some minutes a seed on one core. Seen: docs/pages/results/uptraining.md.
 
 import pathlib
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, mechanism="hedgehog", stages=["calibrate", "attention", "features"],
-        seeds=[0], results="finetune_bert.jsonl",
-    )  # fmt: skip
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--task", choices=["sst2", "mrpc", "sts"], default="sst2")
-    parser.add_argument("--num-features", nargs="+", type=int,
-                        help="one, or one for each layer (0: softmax)")  # fmt: skip
-    parser.add_argument("--softmax-heads", nargs="+", default=[], help="layer:head")
-    parser.add_argument("--steps", type=int, default=600, help="of uptraining")
-    parser.add_argument("--tune-steps", type=int, default=300, help="of fine-tuning")
-    parser.set_defaults(stride=1)  # evaluates every n-th row
-    add_smoke(parser, steps=2, tune_steps=2, stride=20)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, mechanism="hedgehog", seeds=[0],
+    stages=["calibrate", "attention", "features"], results="finetune_bert.jsonl",
+)  # fmt: skip
+parser.add_argument("--task", choices=["sst2", "mrpc", "sts"], default="sst2")
+parser.add_argument("--num-features", nargs="+", type=int,
+                    help="one, or one for each layer (0: softmax)")  # fmt: skip
+parser.add_argument("--softmax-heads", nargs="+", default=[], help="layer:head")
+parser.add_argument("--steps", type=int, default=600, help="of uptraining")
+parser.add_argument("--tune-steps", type=int, default=300, help="of fine-tuning")
+parser.set_defaults(stride=1)  # evaluates every n-th row
+args = parse(parser, steps=2, tune_steps=2, stride=20)
 
 import keras
 from common.control_maps import OneFeature

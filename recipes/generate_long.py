@@ -27,30 +27,23 @@ import json
 import pathlib
 import time
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, mechanism="favorpp", num_features=256, seed=0, chunk=2048,
-        softmax_tokens=[512, 1024, 2048, 4096], results="generate_long.jsonl",
-        plot="generate_long.png",
-    )  # fmt: skip
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--preset", help="KerasHub GPT-2 preset")
-    parser.add_argument("--window", type=int)
-    parser.add_argument("--layers", type=int, default=12, help="without a preset")
-    parser.add_argument("--prompt", type=int, default=32768, help="tokens")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
-    add_smoke(
-        parser, layers=1, prompt=64, tokens=16, chunk=32, softmax_tokens=[16, 32],
-        num_features=8,
-    )  # fmt: skip
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, mechanism="favorpp", num_features=256, seed=0,
+    chunk=2048, softmax_tokens=[512, 1024, 2048, 4096], results="generate_long.jsonl",
+    plot="generate_long.png",
+)  # fmt: skip
+parser.add_argument("--preset", help="KerasHub GPT-2 preset")
+parser.add_argument("--window", type=int)
+parser.add_argument("--layers", type=int, default=12, help="without a preset")
+parser.add_argument("--prompt", type=int, default=32768, help="tokens")
+parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
+args = parse(
+    parser, layers=1, prompt=64, tokens=16, chunk=32, softmax_tokens=[16, 32],
+    num_features=8,
+)  # fmt: skip
 
 import keras
 import keras_hub
@@ -99,7 +92,7 @@ def main(args):
 
 def load(args, length):
     """Returns a softmax GPT-2 and the tokens of a long text."""
-    text = pathlib.Path(args.data_dir, "wikitext2", "test.txt").read_bytes()
+    text = (args.data_dir / "wikitext2" / "test.txt").read_bytes()
     keras.utils.set_random_seed(args.seed)
     if args.preset:
         model = keras_hub.models.CausalLM.from_preset(args.preset)

@@ -19,7 +19,7 @@ mechanism, seed, minutes, perplexities. Cost: 9 to 42 minutes each on one core.
 import pathlib
 import time
 
-from common.flags import TINY, add_smoke, make_parser
+from common.flags import TINY, make_parser, parse
 
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
 WINDOW, SKETCH, WIDTH = 64, {"num_features": 16}, {"num_features": 256}
@@ -47,21 +47,14 @@ MECHANISMS = {
     "polysketch": ("polysketch", SKETCH, None),
 }
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, results="train_language_model.jsonl", mechanisms=list(MECHANISMS),
-        seeds=[0], num_layers=3, num_heads=2, head_dim=64, steps=1000, batch=16,
-        context=256,
-    )  # fmt: skip
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    mechanisms = ["softmax", "favorpp", "local"]
-    add_smoke(parser, **TINY, batch=4, head_dim=8, mechanisms=mechanisms)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, results="train_language_model.jsonl",
+    mechanisms=list(MECHANISMS), seeds=[0], num_layers=3, num_heads=2, head_dim=64,
+    steps=1000, batch=16, context=256,
+)  # fmt: skip
+mechanisms = ["softmax", "favorpp", "local"]
+args = parse(parser, **TINY, batch=4, head_dim=8, mechanisms=mechanisms)
 
 import keras
 import numpy as np

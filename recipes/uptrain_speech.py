@@ -34,7 +34,7 @@ crt.md): maps hardly differ; uptrained 0.14 to 0.18, from scratch 0.23 to 0.31.
 import pathlib
 import time
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
 COEFFICIENTS, UNIT = {"num_coefficients": 8}, {"temperature": 1.0}
 MAPS = {
@@ -57,22 +57,16 @@ DIM, HEADS, KERNEL, DROPOUT = 96, 4, 3, 0.1
 BATCH, RATE, WEIGHT_DECAY = 8, 1e-3, 1e-3
 COMPARED = (8, 16, 64), 5, (0.25, 1, 4)  # widths; number of draws; factors of q · k
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, arms=ARMS, starts=STARTS, seeds=[0], results="uptrain_speech.jsonl"
-    )
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.set_defaults(steps=2500, arm_steps=600, tested=400, blocks=3)
-    add_smoke(
-        parser, steps=2, arm_steps=2, tested=4, blocks=1, starts=["uptrained"],
-        arms=["favorpp-8", "hybrid_clustered-8", "no_attention"],
-    )  # fmt: skip
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, arms=ARMS, starts=STARTS, seeds=[0],
+    results="uptrain_speech.jsonl",
+)  # fmt: skip
+parser.set_defaults(steps=2500, arm_steps=600, tested=400, blocks=3)
+args = parse(
+    parser, steps=2, arm_steps=2, tested=4, blocks=1, starts=["uptrained"],
+    arms=["favorpp-8", "hybrid_clustered-8", "no_attention"],
+)  # fmt: skip
 
 import keras
 import numpy as np

@@ -45,22 +45,17 @@ SPEED_GRIDS, SPEED_PATCH, SPEED_BATCH, SPEED_STEPS = (8, 16, 32, 44), 4, 4, 5
 COMPARED = (16, 64, 256), 5, (0.25, 1, 4)  # widths; number of draws; factors of q · k
 FURTHER = {16: [0], 64: [0], 256: [0, 25, 100, 400]}, 5  # steps by width; draws
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, halves=HALVES, arms=ARMS, seeds=[0], num_features=16,
-        results="uptrain_vit.jsonl",
-    )  # fmt: skip
-    parser.add_argument("--data-dir", type=pathlib.Path)
-    parser.add_argument("--images", type=pathlib.Path, help="folders of images")
-    parser.add_argument("--model", default="keras_hub",
-                        choices=["keras_hub", "keras_cv", "converted"])  # fmt: skip
-    parser.add_argument("--smoke", action="store_true", help="run a short version")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, halves=HALVES, arms=ARMS, seeds=[0], num_features=16,
+    results="uptrain_vit.jsonl",
+)  # fmt: skip
+parser.add_argument("--data-dir", type=pathlib.Path)
+parser.add_argument("--images", type=pathlib.Path, help="folders of images")
+parser.add_argument("--model", default="keras_hub",
+                    choices=["keras_hub", "keras_cv", "converted"])  # fmt: skip
+parser.add_argument("--smoke", action="store_true", help="run a short version")
+args = parser.parse_args()
 
 import numpy as np
 from common import controls, images

@@ -19,21 +19,23 @@ def make_parser(description, **defaults):
 
     Args:
         description: Text whose first line describes the recipe.
-        **defaults: Default of each flag, which also determines its type. A flag takes
-            several values if its default is a sequence, and only names from the default
-            if that holds names.
+        **defaults: Default of each flag, which also determines its type. A type in
+            its place makes the flag required. A flag takes several values if its
+            default is a sequence, and only names from the default if that holds names.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     for name, default in defaults.items():
-        options = {"type": type(default)}
+        options = {"type": type(default), "default": default}
+        if isinstance(default, type):
+            options = {"type": default, "required": True}
         if isinstance(default, (list, tuple, range)):
-            options = {"type": type(default[0]), "nargs": "+"}
+            options |= {"type": type(default[0]), "nargs": "+"}
             if isinstance(default[0], str):
                 options |= {"choices": default, "metavar": "NAME"}
                 options["help"] = ", ".join(default)
         if name == "results":
             options["help"] = "file that results are appended to"
-        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **options)
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
     return parser
 
 
@@ -45,8 +47,9 @@ class Smoke(argparse.Action):
             setattr(namespace, name, value)
 
 
-def add_smoke(parser, **values):
-    """Adds `--smoke`, which runs the smallest recipe by setting other flags."""
+def parse(parser, **smoke):
+    """Adds `--smoke`, which gives other flags the values `smoke`, and parses flags."""
     text = "run a short version: "
-    text += ", ".join(f"{name} {value}" for name, value in values.items())
-    parser.add_argument("--smoke", nargs=0, action=Smoke, const=values, help=text)
+    text += ", ".join(f"{name} {value}" for name, value in smoke.items())
+    parser.add_argument("--smoke", nargs=0, action=Smoke, const=smoke, help=text)
+    return parser.parse_args()

@@ -34,7 +34,7 @@ from functools import partial
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
 FILES = {
     "abalone": "abalone.csv",
@@ -47,21 +47,14 @@ FILES = {
 }
 ENCODINGS = ("ordinal", "onehot")
 
-
-def parse_arguments():
-    # A seed is that of a split and its draws.
-    parser = make_parser(
-        __doc__, sets=list(FILES), categories=ENCODINGS, seeds=range(10),
-        results="classify_by_kernel_regression.jsonl",
-    )  # fmt: skip
-    parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
-    parser.set_defaults(sigmas=10)
-    add_smoke(parser, sigmas=2)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+# A seed is that of a split and its draws.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, sets=list(FILES), categories=ENCODINGS,
+    seeds=range(10), results="classify_by_kernel_regression.jsonl",
+)  # fmt: skip
+parser.set_defaults(sigmas=10)
+args = parse(parser, sigmas=2)
 
 import numpy as np
 from common.results import interval, record, report
@@ -129,7 +122,7 @@ def main(args):
 
 def load(args, name):
     """Returns columns (integers if they are categories) and labels."""
-    path = pathlib.Path(args.data_dir) / "uci" / FILES[name]
+    path = args.data_dir / "uci" / FILES[name]
     if path.suffix == ".arff":
         table, kinds = arff.loadarff(path)
         columns = [to_numbers(table[c], kinds[c][1]) for c in kinds.names()]

@@ -30,19 +30,13 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    name = "cluster_adapted_features.jsonl"
-    parser = make_parser(__doc__, seeds=range(5), results=name)
-    parser.set_defaults(size=1000, repetitions=20)
-    add_smoke(parser, size=50, repetitions=2)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+name = "cluster_adapted_features.jsonl"
+parser = make_parser(__doc__, seeds=range(5), results=name)
+parser.set_defaults(size=1000, repetitions=20)
+args = parse(parser, size=50, repetitions=2)
 
 import numpy as np
 from common import hybrids

@@ -21,23 +21,17 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = make_parser(__doc__, seed=0, set_size=1024)
-    parser.add_argument("--plot", help="save the plot to this file")
-    parser.add_argument("--samples", type=int, default=5, help="number of samples")
-    parser.add_argument(
-        "--pairs", type=int, default=16384,
-        help="pairs of each sample, drawn from the million of two sets",
-    )  # fmt: skip
-    add_smoke(parser, pairs=32, samples=1)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(__doc__, seed=0, set_size=1024)
+parser.add_argument("--plot", help="save the plot to this file")
+parser.add_argument("--samples", type=int, default=5, help="number of samples")
+parser.add_argument(
+    "--pairs", type=int, default=16384,
+    help="pairs of each sample, drawn from the million of two sets",
+)  # fmt: skip
+args = parse(parser, pairs=32, samples=1)
 
 import numpy as np
 from common.results import report

@@ -35,22 +35,15 @@ import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    name = "compare_softmax_distributions.jsonl"
-    parser = make_parser(__doc__, seeds=[0, 1, 2], results=name)
-    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
-    parser.set_defaults(
-        vocabulary=4000, epochs=8, rows=None, draws=10, widths=(64, 128, 256, 512)
-    )
-    add_smoke(parser, vocabulary=20, epochs=1, rows=64, draws=1, widths=(64,))
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+name = "compare_softmax_distributions.jsonl"
+parser = make_parser(__doc__, data_dir=pathlib.Path, seeds=[0, 1, 2], results=name)
+parser.set_defaults(
+    vocabulary=4000, epochs=8, rows=None, draws=10, widths=(64, 128, 256, 512)
+)
+args = parse(parser, vocabulary=20, epochs=1, rows=64, draws=1, widths=(64,))
 
 import keras
 import numpy as np

@@ -36,7 +36,7 @@ import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
 UNIT = {"temperature": 1.0}
 PATCH = 4
@@ -58,19 +58,13 @@ ARMS = [*MECHANISMS, "softmax", "uniform", "no_attention"]
 LAYERS, HEADS, DIM = 2, 2, 64
 BATCH, RATE, WEIGHT_DECAY, MOVES = 32, 2e-3, 1e-2, 40
 
-
-def parse_arguments():
-    parser = make_parser(__doc__, arms=ARMS, seeds=[0], results="imitate_policy.jsonl")
-    parser.set_defaults(steps=800, trained=8000, tested=1000, episodes=200)
-    add_smoke(
-        parser, steps=2, trained=64, tested=32, episodes=8,
-        arms=["hybrid_angular", "softmax_unit", "no_attention"],
-    )  # fmt: skip
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(__doc__, arms=ARMS, seeds=[0], results="imitate_policy.jsonl")
+parser.set_defaults(steps=800, trained=8000, tested=1000, episodes=200)
+args = parse(
+    parser, steps=2, trained=64, tested=32, episodes=8,
+    arms=["hybrid_angular", "softmax_unit", "no_attention"],
+)  # fmt: skip
 
 import keras
 import keras_hub

@@ -20,30 +20,22 @@ import warnings
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, num_features=256, temperatures=[0.1, 0.2, 0.4], seeds=2,
-        results="normalize_attention.jsonl",
-    )  # fmt: skip
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True,
-                        help="folder with wikitext2/")  # fmt: skip
-    parser.add_argument("--tokens", type=int, default=128, help="sequence length")
-    parser.add_argument(
-        "--mechanisms", nargs="+",
-        default=["hybrid_angular", "hybrid_gaussian", "favor", "favorplus", "favorpp"],
-    )  # fmt: skip
-    add_smoke(
-        parser, tokens=32, num_features=8, seeds=1, temperatures=[0.5],
-        mechanisms=["hybrid_angular"],
-    )  # fmt: skip
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, num_features=256, temperatures=[0.1, 0.2, 0.4],
+    seeds=2, results="normalize_attention.jsonl",
+)  # fmt: skip
+parser.add_argument("--tokens", type=int, default=128, help="sequence length")
+parser.add_argument(
+    "--mechanisms", nargs="+",
+    default=["hybrid_angular", "hybrid_gaussian", "favor", "favorplus", "favorpp"],
+)  # fmt: skip
+args = parse(
+    parser, tokens=32, num_features=8, seeds=1, temperatures=[0.5],
+    mechanisms=["hybrid_angular"],
+)  # fmt: skip
 
 import numpy as np
 from common import results

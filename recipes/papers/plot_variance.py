@@ -20,21 +20,13 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, plot="plot_variance.png", results="plot_variance.jsonl"
-    )
-    # Number of independent sets of vectors that are drawn.
-    parser.set_defaults(sets=50_000)
-    add_smoke(parser, sets=500)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(__doc__, plot="plot_variance.png", results="plot_variance.jsonl")
+# Number of independent sets of vectors that are drawn.
+parser.set_defaults(sets=50_000)
+args = parse(parser, sets=500)
 
 import numpy as np
 from common import hybrids

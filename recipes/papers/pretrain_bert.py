@@ -28,7 +28,7 @@ import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
 WIDTH = {"num_features": 256}
 MECHANISMS = {
@@ -53,19 +53,13 @@ SMOKE = {
 }  # fmt: skip
 BATCH, RATE, WEIGHT_DECAY, MASKED = 8, 1e-3, 0.05, 0.15
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, mechanisms=list(MECHANISMS), seeds=[0], results="pretrain_bert.jsonl"
-    )
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.set_defaults(**FULL)
-    add_smoke(parser, **SMOKE)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, mechanisms=list(MECHANISMS), seeds=[0],
+    results="pretrain_bert.jsonl",
+)  # fmt: skip
+parser.set_defaults(**FULL)
+args = parse(parser, **SMOKE)
 
 import keras
 import keras_hub

@@ -30,7 +30,7 @@ import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke, make_parser
+from common.flags import make_parser, parse
 
 MAPS = {
     "favor": {"num_features": 256},
@@ -40,20 +40,13 @@ MAPS = {
 }
 CONTROLS = ("full", "exact", "normalized", "uniform")
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, seeds=range(5), samplers=[*CONTROLS, *MAPS],
-        results="sample_softmax.jsonl",
-    )  # fmt: skip
-    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
-    parser.set_defaults(vocabulary=2000, epochs=15, rows=None)
-    add_smoke(parser, vocabulary=20, epochs=1, rows=64)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, seeds=range(5), samplers=[*CONTROLS, *MAPS],
+    results="sample_softmax.jsonl",
+)  # fmt: skip
+parser.set_defaults(vocabulary=2000, epochs=15, rows=None)
+args = parse(parser, vocabulary=20, epochs=1, rows=64)
 
 import keras
 import numpy as np

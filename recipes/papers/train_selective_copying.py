@@ -19,7 +19,7 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import TINY, add_smoke, make_parser
+from common.flags import TINY, make_parser, parse
 
 COLORS, COUNT = 14, 16
 BLANK, MARK = COLORS, COLORS + 1
@@ -37,20 +37,14 @@ MECHANISMS = {
     "favorpp": ("favorpp", WIDTH, None),
 }
 
-
-def parse_arguments():
-    parser = make_parser(
-        __doc__, results="train_selective_copying.jsonl", mechanisms=list(MECHANISMS),
-        seeds=[0], num_layers=2, num_heads=8, head_dim=16, context=32, steps=1400,
-        examples=4096,
-    )  # fmt: skip
-    mechanisms = ["softmax", "favorplus"]
-    add_smoke(parser, **TINY, examples=64, mechanisms=mechanisms)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, results="train_selective_copying.jsonl", mechanisms=list(MECHANISMS),
+    seeds=[0], num_layers=2, num_heads=8, head_dim=16, context=32, steps=1400,
+    examples=4096,
+)  # fmt: skip
+mechanisms = ["softmax", "favorplus"]
+args = parse(parser, **TINY, examples=64, mechanisms=mechanisms)
 
 import numpy as np
 from common import training
