@@ -44,7 +44,7 @@ parser.set_defaults(stride=1)  # evaluates every n-th pair
 args = parse(parser, steps=4, stride=100)
 
 import common.control_maps  # noqa: F401 (registers "one_feature")
-from common.results import command, record
+from common.results import command, tell
 from common.sentences import correlation, load, pairs_of, uptrain_on_texts
 
 import keras_rfattn
@@ -89,8 +89,7 @@ def main(args):
         row |= {"spearman": found.as_it_is, **vars(found)}
         if args.save:
             save(args.save, model, report, row)
-        print(row, flush=True)
-        record(args, row)
+        tell(args, row)
 
 
 def save(folder, model, report, row):

@@ -30,7 +30,7 @@ parser.set_defaults(tested=16384)  # tokens of test text at each length
 args = parse(parser, steps=4, tokens=64, lengths=[64], tested=256)
 
 import numpy as np
-from common.results import record
+from common.results import tell
 from common.sentences import chunks, load, pooled_text
 
 import keras_rfattn
@@ -64,8 +64,7 @@ def main(args):
             after = likeness(model, texts[n], wanted[n])
             row = {"task": "long", "tokens": n, "seed": seed, **vars(after)}
             row |= {"before": before[n].as_it_is, "share": after.share_of_features}
-            print(row, flush=True)
-            record(args, row)
+            tell(args, row)
 
 
 def likeness(model, texts, wanted):

@@ -72,7 +72,7 @@ import keras
 import numpy as np
 from common import controls
 from common.estimates import estimates
-from common.results import record
+from common.results import record, tell
 from common.schedules import cosine
 from common.spoken_digits import (
     FRAMES,
@@ -94,7 +94,7 @@ def main(args):
 
     def run(model, steps, **row):
         rows.append(trained(model, data, row, steps, args.tested))
-        record(args, rows[-1])
+        tell(args, rows[-1])
 
     for seed in args.seeds:
         softmax = conformer(seed, args.blocks)
@@ -183,7 +183,6 @@ def trained(model, data, row, steps, tested):
     row |= {"steps": steps, "loss": history["loss"][-1]}
     row |= error_rates(model, data, tested)
     row["minutes"] = round((time.time() - start) / 60, 2)
-    print(row, flush=True)
     return row
 
 

@@ -60,7 +60,7 @@ args = parser.parse_args()
 import numpy as np
 from common import controls, images
 from common.estimates import estimates
-from common.results import record
+from common.results import record, tell
 from common.vision import classifier, compiled, fit, predict, pretrain, vit
 
 import keras_rfattn
@@ -101,8 +101,7 @@ def accuracy(args):
             for arm in arms if "accuracy" in args.halves else []:
                 row = {"seed": seed, "start": start, "arm": arm, "model": args.model}
                 rows.append(row | classified(row, pretrained, data, arm_steps, args))
-                print(rows[-1], flush=True)
-                record(args, rows[-1])
+                tell(args, rows[-1])
     best = "uptrained", "favorpp"
     pairs = (("uptrained", "favorplus"), best), (("scratch", "favorpp"), best)
     controls.summarize(rows, ("error", "mean of V", "train", "test"), pairs)

@@ -3,7 +3,7 @@
 import keras
 import keras_hub
 import numpy as np
-from common.results import record
+from common.results import tell
 from common.schedules import cosine
 from common.sentences import preprocessor, split
 from keras import ops
@@ -145,11 +145,6 @@ def compare(args, arms):
     for arm, theirs in sorted(predicted.items()):
         row = {"task": args.task, "uptrained minus": arm, "seeds": args.seeds}
         tell(args, row | {"95 %": task.interval(ours, theirs)})
-
-
-def tell(args, row):
-    print(row, flush=True)
-    record(args, row)
 
 
 def reinitialize(model, seed):

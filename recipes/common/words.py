@@ -1,7 +1,6 @@
 """Loads WikiText-2 as words, and fits models to them; not a recipe itself."""
 
 import collections
-import pathlib
 
 import keras
 import numpy as np
@@ -17,7 +16,7 @@ def load(data_dir, vocabulary_size, length):
     WikiText-2's training split may not be available. Words are numbered in the order in
     which they first appear, and rare words are `<unk>`.
     """
-    folder = pathlib.Path(data_dir) / "wikitext2"
+    folder = data_dir / "wikitext2"
     texts = [(folder / f"{part}.txt").read_text().split() for part in ("valid", "test")]
     counts = collections.Counter(texts[0])
     common = {word for word, _ in counts.most_common(vocabulary_size - 1)} - {"<unk>"}

@@ -70,7 +70,7 @@ import keras
 import keras_hub
 import numpy as np
 from common import controls
-from common.results import record
+from common.results import tell
 from common.scenes import STEERING, Scenes
 from common.schedules import cosine
 from keras import layers, ops
@@ -139,20 +139,19 @@ def multiplications(arm, values=DIM // HEADS):
 def main(args):
     rows = []
 
-    def tell(row, choose, test):
+    def judge(row, choose, test):
         chosen, wanted = choose(test[0]), test[1].argmax(-1)
         row["agreement"] = float(np.mean(chosen == wanted))
         row["success"] = success(lambda scenes: choose(scenes.observe()), args.episodes)
         away = np.abs(STEERING[chosen] - STEERING[wanted])
         rows.append(row | {"degrees": float(np.rad2deg(away.mean()))})
-        print(rows[-1], flush=True)
-        record(args, rows[-1])
+        tell(args, rows[-1])
 
     for seed in args.seeds:
         generator = np.random.default_rng(seed)
         train = observations(args.trained, generator)
         test = observations(args.tested, generator)
-        tell({"seed": seed, "start": "given", "arm": "straight"}, straight_on, test)
+        judge({"seed": seed, "start": "given", "arm": "straight"}, straight_on, test)
         for arm in args.arms:
             begin, model = time.time(), policy(seed)
             row = {"seed": seed, "start": "imitating", "arm": arm}
@@ -161,7 +160,7 @@ def main(args):
             row["ranking"] = multiplications(arm, values=1)
             row["loss"] = fit(model, *train, args.steps, seed)
             row["minutes"] = (time.time() - begin) / 60
-            tell(row, lambda x, m=model: np.argmax(m.predict(x, verbose=0), -1), test)
+            judge(row, lambda x, m=model: np.argmax(m.predict(x, verbose=0), -1), test)
     expert = success(lambda scenes: scenes.expert().argmax(-1), args.episodes)
     print(f"the expert reaches the goal in a share of {expert:.3f}")
     names = "width", "multiplications", "ranking", "agreement", "success", "degrees"

@@ -65,7 +65,7 @@ import keras
 import keras_hub
 import numpy as np
 from common import characters, controls, narrow
-from common.results import record
+from common.results import tell
 
 import keras_rfattn
 from keras_rfattn import diagnostics
@@ -91,8 +91,7 @@ def main(args):
                 if weights is None:
                     weights = model.get_weights()
                 row["minutes"] = round((time.time() - began) / 60, 2)
-                record(args, row)
-                print(row, flush=True)
+                tell(args, row)
 
 
 def masked(rows, vocabulary, generator):

@@ -51,7 +51,7 @@ args = parse(parser, vocabulary=20, epochs=1, rows=64)
 import keras
 import numpy as np
 from common import words
-from common.results import interval, record, report
+from common.results import interval, report, tell
 from keras import ops
 from scipy import special
 
@@ -79,8 +79,7 @@ def main(args):
             perplexity = words.perplexity(states, classes, test[:, 1:])
             row = {"sampler": sampler, "seed": seed, "perplexity": perplexity}
             row |= {"epochs": epoch, "minutes": (time.time() - start) / 60}
-            print(row, flush=True)
-            record(args, row)
+            tell(args, row)
             found[sampler].append(perplexity)
             if sampler == "full":
                 tell_gradients(args, seed, states, test[:, 1:], classes)
@@ -195,8 +194,7 @@ def tell_gradients(args, seed, states, targets, classes, draws=200):
         row = {"gradients": sampler, "seed": seed, "distinct": float(np.mean(distinct))}
         row["error"] = np.sqrt(np.square(errors).sum() / draws / size).item()
         row["bias"] = np.sqrt(np.sum(np.mean(errors, 0) ** 2) / size).item()
-        print(row, flush=True)
-        record(args, row)
+        tell(args, row)
 
 
 def make_model(sampler, vocabulary, seed):
