@@ -19,31 +19,32 @@ OWN_RATE, ALL_RATE = 0.001, 0.0001
 AHEAD = 8
 
 
-def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
+def fit_stage(trainer, batches, steps, optimizer, settings, save, resumed=None):
     """Trains a stage for its remaining steps.
 
     Args:
         trainer: A Keras model with its own loss, in which only the variables of the
             stage train.
         batches: Iterator over the batches of the remaining steps.
-        stage: The `training.Stage`.
+        steps: Number of steps of the stage.
         optimizer: A fresh Keras optimizer.
         settings: The `Settings` of the call.
         save: Function called with `(steps done, errors, optimizer)` every `save_every`
             steps, except after the last one.
-        resumed: `(steps done, values of the optimizer's variables, errors)`.
+        resumed: `(steps done, values of the optimizer's variables, errors)` from a
+            checkpoint, or `None`.
 
     Returns:
         List of the errors of all steps of the stage.
 
     Raises:
-        ValueError: If a loss is not finite. The model then has its last good weights.
+        NotFinite: If a loss is not finite. The model then has its last good weights.
     """
-    (done, optimizer_values, errors), steps = resumed, stage.steps
+    done, optimizer_values, errors = resumed or (0, None, [])
     variables = trainer.trainable_variables
     trainer.compile(optimizer=optimizer, jit_compile=settings.jit_compile)
     optimizer.build(variables)
-    if done:
+    if optimizer_values is not None:
         assign(optimizer.variables, optimizer_values)
     watch, interrupts = Watch(variables, done, list(errors)), Interrupts()
 
@@ -67,14 +68,10 @@ def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
                     verbose=settings.verbose,
                 )  # fmt: skip
             watch.check_weights()
-    except NotFinite:
+    except NotFinite as error:
         assign(variables, watch.good)
-        raise ValueError(
-            f"The loss of stage '{stage.name}' is not finite at its step {watch.done} "
-            f"(batch {stage.first + watch.done} of the data). The weights of step "
-            f"{max(watch.done - 1, 0)}, the last good ones, are kept. Look for NaN in "
-            "that batch, or use a smaller learning rate."
-        ) from None
+        error.step = watch.done
+        raise
     except Exception as error:
         # TensorFlow replaces errors of the data iterator by errors of its own.
         cause = failures[0] if failures else error
