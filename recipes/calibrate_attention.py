@@ -17,11 +17,9 @@ about 0.63, the mean of 5 seeds. Over the pairs that the width covers (see
 the measured one. Restoring softmax gives back the checkpoint's outputs, bit for bit.
 """
 
-import argparse
-import os
 import pathlib
 
-from common.flags import add_smoke
+from common.flags import make_parser, parse
 
 # For each name: the map, and whether it is calibrated. FAVOR++ takes its parameter A
 # from the current sequence, or, if calibrated, from an average over calibration data.
@@ -34,25 +32,13 @@ MAPS = {
     "favorpp_dense": ("favorpp_dense", True),
 }
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True,
-                        help="folder with wikitext2/")  # fmt: skip
-    parser.add_argument("--num-features", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=512, help="sequence length")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--maps", nargs="+", choices=MAPS, default=list(MAPS))
-    parser.add_argument("--plot", help="save the last map's errors to this file")
-    add_smoke(parser, tokens=32, num_features=16, seeds=1)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, num_features=256, tokens=512, seeds=5,
+    maps=list(MAPS),
+)  # fmt: skip
+parser.add_argument("--plot", help="save the last map's errors to this file")
+args = parse(parser, tokens=32, num_features=16, seeds=1)
 
 import numpy as np
 from common import results

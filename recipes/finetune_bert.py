@@ -17,42 +17,28 @@ random ones ("scratch"). Differences have 95 % intervals over rows and seeds.
 Cost: some minutes a seed on one core. Seen: docs/pages/results/uptraining.md.
 """
 
-import argparse
-import os
 import pathlib
 
-from common.flags import add_smoke
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--task", choices=["sst2", "mrpc", "sts"], default="sst2")
-    parser.add_argument("--mechanism", default="hedgehog")
-    parser.add_argument("--num-features", nargs="+", type=int,
-                        help="one, or one for each layer (0: softmax)")  # fmt: skip
-    parser.add_argument("--softmax-heads", nargs="+", default=[], help="layer:head")
-    stages = ["calibrate", "attention", "features"]
-    parser.add_argument("--stages", nargs="+", default=stages, choices=stages)
-    parser.add_argument("--steps", type=int, default=600, help="of uptraining")
-    parser.add_argument("--tune-steps", type=int, default=300, help="of fine-tuning")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--results", default="finetune_bert.jsonl", help="appended to")
-    parser.set_defaults(stride=1)  # evaluates every n-th row
-    add_smoke(parser, steps=2, tune_steps=2, stride=20)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, mechanism="hedgehog", seeds=[0],
+    stages=["calibrate", "attention", "features"], results="finetune_bert.jsonl",
+)  # fmt: skip
+parser.add_argument("--task", choices=["sst2", "mrpc", "sts"], default="sst2")
+parser.add_argument("--num-features", nargs="+", type=int,
+                    help="one, or one for each layer (0: softmax)")  # fmt: skip
+parser.add_argument("--softmax-heads", nargs="+", default=[], help="layer:head")
+parser.add_argument("--steps", type=int, default=600, help="of uptraining")
+parser.add_argument("--tune-steps", type=int, default=300, help="of fine-tuning")
+parser.set_defaults(stride=1)  # evaluates every n-th row
+args = parse(parser, steps=2, tune_steps=2, stride=20)
 
 import keras
 from common.control_maps import OneFeature
 from common.sentences import load
-from common.tuning import Task, compare, reinitialize
+from common.tuning import compare, reinitialize
 
 import keras_rfattn
 from keras_rfattn import feature_maps
@@ -60,8 +46,7 @@ from keras_rfattn.models import Plan
 
 
 def main(args):
-    task = Task(args.data_dir, args.task, args.tune_steps, args.stride)
-    compare(args, task, arms)
+    compare(args, arms)
 
 
 def arms(args, task, seed):

@@ -23,48 +23,27 @@ has a constant size and a token a constant cost, while the cache and the time of
 grow linearly.
 """
 
-import argparse
 import json
-import os
 import pathlib
 import time
 
-from common.flags import add_smoke
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--preset", help="KerasHub GPT-2 preset")
-    parser.add_argument("--mechanism", default="favorpp")
-    parser.add_argument("--num-features", type=int, default=256)
-    parser.add_argument("--window", type=int)
-    parser.add_argument("--layers", type=int, default=12, help="without a preset")
-    parser.add_argument("--prompt", type=int, default=32768, help="tokens")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens per chunk")
-    contexts = [512, 1024, 2048, 4096]
-    parser.add_argument("--softmax-tokens", type=int, nargs="+", default=contexts)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", default="generate_long.jsonl", help="output file")
-    parser.add_argument("--plot", default="generate_long.png")
-    add_smoke(
-        parser,
-        layers=1,
-        prompt=64,
-        tokens=16,
-        chunk=32,
-        softmax_tokens=[16, 32],
-        num_features=8,
-    )
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, mechanism="favorpp", num_features=256, seed=0,
+    chunk=2048, softmax_tokens=[512, 1024, 2048, 4096], results="generate_long.jsonl",
+    plot="generate_long.png",
+)  # fmt: skip
+parser.add_argument("--preset", help="KerasHub GPT-2 preset")
+parser.add_argument("--window", type=int)
+parser.add_argument("--layers", type=int, default=12, help="without a preset")
+parser.add_argument("--prompt", type=int, default=32768, help="tokens")
+parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
+args = parse(
+    parser, layers=1, prompt=64, tokens=16, chunk=32, softmax_tokens=[16, 32],
+    num_features=8,
+)  # fmt: skip
 
 import keras
 import keras_hub
@@ -74,6 +53,7 @@ from keras import ops
 
 import keras_rfattn
 from keras_rfattn import generation
+from keras_rfattn.backend.layers import compiled_for_inference
 
 MEGA = 2**20
 
@@ -112,7 +92,7 @@ def main(args):
 
 def load(args, length):
     """Returns a softmax GPT-2 and the tokens of a long text."""
-    text = pathlib.Path(args.data_dir, "wikitext2", "test.txt").read_bytes()
+    text = (args.data_dir / "wikitext2" / "test.txt").read_bytes()
     keras.utils.set_random_seed(args.seed)
     if args.preset:
         model = keras_hub.models.CausalLM.from_preset(args.preset)
@@ -182,31 +162,12 @@ def softmax_row(args, model, tokens):
         logits, _, cache = model.call_with_cache(token, cache, index)
         return logits, cache
 
-    call, index = compiled(model, forward), ops.cast(tokens - 1, "int32")
+    # The linear model is compiled in the same way.
+    call = compiled_for_inference(forward, model)
+    index = ops.cast(tokens - 1, "int32")
     found = row(args, "softmax", tokens, lambda: call(token, cache, index), cache)
     write(args, found)
     return found
-
-
-def compiled(model, function):
-    """Compiles as `keras_rfattn.generation` does, so that both are timed alike."""
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        return tf.function(function)
-    if keras.backend.backend() == "torch":
-        import torch
-
-        return torch.no_grad()(function)
-    import jax
-
-    @jax.jit
-    def call(values, *inputs):
-        mapping = list(zip(model.variables, values, strict=True))
-        with keras.StatelessScope(state_mapping=mapping):
-            return function(*inputs)
-
-    return lambda *inputs: call([x.value for x in model.variables], *inputs)
 
 
 def write(args, row):

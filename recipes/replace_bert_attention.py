@@ -18,38 +18,25 @@ them with the row "uniform", where attention is the plain mean. Trained against 
 they do reproduce it (see uptrain_bert.py for more, on real sentences).
 """
 
-import argparse
 import os
 import sys
 import tempfile
 import time
 import warnings
 
-from common.flags import add_smoke
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--num-features", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mechanisms", nargs="+", help="feature maps, all by default")
-    lengths = [128, 512, 1024, 2048, 4096, 8192]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
-    text = "seconds a softmax forward pass may be predicted to take and still run"
-    parser.add_argument("--patience", type=float, default=6.0, help=text)
-    parser.add_argument("--plot", metavar="FILE", help="save a plot of the times")
-    parser.add_argument("--steps", type=int, default=80, help="uptraining steps")
-    add_smoke(
-        parser, lengths=[16], num_features=16, steps=2, mechanisms=["favorpp", "elu"]
-    )
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+lengths = [128, 512, 1024, 2048, 4096, 8192]
+parser = make_parser(__doc__, num_features=256, seed=0, lengths=lengths)
+parser.add_argument("--mechanisms", nargs="+", help="feature maps, all by default")
+text = "seconds a softmax forward pass may be predicted to take and still run"
+parser.add_argument("--patience", type=float, default=6.0, help=text)
+parser.add_argument("--plot", metavar="FILE", help="save a plot of the times")
+parser.add_argument("--steps", type=int, default=80, help="uptraining steps")
+args = parse(
+    parser, lengths=[16], num_features=16, steps=2, mechanisms=["favorpp", "elu"]
+)
 
 import keras
 import keras_nlp

@@ -16,13 +16,11 @@ a context of 256 nearly drowns it.) Each run appends a line to `--results`: comm
 mechanism, seed, minutes, perplexities. Cost: 9 to 42 minutes each on one core.
 """
 
-import os
 import pathlib
 import time
 
-from common import flags
+from common.flags import TINY, make_parser, parse
 
-SIZES = {"num_layers": 3, "num_heads": 2, "head_dim": 64}
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
 WINDOW, SKETCH, WIDTH = 64, {"num_features": 16}, {"num_features": 256}
 PARTS = 131_073  # test characters to evaluate the window or the features alone
@@ -49,23 +47,14 @@ MECHANISMS = {
     "polysketch": ("polysketch", SKETCH, None),
 }
 
-
-def parse_arguments():
-    parser = flags.make_parser(__doc__, MECHANISMS, SIZES)
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--context", type=int, default=256)
-    mechanisms = ["softmax", "favorpp", "local"]
-    flags.add_smoke(parser, **flags.TINY, batch=4, head_dim=8, mechanisms=mechanisms)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, results="train_language_model.jsonl",
+    mechanisms=list(MECHANISMS), seeds=[0], num_layers=3, num_heads=2, head_dim=64,
+    steps=1000, batch=16, context=256,
+)  # fmt: skip
+mechanisms = ["softmax", "favorpp", "local"]
+args = parse(parser, **TINY, batch=4, head_dim=8, mechanisms=mechanisms)
 
 import keras
 import numpy as np

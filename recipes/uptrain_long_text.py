@@ -14,39 +14,23 @@ features alone. Cost: 10 to 25 minutes a seed on one core.
 Seen: docs/pages/results/uptraining.md.
 """
 
-import argparse
-import os
 import pathlib
 
-from common.flags import add_smoke
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--mechanism", default="hedgehog")
-    parser.add_argument("--num-features", type=int)
-    parser.add_argument("--window", type=int)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--tokens", type=int, default=512, help="of a training text")
-    lengths = [512, 1024, 2048, 4096]
-    parser.add_argument("--lengths", nargs="+", type=int, default=lengths)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    name = "uptrain_long_text.jsonl"
-    parser.add_argument("--results", default=name, help="appended to")
-    parser.set_defaults(tested=16384)  # tokens of test text at each length
-    add_smoke(parser, steps=4, tokens=64, lengths=[64], tested=256)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, mechanism="hedgehog", steps=300,
+    lengths=[512, 1024, 2048, 4096], seeds=[0], results="uptrain_long_text.jsonl",
+)  # fmt: skip
+parser.add_argument("--num-features", type=int)
+parser.add_argument("--window", type=int)
+parser.add_argument("--tokens", type=int, default=512, help="of a training text")
+parser.set_defaults(tested=16384)  # tokens of test text at each length
+args = parse(parser, steps=4, tokens=64, lengths=[64], tested=256)
 
 import numpy as np
-from common.results import record
+from common.results import tell
 from common.sentences import chunks, load, pooled_text
 
 import keras_rfattn
@@ -80,8 +64,7 @@ def main(args):
             after = likeness(model, texts[n], wanted[n])
             row = {"task": "long", "tokens": n, "seed": seed, **vars(after)}
             row |= {"before": before[n].as_it_is, "share": after.share_of_features}
-            print(row, flush=True)
-            record(args, row)
+            tell(args, row)
 
 
 def likeness(model, texts, wanted):

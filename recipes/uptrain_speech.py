@@ -31,10 +31,10 @@ Cost: an hour or two a seed on one busy core. Found, three seeds (docs/pages/res
 crt.md): maps hardly differ; uptrained 0.14 to 0.18, from scratch 0.23 to 0.31.
 """
 
-import argparse
-import os
 import pathlib
 import time
+
+from common.flags import make_parser, parse
 
 COEFFICIENTS, UNIT = {"num_coefficients": 8}, {"temperature": 1.0}
 MAPS = {
@@ -53,35 +53,26 @@ MECHANISMS = {
 FAVOR = ["favorplus", "favorpp"]
 ARMS = ["softmax", *MECHANISMS, "uniform", "no_attention"]
 STARTS = ["scratch", "uptrained", "estimates"]
-DIM, HEADS, BLOCKS, KERNEL, DROPOUT = 96, 4, 3, 3, 0.1
+DIM, HEADS, KERNEL, DROPOUT = 96, 4, 3, 0.1
 BATCH, RATE, WEIGHT_DECAY = 8, 1e-3, 1e-3
-STEPS, ARM_STEPS, TESTED = 2500, 600, 400
 COMPARED = (8, 16, 64), 5, (0.25, 1, 4)  # widths; number of draws; factors of q · k
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM",
-                        help=", ".join(ARMS))  # fmt: skip
-    parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--results", default="uptrain_speech.jsonl", help="output file")
-    parser.add_argument("--smoke", action="store_true", help="run a short version")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, arms=ARMS, starts=STARTS, seeds=[0],
+    results="uptrain_speech.jsonl",
+)  # fmt: skip
+parser.set_defaults(steps=2500, arm_steps=600, tested=400, blocks=3)
+args = parse(
+    parser, steps=2, arm_steps=2, tested=4, blocks=1, starts=["uptrained"],
+    arms=["favorpp-8", "hybrid_clustered-8", "no_attention"],
+)  # fmt: skip
 
 import keras
 import numpy as np
 from common import controls
 from common.estimates import estimates
-from common.results import record
+from common.results import record, tell
 from common.schedules import cosine
 from common.spoken_digits import (
     FRAMES,
@@ -98,32 +89,27 @@ import keras_rfattn
 
 
 def main(args):
-    steps, arm_steps, tested, blocks = STEPS, ARM_STEPS, TESTED, BLOCKS
-    if args.smoke:
-        steps, arm_steps, tested, blocks = 2, 2, 4, 1
-        args.starts = ["uptrained"]
-        args.arms = ["favorpp-8", "hybrid_clustered-8", "no_attention"]
     data = SpokenDigits(args.data_dir / "spoken_digits" / "spoken_digits.npz")
     rows = []
 
     def run(model, steps, **row):
-        rows.append(trained(model, data, row, steps, tested))
-        record(args, rows[-1])
+        rows.append(trained(model, data, row, steps, args.tested))
+        tell(args, rows[-1])
 
     for seed in args.seeds:
-        softmax = conformer(seed, blocks)
-        run(softmax, steps, seed=seed, start="pretraining", arm="softmax")
+        softmax = conformer(seed, args.blocks)
+        run(softmax, args.steps, seed=seed, start="pretraining", arm="softmax")
         if "estimates" in args.starts:
             inputs, _ = data.utterances("train", 4 * BATCH, np.random.default_rng(0))
             for found in estimates(softmax, inputs, FAVOR, *COMPARED):
                 record(args, {"seed": seed, **found})
         for start in (x for x in args.starts if x != "estimates"):
             for arm in args.arms:
-                model = conformer(seed, blocks)
+                model = conformer(seed, args.blocks)
                 if start == "uptrained":
                     model.set_weights(softmax.get_weights())
                 width = controls.set_attention(model, arm, MECHANISMS.get(arm), seed)
-                run(model, arm_steps, seed=seed, start=start, arm=arm, **width)
+                run(model, args.arm_steps, seed=seed, start=start, arm=arm, **width)
     columns = "width", "before", "new takes", "new voices", "test"
     controls.summarize(rows, columns, pairs())
 
@@ -197,7 +183,6 @@ def trained(model, data, row, steps, tested):
     row |= {"steps": steps, "loss": history["loss"][-1]}
     row |= error_rates(model, data, tested)
     row["minutes"] = round((time.time() - start) / 60, 2)
-    print(row, flush=True)
     return row
 
 

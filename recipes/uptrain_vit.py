@@ -28,12 +28,12 @@ Sizes and rates were fixed beforehand.
 Cost: 15 to 60 minutes a seed for accuracy. Seen: docs/pages/results/crt.md.
 """
 
-import argparse
 import itertools
-import os
 import pathlib
 import statistics
 import time
+
+from common.flags import make_parser
 
 STEPS, ARM_STEPS = 4000, 800
 MAPS = ["favorplus", "favorpp"]
@@ -45,33 +45,22 @@ SPEED_GRIDS, SPEED_PATCH, SPEED_BATCH, SPEED_STEPS = (8, 16, 32, 44), 4, 4, 5
 COMPARED = (16, 64, 256), 5, (0.25, 1, 4)  # widths; number of draws; factors of q · k
 FURTHER = {16: [0], 64: [0], 256: [0, 25, 100, 400]}, 5  # steps by width; draws
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=pathlib.Path)
-    parser.add_argument("--images", type=pathlib.Path, help="folders of images")
-    parser.add_argument("--model", default="keras_hub",
-                        choices=["keras_hub", "keras_cv", "converted"])  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--halves", nargs="+", choices=HALVES, default=HALVES,
-                        help="parts to run")  # fmt: skip
-    parser.add_argument("--num-features", type=int, default=16)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--results", default="uptrain_vit.jsonl", help="output file")
-    parser.add_argument("--smoke", action="store_true", help="run a short version")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, halves=HALVES, arms=ARMS, seeds=[0], num_features=16,
+    results="uptrain_vit.jsonl",
+)  # fmt: skip
+parser.add_argument("--data-dir", type=pathlib.Path)
+parser.add_argument("--images", type=pathlib.Path, help="folders of images")
+parser.add_argument("--model", default="keras_hub",
+                    choices=["keras_hub", "keras_cv", "converted"])  # fmt: skip
+parser.add_argument("--smoke", action="store_true", help="run a short version")
+args = parser.parse_args()
 
 import numpy as np
 from common import controls, images
 from common.estimates import estimates
-from common.results import record
+from common.results import record, tell
 from common.vision import classifier, compiled, fit, predict, pretrain, vit
 
 import keras_rfattn
@@ -112,8 +101,7 @@ def accuracy(args):
             for arm in arms if "accuracy" in args.halves else []:
                 row = {"seed": seed, "start": start, "arm": arm, "model": args.model}
                 rows.append(row | classified(row, pretrained, data, arm_steps, args))
-                print(rows[-1], flush=True)
-                record(args, rows[-1])
+                tell(args, rows[-1])
     best = "uptrained", "favorpp"
     pairs = (("uptrained", "favorplus"), best), (("scratch", "favorpp"), best)
     controls.summarize(rows, ("error", "mean of V", "train", "test"), pairs)

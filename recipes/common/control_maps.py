@@ -1,6 +1,6 @@
 """Feature maps that serve as controls; not a recipe itself.
 
-Importing this file registers the name "one_feature".
+Importing this file registers the names "one_feature" and "window_alone".
 """
 
 from keras import ops
@@ -29,6 +29,7 @@ class OneFeature(feature_maps.FeatureMap):
         return Features(None, ops.sum(gate * x, axis=-1, keepdims=True))
 
 
+@feature_maps.register("window_alone")
 class WindowAlone(feature_maps.FeatureMap):
     """A map that gives no weight to keys beyond the window, which has exact softmax."""
 

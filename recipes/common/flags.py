@@ -1,31 +1,41 @@
-"""Command-line flags that recipes share; not a recipe itself."""
+"""Command-line flags that recipes share; not a recipe itself.
+
+Importing this file also chooses JAX, unless `KERAS_BACKEND` names another backend.
+Recipes import Keras, which reads that variable, after they have parsed their flags.
+"""
 
 import argparse
-import pathlib
-import sys
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 # Sizes that `--smoke` gives to a `train_*.py`.
 TINY = {"steps": 2, "context": 16, "num_layers": 1}
 
 
-def make_parser(description, mechanisms, sizes):
-    """Returns the argument parser that every `train_*.py` shares.
+def make_parser(description, **defaults):
+    """Returns an argument parser with a flag for each default.
 
     Args:
         description: Text whose first line describes the recipe.
-        mechanisms: Dict from names to mechanisms, as `training.build` takes them.
-        sizes: Dict from names of integer flags to their defaults.
+        **defaults: Default of each flag, which also determines its type. A type in
+            its place makes the flag required. A flag takes several values if its
+            default is a sequence, and only names from the default if that holds names.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    name = pathlib.Path(sys.argv[0]).stem
-    parser.add_argument("--results", default=f"{name}.jsonl", help="output file")
-    parser.add_argument(
-        "--mechanisms", nargs="+", default=list(mechanisms), choices=list(mechanisms),
-        metavar="NAME", help=", ".join(mechanisms),
-    )  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    for name, default in defaults.items():
+        options = {"type": type(default), "default": default}
+        if isinstance(default, type):
+            options = {"type": default, "required": True}
+        if isinstance(default, (list, tuple, range)):
+            options |= {"type": type(default[0]), "nargs": "+"}
+            if isinstance(default[0], str):
+                options |= {"choices": default, "metavar": "NAME"}
+                options["help"] = ", ".join(default)
+        if name == "results":
+            options["help"] = "file that results are appended to"
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
     return parser
 
 
@@ -37,8 +47,9 @@ class Smoke(argparse.Action):
             setattr(namespace, name, value)
 
 
-def add_smoke(parser, **values):
-    """Adds `--smoke`, which runs the smallest recipe by setting other flags."""
+def parse(parser, **smoke):
+    """Adds `--smoke`, which gives other flags the values `smoke`, and parses flags."""
     text = "run a short version: "
-    text += ", ".join(f"{name} {value}" for name, value in values.items())
-    parser.add_argument("--smoke", nargs=0, action=Smoke, const=values, help=text)
+    text += ", ".join(f"{name} {value}" for name, value in smoke.items())
+    parser.add_argument("--smoke", nargs=0, action=Smoke, const=smoke, help=text)
+    return parser.parse_args()

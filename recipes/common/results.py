@@ -22,6 +22,12 @@ def record(args, row):
         file.write(json.dumps(row) + "\n")
 
 
+def tell(args, row):
+    """Prints a dict, and records it."""
+    print(row, flush=True)
+    record(args, row)
+
+
 def report(text, holds):
     """Prints whether a claim holds."""
     print(f"check: {text}: {'yes' if holds else 'no'}")

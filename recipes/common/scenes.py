@@ -1,6 +1,7 @@
 """Simulates scenes for robots with a depth camera; not a recipe itself."""
 
 import numpy as np
+from scipy import special
 
 ROWS, COLUMNS = 24, 32
 # Lengths in meters. The expert keeps a margin that the robot itself does not need.
@@ -83,8 +84,7 @@ class Scenes:
         needed = np.minimum(distance, AHEAD)[:, None]
         free = np.minimum(self.cast(rays, RADIUS + MARGIN), needed) / needed
         costs = np.abs(STEERING - angle[:, None]) + BLOCKED * (1 - free)
-        chances = np.exp((costs.min(-1, keepdims=True) - costs) / SOFTNESS)
-        return np.float32(chances / chances.sum(-1, keepdims=True))
+        return np.float32(special.softmax(-costs / SOFTNESS, axis=-1))
 
     def move(self, choices):
         self.heading = self.heading + STEERING[choices]

@@ -2,9 +2,9 @@
 
 import time
 
+import common.control_maps  # noqa: F401 (registers "window_alone")
 import keras
 import numpy as np
-from common.control_maps import WindowAlone
 from common.results import record
 from keras import ops
 
@@ -25,10 +25,7 @@ def build(mechanism, seed, vocabulary_size, args):
     options = {"vocabulary_size": vocabulary_size, **sizes(args)}
     if name == "softmax":
         return transformer_pp(**options)
-    if name == "window_alone":
-        feature_map = WindowAlone()
-    else:
-        feature_map = feature_maps.get(name, seed=seed, **arguments)
+    feature_map = feature_maps.get(name, seed=seed, **arguments)
     return transformer_pp(attention=feature_map, window=window, **options)
 
 
@@ -38,14 +35,9 @@ def sizes(args):
 
 
 def solve(
-    examples,
-    count,
-    mechanisms,
-    vocabulary_size,
-    args,
-    learning_rate=1e-3,
+    examples, count, mechanisms, vocabulary_size, args, learning_rate=1e-3,
     enough=SOLVED,
-):
+):  # fmt: skip
     """Trains every mechanism on a task whose answer is the last tokens.
 
     The context grows by the same rule for every mechanism. It starts with 16 tokens,

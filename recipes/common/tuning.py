@@ -3,7 +3,7 @@
 import keras
 import keras_hub
 import numpy as np
-from common.results import record
+from common.results import tell
 from common.schedules import cosine
 from common.sentences import preprocessor, split
 from keras import ops
@@ -123,15 +123,15 @@ def sentences(text):
     return [text] if isinstance(text, str) else text
 
 
-def compare(args, task, arms):
+def compare(args, arms):
     """Scores arms for every seed, and compares each with the arm "uptrained".
 
     Args:
-        args: Parsed flags with `seeds`, `task` and `results`.
-        task: A `Task`.
+        args: Parsed flags.
         arms: Generator function `(args, task, seed)` of pairs `(name, model)`, one of
             which is named "uptrained".
     """
+    task = Task(args.data_dir, args.task, args.tune_steps, args.stride)
     predicted = {}
     for seed in args.seeds:
         for arm, model in arms(args, task, seed):
@@ -145,11 +145,6 @@ def compare(args, task, arms):
     for arm, theirs in sorted(predicted.items()):
         row = {"task": args.task, "uptrained minus": arm, "seeds": args.seeds}
         tell(args, row | {"95 %": task.interval(ours, theirs)})
-
-
-def tell(args, row):
-    print(row, flush=True)
-    record(args, row)
 
 
 def reinitialize(model, seed):

@@ -1,10 +1,10 @@
 """Loads WikiText-2 as words, and fits models to them; not a recipe itself."""
 
 import collections
-import pathlib
 
 import keras
 import numpy as np
+from scipy import special
 
 BATCH = 16
 
@@ -16,7 +16,7 @@ def load(data_dir, vocabulary_size, length):
     WikiText-2's training split may not be available. Words are numbered in the order in
     which they first appear, and rare words are `<unk>`.
     """
-    folder = pathlib.Path(data_dir) / "wikitext2"
+    folder = data_dir / "wikitext2"
     texts = [(folder / f"{part}.txt").read_text().split() for part in ("valid", "test")]
     counts = collections.Counter(texts[0])
     common = {word for word, _ in counts.most_common(vocabulary_size - 1)} - {"<unk>"}
@@ -50,8 +50,6 @@ def perplexity(states, classes, targets):
     total, targets = 0.0, targets.ravel()
     states = states.reshape(len(targets), -1)
     for i in range(0, len(states), 4096):
-        logits = states[i : i + 4096] @ classes.T
-        logits -= logits.max(-1, keepdims=True)
-        own = np.take_along_axis(logits, targets[i : i + 4096, None], 1)[:, 0]
-        total += np.sum(np.log(np.exp(logits).sum(-1)) - own)
+        logs = special.log_softmax(states[i : i + 4096] @ classes.T, axis=-1)
+        total -= np.sum(np.take_along_axis(logs, targets[i : i + 4096, None], 1))
     return float(np.exp(total / len(targets)))

@@ -26,15 +26,15 @@ equation 1 prints it. The features of (4) already have the minus sign, so conjug
 them again estimates K(x, -y). Expected: see docs/pages/results/crt.md.
 """
 
-import argparse
 import csv
-import os
 import pathlib
 import sys
 import time
 from functools import partial
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
+
+from common.flags import make_parser, parse
 
 FILES = {
     "abalone": "abalone.csv",
@@ -47,25 +47,14 @@ FILES = {
 }
 ENCODINGS = ("ordinal", "onehot")
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
-    parser.add_argument("--sets", nargs="+", default=list(FILES), choices=FILES)
-    parser.add_argument("--categories", nargs="+", default=ENCODINGS, choices=ENCODINGS)
-    text = "of splits and draws"
-    parser.add_argument("--seeds", nargs="+", type=int, default=range(10), help=text)
-    name = "classify_by_kernel_regression.jsonl"
-    parser.add_argument("--results", default=name, help="output file")
-    parser.add_argument("--smoke", action="store_true", help="two σ, two draws")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+# A seed is that of a split and its draws.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, sets=list(FILES), categories=ENCODINGS,
+    seeds=range(10), results="classify_by_kernel_regression.jsonl",
+)  # fmt: skip
+parser.set_defaults(sigmas=10)
+args = parse(parser, sigmas=2)
 
 import numpy as np
 from common.results import interval, record, report
@@ -79,7 +68,7 @@ from keras_rfattn.ops.layout import heads_first
 from keras_rfattn.ops.sums import read
 from keras_rfattn.ops.sums import summarize as summarize_keys
 
-M, DRAWS, NUM_SIGMAS = 128, 5, 10
+M, DRAWS = 128, 5
 # From the paper's name to the registered name and the number of vectors that gives
 # width 128.
 MAPS = {
@@ -107,7 +96,7 @@ PAPER = {
 
 
 def main(args):
-    sigmas = np.logspace(-2, 2, 2 if args.smoke else NUM_SIGMAS)
+    sigmas = np.logspace(-2, 2, args.sigmas)
     # Gains over the guess in percent, one per split, by encoding, data set and map.
     gains = {encoding: {} for encoding in args.categories}
     for name in args.sets:
@@ -133,7 +122,7 @@ def main(args):
 
 def load(args, name):
     """Returns columns (integers if they are categories) and labels."""
-    path = pathlib.Path(args.data_dir) / "uci" / FILES[name]
+    path = args.data_dir / "uci" / FILES[name]
     if path.suffix == ".arff":
         table, kinds = arff.loadarff(path)
         columns = [to_numbers(table[c], kinds[c][1]) for c in kinds.names()]

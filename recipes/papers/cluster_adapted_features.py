@@ -25,30 +25,21 @@ last checks compare methods of equal width.
 Cost: 10 minutes for five draws on one core. Expected: see docs/pages/results/hrf.md.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
+from common.flags import make_parser, parse
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=range(5))
-    name = "cluster_adapted_features.jsonl"
-    parser.add_argument("--results", default=name, help="output file")
-    parser.add_argument("--smoke", action="store_true", help="little data")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+name = "cluster_adapted_features.jsonl"
+parser = make_parser(__doc__, seeds=range(5), results=name)
+parser.set_defaults(size=1000, repetitions=20)
+args = parse(parser, size=50, repetitions=2)
 
 import numpy as np
+from common import hybrids
 from common.results import record, report
 from keras import ops
 from sklearn.cluster import KMeans
@@ -59,7 +50,7 @@ from keras_rfattn.feature_maps.papers.clustered import Clusters
 from keras_rfattn.feature_maps.papers.complex_exponential import diagonal
 from keras_rfattn.kernels import values
 
-DIM, CLUSTER_SIZE, REPETITIONS = 50, 1000, 20
+DIM = 50
 NUM_FEATURES = (20, 50, 80, 100, 120, 150, 200)
 # From name to σ², how many coordinates of keys' centers keep their sign, and s of the
 # paper.
@@ -87,15 +78,14 @@ PAPER = {
 
 
 def main(args):
-    size, repetitions = (50, 2) if args.smoke else (CLUSTER_SIZE, REPETITIONS)
     # Maps (seed, data set, method, m) to the MSEs of all repetitions.
     results = {}
     for seed in args.seeds:
         for name, (variance, kept, targets) in DATA_SETS.items():
-            data = draw_data(seed, variance, kept, size)
+            data = draw_data(seed, variance, kept, args.size)
             s, found = at_centers(build("hybrid", 1, data)), {}
             for m in NUM_FEATURES:
-                plus, others = draw_vectors(seed, m, repetitions)
+                plus, others = draw_vectors(seed, m, args.repetitions)
                 for method in METHODS:
                     vectors = plus if method == "FAVOR+" else others
                     mse = errors(build(method, m, data), vectors, *data)
@@ -192,8 +182,7 @@ def errors(feature_map, vectors, query, key):
 
 def dense(method, x):
     features = method(ops.convert_to_tensor(x[None, :, None].astype("float32")))
-    found = features.ones_or_values() * ops.exp(features.log_scale)
-    return ops.convert_to_numpy(found)[0, :, 0]
+    return ops.convert_to_numpy(hybrids.dense(features))[0, :, 0]
 
 
 def at_centers(feature_map):

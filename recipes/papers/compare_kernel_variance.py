@@ -16,35 +16,22 @@ variance 1, as MNIST is often preprocessed, and `--set-size`, because the shift 
 makes GeomRF+ positive is the smallest entry of its set.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", help="save the plot to this file")
-    parser.add_argument("--set-size", type=int, default=1024)
-    parser.add_argument("--samples", type=int, default=5, help="number of samples")
-    parser.add_argument(
-        "--pairs", type=int, default=16384,
-        help="pairs of each sample, drawn from the million of two sets",
-    )  # fmt: skip
-    add_smoke(parser, pairs=32, samples=1)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(__doc__, seed=0, set_size=1024)
+parser.add_argument("--plot", help="save the plot to this file")
+parser.add_argument("--samples", type=int, default=5, help="number of samples")
+parser.add_argument(
+    "--pairs", type=int, default=16384,
+    help="pairs of each sample, drawn from the million of two sets",
+)  # fmt: skip
+args = parse(parser, pairs=32, samples=1)
 
 import numpy as np
 from common.results import report

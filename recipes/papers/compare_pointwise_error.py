@@ -21,32 +21,18 @@ vectors costs no accuracy: for inputs of equal length the term it adds to the va
 is 0.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", metavar="FILE", help="save a plot")
-    parser.add_argument(
-        "--estimates", type=int, default=10000, help="estimates per point"
-    )
-    add_smoke(parser, estimates=100)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(__doc__, seed=0)
+parser.add_argument("--plot", metavar="FILE", help="save a plot")
+parser.add_argument("--estimates", type=int, default=10000, help="estimates per point")
+args = parse(parser, estimates=100)
 
 import numpy as np
 from common.hybrids import cost, dense, equal_cost

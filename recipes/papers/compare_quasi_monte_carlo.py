@@ -34,46 +34,32 @@ Cost: two or three minutes on one core. Expected: the paper's order on both sets
 hybrids on Boston.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke
+from common.flags import make_parser, parse
 
 # Number of repetitions computed at once, which limits memory.
 BATCH = 10
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder that holds uci/")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--repetitions", type=int, default=1000, help=f"a multiple of {BATCH}"
-    )
-    parser.add_argument("--length", type=float, default=0.55, help="length of rows")
-    # `--cost` says whether the hybrid's products count.
-    for name, *choices in (
-        ("baseline", "favorplus", "favor"),
-        ("scaling", "center", "standard", "minmax"),
-        ("cost", "products", "projections"),
-    ):
-        parser.add_argument(f"--{name}", choices=choices, default=choices[0])
-    add_smoke(parser, repetitions=BATCH)
-    args = parser.parse_args()
-    if args.repetitions < BATCH or args.repetitions % BATCH:
-        parser.error(f"--repetitions must be a multiple of {BATCH}")
-    return args
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(__doc__, data_dir=pathlib.Path, seed=0)
+parser.add_argument(
+    "--repetitions", type=int, default=1000, help=f"a multiple of {BATCH}"
+)
+parser.add_argument("--length", type=float, default=0.55, help="length of rows")
+# `--cost` says whether the hybrid's products count.
+for name, *choices in (
+    ("baseline", "favorplus", "favor"),
+    ("scaling", "center", "standard", "minmax"),
+    ("cost", "products", "projections"),
+):
+    parser.add_argument(f"--{name}", choices=choices, default=choices[0])
+args = parse(parser, repetitions=BATCH)
+if args.repetitions < BATCH or args.repetitions % BATCH:
+    parser.error(f"--repetitions must be a multiple of {BATCH}")
 
 import numpy as np
 from common.hybrids import cost, dense, equal_cost
@@ -128,7 +114,7 @@ def main(args):
 
 def load(args, file):
     """Loads the inputs, scaled, and gives all rows the same length."""
-    path = pathlib.Path(args.data_dir) / "uci" / file
+    path = args.data_dir / "uci" / file
     rows = np.loadtxt(path, delimiter=",")[:, :-1]
     variances = rows.var(0) / rows.var(0).sum()
     largest = ", ".join(

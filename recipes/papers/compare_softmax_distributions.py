@@ -29,44 +29,35 @@ The other arms:
 Cost: 12 minutes a seed on one core. Seen: docs/pages/results/hrf.md.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
+from common.flags import make_parser, parse
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    name = "compare_softmax_distributions.jsonl"
-    parser.add_argument("--results", default=name, help="output file")
-    parser.add_argument("--smoke", action="store_true", help="few words, one draw")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+name = "compare_softmax_distributions.jsonl"
+parser = make_parser(__doc__, data_dir=pathlib.Path, seeds=[0, 1, 2], results=name)
+parser.set_defaults(
+    vocabulary=4000, epochs=8, rows=None, draws=10, widths=(64, 128, 256, 512)
+)
+args = parse(parser, vocabulary=20, epochs=1, rows=64, draws=1, widths=(64,))
 
 import keras
 import numpy as np
 from common import words
 from common.results import record
 from keras import ops
+from scipy import special
 from scipy.stats import ks_2samp
 
 from keras_rfattn import feature_maps
 from keras_rfattn.diagnostics import errors
 from keras_rfattn.layers.recording import Sequence
 
-VOCABULARY, DIM, LENGTH, EPOCHS, DROPOUT = 4000, 128, 35, 8, 0.2
-LEARNING_RATE, QUERIES, DRAWS, WIDTHS = 2e-3, 100, 10, (64, 128, 256, 512)
+DIM, LENGTH, DROPOUT, LEARNING_RATE, QUERIES = 128, 35, 0.2, 2e-3, 100
 STRENGTH, TAU, SHORTER = 2.0, 6.0, (4, 16)
 # A hybrid has as many products m n as other maps have vectors; n = 8, as in the paper.
 MAPS = {
@@ -96,18 +87,16 @@ PAPER = {
 
 
 def main(args):
-    vocabulary, epochs, rows = VOCABULARY, EPOCHS, None
-    if args.smoke:
-        vocabulary, epochs, rows = 20, 1, 64
+    vocabulary = args.vocabulary
     parts = words.load(args.data_dir, vocabulary, LENGTH)
-    train, watched, test = (part[:rows] for part in parts)
+    train, watched, test = (part[: args.rows] for part in parts)
     print(f"{train.size} words of training, {test.size} of test, {vocabulary} classes")
     for seed in args.seeds:
         for table, tau in (("table 4", 1.0), ("table 5", TAU)):
             start = time.time()
             model = make_model(vocabulary, tau, seed)
             data = [(x[:, :-1], x[:, 1:]) for x in (train, watched)]
-            words.fit(model, *data, epochs)
+            words.fit(model, *data, args.epochs)
             minutes = round((time.time() - start) / 60, 2)
             classes = model.get_layer("classes").get_weights()[0].astype("float64")
             states = encode(model, test)
@@ -177,8 +166,7 @@ def compare(args, row, query, key, scale_of_hybrids=1.0):
     """Prints and records the distances of all maps for given states and classes."""
     table, arm = row["table"], row["arm"]
     logits = query @ key.T
-    exact = np.exp(logits - logits.max(-1, keepdims=True))
-    exact /= exact.sum(-1, keepdims=True)
+    exact = special.softmax(logits, axis=-1)
     for name, x in (("states", query), ("classes", key)):
         quantiles = np.quantile(np.linalg.norm(x, axis=-1), (0.05, 0.5, 0.95))
         row[f"lengths of {name}"] = quantiles.round(3).tolist()
@@ -189,15 +177,15 @@ def compare(args, row, query, key, scale_of_hybrids=1.0):
     print(f"{'':<16}{'width':>6}{header}")
     found = {"uniform": [distances(exact, np.ones_like(exact))]}
     print_row("uniform", "", found["uniform"], {})
-    draws, widths = (1, WIDTHS[:1]) if args.smoke else (DRAWS, WIDTHS)
+    widths = args.widths
     for name in MAPS:
         for width in widths[::3] if "over" in arm else widths[-1:] if arm else widths:
             rows = []
-            for draw in range(draws):
+            for draw in range(args.draws):
                 scale = scale_of_hybrids if name.startswith("hybrid") else 1.0
                 estimates = estimate(name, width, scale * query, scale * key, draw)
                 rows.append(distances(exact, estimates))
-            paper = PAPER[table].get(name, {}) if width == WIDTHS[-1] else {}
+            paper = PAPER[table].get(name, {}) if width == 512 else {}
             print_row(name, width, rows, paper if arm != "opposite" else {})
             found[f"{name}, {width}"] = rows
     means = {k: np.mean(rows, 0).round(4).tolist() for k, rows in found.items()}

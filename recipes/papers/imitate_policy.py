@@ -30,13 +30,13 @@ than the hybrid above 322 tokens, and more than FAVOR+ above 528.
 Cost: 7 minutes a seed on one busy core. For results see docs/pages/results/hrf.md.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
+
+from common.flags import make_parser, parse
 
 UNIT = {"temperature": 1.0}
 PATCH = 4
@@ -56,31 +56,21 @@ MECHANISMS = {
 }
 ARMS = [*MECHANISMS, "softmax", "uniform", "no_attention"]
 LAYERS, HEADS, DIM = 2, 2, 64
-BATCH, STEPS, RATE, WEIGHT_DECAY = 32, 800, 2e-3, 1e-2
-TRAINED, TESTED, EPISODES, MOVES = 8000, 1000, 200, 40
+BATCH, RATE, WEIGHT_DECAY, MOVES = 32, 2e-3, 1e-2, 40
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM",
-                        help=", ".join(ARMS))  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--results", default="imitate_policy.jsonl", help="output file")
-    parser.add_argument("--smoke", action="store_true", help="run a short version")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(__doc__, arms=ARMS, seeds=[0], results="imitate_policy.jsonl")
+parser.set_defaults(steps=800, trained=8000, tested=1000, episodes=200)
+args = parse(
+    parser, steps=2, trained=64, tested=32, episodes=8,
+    arms=["hybrid_angular", "softmax_unit", "no_attention"],
+)  # fmt: skip
 
 import keras
 import keras_hub
 import numpy as np
 from common import controls
-from common.results import record
+from common.results import tell
 from common.scenes import STEERING, Scenes
 from common.schedules import cosine
 from keras import layers, ops
@@ -147,35 +137,31 @@ def multiplications(arm, values=DIM // HEADS):
 
 
 def main(args):
-    steps, trained, tested, episodes = STEPS, TRAINED, TESTED, EPISODES
-    if args.smoke:
-        steps, trained, tested, episodes = 2, 64, 32, 8
-        args.arms = ["hybrid_angular", "softmax_unit", "no_attention"]
     rows = []
 
-    def tell(row, choose, test):
+    def judge(row, choose, test):
         chosen, wanted = choose(test[0]), test[1].argmax(-1)
         row["agreement"] = float(np.mean(chosen == wanted))
-        row["success"] = success(lambda scenes: choose(scenes.observe()), episodes)
+        row["success"] = success(lambda scenes: choose(scenes.observe()), args.episodes)
         away = np.abs(STEERING[chosen] - STEERING[wanted])
         rows.append(row | {"degrees": float(np.rad2deg(away.mean()))})
-        print(rows[-1], flush=True)
-        record(args, rows[-1])
+        tell(args, rows[-1])
 
     for seed in args.seeds:
         generator = np.random.default_rng(seed)
-        train, test = observations(trained, generator), observations(tested, generator)
-        tell({"seed": seed, "start": "given", "arm": "straight"}, straight_on, test)
+        train = observations(args.trained, generator)
+        test = observations(args.tested, generator)
+        judge({"seed": seed, "start": "given", "arm": "straight"}, straight_on, test)
         for arm in args.arms:
             begin, model = time.time(), policy(seed)
             row = {"seed": seed, "start": "imitating", "arm": arm}
             row |= controls.set_attention(model, arm, MECHANISMS.get(arm), seed)
             row["multiplications"] = multiplications(arm)
             row["ranking"] = multiplications(arm, values=1)
-            row["loss"] = fit(model, *train, steps, seed)
+            row["loss"] = fit(model, *train, args.steps, seed)
             row["minutes"] = (time.time() - begin) / 60
-            tell(row, lambda x, m=model: np.argmax(m.predict(x, verbose=0), -1), test)
-    expert = success(lambda scenes: scenes.expert().argmax(-1), episodes)
+            judge(row, lambda x, m=model: np.argmax(m.predict(x, verbose=0), -1), test)
+    expert = success(lambda scenes: scenes.expert().argmax(-1), args.episodes)
     print(f"the expert reaches the goal in a share of {expert:.3f}")
     names = "width", "multiplications", "ranking", "agreement", "success", "degrees"
     others = "favorplus-256", "favorplus-158", "uniform", "no_attention"

@@ -14,52 +14,33 @@ DIR holds `wikitext2/test.txt`. The recipe needs the packages of
 replace_bert_attention.py. Cost: see the results file.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 import warnings
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import add_smoke
+from common.flags import make_parser, parse
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True,
-                        help="folder with wikitext2/")  # fmt: skip
-    parser.add_argument("--num-features", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128, help="sequence length")
-    parser.add_argument("--temperatures", type=float, nargs="+",
-                        default=[0.1, 0.2, 0.4])  # fmt: skip
-    parser.add_argument(
-        "--mechanisms", nargs="+",
-        default=["hybrid_angular", "hybrid_gaussian", "favor", "favorplus", "favorpp"],
-    )  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--results", default="normalize_attention.jsonl",
-                        help="output file")  # fmt: skip
-    add_smoke(
-        parser,
-        tokens=32,
-        num_features=8,
-        seeds=1,
-        temperatures=[0.5],
-        mechanisms=["hybrid_angular"],
-    )
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, num_features=256, temperatures=[0.1, 0.2, 0.4],
+    seeds=2, results="normalize_attention.jsonl",
+)  # fmt: skip
+parser.add_argument("--tokens", type=int, default=128, help="sequence length")
+parser.add_argument(
+    "--mechanisms", nargs="+",
+    default=["hybrid_angular", "hybrid_gaussian", "favor", "favorplus", "favorpp"],
+)  # fmt: skip
+args = parse(
+    parser, tokens=32, num_features=8, seeds=1, temperatures=[0.5],
+    mechanisms=["hybrid_angular"],
+)  # fmt: skip
 
 import numpy as np
 from common import results
 from common.sentences import chunks, load
+from scipy import special
 
 import keras_rfattn
 from keras_rfattn import diagnostics
@@ -111,16 +92,11 @@ def error(sequence):
     """Returns the error of softmax on the features' vectors, to the checkpoint's."""
     query, key = sequence.softmax or (sequence.query, sequence.key)
     found, wanted = (
-        softmax(q @ np.swapaxes(k, -1, -2)) @ sequence.value
+        special.softmax(q @ np.swapaxes(k, -1, -2), -1) @ sequence.value
         for q, k in ((sequence.query, sequence.key), (query, key))
     )
     norms = [np.linalg.norm(x, axis=(-1, -2)) for x in (found - wanted, wanted)]
     return np.mean(norms[0] / norms[1])
-
-
-def softmax(logits):
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
 
 
 if __name__ == "__main__":

@@ -15,27 +15,18 @@ so rare that draws would not show it. Cost: a minute on one core.
 Expected: see docs/pages/results/crt.md and hrf.md.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
+from common.flags import make_parser, parse
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", default="plot_variance.png")
-    parser.add_argument("--results", default="plot_variance.jsonl", help="output file")
-    parser.add_argument("--smoke", action="store_true", help="few draws")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(__doc__, plot="plot_variance.png", results="plot_variance.jsonl")
+# Number of independent sets of vectors that are drawn.
+parser.set_defaults(sets=50_000)
+args = parse(parser, sets=500)
 
 import numpy as np
 from common import hybrids
@@ -50,15 +41,13 @@ from keras_rfattn.kernels.papers import hybrid_variance
 DIMS, SQUARES = (4, 16, 64, 256), np.linspace(1, 100, 100)
 M, N, RADII, ANGLES = 10, 1, np.linspace(0, 5, 51), np.linspace(0, np.pi, 91)
 ESTIMATORS = ("trig", "++", "angular")
-# Settings of draws: number of independent sets of vectors, dimension, length, angles in
-# degrees.
-SETS, DIM, LENGTH, DEGREES = 50_000, 16, 0.5, (0, 45, 90, 135, 180)
+# Settings of draws: dimension, length, angles in degrees.
+DIM, LENGTH, DEGREES = 16, 0.5, (0, 45, 90, 135, 180)
 # For theorem 3.5: distances from either end of the angles, and tuples (r, m, n).
 NEAR, LIMITS = 10.0 ** np.arange(-6, 0), ((1.0, 10, 1), (1.0, 32, 8), (1.5, 32, 8))
 
 
 def main(args):
-    sets = 500 if args.smoke else SETS
     ratios = {dim: [log_ratio(z, dim) for z in SQUARES] for dim in DIMS}
     print("log variance, OPRF's over PosRF's (CRT, figure 1)")
     for z in (1, 10, 25, 50, 100):
@@ -78,8 +67,9 @@ def main(args):
         expected = [name != "++", name != "trig"]
         report(text, ends.all(0).tolist() == expected)
 
-    print(f"\nDraws over closed form, r = {LENGTH}, {sets} estimates, ± standard error")
-    measured = {name: measure(name, sets) for name in ESTIMATORS}
+    print(f"\nDraws over closed form, r = {LENGTH}, {args.sets} estimates, ", end="")
+    print("± standard error")
+    measured = {name: measure(name, args.sets) for name in ESTIMATORS}
     far = []
     for name, rows in measured.items():
         cells = [f"{d}°: {x:.3f} ±{e:.3f}" for d, x, e in rows]

@@ -22,13 +22,13 @@ predicts 0.43 to 0.47 correctly, compared with 0.27 without attention. Uptrained
 tenth of the steps, FAVOR+ and FAVOR++ reach 0.38 to 0.41.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
+
+from common.flags import make_parser, parse
 
 WIDTH = {"num_features": 256}
 MECHANISMS = {
@@ -53,37 +53,25 @@ SMOKE = {
 }  # fmt: skip
 BATCH, RATE, WEIGHT_DECAY, MASKED = 8, 1e-3, 0.05, 0.15
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    parser.add_argument("--mechanisms", nargs="+", choices=list(MECHANISMS),
-                        default=list(MECHANISMS), metavar="NAME",
-                        help=", ".join(MECHANISMS))  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--results", default="pretrain_bert.jsonl", help="output file")
-    parser.add_argument("--smoke", action="store_true", help="run a short version")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, mechanisms=list(MECHANISMS), seeds=[0],
+    results="pretrain_bert.jsonl",
+)  # fmt: skip
+parser.set_defaults(**FULL)
+args = parse(parser, **SMOKE)
 
 import keras
 import keras_hub
 import numpy as np
 from common import characters, controls, narrow
-from common.results import record
+from common.results import tell
 
 import keras_rfattn
 from keras_rfattn import diagnostics
 
 
 def main(args):
-    vars(args).update(SMOKE if args.smoke else FULL)
     text = characters.load(args.data_dir)
     starts = np.arange(args.tested) * args.context
     rows = text.test[starts[:, None] + np.arange(args.context)]
@@ -103,8 +91,7 @@ def main(args):
                 if weights is None:
                     weights = model.get_weights()
                 row["minutes"] = round((time.time() - began) / 60, 2)
-                record(args, row)
-                print(row, flush=True)
+                tell(args, row)
 
 
 def masked(rows, vocabulary, generator):

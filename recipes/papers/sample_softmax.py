@@ -24,13 +24,13 @@ gradients of every sampler are from those of `full`.
 Cost: 15 to 30 minutes a seed. Seen: docs/pages/results/hrf.md.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
+
+from common.flags import make_parser, parse
 
 MAPS = {
     "favor": {"num_features": 256},
@@ -40,44 +40,32 @@ MAPS = {
 }
 CONTROLS = ("full", "exact", "normalized", "uniform")
 
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder with wikitext2/")
-    parser.add_argument("--seeds", nargs="+", type=int, default=range(5))
-    every = (*CONTROLS, *MAPS)
-    parser.add_argument("--samplers", nargs="+", default=every, choices=every)
-    parser.add_argument("--results", default="sample_softmax.jsonl", help="output file")
-    parser.add_argument("--smoke", action="store_true", help="few words, one epoch")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, seeds=range(5), samplers=[*CONTROLS, *MAPS],
+    results="sample_softmax.jsonl",
+)  # fmt: skip
+parser.set_defaults(vocabulary=2000, epochs=15, rows=None)
+args = parse(parser, vocabulary=20, epochs=1, rows=64)
 
 import keras
 import numpy as np
 from common import words
-from common.results import interval, record, report
+from common.results import interval, report, tell
 from keras import ops
 from scipy import special
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers import KernelFeatures
 
-VOCABULARY, DIM, LENGTH, EPOCHS, PATIENCE = 2000, 64, 35, 15, 3
+DIM, LENGTH, PATIENCE = 64, 35, 3
 NEGATIVES, LEARNING_RATE, DROPOUT = 40, 6e-3, 0.2
 
 
 def main(args):
-    vocabulary, epochs, rows = VOCABULARY, EPOCHS, None
-    if args.smoke:
-        vocabulary, epochs, rows = 20, 1, 64
+    vocabulary = args.vocabulary
     parts = words.load(args.data_dir, vocabulary, LENGTH)
-    train, watched, test = (part[:rows] for part in parts)
+    train, watched, test = (part[: args.rows] for part in parts)
     print(f"{train.size} words of training, {test.size} of test, {vocabulary} classes")
     found = {sampler: [] for sampler in args.samplers}
     for seed in args.seeds:
@@ -85,14 +73,13 @@ def main(args):
             start = time.time()
             keras.utils.set_random_seed(seed)
             encoder, loss = make_model(sampler, vocabulary, seed)
-            epoch = fit(encoder, loss, train, watched, epochs)
+            epoch = fit(encoder, loss, train, watched, args.epochs)
             states = encoder.predict(test[:, :-1], verbose=0)
             classes = ops.convert_to_numpy(loss.classes)
             perplexity = words.perplexity(states, classes, test[:, 1:])
             row = {"sampler": sampler, "seed": seed, "perplexity": perplexity}
             row |= {"epochs": epoch, "minutes": (time.time() - start) / 60}
-            print(row, flush=True)
-            record(args, row)
+            tell(args, row)
             found[sampler].append(perplexity)
             if sampler == "full":
                 tell_gradients(args, seed, states, test[:, 1:], classes)
@@ -207,8 +194,7 @@ def tell_gradients(args, seed, states, targets, classes, draws=200):
         row = {"gradients": sampler, "seed": seed, "distinct": float(np.mean(distinct))}
         row["error"] = np.sqrt(np.square(errors).sum() / draws / size).item()
         row["bias"] = np.sqrt(np.sum(np.mean(errors, 0) ** 2) / size).item()
-        print(row, flush=True)
-        record(args, row)
+        tell(args, row)
 
 
 def make_model(sampler, vocabulary, seed):

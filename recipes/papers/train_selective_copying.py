@@ -14,15 +14,13 @@ A training run ends early once the task is solved. Each run appends a line to
 examples.
 """
 
-import os
 import pathlib
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common import flags
+from common.flags import TINY, make_parser, parse
 
-SIZES = {"num_layers": 2, "num_heads": 8, "head_dim": 16}
 COLORS, COUNT = 14, 16
 BLANK, MARK = COLORS, COLORS + 1
 # The first contexts of training exceed the window, so features learn from the start.
@@ -39,24 +37,14 @@ MECHANISMS = {
     "favorpp": ("favorpp", WIDTH, None),
 }
 
-
-def parse_arguments():
-    parser = flags.make_parser(__doc__, MECHANISMS, SIZES)
-    parser.add_argument("--context", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=1400)
-    parser.add_argument(
-        "--examples", type=int, default=4096, help="fresh test examples"
-    )
-    mechanisms = ["softmax", "favorplus"]
-    flags.add_smoke(parser, **flags.TINY, examples=64, mechanisms=mechanisms)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":  # parse before the slow imports
-    args = parse_arguments()
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, results="train_selective_copying.jsonl", mechanisms=list(MECHANISMS),
+    seeds=[0], num_layers=2, num_heads=8, head_dim=16, context=32, steps=1400,
+    examples=4096,
+)  # fmt: skip
+mechanisms = ["softmax", "favorplus"]
+args = parse(parser, **TINY, examples=64, mechanisms=mechanisms)
 
 import numpy as np
 from common import training
