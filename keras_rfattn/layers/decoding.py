@@ -16,13 +16,13 @@ from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.recurrent import extend_state, init_state, read_state
-from keras_rfattn.ops.windowed import Local
 from keras_rfattn.ops.windowed_chunk import local_chunk
 from keras_rfattn.ops.windowed_state import (
     extend_local_state,
     init_local_state,
     read_local_state,
 )
+from keras_rfattn.ops.windows import Local
 
 # Names under which attention classes store their rotary embedding layer.
 ROTARY = ("rotary_embedding_layer", "rotary_embedding", "rope_layer")

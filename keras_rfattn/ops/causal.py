@@ -17,18 +17,15 @@ from keras_rfattn.ops.layout import (
     block_mask,
     block_tokens,
     cut_tokens,
-    heads_first,
     in_blocks,
     join_tokens,
     one_block,
-    split_heads,
     take_apart,
 )
-from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
-from keras_rfattn.ops.recurrent import count_visible, to_state, to_sums
-from keras_rfattn.ops.sums import Sums, admit, cast_sums, guarded, no_sums, summarize
+from keras_rfattn.ops.recurrent import count_visible, sum_tokens, to_state, to_sums
+from keras_rfattn.ops.sums import Sums, admit, cast_sums, guarded, no_sums_of, summarize
 
 SPAN = 30.0
 
@@ -100,10 +97,7 @@ def _sum_prefix(key_features, value, prefix_mask, key_mask):
     if key_mask is not None:
         prefix_mask = ops.logical_and(prefix_mask, key_mask)
         others = ops.logical_and(others, key_mask)
-    num_kv_heads, mask = value.shape[2], heads_mask(prefix_mask)
-    key = heads_first(key_features, num_kv_heads)
-    heads = split_heads(representable(value), num_kv_heads)
-    sums = summarize(*admit(key, heads, mask), mask)
+    sums = sum_tokens(key_features, value, prefix_mask)
     return to_state(sums, count_visible(value, prefix_mask)), others
 
 
@@ -131,7 +125,7 @@ def _causal(
         return sums, block_tokens(quotient(*found, dtype), num_heads)
 
     first = block_heads(one_block(blocks), num_kv_heads)
-    start = no_sums(key_features(one_block(key)), first)
+    start = no_sums_of(key_features(one_block(key)), first)
     if state is not None:
         start = cast_sums(to_sums(state), start)
     last, found = fold(step, tuple(start), (query, key, blocks, mask))

@@ -54,7 +54,7 @@ class Softmax:
     has_offset = False
 
     def __call__(self, query, key, visible):
-        """Returns `(weights, shift)` of shapes `(..., R, S)` and `(..., R)`."""
+        """Returns the weights and the shift."""
         return _exponentiate(_products(query, key), visible)
 
 
@@ -83,7 +83,7 @@ class Polynomial:
     has_offset = True
 
     def __call__(self, query, key, visible):
-        """Returns `(weights, shift)` of shapes `(..., R, S)` and `(..., R)`."""
+        """Returns the weights and the shift, as those of `Softmax`."""
         (query, query_scale), (key, key_scale) = unit(query), unit(key)
         products = _products(query, key)
         scale = query_scale + ops.swapaxes(key_scale, -1, -2)
@@ -118,15 +118,10 @@ def unit(x):
 
 
 def read_exactly(kernel, query, key, value, visible):
-    """Returns the `Reading` of queries, keys and values by the kernel.
+    """Returns the `Reading` of queries `(..., R, H)` by a kernel.
 
-    Args:
-        kernel: `Softmax()` or `Polynomial(degree)`.
-        query: Array of shape `(..., R, H)`.
-        key: Array of shape `(..., S, H)`.
-        value: Array of shape `(..., S, V)`.
-        visible: Boolean array that broadcasts to `(..., R, S)`, or `None` if all keys
-            are visible.
+    `visible` are booleans that broadcast to `(..., R, S)`, or `None` if all S keys are
+    visible.
     """
     weights, shift = kernel(query, key, visible)
     rounded = ops.cast(weights, value.dtype)
@@ -184,10 +179,8 @@ def exact_attention(
     visible = None if mask is None else ops.expand_dims(mask, -2)
     if causal:
         tokens = repeat_each(ops.arange(length), groups)
-        past = ops.expand_dims(
-            (ops.expand_dims(tokens, 1) >= ops.expand_dims(ops.arange(length), 0)),
-            (0, 1),
-        )
+        past = ops.expand_dims(tokens, 1) >= ops.expand_dims(ops.arange(length), 0)
+        past = ops.expand_dims(past, (0, 1))
         if prefix_mask is not None:
             past = past | ops.expand_dims(heads_mask(prefix_mask), -2)
         # LiteRT has no logical `and` for arrays with five axes.

@@ -206,6 +206,12 @@ def needed(key_mask):
     return key_mask
 
 
+def first_visible(key_mask):
+    """Returns the position `(B, 1)` of a row's first visible key; T if it has none."""
+    hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
+    return ops.sum(ops.cast(hidden, "int32"), axis=1, keepdims=True)
+
+
 def heads_mask(key_mask):
     """Returns a padding mask `(B, S)` as booleans that broadcast to `(B, K, S)`."""
     return None if key_mask is None else ops.expand_dims(ops.cast(key_mask, "bool"), 1)
