@@ -18,23 +18,18 @@ def obstacle(options, feature_map):
     return None
 
 
-def check_implementation(options, feature_map):
-    """Raises `ValueError` if Pallas kernels are requested but cannot be used."""
-    reason = obstacle(options, feature_map)
-    if options.implementation == "pallas" and reason:
-        raise ValueError(
-            f"The Pallas kernels cannot answer this attention: {reason}. Received: "
-            "implementation='pallas'. Use 'auto' or 'xla'."
-        )
-
-
 def check_options(options, feature_map):
     """Raises `ValueError` for options that a map does not support.
 
     A window needs a map whose kernel can be computed exactly. The Pallas kernels need a
     map whose features are exponentials of products.
     """
-    check_implementation(options, feature_map)
+    reason = obstacle(options, feature_map)
+    if options.implementation == "pallas" and reason:
+        raise ValueError(
+            f"The Pallas kernels cannot answer this attention: {reason}. Received: "
+            "implementation='pallas'. Use 'auto' or 'xla'."
+        )
     if options.window is not None and feature_map.exact_kernel is None:
         name = feature_maps.name_of(feature_map)
         raise ValueError(

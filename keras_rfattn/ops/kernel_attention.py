@@ -207,18 +207,7 @@ class _Whole(NamedTuple):
 def softmax_attention(query, key, value, key_mask=None, causal=False, prefix_mask=None):
     """Computes `softmax(q · k) v` over the visible keys in O(T · S).
 
-    Args:
-        query: Scaled queries of shape `(B, T, N, H)`.
-        key: Scaled keys of shape `(B, S, K, H)`.
-        value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
-        key_mask: Optional array of shape `(B, S)`, true for visible keys.
-        causal: Whether query i sees only keys `j <= i`.
-        prefix_mask: Optional array of shape `(B, S)`, true for keys that all queries
-            see although attention is causal.
-
-    Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
-        0.
+    The arguments and the result are those of `exact_attention` with `Softmax()`.
 
     Examples:
         >>> from keras_rfattn import ops

@@ -22,7 +22,7 @@ from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.deferred import Deferred
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.recurrent import State, read_state, sum_tokens, to_state, to_sums
-from keras_rfattn.ops.sums import no_sums
+from keras_rfattn.ops.sums import Sums, no_sums, rebase
 from keras_rfattn.ops.windows import Local, in_windows
 
 
@@ -165,14 +165,7 @@ def _merged(states, which):
             return x
         return ops.where(ops.reshape(which, (-1, *(1,) * (len(x.shape) - 1))), x, other)
 
-    maximum = some(states[0], LOWEST)
-    numerator, normalizer, magnitude = (some(x, 0) for x in states[1:])
-    highest = largest_of(maximum, axis=0)
-    factor = ops.exp(maximum - highest)
-    return State(
-        highest,
-        ops.sum(numerator * factor[..., None, :], axis=0),
-        ops.sum(normalizer * factor, axis=0),
-        ops.sum(magnitude * factor, axis=0),
-        ops.zeros(ops.shape(highest)[:1], "int32"),
-    )
+    sums = Sums(some(states[0], LOWEST), *(some(x, 0) for x in states[1:]))
+    highest = largest_of(sums.maximum, axis=0)
+    totals = (ops.sum(x, axis=0) for x in rebase(sums, highest)[1:])
+    return State(highest, *totals, ops.zeros(ops.shape(highest)[:1], "int32"))

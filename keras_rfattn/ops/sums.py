@@ -88,14 +88,8 @@ def summarize(key, value, mask=None):
 def merge_sums(a, b):
     """Returns the sums over two disjoint sets of keys together."""
     maximum = elementwise_max(a.maximum, b.maximum)
-    left, right = ops.exp(a.maximum - maximum), ops.exp(b.maximum - maximum)
-    return Sums(
-        maximum,
-        a.numerator * ops.expand_dims(left, -2)
-        + b.numerator * ops.expand_dims(right, -2),
-        a.normalizer * left + b.normalizer * right,
-        a.magnitude * left + b.magnitude * right,
-    )
+    pairs = zip(rebase(a, maximum)[1:], rebase(b, maximum)[1:], strict=True)
+    return Sums(maximum, *(x + y for x, y in pairs))
 
 
 def cast_sums(sums, like):

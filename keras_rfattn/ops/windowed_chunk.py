@@ -27,9 +27,8 @@ def local_chunk(
             `Deferred` features.
         value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
         local: `Local` of the new tokens.
-        key_mask: Optional array of shape `(B, S)`, true for visible keys.
-        passed: Optional array of shape `(B, S)`, false for tokens at the end that do
-            not count at all, such as padding after a text.
+        key_mask: As in `extend_local_state`.
+        passed: As in `extend_local_state`.
         is_empty: Whether no token has entered the state yet, which saves laying it out.
 
     Returns:

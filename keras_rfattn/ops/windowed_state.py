@@ -43,14 +43,10 @@ class LocalState(NamedTuple):
     last (n is 1, or 2 with `sliding`).
 
     Attributes:
-        maximum: Array of shape `(B, K, n + 1, M)`, or with 1 for M if features share
-            one scale: the largest exponent so far of each feature, float32.
-        numerator: Array of shape `(B, K, n + 1, V, M)`: Σ v φ(k)ᵀ relative to
-            `exp(maximum)`, float32.
-        normalizer: Array of shape `(B, K, n + 1, M)`: Σ φ(k) relative to
-            `exp(maximum)`, float32.
-        magnitude: Array in the shape of `maximum`: Σ exp(log_scale) relative to
-            `exp(maximum)`, float32.
+        maximum: As in `State`, with an axis of n + 1 windows: `(B, K, n + 1, M or 1)`.
+        numerator: As in `State`: `(B, K, n + 1, V, M)`, float32.
+        normalizer: As in `State`: `(B, K, n + 1, M)`, float32.
+        magnitude: As in `State`: an array in the shape of `maximum`, float32.
         key: Array of shape `(B, K, n · window, H)`: scaled keys of the near windows,
             float32.
         value: Array of shape `(B, K, n · window, V)`: values of the near windows.
@@ -184,11 +180,8 @@ class Move:
 
     Positions of tokens are counted from the first visible token of their row.
 
-    Args:
-        state: The `LocalState` before.
-        shape: `(B, S)`, batch size and number of added tokens.
-        key_mask: Which added tokens are visible, or `None`.
-        passed: Which added tokens count, or `None`.
+    `shape` is `(B, S)`, the batch size and the number of added tokens. The other
+    arguments are those of `extend_local_state`.
     """
 
     def __init__(self, state, shape, key_mask, passed):

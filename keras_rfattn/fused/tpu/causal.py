@@ -21,11 +21,10 @@ from keras_rfattn.fused.tpu.blocks import (
     past,
     rebased,
     reference_of,
-    summed_to,
     visible_keys,
     within,
 )
-from keras_rfattn.fused.tpu.passes import Columns, Rows, run
+from keras_rfattn.fused.tpu.passes import run, run_backward
 from keras_rfattn.ops.features import LOWEST
 
 
@@ -113,19 +112,10 @@ def _gradient(size, saved, gradient):
         gradient=gradient, worth=worth, shift=shift, denominator=denominator,
         reference=reference,
     )  # fmt: skip
-    like_query = float32(*rows.query.shape)
-    like_columns = [float32(*x.shape) for x in (columns.key, *columns[2:])]
-    shared = [float32(*rows.query.shape[:2], *x.shape[2:]) for x in parameters]
-    sides = known, (0,), columns, (0,), parameters
-    of_query, of_query_vectors, of_query_bias = run(
-        _query_kernel, size, False, *sides, [like_query], shared[::2]
-    )
-    of_key, of_value, of_term, of_key_vectors, of_key_bias = run(
-        _key_kernel, size, True, *sides, like_columns, shared[1::2]
-    )
-    of_parameters = of_query_vectors, of_key_vectors, of_query_bias, of_key_bias
-    found = Rows(of_query), Columns(of_key, None, of_value, of_term), of_parameters
-    return jax.tree.map(summed_to, found, (rows, columns, parameters))
+    return run_backward(
+        (_query_kernel, _key_kernel), size, False, rows, known, (0,), columns, (0,),
+        parameters,
+    )  # fmt: skip
 
 
 def _benefit(rows, values, causally):

@@ -12,8 +12,10 @@ from keras_rfattn.fused.tpu.blocks import (
     State,
     at_start,
     clear,
+    float32,
     reset,
     state_shapes,
+    summed_to,
     whole,
 )
 
@@ -43,21 +45,18 @@ class Pass(NamedTuple):
     @property
     def keys(self):
         """Offsets of the windows whose keys a step reads: nearby, and summed next."""
-        return self._with_joining(self.nearby, self.joining)
+        is_nearby = self.joining in self.nearby
+        return self.nearby if is_nearby else (*self.nearby, self.joining)
 
     @property
     def queries(self):
-        """Offsets of the windows whose queries a step over keys reads: `-keys`."""
-        return self._with_joining(tuple(-x for x in self.nearby), -self.joining)
+        """Offsets of the windows whose queries a step over keys reads."""
+        return tuple(-x for x in self.keys)
 
     @property
     def joining(self):
         """Offset of the window to sum after a window's queries were answered."""
         return self.farther + (-1 if self.is_backward else 1)
-
-    @staticmethod
-    def _with_joining(nearby, joining):
-        return nearby if joining in nearby else (*nearby, joining)
 
 
 class Rows(NamedTuple):
@@ -165,3 +164,39 @@ def run(kernel, size, is_reversed, rows, row_windows, columns, key_windows, para
         scratch_shapes=state_shapes(parameters[0].shape[-1], value_dim),
         compiler_params=ORDER,
     )(*arrays)  # fmt: skip
+
+
+def run_backward(kernels, size, is_reversed, rows, known, row_windows, columns,
+                 key_windows, parameters):  # fmt: skip
+    """Runs a kernel over queries, and one in the other direction over keys.
+
+    Args:
+        kernels: The two kernels, for the gradients of `rows` and of `columns`.
+        size: As in `run`.
+        is_reversed: Whether the loop over queries begins with the last window.
+        rows: `Rows` of the arrays that have a gradient.
+        known: `Rows` of all arrays that the kernels read.
+        row_windows: Offsets of the windows of rows that a step over keys reads.
+        columns: `Columns` of arrays.
+        key_windows: Offsets of the windows of keys that a step over queries reads.
+        parameters: As in `run`.
+
+    Returns:
+        The gradients of `(rows, columns, parameters)`.
+    """
+    shared = [float32(*rows.query.shape[:2], *x.shape[2:]) for x in parameters]
+    like_rows, like_columns = (
+        [float32(*x.shape) for x in jax.tree.leaves(side)] for side in (rows, columns)
+    )
+    *of_rows, of_query_vectors, of_query_bias = run(
+        kernels[0], size, is_reversed, known, (0,), columns, key_windows, parameters,
+        like_rows, shared[::2],
+    )  # fmt: skip
+    *of_columns, of_key_vectors, of_key_bias = run(
+        kernels[1], size, not is_reversed, known, row_windows, columns, (0,),
+        parameters, like_columns, shared[1::2],
+    )  # fmt: skip
+    of_parameters = of_query_vectors, of_key_vectors, of_query_bias, of_key_bias
+    arrays, tree = jax.tree.flatten((rows, columns, parameters))
+    found = map(summed_to, (*of_rows, *of_columns, *of_parameters), arrays)
+    return jax.tree.unflatten(tree, found)

@@ -24,10 +24,9 @@ from keras_rfattn.fused.tpu.blocks import (
     float32,
     look_up,
     past,
-    summed_to,
     visible_keys,
 )
-from keras_rfattn.fused.tpu.passes import Columns, Pass, Rows, run
+from keras_rfattn.fused.tpu.passes import Pass, run, run_backward
 from keras_rfattn.ops.features import LOWEST
 
 
@@ -93,20 +92,11 @@ def _gradient(what, saved, gradients):
     known = rows._replace(
         gradient=gradient, worth=worth, shift=shift, denominator=denominator
     )
-    of_parameters = [float32(*rows.query.shape[:2], *x.shape[2:]) for x in parameters]
-    *of_rows, of_query_vectors, of_query_bias = run(
-        functools.partial(_query_kernel, what=what), what.size, what.is_backward,
-        known, (0,), columns, what.keys, parameters,
-        [float32(*x.shape) for x in rows[:3]], of_parameters[::2],
+    kernels = (functools.partial(x, what=what) for x in (_query_kernel, _key_kernel))
+    return run_backward(
+        tuple(kernels), what.size, what.is_backward, rows, known, what.queries, columns,
+        what.keys, parameters,
     )  # fmt: skip
-    *of_columns, of_key_vectors, of_key_bias = run(
-        functools.partial(_key_kernel, what=what), what.size, not what.is_backward,
-        known, what.queries, columns, (0,), parameters,
-        [float32(*x.shape) for x in columns], of_parameters[1::2],
-    )  # fmt: skip
-    of_parameters = of_query_vectors, of_key_vectors, of_query_bias, of_key_bias
-    found = Rows(*of_rows), Columns(*of_columns), of_parameters
-    return jax.tree.map(summed_to, found, (rows, columns, parameters))
 
 
 one_way.defvjp(_save, _gradient)
