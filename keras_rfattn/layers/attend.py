@@ -225,7 +225,11 @@ class Attention:
         elif self.options.window is None:
             heads = 1  # because the algorithm processes heads in turn
         size = product(heads, length, self.feature_map.output_dim)
-        is_exact = self.feature_map.is_exact or self._is_short(key.shape[1])
+        # The kernel itself costs no more, and gives the same, if there are no more keys
+        # than features whose products are exactly the kernel.
+        is_equal = self.feature_map.has_exact_features and self.options.window is None
+        is_short = is_equal and fits(key.shape[1], self.feature_map.output_dim)
+        is_exact = self.feature_map.is_exact or is_short
         return by_rows(self._exactly if is_exact else self._answer, arrays, size)
 
     def _exactly(self, query, key, value, visible, prefix, _):
@@ -265,16 +269,6 @@ class Attention:
             size = self.options.block_size
             return causal(*deferred, value, key_mask, size, prefix_mask=prefix)
         return bidirectional(*deferred, value, key_mask)
-
-    def _is_short(self, num_keys):
-        """Returns whether exact attention has the same output at no greater cost.
-
-        This holds without a window if there are no more keys than features, and the
-        products of features are exactly the kernel.
-        """
-        is_short = fits(num_keys, self.feature_map.output_dim)
-        is_equal = self.feature_map.has_exact_features and self.options.window is None
-        return is_short and is_equal
 
 
 def _one_feature(x, log_scale):

@@ -37,7 +37,10 @@ def refusal(model, batch, error=None, data=None):
     inputs = getattr(model, "input", None) if hasattr(model, "inputs") else None
     wanted = "an array" if inputs is None else described(inputs)
     received, hint = described(batch), too_long(model, batch)
-    raised = "" if error is None else f" The model raised {_named(error)}."
+    raised = ""
+    if error is not None:
+        text = f"{type(error).__name__}: {str(error).strip()}"
+        raised = f" The model raised {text.removesuffix(': ')}."
     is_pair = isinstance(batch, tuple) and len(batch) in (2, 3)
     have_shapes = all(hasattr(x, "shape") for x in (data, inputs, batch))
     if any(map(is_text, keras.tree.flatten(batch))):
@@ -146,11 +149,6 @@ def described(x):
         of_objects = " of objects" * (str(getattr(x, "dtype", "")) == "object")
         return f"an array{of_objects} of shape {tuple(x.shape)}"
     return f"{x!r:.40} of type {type(x).__name__}"
-
-
-def _named(error):
-    text = f"{error}".strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _fits(inputs, batch):

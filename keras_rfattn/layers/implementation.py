@@ -32,21 +32,17 @@ def check_options(options, feature_map):
         )
     if options.window is not None and feature_map.exact_kernel is None:
         name = feature_maps.name_of(feature_map)
+        names = [
+            x
+            for x in feature_maps.list()
+            if feature_maps.FEATURE_MAPS[x].kernel in ("softmax", "polynomial")
+        ]
         raise ValueError(
             f"`window` must be `None` for {name!r}: attention within a window is "
             "exact, which needs a map whose kernel is softmax or polynomial, and its "
             f"kernel is {feature_map.kernel!r}. Received: window={options.window}. "
-            f"Use window=None, or one of {_with_exact_kernel()}."
+            f"Use window=None, or one of {names}."
         )
-
-
-def _with_exact_kernel():
-    """Returns the registered names of maps that support a window."""
-    return [
-        name
-        for name in feature_maps.list()
-        if feature_maps.FEATURE_MAPS[name].kernel in ("softmax", "polynomial")
-    ]
 
 
 def told(options, feature_map):

@@ -50,7 +50,10 @@ def unbounded_weights(query, key, mask, groups, dtype):
     def cut(x, pieces, rows):
         # Heads and blocks share an axis because LiteRT and ONNX Runtime broadcast over
         # at most five axes. The batch keeps its own axis, so that both can be sharded.
-        x = _pad_rows(x, pieces * rows - int(x.shape[-2]))
+        missing = pieces * rows - int(x.shape[-2])
+        if missing:
+            zeros = ops.zeros((*ops.shape(x)[:-2], missing, x.shape[-1]), dtype=x.dtype)
+            x = ops.concatenate([x, zeros], axis=-2)
         return ops.reshape(x, (batch, heads * blocks, pieces, rows, x.shape[-1]))
 
     query = query.of_tokens(lambda x: cut(x, count, chunk * groups))
@@ -60,7 +63,11 @@ def unbounded_weights(query, key, mask, groups, dtype):
     keys = key.of_tokens(lambda x: cut(x, 1, count * chunk))
     far, far_shift = _earlier_chunks(query, keys, chunk_of_key < number, dtype)
     keys = key.of_tokens(lambda x: cut(x, count, chunk))
-    own, own_shift = _own_chunk(*(x.of_tokens(_join_chunks) for x in (query, keys)))
+
+    def join_chunks(x):
+        return ops.reshape(x, (batch, heads * blocks * count, *x.shape[-2:]))
+
+    own, own_shift = _own_chunk(*(x.of_tokens(join_chunks) for x in (query, keys)))
     own_shift = ops.reshape(own_shift, ops.shape(far_shift))
 
     shift = elementwise_max(far_shift, own_shift)
@@ -80,12 +87,6 @@ def unbounded_weights(query, key, mask, groups, dtype):
 
     weights = tuple(joined(*x) for x in zip(far, own, strict=True))
     return weights, whole(ops.expand_dims(shift, -1))[..., 0]
-
-
-def _join_chunks(x):
-    """Reshapes `(B, L, n, R, M)` to `(B, L · n, R, M)`."""
-    batch, blocks, chunks, rows, width = ops.shape(x)
-    return ops.reshape(x, (batch, blocks * chunks, rows, width))
 
 
 def _earlier_chunks(query, key, is_earlier, dtype):
@@ -156,11 +157,3 @@ def weigh_values(weights, mask, value, shift):
     denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
     bound = ops.sum(weights[1], axis=-1) if len(weights) > 1 else denominator
     return Reading(shift, numerator, denominator, bound)
-
-
-def _pad_rows(x, count):
-    """Adds `count` rows of zeros at the end of axis -2."""
-    if count == 0:
-        return x
-    zeros = ops.zeros((*ops.shape(x)[:-2], count, x.shape[-1]), dtype=x.dtype)
-    return ops.concatenate([x, zeros], axis=-2)
