@@ -83,7 +83,7 @@ def test_the_walk_sees_imports():
     found = folders(ROOT / "feature_maps" / "projected.py")
     assert found == {"backend", "projections", "kernels"}
     found = folders(ROOT / "layers" / "implementation.py")
-    assert found == {"backend", "feature_maps", "fused", "ops"}
+    assert found == {"backend", "feature_maps", "fused"}
 
 
 def test_no_two_files_import_each_other():

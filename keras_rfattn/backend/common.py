@@ -40,18 +40,9 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
 
     Keras exposes neither the precision nor the accumulation dtype of a product. Both
     decide whether linear attention is correct: a running sum in bfloat16 stops growing
-    at 256.
-
-    Args:
-        a: Array of shape `(..., i, j)`, or `(..., j, i)` if `transpose_a`.
-        b: Array of shape `(..., j, k)`, or `(..., k, j)` if `transpose_b`, with the
-            dtype of `a`.
-        transpose_a: Whether `a` is given transposed.
-        transpose_b: Whether `b` is given transposed.
-        is_precise: Whether no operand is rounded, as in `precise_einsum`.
-
-    Returns:
-        Array of shape `(..., i, k)`, float32 (float64 for float64 operands).
+    at 256. The result is float32 (float64 for float64 operands). With `is_precise` no
+    operand is rounded, as in `precise_einsum`. `a` and `b`, which have the same dtype,
+    may be given with their last two axes transposed.
     """
     dtype = wide_dtype(a, b)
     a, b = ops.cast(a, dtype), ops.cast(b, dtype)
@@ -173,11 +164,9 @@ def leading(x, length, axis):
 
 
 def shifted(blocks, offset):
-    """Returns blocks in which block i is the former block `i + offset`, or zeros.
+    """Returns blocks, along axis 2, of which block i is the former block `i + offset`.
 
-    Args:
-        blocks: Array with the blocks along axis 2.
-        offset: Integer.
+    A block that has no former one is zeros.
     """
     if offset == 0:
         return blocks
@@ -248,15 +237,10 @@ def loops_over_blocks(count):
 def exclusive_scan(combine, start, elements):
     """Folds `elements` along axis 0, and returns the carry before each of them.
 
-    Args:
-        combine: Function `(carry, element) -> carry` of tuples of arrays. It must be
-            associative, and accept any leading axes before those of a carry.
-        start: The first carry, a tuple of arrays.
-        elements: Tuple of arrays of shape `(n, ...)`; n may be unknown.
-
-    Returns:
-        `(last, before)`: the carry after all elements, and a tuple of arrays of shape
-        `(n, ...)` with the carry before each element.
+    `combine`, a function `(carry, element) -> carry` of tuples of arrays, must be
+    associative, and accept any leading axes before those of a carry. The n `elements`
+    may be of unknown number. The result is the carry after all of them, and a tuple of
+    arrays `(n, ...)` with the carry before each.
     """
     if elements[0].shape[0] == 1:
         after = combine(start, tuple(x[0] for x in elements))
@@ -279,15 +263,10 @@ def scan_by_doubling(combine, start, elements):
 def fold(step, carry, blocks):
     """Runs `step` over blocks, one at a time where that saves memory and time.
 
-    Args:
-        step: Function `(carry, *blocks) -> (carry, result)` for any number of blocks.
-        carry: Tuple of arrays.
-        blocks: Pytrees of arrays with the blocks along axis 2, as `layout.cut_blocks`
-            and `layout.cut_tokens` return them.
-
-    Returns:
-        `(carry, results)`: the last carry, and the results as pytrees with the blocks
-        along axis 2.
+    `step` is a function `(carry, *blocks) -> (carry, result)` for any number of blocks.
+    `blocks` are pytrees of arrays with the blocks along axis 2, as `layout.cut_blocks`
+    and `layout.cut_tokens` return them. The result is the last carry, and the results
+    as pytrees with the blocks along axis 2.
     """
     return step(carry, *blocks)
 
@@ -295,14 +274,9 @@ def fold(step, carry, blocks):
 def by_rows(function, arrays, size):
     """Applies `function` to a few batch rows at a time where that is faster.
 
-    Args:
-        function: Function of arrays that returns an array of shape `(B, ...)`.
-        arrays: Arguments of the function: pytrees of arrays of shape `(B, ...)` or
-            `(1, ...)`, or `None`.
-        size: Floats held per batch row; all rows are taken at once if `None`.
-
-    Returns:
-        The result of `function` for all rows.
+    The arguments are pytrees of arrays of shape `(B, ...)` or `(1, ...)`, or `None`;
+    the result is an array of shape `(B, ...)`. `size` is the number of floats held for
+    each batch row; all rows are taken at once if it is `None`.
     """
     return function(*arrays)
 
@@ -318,9 +292,6 @@ def by_heads(function, arrays, size, are_weights=False):
         size: Floats held per head; all heads are taken at once if `None`.
         are_weights: Whether these floats are the weights of pairs of tokens, which are
             read twice, and not features, which are read more often.
-
-    Returns:
-        The result of `function` for all heads.
     """
     return function(*arrays)
 
@@ -334,16 +305,9 @@ def heads_at_once(arrays, size, limit):
 
 
 def run_if(condition, function, otherwise, operands):
-    """Returns `function(*operands)` if the condition holds, else zeros.
+    """Returns `function(*operands)` if the boolean scalar holds, else zeros.
 
-    Args:
-        condition: Boolean scalar array.
-        function: Function of arrays that returns a tuple of arrays.
-        otherwise: Tuple of arrays with the shapes and dtypes of the results.
-        operands: The arguments of `function`.
-
-    Returns:
-        A tuple of arrays, zeros like `otherwise` if the condition is false.
+    The function returns a tuple of arrays, of the shapes and dtypes of `otherwise`.
     """
     return ops.cond(
         condition,
@@ -353,24 +317,16 @@ def run_if(condition, function, otherwise, operands):
 
 
 def sums_weights_apart(size):
-    """Returns whether weights are summed by themselves, not as one more column.
-
-    Args:
-        size: Number of weights, or `None` if it is unknown.
-    """
+    """Returns whether `size` weights are summed apart, not as one more column."""
     return False
 
 
 def fused_softmax(query, key, value, visible, is_causal):
     """Returns softmax attention by an operation of the backend, or `None`.
 
-    Args:
-        query: Scaled queries of shape `(B, K, R, H)`.
-        key: Scaled keys of shape `(B, K, S, H)`.
-        value: Array of shape `(B, K, S, V)`.
-        visible: Boolean array that broadcasts to `(B, K, R, S)`, or `None` if all keys
-            are visible. A row that sees no key is 0.
-        is_causal: Whether `visible` is causality alone.
+    Queries have shape `(B, K, R, H)`. `visible` broadcasts to `(B, K, R, S)`, and is
+    `None` if all keys are visible; a row that sees no key is 0. `is_causal` says that
+    `visible` is causality alone.
     """
     return None
 
@@ -383,14 +339,8 @@ def without_gradients():
 def with_gradient(function, variables, tensors):
     """Returns `function(*tensors)`; only its first result can be differentiated.
 
-    Args:
-        function: Function of tensors that returns a tuple of tensors, the first a
-            scalar.
-        variables: Keras variables that the function uses.
-        tensors: Arguments of the function.
-
-    Returns:
-        The tuple of results.
+    The function returns a tuple of tensors, the first a scalar, and reads the Keras
+    `variables`.
     """
     return function(*tensors)
 

@@ -7,15 +7,9 @@ JAX is imported when a function is called, because no other backend divides sequ
 def on_each_device(function, mesh, axis, divided, whole):
     """Calls a function on each device, with its stretch of tokens.
 
-    Args:
-        function: Function `(divided, whole) -> output` of the stretch of one device.
-        mesh: `jax.sharding.Mesh`; the compiler handles its other axes.
-        axis: Name of the axis over which axis 1 of arrays is divided.
-        divided: Pytree of arrays that are divided.
-        whole: Pytree of arrays that each device has whole.
-
-    Returns:
-        The outputs, divided like the arrays.
+    The function takes `divided`, a pytree of arrays whose axis 1 is divided over an
+    axis of the mesh, and `whole`, a pytree of arrays that each device has whole. The
+    outputs are divided like the arrays. The compiler handles other axes of the mesh.
     """
     import jax
     from jax.sharding import PartitionSpec

@@ -248,12 +248,7 @@ def fused_softmax(query, key, value, visible, is_causal):
         # A row that sees no key would be NaN, in the gradient too.
         mask = visible | ~seen
     output = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value.to(query.dtype),
-        attn_mask=mask,
-        is_causal=is_causal,
-        scale=1.0,
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=1.0
     )
     return output if seen is None else torch.where(seen, output, 0)
 

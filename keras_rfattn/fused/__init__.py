@@ -1,8 +1,4 @@
-"""Fused kernels: attention computed by programs for one kind of hardware.
-
-`layers.implementation` decides whether they are used. Each takes finite tokens, and
-returns `None` where its hardware or its kernels do not apply.
-"""
+"""Fused kernels: attention computed by programs for one kind of hardware."""
 
 import keras
 
@@ -12,41 +8,37 @@ def has_tpu_kernels():
     return keras.backend.backend() == "jax"
 
 
-def on_a_tpu(query, key, value, key_mask, is_causal, options):
-    """Computes linear attention by exponential features with the Pallas kernels.
+def attention(tokens, deferred, value, local, key_mask, is_causal, options):
+    """Computes attention by fused kernels, if the options and the device allow it.
 
     Args:
-        query: Pair of scaled queries `(B, T, N, H)` and their `Exponents`, heads first.
-        key: Pair of scaled keys `(B, S, K, H)` and their `Exponents`, heads first.
-        value: Array of shape `(B, S, K, V)`.
+        tokens: Scaled queries `(B, T, N, H)` and keys `(B, S, K, H)`, all finite.
+        deferred: The `Deferred` features of the queries and the keys.
+        value: Array of shape `(B, S, K, V)`, finite.
+        local: The `ops.Local` if the options have a window, else `None`.
         key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
         is_causal: Whether query i sees only keys `j <= i`.
         options: `ops.Options`.
 
     Returns:
-        Array of shape `(B, T, N, V)`.
+        Array of shape `(B, T, N, V)`, or `None` if ordinary operations should be used.
+
+    Raises:
+        ValueError: If Pallas kernels are requested under a `keras.distribution`.
     """
-    # Imported here, because JAX may not be installed with other backends.
-    from keras_rfattn.fused import tpu
+    # Programs are imported here, because the library of one backend may be missing.
+    if options.implementation == "pallas":
+        from keras_rfattn.fused import tpu
 
-    sides = tpu.Side(*query), tpu.Side(*key)
-    return tpu.attention(*sides, value, key_mask, is_causal, options)
-
-
-def on_a_cpu(deferred, value, local=None, key_mask=None):
-    """Computes exponential features by PyTorch's fused attention, without gradients.
-
-    Args:
-        deferred: `Deferred` features of the queries and the keys.
-        value: Array of shape `(B, S, K, V)`.
-        local: `ops.Local` for attention with a window, or `None`.
-        key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
-
-    Returns:
-        Array of shape `(B, T, N, V)`, or `None` if this is not PyTorch on a CPU, the
-        features are not exponentials, or a gradient is needed.
-    """
-    if keras.backend.backend() != "torch":
+        if keras.distribution.distribution() is not None:
+            raise ValueError(
+                "The Pallas kernels run on one device, and are not divided over "
+                "several. Received: implementation='pallas' under a "
+                "`keras.distribution`. Use 'auto' or 'xla'."
+            )
+        return tpu.attention(tokens, deferred, value, key_mask, is_causal, options)
+    is_xla = options.implementation == "xla"
+    if is_causal or is_xla or keras.backend.backend() != "torch":
         return None
     from keras_rfattn.fused import torch_cpu
 

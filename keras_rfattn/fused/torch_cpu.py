@@ -27,8 +27,7 @@ from keras_rfattn.ops.layout import (
 )
 from keras_rfattn.ops.masks import heads_mask, hide
 from keras_rfattn.ops.sums import Sums
-from keras_rfattn.ops.windowed import from_first_visible
-from keras_rfattn.ops.windows import Windows
+from keras_rfattn.ops.windows import Windows, from_first_visible
 
 # The operation that `scaled_dot_product_attention` calls; that function does not return
 # the normalizers.
@@ -64,10 +63,9 @@ def attention(query, key, value, local=None, key_mask=None):
     Returns:
         Array of shape `(B, T, N, V)`, or `None` if the operation cannot compute it.
     """
-    if local is not None and local.window >= value.shape[1]:
-        # All keys are in one window, where attention is exact.
-        return None
-    if not _is_possible(query, key, value, local):
+    # Attention is exact if all keys are in one window.
+    is_exact = local is not None and local.window >= value.shape[1]
+    if is_exact or not _is_possible(query, key, value, local):
         return None
     turn_back = None
     if local is not None and key_mask is not None:
@@ -79,15 +77,19 @@ def attention(query, key, value, local=None, key_mask=None):
     (length, num_heads), heads = query.x.shape[1:3], value.shape[2]
     query, key = heads_first(query, heads), heads_first(key, heads)
     values = split_heads(representable(value), heads)
-    if local is None:
+    if local is not None:
+        size, groups = local.window, num_heads // heads
+        query = query.of_tokens(lambda x: cut_blocks(x, size, groups))
+        key = key.of_tokens(lambda x: cut_blocks(x, size))
+        output = _in_windows(
+            query, key, values, local, groups, block_mask(key_mask, length, size)
+        )
+        # Cuts off the padding after the end.
+        output = output[:, :, : length * groups]
+    else:
         mask = heads_mask(key_mask)
         averages = _average(key.hidden(mask), hide(values, mask))
-        output = _look_up(query, *averages)[0]
-    else:
-        mask = block_mask(key_mask, length, local.window)
-        output = _in_windows(query, key, values, local, mask)
-        # Cuts off the padding after the end.
-        output = output[:, :, : query.x.shape[2]]
+        output, _ = _look_up(query, *averages)
     output = merge_heads(output, num_heads, length).to(value.dtype)
     return output if turn_back is None else turn_back(output)
 
@@ -114,28 +116,19 @@ def _is_possible(query, key, value, local):
     return is_fit and all(x.dtype == dtype and x.shape[-1] >= size for x in tokens)
 
 
-def _in_windows(query, key, value, local, mask):
-    """Computes windowed attention of `Exponents`, heads first: `(B, K, T · G, V)`."""
-    groups = query.x.shape[2] // key.x.shape[2]
+def _in_windows(query, key, value, local, groups, mask):
+    """Computes windowed attention `(B, K, T · G, V)`, of `Exponents` cut in windows."""
     windows = Windows(local.kernel, local.window, groups, local.sliding, False)
-
-    def cut(exponents, groups=1):
-        def blocks(x):
-            return None if x is None else cut_blocks(x, windows.size, groups)
-
-        x, common = blocks(exponents.x), blocks(exponents.common)
-        return exponents._replace(x=x, common=common)
-
     near = [split_heads(x, value.shape[1]) for x in (local.query, local.key)]
-    tokens, near_key, value, exists = windows.cut(*near, value, mask)
-    far = Averages(*_average(cut(key).hidden(mask), value))
+    near_query, near_key, value, exists = windows.cut(*near, value, mask)
+    far = Averages(*_average(key.hidden(mask), value))
     if far.logs.shape[2] <= WINDOWS:
         far = far.elsewhere(windows.nearby)
     else:
         far = Averages.of(windows.elsewhere(far.sums()))
-    near = [windows.beside(x) for x in (near_key, value, exists)]
-    visible = windows.visible(near.pop(), mask is None)
-    output = read_beside(far, cut(query, groups), tokens, *near, visible)
+    near_key, value, exists = map(windows.beside, (near_key, value, exists))
+    visible = windows.visible(exists, mask is None)
+    output = read_beside(far, query, near_query, near_key, value, visible)
     return output.flatten(2, 3)
 
 
@@ -175,14 +168,8 @@ class Averages(NamedTuple):
 def read_beside(averages, features, query, key, value, visible):
     """Returns what queries read of `Averages` and, by softmax, of keys nearby.
 
-    Args:
-        averages: `Averages` of the keys that features summarize.
-        features: `Exponents` of the queries; their kernel is softmax.
-        query: Queries of shape `(..., R, H)`.
-        key: Keys nearby, of shape `(..., S, H)`.
-        value: Values nearby, of shape `(..., S, V)`.
-        visible: Boolean array that broadcasts to `(..., R, S)`, or `None` if all keys
-            are visible.
+    `features` are the `Exponents` of the queries `(..., R, H)`. `visible` are booleans
+    that broadcast to `(..., R, S)`, or `None` if all keys nearby are visible.
     """
     far, far_log = _look_up(features, averages.means, averages.logs)
     far_log = far_log if features.common is None else far_log + features.common[..., 0]
@@ -212,29 +199,17 @@ def _look_up(query, means, logs):
 
 def _parameters(exponents):
     """Returns vectors `(..., M, H)` and bias `(..., M)`, shared by all blocks."""
-    vectors, bias = (
-        x.to(exponents.x.dtype) for x in (exponents.vectors, exponents.bias)
-    )
-    found = vectors.mT.contiguous(), bias[..., 0, :]
-    is_cut = exponents.x.ndim == 5
-    return tuple(x.unsqueeze(2) for x in found) if is_cut else found
+    x, vectors, bias, _ = exponents
+    found = vectors.to(x.dtype).mT.contiguous(), bias.to(x.dtype)[..., 0, :]
+    return tuple(y.unsqueeze(2) for y in found) if x.ndim == 5 else found
 
 
 def _softmax(query, key, value, bias):
-    """Computes softmax attention, and the logarithms of its normalizers.
+    """Computes softmax attention `(..., R, V)`, and logs `(..., R)` of its normalizers.
 
-    Args:
-        query: Array that broadcasts to `(B, K, R, H)`, or to `(B, K, n, R, H)` for n
-            blocks.
-        key: Array that broadcasts to `(B, K, S, H)`, or to `(B, K, n, S, H)` for n
-            blocks.
-        value: Array of the shape of `key` except for its last axis, whose size V is at
-            most H.
-        bias: Array that broadcasts to `(..., R, S)` and is added to the exponents, or
-            `None` for 0.
-
-    Returns:
-        Tuple of the output `(..., R, V)` and the logarithms `(..., R)`.
+    The arguments broadcast to `(B, K, R, H)`, `(B, K, S, H)` and `(B, K, S, V)` for V
+    at most H, with an axis of n blocks after K if there are any. `bias`, which is added
+    to the exponents, broadcasts to `(..., R, S)`; `None` stands for 0.
     """
     size = value.shape[-1]
     if size < key.shape[-1]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from keras import ops
 
+from keras_rfattn import fused
 from keras_rfattn.backend import (
     by_rows,
     fits,
@@ -23,7 +24,7 @@ from keras_rfattn.backend import (
     wide_dtype,
 )
 from keras_rfattn.layers.cached import among_keys
-from keras_rfattn.layers.implementation import by_kernels, check_options
+from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.not_finite import judge, marked
 from keras_rfattn.layers.softmax_heads import with_softmax_heads
 from keras_rfattn.ops.bidirectional import bidirectional
@@ -41,7 +42,7 @@ from keras_rfattn.ops.masks import (
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
 from keras_rfattn.ops.sequence_parallel import over_devices, sequence_axis
-from keras_rfattn.ops.windowed import Local, local_attention
+from keras_rfattn.ops.windows import Local, local_attention
 
 # Exponent of a feature that is negligible compared to any weight of a window.
 NEGLIGIBLE = -1e5
@@ -224,16 +225,23 @@ class Attention:
         elif self.options.window is None:
             heads = 1  # because the algorithm processes heads in turn
         size = product(heads, length, self.feature_map.output_dim)
-        return by_rows(self._answer, arrays, size)
+        # The kernel itself costs no more, and gives the same, if there are no more keys
+        # than features whose products are exactly the kernel.
+        is_equal = self.feature_map.has_exact_features and self.options.window is None
+        is_short = is_equal and fits(key.shape[1], self.feature_map.output_dim)
+        is_exact = self.feature_map.is_exact or is_short
+        return by_rows(self._exactly if is_exact else self._answer, arrays, size)
+
+    def _exactly(self, query, key, value, visible, prefix, _):
+        """Computes `linear` by the kernel itself."""
+        masks = needed(visible), self.mask.causal, prefix
+        kernel = self.feature_map.exact_kernel
+        return exact_attention(query, key, value, kernel, *masks)
 
     def _answer(self, query, key, value, visible, prefix, stats):
-        """Computes `linear` from the results of `prepared`."""
-        causal_mask, feature_map = self.mask.causal, self.feature_map
-        kernel, window = feature_map.exact_kernel, self.options.window
+        """Computes `linear` by features, from the results of `prepared`."""
+        causal_mask, window = self.mask.causal, self.options.window
         key_mask, lengths = needed(visible), (query.shape[1], key.shape[1])
-        if feature_map.is_exact or self._is_short(lengths[1]):
-            masks = key_mask, causal_mask, prefix
-            return exact_attention(query, key, value, kernel, *masks)
         deferred, local = self._narrow(self.deferred(query, key, stats)), None
         if window is not None:
             if not (causal_mask or self.mask.self_attention):
@@ -242,8 +250,12 @@ class Attention:
                     f"same tokens. Received: window={window} in cross-attention. Leave "
                     "such layers out (`exclude=`)."
                 )
+            kernel = self.feature_map.exact_kernel
             local = Local(query, key, kernel, window, self.options.sliding)
-        output = by_kernels(self, (query, key), deferred, value, local, key_mask)
+        tokens = query, key
+        output = fused.attention(
+            tokens, deferred, value, local, key_mask, causal_mask, self.options
+        )
         if output is not None:
             return output
         devices = sequence_axis(*lengths, self.options, causal_mask)
@@ -257,16 +269,6 @@ class Attention:
             size = self.options.block_size
             return causal(*deferred, value, key_mask, size, prefix_mask=prefix)
         return bidirectional(*deferred, value, key_mask)
-
-    def _is_short(self, num_keys):
-        """Returns whether exact attention has the same output at no greater cost.
-
-        This holds without a window if there are no more keys than features, and the
-        products of features are exactly the kernel.
-        """
-        is_short = fits(num_keys, self.feature_map.output_dim)
-        is_equal = self.feature_map.has_exact_features and self.options.window is None
-        return is_short and is_equal
 
 
 def _one_feature(x, log_scale):

@@ -31,25 +31,30 @@ def check_batches(data):
 def refusal(model, batch, error=None, data=None):
     """Returns a `ValueError` that says why a model did not run on a batch.
 
-    Args:
-        model: A Keras model.
-        batch: The batch.
-        error: The exception that the model raised, or `None` if it was not called.
-        data: The iterable that yielded the batch, or `None`.
+    `error` is the exception that the model raised, or `None` if it was not called, and
+    `data` is the iterable that yielded the batch, or `None`.
     """
-    wanted, received = _wanted(model), described(batch)
-    raised = "" if error is None else f" The model raised {_named(error)}."
-    hint = too_long(model, batch)
+    inputs = getattr(model, "input", None) if hasattr(model, "inputs") else None
+    wanted = "an array" if inputs is None else described(inputs)
+    received, hint = described(batch), too_long(model, batch)
+    raised = ""
+    if error is not None:
+        text = f"{type(error).__name__}: {str(error).strip()}"
+        raised = f" The model raised {text.removesuffix(': ')}."
+    is_pair = isinstance(batch, tuple) and len(batch) in (2, 3)
+    have_shapes = all(hasattr(x, "shape") for x in (data, inputs, batch))
     if any(map(is_text, keras.tree.flatten(batch))):
         hint = f"Turn texts into tokens first, {preprocessor_hint(model)}."
-    elif not hint and _is_labelled(model, batch):
+    elif hint:
+        pass
+    elif is_pair and inputs is not None and not isinstance(inputs, (list, tuple)):
         hint = "Remove labels and weights: the batch looks like (inputs, labels)."
-    elif not hint and _is_row(model, batch, data):
+    elif have_shapes and len(batch.shape) == len(inputs.shape) - 1:
         hint = (
             "The batch is one row of the array `data`. Put the array into a list, "
             "`[data]`, if the whole array is one batch."
         )
-    if not hint and error is not None and _fits(model, batch):
+    if not hint and error is not None and _fits(inputs, batch):
         return ValueError(
             f"`model` must be able to run on each batch of `data`.{raised} The batch "
             f"was {received}."
@@ -63,19 +68,11 @@ def refusal(model, batch, error=None, data=None):
 def too_long(model, batch):
     """Returns advice for a batch with more tokens than the model has positions.
 
-    Args:
-        model: A Keras model.
-        batch: The batch.
-
-    Returns:
-        Text for an error message. It is empty if the model has enough positions.
+    The text is empty if the model has enough positions.
     """
-    limits = [
-        x
-        for layer in model._flatten_layers()
-        for x in [getattr(layer, "max_sequence_length", None)]
-        if isinstance(x, int)
-    ]
+    layers = model._flatten_layers()
+    limits = (getattr(layer, "max_sequence_length", None) for layer in layers)
+    limits = [x for x in limits if isinstance(x, int)]
     shapes = [getattr(x, "shape", ()) for x in keras.tree.flatten(batch)]
     lengths = [x[1] for x in shapes if len(x) == 2 and isinstance(x[1], int)]
     if not limits or not lengths or max(lengths) <= min(limits):
@@ -119,14 +116,11 @@ def _preprocessor_name(model):
             and x.backbone_cls is cls
             and "Masked" not in name
         ]
-        if names:
-            return min(names, key=_kind)
+        for kind in KINDS:
+            fitting = [name for name in names if kind in name]
+            if fitting:
+                return min(fitting)
     return None
-
-
-def _kind(name):
-    """Returns a sort key: the index of the kind of a preprocessor, then its name."""
-    return next(i for i, kind in enumerate(KINDS) if kind in name), name
 
 
 def original_class(model):
@@ -157,39 +151,8 @@ def described(x):
     return f"{x!r:.40} of type {type(x).__name__}"
 
 
-def _inputs(model):
-    return getattr(model, "input", None) if hasattr(model, "inputs") else None
-
-
-def _wanted(model):
-    inputs = _inputs(model)
-    return "an array" if inputs is None else described(inputs)
-
-
-def _named(error):
-    text = f"{error}".strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _is_labelled(model, batch):
-    inputs = _inputs(model)
-    is_pair = isinstance(batch, tuple) and len(batch) in (2, 3)
-    return is_pair and inputs is not None and not isinstance(inputs, (list, tuple))
-
-
-def _is_row(model, batch, data):
-    inputs = _inputs(model)
-    return (
-        hasattr(data, "shape")
-        and hasattr(inputs, "shape")
-        and hasattr(batch, "shape")
-        and len(batch.shape) == len(inputs.shape) - 1
-    )
-
-
-def _fits(model, batch):
-    """Whether a batch has the names and shapes of the model's inputs."""
-    inputs = _inputs(model)
+def _fits(inputs, batch):
+    """Whether a batch has the names and shapes of a model's inputs."""
     if inputs is None:
         return True
     if isinstance(inputs, dict):

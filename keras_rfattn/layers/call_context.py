@@ -6,6 +6,7 @@ an attribute of the layer. Each thread sees only values that it has set itself. 
 is reset when the `with` block that set it ends, even if the block raises.
 """
 
+import abc
 import contextlib
 import dataclasses
 import threading
@@ -51,6 +52,41 @@ class PerObject(PerThread):
         return self.holding({**(self.value or {}), id(owner): (owner, value)})
 
 
+class Interceptor(abc.ABC):
+    """Observes a linear attention layer, or computes its output in its place.
+
+    A layer looks for one in its `CallContext` first, and then in its attribute
+    `recorder`. A plain function has the same effect as an interceptor that only
+    defines `__call__`.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, call):
+        """Returns the output of the layer's linear heads, or `None` to compute it.
+
+        Args:
+            call: The `layers.attend.Attention`, after projections and masks.
+
+        Returns:
+            Array of shape `(B, T, N, V)`. With `None`, the layer computes linear
+            attention.
+        """
+
+    def around(self, layer, function, args, kwargs):
+        """Calls the layer; a subclass may change its arguments and its output.
+
+        Args:
+            layer: The `LinearAttention`.
+            function: The layer's own `__call__`.
+            args: Tuple of the positional arguments of the call.
+            kwargs: Dict of the keyword arguments of the call.
+
+        Returns:
+            The output of the layer.
+        """
+        return function(*args, **kwargs)
+
+
 @dataclasses.dataclass(frozen=True)
 class CallContext:
     """The context of one call of an attention layer.
@@ -87,10 +123,8 @@ _HANDED = PerThread()
 def context_of(layer, self_attention=False):
     """Returns the active `CallContext` of a layer, or a new one if there is none.
 
-    Args:
-        layer: An attention layer.
-        self_attention: Whether queries, keys and values are the same tokens. Only a new
-            context uses it, which is needed where `call` runs without `__call__`.
+    Only a new context uses `self_attention`, which is needed where `call` runs without
+    `__call__`.
     """
     context = _CONTEXTS.get(layer)
     if context is None:

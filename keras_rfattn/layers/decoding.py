@@ -9,20 +9,19 @@ from functools import partial
 
 from keras import ops
 
-from keras_rfattn.layers.call_context import context_of
-from keras_rfattn.layers.interceptor import Interceptor
+from keras_rfattn.layers.call_context import Interceptor, context_of
 from keras_rfattn.layers.not_finite import marked, remembered
 from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.recurrent import extend_state, init_state, read_state
-from keras_rfattn.ops.windowed import Local
 from keras_rfattn.ops.windowed_chunk import local_chunk
 from keras_rfattn.ops.windowed_state import (
     extend_local_state,
     init_local_state,
     read_local_state,
 )
+from keras_rfattn.ops.windows import Local
 
 # Names under which attention classes store their rotary embedding layer.
 ROTARY = ("rotary_embedding_layer", "rotary_embedding", "rope_layer")
@@ -56,62 +55,32 @@ def onward(call, state=None, passed=None):
             "Decoding with a state of fixed size needs features. Received: a map that "
             f"computes its kernel exactly ({type(feature_map).__name__}). Use another."
         )
-    length, fresh = call.key.shape[1], state is None
+    is_fresh = state is None
     call, finite = call.judged()
-    if fresh:
-        (batch, _, *sizes), value_dim = ops.shape(call.key), call.value.shape[-1]
-        sizes = batch, *sizes, value_dim
-        state = _empty(feature_map, call.options, sizes, call.value.dtype)
-    if length == 1:
-        output, state = _one_more(call, state, passed)
+    if is_fresh:
+        state = _empty_of(call)
+    query, key, stats = call.prepared()
+    deferred, key_mask = partial(call.deferred, stats=stats), call.mask.key_mask
+    if call.key.shape[1] == 1:
+        output, state = _one_more(call, query, key, stats, state, passed)
     elif window is None:
-        *tokens, stats = call.prepared()
         output, state = causal(
-            *call.deferred(*tokens, stats), call.value, call.mask.key_mask,
-            call.options.block_size, state=state, return_state=True,
+            *deferred(query, key), call.value, key_mask, call.options.block_size,
+            state=state, return_state=True,
         )  # fmt: skip
     else:
-        output, state = _chunk(call, state, passed, fresh)
-    state = remembered(state, finite, call.mask.key_mask)
+        local = Local(
+            query, key, feature_map.exact_kernel, window, call.options.sliding
+        )
+        output, state = local_chunk(
+            state, deferred, call.value, local, key_mask, passed, is_fresh
+        )
+    state = remembered(state, finite, key_mask)
     return marked(output, finite, call.mask), state
 
 
-def _chunk(call, state, passed, is_empty):
-    """Computes `onward` of many tokens for a layer with a window."""
-    query, key, stats = call.prepared()
-
-    def features(query, key):
-        return call.deferred(query, key, stats)
-
-    options, kernel = call.options, call.feature_map.exact_kernel
-    local = Local(query, key, kernel, options.window, options.sliding)
-    return local_chunk(
-        state, features, call.value, local, call.mask.key_mask, passed, is_empty
-    )
-
-
-def empty_state(layer, batch_size):
-    """Returns the state of a linear attention layer before any token."""
-    feature_map, options = layer.feature_map, layer.options
-    heads, head_dim = layer._kv_shape()
-    value_dim = getattr(layer, "_value_dim", head_dim)
-    return _empty(feature_map, options, (batch_size, heads, head_dim, value_dim),
-                  layer.compute_dtype)  # fmt: skip
-
-
-def _empty(feature_map, options, sizes, dtype):
-    batch, heads, head_dim, value_dim = sizes
-    sizes = batch, heads, feature_map.output_dim, value_dim
-    scale_dim = feature_map.features_per_scale
-    if options.window is None:
-        return init_state(*sizes, scale_dim)
-    return init_local_state(
-        *sizes, head_dim, options.window, options.sliding, scale_dim, dtype
-    )
-
-
-def _one_more(call, state, passed):
-    query, key, stats = call.prepared()
+def _one_more(call, query, key, stats, state, passed):
+    """Computes `onward` of a single token."""
     key_features = call.feature_map.key_features(key, stats)
     query_features = call.feature_map.query_features(query, stats)
     if call.options.window is None:
@@ -122,6 +91,30 @@ def _one_more(call, state, passed):
     )
     kernel = call.feature_map.exact_kernel
     return read_local_state(state, query_features, query, kernel), state
+
+
+def empty_state(layer, batch_size):
+    """Returns the state of a linear attention layer before any token."""
+    heads, head_dim = layer._kv_shape()
+    sizes = batch_size, heads, head_dim, getattr(layer, "_value_dim", head_dim)
+    return _empty(layer, *sizes, layer.compute_dtype)
+
+
+def _empty_of(call):
+    """Returns the state before any token of an `Attention`."""
+    (batch, _, heads, head_dim), value_dim = ops.shape(call.key), call.value.shape[-1]
+    return _empty(call, batch, heads, head_dim, value_dim, call.value.dtype)
+
+
+def _empty(owner, batch, heads, head_dim, value_dim, dtype):
+    feature_map, options = owner.feature_map, owner.options
+    sizes = batch, heads, feature_map.output_dim, value_dim
+    scale_dim = feature_map.features_per_scale
+    if options.window is None:
+        return init_state(*sizes, scale_dim)
+    return init_local_state(
+        *sizes, head_dim, options.window, options.sliding, scale_dim, dtype
+    )
 
 
 class Decoder(Interceptor):
@@ -184,11 +177,7 @@ class CrossDecoder(Interceptor):
         self.state = state
 
     def around(self, layer, function, args, kwargs):
-        """Calls the layer without the cache that the enclosing block passes.
-
-        Returns:
-            `(output, cache)` with the cache unchanged, as the block expects it.
-        """
+        """Calls the layer as `Decoder` does."""
         cache, kwargs = without_cache(kwargs)
         if self.state is not None:
             # The state holds the sums of all encoder tokens, so that projecting one
@@ -203,14 +192,9 @@ class CrossDecoder(Interceptor):
 
 
 def looked_up(call, state=None):
-    """Computes attention of queries to all tokens of a state.
+    """Returns attention `(B, T, N, V)` to all tokens of an `ops.State`, and the state.
 
-    Args:
-        call: A `layers.attend.Attention`.
-        state: The `ops.State`. If `None`, it is computed from all keys of the call.
-
-    Returns:
-        `(output, state)`, where `output` has shape `(B, T, N, V)`.
+    If the state is `None`, it is computed from all keys of the call.
     """
     call, finite = call.judged()
     query, key, stats = call.prepared()
@@ -218,13 +202,8 @@ def looked_up(call, state=None):
         # The keys of this call are not read.
         finite = finite._replace(key=ops.ones_like(finite.key))
     if state is None:
-        (batch, _, *sizes), value_dim = ops.shape(key), call.value.shape[-1]
-        sizes = batch, *sizes, value_dim
-        state = extend_state(
-            _empty(call.feature_map, call.options, sizes, call.value.dtype),
-            call.feature_map.key_features(key, stats), call.value,
-            call.mask.key_mask,
-        )  # fmt: skip
+        features = call.feature_map.key_features(key, stats)
+        state = extend_state(_empty_of(call), features, call.value, call.mask.key_mask)
         state = remembered(state, finite, call.mask.key_mask)
     features = call.feature_map.query_features(query, stats)
     output = read_state(state, features, call.value.dtype)
@@ -242,11 +221,7 @@ def without_cache(kwargs):
 def turned_from(layer, start, count=None):
     """Context manager in which rotary embeddings of a layer start at a position.
 
-    Args:
-        layer: An attention layer.
-        start: Position of the first token.
-        count: Number of calls of each rotary embedding that are shifted, counted from
-            the first call. `None` for all calls.
+    Only the first `count` calls of an embedding are shifted; `None` shifts all of them.
     """
     rotary = [getattr(layer, x) for x in ROTARY if getattr(layer, x, None) is not None]
 

@@ -74,12 +74,7 @@ def _projections(config):
 
 
 def agrees(layer, found):
-    """Returns whether a saved fingerprint belongs to the function of a layer.
-
-    Args:
-        layer: A linear attention layer.
-        found: Array `[format, checksum]` from a file.
-    """
+    """Returns whether an array `[format, checksum]` belongs to a layer's function."""
     found = np.asarray(found)
     if found.shape != (2,):
         return False

@@ -24,14 +24,10 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
         num_query_heads: Number of query heads.
         num_key_value_heads: Number of key/value heads.
         *args: Further arguments of `keras.layers.GroupQueryAttention`.
-        feature_map: A registered name, a `FeatureMap` or its config. Defaults to
-            `"favorpp"`.
-        num_features: Number of random vectors of a map given by name. If `None`, the
-            map's default.
+        feature_map: As in `keras_rfattn.layers.MultiHeadAttention`.
+        num_features: As in `keras_rfattn.layers.MultiHeadAttention`.
         seed: Seed of the random vectors (and of the inactive dropout).
-        **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
-            `block_size`, `max_segments`, `temperature`, `softmax_heads` and
-            `implementation`; and further arguments of
+        **kwargs: The fields of `keras_rfattn.ops.Options`, and further arguments of
             `keras.layers.GroupQueryAttention`.
 
     Call arguments:

@@ -1,13 +1,13 @@
 """A layer that computes random features of a kernel, for use outside attention."""
 
 import math
-import numbers
 
 import keras
 import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.arguments import is_number
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.names import fix_name
 
@@ -68,8 +68,7 @@ class KernelFeatures(keras.layers.Layer):
         super().__init__(**kwargs)
         arguments = {"num_features": num_features, "seed": seed}
         feature_map = feature_maps.get(feature_map, **arguments)
-        is_number = isinstance(gamma, numbers.Real) and not isinstance(gamma, bool)
-        is_positive = is_number and gamma > 0
+        is_positive = is_number(gamma) and gamma > 0
         if kernel not in KERNELS or not is_positive or feature_map.kernel != "softmax":
             raise ValueError(
                 f"`kernel` must be one of {KERNELS}, `gamma` must be positive, and "

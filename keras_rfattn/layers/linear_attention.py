@@ -14,11 +14,15 @@ from keras import ops
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.names import fix_name
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.layers.call_context import CallContext, context_of, taken_over
+from keras_rfattn.layers.call_context import (
+    CallContext,
+    Interceptor,
+    context_of,
+    taken_over,
+)
 from keras_rfattn.layers.checks import num_heads, title
 from keras_rfattn.layers.fingerprint import mark
 from keras_rfattn.layers.implementation import check_options
-from keras_rfattn.layers.interceptor import Interceptor
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.ops.masks import interpret_mask
 
@@ -85,7 +89,12 @@ class LinearAttention:
     def build(self, query_shape, value_shape, key_shape=None):
         """Builds the projections, then the feature map."""
         super().build(query_shape, value_shape, key_shape)
-        refuse_unsupported(self)
+        reason = refusal(self)
+        if reason:
+            raise ValueError(
+                f"Layer '{self.name}' cannot be linear attention: {reason}. Use the "
+                "softmax layer instead."
+            )
         # The map comes last, so that weights have the same order as in a layer that was
         # replaced after it was built.
         self._tracker.untrack(self.feature_map)
@@ -102,7 +111,7 @@ class LinearAttention:
             kwargs["attention_mask"] = taken_over(kwargs["attention_mask"])
         recorder = context_of(self).recorder
         with CallContext(self, is_same, recorder=recorder).active():
-            if recorder is not None and isinstance(recorder, Interceptor):
+            if isinstance(recorder, Interceptor):
                 return recorder.around(self, super().__call__, args, kwargs)
             return super().__call__(*args, **kwargs)
 
@@ -171,13 +180,12 @@ class LinearAttention:
         use_causal_mask=False,
     ):
         """Returns an `AttentionMask`, which Keras passes to `_compute_attention`."""
-        masks = [m for m in (value_mask, key_mask) if m is not None]
         mask = interpret_mask(attention_mask, query.shape[1], value.shape[1])
-        for extra in masks:
-            extra = ops.cast(extra, "bool")
-            known = mask.key_mask
-            extra = extra if known is None else known & extra
-            mask = mask.replace(key_mask=extra)
+        for extra in (value_mask, key_mask):
+            if extra is not None:
+                extra, known = ops.cast(extra, "bool"), mask.key_mask
+                extra = extra if known is None else known & extra
+                mask = mask.replace(key_mask=extra)
         if query_mask is not None:
             query_mask = ops.cast(query_mask, "bool")
         context = context_of(self)
@@ -280,9 +288,7 @@ def warn_of_lengths(layer):
 def refusal(layer, windows=True):
     """Returns why a layer's arguments rule linear attention out, or `None`.
 
-    Args:
-        layer: An attention layer.
-        windows: Whether a sliding window is such a reason. Defaults to `True`.
+    A sliding window is such a reason unless `windows` is false.
     """
     found = (getattr(layer, name, None) for name in SLIDING_WINDOWS)
     window = next((x for x in found if x is not None), None)
@@ -295,13 +301,3 @@ def refusal(layer, windows=True):
     if axes is not None and tuple(axes) != (1,):
         return f"attention over axes {tuple(axes)}; only sequences (axis 1) are linear"
     return None
-
-
-def refuse_unsupported(layer):
-    """Raises `ValueError` for arguments that linear attention cannot keep."""
-    reason = refusal(layer)
-    if reason:
-        raise ValueError(
-            f"Layer '{layer.name}' cannot be linear attention: {reason}. Use the "
-            "softmax layer instead."
-        )

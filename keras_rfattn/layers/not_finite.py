@@ -43,13 +43,8 @@ class Finite(NamedTuple):
 def judge(query, key, value):
     """Makes queries, keys and values finite, and says which of them were.
 
-    Args:
-        query: Array of shape `(B, T, N, H)`.
-        key: Array of shape `(B, S, K, H)`.
-        value: Array of shape `(B, S, K, V)`.
-
     Returns:
-        `(query, key, value, finite)`: arrays of finite numbers, and a `Finite` or
+        `(query, key, value, finite)`: arrays of finite numbers, and a `Finite`, or
         `None` if all tokens were found to be finite.
     """
     query, key, value = map(ops.convert_to_tensor, (query, key, value))
@@ -71,12 +66,10 @@ def _bounded(x):
 
 
 def marked(output, finite, mask):
-    """Turns the rows of an output into NaN that see a token which is not finite.
+    """Turns the rows of an output `(B, T, N, V)` into NaN that see a bad token.
 
-    Args:
-        output: Array of shape `(B, T, N, V)`.
-        finite: A `Finite`, or `None`.
-        mask: An `AttentionMask` without an offset and without segments.
+    The tokens are bad that `finite`, a `Finite` or `None`, tells of. `mask` is an
+    `AttentionMask` without an offset and without segments.
     """
     if finite is None:
         return output
@@ -101,10 +94,8 @@ def marked(output, finite, mask):
 def remembered(state, finite, key_mask):
     """Returns a state whose readers become NaN if it has taken in a bad token.
 
-    Args:
-        state: A `State` or `LocalState`, with the tokens in it.
-        finite: The `Finite` of these tokens, or `None`.
-        key_mask: Booleans of shape `(B, S)`, true for tokens in the state, or `None`.
+    `finite` is the `Finite` of the tokens that have entered the state, or `None`, and
+    `key_mask`, `(B, S)`, is true for tokens in the state.
     """
     if finite is None:
         return state

@@ -1,6 +1,7 @@
 """Records the queries, keys and values of a model's attention layers."""
 
 import contextlib
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.batches import check_batches, is_text, refusal
-from keras_rfattn.layers.interceptor import Interceptor
+from keras_rfattn.layers.call_context import Interceptor
+from keras_rfattn.layers.checks import check_sizes
 from keras_rfattn.layers.linear_attention import LinearAttention
 
 
@@ -40,16 +42,9 @@ def progress(items, verbose):
 
 
 def run(model, batch, function=None, data=None):
-    """Runs a model on one batch, without gradients.
+    """Returns what a model, or a function of the batch, computes without gradients.
 
-    Args:
-        model: A Keras model.
-        batch: The batch.
-        function: Function of the batch that is called instead of `model(batch)`.
-        data: The iterable that yielded the batch, for the error message, or `None`.
-
-    Returns:
-        The result of the model or the function.
+    `data` is the iterable that yielded the batch, for the error message, or `None`.
 
     Raises:
         ValueError: If the model cannot run on the batch. The message says what a batch
@@ -198,15 +193,12 @@ def in_order(model, layers, batch):
     """Sorts attention layers by when a batch reaches them; unreached ones are last."""
     met = {}
 
-    def meeting(layer):
-        def recorder(call):
-            met[id(layer)] = layer
-            # The output does not matter, and zeros cost nothing.
-            return call.zero()
+    def meet(layer, call):
+        met[id(layer)] = layer
+        # The output does not matter, and zeros cost nothing.
+        return call.zero()
 
-        return recorder
-
-    with recording([(x, meeting(x)) for x in layers]):
+    with recording([(x, functools.partial(meet, x)) for x in layers]):
         run(model, batch)
     return [*met.values(), *(x for x in layers if id(x) not in met)]
 
@@ -243,12 +235,7 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
         >>> len(sequences), sequences[0].query.shape
         (4, (2, 8, 8))
     """
-    is_integer = isinstance(max_tokens, (int, np.integer))
-    if not is_integer or isinstance(max_tokens, bool) or max_tokens < 1:
-        raise ValueError(
-            "`max_tokens` must be a positive integer. "
-            f"Received: max_tokens={max_tokens!r}."
-        )
+    check_sizes(max_tokens=max_tokens)
     check_batches(data)
     layers = linear_layers(model)
     recorders = [Recorder(x, exact, max_tokens) for x in layers]

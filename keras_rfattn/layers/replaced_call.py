@@ -34,9 +34,7 @@ class ReplacedCall:
 def answering(layer, around):
     """Context manager that replaces a layer's `call` in the current thread.
 
-    Args:
-        layer: A Keras layer.
-        around: Function that takes the current `call` and returns its replacement.
+    `around` is a function that takes the current `call` and returns its replacement.
     """
     with _LOCK:
         replaced = vars(layer).get("call")

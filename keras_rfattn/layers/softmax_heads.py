@@ -11,14 +11,8 @@ from keras import ops
 def with_softmax_heads(call, output):
     """Replaces the output of heads that stay softmax by softmax attention.
 
-    Args:
-        call: The `layers.attend.Attention`.
-        output: Array of shape `(B, T, N, V)` with the output of the linear heads. It
-            may come from features or from a recorder. Its entries for softmax heads are
-            ignored.
-
-    Returns:
-        Array of shape `(B, T, N, V)`.
+    `output`, `(B, T, N, V)`, may come from features or from a recorder. Its entries for
+    softmax heads are ignored.
 
     Raises:
         ValueError: If the option `softmax_heads` names heads that do not exist, or all
@@ -49,12 +43,10 @@ def _taken(x, heads):
 
 
 def check_softmax_heads(heads, count, whose):
-    """Raises `ValueError` unless `softmax_heads` are some, but not all, heads.
+    """Raises `ValueError` unless `softmax_heads` are some, but not all, of the heads.
 
-    Args:
-        heads: Sorted tuple of the indices of softmax heads.
-        count: Number of query heads.
-        whose: Description of the layer or tensor, for the error message.
+    `heads` are sorted, `count` is the number of query heads, and `whose` describes the
+    layer or tensor, for the error message.
     """
     if heads and heads[-1] >= count:
         raise ValueError(

@@ -17,18 +17,15 @@ from keras_rfattn.ops.layout import (
     block_mask,
     block_tokens,
     cut_tokens,
-    heads_first,
     in_blocks,
     join_tokens,
     one_block,
-    split_heads,
     take_apart,
 )
-from keras_rfattn.ops.masks import heads_mask
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
-from keras_rfattn.ops.recurrent import count_visible, to_state, to_sums
-from keras_rfattn.ops.sums import Sums, admit, cast_sums, guarded, no_sums, summarize
+from keras_rfattn.ops.recurrent import count_visible, sum_tokens, to_state, to_sums
+from keras_rfattn.ops.sums import Sums, admit, cast_sums, guarded, no_sums_of, summarize
 
 SPAN = 30.0
 
@@ -78,7 +75,12 @@ def causal(
     """
     block_size = Options(block_size).block_length
     if prefix_mask is not None:
-        state, key_mask = _sum_prefix(key_features, value, prefix_mask, key_mask)
+        others = ops.logical_not(prefix_mask)
+        if key_mask is not None:
+            prefix_mask = ops.logical_and(prefix_mask, key_mask)
+            others = ops.logical_and(others, key_mask)
+        sums, key_mask = sum_tokens(key_features, value, prefix_mask), others
+        state = to_state(sums, count_visible(value, prefix_mask))
     features = query_features, key_features
     arrays, functions = zip(*(take_apart(x) for x in features), strict=True)
     call = compiled(
@@ -92,19 +94,6 @@ def causal(
     if state is not None:
         position = position + state.position
     return output, to_state(sums, position)
-
-
-def _sum_prefix(key_features, value, prefix_mask, key_mask):
-    """Returns the `State` of a prefix, and the mask of the other visible keys."""
-    others = ops.logical_not(prefix_mask)
-    if key_mask is not None:
-        prefix_mask = ops.logical_and(prefix_mask, key_mask)
-        others = ops.logical_and(others, key_mask)
-    num_kv_heads, mask = value.shape[2], heads_mask(prefix_mask)
-    key = heads_first(key_features, num_kv_heads)
-    heads = split_heads(representable(value), num_kv_heads)
-    sums = summarize(*admit(key, heads, mask), mask)
-    return to_state(sums, count_visible(value, prefix_mask)), others
 
 
 def _causal(
@@ -127,21 +116,16 @@ def _causal(
         # Blocks of keys are read twice, once for the sums and once by their queries.
         query, key = query_features(query), plain(key_features(key))
         value = block_heads(value, num_kv_heads)
-        sums, found = _attend(sums, query, key, value, mask, groups, span, fallback)
-        return sums, block_tokens(quotient(*found, dtype), num_heads)
+        # Hidden rows may hold anything, so they are removed before any product.
+        key, value = admit(key, value, mask)
+        prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
+        reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
+        output = quotient(reading.numerator, guarded(reading, query), dtype)
+        return tuple(last), block_tokens(output, num_heads)
 
     first = block_heads(one_block(blocks), num_kv_heads)
-    start = no_sums(key_features(one_block(key)), first)
+    start = no_sums_of(key_features(one_block(key)), first)
     if state is not None:
         start = cast_sums(to_sums(state), start)
     last, found = fold(step, tuple(start), (query, key, blocks, mask))
     return join_tokens(found, length), Sums(*last)
-
-
-def _attend(sums, query, key, value, mask, groups, span, fallback):
-    """Returns the sums after some blocks, and the arguments that `quotient` needs."""
-    # Hidden rows may hold anything, so they are removed before any product.
-    key, value = admit(key, value, mask)
-    prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
-    reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
-    return tuple(last), (reading.numerator, guarded(reading, query))

@@ -111,18 +111,8 @@ def _scaled_weights(query, key, excess, shift, visible, dtype):
 def _replace_rows(weights, shift, beyond, features, groups, dtype, fallback):
     """Replaces the rows that are `beyond` the span by those of the fallback.
 
-    Args:
-        weights: Tuple of arrays of shape `(..., R, C)`.
-        shift: Log-scale of the weights, of shape `(..., R)`: they are relative to
-            `exp(shift)`.
-        beyond: Booleans of shape `(..., R)`, true for rows to replace.
-        features: Tuple of the query features, the key features and the mask.
-        groups: G, query heads per key head.
-        dtype: Compute dtype of the products.
-        fallback: The function `unbounded_weights`.
-
-    Returns:
-        The weights and the shift with those rows replaced.
+    `features` are the query features, the key features and the mask. The result is the
+    weights and the shift, `(..., R)`, with those rows replaced.
     """
     query, key, mask = features
     operands = [x for x in (*query, *key) if x is not None]
@@ -135,12 +125,7 @@ def _replace_rows(weights, shift, beyond, features, groups, dtype, fallback):
         weights, shift = fallback(rows, columns, mask, groups, dtype)
         return (*weights, ops.cast(shift, weights[0].dtype))
 
-    nothing = (*weights, shift)
-    found = run_if(ops.any(beyond), rescue, nothing, operands)
-    *found, found_shift = found
-
-    chosen = tuple(
-        ops.where(ops.expand_dims(beyond, -1), a, b)
-        for a, b in zip(found, weights, strict=True)
-    )
-    return chosen, ops.where(beyond, found_shift, shift)
+    *found, found_shift = run_if(ops.any(beyond), rescue, (*weights, shift), operands)
+    rows = ops.expand_dims(beyond, -1)
+    chosen = (ops.where(rows, a, b) for a, b in zip(found, weights, strict=True))
+    return tuple(chosen), ops.where(beyond, found_shift, shift)

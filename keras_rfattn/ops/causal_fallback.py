@@ -26,8 +26,7 @@ def unbounded_weights(query, key, mask, groups, dtype):
     """Returns the weights of every query for the keys of its block up to its own token.
 
     Args:
-        query: `Features` of shape `(B, K, n, C · G, M)`; the G heads of a token are
-            adjacent rows.
+        query: `Features` of shape `(B, K, n, C · G, M)`.
         key: `Features` of shape `(B, K, n, C, M)`.
         mask: Booleans that broadcast to `(B, K, n, C)`, true for visible keys, or
             `None` if all keys are visible.
@@ -35,13 +34,15 @@ def unbounded_weights(query, key, mask, groups, dtype):
         dtype: Compute dtype of the products.
 
     Returns:
-        Tuple `(weights, shift)`. `weights` is a tuple of the weights and, for signed
-        features, of their magnitudes, each of shape `(B, K, n, C · G, C)` and relative
-        to `exp(shift)`. `shift` has shape `(B, K, n, C · G)`.
+        Tuple `(weights, shift)`. `weights` is a result of `weigh_keys`, of shape
+        `(B, K, n, C · G, C)` and relative to `exp(shift)`, which is `(B, K, n, C · G)`.
     """
     # `torch.jit.trace` records sizes as scalar tensors.
     size = int(key.log_scale.shape[-2])
-    chunk = _chunk_length(size)
+    # The smallest power of two whose square is at least the length of the block.
+    chunk = 1
+    while chunk * chunk < size:
+        chunk *= 2
     count = -(-size // chunk)
     batch, heads, blocks = ops.shape(key.log_scale)[:3]
     key = Features(key.values, masked_log_scale(key, mask))
@@ -49,7 +50,10 @@ def unbounded_weights(query, key, mask, groups, dtype):
     def cut(x, pieces, rows):
         # Heads and blocks share an axis because LiteRT and ONNX Runtime broadcast over
         # at most five axes. The batch keeps its own axis, so that both can be sharded.
-        x = _pad_rows(x, pieces * rows - int(x.shape[-2]))
+        missing = pieces * rows - int(x.shape[-2])
+        if missing:
+            zeros = ops.zeros((*ops.shape(x)[:-2], missing, x.shape[-1]), dtype=x.dtype)
+            x = ops.concatenate([x, zeros], axis=-2)
         return ops.reshape(x, (batch, heads * blocks, pieces, rows, x.shape[-1]))
 
     query = query.of_tokens(lambda x: cut(x, count, chunk * groups))
@@ -59,7 +63,11 @@ def unbounded_weights(query, key, mask, groups, dtype):
     keys = key.of_tokens(lambda x: cut(x, 1, count * chunk))
     far, far_shift = _earlier_chunks(query, keys, chunk_of_key < number, dtype)
     keys = key.of_tokens(lambda x: cut(x, count, chunk))
-    own, own_shift = _own_chunk(*(x.of_tokens(_join_chunks) for x in (query, keys)))
+
+    def join_chunks(x):
+        return ops.reshape(x, (batch, heads * blocks * count, *x.shape[-2:]))
+
+    own, own_shift = _own_chunk(*(x.of_tokens(join_chunks) for x in (query, keys)))
     own_shift = ops.reshape(own_shift, ops.shape(far_shift))
 
     shift = elementwise_max(far_shift, own_shift)
@@ -81,34 +89,12 @@ def unbounded_weights(query, key, mask, groups, dtype):
     return weights, whole(ops.expand_dims(shift, -1))[..., 0]
 
 
-def _join_chunks(x):
-    """Reshapes `(B, L, n, R, M)` to `(B, L · n, R, M)`."""
-    batch, blocks, chunks, rows, width = ops.shape(x)
-    return ops.reshape(x, (batch, blocks * chunks, rows, width))
-
-
-def _chunk_length(size):
-    """Returns the smallest power of two whose square is at least a block's length."""
-    chunk = 1
-    while chunk * chunk < size:
-        chunk *= 2
-    return chunk
-
-
 def _earlier_chunks(query, key, is_earlier, dtype):
     """Returns the weights for the keys of earlier chunks, and their shift.
 
-    A chunk has c tokens and a block n chunks; L is heads times blocks.
-
-    Args:
-        query: `Features` of shape `(B, L, n, c · G, M)`.
-        key: `Features` of shape `(B, L, 1, n · c, M)`.
-        is_earlier: Booleans of shape `(n, n · c)`, true for the keys of earlier chunks.
-        dtype: Compute dtype of the products.
-
-    Returns:
-        Tuple of a tuple of weights `(B, L, n, c · G, n · c)`, and the shift of shape
-        `(B, L, n, c · G)`.
+    L is heads times blocks; a block has n chunks of c tokens. From queries
+    `(B, L, n, c · G, M)`, keys `(B, L, 1, n · c, M)` and booleans `(n, n · c)`, this
+    computes weights `(B, L, n, c · G, n · c)` and the shift `(B, L, n, c · G)`.
     """
     log_scale = where(ops.expand_dims(is_earlier, -1), key.log_scale, LOWEST)
     maximum = ops.stop_gradient(largest_of(log_scale, axis=-2))
@@ -125,10 +111,8 @@ def _earlier_chunks(query, key, is_earlier, dtype):
 def _own_chunk(query, key):
     """Returns weights `(B, L, c · G, c)` for keys of the own chunk, and their shift.
 
-    Args:
-        query: `Features` of shape `(B, L, c · G, M)`; L counts heads, blocks and
-            chunks.
-        key: `Features` of shape `(B, L, c, M)`.
+    Queries have shape `(B, L, c · G, M)` and keys `(B, L, c, M)`, where L counts heads,
+    blocks and chunks.
     """
     rows, columns = (int(x.log_scale.shape[-2]) for x in (query, key))
     token = repeat_each(ops.arange(columns), rows // columns)
@@ -150,14 +134,8 @@ def weigh_keys(query, rows, key, shift):
     """Returns the weights of every query for every key, `(..., R, S)`.
 
     Signed features give a tuple of the weights and their magnitudes, exponential ones a
-    tuple of the weights alone.
-
-    Args:
-        query: `Features` of shape `(..., R, M)`.
-        rows: The expanded query features, relative to `exp(shift)`, of shape
-            `(..., R, M)`.
-        key: `Features` of shape `(..., S, M)`.
-        shift: Array of shape `(..., R)`.
+    tuple of the weights alone. `rows` are the query features expanded relative to
+    `exp(shift)`.
     """
     columns = key.expand(0, rows.dtype)
     weights = accumulated_matmul(rows, columns, transpose_b=True)
@@ -179,11 +157,3 @@ def weigh_values(weights, mask, value, shift):
     denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
     bound = ops.sum(weights[1], axis=-1) if len(weights) > 1 else denominator
     return Reading(shift, numerator, denominator, bound)
-
-
-def _pad_rows(x, count):
-    """Adds `count` zero (or false) rows at the end of axis -2."""
-    if count == 0:
-        return x
-    zeros = ops.zeros((*ops.shape(x)[:-2], count, x.shape[-1]), dtype=x.dtype)
-    return ops.concatenate([x, zeros], axis=-2)

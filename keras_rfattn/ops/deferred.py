@@ -118,6 +118,11 @@ class Exponents(NamedTuple):
         """The number of features per token."""
         return self.vectors.shape[-1]
 
+    def of_tokens(self, function):
+        """Returns `Exponents` of tokens that a function has moved."""
+        common = None if self.common is None else function(self.common)
+        return self._replace(x=function(self.x), common=common)
+
     def hidden(self, mask):
         """Returns `Exponents`, heads first, in which hidden keys are at `LOWEST`."""
         if mask is None:

@@ -54,7 +54,7 @@ class Softmax:
     has_offset = False
 
     def __call__(self, query, key, visible):
-        """Returns `(weights, shift)` of shapes `(..., R, S)` and `(..., R)`."""
+        """Returns the weights and the shift."""
         return _exponentiate(_products(query, key), visible)
 
 
@@ -83,7 +83,7 @@ class Polynomial:
     has_offset = True
 
     def __call__(self, query, key, visible):
-        """Returns `(weights, shift)` of shapes `(..., R, S)` and `(..., R)`."""
+        """Returns the weights and the shift, as those of `Softmax`."""
         (query, query_scale), (key, key_scale) = unit(query), unit(key)
         products = _products(query, key)
         scale = query_scale + ops.swapaxes(key_scale, -1, -2)
@@ -118,15 +118,10 @@ def unit(x):
 
 
 def read_exactly(kernel, query, key, value, visible):
-    """Returns the `Reading` of queries, keys and values by the kernel.
+    """Returns the `Reading` of queries `(..., R, H)` by a kernel.
 
-    Args:
-        kernel: `Softmax()` or `Polynomial(degree)`.
-        query: Array of shape `(..., R, H)`.
-        key: Array of shape `(..., S, H)`.
-        value: Array of shape `(..., S, V)`.
-        visible: Boolean array that broadcasts to `(..., R, S)`, or `None` if all keys
-            are visible.
+    `visible` are booleans that broadcast to `(..., R, S)`, or `None` if all S keys are
+    visible.
     """
     weights, shift = kernel(query, key, visible)
     rounded = ops.cast(weights, value.dtype)
@@ -184,10 +179,8 @@ def exact_attention(
     visible = None if mask is None else ops.expand_dims(mask, -2)
     if causal:
         tokens = repeat_each(ops.arange(length), groups)
-        past = ops.expand_dims(
-            (ops.expand_dims(tokens, 1) >= ops.expand_dims(ops.arange(length), 0)),
-            (0, 1),
-        )
+        past = ops.expand_dims(tokens, 1) >= ops.expand_dims(ops.arange(length), 0)
+        past = ops.expand_dims(past, (0, 1))
         if prefix_mask is not None:
             past = past | ops.expand_dims(heads_mask(prefix_mask), -2)
         # LiteRT has no logical `and` for arrays with five axes.
@@ -214,18 +207,7 @@ class _Whole(NamedTuple):
 def softmax_attention(query, key, value, key_mask=None, causal=False, prefix_mask=None):
     """Computes `softmax(q · k) v` over the visible keys in O(T · S).
 
-    Args:
-        query: Scaled queries of shape `(B, T, N, H)`.
-        key: Scaled keys of shape `(B, S, K, H)`.
-        value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
-        key_mask: Optional array of shape `(B, S)`, true for visible keys.
-        causal: Whether query i sees only keys `j <= i`.
-        prefix_mask: Optional array of shape `(B, S)`, true for keys that all queries
-            see although attention is causal.
-
-    Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
-        0.
+    The arguments and the result are those of `exact_attention` with `Softmax()`.
 
     Examples:
         >>> from keras_rfattn import ops

@@ -117,24 +117,11 @@ def interpret_mask(mask, query_length, key_length, causal=False):
 
 
 def check_lengths(mask, query_length, key_length):
-    """Checks that padding masks have a column for each token.
-
-    Args:
-        mask: `AttentionMask`.
-        query_length: T, number of queries.
-        key_length: S, number of keys.
-
-    Raises:
-        ValueError: If a mask has another shape.
-    """
-    masks = {
-        "query_mask": (mask.query_mask, query_length),
-        "key_mask": (mask.key_mask, key_length),
-    }
-    for name, (x, length) in masks.items():
-        if x is None:
+    """Raises `ValueError` unless padding masks have a column for each token."""
+    for name, length in (("query_mask", query_length), ("key_mask", key_length)):
+        if getattr(mask, name) is None:
             continue
-        shape = tuple(x.shape)
+        shape = tuple(getattr(mask, name).shape)
         # Lengths that are not known yet may have any value.
         is_open = not all(isinstance(n, int) for n in (*shape[1:], length))
         if len(shape) != 2 or not (is_open or shape[1] in (1, length)):
@@ -145,12 +132,7 @@ def check_lengths(mask, query_length, key_length):
 
 
 def check_prefix(mask, options):
-    """Checks that the options and the mask can be combined with a prefix.
-
-    Raises:
-        ValueError: If the mask has a prefix, and is not causal or asks for something
-            that does not work with a prefix.
-    """
+    """Raises `ValueError` if the mask has a prefix and something excludes a prefix."""
     asked = {
         "window": options.window is not None,
         "segment_ids": mask.segment_ids is not None,
@@ -204,6 +186,12 @@ def needed(key_mask):
     if key_mask is None or known_true(key_mask):
         return None
     return key_mask
+
+
+def first_visible(key_mask):
+    """Returns the position `(B, 1)` of a row's first visible key; T if it has none."""
+    hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
+    return ops.sum(ops.cast(hidden, "int32"), axis=1, keepdims=True)
 
 
 def heads_mask(key_mask):

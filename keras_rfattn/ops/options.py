@@ -56,28 +56,19 @@ class Options:
     softmax_heads: tuple = ()
 
     def __post_init__(self):
-        if self.block_size is not None and not _is_positive_integer(self.block_size):
-            raise ValueError(
-                "`block_size` must be a positive integer or `None`. "
-                f"Received: block_size={self.block_size!r}."
-            )
-        if self.window is not None and not _is_positive_integer(self.window):
-            raise ValueError(
-                "`window` must be a positive number of tokens or `None`. "
-                f"Received: window={self.window!r}."
-            )
-        if self.max_segments is not None and not _is_positive_integer(
-            self.max_segments
-        ):
-            raise ValueError(
-                "`max_segments` must be a positive integer or `None`. "
-                f"Received: max_segments={self.max_segments!r}."
-            )
-        if self.temperature is not None and not _is_positive(self.temperature):
-            raise ValueError(
-                "`temperature` must be a positive number or `None`. "
-                f"Received: temperature={self.temperature!r}."
-            )
+        kinds = {
+            "block_size": ("integer", _is_positive_integer),
+            "window": ("number of tokens", _is_positive_integer),
+            "max_segments": ("integer", _is_positive_integer),
+            "temperature": ("number", _is_positive),
+        }
+        for name, (kind, is_valid) in kinds.items():
+            value = getattr(self, name)
+            if value is not None and not is_valid(value):
+                raise ValueError(
+                    f"`{name}` must be a positive {kind} or `None`. "
+                    f"Received: {name}={value!r}."
+                )
         object.__setattr__(self, "softmax_heads", _heads(self.softmax_heads))
         if self.implementation not in IMPLEMENTATIONS:
             raise ValueError(
@@ -96,16 +87,14 @@ class Options:
             )
         for field in dataclasses.fields(self):
             # NumPy scalars cannot be written to a config.
-            if isinstance(getattr(self, field.name), np.generic):
-                plain = getattr(self, field.name).item()
-                object.__setattr__(self, field.name, plain)
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
 
     @property
     def block_length(self):
         """The `block_size`, or the default for the device if it is `None`."""
-        if self.block_size is not None:
-            return self.block_size
-        return default_block_size()
+        return default_block_size() if self.block_size is None else self.block_size
 
     @classmethod
     def take(cls, arguments):

@@ -51,17 +51,11 @@ class Layout(NamedTuple):
 
 
 def layout(segment_ids, max_segments=None):
-    """Computes the `Layout` of packed rows.
+    """Returns the `Layout` of packed rows.
 
-    Args:
-        segment_ids: Integers of shape `(B, T)`; the tokens of a row with the same id
-            form a text.
-        max_segments: Largest number of texts in a row. It is required if the values of
-            `segment_ids` are unknown, inside a compiled function: then each row takes
-            the room of that many texts of T tokens.
-
-    Returns:
-        A `Layout`.
+    Tokens of a row with the same id in `segment_ids`, `(B, T)`, form a text. Inside a
+    compiled function, where the ids are unknown, each row takes the room of
+    `max_segments` texts of T tokens.
 
     Raises:
         ValueError: If a row has more texts than `max_segments`, or if `max_segments` is
@@ -75,10 +69,8 @@ def layout(segment_ids, max_segments=None):
     rank = ops.cumsum(ops.pad(begins, ((0, 0), (1, 0))), axis=1)
     texts, most = _sizes(rank, length, max_segments)
 
-    members = ops.cast(
-        ops.expand_dims(rank, -1) == ops.arange(texts, dtype="int32"), "int32"
-    )
-    counts = ops.sum(members, axis=1)
+    members = ops.expand_dims(rank, -1) == ops.arange(texts, dtype="int32")
+    counts = ops.sum(ops.cast(members, "int32"), axis=1)
     starts = ops.cumsum(counts, axis=1) - counts
     places = ops.arange(most, dtype="int32")
     tokens = elementwise_min(ops.expand_dims(starts, -1) + places, length - 1)

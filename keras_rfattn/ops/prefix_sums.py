@@ -53,11 +53,10 @@ def _without_loop(blocks, start):
     """
     batch, heads, count = ops.shape(blocks[0])[:3]
 
-    def merged(x, axes):
-        return ops.reshape(x, (batch * heads, *ops.shape(x)[axes:]))
+    def merged(x):
+        return ops.reshape(x, (batch * heads, *ops.shape(x)[2:]))
 
-    blocks = Sums(*(merged(x, 2) for x in blocks))
-    start = Sums(*(merged(x, 2) for x in start))
+    blocks, start = (Sums(*map(merged, sums)) for sums in (blocks, start))
     prefix = _before(blocks, start, count, LEVELS)
     last = merge_sums(*(Sums(*(y[:, -1] for y in x)) for x in (prefix, blocks)))
 

@@ -10,10 +10,17 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_rfattn.backend import representable
-from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask
-from keras_rfattn.ops.sums import Sums, admit, merge_sums, normalize, read, summarize
+from keras_rfattn.ops.sums import (
+    Sums,
+    admit,
+    merge_sums,
+    no_sums,
+    normalize,
+    read,
+    summarize,
+)
 
 
 class State(NamedTuple):
@@ -64,15 +71,9 @@ def init_state(batch_size, num_kv_heads, feature_dim, value_dim, scale_dim=None)
         >>> tuple(state.numerator.shape), int(state.position[0])
         ((1, 2, 8, 16), 0)
     """
-    lead = (batch_size, num_kv_heads)
-    scale_dim = feature_dim if scale_dim is None else scale_dim
-    return State(
-        ops.zeros((*lead, scale_dim), dtype="float32") + LOWEST,
-        ops.zeros((*lead, value_dim, feature_dim), dtype="float32"),
-        ops.zeros((*lead, feature_dim), dtype="float32"),
-        ops.zeros((*lead, scale_dim), dtype="float32"),
-        ops.zeros((batch_size,), dtype="int32"),
-    )
+    lead = batch_size, num_kv_heads
+    sums = no_sums(lead, feature_dim, value_dim, scale_dim or feature_dim)
+    return State(*sums, ops.zeros((batch_size,), dtype="int32"))
 
 
 def extend_state(state, key_features, value, key_mask=None):
@@ -97,14 +98,9 @@ def extend_state(state, key_features, value, key_mask=None):
         >>> int(state.position[0])
         10
     """
-    num_kv_heads = value.shape[2]
-    value = representable(value)
-    key = heads_first(key_features, num_kv_heads)
-    mask = heads_mask(key_mask)
-    new = summarize(*admit(key, split_heads(value, num_kv_heads), mask), mask)
-    return to_state(
-        merge_sums(to_sums(state), new), state.position + count_visible(value, key_mask)
-    )
+    new = sum_tokens(key_features, value, key_mask)
+    position = state.position + count_visible(value, key_mask)
+    return to_state(merge_sums(to_sums(state), new), position)
 
 
 def read_state(state, query_features, dtype=None):
@@ -131,14 +127,19 @@ def read_state(state, query_features, dtype=None):
     """
     num_kv_heads = state.numerator.shape[1]
     query = heads_first(query_features, num_kv_heads).compute()
-    sums = to_sums(state)
     dtype = dtype or "float32"
     products = "float32" if dtype == "float16" else dtype
-    reading = read(sums, query, products)
-    output = normalize(reading, query)
+    output = normalize(read(to_sums(state), query, products), query)
     num_heads = query_features.num_heads
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(merge_heads(output, num_heads, length), dtype)
+
+
+def sum_tokens(key_features, value, key_mask):
+    """Returns the `Sums` of keys and values of the shapes that `extend_state` takes."""
+    num_kv_heads, mask = value.shape[2], heads_mask(key_mask)
+    value = split_heads(representable(value), num_kv_heads)
+    return summarize(*admit(heads_first(key_features, num_kv_heads), value, mask), mask)
 
 
 def to_sums(state):

@@ -7,28 +7,26 @@ from keras import ops
 
 from keras_rfattn.backend import accumulated_matmul, largest_of, where
 from keras_rfattn.ops.layout import heads_first, split_heads
-from keras_rfattn.ops.masks import heads_mask
+from keras_rfattn.ops.masks import first_visible, heads_mask
 from keras_rfattn.ops.sums import Reading, combine, normalize, query_shift
 
 
 def kernel_rows(kernel, query, key, visible):
-    """Returns the normalized attention weights of a kernel.
+    """Returns the normalized attention weights `(B, K, R · G, S)` of a kernel.
+
+    The G query heads of a token are adjacent. A row that sees no key is 0.
 
     Args:
         kernel: `ops.kernel_attention.Softmax()` or `Polynomial(degree)`.
         query: Scaled queries of shape `(B, R, N, H)`.
         key: Scaled keys of shape `(B, S, K, H)`.
         visible: Boolean array that broadcasts to `(B, K, R · G, S)`.
-
-    Returns:
-        Array of shape `(B, K, R · G, S)`, with the G query heads of a token adjacent. A
-        row that sees no key is 0.
     """
     return normalize(_by_kernel(kernel, query, key, visible), kernel)
 
 
 def feature_rows(query_features, key_features, visible, key_mask=None, local=None):
-    """Returns the normalized attention weights that features imply.
+    """Returns the normalized attention weights that features imply, as `kernel_rows`.
 
     Args:
         query_features: `Features` of R queries, of shape `(B, R, N, M)`.
@@ -39,10 +37,6 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
         local: Optional tuple `(kernel, query, key, near)`. The first three are
             arguments of `kernel_rows`; `near` is a boolean array that broadcasts to
             `(B, K, R · G, S)`, true for keys that are weighed by the kernel itself.
-
-    Returns:
-        Array of shape `(B, K, R · G, S)`, with the G query heads of a token adjacent. A
-        row that sees no key is 0.
     """
     num_kv_heads, mask = key_features.num_heads, heads_mask(key_mask)
     query = heads_first(query_features, num_kv_heads).compute()
@@ -53,16 +47,16 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
     lifted = query._replace(log_scale=query.log_scale + maximum)
     far = visible if local is None else visible & ~local[-1]
 
-    def products(method, *dtype):
-        rows = getattr(lifted, method)(ops.expand_dims(shift, -1), *dtype)
-        columns = getattr(key, method)(maximum, *dtype)
+    def products(method):
+        dtype = query.log_scale.dtype
+        rows = getattr(lifted, method)(ops.expand_dims(shift, -1), dtype)
+        columns = getattr(key, method)(maximum, dtype)
         return where(far, accumulated_matmul(rows, columns, transpose_b=True), 0)
 
-    dtype = query.log_scale.dtype
-    weights = products("expand", dtype)
+    weights = products("expand")
     denominator = bound = ops.sum(weights, axis=-1)
     if query.is_signed:
-        bound = ops.sum(products("magnitudes", dtype), axis=-1)
+        bound = ops.sum(products("magnitudes"), axis=-1)
         bound = bound * (query.width if query.shares_scale else 1)
     reading = Reading(shift, weights, denominator, bound)
     if local is not None:
@@ -89,13 +83,11 @@ def nearby(key_mask, rows, length, window, sliding=False, causal=False):
     positions = ops.expand_dims(ops.arange(length, dtype="int32"), 0)
     rows = ops.expand_dims(ops.cast(rows, "int32"), 0)
     if key_mask is not None:
-        hidden = ops.cumsum(ops.cast(key_mask, "int32"), axis=1) == 0
-        first = ops.expand_dims(ops.sum(ops.cast(hidden, "int32"), axis=1), 1)
+        first = first_visible(key_mask)
         # Positions before the first visible key count as after the end.
         positions, rows = ((x - first) % length for x in (positions, rows))
-    apart = ops.expand_dims((positions // window), 1) - ops.expand_dims(
-        (rows // window), 2
-    )
+    positions, rows = positions // window, rows // window
+    apart = ops.expand_dims(positions, 1) - ops.expand_dims(rows, 2)
     least, most = (-1, 0 if causal else 1) if sliding else (0, 0)
     return (apart >= least) & (apart <= most)
 

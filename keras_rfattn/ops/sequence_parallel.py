@@ -7,8 +7,6 @@ devices before it and its own tokens one by one. With a window, the tokens next 
 stretch come from its neighbours, and are left out of the sums that it reads.
 """
 
-import functools
-
 import keras
 from keras import ops
 
@@ -23,32 +21,17 @@ from keras_rfattn.backend.mesh import (
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.deferred import Deferred
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.layout import take_apart
-from keras_rfattn.ops.recurrent import (
-    State,
-    extend_state,
-    init_state,
-    read_state,
-    to_sums,
-)
-from keras_rfattn.ops.windows import all_windows, causal_windows
+from keras_rfattn.ops.recurrent import State, read_state, sum_tokens, to_state, to_sums
+from keras_rfattn.ops.sums import Sums, no_sums, rebase
+from keras_rfattn.ops.windows import Local, in_windows
 
 
 def sequence_axis(query_length, key_length, options, is_causal):
-    """Returns the mesh and axis over which Keras divides sequences, or `None`.
+    """Returns the mesh and the axis over which Keras divides sequences.
 
-    The result is `None` if no distribution divides sequences, or if the shapes do not
-    allow it.
-
-    Args:
-        query_length: Number of queries; it must be divisible by the number of devices.
-        key_length: Number of keys; it must be divisible by the number of devices.
-        options: `Options`. With a window, each stretch must be long enough to hold the
-            windows that its neighbours need.
-        is_causal: Whether query i sees only keys `j <= i`.
-
-    Returns:
-        `(mesh, axis)`: a `jax.sharding.Mesh` and the name of an axis, or `None`.
+    The result is a `jax.sharding.Mesh` and the name of an axis. It is `None` if no
+    distribution divides sequences, if the lengths are not divisible by the number of
+    devices, or if a stretch does not hold the windows that its neighbours need.
     """
     distribution = keras.distribution.distribution()
     # Only `distribution.SequenceParallel`, which needs JAX, has such an axis.
@@ -68,54 +51,39 @@ def sequence_axis(query_length, key_length, options, is_causal):
     return mesh, axis
 
 
-def over_devices(
-    query, key, value, local, key_mask, options, is_causal, mesh, axis
-):  # fmt: skip
+def over_devices(query, key, value, local, key_mask, options, is_causal, mesh, axis):
     """Computes `bidirectional`, `causal` or `local_attention` over an axis of a mesh.
 
-    Args:
-        query: `Deferred` features of shape `(B, T, N, M)`.
-        key: `Deferred` features of shape `(B, S, K, M)`.
-        value: Array of shape `(B, S, K, V)`.
-        local: `Local`, if the options have a window, else `None`.
-        key_mask: Array of shape `(B, S)`, true for visible keys, or `None`.
-        options: `Options`.
-        is_causal: Whether query i sees only keys `j <= i`.
-        mesh: `jax.sharding.Mesh`; the compiler handles its other axes.
-        axis: Name of the axis over which T and S are divided.
-
-    Returns:
-        Array of shape `(B, T, N, V)`, divided over the devices as the queries are.
+    `query` and `key` are `Deferred` features. `local` is `None` if the options have no
+    window. The output `(B, T, N, V)` is divided over the devices as the queries are.
+    The compiler handles the other axes of the `jax.sharding.Mesh`.
     """
-    kernel = None if local is None else local.kernel
-    tokens = None if local is None else (local.query, local.key)
+    kernel, tokens = None, ()
+    if local is not None:
+        kernel, tokens = local.kernel, (local.query, local.key)
     call = compiled(
         _over_devices, functions=(query.function, key.function), kernel=kernel,
         options=options, is_causal=is_causal, mesh=mesh, axis=axis,
     )  # fmt: skip
-    arrays = query.x, key.x, value, key_mask, tokens
+    arrays = query.x, key.x, value, key_mask, *tokens
     return call(arrays, (query.parameters, key.parameters))
 
 
 def _over_devices(
     arrays, parameters, functions, kernel, options, is_causal, mesh, axis
 ):
-    body = _stretch
-    if options.window is not None:
-        body = functools.partial(_windowed_stretch, kernel=kernel)
-
     def on_a_device(arrays, parameters):
         query, key, *arrays = arrays
-        query = Deferred(functions[0], query, parameters[0])
-        key = Deferred(functions[1], key, parameters[1])
-        return body(
-            query, key, *arrays, options=options, is_causal=is_causal, axis=axis
-        )
+        sides = zip(functions, (query, key), parameters, strict=True)
+        arrays = [*(Deferred(*side) for side in sides), *arrays]
+        if kernel is None:
+            return _stretch(*arrays, options, is_causal, axis)
+        return _windowed_stretch(*arrays, kernel, options, is_causal, axis)
 
     return on_each_device(on_a_device, mesh, axis, arrays, parameters)
 
 
-def _stretch(query, key, value, mask, _, options, is_causal, axis):
+def _stretch(query, key, value, mask, options, is_causal, axis):
     """Returns the output for the queries of one device."""
     every = gathered(_summed(key.compute(), value, mask), axis)
     if not is_causal:
@@ -127,8 +95,8 @@ def _stretch(query, key, value, mask, _, options, is_causal, axis):
 
 
 def _windowed_stretch(
-    query, key, value, mask, tokens, kernel, options, is_causal, axis
-):  # fmt: skip
+    query, key, value, mask, near_query, near_key, kernel, options, is_causal, axis
+):
     """Returns the output for the queries of one device, with a window."""
     place, size = place_of(axis)
     (batch, length), window = ops.shape(value)[:2], options.window
@@ -171,36 +139,25 @@ def _windowed_stretch(
         return take_tokens(with_neighbours(x), ops.clip(source, 0, total - 1))
 
     visible = lay_out(mask) & (source >= 0) & (source < total)
-    features = (x._replace(x=lay_out(x.x)) for x in (query, key))
-    arrays, functions = zip(*map(take_apart, features), strict=True)
-    tokens = map(lay_out, (value, *tokens))
-    attend = causal_windows if is_causal else all_windows
-    output = attend(
-        *arrays, *tokens, visible, earlier=beyond, functions=functions, kernel=kernel,
-        window=window, sliding=options.sliding,
-    )  # fmt: skip
-    output = output[0] if is_causal else output
+    features = [x.of_tokens(lay_out) for x in (query, key)]
+    value, *tokens = map(lay_out, (value, near_query, near_key))
+    local = Local(*tokens, kernel, window, options.sliding)
+    output, _ = in_windows(features, value, local, is_causal, visible, beyond)
     return take_tokens(output, moved + left + ops.arange(length)[None])
 
 
 def _summed(features, value, mask):
-    """Returns the first four arrays of the `State` of some tokens, or of no token."""
-    none = init_state(
-        ops.shape(value)[0], value.shape[2], features.width, value.shape[-1],
-        features.log_scale.shape[-1],
-    )  # fmt: skip
+    """Returns the `Sums` of some tokens, or of no token, in float32."""
     if not value.shape[1]:
-        return none[:4]
-    return extend_state(none, features, value, mask)[:4]
+        sizes = features.width, value.shape[-1], features.log_scale.shape[-1]
+        return no_sums((ops.shape(value)[0], value.shape[2]), *sizes)
+    return to_state(sum_tokens(features, value, mask), None)[:4]
 
 
 def _merged(states, which):
-    """Merges some of the given states into one `State`; its position is 0.
+    """Merges states, stacked to shape `(n, B, ...)`, into one `State` of position 0.
 
-    Args:
-        states: Maximum, numerator, normalizer and magnitude as in `State`, stacked to
-            shape `(n, B, ...)`.
-        which: Booleans of shape `(n,)`, true for states to merge; `None` merges all.
+    The booleans `which`, `(n,)`, are true for states to merge; `None` merges all.
     """
 
     def some(x, other):
@@ -208,14 +165,7 @@ def _merged(states, which):
             return x
         return ops.where(ops.reshape(which, (-1, *(1,) * (len(x.shape) - 1))), x, other)
 
-    maximum = some(states[0], LOWEST)
-    numerator, normalizer, magnitude = (some(x, 0) for x in states[1:])
-    highest = largest_of(maximum, axis=0)
-    factor = ops.exp(maximum - highest)
-    return State(
-        highest,
-        ops.sum(numerator * factor[..., None, :], axis=0),
-        ops.sum(normalizer * factor, axis=0),
-        ops.sum(magnitude * factor, axis=0),
-        ops.zeros(ops.shape(highest)[:1], "int32"),
-    )
+    sums = Sums(some(states[0], LOWEST), *(some(x, 0) for x in states[1:]))
+    highest = largest_of(sums.maximum, axis=0)
+    totals = (ops.sum(x, axis=0) for x in rebase(sums, highest)[1:])
+    return State(highest, *totals, ops.zeros(ops.shape(highest)[:1], "int32"))

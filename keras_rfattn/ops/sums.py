@@ -53,31 +53,18 @@ class Reading(NamedTuple):
 
 
 def admit(key, value, mask=None):
-    """Computes key features and hides masked rows, as `summarize` needs them.
+    """Computes key features `(..., S, M)` and hides masked rows, for `summarize`.
 
-    Args:
-        key: Features of shape `(..., S, M)`, heads first.
-        value: Array of shape `(..., S, V)`.
-        mask: Boolean array of shape `(..., S)`, true for visible keys; hidden keys and
-            values may hold anything. `None` if all keys are visible.
-
-    Returns:
-        Tuple of `Features` and values.
+    Keys and values that the booleans `mask`, `(..., S)`, hide may hold anything.
     """
     return key.hidden(mask).compute(), hide(value, mask)
 
 
 def summarize(key, value, mask=None):
-    """Sums keys and values over the S tokens.
+    """Returns the `Sums` over S tokens, in float32 (float64 for float64 features).
 
-    Args:
-        key: `Features` of shape `(..., S, M)`, as returned by `admit`.
-        value: Array of shape `(..., S, V)`, as returned by `admit`; its dtype is the
-            compute dtype.
-        mask: The mask given to `admit`.
-
-    Returns:
-        `Sums`, in float32 (float64 for float64 features).
+    `key` and `value` are results of `admit`, and `mask` is the mask given to it. The
+    dtype of `value` is the compute dtype.
     """
     maximum = ops.stop_gradient(largest_of(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
@@ -101,14 +88,8 @@ def summarize(key, value, mask=None):
 def merge_sums(a, b):
     """Returns the sums over two disjoint sets of keys together."""
     maximum = elementwise_max(a.maximum, b.maximum)
-    left, right = ops.exp(a.maximum - maximum), ops.exp(b.maximum - maximum)
-    return Sums(
-        maximum,
-        a.numerator * ops.expand_dims(left, -2)
-        + b.numerator * ops.expand_dims(right, -2),
-        a.normalizer * left + b.normalizer * right,
-        a.magnitude * left + b.magnitude * right,
-    )
+    pairs = zip(rebase(a, maximum)[1:], rebase(b, maximum)[1:], strict=True)
+    return Sums(maximum, *(x + y for x, y in pairs))
 
 
 def cast_sums(sums, like):
@@ -133,22 +114,13 @@ def query_shift(query, maximum):
     return ops.stop_gradient(largest_of(exponent, axis=-1))
 
 
-def read(sums, query, dtype, shift=None):
-    """Computes what queries see in `sums`.
+def read(sums, query, dtype):
+    """Returns the `Reading` of `sums` by query `Features` `(..., R, M)`.
 
-    Args:
-        sums: `Sums` with leading dimensions `(...)`.
-        query: `Features` of shape `(..., R, M)`.
-        dtype: Compute dtype of the products.
-        shift: Array of shape `(..., R)`, at least `query_shift(query, maximum)`. `None`
-            uses that value.
-
-    Returns:
-        A `Reading` relative to `exp(shift)`.
+    `dtype` is the compute dtype of the products.
     """
     raised = query.raised(ops.expand_dims(sums.maximum, -2))
-    if shift is None:
-        shift = ops.stop_gradient(largest_of(raised.log_scale, axis=-1))
+    shift = ops.stop_gradient(largest_of(raised.log_scale, axis=-1))
     rows = raised.expand(ops.expand_dims(shift, -1), dtype)
     return look_up(sums, raised, rows, shift)
 
@@ -156,15 +128,8 @@ def read(sums, query, dtype, shift=None):
 def look_up(sums, query, rows, shift):
     """Computes `read` for queries whose exponents already contain the sums' maxima.
 
-    Args:
-        sums: `Sums` with leading dimensions `(...)`.
-        query: `Features` of shape `(..., R, M)`; their exponents are used for signed
-            features only.
-        rows: The expanded features, relative to `exp(shift)`, in the compute dtype.
-        shift: Array of shape `(..., R)`.
-
-    Returns:
-        A `Reading` relative to `exp(shift)`.
+    `rows` are the features expanded relative to `exp(shift)`, in the compute dtype. The
+    exponents of `query` are used for signed features only.
     """
     wide, dtype = wide_dtype(sums.numerator), rows.dtype
     last = ops.cast(ops.expand_dims(sums.normalizer, -2), wide)
@@ -202,16 +167,9 @@ def combine(a, b):
 
 
 def normalize(reading, features, dtype=None):
-    """Divides the numerator by the `guarded` denominator; 0 for a row that sees no key.
+    """Divides the numerator by the `guarded` denominator: `(..., R, V)`.
 
-    Args:
-        reading: A `Reading`.
-        features: The features or kernel of the reading; their `is_signed` and
-            `has_offset` are used.
-        dtype: Dtype of the result; the numerator's by default.
-
-    Returns:
-        Array of shape `(..., R, V)`.
+    A row that sees no key is 0. The dtype of the result is the numerator's by default.
     """
     dtype = reading.numerator.dtype if dtype is None else dtype
     return quotient(reading.numerator, guarded(reading, features), dtype)
@@ -220,20 +178,16 @@ def normalize(reading, features, dtype=None):
 def guarded(reading, features):
     """Returns the denominator of each row, `(..., R, 1)`; 1 for one that sees no key.
 
-    The denominator of a positive map is returned as it is. A signed map's denominator D
-    can come near 0 by cancellation. With `bound = Σ_j Σ_m exp(log_scale_i +
-    log_scale_j)` (every |value| taken as 1) it is replaced by
+    `features` are the features, or the kernel, of the reading. A positive map's
+    denominator is returned as it is. A signed map's denominator D can come near 0 by
+    cancellation. With `bound = Σ_j Σ_m exp(log_scale_i + log_scale_j)` (every |value|
+    taken as 1) it is replaced by
 
         sign(D) · max(|D|, GUARD · bound),  sign(0) = 1
 
     This needs only sums, so all algorithms agree. The 1 in the denominator of
     polynomial attention becomes `exp(-shift)` here, because everything is relative to
     `exp(shift)`.
-
-    Args:
-        reading: A `Reading`.
-        features: The features or kernel of the reading; their `is_signed` and
-            `has_offset` are used.
     """
     denominator = reading.denominator
     if features.is_signed:
@@ -250,12 +204,27 @@ def guarded(reading, features):
     return ops.expand_dims(where(seen, denominator, 1), -1)
 
 
-def no_sums(key, value):
-    """Returns the sums over no key; `key` and `value` give the shapes and dtypes."""
-    lead, dtype, scale = ops.shape(value)[:2], wide_dtype(value), key.log_scale
+def no_sums(lead, width, value_dim, scale_dim, dtype="float32", scale_dtype="float32"):
+    """Returns the sums over no key, for leading sizes `lead`.
+
+    The maximum has `scale_dtype`, and the other arrays have `dtype`.
+    """
     return Sums(
-        ops.zeros((*lead, scale.shape[-1]), dtype=scale.dtype) + LOWEST,
-        ops.zeros((*lead, value.shape[-1], key.width), dtype=dtype),
-        ops.zeros((*lead, key.width), dtype=dtype),
-        ops.zeros((*lead, scale.shape[-1]), dtype=dtype),
+        ops.zeros((*lead, scale_dim), dtype=scale_dtype) + LOWEST,
+        ops.zeros((*lead, value_dim, width), dtype=dtype),
+        ops.zeros((*lead, width), dtype=dtype),
+        ops.zeros((*lead, scale_dim), dtype=dtype),
     )
+
+
+def no_sums_of(key, value):
+    """Returns the sums over no key, in the shapes and dtypes of those over `key`."""
+    scale, dtype = key.log_scale, wide_dtype(value)
+    sizes = key.width, value.shape[-1], scale.shape[-1]
+    return no_sums(ops.shape(value)[:2], *sizes, dtype, scale.dtype)
+
+
+def emptied(sums):
+    """Returns the sums over no key, in the shapes and dtypes of other sums."""
+    rest = (ops.zeros_like(x) for x in sums[1:])
+    return Sums(ops.zeros_like(sums.maximum) + LOWEST, *rest)

@@ -19,7 +19,6 @@ from keras_rfattn.backend import (
     take_along,
     where,
 )
-from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide
@@ -27,7 +26,9 @@ from keras_rfattn.ops.sums import (
     Sums,
     admit,
     combine,
+    emptied,
     merge_sums,
+    no_sums,
     normalize,
     read,
     summarize,
@@ -42,14 +43,10 @@ class LocalState(NamedTuple):
     last (n is 1, or 2 with `sliding`).
 
     Attributes:
-        maximum: Array of shape `(B, K, n + 1, M)`, or with 1 for M if features share
-            one scale: the largest exponent so far of each feature, float32.
-        numerator: Array of shape `(B, K, n + 1, V, M)`: Σ v φ(k)ᵀ relative to
-            `exp(maximum)`, float32.
-        normalizer: Array of shape `(B, K, n + 1, M)`: Σ φ(k) relative to
-            `exp(maximum)`, float32.
-        magnitude: Array in the shape of `maximum`: Σ exp(log_scale) relative to
-            `exp(maximum)`, float32.
+        maximum: As in `State`, with an axis of n + 1 windows: `(B, K, n + 1, M or 1)`.
+        numerator: As in `State`: `(B, K, n + 1, V, M)`, float32.
+        normalizer: As in `State`: `(B, K, n + 1, M)`, float32.
+        magnitude: As in `State`: an array in the shape of `maximum`, float32.
         key: Array of shape `(B, K, n · window, H)`: scaled keys of the near windows,
             float32.
         value: Array of shape `(B, K, n · window, V)`: values of the near windows.
@@ -105,14 +102,11 @@ def init_local_state(
         ((1, 2, 2, 8, 16), (1, 2, 4, 8))
     """
     near = 2 if sliding else 1
-    lead = (batch_size, num_kv_heads, near + 1)
-    scale_dim = feature_dim if scale_dim is None else scale_dim
-    kept = (batch_size, num_kv_heads, near * window)
+    lead = batch_size, num_kv_heads
+    kept = *lead, near * window
+    sizes = feature_dim, value_dim, scale_dim or feature_dim
     return LocalState(
-        ops.zeros((*lead, scale_dim), dtype="float32") + LOWEST,
-        ops.zeros((*lead, value_dim, feature_dim), dtype="float32"),
-        ops.zeros((*lead, feature_dim), dtype="float32"),
-        ops.zeros((*lead, scale_dim), dtype="float32"),
+        *no_sums((*lead, near + 1), *sizes),
         ops.zeros((*kept, head_dim), dtype="float32"),
         ops.zeros((*kept, value_dim), dtype=dtype),
         ops.zeros((batch_size, near * window), dtype="bool"),
@@ -146,25 +140,18 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
         >>> int(state.position[0])
         10
     """
-    num_kv_heads, near = value.shape[2], state.maximum.shape[2] - 1
-    window = state.key.shape[2] // near
-    new = ops.ones(ops.shape(value)[:2], "bool")
-    new = new if key_mask is None else ops.cast(key_mask, "bool")
-    passed = ops.ones_like(new) if passed is None else passed
-    elapsed = ops.sum(ops.cast(passed, "int32"), axis=1)
-    moved = Move(state.position, new, elapsed, window, near)
-
+    moved = Move(state, ops.shape(value)[:2], key_mask, passed)
+    num_kv_heads, new = value.shape[2], moved.new
     features = heads_first(key_features, num_kv_heads).compute()
     value, key = (split_heads(x, num_kv_heads) for x in (value, key))
     wide = representable(value)
-    old = [sums_at(state, i) for i in range(near + 1)]
-    empty = sums_at(_empty_like(state), 0)
-    sums = []
-    for place in range(near + 1):
+    old = [sums_at(state, i) for i in range(moved.near + 1)]
+    empty, sums = emptied(old[0]), []
+    for place in range(moved.near + 1):
         tokens, mask = (features, wide), new & (moved.place == place)
-        if place and not fits(moved.length, window):
+        if place and not fits(moved.length, moved.window):
             # Sums the few tokens of one window instead of all tokens of a long chunk.
-            index, exists = moved.window(place)
+            index, exists = moved.in_window(place)
             mask = take_along(new, index, axis=1) & exists
             index = ops.expand_dims(index, (1, 3))
 
@@ -175,95 +162,95 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
         mask = heads_mask(mask)
         total = summarize(*admit(*tokens, mask), mask)
         for origin, part in enumerate(old):
-            stays = moved.place_of(origin) == place
+            # A window moves towards place 0, where all far windows are summed.
+            stays = elementwise_max(origin - moved.shift, 0) == place
             total = merge_sums(total, _where(stays, part, empty))
-        sums.append([ops.cast(x, "float32") for x in total])
-    return LocalState(
-        *(ops.stack(parts, axis=2) for parts in zip(*sums, strict=True)),
-        moved.keep(state.key, hide(key, ops.expand_dims(new, 1))),
-        moved.keep(state.value, hide(value, ops.expand_dims(new, 1))),
-        moved.keep(
-            ops.expand_dims(state.visible, (1, 3)), ops.expand_dims(new, (1, 3))
-        )[:, 0, :, 0]
-        & moved.exists,
-        moved.position,
-    )
+        sums.append(total)
+    new = ops.expand_dims(new, 1)
+    visible = ops.expand_dims(state.visible, (1, 3)), ops.expand_dims(new, 3)
+    return to_local_state(
+        sums, moved.keep(state.key, hide(key, new)),
+        moved.keep(state.value, hide(value, new)),
+        moved.keep(*visible)[:, 0, :, 0] & moved.exists, moved.position,
+    )  # fmt: skip
 
 
 class Move:
     """The new places of the tokens and windows of each row after tokens are added.
 
-    Args:
-        position: Integers of shape `(B,)`: number of tokens so far.
-        new: Booleans of shape `(B, S)`: which added tokens are visible.
-        elapsed: Integers of shape `(B,)`: how many of the added tokens count.
-        window: Number of tokens in a window.
-        near: Number of near windows.
+    Positions of tokens are counted from the first visible token of their row.
+
+    `shape` is `(B, S)`, the batch size and the number of added tokens. The other
+    arguments are those of `extend_local_state`.
     """
 
-    def __init__(self, position, new, elapsed, window, near):
-        self.near, self.size, length = near, window, ops.shape(new)[1]
-        found = ops.any(new, axis=1)
-        hidden = ops.where(
-            found, ops.cast(ops.argmax(ops.cast(new, "int32"), 1), "int32"), elapsed
-        )
-        skipped = where(position > 0, 0, hidden)
-        self.length, self.offset = length, position - skipped
-        self.elapsed, self.position = elapsed, position + elapsed - skipped
+    def __init__(self, state, shape, key_mask, passed):
+        self.near, self.length = state.maximum.shape[2] - 1, shape[1]
+        self.window = window = state.key.shape[2] // self.near
+        new = ops.ones(shape, "bool")
+        self.new = new = new if key_mask is None else ops.cast(key_mask, "bool")
+        passed = ops.ones_like(new) if passed is None else passed
+        elapsed = ops.sum(ops.cast(passed, "int32"), axis=1)
+        first = ops.cast(ops.argmax(ops.cast(new, "int32"), 1), "int32")
+        hidden = ops.where(ops.any(new, axis=1), first, elapsed)
+        # Tokens before the first visible one have positions below 0.
+        offset = state.position - where(state.position > 0, 0, hidden)
+        self.position = offset + elapsed
         before, own = (
-            elementwise_max(x - 1, 0) // window for x in (position, self.position)
+            elementwise_max(x - 1, 0) // window for x in (state.position, self.position)
         )
-        self.before, self.own, self.shift = before, own, own - before
-        added = (
-            ops.expand_dims(position, 1)
-            - ops.expand_dims(skipped, 1)
-            + ops.arange(length, dtype="int32")
-        )
-        # A token's entry on axis 2 of the sums: 0 before the near windows, then 1 to n.
-        self.place = clip(added // window - ops.expand_dims(own, 1) + near, 0, near)
-        # Tokens in the slots of the new near windows: their positions since the first
-        # visible token, and their index among the old slots followed by the added
-        # tokens.
-        slots = ops.expand_dims(ops.arange(near * window, dtype="int32"), 0)
-        token = (ops.expand_dims(own, 1) - near + 1) * window + slots
-        self.exists = (token >= 0) & (token < ops.expand_dims(self.position, 1))
-        kept = slots + ops.expand_dims(self.shift, 1) * window
-        came = (
-            near * window
-            + token
-            - ops.expand_dims(position, 1)
-            + ops.expand_dims(skipped, 1)
-        )
-        source = ops.where(token < ops.expand_dims(position, 1), kept, came)
-        self.source = clip(source, 0, near * window + length - 1)
+        self.shift = own - before
 
-    def window(self, place):
+        # Columns `(B, 1)`: the number of tokens so far and of those that count now, the
+        # position of the first added token, and of the first slot before and after.
+        starts = ((x - self.near + 1) * window for x in (before, own))
+        columns = state.position, elapsed, offset, *starts
+        self.old, self.elapsed, self.offset, self.start, self.new_start = (
+            ops.expand_dims(x, 1) for x in columns
+        )
+        # Positions of the tokens in the slots of the new near windows, and which exist.
+        slots = ops.arange(self.near * window, dtype="int32")
+        self.slots = self.new_start + slots
+        self.exists = self.counts(self.slots)
+        self.kept = self.source(self.slots, self.start, self.near * window)
+        # Positions of the added tokens, and their entries on axis 2 of the sums: 0
+        # before the near windows, then 1 to n.
+        self.added = self.offset + ops.arange(self.length, dtype="int32")
+        place = (self.added - self.new_start) // window + 1
+        self.place = clip(place, 0, self.near)
+
+    def counts(self, position):
+        """Returns which positions `(B, ·)` are those of tokens."""
+        return (position >= 0) & (position < ops.expand_dims(self.position, 1))
+
+    def source(self, position, start, kept):
+        """Returns indices of tokens among `kept` old ones from `start` on, and new."""
+        came = kept + position - self.offset
+        found = ops.where(position < self.old, position - start, came)
+        return clip(found, 0, kept + self.length - 1)
+
+    def in_window(self, place):
         """Returns indices `(B, window)` of a window's added tokens, and which exist."""
-        start = (self.own - self.near + place) * self.size - self.offset
-        index = ops.expand_dims(start, 1) + ops.arange(self.size, dtype="int32")
-        exists = (index >= 0) & (index < ops.expand_dims(self.elapsed, 1))
+        part = slice((place - 1) * self.window, place * self.window)
+        index = self.slots[:, part] - self.offset
+        exists = (index >= 0) & (index < self.elapsed)
         return clip(index, 0, self.length - 1), exists
-
-    def place_of(self, origin):
-        """Returns the new place `(B,)` of a window that was at place `origin`."""
-        return elementwise_max(origin - self.shift, 0)
 
     def keep(self, old, new):
         """Returns the near slots `(B, K, n · window, ·)`, from old slots and tokens."""
         both = ops.concatenate([old, ops.cast(new, old.dtype)], axis=2)
-        return take_along(both, ops.expand_dims(self.source, (1, 3)), axis=2)
+        return take_along(both, ops.expand_dims(self.kept, (1, 3)), axis=2)
+
+
+def to_local_state(sums, *rest):
+    """Returns the `LocalState` with the `Sums` of far windows and of each near one."""
+    sums = (ops.stack(parts, axis=2) for parts in zip(*sums, strict=True))
+    return LocalState(*(ops.cast(x, "float32") for x in sums), *rest)
 
 
 def sums_at(state, place):
     """Returns the `Sums` at one place of axis 2."""
     return Sums(*(x[:, :, place] for x in state[:4]))
-
-
-def _empty_like(state):
-    """Returns the state before any token, with the shapes of the given one."""
-    return LocalState(
-        ops.zeros_like(state.maximum) + LOWEST, *(ops.zeros_like(x) for x in state[1:])
-    )
 
 
 def _where(rows, a, b):

@@ -1,29 +1,42 @@
-"""Attention in windows whose first window begins at the first token of the sequence.
+"""Exact attention nearby and features beyond, with one normalizer over both.
 
-Attention is exact inside a window, and uses sums of features for the other windows.
-`local_attention`, chunks of new tokens after a state, and the stretches of several
-devices are built from it.
+The sequence of each row is cut into windows of `window` tokens, counted from its first
+visible key. A query weighs the keys of its own window by the kernel itself, and those
+of all other windows by features. With `sliding` the window before its own is exact too
+(without causality also the one after), so that a query sees at least `window` keys
+exactly. A sequence that fits one window is exact attention.
+
+Nothing is subtracted from a sum over all keys, because that would cancel: the sum over
+the keys outside a window is computed from the keys before it and the keys after it.
+
+`in_windows` also computes chunks of new tokens after a state, and the stretches of
+several devices.
+
+This is the local exact part of PolySketchFormer (Kacham et al., 2024, section 3.2), for
+every kernel that can be computed.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
 from keras_rfattn.backend import (
     by_heads,
+    compiled,
+    fits,
     fold,
     leading,
     product,
     repeat_each,
     representable,
     shifted,
+    take_tokens,
     where,
 )
 from keras_rfattn.ops.deferred import Deferred
-from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.kernel_attention import read_exactly
+from keras_rfattn.ops.kernel_attention import exact_attention, read_exactly
 from keras_rfattn.ops.layout import (
     block_mask,
     block_tokens,
@@ -34,20 +47,52 @@ from keras_rfattn.ops.layout import (
     merge_heads,
     one_block,
     split_heads,
+    take_apart,
 )
-from keras_rfattn.ops.masks import hide, needed
+from keras_rfattn.ops.masks import first_visible, hide, needed
+from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.sums import (
     Sums,
     admit,
     cast_sums,
     combine,
+    emptied,
     merge_sums,
-    no_sums,
+    no_sums_of,
     normalize,
     read,
     summarize,
 )
+
+
+class Local(NamedTuple):
+    """The tokens and the kernel for the exact part of attention.
+
+    Attributes:
+        query: Scaled queries of shape `(B, T, N, H)`.
+        key: Scaled keys of shape `(B, S, K, H)`.
+        kernel: `Softmax()` or `Polynomial(degree)`: the kernel that the features
+            estimate.
+        window: Positive integer, the number of tokens in a window.
+        sliding: Whether the windows next to a query's own are exact too.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> rng = np.random.default_rng(0)
+        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
+        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
+        >>> local = ops.Local(
+        ...     query=value, key=value, kernel=ops.Softmax(), window=4)
+        >>> tuple(ops.local_attention(phi, phi, value, local).shape)
+        (1, 10, 2, 8)
+    """
+
+    query: Any
+    key: Any
+    kernel: Any
+    window: int
+    sliding: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +100,9 @@ class Windows:
     """The settings of windowed attention, and its computation.
 
     Attributes:
-        kernel: `Softmax()` or `Polynomial(degree)`: the kernel that the features
-            estimate.
+        kernel: The kernel of `Local`.
         size: Number of tokens in a window, C.
-        groups: G, query heads per key head, which are adjacent rows of a token.
+        groups: G, query heads per key head.
         sliding: Whether the windows next to a query's own are exact too.
         is_causal: Whether a query sees no key after its own token.
     """
@@ -76,17 +120,11 @@ class Windows:
         return range(-1 if self.sliding else 0, 2 if after else 1)
 
     def cut(self, query, key, value, mask):
-        """Cuts tokens into n windows: returns `(query, key, value, exists)`.
+        """Cuts tokens, heads first, into n windows: `(query, key, value, exists)`.
 
-        Args:
-            query: Array of shape `(B, K, T · G, H)`.
-            key: Array of shape `(B, K, T, H)`.
-            value: Array of shape `(B, K, T, V)`.
-            mask: Booleans of shape `(B, 1, n, C)`, or `None` if all keys exist.
-
-        Returns:
-            Queries `(B, K, n, C · G, H)`, keys and values `(B, K, n, C, ·)` in which
-            hidden rows are 0, and booleans `(B, 1, n, C, 1)` of the keys that exist.
+        `mask` has shape `(B, 1, n, C)`. The results are queries `(B, K, n, C · G, H)`,
+        keys and values `(B, K, n, C, ·)` in which hidden rows are 0, and booleans
+        `(B, 1, n, C, 1)` of the keys that exist.
         """
         query = cut_blocks(query, self.size, self.groups)
         key, value = (hide(cut_blocks(x, self.size), mask) for x in (key, value))
@@ -100,17 +138,10 @@ class Windows:
         return found[0] if len(found) == 1 else ops.concatenate(found, axis=3)
 
     def answer(self, sums, features, query, key, value, mask, is_all, dtype):
-        """Returns the output, from sums for far windows and exactly for those nearby.
+        """Returns the output in `dtype`, from `sums` of far windows and keys nearby.
 
-        Args:
-            sums: `Sums` of what is far from each window.
-            features: `Features` of the queries of shape `(B, K, n, C · G, M)`.
-            query: Queries of shape `(B, K, n, C · G, H)`.
-            key: Keys nearby, as returned by `beside`.
-            value: Values nearby, as returned by `beside`.
-            mask: Booleans nearby, as returned by `beside`.
-            is_all: Whether no key is hidden.
-            dtype: Dtype of the result.
+        `key`, `value` and `mask` are results of `beside`. `is_all` says that no key is
+        hidden.
         """
         far = read(sums, features, value.dtype)
         visible = self.visible(mask, is_all)
@@ -118,25 +149,18 @@ class Windows:
         return normalize(combine(far, near), features, dtype)
 
     def visible(self, mask, is_all):
-        """Returns which keys nearby each query sees, `None` if it sees all of them.
-
-        Args:
-            mask: Booleans nearby, as returned by `beside`.
-            is_all: Whether no key is hidden.
-        """
-        within = self._within() if self.is_causal else None
+        """Returns which keys nearby each query sees, `None` if it sees all of them."""
+        within = None
+        if self.is_causal:
+            token = repeat_each(ops.arange(self.size), self.groups)
+            keys = ops.arange(self.size * len(self.nearby)) + self.size * self.nearby[0]
+            within = ops.expand_dims(token, 1) >= ops.expand_dims(keys, 0)
         # Windows next to a query's own may be zeros before the start or after the end.
         if is_all and within is None and len(self.nearby) == 1:
             return None
         visible = ops.swapaxes(mask, -1, -2)
         # LiteRT has no logical `and` for arrays with five axes.
         return visible if within is None else where(within, visible, False)
-
-    def _within(self):
-        """Returns `(C · G, C · len(nearby))` booleans: keys not after the query."""
-        token = repeat_each(ops.arange(self.size), self.groups)
-        keys = ops.arange(self.size * len(self.nearby)) + self.size * self.nearby[0]
-        return ops.expand_dims(token, 1) >= ops.expand_dims(keys, 0)
 
     def __call__(self, query_features, key_features, query, key, value, mask, earlier):
         """Computes all windows of some heads, without causality: `(B, K, T · G, V)`."""
@@ -158,10 +182,7 @@ class Windows:
 
     def elsewhere(self, own, earlier=None):
         """Returns each window's `Sums` over `earlier` and all windows not `nearby`."""
-        none = Sums(
-            ops.zeros_like(own.maximum[:, :, 0]) + LOWEST,
-            *(ops.zeros_like(x[:, :, 0]) for x in own[1:]),
-        )
+        none = emptied(Sums(*(x[:, :, 0] for x in own)))
         left, right = (_moved(own, none, self.nearby[i]) for i in (0, -1))
         start = none if earlier is None else cast_sums(earlier, none)
         before, _ = prefix_sums(left, start)
@@ -169,32 +190,117 @@ class Windows:
         return merge_sums(before, _reversed(after))
 
 
-def all_windows(
-    query_features, key_features, value, query, key, mask, earlier=None,
-    *, functions, kernel, window, sliding,
-):  # fmt: skip
-    """Computes `local_attention` without causality; the first token begins a window.
-
-    The arguments are those of `local_attention`, with features taken apart by
-    `layout.take_apart` and the fields of `Local` passed separately.
+def from_first_visible(key_mask, causal=False):
+    """Returns functions that rotate rows so that the first visible key comes first.
 
     Args:
-        query_features: Query features of shape `(B, T, N, M)`, or their arrays.
-        key_features: Key features of shape `(B, T, K, M)`, or their arrays.
-        value: Array of shape `(B, T, K, V)`.
-        query: Scaled queries of shape `(B, T, N, H)`.
-        key: Scaled keys of shape `(B, T, K, H)`.
-        mask: Optional booleans of shape `(B, T)`, true for visible keys.
-        earlier: Optional `Sums` of keys outside all windows, which all queries see.
-        functions: Functions that compute the query and key features from their arrays;
-            `None` if the features are computed.
-        kernel: The kernel that the features estimate.
-        window: Number of tokens in a window.
-        sliding: Whether the windows next to a query's own are exact too.
+        key_mask: Array of shape `(B, T)`.
+        causal: Whether the output of queries before the first visible key is set to 0,
+            because they were rotated behind all keys.
 
     Returns:
-        Array of shape `(B, T, N, V)`.
+        `(turn, turn_back)`: functions of arrays `(B, T, ...)`, and of an output.
     """
+    length, first = ops.shape(key_mask)[1], first_visible(key_mask)
+    positions = ops.expand_dims(ops.arange(length, dtype="int32"), 0)
+    forward, back = (positions + first) % length, (positions - first) % length
+
+    def turn_back(output):
+        output = take_tokens(output, back)
+        if not causal:
+            return output
+        return where(ops.expand_dims(positions >= first, (2, 3)), output, 0)
+
+    return lambda x: take_tokens(x, forward), turn_back
+
+
+def local_attention(
+    query_features, key_features, value, local, key_mask=None, causal=False
+):
+    """Computes self-attention that is exact within windows and uses features beyond.
+
+    Args:
+        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred` features.
+        key_features: `Features` of shape `(B, T, K, M)`, or `Deferred` features.
+        value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
+        local: `Local` with the scaled queries and keys, the kernel and the window.
+        key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden keys
+            and values may hold anything.
+        causal: Whether query i sees only keys `j <= i`.
+
+    Returns:
+        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
+        0. If attention is not causal, tokens before the first visible key, which are
+        padding, count as being after the end.
+
+    Raises:
+        ValueError: If the window is not a positive integer, or if queries and keys have
+            different lengths.
+
+    Examples:
+        >>> from keras_rfattn import ops
+        >>> rng = np.random.default_rng(0)
+        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
+        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
+        >>> local = ops.Local(
+        ...     query=value, key=value, kernel=ops.Softmax(), window=4)
+        >>> output = ops.local_attention(phi, phi, value, local, causal=True)
+        >>> bool(np.allclose(output[:, 0], value[:, 0], atol=1e-5))
+        True
+    """
+    query, key, kernel, window, sliding = local
+    Options(window=window, sliding=sliding)
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            "A `window` needs self-attention, where queries and keys are the same "
+            f"tokens. Received: window={window}, {query.shape[1]} queries and "
+            f"{key.shape[1]} keys. Leave cross-attention out (`exclude=`)."
+        )
+    if fits(key.shape[1], window):
+        return exact_attention(query, key, value, kernel, key_mask, causal)
+    features = query_features, key_features
+    if key_mask is None:
+        return in_windows(features, value, local, causal)[0]
+    turn, turn_back = from_first_visible(key_mask, causal)
+    local = local._replace(query=turn(query), key=turn(key))
+    features = [x.of_tokens(turn) for x in features]
+    output, _ = in_windows(features, turn(value), local, causal, turn(key_mask))
+    return turn_back(output)
+
+
+def in_windows(
+    features, value, local, is_causal, mask=None, earlier=None, far_mask=None
+):
+    """Computes `local_attention` of rows whose first token begins a window.
+
+    Args:
+        features: Query features `(B, T, N, M)` and key features `(B, T, K, M)`.
+        value: Array of shape `(B, T, K, V)`.
+        local: `Local`.
+        is_causal: Whether query i sees only keys `j <= i`.
+        mask: Optional booleans of shape `(B, T)`, true for visible keys.
+        earlier: Optional `Sums` of keys outside all windows, which all queries see.
+        far_mask: Booleans of shape `(B, T)`, true for keys that may be summed; `mask`
+            if `None`. Only causal attention takes them.
+
+    Returns:
+        The output of shape `(B, T, N, V)`. With causality, also the `Sums` of all keys
+        that a window after the last one would not weigh exactly, else `None`.
+    """
+    arrays, functions = zip(*map(take_apart, features), strict=True)
+    call = compiled(
+        _causal_windows if is_causal else _all_windows, functions=functions,
+        kernel=local.kernel, window=local.window, sliding=local.sliding,
+    )  # fmt: skip
+    arrays = *arrays, value, local.query, local.key, mask, earlier
+    return call(*arrays, far_mask) if is_causal else (call(*arrays), None)
+
+
+def _all_windows(
+    query_features, key_features, value, query, key, mask, earlier,
+    functions, kernel, window, sliding,
+):  # fmt: skip
+    """Computes `in_windows` without causality, of features that are taken apart."""
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
     pairs = zip((query_features, key_features), functions, strict=True)
@@ -212,32 +318,11 @@ def all_windows(
     return ops.cast(merge_heads(output, num_heads, length), dtype)
 
 
-def causal_windows(
-    query_features, key_features, value, query, key, mask, far_mask=None, earlier=None,
-    *, functions, kernel, window, sliding,
+def _causal_windows(
+    query_features, key_features, value, query, key, mask, earlier, far_mask,
+    functions, kernel, window, sliding,
 ):  # fmt: skip
-    """Computes causal `local_attention`; the first token begins a window.
-
-    Args:
-        query_features: Query features of shape `(B, T, N, M)`, or their arrays.
-        key_features: Key features of shape `(B, T, K, M)`, or their arrays.
-        value: Array of shape `(B, T, K, V)`.
-        query: Scaled queries of shape `(B, T, N, H)`.
-        key: Scaled keys of shape `(B, T, K, H)`.
-        mask: Optional booleans of shape `(B, T)`, true for visible keys.
-        far_mask: Booleans of shape `(B, T)`, true for keys that may be summed; `mask`
-            if `None`.
-        earlier: Optional `Sums` of keys outside all windows, which all queries see.
-        functions: Functions that compute the query and key features from their arrays;
-            `None` if the features are computed.
-        kernel: The kernel that the features estimate.
-        window: Number of tokens in a window.
-        sliding: Whether the windows next to a query's own are exact too.
-
-    Returns:
-        The output of shape `(B, T, N, V)`, and the `Sums` of all keys that a window
-        after the last one would not weigh exactly.
-    """
+    """Computes causal `in_windows`, of features that are taken apart."""
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
     windows = Windows(kernel, window, groups, sliding, True)
@@ -248,8 +333,9 @@ def causal_windows(
     hidden = block_mask(mask, length, window)
     tokens = [split_heads(x, num_kv_heads) for x in (query, key, representable(value))]
     query, key, value, exists = windows.cut(*tokens, hidden)
-    summed = exists if far_mask is None else block_mask(far_mask, length, window)
-    summed = summed if far_mask is None else ops.expand_dims(summed, -1)
+    summed = exists
+    if far_mask is not None:
+        summed = ops.expand_dims(block_mask(far_mask, length, window), -1)
     rows = far_query, query, *map(windows.beside, (key, value, exists))
 
     def beyond(offset):
@@ -270,7 +356,7 @@ def causal_windows(
         output = windows.answer(before, features, *rows, is_all, dtype)
         return tuple(last), block_tokens(output, num_heads)
 
-    start = no_sums(compute_key(one_block(far_key)), value)
+    start = no_sums_of(compute_key(one_block(far_key)), value)
     start = start if earlier is None else cast_sums(earlier, start)
     blocks = beyond(windows.nearby[0]), rows
     last, found = fold(forward, tuple(start), blocks)

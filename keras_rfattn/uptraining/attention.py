@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.backend import with_gradient
-from keras_rfattn.layers.interceptor import Interceptor
+from keras_rfattn.layers.call_context import Interceptor
 from keras_rfattn.layers.recording import progress, recording, run
 from keras_rfattn.ops import Softmax
 from keras_rfattn.ops.layout import split_heads

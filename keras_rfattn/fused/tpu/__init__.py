@@ -5,5 +5,4 @@ stay in the chip's own memory, in the forward and in the backward pass. This pac
 imported only if it is asked for.
 """
 
-from keras_rfattn.fused.tpu.attention import Side as Side
 from keras_rfattn.fused.tpu.attention import attention as attention

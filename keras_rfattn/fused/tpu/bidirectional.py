@@ -9,12 +9,14 @@ from jax.experimental import pallas as pl
 from keras_rfattn.fused.tpu.blocks import (
     ORDER,
     State,
-    accumulate,
     add,
     at_start,
+    backward,
+    backward_of_keys,
+    backward_of_queries,
     block,
+    clear,
     divided,
-    dot,
     exponents,
     float32,
     look_up,
@@ -23,56 +25,53 @@ from keras_rfattn.fused.tpu.blocks import (
     visible_keys,
     whole,
 )
+from keras_rfattn.fused.tpu.passes import Columns, Rows
 from keras_rfattn.ops.features import LOWEST
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
-def bidirectional(query, key, value, term, query_vectors, key_vectors, query_bias,
-                  key_bias, size):  # fmt: skip
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def bidirectional(rows, columns, parameters, size):
     """Computes linear attention by exponential features, without causality.
 
     The arguments are those of `causal`, but queries and keys may have different
     lengths, each a multiple of `size`.
     """
-    return _forward(
-        query, key, value, term, query_vectors, key_vectors, query_bias, key_bias, size
-    )[0]
+    return _save(rows, columns, parameters, size)[0]
 
 
-def _call(kernel, rows, size, inputs, out_specs, out_shape):
-    """Runs a kernel over blocks; the first `rows` of `inputs` are cut into blocks."""
-    batch, heads = inputs[0].shape[:2]
+def _call(kernel, size, cut, whole_inputs, out_tokens, out_shared):
+    """Runs a kernel over blocks of the arrays `cut`; others are whole at every step."""
+    batch, heads, length = cut[0].shape[:3]
     return pl.pallas_call(
-        kernel, grid=(batch, heads, inputs[0].shape[2] // size),
-        in_specs=[
-            *(block(size, x.shape[-1]) for x in inputs[:rows]),
-            *map(whole, inputs[rows:]),
+        kernel, grid=(batch, heads, length // size),
+        in_specs=[*(block(size, x.shape[-1]) for x in cut), *map(whole, whole_inputs)],
+        out_specs=[
+            *(block(size, x.shape[-1]) for x in out_tokens), *map(whole, out_shared)
         ],
-        out_specs=out_specs, out_shape=out_shape, compiler_params=ORDER,
-    )(*inputs)  # fmt: skip
+        out_shape=[*out_tokens, *out_shared], compiler_params=ORDER,
+    )(*cut, *whole_inputs)  # fmt: skip
 
 
-def _sums(batch, heads, width, value_dim):
-    """Returns the shapes of a `State` as outputs."""
-    rows = 1, value_dim, 1
-    return [float32(batch, heads, n, width) for n in rows]
-
-
-def _forward(query, key, value, term, query_vectors, key_vectors, query_bias, key_bias,
-             size):  # fmt: skip
-    shapes = _sums(*key.shape[:2], key_vectors.shape[-1], value.shape[-1])
+def _save(rows, columns, parameters, size):
+    """Returns the result of `bidirectional`, and what `_gradient` needs."""
+    query, (key, _, value, term) = rows.query, columns
+    query_vectors, key_vectors, query_bias, key_bias = parameters
     state = _call(
-        _sum_kernel, 3, size, (key, value, term, key_vectors, key_bias),
-        list(map(whole, shapes)), shapes,
+        _sum_kernel, size, (key, value, term), (key_vectors, key_bias), [],
+        _sums(key, key_vectors, value),
     )  # fmt: skip
-    widths = value.shape[-1], 1, 1
-    output = _call(
-        functools.partial(_read_kernel, dtype=value.dtype), 1, size,
-        (query, query_vectors, query_bias, *state),
-        [block(size, n) for n in widths],
-        [float32(*query.shape[:3], n) for n in widths],
+    output, shift, denominator = _call(
+        functools.partial(_read_kernel, dtype=value.dtype), size, (query,),
+        (query_vectors, query_bias, *state),
+        [float32(*query.shape[:3], n) for n in (value.shape[-1], 1, 1)], [],
     )  # fmt: skip
-    return (*output, *state)
+    return output, (rows, columns, parameters, output, shift, denominator, state)
+
+
+def _sums(key, vectors, value):
+    """Returns the shapes of a `State` as outputs."""
+    lengths = 1, value.shape[-1], 1
+    return [float32(*key.shape[:2], n, vectors.shape[-1]) for n in lengths]
 
 
 def _sum_kernel(key, value, term, vectors, bias, *state):
@@ -91,39 +90,25 @@ def _read_kernel(query, vectors, bias, maximum, numerator, normalizer, output, s
     output[...], denominator[...] = divided(found, total), total
 
 
-def _save(*arguments):
-    output, *rest = _forward(*arguments)
-    return output, (*arguments[:-1], output, *rest)
-
-
 def _gradient(size, saved, gradient):
-    inputs, (output, shift, denominator, *state) = saved[:8], saved[8:]
-    query, key, value, term, query_vectors, key_vectors, query_bias, key_bias = inputs
+    """Returns the gradients of all arrays that `bidirectional` takes."""
+    rows, columns, parameters, output, shift, denominator, state = saved
+    query, (key, _, value, term) = rows.query, columns
     gradient = divided(gradient, denominator)
     worth = jnp.sum(gradient * output, axis=-1, keepdims=True)
-    (batch, heads), width = query.shape[:2], key_vectors.shape[-1]
-    shared = [
-        float32(batch, heads, query.shape[-1], width),
-        float32(batch, heads, 1, width),
-    ]
-    shapes = [*shared, *_sums(batch, heads, width, value.shape[-1])]
+    shared = [float32(*query.shape[:2], *x.shape[2:]) for x in parameters]
     of_query, of_query_vectors, of_query_bias, *seen = _call(
-        functools.partial(_query_kernel, dtype=value.dtype), 5, size,
-        (query, gradient, worth, shift, denominator, query_vectors, query_bias, *state),
-        [block(size, query.shape[-1]), *map(whole, shapes)],
-        [float32(*query.shape), *shapes],
+        functools.partial(_query_kernel, dtype=value.dtype), size,
+        (query, gradient, worth, shift, denominator), (*parameters[::2], *state),
+        [float32(*query.shape)], [*shared[::2], *_sums(key, parameters[1], value)],
     )  # fmt: skip
-    widths = key.shape[-1], value.shape[-1], 1
     of_key, of_value, of_term, of_key_vectors, of_key_bias = _call(
-        _key_kernel, 3, size, (key, value, term, key_vectors, key_bias, *seen),
-        [*(block(size, n) for n in widths), *map(whole, shared)],
-        [*(float32(*key.shape[:3], n) for n in widths), *shared],
+        _key_kernel, size, (key, value, term), (*parameters[1::2], *seen),
+        [float32(*x.shape) for x in (key, value, term)], shared[1::2],
     )  # fmt: skip
-    found = (
-        of_query, of_key, of_value, of_term, of_query_vectors, of_key_vectors,
-        of_query_bias, of_key_bias,
-    )  # fmt: skip
-    return tuple(summed_to(x, y) for x, y in zip(found, inputs, strict=True))
+    of_parameters = of_query_vectors, of_key_vectors, of_query_bias, of_key_bias
+    found = Rows(of_query), Columns(of_key, None, of_value, of_term), of_parameters
+    return jax.tree.map(summed_to, found, (rows, columns, parameters))
 
 
 def _query_kernel(query, gradient, worth, shift, denominator, vectors, bias, maximum,
@@ -131,30 +116,27 @@ def _query_kernel(query, gradient, worth, shift, denominator, vectors, bias, max
                   dtype):  # fmt: skip
     seen = State(*seen)
     at_start(lambda: reset(seen))
+    at_start(lambda: clear(of_vectors, of_bias))
     queries = exponents(query[...], vectors[...], bias[...])
     gradients, worths, is_seeing = gradient[...], worth[...], denominator[...] > 0
-    slope = dot(gradients.astype(dtype), numerator[...].astype(dtype), (1, 0))
-    slope = slope - worths * normalizer[...]
     relative = jnp.where(is_seeing, queries + maximum[...] - shift[...], LOWEST)
-    slope = jnp.exp(relative) * slope
-    of_query[...] = dot(slope, vectors[...], (1, 1))
-    of_x = dot(query[...].astype(jnp.float32), slope, (0, 0))
-    accumulate((of_vectors, of_bias), (of_x, jnp.sum(slope, axis=0, keepdims=True)))
+    slope = jnp.exp(relative) * backward_of_queries(
+        gradients, worths, numerator[...], normalizer[...], dtype
+    )
+    of_query[...] = backward(query, slope, vectors, of_vectors, of_bias)
     add(seen, queries - shift[...], gradients, worths, is_seeing, dtype)
 
 
 def _key_kernel(key, value, term, vectors, bias, maximum, numerator, normalizer, of_key,
                 of_value, of_term, of_vectors, of_bias):  # fmt: skip
-    dtype, visible = value.dtype, visible_keys(term[...])
+    at_start(lambda: clear(of_vectors, of_bias))
     keys = exponents(key[...], vectors[...], bias[...]) + term[...]
-    features = jnp.where(visible, jnp.exp(keys + maximum[...]), 0)
-    of_output = numerator[...].astype(dtype)
-    of_value[...] = dot(features.astype(dtype), of_output, (1, 1))
-    slope = features * (dot(value[...], of_output, (1, 0)) - normalizer[...])
-    of_key[...] = dot(slope, vectors[...], (1, 1))
+    seen = State(maximum, numerator, normalizer)
+    of_value[...], slope = backward_of_keys(
+        keys, value[...], visible_keys(term[...]), seen
+    )
+    of_key[...] = backward(key, slope, vectors, of_vectors, of_bias)
     of_term[...] = jnp.sum(slope, axis=1, keepdims=True)
-    of_x = dot(key[...].astype(jnp.float32), slope, (0, 0))
-    accumulate((of_vectors, of_bias), (of_x, jnp.sum(slope, axis=0, keepdims=True)))
 
 
 bidirectional.defvjp(_save, _gradient)

@@ -169,29 +169,36 @@ def clear(*refs):
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
-def accumulate(refs, values):
-    """Adds to outputs that all blocks of a sequence share."""
-    at_start(lambda: clear(*refs))
-    for ref, value in zip(refs, values, strict=True):
-        ref[...] += value
+def backward(x, slope, vectors, of_vectors, of_bias):
+    """Returns the gradient of tokens, and adds to those of their vectors and bias.
+
+    `slope`, `(·, M)`, is the gradient of the exponents of the tokens `x`, `(·, H)`.
+    """
+    of_vectors[...] += dot(x[...].astype(jnp.float32), slope, (0, 0))
+    of_bias[...] += jnp.sum(slope, axis=0, keepdims=True)
+    return dot(slope, vectors[...], (1, 1))
 
 
-def block(size, width, is_reversed=None):
+def backward_of_queries(gradient, worth, numerator, normalizer, dtype):
+    """Returns the gradient `(R, M)` of features that read sums over keys."""
+    slope = dot(gradient.astype(dtype), numerator.astype(dtype), (1, 0))
+    return slope - worth * normalizer
+
+
+def backward_of_keys(exponent, value, among, seen):
+    """Returns the gradients of values and exponents of the keys that are `among`.
+
+    `seen` is the `State` of the queries that see these keys.
+    """
+    features = jnp.where(among, jnp.exp(exponent + seen.maximum[...]), 0)
+    of_output = seen.numerator[...].astype(value.dtype)
+    slope = features * (dot(value, of_output, (1, 0)) - seen.normalizer[...])
+    return dot(features.astype(value.dtype), of_output, (1, 1)), slope
+
+
+def block(size, width):
     """Returns the spec of a block of `(B, K, ·, width)` at a grid step."""
-    if is_reversed is None:
-        index = lambda b, k, i: (b, k, i, 0)  # noqa: E731
-    else:
-        index = lambda b, k, i: (b, k, is_reversed - 1 - i, 0)  # noqa: E731
-    return pl.BlockSpec((None, None, size, width), index)
-
-
-def row_of_block(width, is_reversed=None):
-    """Returns the spec of a block's row `(1, width)` in `(B, K, blocks, 1, width)`."""
-    last = is_reversed
-    return pl.BlockSpec(
-        (None, None, None, 1, width),
-        lambda b, k, i: (b, k, i if last is None else last - 1 - i, 0, 0),
-    )
+    return pl.BlockSpec((None, None, size, width), lambda b, k, i: (b, k, i, 0))
 
 
 def whole(x):

@@ -1,5 +1,6 @@
 """One pass over windows: which windows a kernel reads at a step, and in what order."""
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -10,8 +11,11 @@ from keras_rfattn.fused.tpu.blocks import (
     ORDER,
     State,
     at_start,
+    clear,
+    float32,
     reset,
     state_shapes,
+    summed_to,
     whole,
 )
 
@@ -41,25 +45,22 @@ class Pass(NamedTuple):
     @property
     def keys(self):
         """Offsets of the windows whose keys a step reads: nearby, and summed next."""
-        return self._with_joining(self.nearby, self.joining)
+        is_nearby = self.joining in self.nearby
+        return self.nearby if is_nearby else (*self.nearby, self.joining)
 
     @property
     def queries(self):
-        """Offsets of the windows whose queries a step over keys reads: `-keys`."""
-        return self._with_joining(tuple(-x for x in self.nearby), -self.joining)
+        """Offsets of the windows whose queries a step over keys reads."""
+        return tuple(-x for x in self.keys)
 
     @property
     def joining(self):
         """Offset of the window to sum after a window's queries were answered."""
         return self.farther + (-1 if self.is_backward else 1)
 
-    @staticmethod
-    def _with_joining(nearby, joining):
-        return nearby if joining in nearby else (*nearby, joining)
-
 
 class Rows(NamedTuple):
-    """References to the queries of a window, R rows.
+    """Queries, or references to the R rows of queries of a window.
 
     Attributes:
         query: `(R, H)`: the queries from which features are computed.
@@ -69,19 +70,21 @@ class Rows(NamedTuple):
         worth: `(R, 1)`: what a unit of any weight costs, divided by the denominator.
         shift: `(R, 1)`: the weights are relative to `exp(shift)`.
         denominator: `(R, 1)`: sum of the weights.
+        reference: `(1, M)`: the `reference_of` the block, for causal attention.
     """
 
     query: jax.Array
-    near: jax.Array
-    common: jax.Array
+    near: jax.Array = None
+    common: jax.Array = None
     gradient: jax.Array = None
     worth: jax.Array = None
     shift: jax.Array = None
     denominator: jax.Array = None
+    reference: jax.Array = None
 
 
 class Columns(NamedTuple):
-    """References to the keys of a window, C rows: as in `causal`, with `near` added."""
+    """Keys, or references to the C keys of a window: as in `causal`, with `near`."""
 
     key: jax.Array
     near: jax.Array
@@ -89,69 +92,111 @@ class Columns(NamedTuple):
     term: jax.Array
 
 
-def run(kernel, what, groups, is_reversed, rows, row_windows, columns, key_windows,
-        parameters, of_tokens, shared):  # fmt: skip
-    """Runs a kernel over windows, from the first or from the last on.
+def run(kernel, size, is_reversed, rows, row_windows, columns, key_windows, parameters,
+        of_tokens, shared):  # fmt: skip
+    """Runs a kernel over windows or blocks, from the first or from the last on.
 
     Args:
-        kernel: Function that takes references: `Rows` by window, `Columns` by window,
-            the parameters, the outputs and the `State`.
-        what: `Pass`.
-        groups: Query heads per token.
+        kernel: Function that takes a dict by offset of `Rows` and of `Columns`, each
+            with a boolean that says whether the sequence has that window, then the
+            references to the parameters and outputs, and the `State`.
+        size: Number of tokens in a window.
         is_reversed: Whether the loop begins with the last window.
-        rows: Arrays of `Rows`.
+        rows: `Rows` of arrays `(B, K, T · G, ·)`, or `(B, K, windows, 1, ·)` for one
+            row per window.
         row_windows: Offsets of the windows whose rows are read, from the window of the
             step.
-        columns: Arrays of `Columns`.
+        columns: `Columns` of arrays `(B, K, T, ·)`.
         key_windows: Offsets of the windows whose columns are read, from the window of
             the step.
         parameters: Vectors and biases.
-        of_tokens: Shapes of outputs per token, `(B, K, T or T · G, ·)`.
-        shared: Shapes of outputs that all windows of a sequence share.
+        of_tokens: Shapes of outputs for each token or window, as those of `rows`.
+        shared: Shapes of outputs that all windows of a sequence share; the kernel adds
+            to them.
     """
-    batch, heads, length = columns[0].shape[:3]
-    count = length // what.size
+    batch, heads, length = columns.key.shape[:3]
+    count = length // size
 
     def place(i):
         return count - 1 - i if is_reversed else i
 
     def block(x, offset=0):
-        size = what.size * (x.shape[2] // length)
-
         def index(b, k, i):
             # Windows beyond either end are read but not used.
-            return b, k, jnp.clip(place(i) + offset, 0, count - 1), 0
+            here = jnp.clip(place(i) + offset, 0, count - 1)
+            return (b, k, here, 0, 0)[: x.ndim]
 
-        return pl.BlockSpec((None, None, size, x.shape[-1]), index)
+        if x.ndim == 5:
+            return pl.BlockSpec((None, None, None, *x.shape[3:]), index)
+        lengths = size * (x.shape[2] // length), x.shape[-1]
+        return pl.BlockSpec((None, None, *lengths), index)
 
+    (rows, rows_tree), (columns, columns_tree) = map(jax.tree.flatten, (rows, columns))
     inputs = [(x, block(x, i)) for i in row_windows for x in rows]
     inputs += [(x, block(x, i)) for i in key_windows for x in columns]
     inputs += [(x, whole(x)) for x in parameters]
     arrays, specs = zip(*inputs, strict=True)
-    numbers = len(rows), len(columns)
 
     def body(*refs):
         refs, current = iter(refs), place(pl.program_id(2))
 
-        def take(cls, number, windows):
+        def take(tree, windows):
             found = {}
             for window in windows:
                 there = (current + window >= 0) & (current + window < count)
-                found[window] = cls(*(next(refs) for _ in range(number))), there
+                some = itertools.islice(refs, tree.num_leaves)
+                found[window] = jax.tree.unflatten(tree, some), there
             return found
 
-        queries = take(Rows, numbers[0], row_windows)
-        keys = take(Columns, numbers[1], key_windows)
+        queries, keys = take(rows_tree, row_windows), take(columns_tree, key_windows)
         given = [next(refs) for _ in parameters]
         found = [next(refs) for _ in (*of_tokens, *shared)]
         state = State(*refs)
         at_start(lambda: reset(state))
+        at_start(lambda: clear(*found[len(of_tokens) :]))
         kernel(queries, keys, given, found, state)
 
+    value_dim = columns_tree.unflatten(columns).value.shape[-1]
     return pl.pallas_call(
         body, grid=(batch, heads, count), in_specs=list(specs),
         out_specs=[*map(block, of_tokens), *map(whole, shared)],
         out_shape=[*of_tokens, *shared],
-        scratch_shapes=state_shapes(parameters[0].shape[-1], columns[2].shape[-1]),
+        scratch_shapes=state_shapes(parameters[0].shape[-1], value_dim),
         compiler_params=ORDER,
     )(*arrays)  # fmt: skip
+
+
+def run_backward(kernels, size, is_reversed, rows, known, row_windows, columns,
+                 key_windows, parameters):  # fmt: skip
+    """Runs a kernel over queries, and one in the other direction over keys.
+
+    Args:
+        kernels: The two kernels, for the gradients of `rows` and of `columns`.
+        size: As in `run`.
+        is_reversed: Whether the loop over queries begins with the last window.
+        rows: `Rows` of the arrays that have a gradient.
+        known: `Rows` of all arrays that the kernels read.
+        row_windows: Offsets of the windows of rows that a step over keys reads.
+        columns: `Columns` of arrays.
+        key_windows: Offsets of the windows of keys that a step over queries reads.
+        parameters: As in `run`.
+
+    Returns:
+        The gradients of `(rows, columns, parameters)`.
+    """
+    shared = [float32(*rows.query.shape[:2], *x.shape[2:]) for x in parameters]
+    like_rows, like_columns = (
+        [float32(*x.shape) for x in jax.tree.leaves(side)] for side in (rows, columns)
+    )
+    *of_rows, of_query_vectors, of_query_bias = run(
+        kernels[0], size, is_reversed, known, (0,), columns, key_windows, parameters,
+        like_rows, shared[::2],
+    )  # fmt: skip
+    *of_columns, of_key_vectors, of_key_bias = run(
+        kernels[1], size, not is_reversed, known, row_windows, columns, (0,),
+        parameters, like_columns, shared[1::2],
+    )  # fmt: skip
+    of_parameters = of_query_vectors, of_key_vectors, of_query_bias, of_key_bias
+    arrays, tree = jax.tree.flatten((rows, columns, parameters))
+    found = map(summed_to, (*of_rows, *of_columns, *of_parameters), arrays)
+    return jax.tree.unflatten(tree, found)

@@ -14,7 +14,9 @@ from jax import lax
 
 from keras_rfattn.fused.tpu.blocks import (
     add,
-    at_start,
+    backward,
+    backward_of_keys,
+    backward_of_queries,
     clear,
     divided,
     dot,
@@ -22,10 +24,9 @@ from keras_rfattn.fused.tpu.blocks import (
     float32,
     look_up,
     past,
-    summed_to,
     visible_keys,
 )
-from keras_rfattn.fused.tpu.passes import Pass, run
+from keras_rfattn.fused.tpu.passes import Pass, run, run_backward
 from keras_rfattn.ops.features import LOWEST
 
 
@@ -33,8 +34,8 @@ def windowed(rows, columns, parameters, size, is_causal, is_sliding):
     """Computes attention that is exact within windows and uses features beyond.
 
     Args:
-        rows: The first three arrays of `Rows`, each of shape `(B, K, T · G, ·)`.
-        columns: The arrays of `Columns`, each of shape `(B, K, T, ·)`.
+        rows: `Rows` with `query`, `near` and `common`, each `(B, K, T · G, ·)`.
+        columns: `Columns` of arrays `(B, K, T, ·)`.
         parameters: `(query_vectors, key_vectors, query_bias, key_bias)`, as `causal`
             takes them.
         size: Number of tokens in a window; it must divide T.
@@ -47,7 +48,7 @@ def windowed(rows, columns, parameters, size, is_causal, is_sliding):
     lag = 1 if is_sliding else 0
     after = () if is_causal else tuple(range(1, lag + 1))
     first = Pass(size, (*range(-lag, 1), *after), -lag - 1, is_causal)
-    arguments = tuple(rows[:3]), tuple(columns), tuple(parameters)
+    arguments = rows, columns, parameters
     found = one_way(*arguments, first)
     if is_causal:
         return found[0]
@@ -71,12 +72,11 @@ def one_way(rows, columns, parameters, what):
 
 def _save(rows, columns, parameters, what):
     """Returns the result of `one_way`, and what `_gradient` needs."""
-    value = columns[2]
-    shape, groups = rows[0].shape[:3], rows[0].shape[2] // value.shape[2]
+    widths = columns.value.shape[-1], 1, 1
     found = run(
-        functools.partial(_forward_kernel, what=what, groups=groups),
-        what, groups, what.is_backward, rows, (0,), columns, what.keys, parameters,
-        [float32(*shape, n) for n in (value.shape[-1], 1, 1)], [],
+        functools.partial(_forward_kernel, what=what), what.size, what.is_backward,
+        rows, (0,), columns, what.keys, parameters,
+        [float32(*rows.query.shape[:3], n) for n in widths], [],
     )  # fmt: skip
     output, shift, denominator = found
     total = jnp.where(denominator > 0, shift + jnp.log(denominator), LOWEST)
@@ -89,34 +89,26 @@ def _gradient(what, saved, gradients):
     gradient, of_total = (divided(x, denominator) for x in gradients)
     # Minus the gradient of the denominator.
     worth = jnp.sum(gradient * output, axis=-1, keepdims=True) - of_total
-    groups = rows[0].shape[2] // columns[0].shape[2]
-    known = *rows, gradient, worth, shift, denominator
-    of_parameters = [float32(*rows[0].shape[:2], *x.shape[2:]) for x in parameters]
-    *of_rows, of_query_vectors, of_query_bias = run(
-        functools.partial(_query_kernel, what=what, groups=groups),
-        what, groups, what.is_backward, known, (0,), columns, what.keys, parameters,
-        [float32(*x.shape) for x in rows], of_parameters[::2],
+    known = rows._replace(
+        gradient=gradient, worth=worth, shift=shift, denominator=denominator
+    )
+    kernels = (functools.partial(x, what=what) for x in (_query_kernel, _key_kernel))
+    return run_backward(
+        tuple(kernels), what.size, what.is_backward, rows, known, what.queries, columns,
+        what.keys, parameters,
     )  # fmt: skip
-    *of_columns, of_key_vectors, of_key_bias = run(
-        functools.partial(_key_kernel, what=what, groups=groups),
-        what, groups, not what.is_backward, known, what.queries, columns, (0,),
-        parameters, [float32(*x.shape) for x in columns], of_parameters[1::2],
-    )  # fmt: skip
-    of_parameters = of_query_vectors, of_key_vectors, of_query_bias, of_key_bias
-    found = tuple(of_rows), tuple(of_columns), of_parameters
-    return jax.tree.map(summed_to, found, (rows, columns, parameters))
 
 
 one_way.defvjp(_save, _gradient)
 
 
-def _logits(rows, columns, offset, what, groups):
+def _logits(rows, columns, offset, what):
     """Returns exact logits `(R, C)` minus `common`, or `LOWEST` for keys not seen."""
     near, other = (x[...].astype(jnp.float32) for x in (rows.near, columns.near))
     found = dot(near, other, (1, 1), lax.Precision.HIGHEST) - rows.common[...]
     seen = jnp.transpose(columns.term[...]) > LOWEST / 2
     if what.is_causal and offset == 0:
-        seen = seen & past(found.shape[0], what.size, groups)
+        seen = seen & past(*found.shape, found.shape[0] // what.size)
     return jnp.where(seen, found, LOWEST)
 
 
@@ -126,7 +118,7 @@ def _weights(logits, shift, is_used):
     return jnp.where((logits > LOWEST / 2) & is_used, jnp.exp(relative), 0)
 
 
-def _forward_kernel(queries, keys, parameters, found, state, *, what, groups):
+def _forward_kernel(queries, keys, parameters, found, state, *, what):
     """Computes the output of a window of queries, then adds a window to the sums."""
     query_vectors, key_vectors, query_bias, key_bias = parameters
     (rows, _), (output, shift, denominator) = queries[0], found
@@ -134,7 +126,7 @@ def _forward_kernel(queries, keys, parameters, found, state, *, what, groups):
     lifted = exponents(rows.query[...], query_vectors[...], query_bias[...])
     lifted = lifted + state.maximum[...]
     largest = jnp.max(lifted, axis=1, keepdims=True)
-    near = {x: _logits(rows, keys[x][0], x, what, groups) for x in what.nearby}
+    near = {x: _logits(rows, keys[x][0], x, what) for x in what.nearby}
     for x, logits in near.items():
         most = jnp.max(logits, axis=1, keepdims=True)
         largest = jnp.maximum(largest, jnp.where(keys[x][1], most, LOWEST))
@@ -160,62 +152,54 @@ def _join_keys(columns_and_there, vectors, bias, state):
     add(state, exponent, value, 1.0, visible_keys(term) & there, value.dtype)
 
 
-def _query_kernel(queries, keys, parameters, found, state, *, what, groups):
+def _query_kernel(queries, keys, parameters, found, state, *, what):
     """Computes the gradients of a window of queries, of their vectors and bias."""
     query_vectors, key_vectors, query_bias, key_bias = parameters
-    of_query, of_near, of_common, of_vectors, of_bias = found
+    of_query, of_near, of_common, *of_parameters = found
     rows, _ = queries[0]
     dtype = keys[what.joining][0].value.dtype
-    gradient, worth, shift = rows.gradient[...], rows.worth[...], rows.shift[...]
     is_seeing = rows.denominator[...] > 0
     lifted = exponents(rows.query[...], query_vectors[...], query_bias[...])
-    lifted = jnp.where(is_seeing, lifted + state.maximum[...] - shift, LOWEST)
-    slope = dot(gradient.astype(dtype), state.numerator[...].astype(dtype), (1, 0))
-    slope = jnp.exp(lifted) * (slope - worth * state.normalizer[...])
-    of_query[...] = dot(slope, query_vectors[...], (1, 1))
-    at_start(lambda: clear(of_vectors, of_bias))
-    of_vectors[...] += dot(rows.query[...].astype(jnp.float32), slope, (0, 0))
-    of_bias[...] += jnp.sum(slope, axis=0, keepdims=True)
+    lifted = lifted + state.maximum[...] - rows.shift[...]
+    slope = jnp.exp(jnp.where(is_seeing, lifted, LOWEST)) * backward_of_queries(
+        rows.gradient[...], rows.worth[...], state.numerator[...],
+        state.normalizer[...], dtype,
+    )  # fmt: skip
+    of_query[...] = backward(rows.query, slope, query_vectors, *of_parameters)
     clear(of_near, of_common)
     for x in what.nearby:
         columns, there = keys[x]
-        slope = _slope(rows, columns, there, x, what, groups, dtype)[0]
+        slope, _ = _slope(rows, columns, there, x, what)
         of_near[...] += dot(slope, columns.near[...].astype(jnp.float32), (1, 0))
         of_common[...] -= jnp.sum(slope, axis=1, keepdims=True)
     _join_keys(keys[what.joining], key_vectors, key_bias, state)
 
 
-def _slope(rows, columns, there, offset, what, groups, dtype):
+def _slope(rows, columns, there, offset, what):
     """Returns the gradient of exact logits `(R, C)`, and the weights."""
-    logits = _logits(rows, columns, offset, what, groups)
+    logits, dtype = _logits(rows, columns, offset, what), columns.value.dtype
     is_used = there & (rows.denominator[...] > 0)
     weights = _weights(logits, rows.shift[...], is_used)
     benefit = dot(rows.gradient[...].astype(dtype), columns.value[...], (1, 1))
     return weights * (benefit - rows.worth[...]), weights
 
 
-def _key_kernel(queries, keys, parameters, found, state, *, what, groups):
+def _key_kernel(queries, keys, parameters, found, state, *, what):
     """Computes the gradients of a window of keys and values, of vectors and bias."""
     query_vectors, key_vectors, query_bias, key_bias = parameters
-    of_key, of_near, of_value, of_term, of_vectors, of_bias = found
+    of_key, of_near, of_value, of_term, *of_parameters = found
     columns, _ = keys[0]
-    value, dtype = columns.value[...], columns.value.dtype
-    term = columns.term[...]
+    term, dtype = columns.term[...], columns.value.dtype
     exponent = exponents(columns.key[...], key_vectors[...], key_bias[...]) + term
-    features = jnp.exp(exponent + state.maximum[...])
-    features = jnp.where(visible_keys(term), features, 0)
-    of_output = state.numerator[...].astype(dtype)
-    of_value[...] = dot(features.astype(dtype), of_output, (1, 1))
-    slope = features * (dot(value, of_output, (1, 0)) - state.normalizer[...])
-    of_key[...] = dot(slope, key_vectors[...], (1, 1))
+    of_value[...], slope = backward_of_keys(
+        exponent, columns.value[...], visible_keys(term), state
+    )
+    of_key[...] = backward(columns.key, slope, key_vectors, *of_parameters)
     of_term[...] = jnp.sum(slope, axis=1, keepdims=True)
-    at_start(lambda: clear(of_vectors, of_bias))
-    of_vectors[...] += dot(columns.key[...].astype(jnp.float32), slope, (0, 0))
-    of_bias[...] += jnp.sum(slope, axis=0, keepdims=True)
     clear(of_near)
     for x in what.nearby:
         rows, there = queries[-x]
-        slope, weights = _slope(rows, columns, there, x, what, groups, dtype)
+        slope, weights = _slope(rows, columns, there, x, what)
         of_near[...] += dot(slope, rows.near[...].astype(jnp.float32), (0, 0))
         gradient = rows.gradient[...].astype(dtype)
         of_value[...] += dot(weights.astype(dtype), gradient, (0, 0))
