@@ -213,6 +213,7 @@ def apply_config(container, entry):
         options = Options.take(dict(layer))
         site.layer.is_from_config = True
         site.layer.trained = tuple(layer["trained"])
+        site.layer.origin = layer.get("origin", "")
         change = (site, feature_map, options)
         if site.layer.built:
             changes.append(change)
@@ -236,7 +237,8 @@ def commit(model, surveyed, changes):
     """
     layers = [site.layer for site, _, _ in changes]
     for layer, (_, feature_map, _) in zip(layers, changes, strict=True):
-        swap.build_map(layer, feature_map)
+        if not feature_map.built:
+            swap.build_map(layer, feature_map)
     check_optimizers(layers, [feature_map for _, feature_map, _ in changes])
     for layer, (_, feature_map, options) in zip(layers, changes, strict=True):
         swap.make_linear(layer, feature_map, options)

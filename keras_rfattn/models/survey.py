@@ -79,7 +79,7 @@ def survey(model):
             if not isinstance(child, keras.layers.Layer) or child is layer:
                 continue
             child_path = f"{path}/{child.name}" if path else child.name
-            known_as = f"{lasting}/{_lasting_name(child)}".removeprefix("/")
+            known_as = f"{lasting}/{lasting_name(child)}".removeprefix("/")
             if id(child) in seen:
                 indices.extend(seen[id(child)])
             elif is_attention(child):
@@ -97,7 +97,8 @@ def survey(model):
     return found
 
 
-def _lasting_name(layer):
+def lasting_name(layer):
+    """Returns the name of a layer; automatic names lose their number."""
     # Keras makes automatic names from the class name in snake case.
     words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", original_class(layer).__name__)
     automatic = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()

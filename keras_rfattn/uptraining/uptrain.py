@@ -185,12 +185,18 @@ def _run(model, layers, batches, settings, clock):
         # Fresh adapters do not change outputs, so the measurements still hold.
         training.take(beforehand)
     try:
-        return training.run()
+        report = training.run()
     finally:
         # `restore_attention` cannot undo these changes, even if training broke off.
         changed = training.teacher.changed()
         for layer in linear_layers(model):
             layer.trained = tuple(dict.fromkeys((*layer.trained, *changed)))
+    steps = sum(stage.steps for stage in report.stages)
+    if steps:
+        for layer in layers:
+            earlier = [layer.origin] if layer.origin else []
+            layer.origin = ", then ".join([*earlier, f"{steps} steps of uptrain"])
+    return report
 
 
 def _warn_of_another_teacher(model, layers):
