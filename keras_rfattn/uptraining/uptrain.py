@@ -83,7 +83,8 @@ def uptrain(
             with a `checkpoint_dir`.
         callbacks: Keras callbacks for the stages that train. Callbacks that save the
             trained model are refused; use `checkpoint_dir` instead.
-        verbose: Verbosity as in `keras.Model.fit`: 0, 1, 2 or `"auto"`.
+        verbose: 0 for silent, 1 or `"auto"` for progress bars, 2 for a line every ten
+            steps, with an estimate of the time that is left.
         objective: What stage `"features"` compares: `"features"` (hidden states, of
             the backbone if the model is a task), `"logits"`, or `"auto"`: logits for
             language models, hidden states for other models.
