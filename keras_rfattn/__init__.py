@@ -9,6 +9,7 @@ from keras_rfattn import (
     ops,
     projections,
 )
+from keras_rfattn.maps import load_maps, pretrained_maps, save_maps, upload_maps
 from keras_rfattn.models import (
     AttentionReport,
     convert_vit,
@@ -38,11 +39,15 @@ __all__ = [
     "from_preset",
     "generation",
     "layers",
+    "load_maps",
     "ops",
+    "pretrained_maps",
     "projections",
     "register",
     "replace_attention",
     "restore_attention",
+    "save_maps",
+    "upload_maps",
     "uptrain",
 ]
 

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "uptraining": {
         "backend", "models", "layers", "feature_maps", "projections", "ops",
     },
+    "maps": {"backend", "models", "layers", "feature_maps", "ops", "uptraining"},
     "diagnostics": {
         "backend", "models", "layers", "feature_maps", "projections", "ops", "kernels",
     },
@@ -43,6 +44,7 @@ FOREIGN = {
     "backend/torch.py": {"torch"},
     "fused/torch_cpu.py": {"torch"},
     "models/adapters/keras_hub.py": {"keras_hub"},
+    "maps/sources.py": {"keras_hub"},
     "sklearn.py": {"sklearn"},
     **{
         f"fused/tpu/{name}.py": {"jax"}

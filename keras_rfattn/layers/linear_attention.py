@@ -27,7 +27,7 @@ from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.ops.masks import interpret_mask
 
 # Attributes that a layer has only while its attention is linear.
-STATE = ("options", "is_from_config", "refusal", "trained")
+STATE = ("options", "is_from_config", "refusal", "trained", "origin")
 
 # Names under which attention classes store the size of a sliding window.
 SLIDING_WINDOWS = ("_sliding_window", "sliding_window", "sliding_window_size")
@@ -60,6 +60,8 @@ class LinearAttention:
     refusal = None
     # Paths in the whole model of the checkpoint's own weights that `uptrain` changed.
     trained = ()
+    # Text for reports that says how the map was trained; empty if it is not known.
+    origin = ""
     # An `Interceptor` or a function. It applies in all threads, because replicas of a
     # model run in separate threads.
     recorder = None
@@ -199,10 +201,10 @@ class LinearAttention:
 
     @classmethod
     def from_config(cls, config):
-        trained = config.get("trained", ())
-        config = {k: v for k, v in config.items() if k != "trained"}
+        config = dict(config)
+        trained, origin = config.pop("trained", ()), config.pop("origin", "")
         layer = super().from_config(config)
-        layer.is_from_config, layer.trained = True, tuple(trained)
+        layer.is_from_config, layer.trained, layer.origin = True, tuple(trained), origin
         return layer
 
     def get_config(self):
@@ -211,6 +213,7 @@ class LinearAttention:
             "feature_map": feature_maps.serialize(self.feature_map),
             **self.options.config(),
             **({"trained": list(self.trained)} if self.trained else {}),
+            **({"origin": self.origin} if self.origin else {}),
         }
 
 

@@ -31,9 +31,10 @@ def attention_config(container):
             {
                 "index": site.index,
                 "path": site.lasting,
-                "feature_map": _map_config(site.layer),
+                "feature_map": map_config(site.layer),
                 **site.layer.options.config(),
                 "trained": list(site.layer.trained),
+                "origin": site.layer.origin,
             }
             for site in survey(container)
             if site.is_linear
@@ -41,7 +42,7 @@ def attention_config(container):
     }
 
 
-def _map_config(layer):
+def map_config(layer):
     """Returns the config of a layer's map, without the freeze of a frozen layer."""
     config = feature_maps.serialize(layer.feature_map)
     if not layer.trainable:

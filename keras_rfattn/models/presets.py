@@ -7,7 +7,7 @@ from keras_rfattn.ops.options import Options
 
 def from_preset(
     preset,
-    feature_map="favorpp",
+    feature_map="favorpp_learned",
     *,
     task=None,
     num_features=None,

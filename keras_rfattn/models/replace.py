@@ -28,7 +28,7 @@ from keras_rfattn.ops.options import Options
 
 def replace_attention(
     model,
-    feature_map="favorpp",
+    feature_map="favorpp_learned",
     *,
     num_features=None,
     include=None,

@@ -4,11 +4,17 @@ import math
 from dataclasses import dataclass, field
 
 from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.trained import trained_weights
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import told
 from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.survey import is_pooling, survey
 from keras_rfattn.models.swap import original_class
+
+NOT_TRAINED, UNCALIBRATED = "not trained", "uncalibrated"
+# Functions that other folders add. Each takes a model and returns a list of lines that
+# tell its users what to call next.
+ADVISERS = []
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class AttentionReport:
             not known.
         others: Class and name of each other task that changed too, because it shares
             layers with the model.
+        advice: Sentences that say what to call next.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -67,6 +74,7 @@ class AttentionReport:
     rows: tuple
     max_length: int | None = None
     others: tuple = field(default=())
+    advice: tuple = field(default=())
 
     @property
     def replaced(self):
@@ -129,7 +137,7 @@ class AttentionReport:
         programs = dict.fromkeys(x.implementation for x in self.replaced)
         lines += [f"computed by {x}" for x in programs]
         lines += [f"also changed, because it shares layers: {x}" for x in self.others]
-        return lines
+        return lines + list(self.advice)
 
     __repr__ = __str__
 
@@ -158,12 +166,28 @@ def describe_attention(model):
     check_model(model)
     backbone = getattr(model, "backbone", None) or model
     length = getattr(backbone, "max_sequence_length", None)
+    rows = tuple(_row(site) for site in survey(model))
     return AttentionReport(
         title(model),
-        tuple(_row(site) for site in survey(model)),
+        rows,
         max_length=length if isinstance(length, int) else None,
         others=tuple(notes_of(model).shared_with),
+        advice=tuple(_advice(rows) + [x for ask in ADVISERS for x in ask(model)]),
     )
+
+
+def _advice(rows):
+    """Returns sentences that say how to improve maps that data has not fitted yet."""
+    if any(NOT_TRAINED in row.note for row in rows):
+        return [
+            "Some maps are not trained: call `keras_rfattn.uptrain(model, data, "
+            "steps=...)`, or `keras_rfattn.load_maps` with maps for this checkpoint."
+        ]
+    if any(UNCALIBRATED in row.note for row in rows):
+        return [
+            "Some maps are uncalibrated: call `keras_rfattn.calibrate(model, data)`."
+        ]
+    return []
 
 
 def _row(site):
@@ -224,7 +248,7 @@ def multiplications(feature_map, head_dim, value_dim):
 
 def _note(site):
     feature_map, options = site.layer.feature_map, site.layer.options
-    notes = [x for x in [feature_map.status(site.causal)] if x]
+    notes = [_training(site.layer, feature_map.status(site.causal))]
     if feature_map.is_exact:
         notes.append("quadratic in length")
     elif options.window is not None:
@@ -239,4 +263,13 @@ def _note(site):
     rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")
-    return ", ".join(notes)
+    return ", ".join(x for x in notes if x)
+
+
+def _training(layer, status):
+    """Returns text on how the map of a layer got its weights."""
+    if not trained_weights(layer.feature_map):
+        return status
+    if layer.feature_map.was_trained:
+        return f"trained ({layer.origin})" if layer.origin else "trained"
+    return f"{status}, not trained" if status else NOT_TRAINED

@@ -198,6 +198,7 @@ def apply_config(container, entry):
             continue
         site.layer.is_from_config = True
         site.layer.trained = tuple(layer["trained"])
+        site.layer.origin = layer.get("origin", "")
         feature_map = feature_maps.get(layer["feature_map"])
         change = site, feature_map, Options.take(dict(layer))
         if site.layer.built:
@@ -221,7 +222,8 @@ def commit(model, sites, changes):
             without slots for the new weights. Nothing is changed in that case.
     """
     for site, feature_map, _ in changes:
-        swap.build_map(site.layer, feature_map)
+        if not feature_map.built:
+            swap.build_map(site.layer, feature_map)
     check_optimizers([(site.layer, feature_map) for site, feature_map, _ in changes])
     for site, feature_map, options in changes:
         swap.make_linear(site.layer, feature_map, options)

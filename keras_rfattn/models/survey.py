@@ -62,7 +62,7 @@ def survey(model):
             seen.add(id(child))
             names = (
                 f"{path}/{child.name}".removeprefix("/"),
-                f"{lasting}/{_lasting_name(child)}".removeprefix("/"),
+                f"{lasting}/{lasting_name(child)}".removeprefix("/"),
             )
             if is_attention(child):
                 site = Site(*names, child, layer, len(sites))
@@ -77,7 +77,8 @@ def survey(model):
     return sites
 
 
-def _lasting_name(layer):
+def lasting_name(layer):
+    """Returns the name of a layer; automatic names lose their number."""
     # Keras makes automatic names from the class name.
     automatic = to_snake_case(original_class(layer).__name__)
     is_automatic = re.fullmatch(rf"{automatic}_\d+", layer.name)

@@ -148,7 +148,8 @@ def make_softmax(layer):
 def _reduce(layer):
     """Serves as `__reduce__` for layers whose class cannot be imported by name."""
     config = layer.get_config()
-    config.pop("trained", None)
+    for name in ("trained", "origin"):
+        config.pop(name, None)
     feature_map, options = config.pop("feature_map"), Options.take(config)
     return unpickle, (
         original_class(layer),

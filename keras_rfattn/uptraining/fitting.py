@@ -1,6 +1,7 @@
 """Runs one training stage with Keras' `fit` and a fresh optimizer."""
 
 import math
+import time
 
 import keras
 import numpy as np
@@ -63,7 +64,10 @@ def fit_stage(trainer, batches, steps, optimizer, settings, save, resumed=None):
                     steps_per_epoch=steps - done,
                     shuffle=False,
                     callbacks=[
-                        watch, *settings.callbacks, EndOfStep(save_step, interrupts),
+                        watch,
+                        *([Lines(watch, steps)] if settings.verbose == 2 else []),
+                        *settings.callbacks,
+                        EndOfStep(save_step, interrupts),
                     ],
                     verbose=settings.verbose,
                 )  # fmt: skip
@@ -143,6 +147,39 @@ class Watch(keras.callbacks.Callback):
         """Raises `NotFinite` if the last step left weights that are not finite."""
         if not all(np.all(np.isfinite(x)) for x in self.unproven):
             raise NotFinite
+
+
+class Lines(keras.callbacks.Callback):
+    """Prints a line every ten steps, with an estimate of the time that is left.
+
+    Args:
+        watch: The `Watch` of the stage, which must come first among the callbacks.
+        steps: Number of steps of the stage.
+    """
+
+    every = 10
+
+    def __init__(self, watch, steps):
+        super().__init__()
+        self.watch, self.steps = watch, steps
+
+    def on_train_begin(self, logs=None):
+        self.start, self.timed = time.perf_counter(), 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        done = self.watch.done
+        if batch == 0:
+            # The first step compiles, which later steps do not.
+            self.start, self.timed = time.perf_counter(), done
+        if done % self.every == 0 and done > self.timed:
+            seconds = (time.perf_counter() - self.start) / (done - self.timed)
+            left = round(seconds * (self.steps - done))
+            error = np.mean(self.watch.errors[-self.every :])
+            print(
+                f"step {done}/{self.steps}, error {error:.4f}, "
+                f"{left // 60}:{left % 60:02d} minutes left",
+                flush=True,
+            )
 
 
 class EndOfStep(keras.callbacks.Callback):

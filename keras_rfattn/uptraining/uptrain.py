@@ -83,7 +83,8 @@ def uptrain(
             with a `checkpoint_dir`.
         callbacks: Keras callbacks for the stages that train. Callbacks that save the
             trained model are refused; use `checkpoint_dir` instead.
-        verbose: Verbosity as in `keras.Model.fit`: 0, 1, 2 or `"auto"`.
+        verbose: 0 for silent, 1 or `"auto"` for progress bars, 2 for a line every ten
+            steps, with an estimate of the time that is left.
         objective: What stage `"features"` compares: `"features"` (hidden states, of
             the backbone if the model is a task), `"logits"`, or `"auto"`: logits for
             language models, hidden states for other models.
@@ -185,12 +186,18 @@ def _run(model, layers, batches, settings, clock):
         # Fresh adapters do not change outputs, so the measurements still hold.
         training.take(beforehand)
     try:
-        return training.run()
+        report = training.run()
     finally:
         # `restore_attention` cannot undo these changes, even if training broke off.
         changed = training.teacher.changed()
         for layer in linear_layers(model):
             layer.trained = tuple(dict.fromkeys((*layer.trained, *changed)))
+    steps = sum(stage.steps for stage in report.stages)
+    if steps:
+        for layer in layers:
+            earlier = [layer.origin] if layer.origin else []
+            layer.origin = ", then ".join([*earlier, f"{steps} steps of uptrain"])
+    return report
 
 
 def _warn_of_another_teacher(model, layers):

@@ -1,0 +1,97 @@
+"""The model card of a set of trained maps."""
+
+
+def training(report, data, command, license):
+    """Returns the entry "training" of a manifest: how the maps were trained.
+
+    Args:
+        report: `UptrainingReport` or `None`.
+        data: Description of the data, or `None`.
+        command: Command that trained the maps, or `None`.
+        license: Identifier of a licence, or `None`.
+    """
+    found = {"data": data, "command": command, "license": license}
+    if report is not None:
+        found |= {
+            "steps": sum(stage.steps for stage in report.stages),
+            "seed": report.seed,
+            "minutes": round(report.seconds / 60, 1),
+            "error": round(report.after, 4),
+            "error_before": round(report.before, 4),
+            "error_of_mean_of_v": round(report.mean_of_v, 4),
+        }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def summary(entry, manifest):
+    """Returns one line on the training of a layer's map, empty if there was none.
+
+    Args:
+        entry: The layer's entry in a manifest.
+        manifest: The manifest.
+    """
+    if not entry["is_trained"]:
+        return ""
+    parts = [entry["origin"]] if entry.get("origin") else []
+    steps, share = manifest["training"].get("steps"), share_of(manifest)
+    if not parts and steps:
+        parts.append(f"{steps} steps")
+    return ", ".join([*parts, *([share] if share else [])])
+
+
+def share_of(manifest):
+    """Returns the quality as a share of softmax as text, empty if it is not known."""
+    share = manifest["metrics"].get("share_of_softmax")
+    return "" if share is None else f"{share:.3f} of softmax"
+
+
+def card(manifest, report, arrays):
+    """Returns the text of the model card.
+
+    Args:
+        manifest: The manifest of the maps.
+        report: `UptrainingReport` or `None`.
+        arrays: Dict of the saved arrays.
+    """
+    base, found = manifest["base"], manifest["training"]
+    mechanisms = dict.fromkeys(x["mechanism"] for x in manifest["layers"])
+    widths = dict.fromkeys(str(x["width"]) for x in manifest["layers"])
+    name = base["name"] or base["class"]
+    lines = ["---", "library_name: keras-rfattn"]
+    if base["name"]:
+        lines.append(f"base_model: {base['name']}")
+    if "license" in found:
+        lines.append(f"license: {found['license']}")
+    lines += ["tags: [keras, linear-attention]", "---", ""]
+    lines += [f"# {name} with linear attention", ""]
+    size = sum(x.nbytes for x in arrays.values()) / 1e6
+    lines += [
+        f"Trained feature maps ({', '.join(mechanisms)}, {', '.join(widths)} features) "
+        f"make {len(manifest['layers'])} attention layers of {name} linear in sequence "
+        f"length. {len(manifest['softmax'])} layers stay softmax. The file has "
+        f"{size:.2f} MB.",
+        "",
+        "```python",
+        'keras_rfattn.load_maps(model, "PATH OR URI OF THIS FOLDER")',
+        "```",
+        "",
+    ]
+    if manifest["own_weights"]:
+        count = len(manifest["own_weights"])
+        lines += [
+            f"{count} weights of the checkpoint were trained too: "
+            f"{', '.join(manifest['own_weights'][:4])}{', ...' * (count > 4)}.",
+            "",
+        ]
+    lines += _table("quality", manifest["metrics"])
+    lines += _table("training", found)
+    if report is not None:
+        lines += ["```", str(report), "```", ""]
+    return "\n".join(lines)
+
+
+def _table(title, entries):
+    if not entries:
+        return []
+    rows = [f"| {name.replace('_', ' ')} | {entries[name]} |" for name in entries]
+    return [f"| {title} | |", "|---|---|", *rows, ""]

@@ -1,0 +1,255 @@
+"""Saves the trained maps of a model as a folder to publish: `save_maps`."""
+
+import math
+import numbers
+import pathlib
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+
+import keras_rfattn.maps.card as cards
+import keras_rfattn.maps.folder as folders
+import keras_rfattn.maps.tree as tree
+from keras_rfattn import feature_maps
+from keras_rfattn.backend.devices import backend_name
+from keras_rfattn.feature_maps.arguments import check_flag
+from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.feature_maps.trained import as_numpy
+from keras_rfattn.layers.checks import check_model, title
+from keras_rfattn.layers.fingerprint import fingerprint
+from keras_rfattn.models.entry import map_config
+from keras_rfattn.models.survey import survey
+from keras_rfattn.models.swap import original_class
+from keras_rfattn.uptraining.report import UptrainingReport
+
+DTYPES = ("float32", "float16")
+
+
+def save_maps(
+    model,
+    folder,
+    *,
+    dtype="float32",
+    report=None,
+    metrics=None,
+    base_model=None,
+    data=None,
+    command=None,
+    license=None,
+    overwrite=False,
+):
+    """Saves what makes a model linear: its feature maps and what training changed.
+
+    The folder holds `maps.json` (the mechanism and options of every layer, and a hash
+    of the weights that the maps belong to), `maps.safetensors` and a model card,
+    `README.md`. It has about a hundredth of the size of the model. `load_maps` applies
+    it to the softmax checkpoint, on any backend, and `upload_maps` publishes it.
+
+    Weights of the checkpoint that `uptrain` changed, and adapters (LoRA) that it
+    added, are saved too.
+
+    Args:
+        model: A model with linear attention.
+        folder: Path of the folder to write.
+        dtype: `"float32"` (default) or `"float16"`, which halves the size and rounds
+            the weights.
+        report: The `UptrainingReport` of the training, whose numbers go into the card.
+        metrics: Dict from names to numbers or texts that tell the quality of the maps,
+            such as `{"share_of_softmax": 0.997, "mean_of_v": 0.90}`.
+        base_model: Name of the checkpoint, as its users know it.
+        data: Description of the data that the maps were trained on.
+        command: Command that trained the maps.
+        license: Identifier of the licence of the maps, such as `"apache-2.0"`.
+        overwrite: Whether to replace a set of maps that is in the folder already.
+
+    Returns:
+        The path of the folder, a `pathlib.Path`.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer.
+        ValueError: If the model has no linear attention, an argument is invalid, a
+            weight is not finite or too large for `dtype`, weights that were trained
+            cannot be found, or the folder holds something else.
+
+    Examples:
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "hedgehog")
+        >>> folder = keras_rfattn.save_maps(model, "my_maps", overwrite=True)
+        >>> model = keras_rfattn.restore_attention(model)
+        >>> model = keras_rfattn.load_maps(model, "my_maps")
+        >>> keras_rfattn.describe_attention(model).rows[0].mechanism
+        'hedgehog'
+    """
+    check_model(model)
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {DTYPES}. Received: dtype={dtype!r}.")
+    check_flag("overwrite", overwrite)
+    if report is not None and not isinstance(report, UptrainingReport):
+        raise ValueError(
+            "`report` must be the `UptrainingReport` that `uptrain` returned. "
+            f"Received: report={report!r:.80}."
+        )
+    metrics = _checked_metrics(metrics)
+    texts = {"base_model": base_model, "data": data, "command": command}
+    for name, text in {**texts, "license": license}.items():
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"`{name}` must be a string. Received: {text!r:.80}.")
+    folder = _checked_folder(folder, overwrite)
+
+    base = tree.base_of(model)
+    weights = tree.weights_by_name(base, FeatureMap)
+    sites = {id(x): name for name, x in tree.layers_by_name(base, FeatureMap).items()}
+    linear, softmax = _split(base)
+    if not linear:
+        raise ValueError(
+            f"`model` has no linear attention to save. Received: {title(model)}. Call "
+            "`keras_rfattn.replace_attention` first."
+        )
+    own = _trained_weights(weights, [site.layer for site in linear])
+    arrays = {name: as_numpy(weights[name].value) for name in own}
+    for site in linear:
+        of_map = tree.weights_by_name(site.layer.feature_map)
+        prefix = f"{sites[id(site.layer)]}/{tree.MAP}"
+        arrays |= {f"{prefix}/{k}": as_numpy(v.value) for k, v in of_map.items()}
+    arrays = {name: _narrowed(name, x, dtype) for name, x in arrays.items()}
+    manifest = {
+        "versions": _versions(),
+        "base": {
+            "class": original_class(base).__name__,
+            "name": base_model,
+            "weights": tree.hash_of(weights, own),
+        },
+        "layers": [_layer_entry(sites[id(s.layer)], s.layer) for s in linear],
+        "softmax": [sites[id(site.layer)] for site in softmax],
+        "own_weights": list(own),
+        "adapters": _adapters(base, own),
+        "training": cards.training(report, data, command, license),
+        "metrics": metrics,
+    }
+    folders.write(folder, manifest, arrays, cards.card(manifest, report, arrays))
+    return folder
+
+
+def _split(base):
+    """Returns the sites with linear attention, and those with softmax attention."""
+    sites = survey(base)
+    linear = [site for site in sites if site.is_linear]
+    return linear, [site for site in sites if not site.is_linear]
+
+
+def _layer_entry(name, layer):
+    feature_map = layer.feature_map
+    return {
+        "path": name,
+        "mechanism": feature_maps.name_of(feature_map),
+        "width": None if feature_map.is_exact else feature_map.output_dim,
+        "feature_map": map_config(layer),
+        "options": layer.options.config(),
+        "fingerprint": fingerprint(layer).tolist(),
+        "is_trained": bool(feature_map.was_trained),
+        "origin": layer.origin,
+    }
+
+
+def _trained_weights(weights, layers):
+    """Returns the names of weights that must travel with the maps.
+
+    These are the checkpoint's own weights that `uptrain` changed, and all adapters
+    that have an effect.
+    """
+    paths = dict.fromkeys(path for layer in layers for path in layer.trained)
+    found = {name for name, v in weights.items() if v.path in paths}
+    missing = paths.keys() - {weights[name].path for name in found}
+    for path in missing:
+        # The first part of a path is the name of the model, which is often automatic.
+        end = path.partition("/")[2]
+        ends = [n for n, v in weights.items() if v.path.partition("/")[2] == end]
+        if len(ends) != 1:
+            raise ValueError(
+                f"`model` lists {path!r} as a weight that `uptrain` changed, but it "
+                f"has {len(ends)} weights of this path. Save the maps in the process "
+                "that trained them."
+            )
+        found.update(ends)
+    found.update(tree.adapters(weights))
+    return tuple(name for name in weights if name in found)
+
+
+def _adapters(base, names):
+    """Returns a dict from names of layers to rank and alpha of trained adapters."""
+    layers = tree.layers_by_name(base, FeatureMap)
+    end = tree.ADAPTER[0]
+    owners = [x.removesuffix(end) for x in names if x.endswith(end)]
+    return {
+        x: {"rank": layers[x].lora_rank, "alpha": layers[x].lora_alpha} for x in owners
+    }
+
+
+def _versions():
+    """Returns a dict from packages to the versions that save the maps."""
+    return {x: _version(x) for x in ("keras-rfattn", "keras", backend_name())}
+
+
+def _version(package):
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _narrowed(name, array, dtype):
+    """Returns an array in the dtype of the file; integers keep theirs."""
+    if not np.issubdtype(array.dtype, np.integer):
+        array = array.astype("float32")
+        if not np.all(np.isfinite(array)):
+            raise ValueError(
+                f"Weights must be finite. Received: {name!r}, which is not. Load the "
+                "last good checkpoint."
+            )
+        with np.errstate(over="ignore"):
+            narrow = array.astype(dtype)
+        if not np.all(np.isfinite(narrow)):
+            raise ValueError(
+                f"Weights must fit {dtype}. Received: {name!r} with entries up to "
+                f"{np.max(np.abs(array)):.3g}. Use dtype='float32'."
+            )
+        array = narrow
+    return np.array(array, order="C")
+
+
+def _checked_metrics(metrics):
+    metrics = {} if metrics is None else metrics
+    is_dict = isinstance(metrics, dict) and all(isinstance(x, str) for x in metrics)
+    if not is_dict or not all(map(_is_metric, metrics.values())):
+        raise ValueError(
+            "`metrics` must be a dict from names to finite numbers or texts. Received: "
+            f"metrics={metrics!r:.200}."
+        )
+    return {k: v if isinstance(v, str) else float(v) for k, v in metrics.items()}
+
+
+def _is_metric(value):
+    if isinstance(value, str):
+        return True
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def _checked_folder(folder, overwrite):
+    folder = pathlib.Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`folder` must be a folder. Received: the file {folder}.")
+    held = sorted(x.name for x in folder.iterdir()) if folder.exists() else []
+    if folders.MANIFEST in held and not overwrite:
+        raise ValueError(
+            f"`folder` holds trained maps already. Received: {str(folder)!r}. Use "
+            "another folder, or overwrite=True to replace them."
+        )
+    others = set(held) - {folders.MANIFEST, folders.WEIGHTS, folders.CARD}
+    if others and folders.MANIFEST not in held:
+        raise ValueError(
+            "`folder` must be new, empty, or hold trained maps. Received: "
+            f"{str(folder)!r} with {', '.join(sorted(others)[:4])}. Use another folder."
+        )
+    return folder

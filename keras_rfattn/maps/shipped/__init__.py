@@ -1,0 +1,121 @@
+"""Sets of trained maps that ship with the package, one folder for each."""
+
+import pathlib
+from dataclasses import dataclass
+
+import keras_rfattn.maps.folder as folders
+import keras_rfattn.maps.tree as tree
+from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.maps.card import share_of
+from keras_rfattn.models.report import ADVISERS
+from keras_rfattn.models.survey import survey
+from keras_rfattn.models.swap import original_class
+
+ROOT = pathlib.Path(__file__).parent
+
+
+def names():
+    """Returns the names of the sets that ship with the package, sorted."""
+    return sorted(x.parent.name for x in ROOT.glob(f"*/{folders.MANIFEST}"))
+
+
+@dataclass(frozen=True)
+class ShippedMaps:
+    """One set of trained maps that ships with the package.
+
+    Attributes:
+        name: Name to pass to `load_maps`.
+        base: Name of the checkpoint that the maps belong to.
+        mechanism: Registered name of the feature map.
+        width: Number of features.
+        quality: Quality as a share of that of softmax attention.
+        size: Size of the weights in bytes.
+    """
+
+    name: str
+    base: str
+    mechanism: str
+    width: int
+    quality: str
+    size: int
+
+
+class ShippedTable(tuple):
+    """A tuple of `ShippedMaps`, which prints as a table."""
+
+    def __str__(self):
+        head = ("name", "base", "mechanism", "width", "quality", "size")
+        lines = [head]
+        for x in self:
+            size = f"{x.size / 1e6:.2f} MB"
+            lines.append((x.name, x.base, x.mechanism, str(x.width), x.quality, size))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines
+        )
+
+    __repr__ = __str__
+
+
+def pretrained_maps():
+    """Lists the trained maps that ship with the package.
+
+    Returns:
+        A tuple of `ShippedMaps`, which prints as a table.
+
+    Examples:
+        >>> sorted({x.base for x in keras_rfattn.pretrained_maps()})
+        ['sentence-transformers/all-MiniLM-L6-v2']
+    """
+    return ShippedTable(map(_described, names()))
+
+
+def _described(name):
+    manifest = folders.read_manifest(ROOT / name)
+    first, base = manifest["layers"][0], manifest["base"]
+    return ShippedMaps(
+        name,
+        base["name"] or base["class"],
+        first["mechanism"],
+        first["width"],
+        share_of(manifest),
+        (ROOT / name / folders.WEIGHTS).stat().st_size,
+    )
+
+
+def fitting(model):
+    """Returns the `ShippedMaps` that were trained with the weights of a model.
+
+    Args:
+        model: A built model.
+    """
+    if not survey(model):
+        return []
+    base, found, own = tree.base_of(model), [], None
+    for name in names():
+        manifest = folders.read_manifest(ROOT / name)
+        if manifest["base"]["class"] != original_class(base).__name__:
+            continue
+        # Hashing takes a while for large models, so that layers are compared first.
+        known = {x["path"] for x in manifest["layers"]} | set(manifest["softmax"])
+        layers = tree.layers_by_name(base, FeatureMap)
+        if not known <= layers.keys():
+            continue
+        own = own or tree.hash_of(tree.weights_by_name(base, FeatureMap))
+        if own == manifest["base"]["weights"]:
+            found.append(_described(name))
+    return found
+
+
+def _advise(model):
+    """Returns lines for `describe_attention` that name the shipped maps that fit."""
+    if all(site.is_linear and site.layer.origin for site in survey(model)):
+        return []
+    return [
+        f"Trained maps for this checkpoint: `keras_rfattn.load_maps(model, {x.name!r})`"
+        f" ({x.mechanism}, {x.quality})."
+        for x in fitting(model)
+    ]
+
+
+ADVISERS.append(_advise)

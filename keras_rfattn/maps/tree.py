@@ -1,0 +1,122 @@
+"""Stable names of the layers and weights of a model.
+
+Keras numbers automatic layer names in order of creation, so that the paths of layers
+and weights can differ between two processes. The names here depend on the model alone:
+automatic names lose their number, and layers with the same name inside one parent are
+told apart by a suffix such as `#2`.
+"""
+
+import hashlib
+
+import keras
+import numpy as np
+
+from keras_rfattn.feature_maps.trained import as_numpy
+from keras_rfattn.models.survey import lasting_name, survey
+
+# Name of the sublayer that is the feature map of an attention layer.
+MAP = "feature_map"
+ADAPTER = ("/lora_kernel_a", "/lora_kernel_b")
+
+
+def base_of(model):
+    """Returns the model that maps belong to: the backbone of a task, for instance.
+
+    This is the innermost `keras.Model` that holds all attention layers of `model`, so
+    that maps of a backbone fit every task and every user's model around it.
+
+    Args:
+        model: A built Keras model or layer.
+    """
+    sites = {id(site.layer) for site in survey(model)}
+    models = [x for x in model._flatten_layers() if isinstance(x, keras.Model)]
+    inner = {id(x): {id(y) for y in x._flatten_layers()} for x in models}
+    around = [x for x in models if sites <= inner[id(x)]]
+    return min(around, key=lambda x: len(inner[id(x)]), default=model)
+
+
+def layers_by_name(root, skip=()):
+    """Returns a dict from stable names to all layers inside a layer, `""` for itself.
+
+    Args:
+        root: A Keras layer.
+        skip: Class, or tuple of classes, of layers to leave out.
+    """
+    found, seen = {"": root}, {id(root)}
+
+    def visit(layer, name):
+        for child in layer._flatten_layers(include_self=False, recursive=False):
+            if isinstance(child, skip) or id(child) in seen:
+                continue
+            seen.add(id(child))
+            child_name = _unique(f"{name}/{lasting_name(child)}".lstrip("/"), found)
+            found[child_name] = child
+            visit(child, child_name)
+
+    visit(root, "")
+    return found
+
+
+def weights_by_name(root, skip=()):
+    """Returns a dict from stable names to all weights in a layer.
+
+    The arguments are those of `layers_by_name`.
+    """
+    found, seen = {}, set()
+    for name, layer in layers_by_name(root, skip).items():
+        for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                own = _unique(f"{name}/{variable.name}".lstrip("/"), found)
+                found[own] = variable
+    return found
+
+
+def hash_of(weights, without=()):
+    """Returns a hash of the values of weights, which identifies a checkpoint.
+
+    Values are rounded to bfloat16 first, so that a checkpoint that is loaded in
+    bfloat16 has the same hash. Adapters without effect do not count.
+
+    Args:
+        weights: Dict as `weights_by_name` returns it.
+        without: Names that do not count.
+
+    Returns:
+        String of hexadecimal digits.
+    """
+    digest, effective = hashlib.sha256(), adapters(weights)
+    for name, variable in weights.items():
+        is_idle = name.endswith(ADAPTER) and name not in effective
+        if name in without or is_idle:
+            continue
+        array = as_numpy(variable.value)
+        digest.update(repr(array.shape).encode())
+        digest.update(_as_bfloat16(array).tobytes())
+    return digest.hexdigest()
+
+
+def _as_bfloat16(array):
+    """Rounds to bfloat16, to even in ties; returns the bits as uint16."""
+    bits = np.atleast_1d(array).astype("float32").view("uint32")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
+
+
+def adapters(weights):
+    """Returns the names of the weights of all adapters (LoRA) that have an effect.
+
+    Args:
+        weights: Dict as `weights_by_name` returns it.
+    """
+    first, second = ADAPTER
+    owners = [x.removesuffix(second) for x in weights if x.endswith(second)]
+    used = [x for x in owners if np.any(as_numpy(weights[x + second].value))]
+    return {owner + end for owner in used for end in (first, second)}
+
+
+def _unique(name, taken):
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}#{number}"
+    return found
