@@ -39,7 +39,7 @@ parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
 parser.add_argument("--num-features", type=int)
 parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
 parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
-parser.add_argument("--save", help="folder for a preset with a model card")
+parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 parser.set_defaults(stride=1)  # evaluates every n-th pair
 args = parse(parser, steps=4, stride=100)
 
@@ -50,20 +50,11 @@ from common.sentences import correlation, load, pairs_of, uptrain_on_texts
 import keras_rfattn
 from keras_rfattn import diagnostics
 
-CARD = """# {model}, linear attention
-
-{mechanism}, uptrained with `keras_rfattn` from its softmax checkpoint.
-
-    python recipes/{command}
-
-The rank correlation on STS 2012 to 2016 is {as_it_is:.4f}, which is {share:.4f} times
-the {softmax:.4f} of softmax. Controls: mean of V {mean_of_values:.4f}, zero attention
-{no_attention:.4f}, window alone {window_only:.4f}, features alone {features_only:.4f}.
-
-```
-{report}
-```
-"""
+BASE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+DATA = (
+    "Unlabelled sentences: training splits of STS 2012, MRPC and SST-2, STS pairs "
+    "without a score, WikiText-2, and clauses of these; no evaluated sentence"
+)
 
 
 def main(args):
@@ -88,18 +79,26 @@ def main(args):
         found = diagnostics.attribute(model, (tokenizer, pairs), correlation)
         row |= {"spearman": found.as_it_is, **vars(found)}
         if args.save:
-            save(args.save, model, report, row)
+            folder = args.save / f"seed_{seed}"
+            save(folder, model, report, row)
         tell(args, row)
 
 
 def save(folder, model, report, row):
-    """Saves a preset of the model, with a model card."""
-    model.save_to_preset(folder)
-    card = CARD.format(
-        model=type(model).__name__, mechanism=report.mechanism, report=report,
-        command=command(), share=row["as_it_is"] / row["softmax"], **row,
+    """Saves the trained maps with their quality and its controls."""
+    metrics = {
+        "share_of_softmax": row["as_it_is"] / row["softmax"],
+        "rank_correlation_on_sts_2012_to_2016": row["as_it_is"],
+        "softmax": row["softmax"],
+        "control_zero_attention": row["no_attention"],
+        "control_mean_of_v": row["mean_of_values"],
+    }
+    keras_rfattn.save_maps(
+        model, folder, dtype="float16", report=report,
+        metrics={name: round(x, 4) for name, x in metrics.items()},
+        base_model=None if args.preset else BASE_MODEL, license="apache-2.0", data=DATA,
+        command=f"python recipes/{command()}", overwrite=True,
     )  # fmt: skip
-    (pathlib.Path(folder) / "README.md").write_text(card)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,8 @@ RUNS = {
     "replace_bert_attention": (
         "--smoke --plot plot.png",
         "Saved and reloaded: 6 linear layers, largest difference 0.0\n.*"
-        "Hedgehog of width 64 moves [^\n]*\nPlot saved to plot.png\n",
+        "The plot of these times is in plot.png.\n.*"
+        "2 steps of uptraining: maps that moved similarities by [^\n]*\n",
     ),
     "sample_softmax": (
         "--data-dir data --smoke --seeds 0 1 --samplers full exact uniform favorplus",
@@ -133,7 +134,7 @@ RUNS = {
         r"patches +softmax +favorplus +favorpp +steps/s\n4 +\d[^\n]*\n",
     ),
     "uptrain_bert": (
-        "--data-dir data --smoke --save preset",
+        "--data-dir data --smoke --save maps",
         r"'spearman': -?0\.\d+, [^\n]*'no_attention': -?0\.\d+, 'softmax': [^\n]*\n",
     ),
     "uptrain_long_text": (
