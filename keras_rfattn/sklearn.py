@@ -96,9 +96,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         feature_map = self.feature_map
         if isinstance(feature_map, str):
             seed = check_random_state(self.random_state).randint(2**31 - 1)
-            feature_map = feature_maps.resolve(
-                feature_map, self.num_features, int(seed)
-            )
+            feature_map = feature_maps.resolve(feature_map, self.num_features, seed)
         else:
             # A copy, so that the caller's map does not change.
             feature_map = feature_maps.get(feature_map)
@@ -141,8 +139,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         layer = state.pop("layer_", None)
         if layer is not None:
             state["_layer_config"] = layer.get_config()
-            weights = [np.asarray(w) for w in layer.get_weights()]
-            state["_layer_weights"] = weights
+            state["_layer_weights"] = [np.asarray(w) for w in layer.get_weights()]
         return state
 
     def __setstate__(self, state):

@@ -145,10 +145,10 @@ def best_for_all(options, budget):
     The arguments are those of `least_error`. The lists of all layers hold the same
     mechanisms in the same order.
     """
-    best = None
+    found = []
     for row in zip(*options, strict=True):
         cost = sum(choice.multiplications for choice in row)
         error = float(np.mean([choice.error for choice in row]))
-        if cost <= budget and (best is None or error < best.error):
-            best = Choice(row[0].mechanism, row[0].num_features, cost, error)
-    return best
+        if cost <= budget:
+            found.append(Choice(row[0].mechanism, row[0].num_features, cost, error))
+    return min(found, key=lambda choice: choice.error, default=None)

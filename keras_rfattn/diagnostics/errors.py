@@ -189,14 +189,8 @@ def _errors(feature_map, sequence, head, estimated):
 
     with np.errstate(over="ignore", invalid="ignore"):
         ratio = values * np.exp(shift - products)
-    kernel, covered, measured, predicted = _kernel_errors(
-        feature_map, head, query, key, ratio, visible, estimated.stats
-    )
     return HeadErrors(
-        kernel=kernel,
-        covered=covered,
-        measured=measured,
-        predicted=predicted,
+        *_kernel_errors(feature_map, head, query, key, ratio, visible, estimated.stats),
         attention=_relative_error(weights, attention),
         output=_relative_error(weights @ value, output),
         mean_of_values=_relative_error(uniform @ value, output),

@@ -4,7 +4,6 @@
 the attention of one layer or head.
 """
 
-import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from keras import ops
 from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.checks import check_model, num_heads, title
-from keras_rfattn.layers.recording import linear_layers
+from keras_rfattn.layers.recording import linear_layers, recording
 from keras_rfattn.models.holders import holders, refresh
 from keras_rfattn.models.survey import survey
 
@@ -294,12 +293,7 @@ def _within(head, answer, rest):
 
 
 def _check_arguments(model, metric):
-    """Returns the linear attention layers of a model that a metric evaluates.
-
-    Raises:
-        TypeError: If `model` is not a Keras layer, or `metric` is not callable.
-        ValueError: If the model has no linear attention.
-    """
+    """Returns the linear attention layers of a model that a metric evaluates."""
     check_model(model)
     if not callable(metric):
         raise TypeError(
@@ -318,18 +312,15 @@ def _check_arguments(model, metric):
 def _evaluated(model, data, metric, answers):
     """Returns a metric while layers compute their attention by given functions.
 
-    Args:
-        model: The model that holds the layers.
-        data: Data that is passed to `metric`.
-        metric: A function `(model, data) -> number`.
-        answers: Dict from layers to functions that take an `Attention` and return its
-            output; with `None`, a layer computes its own attention.
-
-    Raises:
-        ValueError: If the metric does not return a number.
+    `answers` is a dict from layers to functions that take an `Attention` and return its
+    output; with `None`, a layer computes its own attention.
     """
-    with _answering(model, answers):
-        result = metric(model, data)
+    try:
+        with recording(answers.items()):
+            _refresh_holders(answers)
+            result = metric(model, data)
+    finally:
+        _refresh_holders(answers)
     try:
         return float(result)
     except (TypeError, ValueError):
@@ -339,18 +330,6 @@ def _evaluated(model, data, metric, answers):
         ) from None
 
 
-@contextlib.contextmanager
-def _answering(model, answers):
-    """Context manager in which layers answer by the functions of `answers`."""
-
-    def set_recorders(answers):
-        for layer, answer in answers.items():
-            layer.recorder = answer
-        for layer in holders(answers):
-            refresh(layer)
-
-    try:
-        set_recorders(answers)
-        yield
-    finally:
-        set_recorders(dict.fromkeys(answers))
+def _refresh_holders(layers):
+    for holder in holders(layers):
+        refresh(holder)

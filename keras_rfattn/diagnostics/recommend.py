@@ -181,12 +181,7 @@ def _checked(error, budget, candidates, widths, length, seed):
 
 
 def _recorded(model, data, max_tokens, verbose):
-    """Records the attention of the softmax model.
-
-    Returns:
-        List of `(path, layer, sequences)`, where paths are those that
-        `replace_attention` uses.
-    """
+    """Records the softmax model's attention; paths are those of `replace_attention`."""
     layers = model._flatten_layers()
     is_softmax = not any(isinstance(layer, LinearAttention) for layer in layers)
     if is_softmax:
@@ -233,9 +228,6 @@ def _allotted(recorded, names, widths, budget, length, seed, verbose):
 
     Maps learn from the first half of each layer's sequences, and errors are measured on
     the second half. A single sequence serves both purposes.
-
-    Raises:
-        ValueError: If the budget is too small for the cheapest choice in every layer.
     """
     options, controls = [[] for _ in recorded], []
     for width in progress(sorted(widths), verbose):
@@ -267,17 +259,7 @@ def _allotted(recorded, names, widths, budget, length, seed, verbose):
 
 
 def _adapted(name, width, seed, sequences):
-    """Builds a map of a given width, and adapts it to sequences of one layer.
-
-    Args:
-        name: Registered name of the map.
-        width: Feature width M.
-        seed: Seed of its random vectors.
-        sequences: List of `keras_rfattn.layers.recording.Sequence`.
-
-    Returns:
-        A built `FeatureMap`.
-    """
+    """Builds a map of a given width, and adapts it to the `Sequence`s of one layer."""
     per_vector = feature_maps.get(name, num_features=1, seed=0).output_dim
     count = max(1, width // per_vector)
     feature_map = feature_maps.get(name, num_features=count, seed=seed)

@@ -10,15 +10,9 @@ from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import progress
 
+# Heads of columns, for those fields of `HeadErrors` that are not their own.
 COLUMNS = {
-    "kernel": "kernel",
-    "covered": "covered",
-    "measured": "measured",
-    "predicted": "predicted",
-    "attention": "attention",
-    "output": "output",
     "mean_of_values": "mean of V",
-    "negative": "negative",
     "kolmogorov_smirnov": "KS",
     "wasserstein": "Wasserstein",
 }
@@ -83,7 +77,8 @@ class ApproximationReport:
         return [(*key, HeadErrors.mean(errors)) for key, errors in groups.items()]
 
     def __str__(self):
-        head = ("layer", "mechanism", "width", *COLUMNS.values())
+        columns = (COLUMNS.get(name, name) for name in HeadErrors._fields)
+        head = ("layer", "mechanism", "width", *columns)
         body = [
             (path, mechanism, str(width), *_cells(errors))
             for path, mechanism, width, errors in self.layers()
@@ -130,7 +125,7 @@ class ApproximationReport:
         numbers = np.arange(len(self.heads))
         for name in ("output", "mean_of_values", "attention"):
             heights = [getattr(h.errors, name) for h in self.heads]
-            axes.plot(numbers, heights, ".", label=COLUMNS[name])
+            axes.plot(numbers, heights, ".", label=COLUMNS.get(name, name))
         axes.axhline(1, color="gray", linewidth=0.8, label="zero")
         axes.set(xlabel="head, layer by layer", ylabel="relative error", ylim=(0, None))
         axes.set_title(self.model)

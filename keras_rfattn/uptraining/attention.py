@@ -57,8 +57,7 @@ class AttentionStage(keras.Model):
             `(1, L)`.
         """
         x, noise = inputs["x"], inputs["noise"]
-        watchers = [Watcher() for _ in self.learning]
-        watched = list(zip(self.learning, watchers, strict=True))
+        watched = [(layer, Watcher()) for layer in self.learning]
         with self.teacher.weights(), recording(watched):
             self.model(x, training=False)
         losses, sums = [], []
@@ -72,9 +71,12 @@ class AttentionStage(keras.Model):
             losses.append(loss)
             sums.append(sums_of_layer)
         heads = max(x["norm"].shape[-1] for x in sums)
+
+        def widened(x):
+            return ops.pad(x, ((0, 0), (0, heads - x.shape[-1])))
+
         stacked = {
-            name: ops.stack([_widened(x[name], heads) for x in sums], 1)
-            for name in QUANTITIES
+            name: ops.stack([widened(x[name]) for x in sums], 1) for name in QUANTITIES
         }
         return stacked | {"loss": ops.stack(losses)[None]}
 
@@ -294,11 +296,6 @@ def _student_rows(call, rows, taken, visible, dropped):
         feature_map.key_features(key, stats),
         visible, mask.key_mask, local,
     )  # fmt: skip
-
-
-def _widened(x, heads):
-    """Pads an array `(B, N)` with zeros up to the largest number of heads."""
-    return ops.pad(x, ((0, 0), (0, heads - x.shape[-1])))
 
 
 class Measuring:

@@ -172,13 +172,9 @@ class Rows:
         self.order = Order(seed, batch_size, lengths)
 
     def __call__(self, step):
-        places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        epochs = places // self.count
-        rows = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            order = self.order(epoch, self.count)
-            rows[here] = order[places[here] % self.count]
+        places = range(step * self.batch_size, (step + 1) * self.batch_size)
+        epochs = (divmod(place, self.count) for place in places)
+        rows = [self.order(epoch, self.count)[place] for epoch, place in epochs]
         return keras.tree.map_structure(lambda x: x[rows], self.arrays)
 
 

@@ -3,10 +3,9 @@
 import keras
 import numpy as np
 
-from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.feature_maps.trained import trained_weights, unchanged_on_error
 from keras_rfattn.layers import record
-from keras_rfattn.layers.checks import check_model, title
+from keras_rfattn.layers.checks import check_model, check_sizes, title
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.uptraining.weights import assign, values_of
 
@@ -49,10 +48,7 @@ class CalibrateAfter(keras.callbacks.Callback):
 
     def __init__(self, data, steps, **kwargs):
         super().__init__()
-        if not is_integer(steps) or steps < 1:
-            raise ValueError(
-                f"`steps` must be a positive integer. Received: steps={steps!r}."
-            )
+        check_sizes(steps=steps)
         self.data, self.steps, self.kwargs = data, steps, {"verbose": 0, **kwargs}
         self.seen = 0
 
@@ -139,11 +135,8 @@ def adapt(
 ):
     """Calibrates the maps of the given layers; if one fails, none is changed.
 
-    Arguments that are not listed here are those of `calibrate`.
-
-    Args:
-        model: A model with linear attention.
-        layers: The layers to calibrate, a subset of `adaptive_layers(model)`.
+    `layers` is a subset of `adaptive_layers(model)`; the other arguments are those of
+    `calibrate`.
     """
     recorded = record(model, data, exact, max_tokens, verbose)
     if not recorded:
@@ -191,8 +184,7 @@ def calibrate_stage(model, layers, batches, before, measure):
         model: A model with linear attention.
         layers: Its linear attention layers.
         batches: List of batches to calibrate on.
-        before: Errors of N heads of L layers before the calibration, `(L, N)`, with NaN
-            for heads that are not measured.
+        before: Errors of heads before the calibration, as `Measuring` returns them.
         measure: Function without arguments that measures these errors again.
 
     Returns:

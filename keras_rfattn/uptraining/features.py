@@ -24,7 +24,7 @@ class FeaturesStage(keras.Model):
     Args:
         teacher: `Teacher` of a model with linear attention.
         objective: What is compared: `"features"` (last hidden states), `"logits"`, or
-            `"auto"` (see `resolved`).
+            `"auto"`: logits if the checkpoint includes the head, else features.
         window_dropout: Share of batches in which a layer leaves its window out.
     """
 
@@ -32,7 +32,10 @@ class FeaturesStage(keras.Model):
         super().__init__(dtype="float32", name="features_stage")
         self.teacher, self.model = teacher, teacher.model
         self.first_values = list(teacher.copies.values())
-        self.objective = resolved(objective, self.model)
+        if objective == "auto":
+            names = {cls.__name__ for cls in type(self.model).__mro__}
+            objective = "logits" if names & set(OWN_HEADS) else "features"
+        self.objective = objective
         self.learning, self.window_dropout = list(teacher.layers), window_dropout
         self.error = keras.metrics.Mean("error")
         self.zero = keras.metrics.Mean("zero")
@@ -82,13 +85,12 @@ class FeaturesStage(keras.Model):
             inputs: Dict with the model's inputs "x" and with "noise" `(B, count)` in
                 [0, 1), whose first row selects layers that leave their window out.
         """
-        noise, recorders = inputs["noise"], []
-        if self.window_dropout:
-            recorders = [
-                (layer, without_window(noise[0, i] < self.window_dropout))
-                for i, layer in enumerate(self.learning)
-                if layer.options.window is not None
-            ]
+        noise = inputs["noise"]
+        recorders = [
+            (layer, without_window(noise[0, i] < self.window_dropout))
+            for i, layer in enumerate(self.learning)
+            if layer.options.window is not None and self.window_dropout
+        ]
         return self._compared(inputs["x"], recorders)
 
     def without_attention(self, x):
@@ -103,12 +105,8 @@ class FeaturesStage(keras.Model):
         wanted = self.teacher(self.outputs, x)
         with recording(recorders):
             given = self.outputs(x)
-        return [
-            (wanted_output, given_output, mask)
-            for (wanted_output, mask), (given_output, _) in zip(
-                wanted, given, strict=True
-            )
-        ]
+        pairs = zip(wanted, given, strict=True)
+        return [(one, other, mask) for (one, mask), (other, _) in pairs]
 
     def measured(self, compared):
         """Returns `(error, loss)`, each a mean over the compared outputs."""
@@ -126,14 +124,6 @@ class FeaturesStage(keras.Model):
         # with windows that cover whole sequences.
         weight = self.trainable_variables[0]
         return loss + 0 * ops.sum(ops.clip(ops.cast(weight, "float32"), -1, 1))
-
-
-def resolved(objective, model):
-    """Resolves `"auto"`: logits if the checkpoint includes the head, else features."""
-    if objective != "auto":
-        return objective
-    names = {cls.__name__ for cls in type(model).__mro__}
-    return "logits" if names & set(OWN_HEADS) else "features"
 
 
 def mask_of(name, output, x):

@@ -20,32 +20,31 @@ OWN_RATE, ALL_RATE = 0.001, 0.0001
 AHEAD = 8
 
 
-def fit_stage(trainer, batches, steps, optimizer, settings, save, resumed=None):
+def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
     """Trains a stage for its remaining steps.
 
     Args:
         trainer: A Keras model with its own loss, in which only the variables of the
             stage train.
         batches: Iterator over the batches of the remaining steps.
-        steps: Number of steps of the stage.
+        stage: The `training.Stage`.
         optimizer: A fresh Keras optimizer.
         settings: The `Settings` of the call.
         save: Function called with `(steps done, errors, optimizer)` every `save_every`
             steps, except after the last one.
-        resumed: `(steps done, values of the optimizer's variables, errors)` from a
-            checkpoint, or `None`.
+        resumed: `(steps done, values of the optimizer's variables, errors)`.
 
     Returns:
         List of the errors of all steps of the stage.
 
     Raises:
-        NotFinite: If a loss is not finite. The model then has its last good weights.
+        ValueError: If a loss is not finite. The model then has its last good weights.
     """
-    done, optimizer_values, errors = resumed or (0, None, [])
+    (done, optimizer_values, errors), steps = resumed, stage.steps
     variables = trainer.trainable_variables
     trainer.compile(optimizer=optimizer, jit_compile=settings.jit_compile)
     optimizer.build(variables)
-    if optimizer_values is not None:
+    if done:
         assign(optimizer.variables, optimizer_values)
     watch, interrupts = Watch(variables, done, list(errors)), Interrupts()
 
@@ -72,10 +71,14 @@ def fit_stage(trainer, batches, steps, optimizer, settings, save, resumed=None):
                     verbose=settings.verbose,
                 )  # fmt: skip
             watch.check_weights()
-    except NotFinite as error:
+    except NotFinite:
         assign(variables, watch.good)
-        error.step = watch.done
-        raise
+        raise ValueError(
+            f"The loss of stage '{stage.name}' is not finite at its step {watch.done} "
+            f"(batch {stage.first + watch.done} of the data). The weights of step "
+            f"{max(watch.done - 1, 0)}, the last good ones, are kept. Look for NaN in "
+            "that batch, or use a smaller learning rate."
+        ) from None
     except Exception as error:
         # TensorFlow replaces errors of the data iterator by errors of its own.
         cause = failures[0] if failures else error

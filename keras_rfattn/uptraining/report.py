@@ -1,5 +1,6 @@
 """The report that `uptrain` returns, and the clock that times its parts."""
 
+import collections
 import time
 from dataclasses import dataclass
 
@@ -15,27 +16,22 @@ class Clock:
     """Assigns all of the time since its creation to names.
 
     Attributes:
-        seconds: Dict from names to seconds.
+        seconds: Dict from names to seconds, which are 0 for names that it lacks.
     """
 
     def __init__(self):
-        self.seconds, self.last = {}, time.perf_counter()
+        self.seconds, self.last = collections.Counter(), time.perf_counter()
 
     def lap(self, name):
         """Adds the time since the last lap to a name, and returns the name's total."""
         now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.seconds[name] += now - self.last
         self.last = now
         return self.seconds[name]
 
     def add(self, seconds):
-        """Adds the time of an interrupted run.
-
-        Args:
-            seconds: Dict from names to seconds.
-        """
-        for name, value in seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + value
+        """Adds the time of an interrupted run, a dict from names to seconds."""
+        self.seconds.update(seconds)
 
 
 @dataclass(frozen=True)

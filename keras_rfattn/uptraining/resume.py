@@ -69,7 +69,8 @@ class Checkpoints:
 
     Args:
         folder: Path of the folder, which is created if needed. `None` saves nothing.
-        identity: Dict of JSON values that distinguishes one training from another.
+        identity: Dict that distinguishes one training from another, as `identity`
+            returns it.
 
     Raises:
         ValueError: If the folder cannot be created.
@@ -85,7 +86,7 @@ class Checkpoints:
                     "`checkpoint_dir` must be a folder, or a path where a folder can "
                     f"be made. Received: checkpoint_dir={str(folder)!r} ({error})."
                 ) from None
-        self.identity = json.loads(json.dumps(identity))
+        self.identity = json.loads(json.dumps(identity, default=repr))
 
     def save(self, position, arrays, notes):
         """Writes a checkpoint.
@@ -213,17 +214,11 @@ def _read(path):
 def identity(model, layers, trained, batches, settings):
     """Returns the values that a training shares with its checkpoints.
 
-    A checkpoint belongs to the training only if all of them are equal.
-
-    Args:
-        model: A model with linear attention, before training.
-        layers: Its linear attention layers, in the order in which tokens reach them.
-        trained: List of the variables that train.
-        batches: The data, as `Batches`.
-        settings: The `Settings` of the call.
+    A checkpoint belongs to the training only if all of them are equal. The arguments
+    are those of `training.Training`, with a list of all variables that train.
 
     Returns:
-        Nested dict of JSON values.
+        Nested dict of JSON values, and of values whose `repr` stands for them.
     """
     others = {id(v) for layer in layers for v in layer.feature_map.variables}
     shapes = [list(v.shape) for v in trained]
@@ -296,12 +291,11 @@ def _mechanism(layer):
 
 
 def _optimizer_config(optimizer):
-    """Returns an optimizer's config as JSON values, or `None` for the default one."""
+    """Returns the config of an optimizer, or `None` for the default one."""
     if optimizer is None:
         return None
     config = keras.saving.serialize_keras_object(optimizer)
-    kept = {name: config[name] for name in ("class_name", "config")}
-    return json.loads(json.dumps(_without_names(kept), default=repr))
+    return _without_names({name: config[name] for name in ("class_name", "config")})
 
 
 def _without_names(config):

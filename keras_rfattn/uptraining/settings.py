@@ -1,12 +1,13 @@
 """The settings of one call of `uptrain`, validated in one place."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import keras
 from keras import ops
 
-from keras_rfattn.feature_maps.arguments import check_seed, is_integer, is_number
+from keras_rfattn.feature_maps.arguments import check_seed, is_number
+from keras_rfattn.layers.checks import check_sizes
 
 STAGES = ("calibrate", "attention", "features")
 # The stages that train, in the order in which they run.
@@ -31,20 +32,13 @@ class Settings:
     in one form.
 
     Attributes:
-        steps: Number of training steps of all stages together.
         stages: Tuple of the names of the stages to run, in order.
         trainable: Dict from those of the stages that train to one of `TRAINABLE`.
-        batch_size: Number of rows per batch if the data holds rows.
         optimizer: A Keras optimizer, or `None` for the default one.
-        seed: Seed of the order of the data and of window dropout.
+        seed: Integer, the seed of the order of the data and of window dropout.
         callbacks: Tuple of Keras callbacks.
-        verbose: 0, 1, 2 or `"auto"`, as in `keras.Model.fit`.
-        objective: `"auto"`, `"features"` or `"logits"`.
-        window_dropout: Share of sequences or batches that leave windows out.
-        lora_rank: Rank of new adapters.
-        checkpoint_dir: Path of the folder for checkpoints, or `None`.
-        save_every: Number of steps between checkpoints.
-        jit_compile: Passed to `keras.Model.compile`.
+
+    The other attributes are arguments of `uptrain` as they are.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -66,19 +60,40 @@ class Settings:
     jit_compile: object
 
     def __post_init__(self):
-        normal = {field.name: getattr(self, field.name) for field in fields(self)}
-        normal["stages"] = _stages(self.stages)
-        normal["trainable"] = _by_stage(self.trainable, normal["stages"])
-        normal["callbacks"] = _callbacks(self.callbacks)
-        _check_choices(normal)
-        # Checkpoints and reports store plain Python numbers.
-        for name in POSITIVE_INTEGERS:
-            normal[name] = _positive_integer(name, normal[name])
-        normal["window_dropout"] = _share("window_dropout", self.window_dropout)
-        _check_path("checkpoint_dir", self.checkpoint_dir)
-        if self.optimizer is not None:
-            normal["optimizer"] = keras.optimizers.get(self.optimizer)
-        normal["seed"] = _seed(self.seed, is_resumable=self.checkpoint_dir is not None)
+        check_sizes(**{name: getattr(self, name) for name in POSITIVE_INTEGERS})
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(
+                    f"`{name}` must be one of {choices}. Received: {name}={value!r}."
+                )
+        if not is_number(self.window_dropout) or not 0 <= self.window_dropout < 1:
+            raise ValueError(
+                "`window_dropout` must be in [0, 1). "
+                f"Received: window_dropout={self.window_dropout!r}."
+            )
+        if not isinstance(self.checkpoint_dir, (str, os.PathLike, type(None))):
+            raise ValueError(
+                "`checkpoint_dir` must be a path. "
+                f"Received: checkpoint_dir={self.checkpoint_dir!r:.80}."
+            )
+        check_seed(self.seed)
+        seed = self.seed
+        if seed is None and self.checkpoint_dir is not None:
+            seed = 0
+        elif seed is None:
+            seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
+        stages, given = _stages(self.stages), self.optimizer
+        normal = {
+            "stages": stages,
+            "trainable": _by_stage(self.trainable, stages),
+            "callbacks": _callbacks(self.callbacks),
+            "optimizer": None if given is None else keras.optimizers.get(given),
+            # Checkpoints and reports store plain Python numbers.
+            "window_dropout": float(self.window_dropout),
+            "seed": int(seed),
+            **{name: int(getattr(self, name)) for name in POSITIVE_INTEGERS},
+        }
         for name, value in normal.items():
             # Assignment to a frozen dataclass must bypass its own check.
             object.__setattr__(self, name, value)
@@ -137,41 +152,3 @@ def _callbacks(given):
             "when `uptrain` is done."
         )
     return callbacks
-
-
-def _check_choices(arguments):
-    for name, choices in CHOICES.items():
-        value = arguments[name]
-        if value not in choices:
-            raise ValueError(
-                f"`{name}` must be one of {choices}. Received: {name}={value!r}."
-            )
-
-
-def _positive_integer(name, value):
-    if not is_integer(value) or value < 1:
-        raise ValueError(
-            f"`{name}` must be a positive integer. Received: {name}={value!r}."
-        )
-    return int(value)
-
-
-def _share(name, value):
-    if not is_number(value) or not 0 <= value < 1:
-        raise ValueError(f"`{name}` must be in [0, 1). Received: {name}={value!r}.")
-    return float(value)
-
-
-def _check_path(name, value):
-    if not isinstance(value, (str, os.PathLike, type(None))):
-        raise ValueError(f"`{name}` must be a path. Received: {name}={value!r:.80}.")
-
-
-def _seed(seed, is_resumable):
-    """Returns the seed as an integer; a random one if the run cannot be resumed."""
-    check_seed(seed)
-    if seed is None and is_resumable:
-        seed = 0
-    if seed is None:
-        seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
-    return int(seed)

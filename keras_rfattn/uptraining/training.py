@@ -12,12 +12,7 @@ from keras_rfattn.uptraining.attention import AttentionStage, Measuring
 from keras_rfattn.uptraining.batches import HEAD
 from keras_rfattn.uptraining.calibrate import calibrate_stage
 from keras_rfattn.uptraining.features import FeaturesStage
-from keras_rfattn.uptraining.fitting import (
-    NotFinite,
-    fit_stage,
-    optimizer_for,
-    rate_for,
-)
+from keras_rfattn.uptraining.fitting import fit_stage, optimizer_for, rate_for
 from keras_rfattn.uptraining.report import (
     AFTER,
     BEFORE,
@@ -36,6 +31,9 @@ from keras_rfattn.uptraining.weights import (
     only_training,
     values_of,
 )
+
+# How a stage starts: no steps done, no values of its optimizer, no errors of steps.
+ANEW = 0, (), ()
 
 
 class Stage(NamedTuple):
@@ -123,16 +121,14 @@ class Training:
         frozen = checksum(v.value for v in self.frozen)
         try:
             checkpoint = self.prepare()
-            index, done, optimizer_values, errors = self.restore(checkpoint)
+            index, resumed = self.restore(checkpoint)
         except Exception:
             assign(self.state, values)
             raise
         plan = planned(self.rounds, self.settings, self.layers)
         for i in range(index, len(plan)):
-            resumed = None
-            if i == index and done:
-                resumed = done, optimizer_values, errors
             result = self.run_stage(plan[i], i, resumed)
+            resumed = ANEW
             if checksum(v.value for v in self.frozen) != frozen:
                 raise ValueError(
                     f"Weights of the teacher changed during stage {plan[i].name!r}, "
@@ -191,19 +187,19 @@ class Training:
             checkpoint: `(position, arrays, notes)`, or `None` to start anew.
 
         Returns:
-            `(index, done, optimizer_values, errors)`: the index of the stage in the
+            `(index, (done, optimizer_values, errors))`: the index of the stage in the
             plan, the number of its steps that are done, the values of its optimizer's
             variables and its errors by step.
         """
         if checkpoint is None:
-            return 0, 0, [], []
+            return 0, ANEW
         (index, done), arrays, notes = checkpoint
         assign(self.state, [arrays[f"state{i}"] for i in range(len(self.state))])
         self.results = [StageResult(*row) for row in notes["results"]]
         self.clock.add(notes["seconds"])
         # A file keeps the order of its arrays, which is that of the variables.
         values = [x for name, x in arrays.items() if name.startswith("optimizer")]
-        return index, done, values, notes["errors"]
+        return index, (done, values, notes["errors"])
 
     def save(self, index, done, errors, optimizer=None):
         """Saves a checkpoint after `done` steps of stage number `index` of the plan."""
@@ -227,46 +223,38 @@ class Training:
         Args:
             stage: The `Stage`.
             index: Its index in the plan.
-            resumed: `(done, optimizer_values, errors)` as `restore` returns them, or
-                `None` to start the stage anew.
+            resumed: `(done, optimizer_values, errors)` as `restore` returns them.
 
         Returns:
             `(errors, zero, note)`: the errors by step, the error without attention
             (`None` without steps), and text that says what was left unchanged.
         """
         if stage.name == "calibrate":
-            return [], None, self.calibrate()
+            note = calibrate_stage(
+                self.model,
+                self.layers,
+                list(self.batches.first(HEAD)),
+                self.before,
+                lambda: self.measuring("after another calibration")[0],
+            )
+            if note and self.settings.verbose:
+                print(f"Stage 'calibrate': {note}")
+            return [], None, note
         if not stage.steps:
             return [], None, ""
         return *self.train(stage, index, resumed), ""
 
-    def calibrate(self):
-        """Runs stage "calibrate", and returns text that says what it left unchanged."""
-        note = calibrate_stage(
-            self.model,
-            self.layers,
-            list(self.batches.first(HEAD)),
-            self.before,
-            lambda: self.measuring("after another calibration")[0],
-        )
-        if note and self.settings.verbose:
-            print(f"Stage 'calibrate': {note}")
-        return note
-
     def train(self, stage, index, resumed):
         """Trains a stage; returns errors by step, and the error without attention."""
-        settings = self.settings
-        trainer, objective = self.whole_model, None
+        settings, trainer = self.settings, self.whole_model
         if stage.name == "attention":
             trainer = AttentionStage(self.teacher, settings.window_dropout)
-        else:
-            objective = trainer.objective
-        rate = rate_for(
-            stage.name, settings.trainable[stage.name], objective, self.layers
-        )
+        objective = getattr(trainer, "objective", None)
+        trainable = settings.trainable[stage.name]
+        rate = rate_for(stage.name, trainable, objective, self.layers)
         is_float16 = any(layer.compute_dtype == "float16" for layer in self.layers)
         optimizer = optimizer_for(rate, stage.steps, settings.optimizer, is_float16)
-        done = resumed[0] if resumed else 0
+        done, _, _ = resumed
         if settings.verbose:
             print(
                 f"Stage '{stage.name}': {stage.steps - done} steps, zero attention "
@@ -281,18 +269,10 @@ class Training:
             (self.batches.with_noise(step, len(self.layers) + 1),)
             for step in range(stage.first + done, stage.first + stage.steps)
         )
-        try:
-            with only_training(self.model, self.selected[stage.name]):
-                errors = fit_stage(
-                    trainer, batches, stage.steps, optimizer, settings, save, resumed
-                )
-        except NotFinite as error:
-            raise ValueError(
-                f"The loss of stage '{stage.name}' is not finite at its step "
-                f"{error.step} (batch {stage.first + error.step} of the data). The "
-                f"weights of step {max(error.step - 1, 0)}, the last good ones, are "
-                "kept. Look for NaN in that batch, or use a smaller learning rate."
-            ) from None
+        with only_training(self.model, self.selected[stage.name]):
+            errors = fit_stage(
+                trainer, batches, stage, optimizer, settings, save, resumed
+            )
         return errors, trainer.control
 
     def report(self):
@@ -305,9 +285,7 @@ class Training:
             model=title(self.model),
             mechanism=", ".join(sorted(names)),
             stages=tuple(self.results),
-            overhead=tuple(
-                (name, self.clock.seconds.get(name, 0.0)) for name in OVERHEAD
-            ),
+            overhead=tuple((name, self.clock.seconds[name]) for name in OVERHEAD),
             layers=tuple(
                 LayerResult(layer.path, *map(_measured, errors))
                 for layer, *errors in rows

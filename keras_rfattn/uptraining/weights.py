@@ -142,18 +142,17 @@ def only_training(model, variables):
     wanted = {id(v) for v in variables}
     before = [(v, v.trainable) for v in model.variables]
     try:
-        for variable, _ in before:
-            _set_trainable(variable, id(variable) in wanted)
+        _set_trainable((v, id(v) in wanted) for v, _ in before)
         yield
     finally:
-        for variable, value in before:
-            _set_trainable(variable, value)
+        _set_trainable(before)
 
 
-def _set_trainable(variable, value):
-    # For some dtypes PyTorch raises even if `value` is `False`.
-    if variable.trainable != value:
-        variable.trainable = value
+def _set_trainable(pairs):
+    for variable, value in pairs:
+        # For some dtypes PyTorch raises even if `value` is `False`.
+        if variable.trainable != value:
+            variable.trainable = value
 
 
 def once(items):
@@ -202,11 +201,11 @@ class Teacher:
 
     def changed(self):
         """Returns the paths of weights that differ from their first values."""
-        pairs = ((v, self.copies.get(id(v))) for v in self.model.variables)
         return tuple(
-            variable.path
-            for variable, first in pairs
-            if first is not None and not np.array_equal(*values_of([variable, first]))
+            v.path
+            for v in self.model.variables
+            if id(v) in self.copies
+            and not np.array_equal(*values_of([v, self.copies[id(v)]]))
         )
 
     def trains(self, layer):
