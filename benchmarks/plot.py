@@ -15,6 +15,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 MEASURED = ("ms", "least", "times as fast", "ours times as fast", "share of matmul",
             "bytes", "commit", "others GB", "GB accessed", "seconds to compile",
             "tera-operations", "weights GB", "refused")  # fmt: skip
+# Shapes of `models.py` with MiniLM's shape.
+LENGTHS = ("8 × 64", "8 × 128", "2 × 512", "1 × 2048")
 # Plots rows with blocks of this many tokens, and the rows of softmax.
 TPU_BLOCK = 512
 
@@ -117,13 +119,42 @@ def memory(plt):
     return figure
 
 
+def quality(plt):
+    """Plots the quality of the shipped maps of MiniLM against time, by length."""
+    shipped = pathlib.Path(__file__).parents[1] / "keras_rfattn" / "maps" / "shipped"
+    shares, control = {"softmax": 1.0}, None
+    for file in sorted(shipped.glob("minilm_*/maps.json")):
+        manifest = json.loads(file.read_text())
+        metrics, (first, *_) = manifest["metrics"], manifest["layers"]
+        shares[f"{first['mechanism']} 64"] = metrics["share_of_softmax"]
+        control = metrics["control_zero_attention"] / metrics["softmax"]
+    wanted = {"model": "bert", "training": False, "dropout": 0.0}
+    found = map(tokens_of, rows("models", backend="jax", **wanted))
+    figure, axes = plt.subplots(figsize=(7, 3.6))
+    for name, (_, ms) in curves(found, "mechanism", "tokens", "ms").items():
+        if name in shares:
+            line = axes.plot(ms, [shares[name]] * len(ms), marker="o", label=name)
+            color = line[0].get_color()
+            where = {"textcoords": "offset points", "xytext": (0, 5), "ha": "center"}
+            for x, length in zip(ms, LENGTHS, strict=True):
+                point = x, shares[name]
+                axes.annotate(length, point, fontsize=7, color=color, **where)
+    axes.axhline(control, color="black", linewidth=1, label="control: zero attention")
+    axes.set(xscale="log", ylim=(0.88, 1.015))
+    axes.set_xlabel("ms, forward pass (JAX, one core)")
+    axes.set_ylabel("share of softmax's quality, STS")
+    axes.set_title("MiniLM; labels are batch × tokens", fontsize=10)
+    axes.legend(fontsize=8, loc="center right")
+    return figure
+
+
 def main(folder):
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    for draw in (speed, peers, decoding, memory):
+    for draw in (speed, peers, decoding, memory, quality):
         figure = draw(plt)
         figure.tight_layout()
         figure.savefig(folder / f"{draw.__name__}.png", dpi=80)
