@@ -12,7 +12,7 @@ from keras import ops
 from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.checks import check_model, num_heads, title
-from keras_rfattn.layers.recording import linear_layers, recording
+from keras_rfattn.layers.recording import linear_layers, progress, recording
 from keras_rfattn.models.holders import holders, refresh
 from keras_rfattn.models.survey import survey
 
@@ -86,7 +86,7 @@ class Attribution:
     __repr__ = __str__
 
 
-def attribute(model, data, metric):
+def attribute(model, data, metric, verbose="auto"):
     """Evaluates a model as it is, and with parts of its attention removed.
 
     A converted model with a window may owe its quality to the window alone. The
@@ -98,6 +98,8 @@ def attribute(model, data, metric):
         metric: A function `(model, data) -> number`. It must run `model` itself:
             functions compiled for other models that share its layers ignore the
             change. It must not generate text, because generation uses features only.
+        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
+            end, as in Keras.
 
     Returns:
         An `Attribution`.
@@ -115,7 +117,7 @@ def attribute(model, data, metric):
         >>> model = keras_rfattn.replace_attention(model, "favorplus")
         >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
         >>> metric = lambda model, x: float(np.mean(model.predict_on_batch(x)))
-        >>> result = diagnostics.attribute(model, x, metric)
+        >>> result = diagnostics.attribute(model, x, metric, verbose=0)
         >>> result.as_it_is == metric(model, x)
         True
     """
@@ -123,10 +125,9 @@ def attribute(model, data, metric):
     has_windows = any(layer.options.window is not None for layer in layers)
     skipped = {} if has_windows else WITHOUT_WINDOWS
     metrics = {}
-    for name, answer in ANSWERS.items():
-        if name not in skipped:
-            answers = dict.fromkeys(layers, answer)
-            metrics[name] = _evaluated(model, data, metric, answers)
+    for name in progress([x for x in ANSWERS if x not in skipped], verbose):
+        answers = dict.fromkeys(layers, ANSWERS[name])
+        metrics[name] = _evaluated(model, data, metric, answers)
     for name, same in skipped.items():
         metrics[name] = metrics[same]
     return Attribution(**metrics)
@@ -220,7 +221,7 @@ class Sensitivity:
     __repr__ = __str__
 
 
-def sensitivity(model, data, metric, heads=False):
+def sensitivity(model, data, metric, heads=False, verbose="auto"):
     """Evaluates a model with softmax restored in one part, and with one part linear.
 
     Errors of attention outputs do not show which parts matter for the final result.
@@ -234,6 +235,8 @@ def sensitivity(model, data, metric, heads=False):
         metric: A function `(model, data) -> number`. It must run `model` itself and
             must not generate text, as for `attribute`.
         heads: Whether a part is one head; by default it is a whole layer.
+        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
+            end, as in Keras.
 
     Returns:
         A `Sensitivity`.
@@ -251,7 +254,7 @@ def sensitivity(model, data, metric, heads=False):
         >>> model = keras_rfattn.replace_attention(model, "favorplus")
         >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
         >>> metric = lambda model, x: float(np.mean(model.predict_on_batch(x)))
-        >>> result = diagnostics.sensitivity(model, x, metric, heads=True)
+        >>> result = diagnostics.sensitivity(model, x, metric, heads=True, verbose=0)
         >>> [part.head for part in result.parts]
         [0, 1]
     """
@@ -262,18 +265,22 @@ def sensitivity(model, data, metric, heads=False):
     def evaluated(answers):
         return _evaluated(model, data, metric, answers)
 
+    pairs = [
+        (site, head)
+        for site in sites
+        for head in (range(num_heads(site.layer)) if heads else (None,))
+    ]
     parts = []
-    for site in sites:
-        for head in range(num_heads(site.layer)) if heads else (None,):
-            restored = _within(head, Attention.softmax, Attention.linear)
-            alone = _within(head, Attention.linear, Attention.softmax)
-            part = Part(
-                site.path,
-                head,
-                restored=evaluated({**linear, site.layer: restored}),
-                alone=evaluated({**softmax, site.layer: alone}),
-            )
-            parts.append(part)
+    for site, head in progress(pairs, verbose):
+        restored = _within(head, Attention.softmax, Attention.linear)
+        alone = _within(head, Attention.linear, Attention.softmax)
+        part = Part(
+            site.path,
+            head,
+            restored=evaluated({**linear, site.layer: restored}),
+            alone=evaluated({**softmax, site.layer: alone}),
+        )
+        parts.append(part)
     return Sensitivity(evaluated(linear), evaluated(softmax), tuple(parts))
 
 
