@@ -12,6 +12,7 @@ import keras_rfattn
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.recording import record
 from tests import helpers as h
+from tests.marks import slow_on_jax
 from tests.models import families
 
 pytestmark = pytest.mark.once
@@ -144,6 +145,7 @@ def test_a_window_that_holds_the_sequence_is_the_checkpoint(minilm):
         keras_rfattn.restore_attention(model)
 
 
+@slow_on_jax
 def test_sketches_of_real_queries_and_keys_near_the_polynomial_kernel(minilm):
     model, inputs = minilm
     keras_rfattn.replace_attention(model, "polysketch", num_features=8, seed=0)

@@ -8,6 +8,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import diagnostics, generation
+from tests import helpers as h
 from tests.marks import ONE_BACKEND, first
 from tests.models import families
 
@@ -32,6 +33,7 @@ MECHANISMS = {
     "heads": {"feature_map": "favorplus", "softmax_heads": {"*": [1]}},
 }  # fmt: skip
 LENGTH = 12
+# What comes first, one token, several at once.
 CHUNKS = [(4, 1, 1, 6)]
 if keras.backend.backend() == "torch":
     # Others compile for each length.
@@ -59,11 +61,19 @@ def tokens(rows=3, length=LENGTH):
     return np.random.default_rng(0).integers(2, 60, (rows, length)).astype("int32")
 
 
+def full_passes(model):
+    """`(tokens, mask) -> logits` by parallel passes of a model as it is now."""
+    call = h.forward(model)
+
+    def run(ids, mask):
+        return array(call({"token_ids": ids, "padding_mask": mask.astype("int32")}))
+
+    return run
+
+
 def full_pass(model, ids, mask=None):
     """Logits of one parallel pass."""
-    mask = np.ones_like(ids) if mask is None else mask
-    found = model({"token_ids": ids, "padding_mask": mask.astype("int32")})
-    return keras.ops.convert_to_numpy(keras.ops.cast(found, "float32"))
+    return full_passes(model)(ids, np.ones_like(ids) if mask is None else mask)
 
 
 def array(x):
@@ -220,9 +230,9 @@ def greedy(model, ids, mask):
     """What `generate` must give: the best token of a full pass, again and again."""
     ids, mask = ids.copy(), mask.copy()
     rows, length = mask.shape
-    last = np.where(mask, np.arange(length), 0).max(1)
+    last, logits = np.where(mask, np.arange(length), 0).max(1), full_passes(model)
     for i in range(last.min() + 1, length):
-        best = full_pass(model, ids, mask)[:, i - 1].argmax(-1)
+        best = logits(ids, mask)[:, i - 1].argmax(-1)
         written = i > last
         ids[written, i], mask[written, i] = best[written], True
     return ids
@@ -318,9 +328,10 @@ def beam_search(model, ids, start, count):
         np.repeat(ids, count, axis=0),
         np.array([0.0] + [-1e9] * (count - 1)),
     )
+    full = full_passes(model)
     for i in range(start, ids.shape[1]):
         mask = np.broadcast_to(np.arange(ids.shape[1]) < i, beams.shape)
-        logits = full_pass(model, beams, mask)[:, i - 1].astype("float64")
+        logits = full(beams, mask)[:, i - 1].astype("float64")
         logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         total = scores[:, None] + logs
         best = np.argsort(-total, axis=None)[:count]

@@ -50,6 +50,17 @@ def output_by_rows(call, dropped=False):
     return merge_heads(output, h.HEADS, h.LENGTH)
 
 
+def layer_errors(call, fraction=0.0):
+    """Of a call in which no window is dropped."""
+    dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
+
+    def function(query, key, value):
+        now = call.replace(query=query, key=key, value=value)
+        return attention.layer_errors(now, now, dropped, fraction)
+
+    return h.one_program(function)(call.query, call.key, call.value)
+
+
 @pytest.mark.parametrize("name, label", PAIRS)
 def test_rows_times_values_are_the_output(name, label):
     call = attention_call(name, **CASES[label])
@@ -75,8 +86,7 @@ def test_a_dropped_window_leaves_the_features():
 @pytest.mark.parametrize("causal", [False, True])
 def test_errors_are_those_of_outputs(causal):
     call = attention_call("favorpp", causal=causal, mask="right")
-    dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
-    found = attention.layer_errors(call, call, dropped, 0.0)
+    found = layer_errors(call)
     real = h.padding_masks()["right"][:, :, None, None]
 
     def squares(x):
@@ -93,10 +103,9 @@ def test_errors_are_those_of_outputs(causal):
 
 def test_of_many_rows_some_are_compared(monkeypatch):
     call = attention_call("favorpp", causal=True)
-    dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
-    every = attention.layer_errors(call, call, dropped, 0.0)
+    every = layer_errors(call)
     monkeypatch.setattr(attention, "MAX_ROWS", 10)
-    some = [attention.layer_errors(call, call, dropped, x) for x in (0.0, 0.4)]
+    some = [layer_errors(call, x) for x in (0.0, 0.4)]
     for found in some:
         np.testing.assert_array_equal(h.to_numpy(found["rows"]), 10)
         assert np.all(h.to_numpy(found["norm"]) < h.to_numpy(every["norm"]))
