@@ -14,6 +14,7 @@ from keras_rfattn.kernels import variance
 from keras_rfattn.kernels.papers import hybrid_variance
 from tests import helpers as h
 from tests.feature_maps.draws import DIM, DRAWS, LIMIT, check, estimates, pairs
+from tests.marks import slow_on_jax
 
 pytestmark = pytest.mark.once
 
@@ -115,6 +116,7 @@ def test_max_relative_error_on_a_sphere():
     assert 0.3 * bound < hybrid.max() < bound < largest
 
 
+@slow_on_jax
 def test_a_hybrid_may_hold_a_hybrid():
     x, y = pairs(radius=0.7)
     nested = maps.Hybrid(

@@ -14,7 +14,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
 from tests import helpers as h
 from tests.feature_maps.cases import case
-from tests.marks import each_map, first
+from tests.marks import each_map, first, first_on_jax
 
 WIDTH = 8
 KINDS = {
@@ -80,7 +80,9 @@ def test_weights_are_interchangeable(kind):
     assert len(linear.trainable_weights) == len(softmax.trainable_weights)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("favorpp", x) for x in KINDS])
+@pytest.mark.parametrize(
+    ("name", "kind"), first_on_jax([("favorpp", x) for x in KINDS])
+)
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_keras_masks_and_padding_content(name, kind):
     _, layer = pair(kind, feature_map=name)
@@ -253,7 +255,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_on_jax(KINDS))
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("batch", first([6, 1]))
 def test_masks_mean_what_they_mean_in_keras(kind, name, batch):

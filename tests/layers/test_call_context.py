@@ -15,7 +15,7 @@ from keras_rfattn.layers.call_context import context_of
 from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
-from tests.marks import ONE_BACKEND, first_on_jax
+from tests.marks import ONE_BACKEND, first_on_jax, slow_on_jax
 from tests.models import families
 
 IDS = np.array([[0] * 4 + [1] * 4] * 2, "int32")
@@ -65,7 +65,8 @@ def test_a_direct_call_is_the_same():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", first_on_jax(["gemma", "moonshine", "qwen3_moe"]))
+@slow_on_jax
+@pytest.mark.parametrize("name", ["gemma", "moonshine", "qwen3_moe"])
 def test_masks_are_forgotten_when_a_call_raises(name, monkeypatch):
     pytest.importorskip("keras_hub")
     model, inputs = families.build(name)

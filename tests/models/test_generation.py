@@ -9,7 +9,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn import diagnostics, generation
 from tests import helpers as h
-from tests.marks import ONE_BACKEND, first
+from tests.marks import ONE_BACKEND, first, first_on_jax, slow_on_jax
 from tests.models import families
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -88,7 +88,7 @@ def assert_near(found, expected, tolerance=1e-4):
 @pytest.mark.parametrize(
     ("family", "mechanism"),
     # Their states are of different kinds.
-    [("llama", x) for x in ("favorpp", "sliding")]
+    first_on_jax([("llama", x) for x in ("favorpp", "sliding")])
     + [
         pytest.param("llama", x, marks=ONE_BACKEND)
         for x in ("window", "exact", "heads", "signed", "polynomial", "mixed")
@@ -415,6 +415,7 @@ def test_edges():
     assert array(found["padding_mask"])[0].tolist() == [1, 1] + [0] * (LENGTH - 2)
 
 
+@slow_on_jax
 def test_the_state_has_one_size():
     model, ids = linear(), tokens()
     states = [generation.prefill(model, ids[:, :n])[1] for n in (1, 3, LENGTH)]

@@ -7,7 +7,7 @@ from keras import ops
 
 import keras_rfattn
 from tests import helpers as h
-from tests.marks import ONE_BACKEND
+from tests.marks import ONE_BACKEND, slow_on_jax
 from tests.models import families
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -76,6 +76,7 @@ def test_greedy_generation(mechanism):
 
 
 @pytest.mark.once
+@slow_on_jax
 def test_beam_search():
     model, inputs = linear("favorpp")
     inputs = {k: x[:1] for k, x in inputs.items()}

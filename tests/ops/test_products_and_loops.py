@@ -15,7 +15,7 @@ from keras_rfattn.backend import (
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask, Options
 from tests import helpers as h
-from tests.marks import ONE_BACKEND, first
+from tests.marks import ONE_BACKEND, first, first_on_jax
 
 
 def test_sums_of_narrow_numbers_keep_growing():
@@ -66,7 +66,9 @@ def test_exclusive_scan_keeps_what_came_before():
 
 
 @loops_over_blocks
-@pytest.mark.parametrize("at_once", [2 * h.BATCH * h.HEADS * h.BLOCK, 2**19])
+@pytest.mark.parametrize(
+    "at_once", first_on_jax([2 * h.BATCH * h.HEADS * h.BLOCK, 2**19])
+)
 @pytest.mark.parametrize(
     "name", ["favorpp", pytest.param("polysketch", marks=ONE_BACKEND)]
 )
@@ -136,7 +138,7 @@ def test_sums_by_doubling_are_those_in_turn(count):
 WINDOWS = {"favorplus": 4, "favorpp": h.LENGTH, "polysketch_learned": h.LENGTH}
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", first_on_jax([True, False]))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "name", first(["favorpp_dense", "polysketch", "elu", *WINDOWS])

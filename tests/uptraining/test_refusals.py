@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from tests.marks import first_on_jax, slow_on_jax
 from tests.uptraining import models as m
 
 BAD = {
@@ -86,7 +87,7 @@ def vectors(dtype=None, constraint=None, is_silent=False):
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("kinds", "trainable", "message"),
-    [
+    first_on_jax([
         ({}, "lora", "not finite in .*attention_0.*, batch 0"),
         ({"constraint": "max_norm"}, "lora", "`kernel_constraint`"),
         ({"is_silent": True}, "lora", "Stage 'features' compares"),
@@ -95,7 +96,7 @@ def vectors(dtype=None, constraint=None, is_silent=False):
             {"dtype": "bfloat16"}, {"attention": "lora", "features": "all"},
             "are bfloat16",
         ),
-    ],
+    ]),
 )  # fmt: skip
 def test_refusals_add_no_adapter(kinds, trainable, message):
     model = vectors(**kinds)
@@ -131,6 +132,7 @@ def test_nothing_to_train():
 
 
 @pytest.mark.once
+@slow_on_jax
 def test_numbers_and_callbacks_of_other_kinds():
     model, seen = m.linear_model(), []
     callback = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.append(1))
