@@ -41,6 +41,15 @@ def attention_call(name, causal=False, mask=None, window=None, sliding=False):
     )  # fmt: skip
 
 
+def computed(call, function):
+    """`function(call)`, as one program."""
+
+    def of_tokens(query, key, value):
+        return function(call.replace(query=query, key=key, value=value))
+
+    return h.one_program(of_tokens)(call.query, call.key, call.value)
+
+
 def output_by_rows(call, dropped=False):
     positions, taken = attention._sampled_rows(call.query, 0.0)
     visible, _ = attention._visible(call, positions, h.HEADS // h.KV_HEADS)
@@ -53,12 +62,7 @@ def output_by_rows(call, dropped=False):
 def layer_errors(call, fraction=0.0):
     """Of a call in which no window is dropped."""
     dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
-
-    def function(query, key, value):
-        now = call.replace(query=query, key=key, value=value)
-        return attention.layer_errors(now, now, dropped, fraction)
-
-    return h.one_program(function)(call.query, call.key, call.value)
+    return computed(call, lambda x: attention.layer_errors(x, x, dropped, fraction))
 
 
 @pytest.mark.parametrize("name, label", PAIRS)
@@ -70,22 +74,22 @@ def test_rows_times_values_are_the_output(name, label):
         # What rows of padding have is nobody's business.
         real = h.padding_masks()[CASES[label]["mask"]]
 
-    @h.one_program
-    def both(query, key, value):
-        now = call.replace(query=query, key=key, value=value)
-        return output_by_rows(now), now.linear()
-
-    found, expected = both(call.query, call.key, call.value)
+    found, expected = computed(call, lambda x: (output_by_rows(x), x.linear()))
     tolerance = 1e-3 if signed else 2e-5
     h.assert_close(h.to_numpy(found)[real], h.to_numpy(expected)[real], tolerance)
 
 
 def test_a_dropped_window_leaves_the_features():
     call = attention_call("favorpp", window=8, causal=True)
-    expected = call.without_window().linear()
-    h.assert_close(output_by_rows(call, dropped=True), expected, 2e-5)
+    found, without, whole = computed(
+        call,
+        lambda x: (
+            output_by_rows(x, dropped=True), x.without_window().linear(), x.linear()
+        ),
+    )  # fmt: skip
+    h.assert_close(found, without, 2e-5)
     with pytest.raises(AssertionError, match="relative error"):
-        h.assert_close(call.linear(), expected, 2e-5)
+        h.assert_close(whole, without, 2e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
