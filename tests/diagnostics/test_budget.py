@@ -4,7 +4,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn import diagnostics
 from keras_rfattn.models import Plan
-from tests.marks import SLOW_ON_JAX, first_on_jax
+from tests.marks import SLOW_ON_JAX, slow_on_jax
 from tests.uptraining import models as m
 
 pytestmark = pytest.mark.once
@@ -31,7 +31,8 @@ def recommend(data, budget, **arguments):
     return model, found
 
 
-@pytest.mark.parametrize("width", first_on_jax([8, 16]))
+@slow_on_jax
+@pytest.mark.parametrize("width", [8, 16])
 def test_it_is_never_worse_than_one_width_and_within_the_budget(data, width):
     _, found = recommend(data, 2 * cost(width))
     assert found.multiplications <= found.budget

@@ -192,6 +192,7 @@ def test_weights_of_maps_inside_maps_load_whatever_the_seed(feature_map, tmp_pat
         linear_model("favor", 1).load_weights(path)
 
 
+@slow_on_jax
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_hybrids_learn_and_save_together(tmp_path):
     hybrid = maps.Hybrid(

@@ -17,6 +17,7 @@ from keras_rfattn.feature_maps.polysketch import (
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
+from tests.marks import first_on_jax
 
 pytestmark = pytest.mark.once
 
@@ -102,8 +103,8 @@ def test_products_of_a_degree_four_sketch_have_its_mean():
     assert error < 0.1 * product
 
 
-@pytest.mark.parametrize("degree", [4, 8])
-@pytest.mark.parametrize("cls", [PolySketch, PolySketchLearned])
+@pytest.mark.parametrize("degree", first_on_jax([4, 8]))
+@pytest.mark.parametrize("cls", first_on_jax([PolySketch, PolySketchLearned]))
 def test_products_of_features_are_not_negative(cls, degree):
     feature_map = build(cls, degree=degree, num_features=8)
     x, y = 2 * unit_vectors(50, 1), unit_vectors(60, 2)

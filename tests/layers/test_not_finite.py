@@ -11,7 +11,7 @@ from keras_rfattn.layers.attend import Attention, attend
 from keras_rfattn.layers.decoding import looked_up, onward
 from keras_rfattn.ops import AttentionMask, Options
 from tests import helpers as h
-from tests.marks import first_on_jax
+from tests.marks import SLOW_ON_JAX, first_on_jax
 
 CONTENTS = (np.nan, np.inf, -np.inf)
 GROUPS = h.HEADS // h.KV_HEADS
@@ -32,11 +32,13 @@ WAYS = {
     "window of all": ({"window": h.LENGTH}, False, False),
 }
 FORMS = [*h.FORMS, "polynomial"]
+# On JAX by default each way once, and all forms where attention is causal.
 CASES = [
-    (name, way)
+    pytest.param(*case, marks=SLOW_ON_JAX if i and case[1] != "causal" else ())
     for way in WAYS
-    for name in FORMS
-    if name in h.WINDOWED or "window" not in way
+    for i, case in enumerate(
+        (name, way) for name in FORMS if name in h.WINDOWED or "window" not in way
+    )
 ]
 
 
