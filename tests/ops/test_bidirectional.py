@@ -82,10 +82,11 @@ def test_query_heads_share_the_head_of_their_group(name):
     groups = h.HEADS // h.KV_HEADS
     features = h.featurize(h.build(name), x.query, x.key)
     value = ops.convert_to_tensor(x.value)
-    actual = bidirectional(*features, value)
+    call = h.compiled(bidirectional)
+    actual = call(*features, value)
     query, key = features
     every = key.of_tokens(lambda x: ops.repeat(x, groups, axis=2))
-    expected = bidirectional(query, every, ops.repeat(value, groups, axis=2))
+    expected = call(query, every, ops.repeat(value, groups, axis=2))
     h.assert_close(actual, expected)
 
 

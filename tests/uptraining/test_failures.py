@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 
 @pytest.mark.once
+@slow_on_jax
 def test_a_callback_may_stop_a_stage():
     class Enough(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -67,6 +69,7 @@ def test_weights_that_turn_nan_are_not_kept():
 
 
 @pytest.mark.once
+@slow_on_jax
 def test_a_training_that_breaks_off_says_where():
     class Broken(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

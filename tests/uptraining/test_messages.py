@@ -95,6 +95,7 @@ def backbone(**arguments):
     return keras_rfattn.replace_attention(model, "hedgehog", seed=0)
 
 
+@slow_on_jax
 def test_texts_on_a_backbone_name_the_preprocessor_that_fits():
     hub = pytest.importorskip("keras_hub")
     bert = backbone()

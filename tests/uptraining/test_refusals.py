@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from tests.marks import first_on_jax, slow_on_jax
+from tests.marks import SLOW_ON_JAX, first_on_jax, slow_on_jax
 from tests.uptraining import models as m
 
 BAD = {
@@ -45,7 +45,16 @@ BAD = {
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("label", BAD)
+@pytest.mark.parametrize(
+    "label",
+    [
+        # Those that look at data compute something.
+        pytest.param(
+            x, marks=SLOW_ON_JAX if x.startswith(("padding", "no row")) else ()
+        )
+        for x in BAD
+    ],
+)
 def test_bad_input_changes_nothing(label):
     arguments, message = BAD[label]
     model = m.softmax_model() if label == "softmax" else m.linear_model()
