@@ -9,7 +9,7 @@ import keras_rfattn
 from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
-from tests.marks import ONE_BACKEND, first
+from tests.marks import ONE_BACKEND, first, slow_on_jax
 
 DIM, HEADS, LENGTH = 8, 2, 15
 # Texts of row 0 and of row 1; one of the second is not in one piece.
@@ -132,6 +132,7 @@ def test_packing_inside_compiled_functions(tmp_path):
         assert np.isfinite(found[0]).all() and np.isnan(found[1]).any()
 
 
+@slow_on_jax
 def test_packing_of_a_block():
     keras_hub = pytest.importorskip("keras_hub")
     block = keras_hub.layers.TransformerDecoder(16, HEADS)
