@@ -11,7 +11,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import feature_maps, kernels
-from tests.marks import first_on_jax
+from tests.marks import SLOW_ON_JAX
 
 # The first module that exports an object gives it its name here.
 MODULES = (
@@ -83,11 +83,18 @@ OBJECTS = public_objects()
 
 
 def names():
-    """Parameters for all objects; by default JAX only runs one of each module."""
-    found = {}
+    """Parameters for all objects; JAX and TensorFlow run one example of each module.
+
+    What examples call is tested on every backend elsewhere.
+    """
+    seen, found = set(), []
     for name in sorted(OBJECTS):
-        found.setdefault(name.rpartition(".")[0], []).append(name)
-    return [x for module in found.values() for x in first_on_jax(module)]
+        module = name.rpartition(".")[0]
+        is_one_of_many = module in seen and name not in ONLY_ON
+        marks = (pytest.mark.once, *SLOW_ON_JAX) if is_one_of_many else ()
+        found.append(pytest.param(name, marks=marks))
+        seen.add(module)
+    return found
 
 
 def test_every_public_object_has_an_example():
