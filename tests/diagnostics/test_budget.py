@@ -43,6 +43,7 @@ def test_it_is_never_worse_than_one_width_and_within_the_budget(data, width):
     assert "attention_1" in text and "one width" in text and "mean of V" in text
 
 
+@slow_on_jax
 def test_softmax_is_kept_where_it_is_cheap(data):
     model = m.softmax_model()
     found = diagnostics.recommend(

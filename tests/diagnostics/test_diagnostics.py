@@ -58,6 +58,7 @@ def test_recorded_sequences_are_what_softmax_attention_meets(causal):
     assert linear.get_layer("first").recorder is None
 
 
+@slow_on_jax
 def test_a_prefix_is_recorded():
     feature_map, x = h.build("favorpp"), h.problem(length=9)
     prefix, visible = np.zeros((2, 9), bool), np.ones((2, 9), bool)

@@ -37,6 +37,7 @@ def test_each_layer_is_softmax_again_and_alone_linear():
     assert model.get_layer("attention_0").recorder is None
 
 
+@slow_on_jax
 def test_each_head():
     data, model = m.tokens(), m.softmax_model()
     keras_rfattn.replace_attention(

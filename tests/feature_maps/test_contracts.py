@@ -56,6 +56,7 @@ ALGORITHMS = {
     "token by token": token_by_token,
 }
 CAUSAL = ("causal", "token by token")
+NOT_PARALLEL = ("quadratic", "token by token")
 each_map = pytest.mark.parametrize("name", h.EACH_MAP)
 own_maps = pytest.mark.parametrize("name", marks.own_maps(h.NAMES))
 each_parallel = pytest.mark.parametrize("algorithm", PARALLEL)
@@ -74,7 +75,10 @@ def disturbed(array, where, content=100.0):
     return array
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [*PARALLEL, *(pytest.param(x, marks=marks.SLOW_ON_JAX) for x in NOT_PARALLEL)],
+)
 @each_map
 def test_algorithms_agree_with_the_definition(name, algorithm):
     feature_map, x = h.build(name), h.problem()

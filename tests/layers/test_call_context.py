@@ -15,7 +15,7 @@ from keras_rfattn.layers.call_context import context_of
 from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
-from tests.marks import ONE_BACKEND, first_on_jax, slow_on_jax
+from tests.marks import ONE_BACKEND, slow_on_jax
 from tests.models import families
 
 IDS = np.array([[0] * 4 + [1] * 4] * 2, "int32")
@@ -35,9 +35,8 @@ def made(cls=MultiHeadAttention, feature_map="favorplus", **options):
     return layer
 
 
-@pytest.mark.parametrize(
-    "cls", first_on_jax([MultiHeadAttention, GroupedQueryAttention])
-)
+@slow_on_jax
+@pytest.mark.parametrize("cls", [MultiHeadAttention, GroupedQueryAttention])
 def test_segments_are_forgotten_when_a_call_raises(cls):
     layer, x = made(cls), ops.convert_to_tensor(data())
     expected = h.to_numpy(layer(x, x))

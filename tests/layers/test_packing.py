@@ -65,6 +65,7 @@ def one_by_one(layer, x, visible, causal):
     return ops.stack(rows)
 
 
+@slow_on_jax
 @pytest.mark.parametrize("causal", first([True, False]))
 @pytest.mark.parametrize(
     ("mechanism", "kv_heads"),

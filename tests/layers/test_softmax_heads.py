@@ -15,7 +15,7 @@ from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.ops import AttentionMask, Options, softmax_attention
 from keras_rfattn.uptraining.attention import layer_errors
 from tests import helpers as h
-from tests.marks import first
+from tests.marks import first, slow_on_jax
 from tests.uptraining import models as m
 
 MASKS = {
@@ -209,6 +209,7 @@ def test_errors_of_a_layer_are_of_the_others():
         assert (expected[:, KEPT] > 0).all()
 
 
+@slow_on_jax
 def test_presets_and_names_of_maps(tmp_path):
     keras_hub = pytest.importorskip("keras_hub")
     backbone = keras_hub.models.BertBackbone(

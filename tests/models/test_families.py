@@ -36,8 +36,8 @@ def replace(model):
 
 # One family for each class of `models/adapters` that changes attention or its masks.
 ONE_OF_EACH = chosen(
-    "bert", "gpt2", "llama", "gpt_neo_x", "gemma", "esm",
-    not_on_jax=("mixtral", "moonshine", "roformer_v2", "dinov3"),
+    "bert", "gpt2", "llama", "gpt_neo_x", "esm",
+    not_on_jax=("gemma", "mixtral", "moonshine", "roformer_v2", "dinov3"),
 )  # fmt: skip
 
 

@@ -125,6 +125,7 @@ def masks():
     return mask
 
 
+@slow_on_jax
 @pytest.mark.parametrize(
     ("family", "mechanism"),
     first([("gpt2", x) for x in ("window", "favorpp", "sliding")])

@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_rfattn.ops import bidirectional, quadratic
 from tests import helpers as h
+from tests.marks import first_on_jax
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def given(x):
     return [ops.convert_to_tensor(a) for a in (*x, MASK)]
 
 
-@pytest.mark.parametrize("name", EXPONENTIAL)
+@pytest.mark.parametrize("name", first_on_jax(EXPONENTIAL))
 def test_deferred_features_are_the_same(name):
     x = h.problem()
     feature_map, stats, (query, key, *others) = h.build(name), known(name), given(x)

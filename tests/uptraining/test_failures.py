@@ -56,6 +56,7 @@ def test_nan_stops_and_the_last_good_weights_stay():
         np.testing.assert_array_equal(a, b)
 
 
+@slow_on_jax
 def test_weights_that_turn_nan_are_not_kept():
     model = m.linear_model()
     with pytest.raises(ValueError, match="not finite"):

@@ -194,6 +194,7 @@ def test_rates(stage, trainable, rate):
     assert rate_for(stage, trainable, "features", layers) == rate
 
 
+@slow_on_jax
 @pytest.mark.parametrize("window_dropout", first([0.999, 0.0]))
 def test_windows_are_dropped_so_that_features_learn(window_dropout):
     # A window over everything is softmax itself: nothing is left to learn.
