@@ -150,14 +150,12 @@ def input_size(feature_map):
 def featurize(feature_map, query, key, causal=True):
     """`(query_features, key_features)` of unscaled queries and keys."""
     query, key = ops.convert_to_tensor(query), ops.convert_to_tensor(key)
-    call = functools.partial(_featurize, feature_map, causal=causal)
-    is_usual = query.shape[1] == key.shape[1] == LENGTH
-    if keras.backend.backend() == "jax" and not is_usual:
-        # Operation by operation, each would be compiled for this length.
-        import jax
+    return _featurizer(feature_map, causal)(query, key)
 
-        call = jax.jit(call)
-    return call(query, key)
+
+@functools.cache
+def _featurizer(feature_map, causal):
+    return one_program(functools.partial(_featurize, feature_map, causal=causal))
 
 
 def _featurize(feature_map, query, key, causal):
@@ -170,15 +168,43 @@ def _featurize(feature_map, query, key, causal):
     )
 
 
-@functools.cache
-def compiled(algorithm, **options):
-    """`algorithm` with some arguments fixed; jitted on JAX, slow otherwise."""
-    function = functools.partial(algorithm, **options)
+def one_program(function):
+    """`function`, jitted on JAX.
+
+    Outside of a program JAX compiles every operation by itself, for each shape anew: a
+    layer's hundreds take longer than the layer does as one program.
+    """
     if keras.backend.backend() == "jax":
         import jax
 
         return jax.jit(function)
     return function
+
+
+def forward(model):
+    """`inputs -> outputs` of a model, with the weights it has by then.
+
+    What replaces its attention makes another one necessary.
+    """
+    if keras.backend.backend() != "jax":
+        return model
+
+    def call(weights, inputs):
+        return model.stateless_call(*weights, inputs)[0]
+
+    program = one_program(call)
+
+    def run(inputs):
+        weights = model.trainable_variables, model.non_trainable_variables
+        return program([[w.value for w in part] for part in weights], inputs)
+
+    return run
+
+
+@functools.cache
+def compiled(algorithm, **options):
+    """`algorithm` with some arguments fixed; jitted on JAX, slow otherwise."""
+    return one_program(functools.partial(algorithm, **options))
 
 
 def attention(feature_map, algorithm, **options):
@@ -201,11 +227,17 @@ def attention(feature_map, algorithm, **options):
 def gradients(function, *arrays, compiles=True):
     """Gradients, for every array, of `function(*arrays)` summed with fixed weights.
 
-    JAX compiles them as one program, unless the function looks at values.
+    JAX compiles them as one program, unless the function looks at values. Of a function
+    that is called again, `gradient_of` makes a program once.
 
     The weights vary, as a plain sum over an average of values is too kind: its
     gradient for queries and keys is nearly nothing.
     """
+    return gradient_of(function, len(arrays), compiles)(*arrays)
+
+
+def gradient_of(function, count=3, compiles=True):
+    """`(*arrays) -> gradients` as above, of so many arrays; one program on JAX."""
 
     def scalar(*tensors):
         output = function(*tensors)
@@ -215,26 +247,33 @@ def gradients(function, *arrays, compiles=True):
         weights = ops.convert_to_tensor(weights.astype(wide))
         return ops.sum(ops.cast(output, wide) * weights)
 
-    tensors = [ops.convert_to_tensor(x) for x in arrays]
     backend = keras.backend.backend()
     if backend == "jax":
         import jax
 
-        gradient = jax.grad(scalar, argnums=tuple(range(len(tensors))))
-        result = (jax.jit(gradient) if compiles else gradient)(*tensors)
-    elif backend == "tensorflow":
-        import tensorflow as tf
+        program = jax.grad(scalar, argnums=tuple(range(count)))
+        if compiles:
+            program = jax.jit(program)
 
-        with tf.GradientTape() as tape:
-            tape.watch(tensors)
-            output = scalar(*tensors)
-        result = tape.gradient(output, tensors)
-    else:
-        import torch
+    def gradient(*arrays):
+        tensors = [ops.convert_to_tensor(x) for x in arrays]
+        if backend == "jax":
+            result = program(*tensors)
+        elif backend == "tensorflow":
+            import tensorflow as tf
 
-        tensors = [x.detach().clone().requires_grad_() for x in tensors]
-        result = torch.autograd.grad(scalar(*tensors), tensors)
-    return [to_numpy(x.detach() if backend == "torch" else x) for x in result]
+            with tf.GradientTape() as tape:
+                tape.watch(tensors)
+                output = scalar(*tensors)
+            result = tape.gradient(output, tensors)
+        else:
+            import torch
+
+            tensors = [x.detach().clone().requires_grad_() for x in tensors]
+            result = torch.autograd.grad(scalar(*tensors), tensors)
+        return [to_numpy(x.detach() if backend == "torch" else x) for x in result]
+
+    return gradient
 
 
 class Reference(NamedTuple):

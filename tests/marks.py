@@ -1,10 +1,16 @@
 """Marks of tests, and the values of parameters with which tests run by default."""
 
+import os
+
 import pytest
 
 # For tests that JAX and TensorFlow compile for long, although they meet nothing that
 # other tests on these backends do not meet.
 ONE_BACKEND = (pytest.mark.full, pytest.mark.once)
+
+# For tests and values of parameters that JAX, which compiles every operation, runs for
+# seconds, and the others at once: by default JAX leaves them out.
+SLOW_ON_JAX = (pytest.mark.full,) if os.environ.get("KERAS_BACKEND") == "jax" else ()
 
 # One map for each form of features; see `tests/forms.py`.
 MAP_FORMS = ("favor", "favorpp", "hybrid_angular", "polysketch")
@@ -15,6 +21,21 @@ OWN = set()
 def first(values):
     """Returns a parameter for each value; by default tests only run on the first."""
     return _params(values, lambda i, _: i == 0)
+
+
+def slow_on_jax(test):
+    """Decorates a test that JAX leaves out by default."""
+    for mark in SLOW_ON_JAX:
+        test = mark(test)
+    return test
+
+
+def first_on_jax(values):
+    """Returns a parameter for each value; by default JAX only runs the first."""
+    return [
+        pytest.param(*row, marks=SLOW_ON_JAX if i else ())
+        for i, row in enumerate(_rows(values))
+    ]
 
 
 def each_map(rows):
@@ -35,8 +56,11 @@ def own_maps(rows):
 
 
 def _params(rows, is_default):
-    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
     return [
         pytest.param(*row, marks=() if is_default(i, row) else ONE_BACKEND)
-        for i, row in enumerate(rows)
+        for i, row in enumerate(_rows(rows))
     ]
+
+
+def _rows(values):
+    return [row if isinstance(row, tuple) else (row,) for row in values]

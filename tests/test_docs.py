@@ -8,7 +8,7 @@ import keras
 import pytest
 
 from keras_rfattn import feature_maps
-from tests.marks import first
+from tests.marks import first, slow_on_jax
 
 pytestmark = pytest.mark.once
 
@@ -35,6 +35,7 @@ def registry():
     feature_maps.FEATURE_MAPS.update(before)
 
 
+@slow_on_jax
 @pytest.mark.parametrize(
     "path", first([README, *GUIDES, *OTHERS]), ids=lambda p: p.stem
 )

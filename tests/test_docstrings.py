@@ -11,6 +11,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import feature_maps, kernels
+from tests.marks import SLOW_ON_JAX
 
 # The first module that exports an object gives it its name here.
 MODULES = (
@@ -81,13 +82,28 @@ def source_of_example(value):
 OBJECTS = public_objects()
 
 
+def names():
+    """Parameters for all objects; JAX and TensorFlow run one example of each module.
+
+    What examples call is tested on every backend elsewhere.
+    """
+    seen, found = set(), []
+    for name in sorted(OBJECTS):
+        module = name.rpartition(".")[0]
+        is_one_of_many = module in seen and name not in ONLY_ON
+        marks = (pytest.mark.once, *SLOW_ON_JAX) if is_one_of_many else ()
+        found.append(pytest.param(name, marks=marks))
+        seen.add(module)
+    return found
+
+
 def test_every_public_object_has_an_example():
     parser = doctest.DocTestParser()
     shown = {x for x in OBJECTS if parser.get_examples(source_of_example(OBJECTS[x]))}
     assert sorted(set(OBJECTS) - shown) == []
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTS))
+@pytest.mark.parametrize("name", names())
 def test_example_runs(name, tmp_path, monkeypatch):
     if keras.backend.backend() != ONLY_ON.get(name, keras.backend.backend()):
         pytest.skip(f"runs on {ONLY_ON[name]} only")

@@ -18,6 +18,7 @@ from keras_rfattn import (
     projections,
 )
 from tests.helpers import NAMES
+from tests.marks import first_on_jax
 
 pytestmark = pytest.mark.once
 
@@ -141,7 +142,7 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("name", first_on_jax(ACCEPTED))
 def test_numbers_of_numpy_are_numbers(name, tmp_path):
     model = softmax_model()
     arguments = {"num_features": 4, "seed": 0, name: ACCEPTED[name]}

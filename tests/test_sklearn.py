@@ -10,17 +10,19 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from keras_rfattn.feature_maps import FavorPP
 from keras_rfattn.sklearn import RandomFeatures
+from tests.marks import first_on_jax, slow_on_jax
 
 pytestmark = pytest.mark.once
 
 
-@pytest.mark.parametrize("feature_map", ["favor", "favorpp"])
+@pytest.mark.parametrize("feature_map", first_on_jax(["favor", "favorpp"]))
 def test_scikit_learn_agrees(feature_map):
     results = check_estimator(RandomFeatures(feature_map, random_state=0), on_fail=None)
     failed = [r["check_name"] for r in results if r["status"] == "failed"]
     assert not failed and len(results) > 40
 
 
+@slow_on_jax
 def test_kernel_is_that_of_scikit_learn():
     x = 0.3 * np.random.default_rng(0).normal(size=(30, 4))
     for name in ("favor", "favorplus", "favorpp"):

@@ -3,6 +3,7 @@ import pytest
 
 from keras_rfattn import diagnostics
 from tests import helpers as h
+from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 
@@ -46,6 +47,7 @@ def test_a_metric_returns_a_number():
             judge(model, data, lambda model, data: None)
 
 
+@slow_on_jax
 def test_a_window_over_everything_needs_no_features():
     data = m.tokens()
     model = m.linear_model(window=m.TOKENS)

@@ -4,6 +4,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn import diagnostics
 from keras_rfattn.models import Plan
+from tests.marks import SLOW_ON_JAX, slow_on_jax
 from tests.uptraining import models as m
 
 pytestmark = pytest.mark.once
@@ -30,6 +31,7 @@ def recommend(data, budget, **arguments):
     return model, found
 
 
+@slow_on_jax
 @pytest.mark.parametrize("width", [8, 16])
 def test_it_is_never_worse_than_one_width_and_within_the_budget(data, width):
     _, found = recommend(data, 2 * cost(width))
@@ -41,6 +43,7 @@ def test_it_is_never_worse_than_one_width_and_within_the_budget(data, width):
     assert "attention_1" in text and "one width" in text and "mean of V" in text
 
 
+@slow_on_jax
 def test_softmax_is_kept_where_it_is_cheap(data):
     model = m.softmax_model()
     found = diagnostics.recommend(
@@ -82,7 +85,7 @@ def test_plans_name_layers():
         ({"budget": 10.0, "error": 0.1}, "and not both"),
         ({}, "and not both"),
         ({"budget": -1}, "`budget` must be a positive number"),
-        ({"budget": 1}, "must allow the narrowest"),
+        pytest.param({"budget": 1}, "must allow the narrowest", marks=SLOW_ON_JAX),
     ],
 )
 def test_refusals(data, arguments, message):

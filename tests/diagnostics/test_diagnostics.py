@@ -11,7 +11,7 @@ from keras_rfattn.layers.recording import Recorder, Sequence
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
 from tests.feature_maps.cases import case
-from tests.marks import each_map
+from tests.marks import each_map, first_on_jax, slow_on_jax
 
 pytestmark = pytest.mark.once
 
@@ -40,7 +40,7 @@ def sequence(causal=False, rows=10):
     return Sequence(q, k, generator.normal(size=(2, rows, 3)), causal)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", first_on_jax([False, True]))
 def test_recorded_sequences_are_what_softmax_attention_meets(causal):
     linear, data = model("favorplus", causal, num_features=2), batches()
     softmax = model(causal=causal)
@@ -58,6 +58,7 @@ def test_recorded_sequences_are_what_softmax_attention_meets(causal):
     assert linear.get_layer("first").recorder is None
 
 
+@slow_on_jax
 def test_a_prefix_is_recorded():
     feature_map, x = h.build("favorpp"), h.problem(length=9)
     prefix, visible = np.zeros((2, 9), bool), np.ones((2, 9), bool)
@@ -267,6 +268,7 @@ def test_plot(tmp_path):
     assert (tmp_path / "errors.png").stat().st_size > 10_000
 
 
+@slow_on_jax
 def test_recommend():
     softmax, data = model(), batches()
     before = softmax.predict(data[0], verbose=0)

@@ -7,11 +7,13 @@ import keras_rfattn
 from keras_rfattn import diagnostics
 from tests import helpers as h
 from tests.diagnostics.test_attribute import first_output
+from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 pytestmark = pytest.mark.once
 
 
+@slow_on_jax
 def test_each_layer_is_softmax_again_and_alone_linear():
     data = m.tokens()
     model = m.linear_model("favorpp", num_features=8, window=4)
@@ -35,6 +37,7 @@ def test_each_layer_is_softmax_again_and_alone_linear():
     assert model.get_layer("attention_0").recorder is None
 
 
+@slow_on_jax
 def test_each_head():
     data, model = m.tokens(), m.softmax_model()
     keras_rfattn.replace_attention(

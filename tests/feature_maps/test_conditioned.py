@@ -13,6 +13,7 @@ from keras_rfattn.layers import attend
 from keras_rfattn.ops import AttentionMask
 from keras_rfattn.ops.layout import heads_first
 from tests import helpers as h
+from tests.marks import slow_on_jax
 
 pytestmark = pytest.mark.once
 
@@ -168,6 +169,7 @@ def test_nothing_changes_before_adapt():
     h.assert_close(kernel(conditioned, sample), kernel(plain, sample), 1e-5)
 
 
+@slow_on_jax
 def test_calibrated_models_are_saved_and_restored(tmp_path):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((20, 8))

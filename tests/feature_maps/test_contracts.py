@@ -56,6 +56,7 @@ ALGORITHMS = {
     "token by token": token_by_token,
 }
 CAUSAL = ("causal", "token by token")
+NOT_PARALLEL = ("quadratic", "token by token")
 each_map = pytest.mark.parametrize("name", h.EACH_MAP)
 own_maps = pytest.mark.parametrize("name", marks.own_maps(h.NAMES))
 each_parallel = pytest.mark.parametrize("algorithm", PARALLEL)
@@ -74,7 +75,10 @@ def disturbed(array, where, content=100.0):
     return array
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [*PARALLEL, *(pytest.param(x, marks=marks.SLOW_ON_JAX) for x in NOT_PARALLEL)],
+)
 @each_map
 def test_algorithms_agree_with_the_definition(name, algorithm):
     feature_map, x = h.build(name), h.problem()
@@ -88,7 +92,7 @@ def test_algorithms_agree_with_the_definition(name, algorithm):
         h.assert_matches(feature_map, output, expected)
 
 
-@each_parallel
+@pytest.mark.parametrize("algorithm", marks.first_on_jax(["causal", "bidirectional"]))
 @each_map
 def test_gradients_agree_with_the_definition(name, algorithm):
     feature_map, x = h.build(name), h.problem()
@@ -271,14 +275,20 @@ def layer(name, dtype=None):
 def test_padding_reaches_no_output_of_a_layer(name):
     attention, x = layer(name)
     mask = np.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]], bool)
-    expected = h.to_numpy(attention(x, x, attention_mask=mask[:, None]))
+
+    @h.one_program
+    def masked(x):
+        return attention(x, x, attention_mask=mask[:, None])
+
+    expected = h.to_numpy(masked(ops.convert_to_tensor(x)))
     with contract(name, "layer"):
         for content in (100.0, 1e12, np.nan):
             # Padding among the queries too: it must not reach a statistic either.
             other = np.where(mask[..., None], x, np.float32(content))
-            actual = h.to_numpy(attention(other, other, attention_mask=mask[:, None]))
+            actual = h.to_numpy(masked(ops.convert_to_tensor(other)))
             h.assert_same(actual[mask], expected[mask])
-        without = h.to_numpy(attention(x, x))
+        plain = h.one_program(lambda x: attention(x, x))
+        without = h.to_numpy(plain(ops.convert_to_tensor(x)))
         assert np.max(np.abs(without - expected)) > 1e-4, "the mask changes nothing"
 
 
@@ -288,8 +298,12 @@ def test_a_layer_in_low_precision(name):
     low, _ = layer(name, "mixed_bfloat16")
     for a, b in zip(low.weights, wide.weights, strict=True):
         a.assign(ops.cast(ops.convert_to_tensor(b), a.dtype))
-    expected = wide(x, x, use_causal_mask=True)
+    x = ops.convert_to_tensor(x)
+    actual, expected = (
+        h.one_program(lambda x: call(x, x, use_causal_mask=True))(x)  # noqa: B023
+        for call in (low, wide)
+    )
     with contract(name, "layer"):
-        actual = low(x, x, use_causal_mask=True)
         h.assert_close(actual, expected, case(name).low_precision)
-        assert np.all(np.isfinite(h.to_numpy(low(0 * x, 0 * x))))
+        zeros = h.one_program(lambda x: low(x, x))(0 * x)
+        assert np.all(np.isfinite(h.to_numpy(zeros)))

@@ -17,6 +17,7 @@ from keras_rfattn.feature_maps.polysketch import (
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
+from tests.marks import first_on_jax
 
 pytestmark = pytest.mark.once
 
@@ -53,6 +54,12 @@ def dense(feature_map, x):
     features = features.dense()
     values, log_scale = (h.to_numpy(part)[0, :, 0] for part in features)
     return values.astype("float64") * np.exp(log_scale.astype("float64"))
+
+
+def attention(feature_map, *mask):
+    """`(query, key, value) -> output`, of arrays."""
+    call = h.one_program(lambda *x: attend(*x, feature_map, *mask))
+    return lambda *x: call(*map(ops.convert_to_tensor, x))
 
 
 def test_products_of_a_degree_two_sketch_have_its_mean_and_variance():
@@ -96,8 +103,8 @@ def test_products_of_a_degree_four_sketch_have_its_mean():
     assert error < 0.1 * product
 
 
-@pytest.mark.parametrize("degree", [4, 8])
-@pytest.mark.parametrize("cls", [PolySketch, PolySketchLearned])
+@pytest.mark.parametrize("degree", first_on_jax([4, 8]))
+@pytest.mark.parametrize("cls", first_on_jax([PolySketch, PolySketchLearned]))
 def test_products_of_features_are_not_negative(cls, degree):
     feature_map = build(cls, degree=degree, num_features=8)
     x, y = 2 * unit_vectors(50, 1), unit_vectors(60, 2)
@@ -182,12 +189,13 @@ def test_learned_sketch_is_bounded():
 @pytest.mark.parametrize("name", h.POLYNOMIAL)
 def test_queries_and_keys_are_normalized_first(name):
     feature_map = h.build(name, kv_heads=h.HEADS)
-    x = [ops.convert_to_tensor(a) for a in h.problem(kv_heads=h.HEADS, size=3.0)]
-    expected = attend(*x, feature_map)
-    moved = attend(2 * x[0] + 5, 7 * x[1] - 1, x[2], feature_map)
+    x = h.problem(kv_heads=h.HEADS, size=3.0)
+    call = attention(feature_map)
+    expected = call(*x)
+    moved = call(2 * x.query + 5, 7 * x.key - 1, x.value)
     # The normalization's epsilon of 1e-3 is all that is left of the size.
     h.assert_close(moved, expected, 1e-2)
-    other = attend(x[0] * x[0], x[1], x[2], feature_map)
+    other = call(x.query * x.query, x.key, x.value)
     assert np.max(np.abs(h.to_numpy(other) - h.to_numpy(expected))) > 0.01
 
 
@@ -204,8 +212,8 @@ def test_polynomial_attention_by_hand():
     weights = np.tri(9) * weights.astype("float64") ** 4
     weights = weights / (1 + weights.sum(-1, keepdims=True))
     expected = np.einsum("bnts,bsnv->btnv", weights, value)
-    x = (ops.convert_to_tensor(a) for a in (query, key, value))
-    h.assert_close(attend(*x, feature_map, AttentionMask(causal=True)), expected)
+    call = attention(feature_map, AttentionMask(causal=True))
+    h.assert_close(call(query, key, value), expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -220,11 +228,10 @@ def test_pairs_are_weighed_where_they_are_fewer_than_features(causal):
     feature_map = build(Watched, heads=2, dim=3, degree=2)
     x = np.random.default_rng(0).normal(size=(3, 2, 14, 2, 3)).astype("float32")
     mask = AttentionMask(causal=causal, key_mask=np.arange(14)[None] < 9)
-    by_features = attend(*map(ops.convert_to_tensor, x), feature_map, mask)
+    by_features = attention(feature_map, mask)(*x)
     assert asked
     asked.clear()
-    short = (ops.convert_to_tensor(a[:, :9]) for a in x)
-    by_pairs = attend(*short, feature_map, AttentionMask(causal=causal))
+    by_pairs = attention(feature_map, AttentionMask(causal=causal))(*x[:, :, :9])
     assert not asked
     h.assert_close(by_pairs, h.to_numpy(by_features)[:, :9], 1e-5)
 
@@ -282,8 +289,7 @@ def test_the_papers_scale_and_normalization():
     feature_map = Polynomial(degree=2, is_scaled=False, shares_norm=True)
     feature_map.build((None, None, 2, 8))
     assert len(feature_map.weights) == 2
-    found = h.to_numpy(attend(*map(ops.convert_to_tensor, (query, key, value)),
-                              feature_map))  # fmt: skip
+    found = h.to_numpy(attention(feature_map)(query, key, value))
 
     def normalized(x):
         x = x.astype("float64")

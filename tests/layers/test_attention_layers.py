@@ -14,7 +14,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
 from tests import helpers as h
 from tests.feature_maps.cases import case
-from tests.marks import first
+from tests.marks import each_map, first, first_on_jax
 
 WIDTH = 8
 KINDS = {
@@ -80,7 +80,9 @@ def test_weights_are_interchangeable(kind):
     assert len(linear.trainable_weights) == len(softmax.trainable_weights)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("favorpp", x) for x in KINDS])
+@pytest.mark.parametrize(
+    ("name", "kind"), first_on_jax([("favorpp", x) for x in KINDS])
+)
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_keras_masks_and_padding_content(name, kind):
     _, layer = pair(kind, feature_map=name)
@@ -111,11 +113,9 @@ def test_masks_travel_with_keras_tensors():
     tokens = np.array([[3, 4, 5, 0, 0, 0]])
     short = np.array([[3, 4, 5]])
     embedded = model.layers[1](short)
+    alone = h.one_program(lambda x: layer(x, x))(ops.convert_to_tensor(embedded))
     np.testing.assert_allclose(
-        model.predict(tokens, verbose=0)[:, :3],
-        numpy(layer(embedded, embedded)),
-        rtol=1e-4,
-        atol=1e-6,
+        model.predict(tokens, verbose=0)[:, :3], numpy(alone), rtol=1e-4, atol=1e-6
     )
 
 
@@ -138,13 +138,14 @@ def test_grouped_queries_equal_repeated_keys():
     query, key, value = (
         getattr(layer, f"_{n}_dense")(x) for n in ("query", "key", "value")
     )
-    grouped = keras_rfattn.layers.attend(query, key, value, layer.feature_map)
+    attend = keras_rfattn.layers.attend
+    call = h.one_program(lambda *x: attend(*x, layer.feature_map))
+    grouped = call(query, key, value)
     repeated = feature_maps.get("favorplus", num_features=16, seed=0)
     repeated.build((None, None, 4, 4))
     repeated.vectors.assign(ops.repeat(layer.feature_map.vectors, 2, axis=0))
-    expected = keras_rfattn.layers.attend(
-        query, ops.repeat(key, 2, axis=2), ops.repeat(value, 2, axis=2), repeated
-    )
+    call = h.one_program(lambda *x: attend(*x, repeated))
+    expected = call(query, ops.repeat(key, 2, axis=2), ops.repeat(value, 2, axis=2))
     np.testing.assert_allclose(numpy(grouped), numpy(expected), rtol=1e-5, atol=1e-6)
     assert np.abs(numpy(grouped)).max() > 1e-2
 
@@ -255,7 +256,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_on_jax(KINDS))
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("batch", first([6, 1]))
 def test_masks_mean_what_they_mean_in_keras(kind, name, batch):
@@ -275,8 +276,8 @@ def test_masks_mean_what_they_mean_in_keras(kind, name, batch):
 EMPTY = [(0, 6, WIDTH), (2, 0, WIDTH), (0, 0, WIDTH)]
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", first_on_jax([None, 4]))
+@pytest.mark.parametrize("causal", first_on_jax([True, False]))
 @pytest.mark.parametrize("name", first(["favorpp", "polysketch"]))
 def test_empty_batches_and_sequences(name, causal, window):
     layer = MultiHeadAttention(2, 4, feature_map=name, num_features=8, window=window)
@@ -304,11 +305,11 @@ def test_no_key_to_see():
 
 
 # Maps with random vectors, of which one will do, and one of the head dim's width.
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", first_on_jax([True, False]))
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, {"key_dim": 4, "num_features": 1}) for name in h.RANDOM)]
-    + [("elu", {"key_dim": 1})],
+    each_map([(name, {"key_dim": 4, "num_features": 1}) for name in h.RANDOM])
+    + each_map([("elu", {"key_dim": 1})]),
 )
 def test_one_feature(name, size, causal):
     layer = MultiHeadAttention(2, feature_map=name, seed=0, **size)

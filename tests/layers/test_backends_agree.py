@@ -15,6 +15,7 @@ SCRIPT = """
 import sys
 import keras, numpy as np
 import keras_rfattn
+from tests.helpers import one_program
 path, *maps = sys.argv[1:]
 for file in maps:
     exec(compile(open(file).read(), file, "exec"), {"__name__": "a_map"})
@@ -32,7 +33,9 @@ for name in keras_rfattn.feature_maps.list():
         value = (rng.normal(size=weight.shape) * size).astype("float32")
         weight.assign(weight.constraint(value) if weight.constraint else value)
     for causal in (False, True):
-        y = layer(x, x, attention_mask=mask, use_causal_mask=causal)
+        arguments = {"attention_mask": mask, "use_causal_mask": causal}
+        call = one_program(lambda x: layer(x, x, **arguments))
+        y = call(keras.ops.convert_to_tensor(x))
         results[f"{name} {causal}"] = keras.ops.convert_to_numpy(y)
     for weight in layer.feature_map.weights:
         results[f"{name} {weight.name}"] = keras.ops.convert_to_numpy(weight)

@@ -15,7 +15,7 @@ from keras_rfattn.layers.call_context import context_of
 from keras_rfattn.layers.replaced_call import answering
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
-from tests.marks import ONE_BACKEND
+from tests.marks import ONE_BACKEND, slow_on_jax
 from tests.models import families
 
 IDS = np.array([[0] * 4 + [1] * 4] * 2, "int32")
@@ -35,6 +35,7 @@ def made(cls=MultiHeadAttention, feature_map="favorplus", **options):
     return layer
 
 
+@slow_on_jax
 @pytest.mark.parametrize("cls", [MultiHeadAttention, GroupedQueryAttention])
 def test_segments_are_forgotten_when_a_call_raises(cls):
     layer, x = made(cls), ops.convert_to_tensor(data())
@@ -63,6 +64,7 @@ def test_a_direct_call_is_the_same():
 
 
 @pytest.mark.once
+@slow_on_jax
 @pytest.mark.parametrize("name", ["gemma", "moonshine", "qwen3_moe"])
 def test_masks_are_forgotten_when_a_call_raises(name, monkeypatch):
     pytest.importorskip("keras_hub")

@@ -11,6 +11,7 @@ from keras_rfattn.layers.attend import Attention, attend
 from keras_rfattn.layers.decoding import looked_up, onward
 from keras_rfattn.ops import AttentionMask, Options
 from tests import helpers as h
+from tests.marks import SLOW_ON_JAX, first_on_jax
 
 CONTENTS = (np.nan, np.inf, -np.inf)
 GROUPS = h.HEADS // h.KV_HEADS
@@ -31,11 +32,13 @@ WAYS = {
     "window of all": ({"window": h.LENGTH}, False, False),
 }
 FORMS = [*h.FORMS, "polynomial"]
+# On JAX by default each way once, and all forms where attention is causal.
 CASES = [
-    (name, way)
+    pytest.param(*case, marks=SLOW_ON_JAX if i and case[1] != "causal" else ())
     for way in WAYS
-    for name in FORMS
-    if name in h.WINDOWED or "window" not in way
+    for i, case in enumerate(
+        (name, way) for name in FORMS if name in h.WINDOWED or "window" not in way
+    )
 ]
 
 
@@ -119,7 +122,7 @@ def test_the_future_changes_nothing(name, content):
     h.assert_same(run(name, "causal", x)[:, :now], expected[:, :now])
 
 
-@pytest.mark.parametrize("way", ["bidirectional", "causal"])
+@pytest.mark.parametrize("way", first_on_jax(["causal", "bidirectional"]))
 @pytest.mark.parametrize("name", h.FORMS)
 def test_a_token_that_nothing_reads_is_in_no_gradient(name, way):
     x, call = h.problem(), program(name, way)
@@ -127,11 +130,18 @@ def test_a_token_that_nothing_reads_is_in_no_gradient(name, way):
     def read(*tokens):
         return call(*tokens)[:, :20]
 
-    expected = h.gradients(read, *x)
+    gradient = h.gradient_of(read)
+    expected = gradient(*x)
     x.query[:, 25, 1, 3] = np.nan
     x.key[0, 1], x.value[1, 32] = np.nan, np.inf
-    for actual, wanted in zip(h.gradients(read, *x), expected, strict=True):
+    for actual, wanted in zip(gradient(*x), expected, strict=True):
         h.assert_same(actual, wanted)
+
+
+@functools.cache
+def gradient_of_squares(name):
+    call = program(name, "causal")
+    return h.gradient_of(lambda *a: ops.square(call(*a)))
 
 
 @pytest.mark.parametrize("side", ["query", "key", "value"])
@@ -140,8 +150,7 @@ def test_gradients_know_too(name, side):
     # Else an optimizer would go on as if nothing were wrong.
     x = h.problem()
     getattr(x, side)[1, 9, 1, 3] = np.nan
-    call = program(name, "causal")
-    found = h.gradients(lambda *a: ops.square(call(*a)), *x)
+    found = gradient_of_squares(name)(*x)
     assert not np.all(np.isfinite(np.concatenate([g.ravel() for g in found])))
 
 
@@ -176,14 +185,25 @@ def test_statistics_of_training_leave_it_out():
     h.assert_close(*stored)
 
 
+@functools.cache
+def stretch(name, window):
+    """`(query, key, value, state) -> output, state` of some tokens after others."""
+    feature_map, options = h.build(name), Options(window=window)
+
+    def call(query, key, value, state):
+        mask = AttentionMask(causal=True, self_attention=True)
+        tokens = query, key, value
+        return onward(Attention(*tokens, mask, 0.2, feature_map, options), state)
+
+    return h.one_program(call)
+
+
 def steps(name, x, stops, window):
     """Outputs of stretches of tokens, each after the state of those before it."""
-    options, state, outputs, start = Options(window=window), None, [], 0
+    state, outputs, start = None, [], 0
     for stop in stops:
         tokens = [ops.convert_to_tensor(a[:, start:stop]) for a in x]
-        mask = AttentionMask(causal=True, self_attention=True)
-        call = Attention(*tokens, mask, 0.2, h.build(name), options)
-        output, state = onward(call, state)
+        output, state = stretch(name, window)(*tokens, state)
         outputs.append(h.to_numpy(output))
         start = stop
     return np.concatenate(outputs, axis=1), state
@@ -191,7 +211,7 @@ def steps(name, x, stops, window):
 
 @pytest.mark.parametrize("side", ["query", "key", "value"])
 @pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("name", ["favorpp", "polysketch"])
+@pytest.mark.parametrize("name", first_on_jax(["favorpp", "polysketch"]))
 def test_a_state_remembers(name, window, side):
     x, stops = h.problem(), (6, 12, 13, 14, 30, 31)
     expected, _ = steps(name, x, stops, window)

@@ -9,7 +9,7 @@ import keras_rfattn
 from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
-from tests.marks import ONE_BACKEND, first
+from tests.marks import ONE_BACKEND, first, slow_on_jax
 
 DIM, HEADS, LENGTH = 8, 2, 15
 # Texts of row 0 and of row 1; one of the second is not in one piece.
@@ -65,6 +65,7 @@ def one_by_one(layer, x, visible, causal):
     return ops.stack(rows)
 
 
+@slow_on_jax
 @pytest.mark.parametrize("causal", first([True, False]))
 @pytest.mark.parametrize(
     ("mechanism", "kv_heads"),
@@ -84,18 +85,17 @@ def test_packed_is_separate(mechanism, kv_heads, causal):
     def separate(x):
         return one_by_one(layer, x, visible, causal)
 
-    # What padding sees, no one does.
-    found, expected = (ops.convert_to_numpy(f(x))[visible] for f in (packed, separate))
+    # What padding sees, no one does. In a program the texts' places were unknown.
+    x = ops.convert_to_tensor(x)
+    found, expected = (
+        ops.convert_to_numpy(f(x))[visible] for f in (packed, h.one_program(separate))
+    )
     scale = np.abs(expected).max()
     assert scale > 0.1 and np.abs(found - expected).max() <= 1e-6 * scale
     weights = weights * visible[..., None]
     found, expected = (
-        ops.convert_to_numpy(
-            h.gradients(lambda x, f=f: ops.multiply(f(x), weights), x, compiles=False)[
-                0
-            ]
-        )
-        for f in (packed, separate)
+        h.gradients(lambda x, f=f: ops.multiply(f(x), weights), x, compiles=compiles)[0]
+        for f, compiles in ((packed, False), (separate, True))
     )
     scale = np.abs(expected).max()
     assert scale > 0.1 and np.abs(found - expected).max() <= 5e-6 * scale
@@ -133,17 +133,21 @@ def test_packing_inside_compiled_functions(tmp_path):
         assert np.isfinite(found[0]).all() and np.isnan(found[1]).any()
 
 
+@slow_on_jax
 def test_packing_of_a_block():
     keras_hub = pytest.importorskip("keras_hub")
     block = keras_hub.layers.TransformerDecoder(16, HEADS)
     block.build((None, None, DIM))
     keras_rfattn.replace_attention(block, "favorplus", num_features=8, seed=0)
     x, ids = inputs()[:1], IDS[:1]
+
+    @h.one_program
+    def separate(x):
+        return ops.concatenate([block(x[:, :5]), block(x[:, 5:])], axis=1)
+
+    x = ops.convert_to_tensor(x)
     found = block(x, decoder_attention_mask=AttentionMask(segment_ids=ids))
-    expected = ops.concatenate([block(x[:, :5]), block(x[:, 5:])], axis=1)
-    h.assert_close(
-        ops.convert_to_numpy(found), ops.convert_to_numpy(expected), rtol=1e-6
-    )
+    h.assert_close(found, separate(x), rtol=1e-6)
 
 
 def test_bad_packing():

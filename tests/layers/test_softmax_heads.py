@@ -15,7 +15,7 @@ from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.ops import AttentionMask, Options, softmax_attention
 from keras_rfattn.uptraining.attention import layer_errors
 from tests import helpers as h
-from tests.marks import first
+from tests.marks import first, slow_on_jax
 from tests.uptraining import models as m
 
 MASKS = {
@@ -66,7 +66,8 @@ def test_each_head_has_its_attention_and_gradient(mask, options):
 
     found = both(mixed(*problem))
     assert tuple(found.shape) == (h.BATCH, h.LENGTH, h.HEADS, h.VALUE_DIM)
-    h.assert_close(h.to_numpy(found), h.to_numpy(separate(*problem)))
+    tensors = map(ops.convert_to_tensor, problem)
+    h.assert_close(h.to_numpy(found), h.to_numpy(h.one_program(separate)(*tensors)))
     # The two kinds of heads are told apart.
     assert np.abs(h.to_numpy(both(linear(*problem)) - found)[:, :, :2]).max() > 0.1
     h.assert_gradients_close(
@@ -188,13 +189,19 @@ def test_uptraining_is_of_the_others():
 def test_errors_of_a_layer_are_of_the_others():
     query, key, value = h.problem(kv_heads=h.HEADS)
     feature_map = h.build("favorplus", kv_heads=h.HEADS, num_features=h.NUM_FEATURES)
-    call = Attention(
-        *map(ops.convert_to_tensor, (query, key, value)),
-        MASKS["none"], h.HEAD_DIM**-0.5, feature_map, Options(softmax_heads=KEPT),
-    )  # fmt: skip
-    plain = call.replace(options=dataclasses.replace(call.options, softmax_heads=()))
-    dropped = ops.zeros((h.BATCH,), dtype="bool")
-    found, every = (layer_errors(x, x, dropped, 0.0) for x in (call, plain))
+
+    @h.one_program
+    def both(*tokens):
+        call = Attention(
+            *tokens, MASKS["none"], h.HEAD_DIM**-0.5, feature_map,
+            Options(softmax_heads=KEPT),
+        )  # fmt: skip
+        options = dataclasses.replace(call.options, softmax_heads=())
+        dropped = ops.zeros((h.BATCH,), dtype="bool")
+        calls = call, call.replace(options=options)
+        return [layer_errors(x, x, dropped, 0.0) for x in calls]
+
+    found, every = both(*map(ops.convert_to_tensor, (query, key, value)))
     for name, x in found.items():
         x, expected = h.to_numpy(x), h.to_numpy(every[name])
         assert (x[:, KEPT] == 0).all()
@@ -202,6 +209,7 @@ def test_errors_of_a_layer_are_of_the_others():
         assert (expected[:, KEPT] > 0).all()
 
 
+@slow_on_jax
 def test_presets_and_names_of_maps(tmp_path):
     keras_hub = pytest.importorskip("keras_hub")
     backbone = keras_hub.models.BertBackbone(

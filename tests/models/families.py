@@ -104,8 +104,8 @@ EXPERTS = dict(
 )  # fmt: skip
 
 
-def llama():
-    config = {k: v for k, v in GROUPED.items() if k != "dropout"}
+def llama(**arguments):
+    config = {k: v for k, v in GROUPED.items() if k != "dropout"} | arguments
     return models.LlamaCausalLM(models.LlamaBackbone(**config)), tokens()
 
 
@@ -332,10 +332,10 @@ QUERIES_AND_KEYS = tuple(
 ) + ("query_key_value/kernel",)
 
 
-def build(name):
+def build(name, **arguments):
     """A model of the family with attention that matters, and its inputs."""
     keras.utils.set_random_seed(0)
-    model, inputs = FAMILIES[name]()
+    model, inputs = FAMILIES[name](**arguments)
     rng = _rng()
     for weight in model.trainable_weights:
         # Freshly initialised attention is close to uniform.

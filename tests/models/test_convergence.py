@@ -12,6 +12,7 @@ import keras_rfattn
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.recording import record
 from tests import helpers as h
+from tests.marks import first_on_jax, slow_on_jax
 from tests.models import families
 
 pytestmark = pytest.mark.once
@@ -144,6 +145,7 @@ def test_a_window_that_holds_the_sequence_is_the_checkpoint(minilm):
         keras_rfattn.restore_attention(model)
 
 
+@slow_on_jax
 def test_sketches_of_real_queries_and_keys_near_the_polynomial_kernel(minilm):
     model, inputs = minilm
     keras_rfattn.replace_attention(model, "polysketch", num_features=8, seed=0)
@@ -180,7 +182,7 @@ def sketched(sketch, x):
     return values.astype("float64") * np.exp(log_scale / 2)
 
 
-@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("sliding", first_on_jax([False, True]))
 def test_a_window_that_holds_the_sequence_is_the_checkpoint_causally(sliding):
     model, inputs = families.build("gpt2")
     expected = model.predict(inputs, verbose=0)

@@ -11,7 +11,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn.models import generation, swap
 from tests import helpers as h
-from tests.marks import MAP_FORMS, first
+from tests.marks import MAP_FORMS, first, first_on_jax
 from tests.models import families
 
 models = keras_hub.models
@@ -268,7 +268,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", first_on_jax(reversed(REFUSED)))
 def test_refused_by_name(name):
     reason, extra = REFUSED[name]
     size = dict(vocabulary_size=50, num_layers=1, num_heads=2, hidden_dim=16)

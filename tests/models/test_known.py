@@ -14,6 +14,7 @@ import pytest
 from keras_rfattn.models import survey, swap
 from keras_rfattn.models.adapters import known
 from keras_rfattn.models.survey import is_attention, unsupported
+from tests.marks import slow_on_jax
 
 pytestmark = pytest.mark.once
 
@@ -93,6 +94,7 @@ def classes_of_keras_hub():
     return found
 
 
+@slow_on_jax
 def test_every_class_of_keras_hub_is_one_or_the_other():
     found = classes_of_keras_hub()
     assert len([x for x in found if x.endswith("Backbone")]) > 60

@@ -7,6 +7,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
+from tests import helpers as h
 from tests.marks import ONE_BACKEND
 from tests.models.families import QUERIES_AND_KEYS
 
@@ -116,8 +117,9 @@ def test_generation_is_by_full_passes(feature_map, arguments):
         {k: v.copy() for k, v in prompt.items()}, stop_token_ids=None
     )
     last = np.where(x["padding_mask"] > 0, np.arange(LENGTH), 0).max(1)
+    full_pass = h.forward(model)
     for i in range(last.min() + 1, LENGTH):
-        best, written = logits(model, x)[:, i - 1].argmax(-1), i > last
+        best, written = h.to_numpy(full_pass(x))[:, i - 1].argmax(-1), i > last
         x["token_ids"][written, i] = best[written]
         x["padding_mask"][written, i] = x["response_mask"][written, i] = 1
     kept = x["padding_mask"] > 0

@@ -3,9 +3,11 @@
 import keras
 import numpy as np
 import pytest
+from keras import ops
 
 import keras_rfattn
-from tests.marks import ONE_BACKEND
+from tests import helpers as h
+from tests.marks import ONE_BACKEND, slow_on_jax
 from tests.models import families
 
 keras_hub = pytest.importorskip("keras_hub")
@@ -42,18 +44,13 @@ def linear(mechanism):
     }
 
 
-def best(model, inputs, i):
-    """The logits of token i by one full pass."""
-    logits = keras.ops.convert_to_numpy(model(inputs))
-    return logits[:, i - 1]
-
-
 def greedy(model, inputs):
     ids, mask = (inputs[f"decoder_{x}"].copy() for x in ("token_ids", "padding_mask"))
     last = np.where(mask, np.arange(LENGTH), 0).max(1)
+    full_pass = h.forward(model)
     for i in range(last.min() + 1, LENGTH):
         now = {**inputs, "decoder_token_ids": ids, "decoder_padding_mask": mask}
-        found, written = best(model, now, i).argmax(-1), i > last
+        found, written = h.to_numpy(full_pass(now))[:, i - 1].argmax(-1), i > last
         ids[written, i], mask[written, i] = found[written], 1
     return ids
 
@@ -79,6 +76,7 @@ def test_greedy_generation(mechanism):
 
 
 @pytest.mark.once
+@slow_on_jax
 def test_beam_search():
     model, inputs = linear("favorpp")
     inputs = {k: x[:1] for k, x in inputs.items()}
@@ -87,7 +85,7 @@ def test_beam_search():
         {k: x.copy() for k, x in inputs.items()}, stop_token_ids=None
     )
     beams = np.repeat(inputs["decoder_token_ids"], 2, axis=0)
-    scores = np.array([0.0, -1e9])
+    scores, full_pass = np.array([0.0, -1e9]), h.forward(model)
     for i in range(3, LENGTH):
         mask = np.broadcast_to(np.arange(LENGTH) < i, beams.shape)
         now = {k: np.repeat(x, 2, axis=0) for k, x in inputs.items()}
@@ -95,7 +93,7 @@ def test_beam_search():
             "decoder_token_ids": beams,
             "decoder_padding_mask": mask.astype("int32"),
         }
-        logits = best(model, now, i).astype("float64")
+        logits = h.to_numpy(full_pass(now))[:, i - 1].astype("float64")
         total = scores[:, None] + logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         rows, words = np.unravel_index(np.argsort(-total, axis=None)[:2], total.shape)
         beams, scores = beams[rows].copy(), total[rows, words]
@@ -109,15 +107,24 @@ def test_the_encoder_is_summed_up_once():
     sizes, steps = [], []
     for count in (4, 11):
         ids = np.ones((2, count), "int32")
-        _, hidden, cache, cross = model._build_cache(
-            ids, ids, inputs["decoder_token_ids"]
-        )
+
+        @h.one_program
+        def build_cache(ids, tokens):
+            return model._build_cache(ids, ids, tokens)
+
+        tokens = ops.convert_to_tensor(inputs["decoder_token_ids"])
+        _, hidden, cache, cross = build_cache(ops.convert_to_tensor(ids), tokens)
         sizes.append([x.shape for x in keras.tree.flatten((cache, cross))])
         # What is known of the encoder is all in its state.
         nothing = keras.ops.full_like(hidden, float("nan"))
-        logits, *_ = model.call_decoder_with_cache(
-            nothing, ids, ids[:, :1], cache, LENGTH, cross, None
-        )
+
+        @h.one_program
+        def step(nothing, cache, cross, ids=ids):
+            return model.call_decoder_with_cache(
+                nothing, ids, ids[:, :1], cache, LENGTH, cross, None
+            )[0]
+
+        logits = step(nothing, cache, cross)
         steps.append(keras.ops.convert_to_numpy(logits))
     assert sizes[0] == sizes[1] and len(sizes[0]) > 10
     assert np.isfinite(steps).all() and np.abs(steps[0] - steps[1]).max() > 1e-4

@@ -10,7 +10,7 @@ import keras_rfattn
 from keras_rfattn.models import transformer_pp
 from keras_rfattn.models.transformer_pp.positions import RotaryAttention
 from tests import helpers as h
-from tests.marks import ONE_BACKEND, first
+from tests.marks import ONE_BACKEND, first, first_on_jax
 
 TINY = {"vocabulary_size": 40, "num_layers": 2, "num_heads": 2, "head_dim": 8}
 MECHANISMS = {
@@ -68,7 +68,10 @@ def blocks():
         return {size: count(size) for size in ("small", "medium", "large")}
 
 
-@pytest.mark.parametrize(("size", "num_layers", "sketch", "millions"), SIZES)
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("size", "num_layers", "sketch", "millions"), first_on_jax(SIZES)
+)
 def test_parameters_are_those_of_the_paper(blocks, size, num_layers, sketch, millions):
     outside, block = blocks[size]
     if isinstance(sketch, int):

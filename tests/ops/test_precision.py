@@ -7,6 +7,7 @@ from keras import ops
 from keras_rfattn.ops import bidirectional, causal
 from tests import helpers as h
 from tests.feature_maps.cases import case
+from tests.marks import first_on_jax
 
 ALGORITHMS = {
     "causal": (causal, {"block_size": h.BLOCK}),
@@ -30,7 +31,7 @@ def test_narrow_values(name, algorithm, dtype):
     h.assert_matches(feature_map, output, expected, h.NARROW[dtype])
 
 
-@pytest.mark.parametrize("dtype", h.NARROW)
+@pytest.mark.parametrize("dtype", first_on_jax(h.NARROW))
 @pytest.mark.parametrize("name", h.FORMS)
 def test_gradients_of_narrow_inputs(name, dtype):
     feature_map, x = h.build(name), h.problem()

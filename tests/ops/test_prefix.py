@@ -22,11 +22,11 @@ def masks():
 def definition(feature_map, x, prefix, visible):
     """Each query by itself, over the keys that it sees."""
     query, key = h.featurize(feature_map, x.query, x.key)
-    rows = []
+    rows, attend_one = [], h.compiled(quadratic)
     for i in range(LENGTH):
         one = type(query)(*(None if y is None else y[:, i : i + 1] for y in query))
         seen = (prefix | (np.arange(LENGTH) <= i)) & visible
-        rows.append(quadratic(one, key, ops.convert_to_tensor(x.value), seen))
+        rows.append(attend_one(one, key, ops.convert_to_tensor(x.value), seen))
     return ops.concatenate(rows, axis=1)
 
 
@@ -35,11 +35,11 @@ def test_matches_the_definition(name):
     feature_map, x = h.build(name), h.problem(length=LENGTH)
     prefix, visible = masks()
 
-    def call(query, key, value, block_size=4):
+    def call(query, key, value):
         features = h.featurize(feature_map, query, key)
-        return causal(
+        return h.compiled(causal, block_size=4)(
             *features, ops.convert_to_tensor(value), ops.convert_to_tensor(visible),
-            block_size, prefix_mask=ops.convert_to_tensor(prefix),
+            prefix_mask=ops.convert_to_tensor(prefix),
         )  # fmt: skip
 
     expected = h.to_numpy(definition(feature_map, x, prefix, visible))

@@ -20,7 +20,7 @@ def sums(rng, *count, scales=WIDTH):
 
 
 def at(blocks, i):
-    return Sums(*(x[:, :, i] for x in blocks))
+    return Sums(*(h.to_numpy(x)[:, :, i] for x in blocks))
 
 
 @pytest.mark.parametrize("scales", first([WIDTH, 1]))
@@ -30,10 +30,10 @@ def at(blocks, i):
 def test_sums_without_a_loop_are_those_in_turn(count, scales):
     rng = np.random.default_rng(0)
     blocks, start = sums(rng, count, scales=scales), sums(rng, scales=scales)
-    expected = [start]
+    expected, merge = [start], h.compiled(merge_sums)
     for i in range(count):
-        expected.append(merge_sums(expected[-1], at(blocks, i)))
-    found, last = prefix_sums._without_loop(blocks, start)
+        expected.append(merge(expected[-1], at(blocks, i)))
+    found, last = h.compiled(prefix_sums._without_loop)(blocks, start)
     for i, one in enumerate([*(at(found, i) for i in range(count)), last]):
         for actual, wanted in zip(one, expected[i], strict=True):
             h.assert_close(actual, wanted, 2e-6)

@@ -1,3 +1,4 @@
+import functools
 import importlib
 
 import keras
@@ -14,7 +15,7 @@ from keras_rfattn.backend import (
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask, Options
 from tests import helpers as h
-from tests.marks import ONE_BACKEND, first
+from tests.marks import ONE_BACKEND, first, first_on_jax
 
 
 def test_sums_of_narrow_numbers_keep_growing():
@@ -65,7 +66,9 @@ def test_exclusive_scan_keeps_what_came_before():
 
 
 @loops_over_blocks
-@pytest.mark.parametrize("at_once", [2 * h.BATCH * h.HEADS * h.BLOCK, 2**19])
+@pytest.mark.parametrize(
+    "at_once", first_on_jax([2 * h.BATCH * h.HEADS * h.BLOCK, 2**19])
+)
 @pytest.mark.parametrize(
     "name", ["favorpp", pytest.param("polysketch", marks=ONE_BACKEND)]
 )
@@ -85,7 +88,7 @@ def test_blocks_and_scans_as_on_a_gpu(monkeypatch, name, at_once):
             return attend(*arrays, feature_map, mask=mask, options=options)
 
         tensors = [ops.convert_to_tensor(a) for a in x]
-        return [function(*tensors), *h.gradients(function, *x)]
+        return [h.one_program(function)(*tensors), *h.gradients(function, *x)]
 
     monkeypatch.setattr(special, "TOKENS_ON_GPU", at_once, raising=False)
     for there, here in zip(computed(True), computed(False), strict=True):
@@ -99,7 +102,9 @@ def test_one_block_larger_than_what_is_taken_at_once(monkeypatch):
     def function(block_size):
         options = Options(block_size=block_size)
         mask = AttentionMask(causal=True, self_attention=True)
-        return attend(*tensors, feature_map, mask=mask, options=options)
+        return h.one_program(
+            lambda *x: attend(*x, feature_map, mask=mask, options=options)
+        )(*tensors)
 
     expected = function(h.BLOCK)
     monkeypatch.setattr(special, "TOKENS", 1, raising=False)
@@ -120,9 +125,12 @@ def test_sums_by_doubling_are_those_in_turn(count):
         return (a[0] + b[0],)
 
     for function in (combine, add):
-        arguments = function, start, (ops.convert_to_tensor(x),)
-        last, before = exclusive_scan(*arguments)
-        other, others = common.scan_by_doubling(*arguments)
+        (last, before), (other, others) = (
+            h.one_program(functools.partial(scan, function))(
+                start, (ops.convert_to_tensor(x),)
+            )
+            for scan in (exclusive_scan, common.scan_by_doubling)
+        )
         h.assert_close(other[0], last[0], 1e-6)
         h.assert_close(others[0], before[0], 1e-6)
 
@@ -130,7 +138,7 @@ def test_sums_by_doubling_are_those_in_turn(count):
 WINDOWS = {"favorplus": 4, "favorpp": h.LENGTH, "polysketch_learned": h.LENGTH}
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", first_on_jax([True, False]))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "name", first(["favorpp_dense", "polysketch", "elu", *WINDOWS])
@@ -152,7 +160,7 @@ def test_what_is_taken_at_once_changes_no_number(monkeypatch, name, causal, mask
             return attend(*arrays, feature_map, mask=mask, options=options)
 
         tensors = [ops.convert_to_tensor(a) for a in x]
-        return [function(*tensors), *h.gradients(function, *x)]
+        return [h.one_program(function)(*tensors), *h.gradients(function, *x)]
 
     for part, whole in zip(computed(1, 1), computed(10**9, 10**12), strict=True):
         h.assert_close(part, whole, rtol=1e-5)

@@ -41,6 +41,15 @@ def attention_call(name, causal=False, mask=None, window=None, sliding=False):
     )  # fmt: skip
 
 
+def computed(call, function):
+    """`function(call)`, as one program."""
+
+    def of_tokens(query, key, value):
+        return function(call.replace(query=query, key=key, value=value))
+
+    return h.one_program(of_tokens)(call.query, call.key, call.value)
+
+
 def output_by_rows(call, dropped=False):
     positions, taken = attention._sampled_rows(call.query, 0.0)
     visible, _ = attention._visible(call, positions, h.HEADS // h.KV_HEADS)
@@ -48,6 +57,12 @@ def output_by_rows(call, dropped=False):
     rows = attention._student_rows(call, positions, taken, visible, dropped)
     output = ops.matmul(rows, split_heads(call.value, h.KV_HEADS))
     return merge_heads(output, h.HEADS, h.LENGTH)
+
+
+def layer_errors(call, fraction=0.0):
+    """Of a call in which no window is dropped."""
+    dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
+    return computed(call, lambda x: attention.layer_errors(x, x, dropped, fraction))
 
 
 @pytest.mark.parametrize("name, label", PAIRS)
@@ -58,32 +73,39 @@ def test_rows_times_values_are_the_output(name, label):
     if "mask" in CASES[label]:
         # What rows of padding have is nobody's business.
         real = h.padding_masks()[CASES[label]["mask"]]
-    h.assert_close(
-        h.to_numpy(output_by_rows(call))[real], h.to_numpy(call.linear())[real],
-        1e-3 if signed else 2e-5,
-    )  # fmt: skip
+
+    found, expected = computed(call, lambda x: (output_by_rows(x), x.linear()))
+    tolerance = 1e-3 if signed else 2e-5
+    h.assert_close(h.to_numpy(found)[real], h.to_numpy(expected)[real], tolerance)
 
 
 def test_a_dropped_window_leaves_the_features():
     call = attention_call("favorpp", window=8, causal=True)
-    expected = call.without_window().linear()
-    h.assert_close(output_by_rows(call, dropped=True), expected, 2e-5)
+    found, without, whole = computed(
+        call,
+        lambda x: (
+            output_by_rows(x, dropped=True), x.without_window().linear(), x.linear()
+        ),
+    )  # fmt: skip
+    h.assert_close(found, without, 2e-5)
     with pytest.raises(AssertionError, match="relative error"):
-        h.assert_close(call.linear(), expected, 2e-5)
+        h.assert_close(whole, without, 2e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_errors_are_those_of_outputs(causal):
     call = attention_call("favorpp", causal=causal, mask="right")
-    dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
-    found = attention.layer_errors(call, call, dropped, 0.0)
+    found = layer_errors(call)
     real = h.padding_masks()["right"][:, :, None, None]
 
     def squares(x):
         return (np.where(real, h.to_numpy(x), 0) ** 2).sum((1, 3))
 
-    softmax, mean = call.softmax(), call.mean_of_values()
-    h.assert_close(found["squared"], squares(call.linear() - softmax), 1e-4)
+    linear, softmax, mean = map(
+        h.to_numpy,
+        computed(call, lambda x: (x.linear(), x.softmax(), x.mean_of_values())),
+    )
+    h.assert_close(found["squared"], squares(linear - softmax), 1e-4)
     h.assert_close(found["norm"], squares(softmax), 1e-4)
     h.assert_close(found["mean_of_v"], squares(mean - softmax), 1e-4)
     h.assert_close(found["rows"], np.broadcast_to(real.sum((1, 3)), (2, h.HEADS)))
@@ -93,10 +115,9 @@ def test_errors_are_those_of_outputs(causal):
 
 def test_of_many_rows_some_are_compared(monkeypatch):
     call = attention_call("favorpp", causal=True)
-    dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
-    every = attention.layer_errors(call, call, dropped, 0.0)
+    every = layer_errors(call)
     monkeypatch.setattr(attention, "MAX_ROWS", 10)
-    some = [attention.layer_errors(call, call, dropped, x) for x in (0.0, 0.4)]
+    some = [layer_errors(call, x) for x in (0.0, 0.4)]
     for found in some:
         np.testing.assert_array_equal(h.to_numpy(found["rows"]), 10)
         assert np.all(h.to_numpy(found["norm"]) < h.to_numpy(every["norm"]))

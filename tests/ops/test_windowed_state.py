@@ -16,13 +16,16 @@ from keras_rfattn.ops import (
 from keras_rfattn.ops.windowed_chunk import local_chunk
 from tests import helpers as h
 from tests.feature_maps.cases import case
-from tests.marks import ONE_BACKEND
+from tests.marks import ONE_BACKEND, SLOW_ON_JAX
 
 WINDOW, SPLIT = 7, 17
 NAMES = ("signed", "positive", "squared")
+by_default = SLOW_ON_JAX, (), SLOW_ON_JAX
 # Every map with a window of its own and with two, under one mask and under the other.
 CASES = [
-    pytest.param(name, kind, sliding, marks=ONE_BACKEND if kind == "left" else ())
+    pytest.param(
+        name, kind, sliding, marks=ONE_BACKEND if kind == "left" else by_default[i]
+    )
     for i, name in enumerate(NAMES)
     for kind, sliding in zip(
         ("left", "scattered"), (i % 2 == 0, i % 2 == 1), strict=True

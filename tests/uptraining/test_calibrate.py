@@ -4,6 +4,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import feature_maps
+from tests.marks import slow_on_jax
 
 
 def model(feature_map):
@@ -96,6 +97,7 @@ def test_errors():
         keras_rfattn.calibrate(feature_maps, batches(1))
 
 
+@slow_on_jax
 def test_delayed_clustering_happens_once_and_stays():
     linear, (x,) = model("hybrid_clustered"), batches(1)
     feature_map = linear.get_layer("attention").feature_map

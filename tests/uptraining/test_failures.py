@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 
 @pytest.mark.once
+@slow_on_jax
 def test_a_callback_may_stop_a_stage():
     class Enough(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -54,6 +56,7 @@ def test_nan_stops_and_the_last_good_weights_stay():
         np.testing.assert_array_equal(a, b)
 
 
+@slow_on_jax
 def test_weights_that_turn_nan_are_not_kept():
     model = m.linear_model()
     with pytest.raises(ValueError, match="not finite"):
@@ -67,6 +70,7 @@ def test_weights_that_turn_nan_are_not_kept():
 
 
 @pytest.mark.once
+@slow_on_jax
 def test_a_training_that_breaks_off_says_where():
     class Broken(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -6,6 +6,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn.uptraining.batches import Batches
+from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 pytestmark = pytest.mark.once
@@ -94,6 +95,7 @@ def backbone(**arguments):
     return keras_rfattn.replace_attention(model, "hedgehog", seed=0)
 
 
+@slow_on_jax
 def test_texts_on_a_backbone_name_the_preprocessor_that_fits():
     hub = pytest.importorskip("keras_hub")
     bert = backbone()
@@ -115,6 +117,7 @@ def test_texts_on_a_backbone_name_the_preprocessor_that_fits():
         keras_rfattn.calibrate(llama, [["a text"]], verbose=0)
 
 
+@slow_on_jax
 def test_more_tokens_than_positions_name_what_extends_them():
     def inputs(length):
         ids = np.ones((4, length), "int32")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn.uptraining.resume import Checkpoints, Interrupts
+from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 STEPS = 8
@@ -266,6 +267,7 @@ def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
 
 
 @pytest.mark.once
+@slow_on_jax
 def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
     broken(tmp_path, 3)
     with pytest.raises(ValueError, match="another training") as error:

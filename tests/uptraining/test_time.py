@@ -7,6 +7,7 @@ import pytest
 
 from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.report import OVERHEAD, Clock
+from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 pytestmark = pytest.mark.once
@@ -64,6 +65,7 @@ def test_an_interrupted_run_has_the_time_before_it(tmp_path):
     assert second < report.seconds < first + second
 
 
+@slow_on_jax
 def test_measuring_is_compiled_once_and_shows_progress(capsys, monkeypatch):
     made = []
     make = AttentionStage.make_predict_function

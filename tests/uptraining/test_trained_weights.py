@@ -7,6 +7,7 @@ from keras import ops
 
 import keras_rfattn
 from tests import helpers as h
+from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 
@@ -84,6 +85,7 @@ def test_what_was_trained_is_known_after_loading(tmp_path):
 
 
 @pytest.mark.once
+@slow_on_jax
 def test_a_training_that_breaks_off_says_what_it_has_changed():
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -111,6 +113,7 @@ def test_a_teacher_that_changes_is_noticed():
 
 
 @pytest.mark.once
+@slow_on_jax
 def test_a_second_uptraining_has_another_teacher():
     model = m.linear_model()
     m.uptrain(model, steps=2, stages="attention", trainable="query_key")

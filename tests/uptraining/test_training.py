@@ -11,7 +11,7 @@ from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.fitting import rate_for
 from tests import helpers as h
-from tests.marks import first
+from tests.marks import first, slow_on_jax
 from tests.uptraining import models as m
 
 LEARNED = ("hedgehog", "favorpp_learned")
@@ -194,6 +194,7 @@ def test_rates(stage, trainable, rate):
     assert rate_for(stage, trainable, "features", layers) == rate
 
 
+@slow_on_jax
 @pytest.mark.parametrize("window_dropout", first([0.999, 0.0]))
 def test_windows_are_dropped_so_that_features_learn(window_dropout):
     # A window over everything is softmax itself: nothing is left to learn.
@@ -264,6 +265,7 @@ def test_outputs_without_names(kind):
         np.testing.assert_array_equal(a, b)
 
 
+@slow_on_jax
 def test_batches_of_any_length():
     # Keras looks at the first two on TensorFlow.
     rows = m.tokens()
