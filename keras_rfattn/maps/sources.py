@@ -62,7 +62,7 @@ def upload_maps(uri, folder):
             uploaded in that case.
 
     Examples:
-        >>> keras_rfattn.upload_maps("hf://me/my-maps", "no_such_folder")
+        >>> keras_rfattn.upload_maps("hf://me/my-maps", "no_such_folder")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
         ValueError: A folder of trained maps must hold 'maps.json', ...
