@@ -62,10 +62,11 @@ def upload_maps(uri, folder):
             uploaded in that case.
 
     Examples:
-        >>> keras_rfattn.upload_maps("hf://me/my-maps", "no_such_folder")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-            ...
-        ValueError: A folder of trained maps must hold 'maps.json', ...
+        >>> try:
+        ...     keras_rfattn.upload_maps("hf://me/my-maps", "no_such_folder")
+        ... except ValueError as error:
+        ...     print(str(error)[:46])
+        A folder of trained maps must hold 'maps.json'
     """
     folder = pathlib.Path(folder)
     folders.read_arrays(folder, folders.read_manifest(folder))
