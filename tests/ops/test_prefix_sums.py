@@ -20,7 +20,7 @@ def sums(rng, *count, scales=WIDTH):
 
 
 def at(blocks, i):
-    return Sums(*(h.to_numpy(x)[:, :, i] for x in blocks))
+    return Sums(*(ops.convert_to_tensor(h.to_numpy(x)[:, :, i]) for x in blocks))
 
 
 @pytest.mark.parametrize("scales", first([WIDTH, 1]))
