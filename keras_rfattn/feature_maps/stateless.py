@@ -34,7 +34,9 @@ class FeatureFunction:
         """Hashable key that equal functions share."""
         feature_map = self.reference()
         shape = feature_map.num_heads, feature_map.head_dim
-        return type(feature_map), repr(essence(feature_map)), self.method, shape
+        # The essence has only names of classes, which two modules may share.
+        classes = tuple(type(part) for part in feature_map._flatten_layers())
+        return classes, repr(essence(feature_map)), self.method, shape
 
     @property
     def has_exponents(self):
