@@ -9,8 +9,6 @@ import keras_rfattn
 from keras_rfattn import feature_maps as maps
 from keras_rfattn.feature_maps import moments
 from keras_rfattn.feature_maps.stateless import essence
-from keras_rfattn.layers import attend
-from keras_rfattn.ops import AttentionMask
 from keras_rfattn.ops.layout import heads_first
 from tests import helpers as h
 from tests.marks import slow_on_jax
@@ -196,25 +194,6 @@ def test_errors():
         maps.Conditioned("elu")
     with pytest.raises(ValueError, match="`up_to` must be one of"):
         maps.Conditioned("favor", up_to="whiten")
-
-
-def test_maps_of_one_name_in_two_modules_are_two():
-    # Programs are shared by what maps compute.
-    def mine(factor, module):
-        def key_features(self, x, stats=None):
-            return maps.FavorPlus.key_features(self, factor * x, stats)
-
-        body = {"__module__": module, "key_features": key_features}
-        return type("Mine", (maps.FavorPlus,), body)
-
-    x = ops.convert_to_tensor(np.float32(data(9)[0][None].swapaxes(1, 2)))
-    outputs = []
-    for factor, module in ((1.0, "one"), (2.0, "two")):
-        feature_map = maps.Conditioned(mine(factor, module)(8, seed=3), seed=3)
-        feature_map.build((None, None, HEADS, DIM))
-        mask = AttentionMask(causal=True)
-        outputs.append(h.to_numpy(attend(x, x, x, feature_map, mask)))
-    assert np.max(np.abs(outputs[0] - outputs[1])) > 1e-3
 
 
 def test_a_subclass_has_a_fingerprint_of_its_own():
