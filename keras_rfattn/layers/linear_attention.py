@@ -27,7 +27,9 @@ from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.ops.masks import interpret_mask
 
 # Attributes that a layer has only while its attention is linear.
-STATE = ("options", "is_from_config", "refusal", "trained", "origin")
+STATE = ("options", "is_from_config", "refusal", "trained", "origin", "checkpoint")
+# Those of them that configs hold, unless they are empty.
+SAVED = ("trained", "origin", "checkpoint")
 
 # Names under which attention classes store the size of a sliding window.
 SLIDING_WINDOWS = ("_sliding_window", "sliding_window", "sliding_window_size")
@@ -36,6 +38,16 @@ NO_SCORES = (
     "Linear attention never forms attention scores. Received: "
     "return_attention_scores=True. Keep this layer softmax (`exclude=`)."
 )
+
+
+def set_training(layer, config):
+    """Sets what `LinearAttention.training_config` returned for a saved layer.
+
+    The layer may still be softmax attention. Older files lack some entries.
+    """
+    layer.trained = tuple(config.get("trained", ()))
+    layer.origin = config.get("origin", "")
+    layer.checkpoint = config.get("checkpoint", "")
 
 
 class LinearAttention:
@@ -62,6 +74,8 @@ class LinearAttention:
     trained = ()
     # Text for reports that says how the map was trained; empty if it is not known.
     origin = ""
+    # Hash of the checkpoint's weights before `uptrain` changed any; else empty.
+    checkpoint = ""
     # An `Interceptor` or a function. It applies in all threads, because replicas of a
     # model run in separate threads.
     recorder = None
@@ -202,18 +216,26 @@ class LinearAttention:
     @classmethod
     def from_config(cls, config):
         config = dict(config)
-        trained, origin = config.pop("trained", ()), config.pop("origin", "")
+        saved = {name: config.pop(name) for name in SAVED if name in config}
         layer = super().from_config(config)
-        layer.is_from_config, layer.trained, layer.origin = True, tuple(trained), origin
+        layer.is_from_config = True
+        set_training(layer, saved)
         return layer
+
+    def training_config(self):
+        """Returns a dict that says how the layer was trained, for saved configs."""
+        return {
+            "trained": list(self.trained),
+            "origin": self.origin,
+            "checkpoint": self.checkpoint,
+        }
 
     def get_config(self):
         return {
             **super().get_config(),
             "feature_map": feature_maps.serialize(self.feature_map),
             **self.options.config(),
-            **({"trained": list(self.trained)} if self.trained else {}),
-            **({"origin": self.origin} if self.origin else {}),
+            **{k: x for k, x in self.training_config().items() if x},
         }
 
 

@@ -42,7 +42,9 @@ def summary(entry, manifest):
 def share_of(manifest):
     """Returns the quality as a share of softmax as text, empty if it is not known."""
     share = manifest["metrics"].get("share_of_softmax")
-    return "" if share is None else f"{share:.3f} of softmax"
+    if isinstance(share, float):
+        share = f"{share:.3f}"
+    return "" if share is None else f"{share} of softmax"
 
 
 def card(manifest, report, arrays):
@@ -76,11 +78,11 @@ def card(manifest, report, arrays):
         "```",
         "",
     ]
-    if manifest["own_weights"]:
-        count = len(manifest["own_weights"])
+    if manifest["checkpoint_weights"]:
+        count = len(manifest["checkpoint_weights"])
         lines += [
             f"{count} weights of the checkpoint were trained too: "
-            f"{', '.join(manifest['own_weights'][:4])}{', ...' * (count > 4)}.",
+            f"{', '.join(manifest['checkpoint_weights'][:4])}{', ...' * (count > 4)}.",
             "",
         ]
     lines += _table("quality", manifest["metrics"])

@@ -8,13 +8,17 @@ MANIFEST, WEIGHTS, CARD = "maps.json", "maps.safetensors", "README.md"
 FORMAT = 1
 KEYS = {
     "format": int, "versions": dict, "base": dict, "layers": list, "softmax": list,
-    "own_weights": list, "adapters": dict, "tensors": dict, "checksum": str,
+    "checkpoint_weights": list, "adapters": dict, "tensors": dict, "checksum": str,
     "training": dict, "metrics": dict,
 }  # fmt: skip
 LAYER_KEYS = {
     "path": str, "mechanism": str, "feature_map": dict, "options": dict,
     "fingerprint": list, "is_trained": bool,
 }  # fmt: skip
+
+
+BASE_KEYS = {"class": str, "weights": str}
+ADAPTER_KEYS = {"rank": int, "alpha": (int, float)}
 
 
 def write(folder, manifest, arrays, card):
@@ -41,8 +45,8 @@ def write(folder, manifest, arrays, card):
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / WEIGHTS).write_bytes(data)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    (folder / CARD).write_text(card)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
+    (folder / CARD).write_text(card, "utf-8")
 
 
 def read_manifest(folder):
@@ -65,7 +69,7 @@ def read_manifest(folder):
             f"it. Received: {str(folder)!r}, which does not hold it."
         )
     try:
-        manifest = json.loads(file.read_text())
+        manifest = json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(
             f"{str(file)!r} must be JSON. It is damaged: {error}. Get the folder again."
@@ -87,6 +91,19 @@ def read_manifest(folder):
             f"Each of the 'layers' in {str(file)!r} must have the keys "
             f"{', '.join(LAYER_KEYS)}. The file is damaged. Get the folder again."
         )
+    names = [*(x["path"] for x in manifest["layers"]), *manifest["softmax"]]
+    adapters = manifest["adapters"].values()
+    if (
+        not _has(manifest["base"], BASE_KEYS)
+        or not all(isinstance(x, str) for x in names + manifest["checkpoint_weights"])
+        or len(set(names)) != len(names)
+        or not all(_has(x, ADAPTER_KEYS) for x in adapters)
+    ):
+        raise ValueError(
+            f"{str(file)!r} must name each layer once, the class and the weights of "
+            "its checkpoint, and the rank and alpha of adapters. It is damaged. Get "
+            "the folder again."
+        )
     return manifest
 
 
@@ -101,8 +118,8 @@ def read_arrays(folder, manifest):
         Dict from names to NumPy arrays.
 
     Raises:
-        ValueError: If the file is missing, torn or changed, or it lacks tensors of the
-            manifest or holds others.
+        ValueError: If the file is missing, torn or changed, or its tensors differ from
+            those in the manifest.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load

@@ -1,21 +1,23 @@
 """Applies a folder of trained maps to a model: `load_maps`."""
 
+import pathlib
 from types import SimpleNamespace
 
 import keras_rfattn.maps.folder as folders
 import keras_rfattn.maps.sources as sources
-import keras_rfattn.maps.tree as tree
 import keras_rfattn.models.saving as saving
+import keras_rfattn.models.stable_names as stable_names
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.trained import mark
-from keras_rfattn.layers.checks import check_model, title
+from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.fingerprint import agrees
 from keras_rfattn.layers.implementation import check_options
+from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.maps.card import summary
-from keras_rfattn.maps.tree import MAP
-from keras_rfattn.models.holders import holders, refresh
+from keras_rfattn.models.holders import holders, refresh, with_built_optimizer
+from keras_rfattn.models.replace import check_sites, check_statistics
+from keras_rfattn.models.stable_names import MAP
 from keras_rfattn.models.survey import drop_sliding_windows, survey
 from keras_rfattn.models.swap import original_class
 from keras_rfattn.ops.options import Options
@@ -24,9 +26,11 @@ from keras_rfattn.ops.options import Options
 def load_maps(model, source, *, base=None):
     """Makes a softmax checkpoint linear with maps that someone has trained, in place.
 
-    It replaces attention as it was replaced when the maps were saved, and loads their
-    weights. On a model whose attention is already replaced in the same way, it only
-    loads the weights. Everything is checked before anything changes.
+    It replaces attention by the saved mechanism and options, layer by layer, and loads
+    the weights. If weights of the checkpoint were trained with the maps, or adapters
+    (LoRA), they are part of the maps and replace those of the model. On a model whose
+    attention is already replaced in the same way, it only loads the weights.
+    Everything is checked before anything changes.
 
     Args:
         model: The built checkpoint that the maps belong to, or a task or a model
@@ -36,7 +40,8 @@ def load_maps(model, source, *, base=None):
             `"kaggle://user/model/keras/variation"` or `"modelscope://user/name"` URI.
         base: `None` requires the weights of the checkpoint that the maps were trained
             with. `"any"` also accepts another checkpoint of the same class and shapes,
-            a fine-tuned one for instance. `describe_attention` then says so.
+            a fine-tuned one for instance. `describe_attention` then marks the maps as
+            trained for another checkpoint.
 
     Returns:
         The model.
@@ -66,33 +71,42 @@ def load_maps(model, source, *, base=None):
     folder = sources.find(source)
     manifest = folders.read_manifest(folder)
     arrays = folders.read_arrays(folder, manifest)
-    fit = Fit(model, source, manifest, arrays)
-    pairs = fit.match_layers()
-    is_of_base = fit.check_checkpoint(base == "any")
-    fit.check_own_weights()
-    changes = [(site, *fit.mechanism(site, entry)) for site, entry in pairs]
+    matcher = Matcher(model, source, manifest, arrays)
+    pairs = matcher.match_layers()
+    is_same = matcher.check_checkpoint(base == "any")
+    matcher.check_checkpoint_weights()
+    changes = [(site, *matcher.build(site, entry)) for site, entry in pairs]
+    _check_as_replaced(changes)
     values = [
-        fit.weights_of_map(feature_map, entry)
+        matcher.weights_of_map(feature_map, entry)
         for (_, feature_map, _), (_, entry) in zip(changes, pairs, strict=True)
     ]
-    # Nothing above changes the model, and nothing below fails.
+    origins = [_origin(source, entry, manifest, is_same) for _, entry in pairs]
+
+    # The checks are complete: from here on, the model changes.
     new = [change for change in changes if not change[0].is_linear]
-    saving.commit(model, fit.sites, new)
-    fit.assign_own_weights()
-    own_paths = [fit.weights[name].path for name in manifest["own_weights"]]
-    for (site, entry), pairs_of_map in zip(pairs, values, strict=True):
-        layer = site.layer
-        for variable, array in pairs_of_map:
+    saving.commit(model, matcher.sites, new)
+    matcher.assign_checkpoint_weights()
+    paths = [matcher.weights[name].path for name in manifest["checkpoint_weights"]]
+    for (site, _), weights, origin in zip(pairs, values, origins, strict=True):
+        for variable, array in weights:
             variable.assign(array)
-        if not entry["is_trained"]:
-            # Weights that were rounded must not count as trained.
-            mark(layer.feature_map)
-        layer.trained = tuple(dict.fromkeys([*layer.trained, *own_paths]))
-        layer.origin = _origin(fit.source, entry, manifest, is_of_base)
+        site.layer.trained = tuple(dict.fromkeys([*site.layer.trained, *paths]))
+        site.layer.origin = origin
+        site.layer.checkpoint = manifest["base"]["weights"] if paths else ""
     return model
 
 
-class Fit:
+def _check_as_replaced(changes):
+    """Makes the checks of `replace_attention` on layers, their maps and options."""
+    for site, feature_map, options in changes:
+        check_statistics(feature_map, [site])
+        check_sites(options, [site])
+        heads = num_heads(site.layer)
+        check_softmax_heads(options.softmax_heads, heads, site.path)
+
+
+class Matcher:
     """Checks that maps fit a model, and finds what they change.
 
     Args:
@@ -105,17 +119,18 @@ class Fit:
     def __init__(self, model, source, manifest, arrays):
         self.model, self.source = model, str(source)
         self.manifest, self.arrays = manifest, arrays
-        base = tree.base_of(model)
+        base = stable_names.base_of(model)
         own, wanted = original_class(base).__name__, manifest["base"]["class"]
         if own != wanted:
             raise ValueError(
                 f"The maps of {self.source!r} belong to a {wanted}. Received: "
-                f"{title(model)}, whose attention is in a {own}."
+                f"{title(model)}, whose attention is in a {own}. If the model holds a "
+                f"{wanted} beside other attention, pass the {wanted}."
             )
         self.sites = survey(model)
         drop_sliding_windows(self.sites)
-        self.layers = tree.layers_by_name(base, FeatureMap)
-        self.weights = tree.weights_by_name(base, FeatureMap)
+        self.layers = stable_names.layers_by_name(base, FeatureMap)
+        self.weights = stable_names.weights_by_name(base, FeatureMap)
 
     def match_layers(self):
         """Returns pairs of a site and its entry in the manifest.
@@ -151,6 +166,7 @@ class Fit:
             )
         pairs = [(sites[name], entry) for name, entry in entries.items()]
         refused = [f"{x.path}: {x.reason}" for x, _ in pairs if x.reason]
+        refused += [f"{x.path}: not built" for x, _ in pairs if not x.layer.built]
         if refused:
             raise ValueError(
                 f"{title(self.model)} must have attention that can be made linear. "
@@ -164,22 +180,43 @@ class Fit:
         Raises:
             ValueError: If it has others, unless `accepts_any` is true.
         """
-        own = tree.hash_of(self.weights, self.manifest["own_weights"])
-        is_same = own == self.manifest["base"]["weights"]
+        is_same = self.own_hash() == self.manifest["base"]["weights"]
         if not is_same and not accepts_any:
-            name = self.manifest["base"]["name"]
+            name = self.manifest["base"].get("name")
             raise ValueError(
                 f"The maps of {self.source!r} were trained with the weights of "
                 f"{repr(name) if name else 'another checkpoint'}. Received: "
-                f"{title(self.model)}, whose weights are different. Load that "
-                "checkpoint without changes, or pass base='any' to use the maps with "
-                "these weights, and measure the quality."
+                f"{title(self.model)}, whose weights are different: another "
+                "checkpoint, a fine-tuned, a quantized or a float16 one. Load that "
+                "checkpoint as it was published, or pass base='any' to use the maps "
+                "with these weights, and measure the quality."
             )
         return is_same
 
-    def check_own_weights(self):
-        """Checks the trained weights of the checkpoint, and the adapters."""
-        for name in self.manifest["own_weights"]:
+    def own_hash(self):
+        """Returns the hash of the model's weights, before `uptrain` changed any."""
+        layers = (site.layer for site in self.sites if site.is_linear)
+        recorded = (layer.checkpoint for layer in layers if layer.checkpoint)
+        return next(recorded, None) or stable_names.hash_of(self.weights)
+
+    def check_checkpoint_weights(self):
+        """Checks that the model takes trained weights of the checkpoint, and adapters.
+
+        Raises:
+            ValueError: If a weight is missing or has another shape, an adapter cannot
+                be added or has another scale, or an optimizer lacks slots for it.
+        """
+        for owner, adapter in self.manifest["adapters"].items():
+            layer = self.layers.get(owner)
+            if getattr(layer, "lora_enabled", False):
+                own = {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
+                if own != adapter:
+                    raise ValueError(
+                        f"The maps of {self.source!r} have an adapter with {adapter} "
+                        f"at {owner!r}. Received: {title(self.model)}, whose adapter "
+                        f"has {own}. Load the checkpoint without adapters."
+                    )
+        for name in self.manifest["checkpoint_weights"]:
             variable, array = self.weights.get(name), self.arrays.get(name)
             shape = None if variable is None else tuple(variable.shape)
             if variable is None:
@@ -192,23 +229,45 @@ class Fit:
                     f"{title(self.model)}, where its shape is {shape}."
                 )
 
+        layers = [self.layers.get(owner) for owner in self.manifest["adapters"]]
+        added = [x for x in layers if x is not None and not x.lora_enabled]
+        for model in with_built_optimizer(added) if added else ():
+            raise ValueError(
+                f"The optimizer of {title(model)} is built and has no slots for the "
+                f"adapters (LoRA) that the maps of {self.source!r} add. Load the maps "
+                "before training, or compile the model with a new optimizer first."
+            )
+
     def _adapter_shape(self, name):
         """Returns the shape of an adapter that is still to be added, or `None`."""
         owner, _, kind = name.rpartition("/")
         adapter, layer = self.manifest["adapters"].get(owner), self.layers.get(owner)
-        can_adapt = hasattr(layer, "enable_lora") and not layer.lora_enabled
-        if adapter is None or not can_adapt or layer.kernel_constraint is not None:
+        kernel = "embeddings" if kind.startswith("lora_embeddings") else "kernel"
+        can_adapt = (
+            adapter is not None
+            and hasattr(layer, "enable_lora")
+            and not layer.lora_enabled
+            and getattr(layer, "quantization_mode", None) is None
+            and getattr(layer, f"{kernel}_constraint", None) is None
+        )
+        if not can_adapt:
             return None
-        *inputs, outputs = layer.kernel.shape
+        *inputs, outputs = getattr(layer, kernel).shape
         rank = adapter["rank"]
-        shapes = {"lora_kernel_a": (*inputs, rank), "lora_kernel_b": (rank, outputs)}
-        return shapes.get(kind)
+        return (rank, outputs) if kind.endswith("_b") else (*inputs, rank)
 
-    def mechanism(self, site, entry):
-        """Returns the built feature map and the options of a layer."""
+    def build(self, site, entry):
+        """Returns the feature map and the options of a layer; the map is built."""
         if site.is_linear:
             return site.layer.feature_map, site.layer.options
-        feature_map = feature_maps.get(entry["feature_map"])
+        try:
+            feature_map = feature_maps.get(entry["feature_map"])
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"The maps of {self.source!r} use the mechanism "
+                f"{entry['mechanism']!r}, which cannot be made here. Import the "
+                f"package that defines it first. The error was: {error}"
+            ) from error
         options = Options.take(dict(entry["options"]))
         check_options(options, feature_map)
         swap.build_map(site.layer, feature_map)
@@ -225,7 +284,10 @@ class Fit:
 
     def weights_of_map(self, feature_map, entry):
         """Returns pairs of a variable of a map and the array to assign to it."""
-        found, prefix = tree.weights_by_name(feature_map), f"{entry['path']}/{MAP}/"
+        found, prefix = (
+            stable_names.weights_by_name(feature_map),
+            f"{entry['path']}/{MAP}/",
+        )
         arrays = {
             name.removeprefix(prefix): array
             for name, array in self.arrays.items()
@@ -243,7 +305,7 @@ class Fit:
             )
         return [(variable, arrays[name]) for name, variable in found.items()]
 
-    def assign_own_weights(self):
+    def assign_checkpoint_weights(self):
         """Adds adapters, and assigns the trained weights of the checkpoint."""
         added = []
         for owner, adapter in self.manifest["adapters"].items():
@@ -255,8 +317,8 @@ class Fit:
             # Functions compiled before would keep running without the adapters.
             refresh(holder)
         if added:
-            self.weights = tree.weights_by_name(self.layers[""], FeatureMap)
-        for name in self.manifest["own_weights"]:
+            self.weights = stable_names.weights_by_name(self.layers[""], FeatureMap)
+        for name in self.manifest["checkpoint_weights"]:
             self.weights[name].assign(self.arrays[name])
 
 
@@ -264,8 +326,8 @@ def _names(text, names):
     return f"{text} {', '.join(sorted(names))}. " if names else ""
 
 
-def _origin(source, entry, manifest, is_of_base):
-    parts = [source.rstrip("/").rpartition("/")[2], summary(entry, manifest)]
-    if not is_of_base:
+def _origin(source, entry, manifest, is_same):
+    parts = [pathlib.PurePath(str(source)).name, summary(entry, manifest)]
+    if not is_same:
         parts.append("trained for another checkpoint")
     return ", ".join(part for part in parts if part)

@@ -9,7 +9,7 @@ import numpy as np
 
 import keras_rfattn.maps.card as cards
 import keras_rfattn.maps.folder as folders
-import keras_rfattn.maps.tree as tree
+import keras_rfattn.models.stable_names as stable_names
 from keras_rfattn import feature_maps
 from keras_rfattn.backend.devices import backend_name
 from keras_rfattn.feature_maps.arguments import check_flag
@@ -38,15 +38,16 @@ def save_maps(
     license=None,
     overwrite=False,
 ):
-    """Saves what makes a model linear: its feature maps and what training changed.
+    """Saves the feature maps of a model, and checkpoint weights trained with them.
 
     The folder holds `maps.json` (the mechanism and options of every layer, and a hash
     of the weights that the maps belong to), `maps.safetensors` and a model card,
     `README.md`. It has about a hundredth of the size of the model. `load_maps` applies
     it to the softmax checkpoint, on any backend, and `upload_maps` publishes it.
 
-    Weights of the checkpoint that `uptrain` changed, and adapters (LoRA) that it
-    added, are saved too.
+    Weights of the checkpoint that `uptrain` changed, and adapters (LoRA) that have an
+    effect, are saved too. Other training of the checkpoint, such as by `fit`, makes it
+    another checkpoint: `load_maps` then expects its weights as they are now.
 
     Args:
         model: A model with linear attention.
@@ -54,8 +55,8 @@ def save_maps(
         dtype: `"float32"` (default) or `"float16"`, which halves the size and rounds
             the weights.
         report: The `UptrainingReport` of the training, whose numbers go into the card.
-        metrics: Dict from names to numbers or texts that tell the quality of the maps,
-            such as `{"share_of_softmax": 0.997, "mean_of_v": 0.90}`.
+        metrics: Dict from names to numbers or texts, the quality of the maps for the
+            card, such as `{"share_of_softmax": 0.997, "mean_of_v": 0.90}`.
         base_model: Name of the checkpoint, as its users know it.
         data: Description of the data that the maps were trained on.
         command: Command that trained the maps.
@@ -98,9 +99,11 @@ def save_maps(
             raise ValueError(f"`{name}` must be a string. Received: {text!r:.80}.")
     folder = _checked_folder(folder, overwrite)
 
-    base = tree.base_of(model)
-    weights = tree.weights_by_name(base, FeatureMap)
-    sites = {id(x): name for name, x in tree.layers_by_name(base, FeatureMap).items()}
+    base = stable_names.base_of(model)
+    weights = stable_names.weights_by_name(base, FeatureMap)
+    sites = {
+        id(x): name for name, x in stable_names.layers_by_name(base, FeatureMap).items()
+    }
     linear, softmax = _split(base)
     if not linear:
         raise ValueError(
@@ -108,22 +111,24 @@ def save_maps(
             "`keras_rfattn.replace_attention` first."
         )
     own = _trained_weights(weights, [site.layer for site in linear])
-    arrays = {name: as_numpy(weights[name].value) for name in own}
+    arrays = {name: _narrowed(name, weights[name], dtype) for name in own}
     for site in linear:
-        of_map = tree.weights_by_name(site.layer.feature_map)
-        prefix = f"{sites[id(site.layer)]}/{tree.MAP}"
-        arrays |= {f"{prefix}/{k}": as_numpy(v.value) for k, v in of_map.items()}
-    arrays = {name: _narrowed(name, x, dtype) for name, x in arrays.items()}
+        feature_map = site.layer.feature_map
+        prefix = f"{sites[id(site.layer)]}/{stable_names.MAP}"
+        # Rounding would make a map look trained that is not.
+        narrow = dtype if feature_map.was_trained else "float32"
+        for name, weight in stable_names.weights_by_name(feature_map).items():
+            arrays[f"{prefix}/{name}"] = _narrowed(f"{prefix}/{name}", weight, narrow)
     manifest = {
         "versions": _versions(),
         "base": {
             "class": original_class(base).__name__,
             "name": base_model,
-            "weights": tree.hash_of(weights, own),
+            "weights": _checkpoint(linear) or stable_names.hash_of(weights),
         },
         "layers": [_layer_entry(sites[id(s.layer)], s.layer) for s in linear],
         "softmax": [sites[id(site.layer)] for site in softmax],
-        "own_weights": list(own),
+        "checkpoint_weights": list(own),
         "adapters": _adapters(base, own),
         "training": cards.training(report, data, command, license),
         "metrics": metrics,
@@ -173,15 +178,19 @@ def _trained_weights(weights, layers):
                 "that trained them."
             )
         found.update(ends)
-    found.update(tree.adapters(weights))
+    found.update(stable_names.adapters(weights))
     return tuple(name for name in weights if name in found)
 
 
 def _adapters(base, names):
     """Returns a dict from names of layers to rank and alpha of trained adapters."""
-    layers = tree.layers_by_name(base, FeatureMap)
-    end = tree.ADAPTER[0]
-    owners = [x.removesuffix(end) for x in names if x.endswith(end)]
+    layers = stable_names.layers_by_name(base, FeatureMap)
+    owners = [
+        x.removesuffix(first)
+        for first, _ in stable_names.ADAPTERS
+        for x in names
+        if x.endswith(first)
+    ]
     return {
         x: {"rank": layers[x].lora_rank, "alpha": layers[x].lora_alpha} for x in owners
     }
@@ -199,14 +208,20 @@ def _version(package):
         return "unknown"
 
 
-def _narrowed(name, array, dtype):
-    """Returns an array in the dtype of the file; integers keep theirs."""
+def _checkpoint(linear):
+    """Returns the hash of the checkpoint before `uptrain` changed it, or ""."""
+    return next((x.layer.checkpoint for x in linear if x.layer.checkpoint), "")
+
+
+def _narrowed(name, weight, dtype):
+    """Returns a weight in the dtype of the file; integers keep theirs."""
+    array = as_numpy(weight.value)
     if not np.issubdtype(array.dtype, np.integer):
         array = array.astype("float32")
         if not np.all(np.isfinite(array)):
             raise ValueError(
-                f"Weights must be finite. Received: {name!r}, which is not. Load the "
-                "last good checkpoint."
+                f"Weights must be finite. Received: {name!r}, which is not. Restore "
+                "weights from before training diverged."
             )
         with np.errstate(over="ignore"):
             narrow = array.astype(dtype)
@@ -246,7 +261,8 @@ def _checked_folder(folder, overwrite):
             f"`folder` holds trained maps already. Received: {str(folder)!r}. Use "
             "another folder, or overwrite=True to replace them."
         )
-    others = set(held) - {folders.MANIFEST, folders.WEIGHTS, folders.CARD}
+    # A cloned repository of a hub has hidden files.
+    others = [x for x in held if not x.startswith(".")]
     if others and folders.MANIFEST not in held:
         raise ValueError(
             "`folder` must be new, empty, or hold trained maps. Received: "

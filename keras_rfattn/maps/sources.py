@@ -26,8 +26,10 @@ def find(source):
         return _download(source)
     if isinstance(source, str) and source in shipped.names():
         return shipped.ROOT / source
-    if isinstance(source, (str, os.PathLike)) and pathlib.Path(source).is_dir():
-        return pathlib.Path(source)
+    if isinstance(source, (str, os.PathLike)):
+        folder = pathlib.Path(source).expanduser()
+        if folder.is_dir():
+            return folder
     raise ValueError(
         "`source` must be a folder that `save_maps` wrote, the name of a set that "
         f"ships with keras_rfattn ({', '.join(shipped.names())}), or a URI that begins "

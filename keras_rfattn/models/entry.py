@@ -33,8 +33,7 @@ def attention_config(container):
                 "path": site.lasting,
                 "feature_map": map_config(site.layer),
                 **site.layer.options.config(),
-                "trained": list(site.layer.trained),
-                "origin": site.layer.origin,
+                **site.layer.training_config(),
             }
             for site in survey(container)
             if site.is_linear

@@ -78,12 +78,12 @@ def check_optimizers(maps):
     """
     layers = [layer for layer, _ in maps]
     trainable = [w for x, m in maps if x.trainable for w in m.trainable_weights]
-    if not trainable or not _with_slots(layers):
+    if not trainable or not with_built_optimizer(layers):
         return
     # Models that nobody uses any more may still await garbage collection. They must
     # not cause an error.
     gc.collect()
-    for model in _with_slots(layers):
+    for model in with_built_optimizer(layers):
         raise ValueError(
             f"The optimizer of {type(model).__name__} '{model.name}' is built and has "
             f"no slots for the {len(trainable)} new trainable weights, such as "
@@ -92,7 +92,7 @@ def check_optimizers(maps):
         )
 
 
-def _with_slots(layers):
+def with_built_optimizer(layers):
     """Returns the models around the layers that have a built optimizer."""
     optimizers = ((x, getattr(x, "optimizer", None)) for x in holders(layers))
     return [model for model, x in optimizers if x is not None and x.built]

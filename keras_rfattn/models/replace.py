@@ -120,12 +120,12 @@ def replace_attention(
     changes = []
     for group, identifier in _assigned(feature_map, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
-        _check_statistics(template, group)
+        check_statistics(template, group)
         check_options(options, template)
         base_seed = template.seed if seed is None else seed
         changes += [(site, _copy(template, base_seed, site), options) for site in group]
     changes = _with_softmax_heads(changes, softmax_heads)
-    _check_sites(options, [site for site, _, _ in changes])
+    check_sites(options, [site for site, _, _ in changes])
     saving.commit(model, sites, changes)
     return model
 
@@ -261,7 +261,8 @@ def _with_softmax_heads(changes, softmax_heads):
     return found
 
 
-def _check_statistics(template, selected):
+def check_statistics(template, selected):
+    """Raises `ValueError` if a map would leak the future into causal attention."""
     unsafe = [site for site in selected if site.causal]
     if unsafe and not template.is_causal_safe:
         raise ValueError(
@@ -271,7 +272,7 @@ def _check_statistics(template, selected):
         )
 
 
-def _check_sites(options, sites):
+def check_sites(options, sites):
     """Raises `ValueError` for options that the attention of some sites rules out."""
     cross = []
     if options.window is not None:

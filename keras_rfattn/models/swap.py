@@ -13,7 +13,7 @@ import keras_rfattn.models.adapters.known as known
 from keras_rfattn import feature_maps, layers
 from keras_rfattn.backend.layers import strategies
 from keras_rfattn.layers.fingerprint import unmark
-from keras_rfattn.layers.linear_attention import STATE, LinearAttention
+from keras_rfattn.layers.linear_attention import SAVED, STATE, LinearAttention
 from keras_rfattn.ops.options import Options
 
 # Softmax class -> linear class. An adapter adds the classes of its library when that
@@ -148,7 +148,7 @@ def make_softmax(layer):
 def _reduce(layer):
     """Serves as `__reduce__` for layers whose class cannot be imported by name."""
     config = layer.get_config()
-    for name in ("trained", "origin"):
+    for name in SAVED:
         config.pop(name, None)
     feature_map, options = config.pop("feature_map"), Options.take(config)
     return unpickle, (

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import keras_rfattn
-from keras_rfattn.maps import tree
+from keras_rfattn.models import stable_names
 from tests.helpers import assert_close, assert_same, to_numpy
 
 X = np.random.default_rng(0).normal(size=(2, 9, 16)).astype("float32")
@@ -103,8 +103,11 @@ def test_float16_rounds_the_weights_once(tmp_path):
 
 def test_a_calibrated_map_is_not_trained_after_rounding(tmp_path):
     model = keras_rfattn.replace_attention(two_layers(), "favorpp_learned", seed=0)
+    plain = keras_rfattn.save_maps(model, tmp_path / "plain", dtype="float16")
+    layer = keras_rfattn.load_maps(two_layers(), plain).layers[1]
+    assert not layer.feature_map.was_trained
     keras_rfattn.calibrate(model, [X], verbose=0)
-    folder = keras_rfattn.save_maps(model, tmp_path, dtype="float16")
+    folder = keras_rfattn.save_maps(model, tmp_path / "good", dtype="float16")
     fresh = keras_rfattn.load_maps(two_layers(), folder)
     layers = [x for x in fresh.layers if hasattr(x, "feature_map")]
     assert [x.feature_map.was_trained for x in layers] == [False, False]
@@ -118,7 +121,7 @@ def test_trained_weights_of_the_checkpoint_travel(trainable, tmp_path):
         model, X, steps=2, batch_size=2, verbose=0, seed=0, trainable=trainable
     )
     folder = keras_rfattn.save_maps(model, tmp_path, report=report)
-    named = json.loads((folder / "maps.json").read_text())["own_weights"]
+    named = json.loads((folder / "maps.json").read_text())["checkpoint_weights"]
     assert "first/query/" + {"lora": "lora_kernel_b"}.get(trainable, "kernel") in named
     fresh = keras_rfattn.load_maps(two_layers(), folder)
     assert_same(output(fresh), output(model))
@@ -187,6 +190,14 @@ def layer_torn(folder):
     edit(folder, lambda x: x["layers"][0].pop("feature_map"))
 
 
+def layer_repeated(folder):
+    edit(folder, lambda x: x["softmax"].append("first"))
+
+
+def class_removed(folder):
+    edit(folder, lambda x: x["base"].pop("class"))
+
+
 def window_changed(folder):
     edit(folder, lambda x: x["layers"][0]["options"].update(window=4))
 
@@ -202,6 +213,8 @@ DAMAGE = {
     layer_renamed: r"It lacks last. The maps do not know its first",
     newer: "has format 99, and this version",
     layer_torn: "must have the keys path",
+    layer_repeated: "must name each layer once",
+    class_removed: "must name each layer once",
     window_changed: "does not describe the mechanism that was saved",
 }
 
@@ -262,6 +275,37 @@ def test_other_models_are_refused(model, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         keras_rfattn.load_maps(model, folder)
     assert_same(output(model), before)
+
+
+def test_a_fine_tuned_checkpoint_is_another_one(tmp_path):
+    model = keras_rfattn.replace_attention(two_layers(), "hedgehog", seed=0)
+    options = {"steps": 2, "batch_size": 2, "verbose": 0, "trainable": "query_key"}
+    keras_rfattn.uptrain(model, X, **options)
+    folder = keras_rfattn.save_maps(model, tmp_path / "maps")
+    # These weights are part of the maps, which must not hide that they differ.
+    tuned = two_layers()
+    kernel = tuned.layers[1].query_dense.kernel
+    kernel.assign(to_numpy(kernel.value) * 1.1)
+    with pytest.raises(ValueError, match="whose weights are different"):
+        keras_rfattn.load_maps(tuned, folder)
+    loaded = keras_rfattn.load_maps(two_layers(), folder)
+    again = keras_rfattn.save_maps(loaded, tmp_path / "again")
+    fresh = keras_rfattn.load_maps(two_layers(), again)
+    assert_same(output(fresh), output(model))
+
+
+def test_adapters_need_an_optimizer_with_slots(tmp_path):
+    model = keras_rfattn.replace_attention(two_layers(), "favorplus", seed=0)
+    options = {"steps": 2, "batch_size": 2, "verbose": 0, "trainable": "lora"}
+    keras_rfattn.uptrain(model, X, **options)
+    folder = keras_rfattn.save_maps(model, tmp_path)
+    fresh = two_layers()
+    before = output(fresh)
+    fresh.compile("sgd", "mse")
+    fresh.optimizer.build(fresh.trainable_variables)
+    with pytest.raises(ValueError, match="no slots for the adapters"):
+        keras_rfattn.load_maps(fresh, folder)
+    assert_same(output(fresh), before)
 
 
 def test_any_base_is_accepted_if_asked_for(tmp_path):
@@ -346,5 +390,5 @@ def test_rounding_is_that_of_bfloat16():
     x = np.random.default_rng(0).normal(size=1000).astype("float32")
     x[:3] = 1.00390625, 1.01171875, -0.0  # two ties, and a zero with a sign
     expected = keras.ops.cast(keras.ops.convert_to_tensor(x), "bfloat16")
-    bits = tree._as_bfloat16(x).astype("uint32") << 16
+    bits = stable_names._as_bfloat16(x).astype("uint32") << 16
     assert_same(bits.view("float32"), to_numpy(keras.ops.cast(expected, "float32")))

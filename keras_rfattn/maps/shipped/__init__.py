@@ -4,7 +4,7 @@ import pathlib
 from dataclasses import dataclass
 
 import keras_rfattn.maps.folder as folders
-import keras_rfattn.maps.tree as tree
+import keras_rfattn.models.stable_names as stable_names
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.maps.card import share_of
 from keras_rfattn.models.report import ADVISERS
@@ -83,7 +83,7 @@ def _described(name):
     )
 
 
-def fitting(model):
+def sets_for(model):
     """Returns the `ShippedMaps` that were trained with the weights of a model.
 
     Args:
@@ -91,17 +91,17 @@ def fitting(model):
     """
     if not survey(model):
         return []
-    base, found, own = tree.base_of(model), [], None
+    base, found, own = stable_names.base_of(model), [], None
     for name in names():
         manifest = folders.read_manifest(ROOT / name)
         if manifest["base"]["class"] != original_class(base).__name__:
             continue
         # Hashing takes a while for large models, so that layers are compared first.
         known = {x["path"] for x in manifest["layers"]} | set(manifest["softmax"])
-        layers = tree.layers_by_name(base, FeatureMap)
+        layers = stable_names.layers_by_name(base, FeatureMap)
         if not known <= layers.keys():
             continue
-        own = own or tree.hash_of(tree.weights_by_name(base, FeatureMap))
+        own = own or stable_names.checkpoint_hash(model)
         if own == manifest["base"]["weights"]:
             found.append(_described(name))
     return found
@@ -109,12 +109,14 @@ def fitting(model):
 
 def _advise(model):
     """Returns lines for `describe_attention` that name the shipped maps that fit."""
-    if all(site.is_linear and site.layer.origin for site in survey(model)):
+    linear = [site.layer for site in survey(model) if site.is_linear]
+    if any(layer.origin for layer in linear):
         return []
+    first = "`keras_rfattn.restore_attention(model)`, then " if linear else ""
     return [
-        f"Trained maps for this checkpoint: `keras_rfattn.load_maps(model, {x.name!r})`"
-        f" ({x.mechanism}, {x.quality})."
-        for x in fitting(model)
+        f"Trained maps for this checkpoint ({x.mechanism}, {x.quality}): {first}"
+        f"`keras_rfattn.load_maps(model, {x.name!r})`."
+        for x in sets_for(model)
     ]
 
 

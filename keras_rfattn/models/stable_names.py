@@ -11,12 +11,17 @@ import hashlib
 import keras
 import numpy as np
 
+from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.trained import as_numpy
 from keras_rfattn.models.survey import lasting_name, survey
 
 # Name of the sublayer that is the feature map of an attention layer.
 MAP = "feature_map"
-ADAPTER = ("/lora_kernel_a", "/lora_kernel_b")
+# Names of the two weights of an adapter (LoRA), after that of their layer.
+ADAPTERS = (
+    ("/lora_kernel_a", "/lora_kernel_b"),
+    ("/lora_embeddings_a", "/lora_embeddings_b"),
+)
 
 
 def base_of(model):
@@ -33,6 +38,11 @@ def base_of(model):
     inner = {id(x): {id(y) for y in x._flatten_layers()} for x in models}
     around = [x for x in models if sites <= inner[id(x)]]
     return min(around, key=lambda x: len(inner[id(x)]), default=model)
+
+
+def checkpoint_hash(model):
+    """Returns `hash_of` all weights of a model's base, without its feature maps."""
+    return hash_of(weights_by_name(base_of(model), FeatureMap))
 
 
 def layers_by_name(root, skip=()):
@@ -72,7 +82,7 @@ def weights_by_name(root, skip=()):
     return found
 
 
-def hash_of(weights, without=()):
+def hash_of(weights):
     """Returns a hash of the values of weights, which identifies a checkpoint.
 
     Values are rounded to bfloat16 first, so that a checkpoint that is loaded in
@@ -80,26 +90,18 @@ def hash_of(weights, without=()):
 
     Args:
         weights: Dict as `weights_by_name` returns it.
-        without: Names that do not count.
 
     Returns:
         String of hexadecimal digits.
     """
     digest, effective = hashlib.sha256(), adapters(weights)
     for name, variable in weights.items():
-        is_idle = name.endswith(ADAPTER) and name not in effective
-        if name in without or is_idle:
+        if name.endswith(sum(ADAPTERS, ())) and name not in effective:
             continue
         array = as_numpy(variable.value)
         digest.update(repr(array.shape).encode())
         digest.update(_as_bfloat16(array).tobytes())
     return digest.hexdigest()
-
-
-def _as_bfloat16(array):
-    """Rounds to bfloat16, to even in ties; returns the bits as uint16."""
-    bits = np.atleast_1d(array).astype("float32").view("uint32")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
 
 
 def adapters(weights):
@@ -108,10 +110,18 @@ def adapters(weights):
     Args:
         weights: Dict as `weights_by_name` returns it.
     """
-    first, second = ADAPTER
-    owners = [x.removesuffix(second) for x in weights if x.endswith(second)]
-    used = [x for x in owners if np.any(as_numpy(weights[x + second].value))]
-    return {owner + end for owner in used for end in (first, second)}
+    found = set()
+    for first, second in ADAPTERS:
+        owners = [x.removesuffix(second) for x in weights if x.endswith(second)]
+        used = [x for x in owners if np.any(as_numpy(weights[x + second].value))]
+        found |= {owner + end for owner in used for end in (first, second)}
+    return found
+
+
+def _as_bfloat16(array):
+    """Rounds to bfloat16, to even in ties; returns the bits as uint16."""
+    bits = np.atleast_1d(array).astype("float32").view("uint32")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
 
 
 def _unique(name, taken):
