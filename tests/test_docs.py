@@ -15,7 +15,7 @@ pytestmark = pytest.mark.once
 ROOT = pathlib.Path(__file__).parents[1]
 README, PAGES = ROOT / "README.md", ROOT / "docs" / "pages"
 FENCE, BLOCK = "```python", re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
-GUIDES = sorted(PAGES.glob("guides/*.md"))
+GUIDES = [x for x in sorted(PAGES.glob("guides/*.md")) if FENCE in x.read_text()]
 OTHERS = [
     page
     for page in sorted(PAGES.rglob("*.md"))
