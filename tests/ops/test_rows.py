@@ -60,7 +60,7 @@ def output_by_rows(call, dropped=False):
 
 
 def layer_errors(call, fraction=0.0):
-    """Of a call in which no window is dropped."""
+    """The measurements of one call, in which no window is dropped."""
     dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
     return computed(call, lambda x: attention.layer_errors(x, x, dropped, fraction))
 
