@@ -92,7 +92,8 @@ MUTANTS = {
         "state.numerator", "layers/test_not_finite.py::test_a_state_remembers",
     ),
     "bad tokens in a statistic": Mutant(
-        "layers/attend.py", "judged", "finite is not None and self.training", "False",
+        "layers/attend.py", "with_finite_tokens",
+        "finite is not None and self.training", "False",
         "layers/test_not_finite.py::test_statistics_of_training_leave_it_out",
     ),
     "keys overwritten before their queries read them": Mutant(

@@ -27,8 +27,8 @@ class HeadErrors(NamedTuple):
             covered if `‖x + s y‖² <= log m` (s = -1 for trigonometric features, else
             1), which bounds the relative variance of positive features by 1, and if
             the closed form, where there is one, also gives at most 1. Here x and y are
-            the query and key as the random vectors see them (see `FeatureMap.meets`).
-            For all other pairs the width is too small.
+            the query and key as the random vectors project them
+            (`FeatureMap.before_projection`). The width is too small for other pairs.
         measured: Root mean square of `estimate / kernel - 1` over covered pairs; NaN if
             no pair is covered.
         predicted: The value of `measured` that the closed form predicts; NaN if no pair
@@ -230,7 +230,7 @@ def _kernel_errors(feature_map, head, query, key, ratio, visible, stats):
 
 def _is_covered(feature_map, query, key, head):
     """Returns for which pairs `‖x + s y‖² <= log m`, as booleans `(T, S)`."""
-    x, y = feature_map.meets(query, key, head)
+    x, y = feature_map.before_projection(query, key, head)
     y = feature_map.sign(head) * y
     squares = np.sum(x * x, -1)[:, None] + np.sum(y * y, -1) + 2 * x @ y.T
     return squares <= np.log(feature_map.num_features or feature_map.output_dim)
@@ -282,7 +282,7 @@ def predicted_variance(feature_map, head=0, stats=None):
     covariance = feature_map.relative_covariance(head)
 
     def relative(query, key):
-        x, y = feature_map.meets(query, key, head)
+        x, y = feature_map.before_projection(query, key, head)
         with np.errstate(over="ignore"):
             log_variance = variance.log_variance(moment(x, y), x, y)
             total = np.exp(log_variance - 2 * np.sum(x * y, -1))
@@ -311,9 +311,8 @@ def log_moment(feature_map, head=0, stats=None):
 
     Returns:
         A function `(x, y) -> log E[Z²]`, where Z is the estimate of one random draw,
-        or `None` if no closed form is known. It takes arrays `(..., H)`, which are the
-        pair `feature_map.meets(query, key, head)`: queries and keys themselves, except
-        for conditioned maps.
+        or `None` if no closed form is known. Its arguments are arrays `(..., H)`, which
+        `feature_map.before_projection(query, key, head)` returns.
 
     Raises:
         TypeError: If `feature_map` is not a `FeatureMap`.

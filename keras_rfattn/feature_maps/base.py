@@ -274,7 +274,8 @@ class FeatureMap(Weights, keras.layers.Layer):
 
         Returns:
             A function `(x, y) -> log E[Z²]`, where x and y are NumPy arrays of shape
-            `(..., H)` as `meets` returns them. `None` if no closed form is known.
+            `(..., H)` that `before_projection` returns. `None` if no closed form is
+            known.
         """
         return None
 
@@ -297,8 +298,11 @@ class FeatureMap(Weights, keras.layers.Layer):
         """Returns the s (1 or -1) for which the variance grows with `‖x + s y‖²`."""
         return 1
 
-    def meets(self, query, key, head=0):
-        """Returns queries and keys `(..., H)` as they are when vectors project them."""
+    def before_projection(self, query, key, head=0):
+        """Returns the queries and keys `(..., H)` that random vectors project.
+
+        They are the arguments, unless the map transforms them first.
+        """
         return query, key
 
     def per_head(self, parameter, x):

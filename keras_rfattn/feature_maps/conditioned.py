@@ -30,7 +30,7 @@ class MapOfMap(Adaptive, FeatureMap):
     assumes_equal_lengths = property(attrgetter("inner.assumes_equal_lengths"))
     output_dim = property(attrgetter("inner.output_dim"))
     features_per_scale = property(attrgetter("inner.features_per_scale"))
-    # This is a method.
+    # A property whose value is the inner map's method.
     draw_again = property(attrgetter("inner.draw_again"))
 
     def __init__(self, feature_map, seed=None, **kwargs):
@@ -117,7 +117,7 @@ class Conditioned(Sided, MapOfMap):
         return self.inner.has_exponents and not isinstance(self.inner, Conditioned)
 
     is_positive = property(attrgetter("inner.is_positive"))
-    # These are methods.
+    # Properties whose values are methods of the inner map.
     sign = property(attrgetter("inner.sign"))
     log_moment = property(attrgetter("inner.log_moment"))
     relative_covariance = property(attrgetter("inner.relative_covariance"))
@@ -132,12 +132,12 @@ class Conditioned(Sided, MapOfMap):
         self.query_center = add("query_center", "zeros", (heads, dim))
         self.key_center = add("key_center", "zeros", (heads, dim))
 
-    def meets(self, query, key, head=0):
+    def before_projection(self, query, key, head=0):
         moved = []
         for x, is_key in ((query, False), (key, True)):
             matrix, center, _ = self._side(is_key)
             moved.append((x - number(center, head)) @ number(matrix, head).T)
-        return self.inner.meets(*moved, head)
+        return self.inner.before_projection(*moved, head)
 
     def fit(self, samples):
         c_q, c_k = mean_of(lambda q, k: np.stack([q.mean(1), k.mean(1)]), samples)

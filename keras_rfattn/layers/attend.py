@@ -56,7 +56,7 @@ def of_finite_tokens(method):
 
     @functools.wraps(method)
     def output(self):
-        call, finite = self.judged()
+        call, finite = self.with_finite_tokens()
         return marked(method(call), finite, self.mask)
 
     return output
@@ -116,11 +116,11 @@ class Attention:
         """Returns a copy with some attributes changed."""
         return dataclasses.replace(self, **changes)
 
-    def judged(self):
-        """Returns a copy whose tokens are all finite, and which of them were so before.
+    def with_finite_tokens(self):
+        """Returns a copy in which 0 replaces the tokens that are not finite.
 
-        The second value is a `Finite`, or `None` if all tokens were found to be finite.
-        Tokens that are not finite do not enter statistics that training stores.
+        The second value is a `Finite` that marks these tokens, or `None` if there are
+        none. They do not enter the statistics that training stores.
         """
         *tokens, finite = judge(self.query, self.key, self.value)
         call = self.replace(**dict(zip(("query", "key", "value"), tokens, strict=True)))
@@ -155,7 +155,7 @@ class Attention:
         return query, key, stats
 
     def deferred(self, query, key, stats):
-        """Returns `Deferred` features of all or some of the tokens of `prepared`."""
+        """Returns the `Deferred` features of the results of `prepared`."""
         return (
             self.feature_map.deferred("query_features", query, stats),
             self.feature_map.deferred("key_features", key, stats),
@@ -225,21 +225,21 @@ class Attention:
         elif self.options.window is None:
             heads = 1  # because the algorithm processes heads in turn
         size = product(heads, length, self.feature_map.output_dim)
-        # The kernel itself costs no more, and gives the same, if there are no more keys
-        # than features whose products are exactly the kernel.
+        # If products of features equal the kernel, and there are no more keys than
+        # features, then the kernel gives the same output at no greater cost.
         is_equal = self.feature_map.has_exact_features and self.options.window is None
         is_short = is_equal and fits(key.shape[1], self.feature_map.output_dim)
         is_exact = self.feature_map.is_exact or is_short
-        return by_rows(self._exactly if is_exact else self._answer, arrays, size)
+        return by_rows(self._by_kernel if is_exact else self._by_features, arrays, size)
 
-    def _exactly(self, query, key, value, visible, prefix, _):
-        """Computes `linear` by the kernel itself."""
+    def _by_kernel(self, query, key, value, visible, prefix, _):
+        """Computes `linear` from the kernel of each query and key."""
         masks = needed(visible), self.mask.causal, prefix
         kernel = self.feature_map.exact_kernel
         return exact_attention(query, key, value, kernel, *masks)
 
-    def _answer(self, query, key, value, visible, prefix, stats):
-        """Computes `linear` by features, from the results of `prepared`."""
+    def _by_features(self, query, key, value, visible, prefix, stats):
+        """Computes `linear` from features of the results of `prepared`."""
         causal_mask, window = self.mask.causal, self.options.window
         key_mask, lengths = needed(visible), (query.shape[1], key.shape[1])
         deferred, local = self._narrow(self.deferred(query, key, stats)), None

@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_rfattn.layers.call_context import Interceptor, context_of
 from keras_rfattn.layers.not_finite import marked, remembered
-from keras_rfattn.layers.replaced_call import answering
+from keras_rfattn.layers.replaced_call import replacing_call
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.recurrent import extend_state, init_state, read_state
@@ -56,7 +56,7 @@ def onward(call, state=None, passed=None):
             f"computes its kernel exactly ({type(feature_map).__name__}). Use another."
         )
     is_fresh = state is None
-    call, finite = call.judged()
+    call, finite = call.with_finite_tokens()
     if is_fresh:
         state = _empty_of(call)
     query, key, stats = call.prepared()
@@ -196,7 +196,7 @@ def looked_up(call, state=None):
 
     If the state is `None`, it is computed from all keys of the call.
     """
-    call, finite = call.judged()
+    call, finite = call.with_finite_tokens()
     query, key, stats = call.prepared()
     if state is not None and finite is not None:
         # The keys of this call are not read.
@@ -237,5 +237,5 @@ def turned_from(layer, start, count=None):
 
     with contextlib.ExitStack() as stack:
         for one in rotary:
-            stack.enter_context(answering(one, shifted))
+            stack.enter_context(replacing_call(one, shifted))
         yield

@@ -1,7 +1,7 @@
 """The door: a token that is not finite must reach exactly the rows that see it.
 
 Which rows see a token follows from the mask alone, and not from the algorithm. So
-tokens are judged once, before any algorithm runs. Those that are not finite are
+tokens are checked once, before any algorithm runs. Those that are not finite are
 replaced by zeros, and the rows that see one become NaN afterwards, head by head.
 Algorithms therefore meet finite numbers only. A state remembers such a token by a
 numerator of NaN.

@@ -14,24 +14,24 @@ class ReplacedCall:
     Attributes:
         before: The instance attribute `call` before the replacement, or `None`.
         call: The layer's own `call`, for threads that do not replace it.
-        answer: `PerThread` value, the function that replaces `call`.
+        replacement: `PerThread` value, the function that replaces `call`.
         users: Number of active `with` blocks that need this object, in all threads.
     """
 
     def __init__(self, layer):
         self.before, self.call = vars(layer).get("call"), layer.call
-        self.answer, self.users = PerThread(), 0
+        self.replacement, self.users = PerThread(), 0
 
     def current(self):
         """Returns the function that the current thread calls."""
-        return self.answer.value or self.call
+        return self.replacement.value or self.call
 
     def __call__(self, *args, **kwargs):
         return self.current()(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def answering(layer, around):
+def replacing_call(layer, around):
     """Context manager that replaces a layer's `call` in the current thread.
 
     `around` is a function that takes the current `call` and returns its replacement.
@@ -44,7 +44,7 @@ def answering(layer, around):
             vars(layer)["call"] = replaced
         replaced.users += 1
     try:
-        with replaced.answer.holding(around(replaced.current())):
+        with replaced.replacement.holding(around(replaced.current())):
             yield
     finally:
         with _LOCK:

@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_rfattn.layers.call_context import context_of
 from keras_rfattn.layers.decoding import CACHES
-from keras_rfattn.layers.replaced_call import answering
+from keras_rfattn.layers.replaced_call import replacing_call
 from keras_rfattn.ops.masks import AttentionMask
 
 
@@ -46,7 +46,7 @@ def carried(task, known, cache, decoder):
                 stack.enter_context(context.active())
             elif state is not None:
                 part, longest = Exact(site, state, known), state.shape[2]
-                stack.enter_context(answering(layer, part.around))
+                stack.enter_context(replacing_call(layer, part.around))
             else:
                 continue
             parts[f"{site.index}"] = part

@@ -15,7 +15,7 @@ from keras import ops
 
 import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import Decoder
-from keras_rfattn.layers.replaced_call import answering
+from keras_rfattn.layers.replaced_call import replacing_call
 from keras_rfattn.models.carried import carried, kept
 
 
@@ -56,7 +56,7 @@ def empty_cache(task, batch_size, max_length):
     return empty._replace(layers=empty.layers | {"delta": state})
 
 
-@generation.in_place_of("call_with_cache")
+@generation.overriding("call_with_cache")
 def call_with_cache(
     task, original, known, token_ids, cache, cache_update_index, *args, **kwargs
 ):
@@ -124,7 +124,7 @@ def entered(task, enters, count=None):
 
     with contextlib.ExitStack() as stack:
         for layer in gated_layers(task):
-            stack.enter_context(answering(layer, around))
+            stack.enter_context(replacing_call(layer, around))
         yield
 
 

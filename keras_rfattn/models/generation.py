@@ -55,7 +55,7 @@ class Cache(NamedTuple):
 
 
 class Generating(NamedTuple):
-    """Facts about a task and its prompt, for the calls inside `generate`.
+    """What calls inside `generate` need to know about the task and its prompt.
 
     Attributes:
         sites: List of `survey.Site`, one for each attention layer.
@@ -85,8 +85,8 @@ class Generating(NamedTuple):
         return ops.take(hidden, ops.arange(batch) // (batch // rows), axis=0)
 
 
-def in_place_of(name):
-    """Returns a decorator that makes a function a method `name` of tasks.
+def overriding(name):
+    """Returns a decorator that makes a function override the method `name` of tasks.
 
     If no linear layer takes part in generation, the task's original method runs.
     Otherwise the function is called with `task`, its bound `original` method, its
@@ -134,7 +134,7 @@ def has_states(sites):
     return any(x.is_linear and (decodes(x) or crosses(x)) for x in sites)
 
 
-@in_place_of("call_with_cache")
+@overriding("call_with_cache")
 def call_with_cache(
     task,
     original,
@@ -149,7 +149,7 @@ def call_with_cache(
     """Runs `CausalLM.call_with_cache` of a task with linear attention.
 
     Args:
-        task, original, known: See `in_place_of`.
+        task, original, known: See `overriding`.
         token_ids: Integers `(B, T)`, one or many tokens per row.
         cache: The `Cache` before these tokens.
         cache_update_index: Position of the first token; with `before`, position of
@@ -221,7 +221,7 @@ def empty_cache(task, batch_size, max_length):
     return Cache(seen, empty_layers(sites, batch_size, max_length), 0 * seen)
 
 
-@in_place_of("_build_cache")
+@overriding("_build_cache")
 def build_cache(task, original, known, token_ids, *inputs, before=0):
     """Runs `CausalLM._build_cache`, which processes the prompt in parallel.
 
@@ -251,7 +251,7 @@ def make_generate_step(mask_name="padding_mask", before=None):
         mask in its outputs.
     """
 
-    @in_place_of("generate_step")
+    @overriding("generate_step")
     def generate_step(task, original, known, inputs, stop_token_ids=None):
         origin = 0 if before is None else getattr(task.backbone, before)
         mask = ops.cast(inputs[mask_name], "bool")
@@ -270,12 +270,12 @@ def make_generate_step(mask_name="padding_mask", before=None):
 
 
 class Family(NamedTuple):
-    """Tasks of KerasHub that generate alike, and their methods with linear attention.
+    """Tasks of KerasHub that generate in the same way, and methods to override.
 
     Attributes:
         method: Name of a method by whose parameters the tasks are recognized.
         parameters: Names of these parameters, without `self`.
-        members: Dict from name to method, for the carriers of the tasks.
+        members: Dict from the names of the methods to the functions that override them.
     """
 
     method: str

@@ -10,7 +10,7 @@ from keras import ops
 import keras_rfattn.models.generation as generation
 
 
-@generation.in_place_of("_build_cache")
+@generation.overriding("_build_cache")
 def build_cache(task, original, known, token_ids, projected_features, padding_mask):
     """Runs the task's `_build_cache`, which processes images (if any) and prompts.
 
@@ -33,7 +33,7 @@ def build_cache(task, original, known, token_ids, projected_features, padding_ma
     return generation.build_cache(task, *inputs, before=images)
 
 
-@generation.in_place_of("call_with_cache")
+@generation.overriding("call_with_cache")
 def call_with_cache(
     task,
     original,

@@ -14,7 +14,7 @@ from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.models.carried import carried, kept
 
 
-@generation.in_place_of("_build_cache")
+@generation.overriding("_build_cache")
 def build_cache(task, original, known, token_ids, img_embeddings, padding_mask):
     """Runs the task's `_build_cache`, which processes images and prompts."""
     inputs = token_ids, img_embeddings, padding_mask
@@ -22,7 +22,7 @@ def build_cache(task, original, known, token_ids, img_embeddings, padding_mask):
     return generation.build_cache(task, *inputs, before=before)
 
 
-@generation.in_place_of("call_with_cache")
+@generation.overriding("call_with_cache")
 def call_with_cache(
     task,
     original,

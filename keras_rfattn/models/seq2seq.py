@@ -23,7 +23,7 @@ from keras_rfattn.models.carried import (
 )
 
 
-@generation.in_place_of("_initialize_cache")
+@generation.overriding("_initialize_cache")
 def initialize_cache(task, original, known, encoder_token_ids, decoder_token_ids):
     """Runs `Seq2SeqLM._initialize_cache`.
 
@@ -42,7 +42,7 @@ def initialize_cache(task, original, known, encoder_token_ids, decoder_token_ids
     return cache._replace(layers=layers), placeholder(task, crossing, batch, length)
 
 
-@generation.in_place_of("_build_cache")
+@generation.overriding("_build_cache")
 def build_speech_cache(
     task, original, known, input_values, padding_mask, token_ids, decoder_padding_mask
 ):
@@ -65,7 +65,7 @@ def build_speech_cache(
     return hidden_states, after(), cross, *encoded
 
 
-@generation.in_place_of("call_decoder_with_cache")
+@generation.overriding("call_decoder_with_cache")
 def call_decoder_with_cache(
     task,
     original,
@@ -82,7 +82,7 @@ def call_decoder_with_cache(
     """Runs the task's `call_decoder_with_cache`.
 
     Args:
-        task, original, known: See `generation.in_place_of`.
+        task, original, known: See `generation.overriding`.
         encoder_hidden_states: Encoder outputs `(B, S, D)`: batch size B, encoder length
             S, width D.
         encoder_padding_mask: `(B, S)`, true for real tokens of the encoder.

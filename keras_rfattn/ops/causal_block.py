@@ -48,7 +48,7 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     largest = where(visible, ops.expand_dims(largest, -2), 0)
     largest = elementwise_max(largest_of(largest, axis=-1), 0)
     if not key.shares_scale:
-        beyond = largest > span
+        exceeds = largest > span
         largest = elementwise_min(largest, span)
         excess = elementwise_min(excess, span)
     raised = query.log_scale + ops.expand_dims(reference, -2)
@@ -65,7 +65,7 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     own_shift = shift
     if not key.shares_scale:
         weights, own_shift = _replace_rows(
-            weights, shift, beyond, (query, key, mask), groups, dtype, fallback
+            weights, shift, exceeds, (query, key, mask), groups, dtype, fallback
         )
     own = weigh_values(weights, mask, value, own_shift)
     before = look_up(rebase(prefix, reference), raised, rows, shift)
@@ -108,11 +108,11 @@ def _scaled_weights(query, key, excess, shift, visible, dtype):
     return query.products(key, dtype) * scale, scale * query.width
 
 
-def _replace_rows(weights, shift, beyond, features, groups, dtype, fallback):
-    """Replaces the rows that are `beyond` the span by those of the fallback.
+def _replace_rows(weights, shift, exceeds, features, groups, dtype, fallback):
+    """Replaces the rows whose exponents exceed the span by those of the fallback.
 
-    `features` are the query features, the key features and the mask. The result is the
-    weights and the shift, `(..., R)`, with those rows replaced.
+    `exceeds`, `(..., R)`, marks these rows. `features` are the query features, the key
+    features and the mask. The result is the weights and the shift, `(..., R)`.
     """
     query, key, mask = features
     operands = [x for x in (*query, *key) if x is not None]
@@ -125,7 +125,7 @@ def _replace_rows(weights, shift, beyond, features, groups, dtype, fallback):
         weights, shift = fallback(rows, columns, mask, groups, dtype)
         return (*weights, ops.cast(shift, weights[0].dtype))
 
-    *found, found_shift = run_if(ops.any(beyond), rescue, (*weights, shift), operands)
-    rows = ops.expand_dims(beyond, -1)
+    *found, found_shift = run_if(ops.any(exceeds), rescue, (*weights, shift), operands)
+    rows = ops.expand_dims(exceeds, -1)
     chosen = (ops.where(rows, a, b) for a, b in zip(found, weights, strict=True))
-    return tuple(chosen), ops.where(beyond, found_shift, shift)
+    return tuple(chosen), ops.where(exceeds, found_shift, shift)

@@ -1,6 +1,7 @@
-"""Causal attention inside a block without any bound on the exponents.
+"""Causal attention inside a block, for exponents of any size.
 
-`causal` uses it for the rows that its factored product cannot represent.
+`causal` uses it for rows whose weights, as one product of query features and key
+features, would overflow.
 
 A block is cut into chunks of about the square root of its length. The exponents of the
 keys in earlier chunks are taken relative to their maximum per feature. Every query of

@@ -116,10 +116,10 @@ def _windowed_stretch(
     parts = [ops.stack(x) for x in zip(*parts, strict=True)]
     every = [gathered(x, axis, tiled=True) for x in parts]
     number = ops.arange(3 * size)
-    beyond = number < 3 * place - 1
+    is_far = number < 3 * place - 1
     if not is_causal:
-        beyond = beyond | (number > 3 * place + 3)
-    beyond = to_sums(_merged(every, beyond))
+        is_far = is_far | (number > 3 * place + 3)
+    far = to_sums(_merged(every, is_far))
 
     def with_neighbours(x):
         parts = [from_neighbour(x[:, -left:], axis, -1), x]
@@ -142,7 +142,7 @@ def _windowed_stretch(
     features = [x.of_tokens(lay_out) for x in (query, key)]
     value, *tokens = map(lay_out, (value, near_query, near_key))
     local = Local(*tokens, kernel, window, options.sliding)
-    output, _ = in_windows(features, value, local, is_causal, visible, beyond)
+    output, _ = in_windows(features, value, local, is_causal, visible, far)
     return take_tokens(output, moved + left + ops.arange(length)[None])
 
 

@@ -1,10 +1,10 @@
-"""Exact attention nearby and features beyond, with one normalizer over both.
+"""Exact attention to near keys and features for far keys, with one normalizer.
 
 The sequence of each row is cut into windows of `window` tokens, counted from its first
-visible key. A query weighs the keys of its own window by the kernel itself, and those
-of all other windows by features. With `sliding` the window before its own is exact too
-(without causality also the one after), so that a query sees at least `window` keys
-exactly. A sequence that fits one window is exact attention.
+visible key. The weights of keys in a query's own window are computed exactly, by the
+kernel; those of all other keys are estimated by features. With `sliding`, the window
+before its own is exact too, and without causality also the one after, so that at least
+`window` keys are exact. Attention is exact if the sequence fits one window.
 
 Nothing is subtracted from a sum over all keys, because that would cancel: the sum over
 the keys outside a window is computed from the keys before it and the keys after it.
@@ -284,8 +284,9 @@ def in_windows(
             if `None`. Only causal attention takes them.
 
     Returns:
-        The output of shape `(B, T, N, V)`. With causality, also the `Sums` of all keys
-        that a window after the last one would not weigh exactly, else `None`.
+        Tuple `(output, sums)`. The output has shape `(B, T, N, V)`. If attention is
+        causal, the `Sums` are over all keys except those that a window after the last
+        one would weigh exactly; otherwise they are `None`.
     """
     arrays, functions = zip(*map(take_apart, features), strict=True)
     call = compiled(
@@ -338,8 +339,11 @@ def _causal_windows(
         summed = ops.expand_dims(block_mask(far_mask, length, window), -1)
     rows = far_query, query, *map(windows.beside, (key, value, exists))
 
-    def beyond(offset):
-        """Returns what is summed before window i: keys of window `i + offset`."""
+    def summed_before(offset):
+        """Returns keys, values and mask of window `i + offset`, for every window i.
+
+        They are added to the sums before window i answers.
+        """
         keys = keras.tree.map_structure(
             lambda x: None if x is None else shifted(x, offset), far_key
         )
@@ -358,7 +362,7 @@ def _causal_windows(
 
     start = no_sums_of(compute_key(one_block(far_key)), value)
     start = start if earlier is None else cast_sums(earlier, start)
-    blocks = beyond(windows.nearby[0]), rows
+    blocks = summed_before(windows.nearby[0]), rows
     last, found = fold(forward, tuple(start), blocks)
     return join_tokens(found, length), Sums(*last)
 

@@ -46,14 +46,17 @@ def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
     optimizer.build(variables)
     if done:
         assign(optimizer.variables, optimizer_values)
-    watch, interrupts = Watch(variables, done, list(errors)), Interrupts()
+    monitor, interrupts = LossMonitor(variables, done, list(errors)), Interrupts()
 
     def save_step():
         # The last step is not saved here: the optimizer may still change weights when
         # the stage ends.
-        if watch.done % settings.save_every == 0 and watch.done != steps:
-            save(watch.done, watch.errors, optimizer)
+        if monitor.done % settings.save_every == 0 and monitor.done != steps:
+            save(monitor.done, monitor.errors, optimizer)
 
+    callbacks = [monitor, *settings.callbacks, EndOfStep(save_step, interrupts)]
+    if settings.verbose == 2:
+        callbacks.insert(1, ProgressLines(monitor, steps))
     recent, failures = [], []
     try:
         if done < steps:
@@ -62,28 +65,23 @@ def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
                     dataset_of(_remembering(batches, recent, failures)),
                     steps_per_epoch=steps - done,
                     shuffle=False,
-                    callbacks=[
-                        watch,
-                        *([Lines(watch, steps)] if settings.verbose == 2 else []),
-                        *settings.callbacks,
-                        EndOfStep(save_step, interrupts),
-                    ],
+                    callbacks=callbacks,
                     verbose=settings.verbose,
-                )  # fmt: skip
-            watch.check_weights()
+                )
+            monitor.check_weights()
     except NotFinite:
-        assign(variables, watch.good)
+        assign(variables, monitor.good)
         raise ValueError(
-            f"The loss of stage '{stage.name}' is not finite at its step {watch.done} "
-            f"(batch {stage.first + watch.done} of the data). The weights of step "
-            f"{max(watch.done - 1, 0)}, the last good ones, are kept. Look for NaN in "
-            "that batch, or use a smaller learning rate."
+            f"The loss of stage '{stage.name}' is not finite at its step "
+            f"{monitor.done} (batch {stage.first + monitor.done} of the data). The "
+            f"weights of step {max(monitor.done - 1, 0)}, the last good ones, are "
+            "kept. Look for NaN in that batch, or use a smaller learning rate."
         ) from None
     except Exception as error:
         # TensorFlow replaces errors of the data iterator by errors of its own.
         cause = failures[0] if failures else error
         cause.add_note(
-            f"{type(trainer).__name__} stopped after {watch.done} of {steps} steps, "
+            f"{type(trainer).__name__} stopped after {monitor.done} of {steps} steps, "
             "possibly because of the next batch. The model keeps the weights so far."
         )
         hints = [too_long(trainer.model, batch["x"]) for (batch,) in recent]
@@ -94,7 +92,7 @@ def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
         raise
     finally:
         forget_gradients(variables)
-    return watch.errors
+    return monitor.errors
 
 
 def _remembering(batches, recent, failures):
@@ -112,7 +110,7 @@ class NotFinite(Exception):
     """Raised if the loss of a step, or a weight after the last step, is not finite."""
 
 
-class Watch(keras.callbacks.Callback):
+class LossMonitor(keras.callbacks.Callback):
     """Stops training if a loss is not finite, and collects the errors of steps.
 
     Args:
@@ -122,13 +120,13 @@ class Watch(keras.callbacks.Callback):
 
     Attributes:
         good: Values of `variables` with which the last finite loss was computed.
-        unproven: Current values of `variables`; no loss has been computed with them.
+        latest: Values of `variables` after the last step, whose loss is unknown yet.
     """
 
     def __init__(self, variables, done, errors):
         super().__init__()
         self.variables, self.done, self.errors = variables, done, errors
-        self.good = self.unproven = values_of(variables)
+        self.good = self.latest = values_of(variables)
         self.seen, self.totals = 0, {"loss": 0.0, "error": 0.0}
 
     def on_train_batch_end(self, batch, logs=None):
@@ -142,42 +140,42 @@ class Watch(keras.callbacks.Callback):
             raise NotFinite
         # On JAX, reading `self.model` writes the trained values to its variables.
         _ = self.model
-        self.good, self.unproven = self.unproven, values_of(self.variables)
+        self.good, self.latest = self.latest, values_of(self.variables)
         self.errors.append(float(step["error"]))
         self.done += 1
 
     def check_weights(self):
         """Raises `NotFinite` if the last step left weights that are not finite."""
-        if not all(np.all(np.isfinite(x)) for x in self.unproven):
+        if not all(np.all(np.isfinite(x)) for x in self.latest):
             raise NotFinite
 
 
-class Lines(keras.callbacks.Callback):
+class ProgressLines(keras.callbacks.Callback):
     """Prints a line every ten steps, with an estimate of the time that is left.
 
     Args:
-        watch: The `Watch` of the stage, which must come first among the callbacks.
+        monitor: The `LossMonitor` of the stage, which must be an earlier callback.
         steps: Number of steps of the stage.
     """
 
     every = 10
 
-    def __init__(self, watch, steps):
+    def __init__(self, monitor, steps):
         super().__init__()
-        self.watch, self.steps = watch, steps
+        self.monitor, self.steps = monitor, steps
 
     def on_train_begin(self, logs=None):
         self.start, self.timed = time.perf_counter(), 0
 
     def on_train_batch_end(self, batch, logs=None):
-        done = self.watch.done
+        done = self.monitor.done
         if batch == 0:
             # The first step compiles, which later steps do not.
             self.start, self.timed = time.perf_counter(), done
         if done % self.every == 0 and done > self.timed:
             seconds = (time.perf_counter() - self.start) / (done - self.timed)
             left = round(seconds * (self.steps - done))
-            error = np.mean(self.watch.errors[-self.every :])
+            error = np.mean(self.monitor.errors[-self.every :])
             print(
                 f"step {done}/{self.steps}, error {error:.4f}, "
                 f"{left // 60}:{left % 60:02d} minutes left",

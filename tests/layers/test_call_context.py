@@ -12,7 +12,7 @@ from keras import ops
 import keras_rfattn
 from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
 from keras_rfattn.layers.call_context import context_of
-from keras_rfattn.layers.replaced_call import answering
+from keras_rfattn.layers.replaced_call import replacing_call
 from keras_rfattn.ops import AttentionMask
 from tests import helpers as h
 from tests.marks import ONE_BACKEND, slow_on_jax
@@ -223,12 +223,12 @@ def test_another_call_is_of_one_thread():
     def doubled(call):
         return lambda x: 2 * call(x)
 
-    with answering(dense, doubled), answering(dense, doubled):
+    with replacing_call(dense, doubled), replacing_call(dense, doubled):
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
         seen["own"] = float(dense(x)[0, 0])
-    with pytest.raises(ZeroDivisionError), answering(dense, doubled):
+    with pytest.raises(ZeroDivisionError), replacing_call(dense, doubled):
         raise ZeroDivisionError
     assert seen == {"other": 2.0, "own": 8.0}
     assert float(dense(x)[0, 0]) == 2.0 and "call" not in vars(dense)

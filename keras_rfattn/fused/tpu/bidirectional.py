@@ -95,11 +95,11 @@ def _gradient(size, saved, gradient):
     rows, columns, parameters, output, shift, denominator, state = saved
     query, (key, _, value, term) = rows.query, columns
     gradient = divided(gradient, denominator)
-    worth = jnp.sum(gradient * output, axis=-1, keepdims=True)
+    delta = jnp.sum(gradient * output, axis=-1, keepdims=True)
     shared = [float32(*query.shape[:2], *x.shape[2:]) for x in parameters]
     of_query, of_query_vectors, of_query_bias, *seen = _call(
         functools.partial(_query_kernel, dtype=value.dtype), size,
-        (query, gradient, worth, shift, denominator), (*parameters[::2], *state),
+        (query, gradient, delta, shift, denominator), (*parameters[::2], *state),
         [float32(*query.shape)], [*shared[::2], *_sums(key, parameters[1], value)],
     )  # fmt: skip
     of_key, of_value, of_term, of_key_vectors, of_key_bias = _call(
@@ -111,20 +111,20 @@ def _gradient(size, saved, gradient):
     return jax.tree.map(summed_to, found, (rows, columns, parameters))
 
 
-def _query_kernel(query, gradient, worth, shift, denominator, vectors, bias, maximum,
+def _query_kernel(query, gradient, delta, shift, denominator, vectors, bias, maximum,
                   numerator, normalizer, of_query, of_vectors, of_bias, *seen,
                   dtype):  # fmt: skip
     seen = State(*seen)
     at_start(lambda: reset(seen))
     at_start(lambda: clear(of_vectors, of_bias))
     queries = exponents(query[...], vectors[...], bias[...])
-    gradients, worths, is_seeing = gradient[...], worth[...], denominator[...] > 0
+    gradients, deltas, is_seeing = gradient[...], delta[...], denominator[...] > 0
     relative = jnp.where(is_seeing, queries + maximum[...] - shift[...], LOWEST)
     slope = jnp.exp(relative) * backward_of_queries(
-        gradients, worths, numerator[...], normalizer[...], dtype
+        gradients, deltas, numerator[...], normalizer[...], dtype
     )
     of_query[...] = backward(query, slope, vectors, of_vectors, of_bias)
-    add(seen, queries - shift[...], gradients, worths, is_seeing, dtype)
+    add(seen, queries - shift[...], gradients, deltas, is_seeing, dtype)
 
 
 def _key_kernel(key, value, term, vectors, bias, maximum, numerator, normalizer, of_key,

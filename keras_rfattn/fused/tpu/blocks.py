@@ -179,10 +179,10 @@ def backward(x, slope, vectors, of_vectors, of_bias):
     return dot(slope, vectors[...], (1, 1))
 
 
-def backward_of_queries(gradient, worth, numerator, normalizer, dtype):
+def backward_of_queries(gradient, delta, numerator, normalizer, dtype):
     """Returns the gradient `(R, M)` of features that read sums over keys."""
     slope = dot(gradient.astype(dtype), numerator.astype(dtype), (1, 0))
-    return slope - worth * normalizer
+    return slope - delta * normalizer
 
 
 def backward_of_keys(exponent, value, among, seen):

@@ -104,12 +104,12 @@ def _forward_kernel(rows, columns, parameters, found, state):
 def _gradient(size, saved, gradient):
     """Returns the gradients of all arrays that `causal` takes."""
     rows, columns, parameters, output, shift, denominator, reference = saved
-    # From here on, `gradient` is that of the numerator. `worth` is minus the
+    # From here on, `gradient` is that of the numerator. `delta` is minus the
     # gradient of the denominator.
     gradient = divided(gradient, denominator)
-    worth = jnp.sum(gradient * output, axis=-1, keepdims=True)
+    delta = jnp.sum(gradient * output, axis=-1, keepdims=True)
     known = rows._replace(
-        gradient=gradient, worth=worth, shift=shift, denominator=denominator,
+        gradient=gradient, delta=delta, shift=shift, denominator=denominator,
         reference=reference,
     )  # fmt: skip
     return run_backward(
@@ -121,7 +121,7 @@ def _gradient(size, saved, gradient):
 def _benefit(rows, values, causally):
     """Returns the gradient of the weights `(R, C)` of the keys in a block."""
     benefit = dot(rows.gradient[...].astype(values.dtype), values, (1, 1))
-    return jnp.where(causally, benefit - rows.worth[...], 0)
+    return jnp.where(causally, benefit - rows.delta[...], 0)
 
 
 def _query_kernel(rows, columns, parameters, found, state):
@@ -131,7 +131,7 @@ def _query_kernel(rows, columns, parameters, found, state):
     queries, keys = _exponents(rows, columns, parameters)
     visible, values = visible_keys(columns.term[...]), columns.value[...]
     count, size, dtype = queries.shape[0], keys.shape[0], values.dtype
-    gradients, worths = rows.gradient[...], rows.worth[...]
+    gradients, deltas = rows.gradient[...], rows.delta[...]
     benefit = _benefit(rows, values, past(count, size, count // size))
 
     def step(first, last):
@@ -139,7 +139,7 @@ def _query_kernel(rows, columns, parameters, found, state):
         known = reference_of(state.maximum[...], keys, among, first)
         now = within(count, first, last, count // size) & (rows.denominator[...] > 0)
         features = jnp.where(now, queries + known - rows.shift[...], LOWEST)
-        slope = backward_of_queries(gradients, worths, *rebased(state, known), dtype)
+        slope = backward_of_queries(gradients, deltas, *rebased(state, known), dtype)
         beside = jnp.where(among, jnp.exp(keys - known), 0)
         slope = jnp.exp(features) * (slope + dot(benefit, beside, (1, 0)))
         of_query[...] += backward(rows.query, slope, parameters[0], *of_parameters)
@@ -179,7 +179,7 @@ def _key_kernel(rows, columns, parameters, found, state):
         slope += beside * dot(benefit, features, (0, 0))
         of_key[...] += backward(columns.key, slope, parameters[1], *of_parameters)
         of_term[...] += jnp.sum(slope, axis=1, keepdims=True)
-        add(state, queries - shift, gradients, rows.worth[...], now, dtype)
+        add(state, queries - shift, gradients, rows.delta[...], now, dtype)
 
     clear(of_key, of_value, of_term)
     in_parts(held, size, step, reverse=True)

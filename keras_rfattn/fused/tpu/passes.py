@@ -39,7 +39,7 @@ class Pass(NamedTuple):
 
     @property
     def is_backward(self):
-        """Whether the sums are over windows after a query's own, not before it."""
+        """Whether queries read the sums of later windows, not of earlier ones."""
         return self.farther > 0
 
     @property
@@ -55,7 +55,7 @@ class Pass(NamedTuple):
 
     @property
     def joining(self):
-        """Offset of the window to sum after a window's queries were answered."""
+        """Offset of the window that joins the sums after a window's queries read them."""
         return self.farther + (-1 if self.is_backward else 1)
 
 
@@ -67,7 +67,7 @@ class Rows(NamedTuple):
         near: `(R, H)`: the queries that weigh keys exactly.
         common: `(R, 1)`: the exponent term that all features of a query share.
         gradient: `(R, V)`: the output's gradient, divided by the denominator.
-        worth: `(R, 1)`: what a unit of any weight costs, divided by the denominator.
+        delta: `(R, 1)`: the term that all gradients of the row's weights subtract.
         shift: `(R, 1)`: the weights are relative to `exp(shift)`.
         denominator: `(R, 1)`: sum of the weights.
         reference: `(1, M)`: the `reference_of` the block, for causal attention.
@@ -77,14 +77,17 @@ class Rows(NamedTuple):
     near: jax.Array = None
     common: jax.Array = None
     gradient: jax.Array = None
-    worth: jax.Array = None
+    delta: jax.Array = None
     shift: jax.Array = None
     denominator: jax.Array = None
     reference: jax.Array = None
 
 
 class Columns(NamedTuple):
-    """Keys, or references to the C keys of a window: as in `causal`, with `near`."""
+    """Keys, or references to the C keys of a window, as in `causal`.
+
+    `near`, `(C, H)`, are the keys that queries weigh exactly.
+    """
 
     key: jax.Array
     near: jax.Array

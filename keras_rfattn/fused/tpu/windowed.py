@@ -88,9 +88,9 @@ def _gradient(what, saved, gradients):
     rows, columns, parameters, output, shift, denominator = saved
     gradient, of_total = (divided(x, denominator) for x in gradients)
     # Minus the gradient of the denominator.
-    worth = jnp.sum(gradient * output, axis=-1, keepdims=True) - of_total
+    delta = jnp.sum(gradient * output, axis=-1, keepdims=True) - of_total
     known = rows._replace(
-        gradient=gradient, worth=worth, shift=shift, denominator=denominator
+        gradient=gradient, delta=delta, shift=shift, denominator=denominator
     )
     kernels = (functools.partial(x, what=what) for x in (_query_kernel, _key_kernel))
     return run_backward(
@@ -162,7 +162,7 @@ def _query_kernel(queries, keys, parameters, found, state, *, what):
     lifted = exponents(rows.query[...], query_vectors[...], query_bias[...])
     lifted = lifted + state.maximum[...] - rows.shift[...]
     slope = jnp.exp(jnp.where(is_seeing, lifted, LOWEST)) * backward_of_queries(
-        rows.gradient[...], rows.worth[...], state.numerator[...],
+        rows.gradient[...], rows.delta[...], state.numerator[...],
         state.normalizer[...], dtype,
     )  # fmt: skip
     of_query[...] = backward(rows.query, slope, query_vectors, *of_parameters)
@@ -181,7 +181,7 @@ def _slope(rows, columns, there, offset, what):
     is_used = there & (rows.denominator[...] > 0)
     weights = _weights(logits, rows.shift[...], is_used)
     benefit = dot(rows.gradient[...].astype(dtype), columns.value[...], (1, 1))
-    return weights * (benefit - rows.worth[...]), weights
+    return weights * (benefit - rows.delta[...]), weights
 
 
 def _key_kernel(queries, keys, parameters, found, state, *, what):
@@ -207,6 +207,6 @@ def _key_kernel(queries, keys, parameters, found, state, *, what):
     exponent = exponents(rows.query[...], query_vectors[...], query_bias[...])
     among = (rows.denominator[...] > 0) & there
     add(
-        state, exponent - rows.shift[...], rows.gradient[...], rows.worth[...], among,
+        state, exponent - rows.shift[...], rows.gradient[...], rows.delta[...], among,
         dtype,
     )  # fmt: skip
