@@ -55,7 +55,7 @@ class Pass(NamedTuple):
 
     @property
     def joining(self):
-        """Offset of the window that joins the sums after a window's queries read them."""
+        """Offset of the window that joins the sums once a window's rows read them."""
         return self.farther + (-1 if self.is_backward else 1)
 
 
