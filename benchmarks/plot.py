@@ -1,7 +1,7 @@
-"""Draw the figures of docs/pages/results/speed.md from `benchmarks/results`.
+"""Draw the figures of the documentation from `benchmarks/results`.
 
     pip install ".[recipes]"
-    python benchmarks/plot.py [--folder docs/pages/results]
+    python benchmarks/plot.py [--folder docs/pages/images]
 
 Nothing is measured here. `models.py`, `peers.py`, `decoding.py` and `tpu.py` have
 written the rows. Of rows that differ only in measured values, the last one counts.
@@ -168,6 +168,6 @@ def main(folder):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = pathlib.Path(__file__).parent.parent / "docs/pages/results"
+    default = pathlib.Path(__file__).parent.parent / "docs/pages/images"
     parser.add_argument("--folder", type=pathlib.Path, default=default)
     main(parser.parse_args().folder)

@@ -10,7 +10,7 @@ DIR holds sts/ (format: common/sentences.py). `--maps` takes any source of
 `keras_rfattn.load_maps`: a name that ships with the package, a folder, or a URI.
 
 Cost: about eight minutes on one core.
-Expected (docs/pages/results/uptraining.md): at least 0.996 of softmax's correlation for
+Expected (docs/pages/lab/uptraining.md): at least 0.996 of softmax's correlation for
 "minilm_favorpp_learned_64"; zero attention has 0.897.
 """
 

@@ -14,7 +14,7 @@ heads softmax. Arms: the fine-tuned softmax model, the same made linear and uptr
 query, trained in the same way), and a linear model whose weights are fine-tuned from
 random ones ("scratch"). Differences have 95 % intervals over rows and seeds.
 
-Cost: some minutes a seed on one core. Seen: docs/pages/results/uptraining.md.
+Cost: some minutes a seed on one core. Seen: docs/pages/lab/uptraining.md.
 """
 
 import pathlib

@@ -14,7 +14,7 @@ all fine-tuned in the same way: softmax, linear and uptrained ("uptrained"), lin
 intervals over rows and seeds.
 
 Cost: that of uptrain_bert.py, and some minutes a seed for fine-tuning.
-Seen: docs/pages/results/uptraining.md.
+Seen: docs/pages/lab/uptraining.md.
 """
 
 import pathlib

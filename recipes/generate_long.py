@@ -18,7 +18,7 @@ time is predicted by a line through these measurements (`a + b · tokens`), and 
 memory by its formula, 2 · layers · tokens · hidden dim numbers. The linear model reads
 the prompt in chunks, and only one chunk at a time needs memory.
 
-Cost: some minutes on two cores. Expected (docs/pages/results/generation.md): the state
+Cost: some minutes on two cores. Expected (docs/pages/lab/generation.md): the state
 has a constant size and a token a constant cost, while the cache and the time of softmax
 grow linearly.
 """

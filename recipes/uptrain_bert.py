@@ -19,7 +19,7 @@ finetune_linear_bert.py does so in the other order, and uptrain_long_text.py upt
 greater lengths.
 
 Cost: 10 to 20 minutes a seed on one core, and 2 for each of the evaluations.
-Expected (docs/pages/results/uptraining.md): "favorpp_learned" of width 64 after 900
+Expected (docs/pages/lab/uptraining.md): "favorpp_learned" of width 64 after 900
 steps, with the checkpoint's own weights unchanged, has 0.997 to 0.998 of softmax's rank
 correlation, `one_feature` 0.960, zero attention 0.897.
 """

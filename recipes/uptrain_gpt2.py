@@ -18,7 +18,7 @@ Each perplexity is compared with softmax before and after as many more tokens,
 `one_feature` (weights that do not depend on the query, trained in the same way), the
 mean of V, zero attention, and, for windows, the window and the features alone. Softmax
 is trained once a seed and kept in `--checkpoints`. Cost: 9 minutes a seed for softmax
-and 4 a mechanism, on one core. Seen (docs/pages/results/uptraining.md): perplexity is 1
+and 4 a mechanism, on one core. Seen (docs/pages/lab/uptraining.md): perplexity is 1
 to 4 % above that of softmax with a window, and 9 % and more without.
 """
 

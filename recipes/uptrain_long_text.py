@@ -11,7 +11,7 @@ lengths and on the same amount of text.
 DIR holds `wikitext2/{valid,test}.txt`; valid is for training. Controls: the model
 before uptraining, the mean of V, no attention, and, for windows, the window and the
 features alone. Cost: 10 to 25 minutes a seed on one core.
-Seen: docs/pages/results/uptraining.md.
+Seen: docs/pages/lab/uptraining.md.
 """
 
 import pathlib

@@ -27,7 +27,7 @@ blunter or sharper by four.
 Sizes and rates were set by short trainings of softmax and of no attention on recordings
 5 to 9, which no arm trains on. Kernels have 3 tokens, not the paper's 31: with 7, no
 attention was as good as softmax there, as digits hardly need each other.
-Cost: an hour or two a seed on one busy core. Found, three seeds (docs/pages/results/
+Cost: an hour or two a seed on one busy core. Found, three seeds (docs/pages/lab/
 crt.md): maps hardly differ; uptrained 0.14 to 0.18, from scratch 0.23 to 0.31.
 """
 

@@ -25,7 +25,7 @@ Controls are trained in the same way: softmax, uniform attention (the mean of V)
 attention. "error" is the error of attention outputs before training, relative to
 softmax; if it is not below "mean of V", the map is not yet useful for these weights.
 Sizes and rates were fixed beforehand.
-Cost: 15 to 60 minutes a seed for accuracy. Seen: docs/pages/results/crt.md.
+Cost: 15 to 60 minutes a seed for accuracy. Seen: docs/pages/lab/crt.md.
 """
 
 import itertools

@@ -23,7 +23,7 @@ they have no order) and as `onehot`.
 
 There are two controls: `exact`, the kernel itself, and `conjugated`, TrigRF as
 equation 1 prints it. The features of (4) already have the minus sign, so conjugating
-them again estimates K(x, -y). Expected: see docs/pages/results/crt.md.
+them again estimates K(x, -y). Expected: see docs/pages/lab/crt.md.
 """
 
 import csv

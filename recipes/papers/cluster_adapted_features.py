@@ -22,7 +22,7 @@ gets root mean squares of a cluster's entries instead of centers, so that entrie
 paper. Hybrids are then 4 m wide, and half of these features are 0 for each token. The
 last checks compare methods of equal width.
 
-Cost: 10 minutes for five draws on one core. Expected: see docs/pages/results/hrf.md.
+Cost: 10 minutes for five draws on one core. Expected: see docs/pages/lab/hrf.md.
 """
 
 import pathlib

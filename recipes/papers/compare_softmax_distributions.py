@@ -26,7 +26,7 @@ The other arms:
 - `products over 4` and 16 make states and classes shorter, by factors of 2 and 4 each;
   64 vectors there are as many as a hybrid of 512 has.
 
-Cost: 12 minutes a seed on one core. Seen: docs/pages/results/hrf.md.
+Cost: 12 minutes a seed on one core. Seen: docs/pages/lab/hrf.md.
 """
 
 import pathlib

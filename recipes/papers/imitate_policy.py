@@ -27,7 +27,7 @@ The hybrid's width is 4 m (n + 1) = 288, above 256: it saves only projections. "
 counts one value per token, because the paper's quadruped uses attention only to rank
 tokens. At 49 tokens softmax takes fewer multiplications than any map. It takes more
 than the hybrid above 322 tokens, and more than FAVOR+ above 528.
-Cost: 7 minutes a seed on one busy core. For results see docs/pages/results/hrf.md.
+Cost: 7 minutes a seed on one busy core. For results see docs/pages/lab/hrf.md.
 """
 
 import pathlib

@@ -12,7 +12,7 @@
 
 The draws use short inputs: at the figures' own lengths the variance comes from values
 so rare that draws would not show it. Cost: a minute on one core.
-Expected: see docs/pages/results/crt.md and hrf.md.
+Expected: see docs/pages/lab/crt.md and hrf.md.
 """
 
 import pathlib

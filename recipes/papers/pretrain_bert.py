@@ -17,7 +17,7 @@ maintains ("stored").
 Controls are uniform attention (the mean of V) and no attention, trained in the same
 way. Each trained model is also evaluated with these two controls and its own weights.
 Cost: 25 minutes a seed on one core (PyTorch). Seen in three seeds (crt.md in
-docs/pages/results): from scratch, only softmax learns to attend in these steps. It
+docs/pages/lab): from scratch, only softmax learns to attend in these steps. It
 predicts 0.43 to 0.47 correctly, compared with 0.27 without attention. Uptrained for a
 tenth of the steps, FAVOR+ and FAVOR++ reach 0.38 to 0.41.
 """

@@ -21,7 +21,7 @@ Controls are `uniform` sampling, the `exact` distribution, `normalized`, which i
 exact distribution of vectors of length 1 that the maps estimate, and `full`, the
 softmax without sampling. Once `full` is trained, "gradients" shows how far the
 gradients of every sampler are from those of `full`.
-Cost: 15 to 30 minutes a seed. Seen: docs/pages/results/hrf.md.
+Cost: 15 to 30 minutes a seed. Seen: docs/pages/lab/hrf.md.
 """
 
 import pathlib

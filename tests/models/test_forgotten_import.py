@@ -11,7 +11,7 @@ import pytest
 
 import keras_rfattn
 
-GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "pages" / "guides" / "save.md"
+GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "pages" / "guides" / "errors.md"
 LOAD = """
 import sys
 import keras
