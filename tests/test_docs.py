@@ -1,5 +1,6 @@
 """Python blocks of the README and of the guides, in the order in which they stand."""
 
+import ast
 import importlib.util
 import pathlib
 import re
@@ -54,6 +55,34 @@ def test_every_block_runs(path, tmp_path, monkeypatch, registry):
         # Blank lines before it, so that errors name the file's lines.
         code = "\n" * line + block.group(1)
         exec(compile(code, str(path), "exec"), names)
+
+
+def test_notebooks_are_those_of_their_pages():
+    path = ROOT / "docs" / "notebooks.py"
+    spec = importlib.util.spec_from_file_location("notebooks", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert len(module.SOURCES) == 3
+    for source in module.SOURCES:
+        made = module.notebook(source)
+        assert FENCE not in made and '"code"' in made
+        # `python docs/notebooks.py` writes them.
+        assert (PAGES / f"{source}.ipynb").read_text(encoding="utf-8") == made
+
+
+PHRASE = re.compile(r"^\| `+ ?(.*?) ?`+", re.M)
+
+
+def test_messages_on_the_page_of_errors_exist():
+    phrases = PHRASE.findall((PAGES / "guides" / "errors.md").read_text())
+    assert len(phrases) >= 10
+    texts = [
+        node.value
+        for file in (ROOT / "keras_rfattn").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert not [x for x in phrases if not any(x in text for text in texts)]
 
 
 def test_guides_are_found():
