@@ -147,7 +147,7 @@ def quality(plt):
     )
     axes.minorticks_off()
     axes.set_xlabel("ms, forward pass (JAX, one core)")
-    axes.set_ylabel("share of softmax's quality, STS")
+    axes.set_ylabel("quality relative to softmax, STS")
     axes.set_title("MiniLM; labels are batch × tokens", fontsize=10)
     axes.legend(fontsize=8, loc="center right")
     return figure

@@ -1,4 +1,4 @@
-"""Runs every export and writes the tables of `docs/pages/guides/export.md`.
+"""Runs every export and writes the tables of `docs/pages/export_table.md`.
 
     KERAS_BACKEND=jax python docs/export_table.py
 
@@ -13,7 +13,7 @@ import sys
 import keras
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "pages" / "guides" / "export.md"
+PAGE = ROOT / "docs" / "pages" / "export_table.md"
 
 
 def marks(backend):

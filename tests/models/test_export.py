@@ -86,7 +86,7 @@ def test_the_page_has_every_case():
     spec = importlib.util.spec_from_file_location("table", DOCS / "export_table.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rows = module.rows((DOCS / "pages/guides/export.md").read_text(), BACKEND)
+    rows = module.rows((DOCS / "pages/export_table.md").read_text(), BACKEND)
     assert set(rows) == {
         (f, c) for f in exports.FORMATS[BACKEND] for c in exports.CASES
     }
