@@ -29,7 +29,9 @@ def load_maps(model, source, *, base=None):
     It replaces attention by the saved mechanism and options, layer by layer, and loads
     the weights. If weights of the checkpoint were trained with the maps, or adapters
     (LoRA), they are part of the maps and replace those of the model. On a model whose
-    attention is already replaced in the same way, it only loads the weights.
+    attention is already replaced in the same way, it only loads the weights. If the
+    maps were trained without the sliding window of the model
+    (`replace_attention(..., drop_sliding_window=True)`), it ignores that window too.
     Everything is checked before anything changes.
 
     Args:
