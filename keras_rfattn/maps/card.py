@@ -44,7 +44,7 @@ def share_of(manifest):
     share = manifest["metrics"].get("share_of_softmax")
     if isinstance(share, float):
         share = f"{share:.3f}"
-    return "" if share is None else f"{share} of softmax"
+    return "" if share is None else f"{share} of softmax's quality"
 
 
 def card(manifest, report, arrays):
