@@ -140,7 +140,7 @@ def test_saved_models_keep_the_origin(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     for x in (model, loaded):
         note = keras_rfattn.describe_attention(x).rows[0].note
-        assert note == "trained (good, 1.000 of softmax)"
+        assert note == "trained (good, 1.000 of softmax's quality)"
 
 
 def byte_changed(folder):
