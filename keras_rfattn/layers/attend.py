@@ -119,8 +119,8 @@ class Attention:
     def with_finite_tokens(self):
         """Returns a copy in which 0 replaces the tokens that are not finite.
 
-        The second value is a `Finite` that marks these tokens, or `None` if there are
-        none. They do not enter the statistics that training stores.
+        The second value is a `Finite` that is true for finite tokens, or `None` if all
+        are. The others do not enter the statistics that training stores.
         """
         *tokens, finite = judge(self.query, self.key, self.value)
         call = self.replace(**dict(zip(("query", "key", "value"), tokens, strict=True)))
