@@ -19,7 +19,7 @@ from keras_rfattn.models.survey import survey
 ANSWERS = {
     "as_it_is": None,
     "window_only": Attention.window_alone,
-    "features_only": lambda call: call.without_window().linear(),
+    "features_only": Attention.features_alone,
     "mean_of_values": Attention.mean_of_values,
     "no_attention": Attention.zero,
     "softmax": Attention.softmax,

@@ -42,6 +42,7 @@ from keras_rfattn.ops.masks import (
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
 from keras_rfattn.ops.sequence_parallel import over_devices, sequence_axis
+from keras_rfattn.ops.sinks import Sinks, first_tokens
 from keras_rfattn.ops.windows import Local, local_attention
 
 # Exponent of a feature that is negligible compared to any weight of a window.
@@ -129,9 +130,15 @@ class Attention:
         return call, finite
 
     def without_window(self):
-        """Returns the same call without a window, so that it uses only features."""
+        """Returns the same call without a window; sinks stay exact."""
         options = dataclasses.replace(self.options, window=None, sliding=False)
         return self.replace(options=options)
+
+    def features_alone(self):
+        """Computes attention to all keys by features, without window and sinks."""
+        call = self.without_window()
+        options = dataclasses.replace(call.options, sinks=0)
+        return call.replace(options=options).linear()
 
     def prepared(self):
         """Returns `(query, key, stats)`, the inputs of the feature methods."""
@@ -161,13 +168,31 @@ class Attention:
             self.feature_map.deferred("key_features", key, stats),
         )
 
+    def with_sinks(self, features, query, key, key_mask):
+        """Adds the features of sinks, if the options have any.
+
+        Args:
+            features: Query features and key features, computed or `Deferred`.
+            query: Queries as returned by `prepared`, one for each query feature.
+            key: Keys as returned by `prepared`, of shape `(B, S, K, H)`.
+            key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
+        """
+        if not self.options.sinks:
+            return features
+        first, position = first_tokens(key, self.options.sinks, key_mask)
+        sinks = Sinks(first, self.feature_map.exact_kernel)
+        queries, keys = features
+        return sinks.of_queries(queries, query), sinks.of_keys(keys, position)
+
     def _narrow(self, deferred):
         """Makes deferred features keep 16-bit inputs, if the backend prefers that.
 
-        They stay as they are if the inputs are wider, or the map or the options change
-        the inputs first.
+        They stay as they are if the inputs are wider, if the map or the options change
+        the inputs first, or if sinks add columns to them.
         """
-        is_changed = self.feature_map.is_preparing or self.options.temperature
+        options = self.options
+        is_changed = self.feature_map.is_preparing or options.temperature
+        is_changed = is_changed or options.sinks
         tokens = self.query, self.key
         if is_changed or not narrow_inputs(tokens):
             return deferred
@@ -203,7 +228,10 @@ class Attention:
 
     @of_finite_tokens
     def window_alone(self):
-        """Computes attention within the window only, or zeros if there is no window."""
+        """Computes attention to the window and the sinks only.
+
+        The output is 0 if there is no window.
+        """
         window, mask = self.options.window, self.mask
         if window is None:
             return self.zero()
@@ -211,6 +239,7 @@ class Attention:
         kernel = self.feature_map.exact_kernel
         local = Local(query, key, kernel, window, self.options.sliding)
         features = _one_feature(query, 0.0), _one_feature(key, NEGLIGIBLE)
+        features = self.with_sinks(features, query, key, mask.key_mask)
         return local_attention(*features, self.value, local, mask.key_mask, mask.causal)
 
     @of_finite_tokens
@@ -243,6 +272,7 @@ class Attention:
         causal_mask, window = self.mask.causal, self.options.window
         key_mask, lengths = needed(visible), (query.shape[1], key.shape[1])
         deferred, local = self._narrow(self.deferred(query, key, stats)), None
+        deferred = self.with_sinks(deferred, query, key, key_mask)
         if window is not None:
             if not (causal_mask or self.mask.self_attention):
                 raise ValueError(

@@ -13,10 +13,13 @@ from keras_rfattn.layers.call_context import Interceptor, context_of
 from keras_rfattn.layers.not_finite import marked, remembered
 from keras_rfattn.layers.replaced_call import replacing_call
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.masks import AttentionMask
+from keras_rfattn.ops.layout import split_heads
+from keras_rfattn.ops.masks import AttentionMask, heads_mask, hide
 from keras_rfattn.ops.recurrent import extend_state, init_state, read_state
+from keras_rfattn.ops.sinks import Sinks
 from keras_rfattn.ops.windowed_chunk import local_chunk
 from keras_rfattn.ops.windowed_state import (
+    Move,
     extend_local_state,
     init_local_state,
     read_local_state,
@@ -60,37 +63,58 @@ def onward(call, state=None, passed=None):
     if is_fresh:
         state = _empty_of(call)
     query, key, stats = call.prepared()
-    deferred, key_mask = partial(call.deferred, stats=stats), call.mask.key_mask
+    key_mask = call.mask.key_mask
     if call.key.shape[1] == 1:
         output, state = _one_more(call, query, key, stats, state, passed)
     elif window is None:
         output, state = causal(
-            *deferred(query, key), call.value, key_mask, call.options.block_size,
-            state=state, return_state=True,
+            *call.deferred(query, key, stats), call.value, key_mask,
+            call.options.block_size, state=state, return_state=True,
         )  # fmt: skip
     else:
         local = Local(
             query, key, feature_map.exact_kernel, window, call.options.sliding
         )
+        features = partial(_local_features, call, stats)
         output, state = local_chunk(
-            state, deferred, call.value, local, key_mask, passed, is_fresh
+            state, features, call.value, local, key_mask, passed, is_fresh
         )
     state = remembered(state, finite, key_mask)
     return marked(output, finite, call.mask), state
 
 
+def _local_features(call, stats, query, key, sink, position):
+    """Returns the `Deferred` features that `local_chunk` asks for."""
+    features = call.deferred(query, key, stats)
+    return _with_sinks(call, features, query, sink, position)
+
+
+def _with_sinks(call, features, query, sink, position):
+    """Adds the features of the sinks, whose keys `sink` are heads first."""
+    if not call.options.sinks:
+        return features
+    sinks = Sinks(ops.transpose(sink, (0, 2, 1, 3)), call.feature_map.exact_kernel)
+    queries, keys = features
+    return sinks.of_queries(queries, query), sinks.of_keys(keys, position)
+
+
 def _one_more(call, query, key, stats, state, passed):
     """Computes `onward` of a single token."""
-    key_features = call.feature_map.key_features(key, stats)
-    query_features = call.feature_map.query_features(query, stats)
-    if call.options.window is None:
-        state = extend_state(state, key_features, call.value, call.mask.key_mask)
-        return read_state(state, query_features, call.value.dtype), state
-    state = extend_local_state(
-        state, key_features, call.value, key, call.mask.key_mask, passed
+    value, key_mask, feature_map = call.value, call.mask.key_mask, call.feature_map
+    features = (
+        feature_map.query_features(query, stats),
+        feature_map.key_features(key, stats),
     )
-    kernel = call.feature_map.exact_kernel
-    return read_local_state(state, query_features, query, kernel), state
+    if call.options.window is None:
+        state = extend_state(state, features[1], value, key_mask)
+        return read_state(state, features[0], value.dtype), state
+    if call.options.sinks:
+        moved = Move(state, ops.shape(value)[:2], key_mask, passed)
+        new = hide(split_heads(key, value.shape[2]), heads_mask(moved.new))
+        sink = moved.sinks(state.sink, new)
+        features = _with_sinks(call, features, query, sink, moved.added)
+    state = extend_local_state(state, features[1], value, key, key_mask, passed)
+    return read_local_state(state, features[0], query, feature_map.exact_kernel), state
 
 
 def empty_state(layer, batch_size):
@@ -113,8 +137,9 @@ def _empty(owner, batch, heads, head_dim, value_dim, dtype):
     if options.window is None:
         return init_state(*sizes, scale_dim)
     return init_local_state(
-        *sizes, head_dim, options.window, options.sliding, scale_dim, dtype
-    )
+        *sizes, head_dim, options.window, options.sliding, scale_dim, dtype,
+        options.sinks,
+    )  # fmt: skip
 
 
 class Decoder(Interceptor):

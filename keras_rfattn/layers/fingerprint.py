@@ -48,6 +48,8 @@ def checksum(layer):
         options.append(float(layer.options.temperature))
     if layer.options.softmax_heads:
         options.append(layer.options.softmax_heads)
+    if layer.options.sinks:
+        options.append(("sinks", layer.options.sinks))
     projections = _projections(feature_maps.serialize(layer.feature_map))
     described = essence(layer.feature_map), options, projections
     return zlib.crc32(repr(described).encode()) & 0x7FFFFFFF

@@ -15,6 +15,8 @@ def obstacle(options, feature_map):
     if not feature_map.has_exponents:
         name = feature_maps.name_of(feature_map)
         return f"features of {name!r} are not exponentials of products"
+    if options.sinks:
+        return "they have no sinks"
     return None
 
 
@@ -29,6 +31,12 @@ def check_options(options, feature_map):
         raise ValueError(
             f"The Pallas kernels cannot answer this attention: {reason}. Received: "
             "implementation='pallas'. Use 'auto' or 'xla'."
+        )
+    if options.sinks and options.window is None:
+        raise ValueError(
+            "`sinks` need a `window`: keys between the sinks and the window are "
+            f"estimated by features. Received: sinks={options.sinks}, window=None. "
+            "Pass a number of tokens as `window`, for example 64."
         )
     if options.window is not None and feature_map.exact_kernel is None:
         name = feature_maps.name_of(feature_map)

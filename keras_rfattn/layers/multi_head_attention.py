@@ -32,7 +32,7 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
             map's default.
         seed: Seed of the random vectors (and of the inactive dropout).
         **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
-            `block_size`, `max_segments`, `temperature`, `softmax_heads` and
+            `sinks`, `block_size`, `max_segments`, `temperature`, `softmax_heads` and
             `implementation`; and further arguments of
             `keras.layers.MultiHeadAttention`.
 

@@ -42,6 +42,7 @@ def replace_attention(
     implementation="auto",
     softmax_heads=None,
     drop_sliding_window=False,
+    sinks=0,
 ):
     """Makes the attention of a model linear in sequence length, in place.
 
@@ -88,6 +89,10 @@ def replace_attention(
             them. Their time and memory stay quadratic in sequence length.
         drop_sliding_window: Whether to replace sliding-window attention (Mistral),
             which sees only the last tokens, by linear attention that sees all tokens.
+        sinks: Number of first tokens of a row, counted from its first visible token,
+            that all later queries weigh exactly, beside the window. Pretrained decoders
+            often put a large share of their attention on the first tokens, so 4 is a
+            good choice for them. Needs a `window`.
 
     Returns:
         The model.
@@ -110,8 +115,9 @@ def replace_attention(
     check_model(model)
     check_flag("drop_sliding_window", drop_sliding_window)
     options = Options(
-        block_size, window, sliding, max_segments, temperature, implementation
-    )
+        block_size, window, sliding, max_segments, temperature, implementation,
+        sinks=sinks,
+    )  # fmt: skip
     sites = survey(model)
     if drop_sliding_window:
         drop_sliding_windows(sites)

@@ -254,7 +254,8 @@ def _note(site):
     elif options.window is not None:
         text = f"exact within {options.window} tokens"
         beside = "window before" if site.causal else "windows beside"
-        notes.append(text + f" and the {beside}" * options.sliding)
+        text += f" and the {beside}" * options.sliding
+        notes.append(text + f", and to the first {options.sinks}" * bool(options.sinks))
     if options.temperature is not None:
         notes.append(f"normalized, temperature {options.temperature:g}")
     if options.softmax_heads:

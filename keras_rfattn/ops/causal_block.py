@@ -118,7 +118,7 @@ def _replace_rows(weights, shift, exceeds, features, groups, dtype, fallback):
     operands = [x for x in (*query, *key) if x is not None]
 
     def rescue(*operands):
-        if query.is_signed:
+        if not query.is_exponential:
             rows, columns = Features(*operands[:2]), Features(*operands[2:])
         else:
             rows, columns = (Features(None, x) for x in operands)

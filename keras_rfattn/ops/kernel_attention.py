@@ -55,7 +55,11 @@ class Softmax:
 
     def __call__(self, query, key, visible):
         """Returns the weights and the shift."""
-        return _exponentiate(_products(query, key), visible)
+        return _exponentiate(self.log_weights(query, key), visible)
+
+    def log_weights(self, query, key):
+        """Returns the logarithms of the weights, `(..., R, S)`."""
+        return _products(query, key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,13 @@ class Polynomial:
         scale = query_scale + ops.swapaxes(key_scale, -1, -2)
         scale, shift = _exponentiate(self.degree * scale, visible)
         return scale * products**self.degree, shift
+
+    def log_weights(self, query, key):
+        """Returns the logarithms of the weights, `(..., R, S)`."""
+        (query, query_scale), (key, key_scale) = unit(query), unit(key)
+        scale = query_scale + ops.swapaxes(key_scale, -1, -2)
+        cosine = elementwise_max(ops.abs(_products(query, key)), LEAST)
+        return self.degree * (scale + ops.log(cosine))
 
 
 def _products(query, key):

@@ -22,6 +22,8 @@ class Options:
             alone.
         sliding: Whether the window before a query's own is exact too (and the window
             after it, without causality).
+        sinks: Number of first tokens of a row that every later query weighs exactly,
+            beside the window. They are counted from the row's first visible token.
         max_segments: Largest number of texts in a packed row. `segment_ids` need it
             inside compiled functions, where their values are unknown.
         implementation: `"xla"`; `"pallas"`, the kernels of `fused/tpu` for TPUs; or
@@ -36,7 +38,8 @@ class Options:
 
     Raises:
         ValueError: If a number is not a positive integer, `sliding` is not a boolean,
-            `sliding` is set without a window, `temperature` is not positive,
+            `sliding` is set without a window, `sinks` is not an integer of at least 0
+            or exceeds the window, `temperature` is not positive,
             `softmax_heads` are not distinct non-negative integers, or `implementation`
             is unknown.
 
@@ -54,6 +57,7 @@ class Options:
     temperature: float | None = None
     implementation: str = "auto"
     softmax_heads: tuple = ()
+    sinks: int = 0
 
     def __post_init__(self):
         kinds = {
@@ -85,6 +89,17 @@ class Options:
                 "`sliding` needs a `window`. Received: sliding=True, window=None. Pass "
                 "a number of tokens as `window`, or sliding=False."
             )
+        if not _is_integer(self.sinks) or self.sinks < 0:
+            raise ValueError(
+                "`sinks` must be a number of tokens, 0 for none. "
+                f"Received: sinks={self.sinks!r}."
+            )
+        if self.window is not None and self.sinks > self.window:
+            raise ValueError(
+                "`sinks` must be at most `window`, because windows count from the same "
+                f"token. Received: sinks={self.sinks}, window={self.window}. Use a "
+                "larger window, or fewer sinks."
+            )
         for field in dataclasses.fields(self):
             # NumPy scalars cannot be written to a config.
             value = getattr(self, field.name)
@@ -105,9 +120,10 @@ class Options:
     def config(self):
         """Returns the options as a dict, for configs."""
         found = dataclasses.asdict(self)
-        heads = found.pop("softmax_heads")
+        heads, sinks = found.pop("softmax_heads"), found.pop("sinks")
         # Left out if empty, so that older versions can read the config.
-        return {**found, **({"softmax_heads": list(heads)} if heads else {})}
+        recent = {"softmax_heads": list(heads), "sinks": sinks}
+        return {**found, **{name: x for name, x in recent.items() if x}}
 
 
 def _heads(given):

@@ -23,8 +23,9 @@ def local_chunk(
 
     Args:
         state: A `LocalState`.
-        features: Function of scaled queries and keys that returns their `Features`, or
-            `Deferred` features.
+        features: Function of scaled queries, scaled keys, the keys of sinks
+            `(B, K, s, H)` and the positions of keys `(B, S)`. It returns the `Features`
+            of queries and keys, or `Deferred` features.
         value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
         local: `Local` of the new tokens.
         key_mask: As in `extend_local_state`.
@@ -53,6 +54,8 @@ def local_chunk(
     def tokens_first(x):
         return ops.transpose(x, (0, 2, 1, 3))
 
+    new = hide(split_heads(key, num_kv_heads), heads_mask(moved.new))
+    sink = moved.sinks(state.sink, new)
     none = ops.zeros((ops.shape(query)[0], kept, *query.shape[2:]), dtype=query.dtype)
     query = lay_out(none, query)
     key = lay_out(tokens_first(state.key), key)
@@ -64,8 +67,8 @@ def local_chunk(
     else:
         laid = local._replace(query=query, key=key)
         output, far = in_windows(
-            features(query, key), laid_value, laid, True, needed(visible), far,
-            visible & (token < moved.new_start),
+            features(query, key, sink, token), laid_value, laid, True, needed(visible),
+            far, visible & (token < moved.new_start),
         )  # fmt: skip
 
     output = take_tokens(output, clip(moved.added - start, 0, last))
@@ -78,7 +81,7 @@ def local_chunk(
         hide(split_heads(take_tokens(x, found), num_kv_heads), heads_mask(visible))
         for x in (key, laid_value)
     )
-    _, close = features(query, tokens_first(key))
+    _, close = features(query, tokens_first(key), sink, moved.slots)
     close, wide = heads_first(close, num_kv_heads).compute(), representable(laid_value)
     sums = [far]
     for i in range(moved.near):
@@ -91,4 +94,4 @@ def local_chunk(
         tokens = close.of_tokens(take), take(wide)
         sums.append(summarize(*admit(*tokens, mask), mask))
     key = ops.cast(key, "float32")
-    return output, to_local_state(sums, key, laid_value, visible, moved.position)
+    return output, to_local_state(sums, key, laid_value, visible, moved.position, sink)

@@ -54,6 +54,8 @@ class LocalState(NamedTuple):
             are visible.
         position: Array of shape `(B,)`: number of tokens since the first visible one,
             int32.
+        sink: Array of shape `(B, K, s, H)`: scaled keys of the s sinks, float32. M is
+            then the width of the map's features plus s.
 
     Examples:
         >>> from keras_rfattn import ops
@@ -71,11 +73,12 @@ class LocalState(NamedTuple):
     value: Any
     visible: Any
     position: Any
+    sink: Any
 
 
 def init_local_state(
     batch_size, num_kv_heads, feature_dim, value_dim, head_dim, window, sliding=False,
-    scale_dim=None, dtype="float32",
+    scale_dim=None, dtype="float32", sinks=0,
 ):  # fmt: skip
     """Returns the state before any token.
 
@@ -90,6 +93,7 @@ def init_local_state(
         scale_dim: Size of the last axis of the features' `log_scale`: M (default), or 1
             for maps whose features share one scale.
         dtype: Dtype of the values in the state; keys are kept in float32.
+        sinks: Number of sinks.
 
     Returns:
         A `LocalState`.
@@ -104,13 +108,16 @@ def init_local_state(
     near = 2 if sliding else 1
     lead = batch_size, num_kv_heads
     kept = *lead, near * window
-    sizes = feature_dim, value_dim, scale_dim or feature_dim
+    width = feature_dim + sinks
+    # With sinks, each feature has a scale of its own.
+    scale_dim = width if sinks else scale_dim or feature_dim
     return LocalState(
-        *no_sums((*lead, near + 1), *sizes),
+        *no_sums((*lead, near + 1), width, value_dim, scale_dim),
         ops.zeros((*kept, head_dim), dtype="float32"),
         ops.zeros((*kept, value_dim), dtype=dtype),
         ops.zeros((batch_size, near * window), dtype="bool"),
         ops.zeros((batch_size,), dtype="int32"),
+        ops.zeros((*lead, sinks, head_dim), dtype="float32"),
     )
 
 
@@ -119,7 +126,8 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
 
     Args:
         state: A `LocalState`.
-        key_features: `Features` of shape `(B, S, K, M)`, for any S.
+        key_features: `Features` of shape `(B, S, K, M)`, for any S. They include those
+            of sinks.
         value: Array of shape `(B, S, K, V)`.
         key: Scaled keys of shape `(B, S, K, H)`.
         key_mask: Optional array of shape `(B, S)`, true for visible keys.
@@ -167,11 +175,13 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
             total = merge_sums(total, _where(stays, part, empty))
         sums.append(total)
     new = ops.expand_dims(new, 1)
+    key = hide(key, new)
     visible = ops.expand_dims(state.visible, (1, 3)), ops.expand_dims(new, 3)
     return to_local_state(
-        sums, moved.keep(state.key, hide(key, new)),
+        sums, moved.keep(state.key, key),
         moved.keep(state.value, hide(value, new)),
         moved.keep(*visible)[:, 0, :, 0] & moved.exists, moved.position,
+        moved.sinks(state.sink, key),
     )  # fmt: skip
 
 
@@ -235,6 +245,16 @@ class Move:
         index = self.slots[:, part] - self.offset
         exists = (index >= 0) & (index < self.elapsed)
         return clip(index, 0, self.length - 1), exists
+
+    def sinks(self, old, new):
+        """Returns the keys `(B, K, s, H)` of sinks, from those so far and new keys."""
+        count = old.shape[2]
+        if not count:
+            return old
+        position = ops.expand_dims(ops.arange(count, dtype="int32"), 0)
+        source = self.source(position + ops.zeros_like(self.old), 0, count)
+        both = ops.concatenate([old, ops.cast(new, old.dtype)], axis=2)
+        return take_along(both, ops.expand_dims(source, (1, 3)), axis=2)
 
     def keep(self, old, new):
         """Returns the near slots `(B, K, n · window, ·)`, from old slots and tokens."""

@@ -291,11 +291,12 @@ def _student_rows(call, rows, taken, visible, dropped):
         ) & ~dropped[:, None, None]  # fmt: skip
         near = ops.repeat(near, query.shape[2] // key.shape[2], axis=1)[:, None]
         local = feature_map.exact_kernel, taken(query), key, near
-    return feature_rows(
+    features = (
         feature_map.query_features(taken(query), stats),
         feature_map.key_features(key, stats),
-        visible, mask.key_mask, local,
-    )  # fmt: skip
+    )
+    features = call.with_sinks(features, taken(query), key, mask.key_mask)
+    return feature_rows(*features, visible, mask.key_mask, local)
 
 
 class Measuring:

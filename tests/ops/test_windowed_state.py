@@ -110,6 +110,8 @@ def test_prefill_then_steps(name, kind, sliding):
     whole = extended(empty(feature_map, sliding), arrays, mask)
     for a, b in zip(last, whole, strict=True):
         a, b = h.to_numpy(a), h.to_numpy(b)
+        if not a.size:  # there are no sinks
+            continue
         h.assert_close(a, b, 1e-4) if a.dtype.kind == "f" else h.assert_same(a, b)
 
 
@@ -119,7 +121,7 @@ def test_chunks_are_the_parallel_pass(name, kind, sliding):
     query_features, key_features, value, query, key = arrays
     stats = feature_map.statistics(query, key, causal=True)
 
-    def features(query, key):
+    def features(query, key, sink, position):
         return (
             feature_map.deferred("query_features", query, stats),
             feature_map.deferred("key_features", key, stats),
@@ -149,6 +151,8 @@ def test_chunks_are_the_parallel_pass(name, kind, sliding):
     )  # fmt: skip
     for a, b in zip(state, whole, strict=True):
         a, b = h.to_numpy(a), h.to_numpy(b)
+        if not a.size:  # there are no sinks
+            continue
         h.assert_close(a, b, 1e-4) if a.dtype.kind == "f" else h.assert_same(a, b)
 
 
@@ -164,7 +168,7 @@ def test_content_of_hidden_tokens_changes_nothing():
         extended(empty(feature_map, True), x, mask)
         for x in (arrays, (arrays[0], *spoiled))
     )
-    for x, y in zip(a, b, strict=True):
+    for x, y in zip(a[:-1], b[:-1], strict=True):  # there are no sinks
         h.assert_same(h.to_numpy(x), h.to_numpy(y))
 
 
