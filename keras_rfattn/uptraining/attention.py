@@ -20,7 +20,6 @@ from keras_rfattn.ops.rows import feature_rows, kernel_rows, nearby
 from keras_rfattn.uptraining.batches import HEAD
 from keras_rfattn.uptraining.resume import Interrupts
 
-MAX_ROWS = 512
 TINY = 1e-9
 QUANTITIES = ("squared", "norm", "mean_of_v", "divergence", "rows")
 
@@ -31,13 +30,15 @@ class AttentionStage(keras.Model):
     Args:
         teacher: `Teacher` of a model with linear attention, all of whose layers learn.
         window_dropout: Share of sequences for which a layer leaves its window out.
+        max_rows: Largest number of query rows of a sequence that are compared.
     """
 
-    def __init__(self, teacher, window_dropout=0.0):
+    def __init__(self, teacher, window_dropout=0.0, max_rows=512):
         super().__init__(dtype="float32", name="attention_stage")
         self.teacher, self.model = teacher, teacher.model
         self.first_values = list(teacher.copies.values())
         self.learning, self.window_dropout = list(teacher.layers), window_dropout
+        self.max_rows = max_rows
         self.error = keras.metrics.Mean("error")
         self.mean_of_v = keras.metrics.Mean("mean_of_v")
         self.zero = keras.metrics.Mean("zero")
@@ -67,7 +68,8 @@ class AttentionStage(keras.Model):
                 students = watcher.replayed(layer)
             dropped = noise[:, i] < self.window_dropout
             calls = list(zip(watcher.calls, students, strict=True))
-            loss, sums_of_layer = _compared(layer, calls, dropped, noise[0, -1])
+            offset = noise[0, -1], self.max_rows
+            loss, sums_of_layer = _compared(layer, calls, dropped, *offset)
             losses.append(loss)
             sums.append(sums_of_layer)
         heads = max(x["norm"].shape[-1] for x in sums)
@@ -147,7 +149,7 @@ def relative(sums):
     )
 
 
-def _compared(layer, calls, dropped, offset):
+def _compared(layer, calls, dropped, offset, max_rows):
     """Returns the loss of a layer in a batch and a dict of `QUANTITIES`, `(1, N)`.
 
     The sums run over rows here, because each layer may reshape the batch into a
@@ -162,7 +164,7 @@ def _compared(layer, calls, dropped, offset):
         for teacher, student in calls:
             query, key, value = next(tensors), next(tensors), next(tensors)
             student = student.replace(query=query, key=key, value=value)
-            errors = layer_errors(teacher, student, dropped, offset)
+            errors = layer_errors(teacher, student, dropped, offset, max_rows)
             for name, by_row in errors.items():
                 sums[name] = sums[name] + ops.sum(by_row, axis=0, keepdims=True)
         error, divergence, _, _ = relative(sums)
@@ -174,7 +176,7 @@ def _compared(layer, calls, dropped, offset):
     return loss, dict(zip(QUANTITIES, sums, strict=True))
 
 
-def layer_errors(teacher, student, dropped, offset):
+def layer_errors(teacher, student, dropped, offset, max_rows):
     """Measures how far linear attention is from softmax attention.
 
     Args:
@@ -183,7 +185,8 @@ def layer_errors(teacher, student, dropped, offset):
         student: `layers.attend.Attention` with those of the linear model.
         dropped: Booleans `(B,)`, true for sequences whose window is left out.
         offset: Number in [0, 1) that selects which rows are compared if the sequence
-            has more than `MAX_ROWS` of them.
+            has more than `max_rows` of them.
+        max_rows: Largest number of rows to compare.
 
     Returns:
         Dict of arrays `(B, N)`, sums over the compared rows: squared error of outputs,
@@ -195,7 +198,7 @@ def layer_errors(teacher, student, dropped, offset):
     query, key = teacher.scaled()
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
     groups, dtype = num_heads // num_kv_heads, key.dtype
-    rows, taken = _sampled_rows(query, offset)
+    rows, taken = _sampled_rows(query, offset, max_rows)
     visible, real = _visible(teacher, rows, groups)
     query = taken(query) * teacher.logit_scale
     wanted = kernel_rows(Softmax(), query, key, visible)
@@ -234,13 +237,13 @@ def layer_errors(teacher, student, dropped, offset):
     return sums
 
 
-def _sampled_rows(query, offset):
+def _sampled_rows(query, offset, max_rows):
     """Returns positions of the compared queries, and a function that selects them."""
     length = query.shape[1]
-    if length is None or length <= MAX_ROWS:
+    if length is None or length <= max_rows:
         return ops.arange(ops.shape(query)[1], dtype="int32"), lambda x: x
     start = ops.cast(ops.cast(offset, "float32") * length, "int32")
-    rows = (ops.arange(MAX_ROWS, dtype="int32") * length) // MAX_ROWS
+    rows = (ops.arange(max_rows, dtype="int32") * length) // max_rows
     rows = (rows + start) % length
     return rows, lambda x: ops.take(x, rows, axis=1)
 
@@ -310,11 +313,12 @@ class Measuring:
         batches: The data, as `Batches`.
         verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
             end, as in Keras.
+        max_rows: As in `AttentionStage`.
     """
 
-    def __init__(self, teacher, batches, verbose):
+    def __init__(self, teacher, batches, verbose, max_rows):
         self.layers, self.batches, self.verbose = teacher.layers, batches, verbose
-        self.stage = AttentionStage(teacher)
+        self.stage = AttentionStage(teacher, max_rows=max_rows)
 
     def __call__(self, when, must_be_finite=False):
         """Measures the errors of L layers with up to N heads.

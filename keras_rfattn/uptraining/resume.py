@@ -21,7 +21,10 @@ KEPT = 2  # number of files: if the newest is damaged, the one before it remains
 LONGEST = 300  # maximum number of characters of a value in an error message
 # Settings that distinguish one training from another. The number of steps does not,
 # because a run may be extended.
-SETTINGS = "stages", "trainable", "objective", "window_dropout", "seed", "batch_size"
+SETTINGS = (
+    "stages", "trainable", "objective", "window_dropout", "seed", "batch_size",
+    "max_rows",
+)  # fmt: skip
 
 
 class Interrupts:

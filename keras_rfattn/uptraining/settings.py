@@ -19,7 +19,7 @@ CHOICES = {
     "verbose": ("auto", 0, 1, 2),
     "jit_compile": ("auto", True, False),
 }
-POSITIVE_INTEGERS = ("steps", "batch_size", "save_every", "lora_rank")
+POSITIVE_INTEGERS = "steps", "batch_size", "save_every", "lora_rank", "max_rows"
 # Keras saves the model that `fit` trains, which is the model of a stage here.
 SAVING_CALLBACKS = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
 
@@ -58,6 +58,7 @@ class Settings:
     checkpoint_dir: object
     save_every: int
     jit_compile: object
+    max_rows: int
 
     def __post_init__(self):
         check_sizes(**{name: getattr(self, name) for name in POSITIVE_INTEGERS})

@@ -95,7 +95,9 @@ class Training:
         changing = {id(v) for v in self.state}
         self.frozen = [v for v in model.weights if id(v) not in changing]
         self.teacher = Teacher(model, layers, self.trained)
-        self.measuring = Measuring(self.teacher, batches, settings.verbose)
+        self.measuring = Measuring(
+            self.teacher, batches, settings.verbose, settings.max_rows
+        )
         own_identity = {}
         if settings.checkpoint_dir is not None:
             own_identity = identity(model, layers, self.trained, batches, settings)
@@ -248,7 +250,9 @@ class Training:
         """Trains a stage; returns errors by step, and the error without attention."""
         settings, trainer = self.settings, self.whole_model
         if stage.name == "attention":
-            trainer = AttentionStage(self.teacher, settings.window_dropout)
+            trainer = AttentionStage(
+                self.teacher, settings.window_dropout, settings.max_rows
+            )
         objective = getattr(trainer, "objective", None)
         trainable = settings.trainable[stage.name]
         rate = rate_for(stage.name, trainable, objective, self.layers)

@@ -199,7 +199,7 @@ def test_errors_of_a_layer_are_of_the_others():
         options = dataclasses.replace(call.options, softmax_heads=())
         dropped = ops.zeros((h.BATCH,), dtype="bool")
         calls = call, call.replace(options=options)
-        return [layer_errors(x, x, dropped, 0.0) for x in calls]
+        return [layer_errors(x, x, dropped, 0.0, 512) for x in calls]
 
     found, every = both(*map(ops.convert_to_tensor, (query, key, value)))
     for name, x in found.items():

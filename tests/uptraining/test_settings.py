@@ -30,6 +30,7 @@ def settings(**arguments):
         "checkpoint_dir": None,
         "save_every": 100,
         "jit_compile": "auto",
+        "max_rows": 512,
     }
     return Settings(**defaults | arguments)
 
