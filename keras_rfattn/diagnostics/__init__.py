@@ -11,17 +11,21 @@ from keras_rfattn.diagnostics.parts import (
 )
 from keras_rfattn.diagnostics.recommend import recommend
 from keras_rfattn.diagnostics.report import ApproximationReport, approximation_report
+from keras_rfattn.diagnostics.shares import LayerShares, WeightShares, weight_shares
 
 __all__ = [
     "Allotment",
     "ApproximationReport",
     "Attribution",
+    "LayerShares",
     "Part",
     "Sensitivity",
+    "WeightShares",
     "approximation_report",
     "attribute",
     "log_moment",
     "predicted_variance",
     "recommend",
     "sensitivity",
+    "weight_shares",
 ]

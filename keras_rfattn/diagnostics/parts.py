@@ -34,9 +34,9 @@ class Attribution:
 
     Attributes:
         as_it_is: Metric of the unchanged model.
-        window_only: Metric with only the exact attention inside the windows. Layers
+        window_only: Metric with only the exact attention to windows and sinks. Layers
             without a window output 0.
-        features_only: Metric with features for all keys, without windows.
+        features_only: Metric with features for all keys, without windows and sinks.
         mean_of_values: Metric with uniform attention.
         no_attention: Metric with attention that outputs 0.
         softmax: Metric with softmax attention and the current weights.
@@ -204,6 +204,31 @@ class Sensitivity:
             by_layer.setdefault(part.path, []).append(part.head)
         return {path: sorted(heads) for path, heads in by_layer.items()}
 
+    def softmax_layers(self, count):
+        """Selects the layers that move the metric most if they alone are linear.
+
+        Args:
+            count: Number of layers to select.
+
+        Returns:
+            List of layer paths in the order of the model, which `replace_attention`
+            takes as `exclude`.
+
+        Raises:
+            ValueError: If the parts are heads (`heads=True`), or if there are fewer
+                than `count` layers.
+        """
+        parts = [part for part in self.parts if part.head is None]
+        if not is_integer(count) or not 1 <= count <= len(parts):
+            raise ValueError(
+                f"`count` must be from 1 to the number of layers, {len(parts)}. "
+                f"Received: count={count!r}. Use `sensitivity(..., heads=False)` to "
+                "evaluate layers."
+            )
+        order = sorted(parts, key=lambda part: -abs(part.alone - self.softmax))
+        chosen = {part.path for part in order[:count]}
+        return [part.path for part in parts if part.path in chosen]
+
     def __str__(self):
         names = [
             part.path if part.head is None else f"{part.path}, head {part.head}"
@@ -226,8 +251,9 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
 
     Errors of attention outputs do not show which parts matter for the final result.
     The sensitivity does: it shows which layers should be wider or stay softmax
-    (`models.Plan`), and which heads should (`Sensitivity.softmax_heads`). It evaluates
-    the metric twice for each part, and twice more.
+    (`Sensitivity.softmax_layers`, `models.Plan`), and which heads should
+    (`Sensitivity.softmax_heads`). It evaluates the metric twice for each part, and
+    twice more. For a decoder, `recall.metric` shows which layers recall the context.
 
     Args:
         model: A model with linear attention. It is unchanged afterwards.

@@ -34,6 +34,12 @@ def test_each_layer_is_softmax_again_and_alone_linear():
     numbers = [found.as_it_is, found.softmax, first.restored, first.alone]
     assert len(set(np.round(numbers, 6))) == 4
     assert all(part.path in str(found) for part in found.parts)
+    gaps = [abs(part.alone - found.softmax) for part in found.parts]
+    assert found.softmax_layers(1) == [found.parts[int(np.argmax(gaps))].path]
+    assert found.softmax_layers(2) == [first.path, second.path]
+    for count in (0, 3, True):
+        with pytest.raises(ValueError, match="`count` must be from 1 to"):
+            found.softmax_layers(count)
     assert model.get_layer("attention_0").recorder is None
 
 

