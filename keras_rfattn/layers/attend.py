@@ -31,7 +31,7 @@ from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.deferred import Deferred, Scaled
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.kernel_attention import exact_attention, softmax_attention, unit
+from keras_rfattn.ops.kernel_attention import Softmax, exact_attention, unit
 from keras_rfattn.ops.masks import (
     AttentionMask,
     check_lengths,
@@ -46,6 +46,7 @@ from keras_rfattn.ops.windows import Local, local_attention
 
 # Exponent of a feature that is negligible compared to any weight of a window.
 NEGLIGIBLE = -1e5
+PLAIN = Softmax()
 
 
 def of_finite_tokens(method):
@@ -78,6 +79,7 @@ class Attention:
         training: Whether stored statistics are updated.
         counted: Boolean masks `(B, T)` and `(B, S)` of the queries and keys that may
             enter statistics, or `None` for all.
+        softmax_kernel: `ops.Softmax`, the kernel of the layer's own softmax attention.
     """
 
     query: Any
@@ -89,6 +91,7 @@ class Attention:
     options: Options
     training: bool = False
     counted: tuple | None = None
+    softmax_kernel: Softmax = PLAIN
 
     @property
     def logit_scale(self):
@@ -183,7 +186,7 @@ class Attention:
         query, key = self.scaled()
         mask, query = self.mask, query * self.logit_scale
         masks = mask.key_mask, mask.causal, mask.prefix_mask
-        return softmax_attention(query, key, self.value, *masks)
+        return exact_attention(query, key, self.value, self.softmax_kernel, *masks)
 
     def zero(self):
         """Returns an output of zeros, `(B, T, N, V)`."""
@@ -286,6 +289,7 @@ def attend(
     options=None,
     training=False,
     recorder=None,
+    softmax_kernel=PLAIN,
 ):
     """Computes linear attention of projected queries, keys and values.
 
@@ -303,6 +307,8 @@ def attend(
         training: Whether stored statistics of the map are updated.
         recorder: Optional function that is called with the `Attention`. If it returns
             an array `(B, T, N, V)`, that is used as the output of the linear heads.
+        softmax_kernel: `ops.Softmax` that softmax heads and teachers use; it holds the
+            soft cap of the layer's logits.
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. The output of a query
@@ -336,10 +342,14 @@ def attend(
         return by_text(
             attend, tokens, mask, limit, feature_map=feature_map, scale=scale,
             options=options, training=training, recorder=recorder,
+            softmax_kernel=softmax_kernel,
         )  # fmt: skip
     if mask.causal and mask.offset is not None:
         *tokens, plain, taken = among_keys(query, key, value, mask, options.window)
-        output = attend(*tokens, feature_map, plain, scale, options, training, recorder)
+        output = attend(
+            *tokens, feature_map, plain, scale, options, training, recorder,
+            softmax_kernel,
+        )  # fmt: skip
         return _hidden(taken(output), mask.query_mask)
     if mask.key_mask is not None:
         key_mask = ops.broadcast_to(mask.key_mask, ops.shape(key)[:2])
@@ -349,7 +359,10 @@ def attend(
         key, value = where(visible, key, 0), where(visible, value, 0)
     if scale is None:
         scale = feature_map.default_scale(query.shape[-1])
-    call = Attention(query, key, value, mask, scale, feature_map, options, training)
+    call = Attention(
+        query, key, value, mask, scale, feature_map, options, training,
+        softmax_kernel=softmax_kernel,
+    )  # fmt: skip
     output = None if recorder is None else recorder(call)
     output = call.linear() if output is None else output
     return _hidden(with_softmax_heads(call, output), mask.query_mask)

@@ -16,13 +16,8 @@ from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.models.matching import Plan, lookup, select
-from keras_rfattn.models.survey import (
-    drop_sliding_windows,
-    has_prefix,
-    is_cross,
-    is_pooling,
-    survey,
-)
+from keras_rfattn.models.report import local_note
+from keras_rfattn.models.survey import has_prefix, is_cross, is_pooling, survey
 from keras_rfattn.ops.options import Options
 
 
@@ -42,12 +37,17 @@ def replace_attention(
     implementation="auto",
     softmax_heads=None,
     drop_sliding_window=False,
+    drop_soft_cap=False,
 ):
     """Makes the attention of a model linear in sequence length, in place.
 
     Every pretrained weight is kept as the same variable with the same name.
     `describe_attention(model)` reports what was replaced, and
     `restore_attention(model)` restores softmax attention.
+
+    Layers are judged one by one. A layer with a sliding window (Gemma 2 and 3, GPT-OSS)
+    is linear in length already. It keeps its softmax, and the layers beside it that see
+    all tokens are replaced.
 
     Args:
         model: A built Keras model or layer: a KerasHub backbone or task, a KerasCV
@@ -86,17 +86,22 @@ def replace_attention(
             query heads, counted from 0, that stay softmax in this layer. These should
             be heads that compare tokens; `diagnostics.sensitivity(heads=True)` finds
             them. Their time and memory stay quadratic in sequence length.
-        drop_sliding_window: Whether to replace sliding-window attention (Mistral),
-            which sees only the last tokens, by linear attention that sees all tokens.
+        drop_sliding_window: Whether to replace layers with a sliding window too. They
+            see only the last tokens; the linear attention in their place sees all
+            tokens. If every layer has a window (Mistral), there is nothing else to
+            replace.
+        drop_soft_cap: Whether to replace layers with a soft cap on their logits (Gemma
+            2), which linear attention ignores. `uptrain` and `diagnostics` still
+            compare with the capped softmax of the checkpoint.
 
     Returns:
         The model.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If an argument is invalid, the model has no attention, or a
-            selected layer has attention that linear attention cannot express. The
-            model is unchanged in that case.
+        ValueError: If an argument is invalid, the model has no attention, all selected
+            layers are local, or one of them has attention that linear attention cannot
+            express. The model is unchanged in that case.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -109,12 +114,11 @@ def replace_attention(
     """
     check_model(model)
     check_flag("drop_sliding_window", drop_sliding_window)
+    check_flag("drop_soft_cap", drop_soft_cap)
     options = Options(
         block_size, window, sliding, max_segments, temperature, implementation
     )
-    sites = survey(model)
-    if drop_sliding_window:
-        drop_sliding_windows(sites)
+    sites = survey(model, drop_sliding_window, drop_soft_cap)
     selected = _replaceable(model, sites, include, exclude)
     check_seed(seed)
     changes = []
@@ -199,6 +203,7 @@ def _replaceable(model, sites, include, exclude):
         )
     if include is None:
         selected = [site for site in selected if not is_pooling(site)]
+    selected = _global(model, selected)
     refused = [site for site in selected if site.reason]
     if refused:
         raise ValueError(
@@ -220,6 +225,20 @@ def _replaceable(model, sites, include, exclude):
             f"built:\n{_listing(unbuilt)}\nCall the model once on data first."
         )
     return selected
+
+
+def _global(model, selected):
+    """Returns the selected sites without those that a sliding window makes local."""
+    found = [site for site in selected if site.window is None]
+    if selected and not found:
+        raise ValueError(
+            "`model` must have attention to all tokens among the selected layers. "
+            f"Received: {title(model)}, in which they are all local already:\n"
+            f"{_listing(selected)}\nThere is nothing to replace. Use "
+            "`drop_sliding_window=True` to replace them all the same: linear attention "
+            "then sees all tokens."
+        )
+    return found
 
 
 def _assigned(feature_map, selected):
@@ -306,5 +325,6 @@ def _listing(sites):
     lines = []
     for site in sites:
         line = f"  {site.path} ({swap.original_class(site.layer).__name__})"
-        lines.append(f"{line}: {site.reason}" if site.reason else line)
+        remark = local_note(site) or site.reason
+        lines.append(f"{line}: {remark}" if remark else line)
     return "\n".join(lines)

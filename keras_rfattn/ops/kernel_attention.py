@@ -40,6 +40,10 @@ class Softmax:
     Calling it with queries `(..., R, H)`, keys `(..., S, H)` and `visible` returns
     weights `(..., R, S)` relative to `exp(shift)`, and the shift `(..., R)`.
 
+    Attributes:
+        soft_cap: Positive number c that bounds the logits: the kernel becomes
+            `exp(c tanh(q · k / c))`. `None` leaves them unbounded.
+
     Examples:
         >>> from keras_rfattn import ops
         >>> rng = np.random.default_rng(0)
@@ -50,12 +54,16 @@ class Softmax:
         (1, 10, 2, 8)
     """
 
+    soft_cap: float | None = None
     is_signed = False
     has_offset = False
 
     def __call__(self, query, key, visible):
         """Returns the weights and the shift."""
-        return _exponentiate(_products(query, key), visible)
+        logits = _products(query, key)
+        if self.soft_cap is not None:
+            logits = self.soft_cap * ops.tanh(logits / self.soft_cap)
+        return _exponentiate(logits, visible)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ from keras import ops
 from keras_rfattn.backend import with_gradient
 from keras_rfattn.layers.call_context import Interceptor
 from keras_rfattn.layers.recording import progress, recording, run
-from keras_rfattn.ops import Softmax
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.rows import feature_rows, kernel_rows, nearby
 from keras_rfattn.uptraining.batches import HEAD
@@ -198,7 +197,7 @@ def layer_errors(teacher, student, dropped, offset):
     rows, taken = _sampled_rows(query, offset)
     visible, real = _visible(teacher, rows, groups)
     query = taken(query) * teacher.logit_scale
-    wanted = kernel_rows(Softmax(), query, key, visible)
+    wanted = kernel_rows(teacher.softmax_kernel, query, key, visible)
     given = _student_rows(student, rows, taken, visible, dropped)
 
     values = ops.cast(teacher.value, dtype)

@@ -71,6 +71,7 @@ ATTENTION = {
         "whisper.whisper_cached_multi_head_attention", "CachedAttention"
     ),
     "CachedGemmaAttention": _attention("gemma.gemma_attention", "GemmaAttention"),
+    "CachedGemma3Attention": _attention("gemma3.gemma3_attention", "GemmaAttention"),
     "CachedMistralAttention": _attention("mistral.mistral_attention"),
     "CachedMixtralAttention": _attention("mixtral.mixtral_attention"),
     "DINOV3Attention": _encoder("dinov3.dinov3_layers", "DINOV3Attention"),
@@ -103,7 +104,6 @@ REFUSED_KERAS = {
 REFUSED_HUB = {
     "Attention2d": "attention over images (MobileNetV5)",
     "BloomAttention": "ALiBi position bias",
-    "CachedGemma3Attention": "sliding windows and query-key soft cap",
     "Conv2DMultiHeadAttention": "one head over an image (VAE)",
     "DFineMultiheadAttention": "softmax inside its own call, "
     "with masks of denoising groups",
@@ -154,6 +154,7 @@ BLOCKS = {
         "pali_gemma.pali_gemma_decoder_block", "PaliGemmaMasks"
     ),
     "GemmaDecoderBlock": _decoder("gemma.gemma_decoder_block", "GemmaMasks"),
+    "Gemma3DecoderBlock": _decoder("gemma3.gemma3_decoder_block", "Gemma3Masks"),
     "GPTNeoXDecoder": _decoder("gpt_neo_x.gpt_neo_x_decoder"),
     "LlamaTransformerDecoder": _decoder("llama.llama_decoder"),
     "MistralTransformerDecoder": _decoder("mistral.mistral_transformer_decoder"),

@@ -33,6 +33,11 @@ class DecoderMasks:
     has_prefix = False
 
     @staticmethod
+    def refusal(block):
+        """Returns why the masks of `block` rule linear attention out, or `None`."""
+        return None
+
+    @staticmethod
     def is_causal(block, layer):
         """Returns whether `layer` of `block` is causal self-attention."""
         return layer is self_attention(block)
@@ -99,6 +104,49 @@ class GemmaMasks(DecoderMasks):
             self_attention_cache=cache,
             self_attention_cache_update_index=cache_update_index,
         )
+
+
+class Gemma3Masks(DecoderMasks):
+    """Mixin for Gemma 3's blocks, causal or (in EmbeddingGemma) bidirectional."""
+
+    @staticmethod
+    def refusal(block):
+        """Returns a reason if tokens of an image see each other, else `None`."""
+        arguments = (node.arguments.kwargs for node in block._inbound_nodes)
+        if any(x.get("vision_mask") is not None for x in arguments):
+            return (
+                "the tokens of an image see each other; build the backbone without "
+                "`vision_encoder`"
+            )
+        return None
+
+    @staticmethod
+    def is_causal(block, layer):
+        """Returns whether `block` is causal."""
+        return not block.use_bidirectional_attention
+
+    @staticmethod
+    def is_cross(block, layer):
+        """Returns `False`, because the blocks have self-attention only."""
+        return False
+
+    def _compute_attention_mask(
+        self, x, padding_mask, vision_mask, cache, cache_update_index
+    ):
+        if not isinstance(self.attention, LinearAttention):
+            return super()._compute_attention_mask(
+                x, padding_mask, vision_mask, cache, cache_update_index
+            )
+        mask = self._compute_self_attention_mask(
+            decoder_sequence=x,
+            decoder_padding_mask=padding_mask,
+            self_attention_cache=cache,
+            self_attention_cache_update_index=cache_update_index,
+            use_causal_mask=not self.use_bidirectional_attention,
+        )
+        # In bidirectional blocks, padding is hidden as a query too.
+        is_plain = mask.causal or mask.key_mask is None
+        return mask if is_plain else mask.replace(query_mask=mask.key_mask)
 
 
 class PaliGemmaMasks(GemmaMasks):
