@@ -42,6 +42,7 @@ from keras_rfattn.ops.masks import (
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
 from keras_rfattn.ops.sequence_parallel import over_devices, sequence_axis
+from keras_rfattn.ops.sink_logits import SinkMap, append_ones, append_sinks
 from keras_rfattn.ops.windows import Local, local_attention
 
 # Exponent of a feature that is negligible compared to any weight of a window.
@@ -80,6 +81,9 @@ class Attention:
         counted: Boolean masks `(B, T)` and `(B, S)` of the queries and keys that may
             enter statistics, or `None` for all.
         softmax_kernel: `ops.Softmax`, the kernel of the layer's own softmax attention.
+        sink_logits: Array of shape `(N,)`, a logit per query head whose weight is in
+            the denominator of softmax only. `None` if the layer has none. The
+            `feature_map` knows them, too.
     """
 
     query: Any
@@ -92,6 +96,7 @@ class Attention:
     training: bool = False
     counted: tuple | None = None
     softmax_kernel: Softmax = PLAIN
+    sink_logits: Any = None
 
     @property
     def logit_scale(self):
@@ -102,6 +107,15 @@ class Attention:
         """Returns queries and keys, each multiplied by the square root of the scale."""
         side = math.sqrt(self.scale)
         return tuple(x * side for x in self.wide())
+
+    def softmax_terms(self):
+        """Returns the queries, keys and kernel of the layer's own softmax attention."""
+        query, key = self.scaled()
+        query, kernel = query * self.logit_scale, self.softmax_kernel
+        if self.sink_logits is not None:
+            query, key = append_sinks(query, self.sink_logits), append_ones(key)
+            kernel = dataclasses.replace(kernel, has_offset=True)
+        return query, key, kernel
 
     def wide(self):
         """Returns queries and keys in float32 or float64."""
@@ -183,10 +197,9 @@ class Attention:
     @of_finite_tokens
     def softmax(self):
         """Computes softmax attention, at a cost of O(T · S)."""
-        query, key = self.scaled()
-        mask, query = self.mask, query * self.logit_scale
-        masks = mask.key_mask, mask.causal, mask.prefix_mask
-        return exact_attention(query, key, self.value, self.softmax_kernel, *masks)
+        query, key, kernel = self.softmax_terms()
+        masks = self.mask.key_mask, self.mask.causal, self.mask.prefix_mask
+        return exact_attention(query, key, self.value, kernel, *masks)
 
     def zero(self):
         """Returns an output of zeros, `(B, T, N, V)`."""
@@ -290,6 +303,7 @@ def attend(
     training=False,
     recorder=None,
     softmax_kernel=PLAIN,
+    sink_logits=None,
 ):
     """Computes linear attention of projected queries, keys and values.
 
@@ -309,6 +323,7 @@ def attend(
             an array `(B, T, N, V)`, that is used as the output of the linear heads.
         softmax_kernel: `ops.Softmax` that softmax heads and teachers use; it holds the
             soft cap of the layer's logits.
+        sink_logits: Optional array of shape `(N,)`; see `Attention`.
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. The output of a query
@@ -342,13 +357,13 @@ def attend(
         return by_text(
             attend, tokens, mask, limit, feature_map=feature_map, scale=scale,
             options=options, training=training, recorder=recorder,
-            softmax_kernel=softmax_kernel,
+            softmax_kernel=softmax_kernel, sink_logits=sink_logits,
         )  # fmt: skip
     if mask.causal and mask.offset is not None:
         *tokens, plain, taken = among_keys(query, key, value, mask, options.window)
         output = attend(
             *tokens, feature_map, plain, scale, options, training, recorder,
-            softmax_kernel,
+            softmax_kernel, sink_logits,
         )  # fmt: skip
         return _hidden(taken(output), mask.query_mask)
     if mask.key_mask is not None:
@@ -359,9 +374,11 @@ def attend(
         key, value = where(visible, key, 0), where(visible, value, 0)
     if scale is None:
         scale = feature_map.default_scale(query.shape[-1])
+    if sink_logits is not None:
+        feature_map = SinkMap(feature_map, sink_logits)
     call = Attention(
         query, key, value, mask, scale, feature_map, options, training,
-        softmax_kernel=softmax_kernel,
+        softmax_kernel=softmax_kernel, sink_logits=sink_logits,
     )  # fmt: skip
     output = None if recorder is None else recorder(call)
     output = call.linear() if output is None else output

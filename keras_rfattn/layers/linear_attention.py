@@ -82,6 +82,8 @@ class LinearAttention:
     recorder = None
     # Attributes that hold a sublayer that normalizes queries, in classes that have one.
     query_normalizations = ("query_norm", "_query_norm", "q_norm")
+    # Attribute that holds the logits of attention sinks, in classes that have them.
+    sink_logits = None
 
     def _set_mechanism(self, feature_map, options):
         """Checks and stores the feature map and the `ops.Options` of the layer."""
@@ -185,6 +187,7 @@ class LinearAttention:
             recorder=context_of(self).recorder,
             options=self.options,
             softmax_kernel=Softmax(soft_cap(self)),
+            sink_logits=self.sink_logits and getattr(self, self.sink_logits),
         )
         return output, None
 

@@ -16,7 +16,7 @@ from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.maps.card import summary
 from keras_rfattn.models.holders import holders, refresh, with_built_optimizer
-from keras_rfattn.models.replace import check_sites, check_statistics
+from keras_rfattn.models.replace import check_sinks, check_sites, check_statistics
 from keras_rfattn.models.stable_names import MAP
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
@@ -104,6 +104,7 @@ def _check_as_replaced(changes):
     """Makes the checks of `replace_attention` on layers, their maps and options."""
     for site, feature_map, options in changes:
         check_statistics(feature_map, [site])
+        check_sinks(feature_map, options, [site])
         check_sites(options, [site])
         heads = num_heads(site.layer)
         check_softmax_heads(options.softmax_heads, heads, site.path)

@@ -125,6 +125,7 @@ def replace_attention(
     for group, identifier in _assigned(feature_map, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
         check_statistics(template, group)
+        check_sinks(template, options, group)
         check_options(options, template)
         base_seed = template.seed if seed is None else seed
         changes += [(site, _copy(template, base_seed, site), options) for site in group]
@@ -288,6 +289,23 @@ def check_statistics(template, selected):
             "Statistics of the current sequence would leak the future into causal "
             f"attention. Received: feature_map={template.get_config()} for:\n"
             f"{_listing(unsafe)}\nUse statistics='stored' or 'auto'."
+        )
+
+
+def check_sinks(template, options, sites):
+    """Raises `ValueError` for what cannot be combined with attention sinks."""
+    sinks = [site for site in sites if site.linear_class.sink_logits]
+    kernel = template.exact_kernel
+    has_offset = kernel is not None and kernel.has_offset
+    is_plain = options.window is None and options.implementation != "pallas"
+    if sinks and (has_offset or not is_plain):
+        raise ValueError(
+            "Attention sinks, logits in the denominator of softmax, need features of "
+            "softmax, without windows and Pallas kernels. Received: feature_map="
+            f"{template.get_config()}, window={options.window}, implementation="
+            f"{options.implementation!r} for:\n{_listing(sinks)}\nUse a map of "
+            "softmax such as 'favorpp', window=None and implementation='xla', or "
+            "leave these out with `exclude`."
         )
 
 

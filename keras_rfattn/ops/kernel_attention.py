@@ -43,6 +43,8 @@ class Softmax:
     Attributes:
         soft_cap: Positive number c that bounds the logits: the kernel becomes
             `exp(c tanh(q · k / c))`. `None` leaves them unbounded.
+        has_offset: Whether attention by the kernel has a 1 in its denominator, as that
+            of queries with a sink does (`sink_logits.append_sinks`).
 
     Examples:
         >>> from keras_rfattn import ops
@@ -55,8 +57,8 @@ class Softmax:
     """
 
     soft_cap: float | None = None
+    has_offset: bool = False
     is_signed = False
-    has_offset = False
 
     def __call__(self, query, key, visible):
         """Returns the weights and the shift."""

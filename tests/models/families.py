@@ -345,8 +345,21 @@ def embedding_gemma():
     return models.Gemma3TextEmbedder(backbone), tokens()
 
 
+def gpt_oss():
+    config = {k: v for k, v in GROUPED.items() if k != "num_layers"}
+    backbone = models.GptOssBackbone(
+        num_layers=2, num_experts=2, top_k=1, sliding_window=3, **config
+    )
+    return models.GptOssCausalLM(backbone), tokens()
+
+
 # Models in which some layers have a sliding window and others see all tokens.
-HYBRIDS = {"gemma2": gemma2, "gemma3": gemma3, "embedding_gemma": embedding_gemma}
+HYBRIDS = {
+    "gemma2": gemma2,
+    "gpt_oss": gpt_oss,
+    "gemma3": gemma3,
+    "embedding_gemma": embedding_gemma,
+}
 
 
 QUERIES_AND_KEYS = tuple(

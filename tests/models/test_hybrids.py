@@ -22,9 +22,9 @@ from tests.models.test_generation import (
 keras_hub = pytest.importorskip("keras_hub")
 
 # Which layers are global, and what replacement needs.
-GLOBAL = {"gemma2": [1], "gemma3": [5], "embedding_gemma": [5]}
+GLOBAL = {"gemma2": [1], "gpt_oss": [0], "gemma3": [5], "embedding_gemma": [5]}
 NEEDED = {"gemma2": {"drop_soft_cap": True}}
-DECODERS = ["gemma2", "gemma3"]
+DECODERS = ["gemma2", "gpt_oss", "gemma3"]
 ALL, ALL_DECODERS = first_on_jax(GLOBAL), first_on_jax(DECODERS)
 
 
@@ -35,6 +35,8 @@ def softmax(name):
     for weight in model.trainable_weights:
         if weight.path.endswith(families.QUERIES_AND_KEYS):
             weight.assign(1.5 * generator.normal(size=weight.shape))
+        if weight.path.endswith("/sinks"):
+            weight.assign(generator.normal(size=weight.shape))
     return model, inputs
 
 

@@ -77,6 +77,7 @@ ATTENTION = {
     "DINOV3Attention": _encoder("dinov3.dinov3_layers", "DINOV3Attention"),
     "EsmSelfAttention": _encoder("esm.esm_attention", "EsmAttention"),
     "GPTNeoXAttention": _attention("gpt_neo_x.gpt_neo_x_attention", "GPTNeoXAttention"),
+    "GptOssAttention": _attention("gpt_oss.gpt_oss_attention", "GptOssAttention"),
     "LlamaAttention": _attention("llama.llama_attention"),
     "MoonshineMultiHeadAttention": _attention(
         "moonshine.moonshine_multi_head_attention", "MoonshineAttention"
@@ -118,7 +119,6 @@ REFUSED_HUB = {
     "Gemma4AudioAttention": "relative positions, in chunks",
     "Gemma4TextAttention": "sliding windows, and keys shared between layers",
     "Gemma4VisionAttention": "soft cap and a scale of its own",
-    "GptOssAttention": "attention sinks and sliding windows",
     "MMDiTBlock": "joint attention of two streams inside its block",
     "MultiQueryAttention2d": "attention over images with reduced keys (MobileNetV5)",
     "MultiHeadAttentionWithDownsampling": "downsampled two-way attention (SAM)",
@@ -156,6 +156,7 @@ BLOCKS = {
     "GemmaDecoderBlock": _decoder("gemma.gemma_decoder_block", "GemmaMasks"),
     "Gemma3DecoderBlock": _decoder("gemma3.gemma3_decoder_block", "Gemma3Masks"),
     "GPTNeoXDecoder": _decoder("gpt_neo_x.gpt_neo_x_decoder"),
+    "GptOssTransformerDecoder": _decoder("gpt_oss.gpt_oss_decoder"),
     "LlamaTransformerDecoder": _decoder("llama.llama_decoder"),
     "MistralTransformerDecoder": _decoder("mistral.mistral_transformer_decoder"),
     "MixtralTransformerDecoder": _decoder("mixtral.mixtral_decoder"),

@@ -16,7 +16,10 @@ from keras_rfattn.models.carried import also
 from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 
 # Attribute names of the self-attention in decoder blocks.
-SELF_ATTENTION = ("_self_attention_layer", "attention", "self_attn", "self_attention")
+SELF_ATTENTION = (
+    "_self_attention_layer", "self_attention_layer", "attention", "self_attn",
+    "self_attention",
+)  # fmt: skip
 # Argument names of the cache for this self-attention.
 CACHES = ("self_attention_cache", "attention_cache")
 
@@ -242,6 +245,16 @@ class GPTNeoXAttention(RotaryAttention):
         # The layer rotates the queries first, and then all keys of the cache, whose
         # rotation is right already.
         return turned_from(layer, start, count=1)
+
+
+class GptOssAttention(RotaryAttention):
+    """Mixin for GPT-OSS's attention, which has sinks."""
+
+    sink_logits = "sinks"
+
+    def _compute_attention(self, query, key, value, attention_mask=None, start_index=0):
+        # Rotary embeddings have used the position already.
+        return super()._compute_attention(query, key, value, attention_mask)
 
 
 class GemmaAttention(RotaryAttention):
