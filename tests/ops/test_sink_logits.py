@@ -114,7 +114,8 @@ def test_a_sink_far_above_all_keys_takes_everything():
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients(causal):
     arrays, feature_map = [*tokens(), SINKS], built()
-    visible = np.tril(np.ones((T, T), "float32")) if causal else np.ones((T, T))
+    visible = np.tril(np.ones((T, T), "float32"), k=0 if causal else T)
+    visible = keras.ops.convert_to_tensor(visible)
 
     def linear(query, key, value, sinks):
         mask = ops.AttentionMask(causal=causal, self_attention=True)

@@ -115,9 +115,11 @@ REFUSED_HUB = {
     "on queries and keys of its block",
     "Gemma3VisionAttention": "softmax inside its own call",
     "Gemma3nAudioAttention": "relative positions and soft cap",
-    "Gemma3nTextAttention": "sliding windows, and keys shared between layers",
+    "Gemma3nTextAttention": "some layers reuse the keys and values of another layer, "
+    "from a cache that a state of sums replaces",
     "Gemma4AudioAttention": "relative positions, in chunks",
-    "Gemma4TextAttention": "sliding windows, and keys shared between layers",
+    "Gemma4TextAttention": "some layers reuse the keys and values of another layer, "
+    "from a cache that a state of sums replaces",
     "Gemma4VisionAttention": "soft cap and a scale of its own",
     "MMDiTBlock": "joint attention of two streams inside its block",
     "MultiQueryAttention2d": "attention over images with reduced keys (MobileNetV5)",
@@ -128,9 +130,10 @@ REFUSED_HUB = {
     "SAM3Attention": "softmax inside its own call, with biases",
     "SAM3RoPEAttention": "windows over images (SAM 3)",
     "SegFormerMultiheadAttention": "spatially reduced keys (SegFormer)",
-    "T5Gemma2Attention": "soft cap and sliding windows",
-    "T5Gemma2MergedAttention": "soft cap and sliding windows",
-    "T5GemmaAttention": "soft cap and sliding windows",
+    "T5Gemma2Attention": "its blocks add masks that mix padding and sliding windows",
+    "T5Gemma2MergedAttention": "self-attention and cross-attention in one softmax",
+    "T5GemmaAttention": "its blocks add masks that mix padding and sliding windows, "
+    "and its logits have a soft cap",
     "T5MultiHeadAttention": "relative position bias",
     "TwoStreamRelativeAttention": "relative positions and two streams (XLNet)",
     "VideoPrismAttention": "soft cap on its logits",
