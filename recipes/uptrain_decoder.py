@@ -202,8 +202,17 @@ def tell_recall(args, model, encode, name, test, row):
             examples = recall.needle(encode, length, kind, **more, **given)
         score = recall.accuracy(model, examples, batch_size=1)
         likelihood = recall.log_likelihood(model, examples, batch_size=1)
-        tell(args, {"test": test, "model": name, "tokens": length, **row,
-                    "accuracy": score, "log-likelihood": round(likelihood, 4)})
+        tell(
+            args,
+            {
+                "test": test,
+                "model": name,
+                "tokens": length,
+                **row,
+                "accuracy": score,
+                "log-likelihood": round(likelihood, 4),
+            },
+        )
 
 
 def save(args, model, report, found, seed):

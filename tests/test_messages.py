@@ -115,6 +115,7 @@ WRONG = {
         {3: [0]}, {"a": None},
     ],
     "drop_sliding_window": ["yes", 3, None],
+    "drop_soft_cap": ["yes", 3, None],
 }  # fmt: skip
 CASES = [(name, i) for name, values in WRONG.items() for i in range(len(values))]
 

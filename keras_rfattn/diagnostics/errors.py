@@ -172,6 +172,8 @@ def _errors(feature_map, sequence, head, estimated):
     if sequence.softmax is not None:
         exact_query, exact_key = (x[head] for x in sequence.softmax)
         logits = exact_query @ exact_key.T
+    if sequence.soft_cap is not None:
+        logits = sequence.soft_cap * np.tanh(logits / sequence.soft_cap)
     logits = np.where(visible, logits, -np.inf)
     attention = np.exp(logits - logits.max(-1, keepdims=True))
     attention /= attention.sum(-1, keepdims=True)

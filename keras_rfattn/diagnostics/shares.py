@@ -150,6 +150,8 @@ def _shares(sequence, options):
     if not counted.any():
         return None
     logits = scale * query[:, counted] @ key.swapaxes(-1, -2)
+    if sequence.soft_cap is not None:
+        logits = sequence.soft_cap * np.tanh(logits / sequence.soft_cap)
     logits = np.where(visible[counted], logits, -np.inf)
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)

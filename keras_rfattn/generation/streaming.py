@@ -8,6 +8,7 @@ from keras import ops
 
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
+import keras_rfattn.models.layer_caches as layer_caches
 from keras_rfattn.backend.layers import compiled_for_inference
 from keras_rfattn.layers.checks import check_model, projection, title
 from keras_rfattn.layers.decoding import empty_state
@@ -30,6 +31,7 @@ from keras_rfattn.models.swap import original_class
 EMPTY = {
     generation.call_with_cache: generation.empty_cache,
     gated_delta.call_with_cache: gated_delta.empty_cache,
+    layer_caches.call_with_cache: generation.empty_cache,
 }
 
 

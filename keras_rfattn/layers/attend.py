@@ -31,7 +31,7 @@ from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.deferred import Deferred, Scaled
 from keras_rfattn.ops.features import Features
-from keras_rfattn.ops.kernel_attention import exact_attention, softmax_attention, unit
+from keras_rfattn.ops.kernel_attention import Softmax, exact_attention, unit
 from keras_rfattn.ops.masks import (
     AttentionMask,
     check_lengths,
@@ -42,11 +42,13 @@ from keras_rfattn.ops.masks import (
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.packing import by_text
 from keras_rfattn.ops.sequence_parallel import over_devices, sequence_axis
+from keras_rfattn.ops.sink_logits import SinkMap, append_ones, append_sinks
 from keras_rfattn.ops.sinks import Sinks, first_tokens
 from keras_rfattn.ops.windows import Local, local_attention
 
 # Exponent of a feature that is negligible compared to any weight of a window.
 NEGLIGIBLE = -1e5
+PLAIN = Softmax()
 
 
 def of_finite_tokens(method):
@@ -79,6 +81,10 @@ class Attention:
         training: Whether stored statistics are updated.
         counted: Boolean masks `(B, T)` and `(B, S)` of the queries and keys that may
             enter statistics, or `None` for all.
+        softmax_kernel: `ops.Softmax`, the kernel of the layer's own softmax attention.
+        sink_logits: Array of shape `(N,)`, a logit per query head whose weight is in
+            the denominator of softmax only. `None` if the layer has none. The
+            `feature_map` knows them, too.
     """
 
     query: Any
@@ -90,6 +96,8 @@ class Attention:
     options: Options
     training: bool = False
     counted: tuple | None = None
+    softmax_kernel: Softmax = PLAIN
+    sink_logits: Any = None
 
     @property
     def logit_scale(self):
@@ -100,6 +108,15 @@ class Attention:
         """Returns queries and keys, each multiplied by the square root of the scale."""
         side = math.sqrt(self.scale)
         return tuple(x * side for x in self.wide())
+
+    def softmax_terms(self):
+        """Returns the queries, keys and kernel of the layer's own softmax attention."""
+        query, key = self.scaled()
+        query, kernel = query * self.logit_scale, self.softmax_kernel
+        if self.sink_logits is not None:
+            query, key = append_sinks(query, self.sink_logits), append_ones(key)
+            kernel = dataclasses.replace(kernel, has_offset=True)
+        return query, key, kernel
 
     def wide(self):
         """Returns queries and keys in float32 or float64."""
@@ -205,10 +222,9 @@ class Attention:
     @of_finite_tokens
     def softmax(self):
         """Computes softmax attention, at a cost of O(T · S)."""
-        query, key = self.scaled()
-        mask, query = self.mask, query * self.logit_scale
-        masks = mask.key_mask, mask.causal, mask.prefix_mask
-        return softmax_attention(query, key, self.value, *masks)
+        query, key, kernel = self.softmax_terms()
+        masks = self.mask.key_mask, self.mask.causal, self.mask.prefix_mask
+        return exact_attention(query, key, self.value, kernel, *masks)
 
     def zero(self):
         """Returns an output of zeros, `(B, T, N, V)`."""
@@ -316,6 +332,8 @@ def attend(
     options=None,
     training=False,
     recorder=None,
+    softmax_kernel=PLAIN,
+    sink_logits=None,
 ):
     """Computes linear attention of projected queries, keys and values.
 
@@ -333,6 +351,9 @@ def attend(
         training: Whether stored statistics of the map are updated.
         recorder: Optional function that is called with the `Attention`. If it returns
             an array `(B, T, N, V)`, that is used as the output of the linear heads.
+        softmax_kernel: `ops.Softmax` that softmax heads and teachers use; it holds the
+            soft cap of the layer's logits.
+        sink_logits: Optional array of shape `(N,)`; see `Attention`.
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. The output of a query
@@ -366,10 +387,14 @@ def attend(
         return by_text(
             attend, tokens, mask, limit, feature_map=feature_map, scale=scale,
             options=options, training=training, recorder=recorder,
+            softmax_kernel=softmax_kernel, sink_logits=sink_logits,
         )  # fmt: skip
     if mask.causal and mask.offset is not None:
         *tokens, plain, taken = among_keys(query, key, value, mask, options.window)
-        output = attend(*tokens, feature_map, plain, scale, options, training, recorder)
+        output = attend(
+            *tokens, feature_map, plain, scale, options, training, recorder,
+            softmax_kernel, sink_logits,
+        )  # fmt: skip
         return _hidden(taken(output), mask.query_mask)
     if mask.key_mask is not None:
         key_mask = ops.broadcast_to(mask.key_mask, ops.shape(key)[:2])
@@ -379,7 +404,12 @@ def attend(
         key, value = where(visible, key, 0), where(visible, value, 0)
     if scale is None:
         scale = feature_map.default_scale(query.shape[-1])
-    call = Attention(query, key, value, mask, scale, feature_map, options, training)
+    if sink_logits is not None:
+        feature_map = SinkMap(feature_map, sink_logits)
+    call = Attention(
+        query, key, value, mask, scale, feature_map, options, training,
+        softmax_kernel=softmax_kernel, sink_logits=sink_logits,
+    )  # fmt: skip
     output = None if recorder is None else recorder(call)
     output = call.linear() if output is None else output
     return _hidden(with_softmax_heads(call, output), mask.query_mask)

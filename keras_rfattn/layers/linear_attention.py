@@ -24,6 +24,7 @@ from keras_rfattn.layers.checks import num_heads, title
 from keras_rfattn.layers.fingerprint import mark
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
+from keras_rfattn.ops.kernel_attention import Softmax
 from keras_rfattn.ops.masks import interpret_mask
 
 # Attributes that a layer has only while its attention is linear.
@@ -81,6 +82,8 @@ class LinearAttention:
     recorder = None
     # Attributes that hold a sublayer that normalizes queries, in classes that have one.
     query_normalizations = ("query_norm", "_query_norm", "q_norm")
+    # Attribute that holds the logits of attention sinks, in classes that have them.
+    sink_logits = None
 
     def _set_mechanism(self, feature_map, options):
         """Checks and stores the feature map and the `ops.Options` of the layer."""
@@ -105,7 +108,8 @@ class LinearAttention:
     def build(self, query_shape, value_shape, key_shape=None):
         """Builds the projections, then the feature map."""
         super().build(query_shape, value_shape, key_shape)
-        reason = refusal(self)
+        window = sliding_window(self)
+        reason = refusal(self) or (window and f"it has a sliding window of {window}")
         if reason:
             raise ValueError(
                 f"Layer '{self.name}' cannot be linear attention: {reason}. Use the "
@@ -182,6 +186,8 @@ class LinearAttention:
             training=bool(training) and getattr(self, "_remat_mode", None) is None,
             recorder=context_of(self).recorder,
             options=self.options,
+            softmax_kernel=Softmax(soft_cap(self)),
+            sink_logits=self.sink_logits and getattr(self, self.sink_logits),
         )
         return output, None
 
@@ -310,18 +316,28 @@ def warn_of_lengths(layer):
         )
 
 
-def refusal(layer, windows=True):
-    """Returns why a layer's arguments rule linear attention out, or `None`.
-
-    A sliding window is such a reason unless `windows` is false.
-    """
+def sliding_window(layer):
+    """Returns the size of a layer's own sliding window in tokens, or `None`."""
     found = (getattr(layer, name, None) for name in SLIDING_WINDOWS)
     window = next((x for x in found if x is not None), None)
-    if windows and window and getattr(layer, "use_sliding_window_attention", True):
-        return f"sliding window of {window} tokens (`drop_sliding_window` ignores it)"
-    cap = getattr(layer, "logit_soft_cap", None)
-    if cap is not None:
-        return f"soft cap of {cap} on its logits"
+    is_used = getattr(layer, "use_sliding_window_attention", True)
+    return window if window and is_used else None
+
+
+def soft_cap(layer):
+    """Returns the number that bounds a layer's softmax logits, or `None`."""
+    return getattr(layer, "logit_soft_cap", None)
+
+
+def refusal(layer, with_cap=True):
+    """Returns why a layer's arguments rule linear attention out, or `None`.
+
+    A soft cap on the logits is such a reason if `with_cap` is true. A sliding window is
+    none: a layer with one is linear in length already.
+    """
+    cap = soft_cap(layer)
+    if with_cap and cap is not None:
+        return f"soft cap of {cap:g} on its logits (`drop_soft_cap=True` ignores it)"
     axes = getattr(layer, "_attention_axes", None)
     if axes is not None and tuple(axes) != (1,):
         return f"attention over axes {tuple(axes)}; only sequences (axis 1) are linear"

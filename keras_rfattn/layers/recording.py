@@ -81,6 +81,7 @@ class Sequence(NamedTuple):
             those of softmax attention.
         prefix: Boolean array of shape `(S,)`, true for keys that earlier queries see
             too (prefix-LM). `None` if there are none.
+        soft_cap: Number that bounds the logits of softmax attention, or `None`.
     """
 
     query: np.ndarray
@@ -90,6 +91,7 @@ class Sequence(NamedTuple):
     logit_scale: float = 1.0
     softmax: tuple | None = None
     prefix: np.ndarray | None = None
+    soft_cap: float | None = None
 
 
 class Recorder(Interceptor):
@@ -129,8 +131,9 @@ class Recorder(Interceptor):
             if normalized_q is not None:
                 softmax = scale * q, k
                 q, k, scale = normalized_q, normalized_k, 1.0
+            cap = call.softmax_kernel.soft_cap
             self.sequences.append(
-                Sequence(q, k, v, call.mask.causal, scale, softmax, prefix)
+                Sequence(q, k, v, call.mask.causal, scale, softmax, prefix, cap)
             )
         return call.softmax() if self.exact else None
 

@@ -23,10 +23,14 @@ def with_softmax_heads(call, output):
         return output
     check_softmax_heads(heads, call.query.shape[2], "the queries")
     groups = call.query.shape[2] // call.key.shape[2]
+    sinks = call.sink_logits
+    if sinks is not None:
+        sinks = _taken(ops.reshape(sinks, (1, 1, -1)), heads)
     exact = call.replace(
         query=_taken(call.query, heads),
         key=_taken(call.key, [head // groups for head in heads]),
         value=_taken(call.value, [head // groups for head in heads]),
+        sink_logits=sinks,
     ).softmax()
     pieces, done = [], 0
     for i, head in enumerate(heads):

@@ -16,9 +16,9 @@ from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.maps.card import summary
 from keras_rfattn.models.holders import holders, refresh, with_built_optimizer
-from keras_rfattn.models.replace import check_sites, check_statistics
+from keras_rfattn.models.replace import check_sinks, check_sites, check_statistics
 from keras_rfattn.models.stable_names import MAP
-from keras_rfattn.models.survey import drop_sliding_windows, survey
+from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
 from keras_rfattn.ops.options import Options
 
@@ -30,8 +30,9 @@ def load_maps(model, source, *, base=None):
     the weights. If weights of the checkpoint were trained with the maps, or adapters
     (LoRA), they are part of the maps and replace those of the model. On a model whose
     attention is already replaced in the same way, it only loads the weights. If the
-    maps were trained without the sliding window of the model
-    (`replace_attention(..., drop_sliding_window=True)`), it ignores that window too.
+    maps were trained without the sliding window or the soft cap of the model
+    (`drop_sliding_window` and `drop_soft_cap` of `replace_attention`), it ignores these
+    too.
     Everything is checked before anything changes.
 
     Args:
@@ -103,6 +104,7 @@ def _check_as_replaced(changes):
     """Makes the checks of `replace_attention` on layers, their maps and options."""
     for site, feature_map, options in changes:
         check_statistics(feature_map, [site])
+        check_sinks(feature_map, options, [site])
         check_sites(options, [site])
         heads = num_heads(site.layer)
         check_softmax_heads(options.softmax_heads, heads, site.path)
@@ -129,8 +131,7 @@ class Matcher:
                 f"{title(model)}, whose attention is in a {own}. If the model holds a "
                 f"{wanted} beside other attention, pass the {wanted}."
             )
-        self.sites = survey(model)
-        drop_sliding_windows(self.sites)
+        self.sites = survey(model, drop_window=True, drop_cap=True)
         self.layers = stable_names.layers_by_name(base, FeatureMap)
         self.weights = stable_names.weights_by_name(base, FeatureMap)
 

@@ -93,7 +93,7 @@ class Exact:
         name = next((x for x in CACHES if kwargs.get(x) is not None), None)
         if name is None:
             return self.function(*args, **kwargs)
-        given = {**kwargs, name: self.state}
+        given = {**kwargs, name: self._cache(kwargs[name])}
         if self.known.hidden is not None:
             positions = ops.arange(self.state.shape[2], dtype="int32")
             visible = ~self.known.padding(positions, ops.shape(self.state)[0])
@@ -102,8 +102,15 @@ class Exact:
         if self.placed is not None:
             placed = self.placed(self.layer, given)
         with placed:
-            output, self.state = self.function(*args, **given)
+            output, cache = self.function(*args, **given)
+        self.state = ops.stack(cache, axis=1) if isinstance(cache, tuple) else cache
         return output, kwargs[name]
+
+    def _cache(self, blank):
+        """Returns the keys and values in the form of the block's own cache."""
+        if isinstance(blank, tuple):
+            return self.state[:, 0], self.state[:, 1]
+        return self.state
 
 
 def also(mask, visible):

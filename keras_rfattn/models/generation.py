@@ -222,15 +222,17 @@ def empty_cache(task, batch_size, max_length):
 
 
 @overriding("_build_cache")
-def build_cache(task, original, known, token_ids, *inputs, before=0):
+def build_cache(task, original, known, token_ids, *inputs, before=0, **options):
     """Runs `CausalLM._build_cache`, which processes the prompt in parallel.
 
-    `inputs` are further arguments of the task's `call_with_cache`, which inserts
-    `before` positions before the tokens.
+    `inputs` and `options` are further arguments of the task's `call_with_cache`, which
+    inserts `before` positions before the tokens.
     """
     batch, length = ops.shape(token_ids)
     cache = empty_cache(task, batch, before + length)
-    _, hidden_states, cache = task.call_with_cache(token_ids, cache, 0, *inputs)
+    _, hidden_states, cache = task.call_with_cache(
+        token_ids, cache, 0, *inputs, **options
+    )
     return hidden_states, cache
 
 
@@ -264,6 +266,8 @@ def make_generate_step(mask_name="padding_mask", before=None):
         known = Generating(known.sites, hidden, origin + ops.min(last) + 1, origin)
         with generating(task, known):
             outputs = original({**inputs, mask_name: filled}, stop_token_ids)
+        # Gemma 3 returns images that it did not get, and then cannot join batches.
+        outputs = {name: x for name, x in outputs.items() if x is not None}
         return {**outputs, mask_name: ops.cast(outputs[mask_name], "bool") & ~hidden}
 
     return generate_step

@@ -16,13 +16,8 @@ from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.models.matching import Plan, lookup, select
-from keras_rfattn.models.survey import (
-    drop_sliding_windows,
-    has_prefix,
-    is_cross,
-    is_pooling,
-    survey,
-)
+from keras_rfattn.models.report import local_note
+from keras_rfattn.models.survey import has_prefix, is_cross, is_pooling, survey
 from keras_rfattn.ops.options import Options
 
 
@@ -42,6 +37,7 @@ def replace_attention(
     implementation="auto",
     softmax_heads=None,
     drop_sliding_window=False,
+    drop_soft_cap=False,
     sinks=0,
 ):
     """Makes the attention of a model linear in sequence length, in place.
@@ -49,6 +45,10 @@ def replace_attention(
     Every pretrained weight is kept as the same variable with the same name.
     `describe_attention(model)` reports what was replaced, and
     `restore_attention(model)` restores softmax attention.
+
+    Layers are judged one by one. A layer with a sliding window (Gemma 2 and 3, GPT-OSS)
+    is linear in length already. It keeps its softmax, and the layers beside it that see
+    all tokens are replaced.
 
     Args:
         model: A built Keras model or layer: a KerasHub backbone or task, a KerasCV
@@ -87,8 +87,13 @@ def replace_attention(
             query heads, counted from 0, that stay softmax in this layer. These should
             be heads that compare tokens; `diagnostics.sensitivity(heads=True)` finds
             them. Their time and memory stay quadratic in sequence length.
-        drop_sliding_window: Whether to replace sliding-window attention (Mistral),
-            which sees only the last tokens, by linear attention that sees all tokens.
+        drop_sliding_window: Whether to replace layers with a sliding window too. They
+            see only the last tokens; the linear attention in their place sees all
+            tokens. If every layer has a window (Mistral), there is nothing else to
+            replace.
+        drop_soft_cap: Whether to replace layers with a soft cap on their logits (Gemma
+            2), which linear attention ignores. `uptrain` and `diagnostics` still
+            compare with the capped softmax of the checkpoint.
         sinks: Number of first tokens of a row, counted from its first visible token,
             that all later queries weigh exactly, beside the window. Pretrained decoders
             often put a large share of their attention on the first tokens, so 4 is a
@@ -99,9 +104,9 @@ def replace_attention(
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If an argument is invalid, the model has no attention, or a
-            selected layer has attention that linear attention cannot express. The
-            model is unchanged in that case.
+        ValueError: If an argument is invalid, the model has no attention, all selected
+            layers are local, or one of them has attention that linear attention cannot
+            express. The model is unchanged in that case.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -114,19 +119,19 @@ def replace_attention(
     """
     check_model(model)
     check_flag("drop_sliding_window", drop_sliding_window)
+    check_flag("drop_soft_cap", drop_soft_cap)
     options = Options(
         block_size, window, sliding, max_segments, temperature, implementation,
         sinks=sinks,
     )  # fmt: skip
-    sites = survey(model)
-    if drop_sliding_window:
-        drop_sliding_windows(sites)
+    sites = survey(model, drop_sliding_window, drop_soft_cap)
     selected = _replaceable(model, sites, include, exclude)
     check_seed(seed)
     changes = []
     for group, identifier in _assigned(feature_map, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
         check_statistics(template, group)
+        check_sinks(template, options, group)
         check_options(options, template)
         base_seed = template.seed if seed is None else seed
         changes += [(site, _copy(template, base_seed, site), options) for site in group]
@@ -205,6 +210,7 @@ def _replaceable(model, sites, include, exclude):
         )
     if include is None:
         selected = [site for site in selected if not is_pooling(site)]
+    selected = _global(model, selected)
     refused = [site for site in selected if site.reason]
     if refused:
         raise ValueError(
@@ -226,6 +232,20 @@ def _replaceable(model, sites, include, exclude):
             f"built:\n{_listing(unbuilt)}\nCall the model once on data first."
         )
     return selected
+
+
+def _global(model, selected):
+    """Returns the selected sites without those that a sliding window makes local."""
+    found = [site for site in selected if site.window is None]
+    if selected and not found:
+        raise ValueError(
+            "`model` must have attention to all tokens among the selected layers. "
+            f"Received: {title(model)}, in which they are all local already:\n"
+            f"{_listing(selected)}\nThere is nothing to replace. Use "
+            "`drop_sliding_window=True` to replace them all the same: linear attention "
+            "then sees all tokens."
+        )
+    return found
 
 
 def _assigned(feature_map, selected):
@@ -278,6 +298,23 @@ def check_statistics(template, selected):
         )
 
 
+def check_sinks(template, options, sites):
+    """Raises `ValueError` for what cannot be combined with attention sinks."""
+    sinks = [site for site in sites if site.linear_class.sink_logits]
+    kernel = template.exact_kernel
+    has_offset = kernel is not None and kernel.has_offset
+    is_plain = options.window is None and options.implementation != "pallas"
+    if sinks and (has_offset or not is_plain):
+        raise ValueError(
+            "Attention sinks, logits in the denominator of softmax, need features of "
+            "softmax, without windows and Pallas kernels. Received: feature_map="
+            f"{template.get_config()}, window={options.window}, implementation="
+            f"{options.implementation!r} for:\n{_listing(sinks)}\nUse a map of "
+            "softmax such as 'favorpp', window=None and implementation='xla', or "
+            "leave these out with `exclude`."
+        )
+
+
 def check_sites(options, sites):
     """Raises `ValueError` for options that the attention of some sites rules out."""
     cross = []
@@ -312,5 +349,6 @@ def _listing(sites):
     lines = []
     for site in sites:
         line = f"  {site.path} ({swap.original_class(site.layer).__name__})"
-        lines.append(f"{line}: {site.reason}" if site.reason else line)
+        remark = local_note(site) or site.reason
+        lines.append(f"{line}: {remark}" if remark else line)
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.trained import trained_weights
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import told
+from keras_rfattn.layers.linear_attention import sliding_window, soft_cap
 from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.survey import is_pooling, survey
 from keras_rfattn.models.swap import original_class
@@ -34,6 +35,8 @@ class Row:
         note: Why the layer was kept softmax, or remarks on its mechanism.
         implementation: Which implementation computes the layer, and why. `None` for
             softmax.
+        window: Size in tokens of the sliding window because of which the layer was kept
+            softmax. `None` for other layers.
     """
 
     path: str
@@ -45,6 +48,7 @@ class Row:
     crossover: int | None
     note: str = ""
     implementation: str | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,14 @@ class AttentionReport:
         return tuple(row for row in self.rows if row.mechanism == "softmax")
 
     @property
+    def local(self):
+        """The rows of layers that were kept because a sliding window makes them local.
+
+        They are part of `kept`.
+        """
+        return tuple(row for row in self.rows if row.window is not None)
+
+    @property
     def parameters_added(self):
         """Total number of parameters that the feature maps own."""
         return sum(row.parameters_added for row in self.rows)
@@ -121,10 +133,9 @@ class AttentionReport:
 
     def _footer(self):
         replaced, total = len(self.replaced), len(self.rows)
-        lines = [
-            f"{replaced} of {total} layers linear, "
-            f"{self.parameters_added:,} parameters added"
-        ]
+        counts = f"{replaced} of {total} layers linear"
+        counts += f", {len(self.local)} local already" * bool(self.local)
+        lines = [f"{counts}, {self.parameters_added:,} parameters added"]
         crossovers = [x.crossover for x in self.replaced if x.crossover is not None]
         if crossovers:
             crossover = max(crossovers)
@@ -197,8 +208,11 @@ def _row(site):
         if is_pooling(site):
             note += "one query, for which softmax is already linear"
         else:
-            note += site.reason or "not selected"
-        return Row(site.path, name, "softmax", None, site.causal, 0, None, note)
+            note += local_note(site) or site.reason or "not selected"
+        return Row(
+            site.path, name, "softmax", None, site.causal, 0, None, note,
+            window=site.window,
+        )  # fmt: skip
     feature_map = layer.feature_map
     return Row(
         site.path,
@@ -211,6 +225,13 @@ def _row(site):
         _note(site),
         told(layer.options, feature_map),
     )
+
+
+def local_note(site):
+    """Returns text on the sliding window of a softmax layer; empty if it is global."""
+    if site.window is None:
+        return ""
+    return f"local already, linear in length (sliding window of {site.window} tokens)"
 
 
 def crossover(feature_map, layer):
@@ -261,6 +282,9 @@ def _note(site):
     if options.softmax_heads:
         heads = ", ".join(map(str, options.softmax_heads))
         notes.append(f"softmax in heads {heads} of {num_heads(site.layer)}")
+    dropped = sliding_window(site.layer), soft_cap(site.layer)
+    names = "sliding window of {:g} tokens dropped", "soft cap of {:g} dropped"
+    notes += [x.format(n) for x, n in zip(names, dropped, strict=True) if n is not None]
     rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")

@@ -8,7 +8,11 @@ import keras
 from keras.src.utils.naming import to_snake_case
 
 import keras_rfattn.models.adapters.known as known
-from keras_rfattn.layers.linear_attention import LinearAttention, refusal
+from keras_rfattn.layers.linear_attention import (
+    LinearAttention,
+    refusal,
+    sliding_window,
+)
 from keras_rfattn.models.swap import linear_class, original_class
 
 # Block class -> mixin that builds the mask of the block's attention layer. An adapter
@@ -30,6 +34,8 @@ class Site:
         index: Position among all attention layers of the model. Seeds and saved
             configs use it, because automatic names are not stable.
         reason: Why the layer cannot be replaced, or `None` if it can.
+        window: Size in tokens of the sliding window that makes a softmax layer local,
+            and so linear in length already. `None` if the layer is global or linear.
         causal: Whether the attention is causal, or `None` if each call decides.
     """
 
@@ -40,6 +46,7 @@ class Site:
     index: int
     reason: str | None = None
     causal: bool | None = None
+    window: int | None = None
 
     @property
     def is_linear(self):
@@ -51,8 +58,14 @@ class Site:
         return linear_class(original_class(self.layer))
 
 
-def survey(model):
-    """Returns a `Site` for each attention layer of a model, in a stable order."""
+def survey(model, drop_window=False, drop_cap=False):
+    """Returns a `Site` for each attention layer of a model, in a stable order.
+
+    Args:
+        model: A Keras model or layer.
+        drop_window: Whether sliding windows are ignored, so that no layer is local.
+        drop_cap: Whether soft caps on logits are ignored, so that they are no reason.
+    """
     sites, seen = [], {id(model)}
 
     def visit(layer, path="", lasting=""):
@@ -68,7 +81,8 @@ def survey(model):
                 site = Site(*names, child, layer, len(sites))
                 site.causal = _causality(child, layer)
                 if not site.is_linear:
-                    site.reason = _reason(site)
+                    site.reason = _reason(site, not drop_cap)
+                    site.window = None if drop_window else _local_window(site)
                 sites.append(site)
             else:
                 visit(child, *names)
@@ -85,9 +99,14 @@ def lasting_name(layer):
     return automatic if is_automatic else layer.name
 
 
-def _reason(site, windows=True):
-    """Returns why a softmax layer cannot be replaced; `windows` as in `unsupported`."""
-    return unsupported(site.layer, windows) or _parent_reason(site.layer, site.parent)
+def _reason(site, with_cap):
+    """Returns why a softmax layer cannot be replaced; arguments as in `unsupported`."""
+    return unsupported(site.layer, with_cap) or _parent_reason(site.layer, site.parent)
+
+
+def _local_window(site):
+    """Returns the sliding window of a layer whose class is known, or `None`."""
+    return None if site.linear_class is None else sliding_window(site.layer)
 
 
 def block_mixin(cls):
@@ -135,21 +154,14 @@ def has_prefix(site):
     return mixin is not None and mixin.has_prefix
 
 
-def drop_sliding_windows(sites):
-    """Clears `reason` of the sites whose only obstacle is a sliding window."""
-    for site in sites:
-        if site.reason:
-            site.reason = _reason(site, windows=False)
-
-
-def unsupported(layer, windows=True):
+def unsupported(layer, with_cap=True):
     """Returns why a softmax layer cannot be replaced, or `None` if it can.
 
-    A sliding window counts as a reason if `windows` is true.
+    A soft cap on its logits counts as a reason if `with_cap` is true.
     """
     cls = type(layer)
     if linear_class(cls) is not None:
-        return refusal(layer, windows)
+        return refusal(layer, with_cap)
     row = known.ATTENTION.get(cls.__name__, known.NOTHING)
     return row.refused or "no adapter for this class: its computation is unknown"
 
@@ -169,13 +181,13 @@ def is_attention(layer):
 
 def _parent_reason(layer, parent):
     cls = original_class(parent)
-    row, name = known.block(cls), cls.__name__
+    row, name, mixin = known.block(cls), cls.__name__, block_mixin(cls)
     if row.builds_mask:
         return f"its block ({name}) builds a dense mask {row.builds_mask}"
     takes_dense = known.attention(type(layer)).takes_dense
-    if takes_dense and block_mixin(cls) is None and row.causal is None:
+    if takes_dense and mixin is None and row.causal is None:
         return f"its block ({name}) builds the causal mask, but has no adapter"
-    return None
+    return None if mixin is None else mixin.refusal(parent)
 
 
 def is_pooling(site):

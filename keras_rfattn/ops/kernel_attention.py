@@ -40,6 +40,12 @@ class Softmax:
     Calling it with queries `(..., R, H)`, keys `(..., S, H)` and `visible` returns
     weights `(..., R, S)` relative to `exp(shift)`, and the shift `(..., R)`.
 
+    Attributes:
+        soft_cap: Positive number c that bounds the logits: the kernel becomes
+            `exp(c tanh(q · k / c))`. `None` leaves them unbounded.
+        has_offset: Whether attention by the kernel has a 1 in its denominator, as that
+            of queries with a sink does (`sink_logits.append_sinks`).
+
     Examples:
         >>> from keras_rfattn import ops
         >>> rng = np.random.default_rng(0)
@@ -50,8 +56,9 @@ class Softmax:
         (1, 10, 2, 8)
     """
 
+    soft_cap: float | None = None
+    has_offset: bool = False
     is_signed = False
-    has_offset = False
 
     def __call__(self, query, key, visible):
         """Returns the weights and the shift."""
@@ -59,7 +66,10 @@ class Softmax:
 
     def log_weights(self, query, key):
         """Returns the logarithms of the weights, `(..., R, S)`."""
-        return _products(query, key)
+        logits = _products(query, key)
+        if self.soft_cap is None:
+            return logits
+        return self.soft_cap * ops.tanh(logits / self.soft_cap)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ from keras import ops
 from keras_rfattn.backend import with_gradient
 from keras_rfattn.layers.call_context import Interceptor
 from keras_rfattn.layers.recording import progress, recording, run
-from keras_rfattn.ops import Softmax
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.rows import feature_rows, kernel_rows, nearby
 from keras_rfattn.uptraining.batches import HEAD
@@ -195,13 +194,12 @@ def layer_errors(teacher, student, dropped, offset, max_rows):
         for maps that are not positive), and number of rows. All are 0 for heads that
         stay softmax.
     """
-    query, key = teacher.scaled()
+    query, key, kernel = teacher.softmax_terms()
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
     groups, dtype = num_heads // num_kv_heads, key.dtype
     rows, taken = _sampled_rows(query, offset, max_rows)
     visible, real = _visible(teacher, rows, groups)
-    query = taken(query) * teacher.logit_scale
-    wanted = kernel_rows(Softmax(), query, key, visible)
+    wanted = kernel_rows(kernel, taken(query), key, visible)
     given = _student_rows(student, rows, taken, visible, dropped)
 
     values = ops.cast(teacher.value, dtype)
@@ -222,6 +220,12 @@ def layer_errors(teacher, student, dropped, offset, max_rows):
     if student.feature_map.is_positive:
         ratio = ops.log(wanted + TINY) - ops.log(given + TINY)
         divergence = ops.sum(ops.where(visible, wanted * ratio, 0), axis=-1)
+        if kernel.has_offset:
+            # What the sink takes of a row is part of its distribution.
+            sink, own = (
+                ops.maximum(1 - ops.sum(x, axis=-1), TINY) for x in (wanted, given)
+            )
+            divergence = divergence + sink * (ops.log(sink) - ops.log(own))
     sums = {
         "squared": squares(wanted_output - given_output),
         "norm": squares(wanted_output),

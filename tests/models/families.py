@@ -317,6 +317,51 @@ FAMILIES = {
 }
 
 
+CAPPED = dict(
+    num_query_heads=4, num_key_value_heads=2, hidden_dim=16, intermediate_dim=24,
+    vocabulary_size=60, head_dim=6, use_post_ffw_norm=True,
+    use_post_attention_norm=True, use_sliding_window_attention=True,
+    sliding_window_size=3,
+)  # fmt: skip
+
+
+def gemma2():
+    backbone = models.GemmaBackbone(
+        num_layers=2, attention_logit_soft_cap=2.0, final_logit_soft_cap=30.0, **CAPPED
+    )
+    return models.GemmaCausalLM(backbone), tokens()
+
+
+def gemma3():
+    backbone = models.Gemma3Backbone(image_size=16, num_layers=6, **CAPPED)
+    return models.Gemma3CausalLM(preprocessor=None, backbone=backbone), tokens()
+
+
+def embedding_gemma():
+    backbone = models.Gemma3Backbone(
+        image_size=16, num_layers=6, use_bidirectional_attention=True,
+        is_embedding_model=True, pooling_intermediate_dim=12, embedding_dim=8, **CAPPED,
+    )  # fmt: skip
+    return models.Gemma3TextEmbedder(backbone), tokens()
+
+
+def gpt_oss():
+    config = {k: v for k, v in GROUPED.items() if k != "num_layers"}
+    backbone = models.GptOssBackbone(
+        num_layers=2, num_experts=2, top_k=1, sliding_window=3, **config
+    )
+    return models.GptOssCausalLM(backbone), tokens()
+
+
+# Models in which some layers have a sliding window and others see all tokens.
+HYBRIDS = {
+    "gemma2": gemma2,
+    "gpt_oss": gpt_oss,
+    "gemma3": gemma3,
+    "embedding_gemma": embedding_gemma,
+}
+
+
 QUERIES_AND_KEYS = tuple(
     f"{x}/kernel"
     for x in (
@@ -335,7 +380,7 @@ QUERIES_AND_KEYS = tuple(
 def build(name, **arguments):
     """A model of the family with attention that matters, and its inputs."""
     keras.utils.set_random_seed(0)
-    model, inputs = FAMILIES[name](**arguments)
+    model, inputs = (FAMILIES | HYBRIDS)[name](**arguments)
     rng = _rng()
     for weight in model.trainable_weights:
         # Freshly initialised attention is close to uniform.

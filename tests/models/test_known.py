@@ -117,8 +117,9 @@ def test_every_class_of_keras_hub_is_one_or_the_other():
 CLAIMS = {
     "ALiBi": r"alibi",
     "soft cap": r"soft_cap|softcap",
-    "sliding window": r"sliding_window|Gemma3Attention",
-    "sinks": r"sink",
+    "sliding window": r"sliding_window",
+    "reuse the keys and values": r"shared",
+    "in one softmax": r"merged",
     "relative position": r"rel",
     "downsampled": r"downsample",
     "deformable": r"deformable",

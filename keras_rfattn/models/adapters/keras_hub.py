@@ -15,6 +15,7 @@ import keras_rfattn.models.adapters.mixins as mixins
 import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
 import keras_rfattn.models.image_to_text as image_to_text
+import keras_rfattn.models.layer_caches as layer_caches
 import keras_rfattn.models.lora as lora
 import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
@@ -30,6 +31,7 @@ FAMILIES = (
     prefix_lm.FAMILY,
     image_to_text.FAMILY,
     gated_delta.FAMILY,
+    layer_caches.FAMILY,
     seq2seq.TEXT,
     seq2seq.SPEECH,
 )

@@ -71,11 +71,13 @@ ATTENTION = {
         "whisper.whisper_cached_multi_head_attention", "CachedAttention"
     ),
     "CachedGemmaAttention": _attention("gemma.gemma_attention", "GemmaAttention"),
+    "CachedGemma3Attention": _attention("gemma3.gemma3_attention", "GemmaAttention"),
     "CachedMistralAttention": _attention("mistral.mistral_attention"),
     "CachedMixtralAttention": _attention("mixtral.mixtral_attention"),
     "DINOV3Attention": _encoder("dinov3.dinov3_layers", "DINOV3Attention"),
     "EsmSelfAttention": _encoder("esm.esm_attention", "EsmAttention"),
     "GPTNeoXAttention": _attention("gpt_neo_x.gpt_neo_x_attention", "GPTNeoXAttention"),
+    "GptOssAttention": _attention("gpt_oss.gpt_oss_attention", "GptOssAttention"),
     "LlamaAttention": _attention("llama.llama_attention"),
     "MoonshineMultiHeadAttention": _attention(
         "moonshine.moonshine_multi_head_attention", "MoonshineAttention"
@@ -103,7 +105,6 @@ REFUSED_KERAS = {
 REFUSED_HUB = {
     "Attention2d": "attention over images (MobileNetV5)",
     "BloomAttention": "ALiBi position bias",
-    "CachedGemma3Attention": "sliding windows and query-key soft cap",
     "Conv2DMultiHeadAttention": "one head over an image (VAE)",
     "DFineMultiheadAttention": "softmax inside its own call, "
     "with masks of denoising groups",
@@ -114,11 +115,12 @@ REFUSED_HUB = {
     "on queries and keys of its block",
     "Gemma3VisionAttention": "softmax inside its own call",
     "Gemma3nAudioAttention": "relative positions and soft cap",
-    "Gemma3nTextAttention": "sliding windows, and keys shared between layers",
+    "Gemma3nTextAttention": "some layers reuse the keys and values of another layer, "
+    "from a cache that a state of sums replaces",
     "Gemma4AudioAttention": "relative positions, in chunks",
-    "Gemma4TextAttention": "sliding windows, and keys shared between layers",
+    "Gemma4TextAttention": "some layers reuse the keys and values of another layer, "
+    "from a cache that a state of sums replaces",
     "Gemma4VisionAttention": "soft cap and a scale of its own",
-    "GptOssAttention": "attention sinks and sliding windows",
     "MMDiTBlock": "joint attention of two streams inside its block",
     "MultiQueryAttention2d": "attention over images with reduced keys (MobileNetV5)",
     "MultiHeadAttentionWithDownsampling": "downsampled two-way attention (SAM)",
@@ -128,9 +130,10 @@ REFUSED_HUB = {
     "SAM3Attention": "softmax inside its own call, with biases",
     "SAM3RoPEAttention": "windows over images (SAM 3)",
     "SegFormerMultiheadAttention": "spatially reduced keys (SegFormer)",
-    "T5Gemma2Attention": "soft cap and sliding windows",
-    "T5Gemma2MergedAttention": "soft cap and sliding windows",
-    "T5GemmaAttention": "soft cap and sliding windows",
+    "T5Gemma2Attention": "its blocks add masks that mix padding and sliding windows",
+    "T5Gemma2MergedAttention": "self-attention and cross-attention in one softmax",
+    "T5GemmaAttention": "its blocks add masks that mix padding and sliding windows, "
+    "and its logits have a soft cap",
     "T5MultiHeadAttention": "relative position bias",
     "TwoStreamRelativeAttention": "relative positions and two streams (XLNet)",
     "VideoPrismAttention": "soft cap on its logits",
@@ -154,7 +157,9 @@ BLOCKS = {
         "pali_gemma.pali_gemma_decoder_block", "PaliGemmaMasks"
     ),
     "GemmaDecoderBlock": _decoder("gemma.gemma_decoder_block", "GemmaMasks"),
+    "Gemma3DecoderBlock": _decoder("gemma3.gemma3_decoder_block", "Gemma3Masks"),
     "GPTNeoXDecoder": _decoder("gpt_neo_x.gpt_neo_x_decoder"),
+    "GptOssTransformerDecoder": _decoder("gpt_oss.gpt_oss_decoder"),
     "LlamaTransformerDecoder": _decoder("llama.llama_decoder"),
     "MistralTransformerDecoder": _decoder("mistral.mistral_transformer_decoder"),
     "MixtralTransformerDecoder": _decoder("mixtral.mixtral_decoder"),

@@ -16,7 +16,10 @@ from keras_rfattn.models.carried import also
 from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 
 # Attribute names of the self-attention in decoder blocks.
-SELF_ATTENTION = ("_self_attention_layer", "attention", "self_attn", "self_attention")
+SELF_ATTENTION = (
+    "_self_attention_layer", "self_attention_layer", "attention", "self_attn",
+    "self_attention",
+)  # fmt: skip
 # Argument names of the cache for this self-attention.
 CACHES = ("self_attention_cache", "attention_cache")
 
@@ -31,6 +34,11 @@ class DecoderMasks:
 
     # Whether all tokens see the whole prompt (prefix-LM).
     has_prefix = False
+
+    @staticmethod
+    def refusal(block):
+        """Returns why the masks of `block` rule linear attention out, or `None`."""
+        return None
 
     @staticmethod
     def is_causal(block, layer):
@@ -99,6 +107,49 @@ class GemmaMasks(DecoderMasks):
             self_attention_cache=cache,
             self_attention_cache_update_index=cache_update_index,
         )
+
+
+class Gemma3Masks(DecoderMasks):
+    """Mixin for Gemma 3's blocks, causal or (in EmbeddingGemma) bidirectional."""
+
+    @staticmethod
+    def refusal(block):
+        """Returns a reason if tokens of an image see each other, else `None`."""
+        arguments = (node.arguments.kwargs for node in block._inbound_nodes)
+        if any(x.get("vision_mask") is not None for x in arguments):
+            return (
+                "the tokens of an image see each other; build the backbone without "
+                "`vision_encoder`"
+            )
+        return None
+
+    @staticmethod
+    def is_causal(block, layer):
+        """Returns whether `block` is causal."""
+        return not block.use_bidirectional_attention
+
+    @staticmethod
+    def is_cross(block, layer):
+        """Returns `False`, because the blocks have self-attention only."""
+        return False
+
+    def _compute_attention_mask(
+        self, x, padding_mask, vision_mask, cache, cache_update_index
+    ):
+        if not isinstance(self.attention, LinearAttention):
+            return super()._compute_attention_mask(
+                x, padding_mask, vision_mask, cache, cache_update_index
+            )
+        mask = self._compute_self_attention_mask(
+            decoder_sequence=x,
+            decoder_padding_mask=padding_mask,
+            self_attention_cache=cache,
+            self_attention_cache_update_index=cache_update_index,
+            use_causal_mask=not self.use_bidirectional_attention,
+        )
+        # In bidirectional blocks, padding is hidden as a query too.
+        is_plain = mask.causal or mask.key_mask is None
+        return mask if is_plain else mask.replace(query_mask=mask.key_mask)
 
 
 class PaliGemmaMasks(GemmaMasks):
@@ -194,6 +245,16 @@ class GPTNeoXAttention(RotaryAttention):
         # The layer rotates the queries first, and then all keys of the cache, whose
         # rotation is right already.
         return turned_from(layer, start, count=1)
+
+
+class GptOssAttention(RotaryAttention):
+    """Mixin for GPT-OSS's attention, which has sinks."""
+
+    sink_logits = "sinks"
+
+    def _compute_attention(self, query, key, value, attention_mask=None, start_index=0):
+        # Rotary embeddings have used the position already.
+        return super()._compute_attention(query, key, value, attention_mask)
 
 
 class GemmaAttention(RotaryAttention):

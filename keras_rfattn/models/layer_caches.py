@@ -1,0 +1,53 @@
+"""Generates text with Gemma 3, whose cache is a pair of arrays for each layer.
+
+Other tasks of KerasHub keep the keys and values of all layers in one array. While rows
+with longer prompts wait, Gemma 3 also leaves their cache as the prompt has filled it;
+`generation.entering` does the same for states.
+"""
+
+from functools import partial
+
+from keras import ops
+
+import keras_rfattn.models.generation as generation
+from keras_rfattn.layers.decoding import Decoder
+from keras_rfattn.models.carried import carried, kept
+
+
+@generation.overriding("_build_cache")
+def build_cache(
+    task, original, known, token_ids, img_embeddings, vision_mask, padding_mask, indices
+):
+    """Runs the task's `_build_cache`, which processes the prompt in parallel."""
+    given = {"padding_mask": padding_mask}
+    return generation.build_cache(task, token_ids, **given)
+
+
+@generation.overriding("call_with_cache")
+def call_with_cache(
+    task, original, known, token_ids, cache, cache_update_index, *args, **kwargs
+):
+    """Runs the task's `call_with_cache`.
+
+    `generation.call_with_cache` describes the arguments, results and errors.
+    """
+    generation.check_cache(task, cache)
+    start = ops.convert_to_tensor(cache_update_index, dtype="int32")
+    length = ops.shape(token_ids)[1]
+    enters, passed, seen = generation.entering(known, cache, length, start)
+    decoder = partial(Decoder, enters=enters, passed=passed, start=start)
+    with carried(task, known, cache, decoder) as (parts, blank):
+        pairs = [(blank[:, i, 0], blank[:, i, 1]) for i in range(blank.shape[1])]
+        logits, hidden_states, _ = original(token_ids, pairs, start, *args, **kwargs)
+    return logits, hidden_states, generation.Cache(seen, kept(parts), cache.model)
+
+
+FAMILY = generation.Family(
+    "_build_cache",
+    ["token_ids", "img_embeddings", "vision_mask", "padding_mask", "vision_indices"],
+    {
+        "call_with_cache": call_with_cache,
+        "_build_cache": build_cache,
+        "generate_step": generation.make_generate_step(),
+    },
+)
