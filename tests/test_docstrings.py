@@ -22,6 +22,7 @@ MODULES = (
     "keras_rfattn.models",
     "keras_rfattn.generation",
     "keras_rfattn.diagnostics",
+    "keras_rfattn.diagnostics.recall",
     "keras_rfattn.distribution",
     "keras_rfattn.ops",
     "keras_rfattn.sklearn",

@@ -64,6 +64,7 @@ TAKE_A_MODEL = {
     "recommend": lambda x: diagnostics.recommend(x, [X], error=0.5),
     "attribute": lambda x: diagnostics.attribute(x, X, lambda m, d: 1.0),
     "sensitivity": lambda x: diagnostics.sensitivity(x, X, lambda m, d: 1.0),
+    "recall": lambda x: diagnostics.recall.accuracy(x, [(IDS[0], IDS[0])]),
     "prefill": lambda x: generation.prefill(x, IDS),
     "step": lambda x: generation.step(x, IDS, None),
     "load": lambda x: generation.load("nowhere.npz", x),

@@ -1,5 +1,9 @@
-"""Measures how well random features approximate softmax attention on real data."""
+"""Measures how well random features approximate softmax attention on real data.
 
+`diagnostics.recall` has tests of what a language model recalls of a long context.
+"""
+
+from keras_rfattn.diagnostics import recall
 from keras_rfattn.diagnostics.budget import Allotment
 from keras_rfattn.diagnostics.errors import log_moment, predicted_variance
 from keras_rfattn.diagnostics.parts import (
@@ -25,6 +29,7 @@ __all__ = [
     "attribute",
     "log_moment",
     "predicted_variance",
+    "recall",
     "recommend",
     "sensitivity",
     "weight_shares",
