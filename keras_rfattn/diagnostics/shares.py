@@ -26,6 +26,11 @@ class LayerShares(NamedTuple):
         window: Share of the keys in the window that are not among the first tokens.
         rest: Share of all other keys, which features estimate.
         largest_rest: The share `rest` of the head where it is largest.
+
+    Examples:
+        >>> from keras_rfattn import diagnostics
+        >>> diagnostics.LayerShares("layer", 0.5, 0.3, 0.2, 0.4).rest
+        0.2
     """
 
     path: str

@@ -141,21 +141,25 @@ def replace_attention(
     return model
 
 
-def restore_attention(model):
-    """Restores the softmax attention of a model, in place.
+def restore_attention(model, *, include=None):
+    """Restores the softmax attention of a model, or of some of its layers, in place.
 
     All weights keep their values: they equal the checkpoint bit for bit, unless they
     were trained in the meantime. A warning names the weights that `uptrain` trained.
 
     Args:
         model: A model changed by `replace_attention`, or loaded from one.
+        include: Layers to restore, in the forms that `replace_attention` takes; for
+            example those that `diagnostics.Sensitivity.softmax_layers` selects. The
+            others keep their trained maps. `None` restores all layers.
 
     Returns:
         The model.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If nothing in the model was replaced.
+        ValueError: If nothing in the model was replaced, or `include` names a layer
+            that is not linear, or none.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -174,6 +178,15 @@ def restore_attention(model):
             "`model` must have linear attention. Received: "
             f"model={title(model)}. It holds:\n{_listing(sites)}"
         )
+    if include is not None:
+        linear = select(sites, include, None)
+        softmax = [site for site in linear if not site.is_linear]
+        if softmax or not linear:
+            raise ValueError(
+                "`include` must select layers with linear attention. Received: "
+                f"include={include!r:.80}, which selects"
+                + (f":\n{_listing(softmax)}" if softmax else " no layer.")
+            )
     trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
     if trained:
         warnings.warn(

@@ -25,6 +25,7 @@ MECHANISMS = {
     "window": {"feature_map": "favorplus", "num_features": 16, "window": 3},
     "sliding": {
         "feature_map": "favorplus", "num_features": 16, "window": 2, "sliding": True,
+        "sinks": 2,
     },
     "signed": {"feature_map": "poisson", "num_features": 16},
     "polynomial": {"feature_map": "polysketch"},

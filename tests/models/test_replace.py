@@ -113,6 +113,27 @@ def test_replace_and_restore(name):
     np.testing.assert_array_equal(output(model), softmax)
 
 
+def test_some_layers_are_restored(tmp_path):
+    first, second = (x.path for x in keras_rfattn.describe_attention(make()).rows)
+    model = keras_rfattn.replace_attention(make(), "favorplus", seed=0)
+    assert keras_rfattn.restore_attention(model, include=first) is model
+    expected = make()
+    keras_rfattn.replace_attention(expected, "favorplus", seed=0, include=second)
+    np.testing.assert_array_equal(output(model), output(expected))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(output(loaded), output(model))
+    before = snapshot(model)
+    for include in (first, [first, second]):
+        with pytest.raises(ValueError, match="`include` must select layers with lin"):
+            keras_rfattn.restore_attention(model, include=include)
+    with pytest.raises(ValueError, match="`include`"):
+        keras_rfattn.restore_attention(model, include="nowhere")
+    assert snapshot(model) == before
+    keras_rfattn.restore_attention(model, include=second)
+    assert not keras_rfattn.describe_attention(model).replaced
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "subclassed"])
 def test_keras_file_round_trip(name, tmp_path):
