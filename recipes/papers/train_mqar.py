@@ -35,7 +35,8 @@ MECHANISMS = {
 # Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, results="train_mqar.jsonl", mechanisms=list(MECHANISMS),
-    widths=[16, 64, 256], seeds=[0], length=64, pairs=8, vocabulary=256, window=4, steps=1500, num_layers=2,
+    widths=[16, 64, 256], seeds=[0], length=64, pairs=8, vocabulary=256, window=4,
+    steps=1500, num_layers=2,
     num_heads=2, head_dim=32, examples=512, batch=64, rate=2e-3,
 )  # fmt: skip
 tiny = {k: x for k, x in TINY.items() if k != "context"}
