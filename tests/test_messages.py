@@ -158,7 +158,13 @@ def test_numbers_of_numpy_are_numbers(name, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["feature_map", "num_features", "seed", "window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "feature_map", "num_features", "seed", "window", "drop_sliding_window",
+        "drop_soft_cap",
+    ],
+)  # fmt: skip
 def test_a_preset_is_not_loaded_for_wrong_arguments(name):
     pytest.importorskip("keras_hub")
     for wrong in WRONG[name]:

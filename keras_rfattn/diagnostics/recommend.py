@@ -185,7 +185,9 @@ def _recorded(model, data, max_tokens, verbose):
     layers = model._flatten_layers()
     is_softmax = not any(isinstance(layer, LinearAttention) for layer in layers)
     if is_softmax:
-        replace_attention(model, "favorplus", num_features=1, seed=0)
+        replace_attention(
+            model, "favorplus", num_features=1, seed=0, drop_soft_cap=True
+        )
     try:
         recorded = record(model, data, True, max_tokens, verbose)
         paths = {id(site.layer): site.path for site in survey(model)}

@@ -1,5 +1,6 @@
 """Loads a softmax preset and replaces its attention in one call."""
 
+from keras_rfattn.feature_maps.arguments import check_flag
 from keras_rfattn.models.matching import check_mechanism
 from keras_rfattn.models.replace import replace_attention
 from keras_rfattn.ops.options import Options
@@ -15,6 +16,8 @@ def from_preset(
     exclude=None,
     seed=None,
     softmax_heads=None,
+    drop_sliding_window=False,
+    drop_soft_cap=False,
     **kwargs,
 ):
     """Loads a KerasHub preset and makes its attention linear.
@@ -36,6 +39,10 @@ def from_preset(
         seed: Seed of the random vectors; see `replace_attention`.
         softmax_heads: Dict from layer paths or patterns to the query heads that stay
             softmax; see `replace_attention`.
+        drop_sliding_window: Whether to replace layers with a sliding window too; see
+            `replace_attention`.
+        drop_soft_cap: Whether to replace layers with a soft cap on their logits; see
+            `replace_attention`.
         **kwargs: Options of `replace_attention` (`window`, `sliding`, `block_size`).
             All other arguments, such as `num_classes`, are passed to KerasHub's
             `from_preset`.
@@ -72,8 +79,10 @@ def from_preset(
             f"'TextClassifier' or 'CausalLM'. Received: task={task!r}."
         )
     options = Options.take(kwargs)
-    # Raises for an invalid mechanism before gigabytes of weights are loaded.
+    # Raises for invalid arguments before gigabytes of weights are loaded.
     check_mechanism(feature_map, num_features, seed)
+    check_flag("drop_sliding_window", drop_sliding_window)
+    check_flag("drop_soft_cap", drop_soft_cap)
     model = loader.from_preset(preset, **kwargs)
     return replace_attention(
         model,
@@ -83,5 +92,7 @@ def from_preset(
         exclude=exclude,
         seed=seed,
         softmax_heads=softmax_heads,
+        drop_sliding_window=drop_sliding_window,
+        drop_soft_cap=drop_soft_cap,
         **options.config(),
     )
