@@ -46,12 +46,13 @@ parser.add_argument("--block-windows", action="store_true",
                     help="without the window before a query's own")  # fmt: skip
 parser.add_argument("--trainable", default="maps", help="in stage 'features'")
 parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
+parser.add_argument("--speeches", type=int, help="number of messages; all by default")
 parser.add_argument("--load", help="maps to evaluate; nothing is trained")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 args = parse(
     parser, steps=2, feature_steps=2, tokens=48, feature_tokens=32, window=8,
     num_features=8, softmax_layers=1, rules=["first"], tests=[], lengths=[64],
-    tested=48, rows=2, examples=1,
+    tested=48, rows=2, examples=1, speeches=0,
 )  # fmt: skip
 
 import numpy as np
@@ -63,6 +64,7 @@ from keras_rfattn import diagnostics
 from keras_rfattn.diagnostics import recall
 from keras_rfattn.layers.attend import Attention
 from keras_rfattn.layers.recording import recording
+from keras_rfattn.models.survey import survey
 
 EDGES = 0, 128, 512, 1024, 2048, 4096, 8192
 MAX_ROWS = 128
@@ -99,7 +101,7 @@ def trained(args, model, encode, seed):
         model, args.mechanism, num_features=args.num_features, window=args.window,
         sliding=not args.block_windows, sinks=args.sinks, seed=seed,
     )  # fmt: skip
-    speeches, _ = decoders.speeches()
+    speeches, _ = decoders.speeches(args.speeches)
     texts = [decoders.wikitext(args.data_dir, "valid"), *speeches]
     stages = {
         "attention": (args.steps, args.tokens, "maps"),
@@ -122,27 +124,23 @@ def trained(args, model, encode, seed):
 
 
 def layers_of(model):
-    """Returns the linear attention layers of a model, in its order."""
-    rows = keras_rfattn.describe_attention(model).rows
-    layers = {x.path: x for x in model._flatten_layers()}
-    return [layers[row.path] for row in rows if row.mechanism != "softmax"]
+    """Returns a dict from paths to linear attention layers, in the model's order."""
+    return {site.path: site.layer for site in survey(model) if site.is_linear}
 
 
-def softmax_in(model, layers):
-    """Context manager in which some linear layers compute softmax attention.
+def softmax_in(model, paths):
+    """Context manager in which the layers of some paths compute softmax attention.
 
     Stage "attention" trains each layer on the inputs that it has in the softmax model.
     The maps of the other layers therefore fit hybrids too.
     """
-    kept = set(map(id, layers))
-    return recording(
-        [(x, Attention.softmax) for x in layers_of(model) if id(x) in kept]
-    )
+    layers = layers_of(model)
+    return recording([(layers[path], Attention.softmax) for path in paths])
 
 
 def choices(args, model, encode, seed):
-    """Returns a dict from rules to the layers that stay softmax by them."""
-    layers, count = layers_of(model), args.softmax_layers
+    """Returns a dict from rules to the paths of layers that stay softmax by them."""
+    layers, count = list(layers_of(model)), args.softmax_layers
     if not 0 < count < len(layers):
         return {}
     generator = np.random.default_rng(seed)
@@ -159,8 +157,7 @@ def choices(args, model, encode, seed):
         examples += recall.needle(encode, length, 1, num_examples=4, seed=1000 + seed)
         parts = diagnostics.sensitivity(model, None, recall.metric(examples))
         print(parts, flush=True)
-        paths = set(parts.softmax_layers(count))
-        found["recall"] = [x for x in layers if x.path in paths]
+        found["recall"] = parts.softmax_layers(count)
     return {f"hybrid {rule}": found[rule] for rule in args.rules}
 
 
@@ -172,7 +169,7 @@ def perplexity(model, rows):
 
 def by_position(args, model, encode, name, row, tested):
     """Measures perplexity by position, on WikiText-2 and on held-out messages."""
-    _, speeches = decoders.speeches()
+    _, speeches = decoders.speeches(args.speeches)
     texts = {"wikitext2": tested}
     longest = max(args.lengths)
     long = [x for x in speeches if len(x) > 6 * longest]
@@ -188,7 +185,7 @@ def by_position(args, model, encode, name, row, tested):
 
 def tell_recall(args, model, encode, name, test, row):
     """Measures a recall test at every length."""
-    _, speeches = decoders.speeches()
+    _, speeches = decoders.speeches(args.speeches)
     text = "\n".join(speeches) or decoders.wikitext(args.data_dir, "test")
     kind = int(test[-1]) if test.startswith("needle") else None
     for length in args.lengths:

