@@ -62,7 +62,7 @@ from common.results import command, tell
 import keras_rfattn
 from keras_rfattn import diagnostics
 from keras_rfattn.diagnostics import recall
-from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import recording
 from keras_rfattn.models.survey import survey
 

@@ -74,7 +74,7 @@ MUTANTS = {
         "ops/test_bidirectional.py::test_hidden_keys_may_hold_anything",
     ),
     "queries scaled twice": Mutant(
-        "layers/attend.py", "prepared", "query * side", "query * side * side",
+        "layers/attention.py", "prepared", "query * side", "query * side * side",
         "layers/test_attention_layers.py::test_wide_features_approach_softmax",
     ),
     "a sketch without its root of r": Mutant(
@@ -92,7 +92,7 @@ MUTANTS = {
         "state.numerator", "layers/test_not_finite.py::test_a_state_remembers",
     ),
     "bad tokens in a statistic": Mutant(
-        "layers/attend.py", "with_finite_tokens",
+        "layers/attention.py", "with_finite_tokens",
         "finite is not None and self.training", "False",
         "layers/test_not_finite.py::test_statistics_of_training_leave_it_out",
     ),

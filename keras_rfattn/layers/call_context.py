@@ -65,7 +65,7 @@ class Interceptor(abc.ABC):
         """Returns the output of the layer's linear heads, or `None` to compute it.
 
         Args:
-            call: The `layers.attend.Attention`, after projections and masks.
+            call: The `layers.attention.Attention`, after projections and masks.
 
         Returns:
             Array of shape `(B, T, N, V)`. With `None`, the layer computes linear

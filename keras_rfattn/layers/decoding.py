@@ -36,7 +36,7 @@ def onward(call, state=None, passed=None):
     """Computes attention of new tokens to a state and to earlier new tokens.
 
     Args:
-        call: A causal `layers.attend.Attention` of T new tokens. Its `mask.key_mask`
+        call: A causal `layers.attention.Attention` of T new tokens. Its `mask.key_mask`
             says which of them enter the state.
         state: An `ops.State`, or an `ops.LocalState` if the layer has a window. `None`
             is the state before any token.

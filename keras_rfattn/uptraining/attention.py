@@ -179,9 +179,9 @@ def layer_errors(teacher, student, dropped, offset, max_rows):
     """Measures how far linear attention is from softmax attention.
 
     Args:
-        teacher: `layers.attend.Attention` with the queries, keys and values of the
+        teacher: `layers.attention.Attention` with the queries, keys and values of the
             softmax model.
-        student: `layers.attend.Attention` with those of the linear model.
+        student: `layers.attention.Attention` with those of the linear model.
         dropped: Booleans `(B,)`, true for sequences whose window is left out.
         offset: Number in [0, 1) that selects which rows are compared if the sequence
             has more than `max_rows` of them.

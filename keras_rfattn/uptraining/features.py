@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from keras_rfattn.backend import without_gradients
-from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import recording
 
 TINY = 1e-9

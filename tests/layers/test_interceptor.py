@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn.layers import MultiHeadAttention
-from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.call_context import Interceptor, context_of
 from keras_rfattn.layers.recording import recording
 from tests import helpers as h

@@ -7,7 +7,8 @@ import pytest
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.layers.attend import Attention, attend
+from keras_rfattn.layers.attend import attend
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.decoding import looked_up, onward
 from keras_rfattn.ops import AttentionMask, Options
 from tests import helpers as h

@@ -10,7 +10,7 @@ from keras import ops
 import keras_rfattn
 from keras_rfattn import feature_maps
 from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention, attend
-from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.ops import AttentionMask, Options, softmax_attention
 from keras_rfattn.uptraining.attention import layer_errors

@@ -6,7 +6,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import generation
-from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import linear_layers, record, recording
 from tests.marks import first_on_jax, slow_on_jax
 from tests.models import families

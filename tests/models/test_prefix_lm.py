@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import recording
 from tests import helpers as h
 from tests.marks import ONE_BACKEND

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.ops import AttentionMask, Options
 from keras_rfattn.ops.layout import merge_heads, split_heads
 from keras_rfattn.uptraining import attention

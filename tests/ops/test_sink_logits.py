@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn import feature_maps, layers, ops
-from keras_rfattn.layers.attend import Attention
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.decoding import onward
 from keras_rfattn.ops.sink_logits import SinkMap
 from tests import helpers as h

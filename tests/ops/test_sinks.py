@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.layers.attend import Attention, attend
+from keras_rfattn.layers.attend import attend
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.decoding import onward
 from keras_rfattn.ops import AttentionMask, Options, exact_attention
 from tests import helpers as h

@@ -1,0 +1,310 @@
+"""One call of an attention layer, and the ways to compute its output.
+
+Shapes use B for the batch, T for the number of queries, S for the number of keys, K for
+key/value heads, N for query heads (a multiple of K), H for the head dim and V for the
+size of values.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from keras import ops
+
+from keras_rfattn import fused
+from keras_rfattn.backend import (
+    by_rows,
+    fits,
+    narrow_inputs,
+    product,
+    smaller,
+    wide_dtype,
+)
+from keras_rfattn.layers.not_finite import judge, marked
+from keras_rfattn.ops.bidirectional import bidirectional
+from keras_rfattn.ops.causal import causal
+from keras_rfattn.ops.deferred import Deferred, Scaled
+from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.kernel_attention import Softmax, exact_attention, unit
+from keras_rfattn.ops.masks import AttentionMask, needed
+from keras_rfattn.ops.options import Options
+from keras_rfattn.ops.sequence_parallel import over_devices, sequence_axis
+from keras_rfattn.ops.sink_logits import append_ones, append_sinks
+from keras_rfattn.ops.sinks import Sinks, first_tokens
+from keras_rfattn.ops.windows import Local, local_attention
+
+# Exponent of a feature that is negligible compared to any weight of a window.
+NEGLIGIBLE = -1e5
+PLAIN = Softmax()
+
+
+def of_finite_tokens(method):
+    """Decorator that hides tokens that are not finite from a method of `Attention`.
+
+    Rows of the output that see such a token become NaN.
+    """
+
+    @functools.wraps(method)
+    def output(self):
+        call, finite = self.with_finite_tokens()
+        return marked(method(call), finite, self.mask)
+
+    return output
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One call of an attention layer, with several methods to compute its output.
+
+    Attributes:
+        query: Queries of shape `(B, T, N, H)`, not scaled.
+        key: Keys of shape `(B, S, K, H)`, not scaled. Hidden keys are 0.
+        value: Values of shape `(B, S, K, V)`. Hidden values are 0.
+        mask: An `AttentionMask` without an offset. Its `key_mask` has shape `(B, S)` or
+            is `None`.
+        scale: Factor on `q · k`.
+        feature_map: A `FeatureMap` that is built for K heads of dim H.
+        options: The `ops.Options`.
+        training: Whether stored statistics are updated.
+        counted: Boolean masks `(B, T)` and `(B, S)` of the queries and keys that may
+            enter statistics, or `None` for all.
+        softmax_kernel: `ops.Softmax`, the kernel of the layer's own softmax attention.
+        sink_logits: Array of shape `(N,)`, a logit per query head whose weight is in
+            the denominator of softmax only. `None` if the layer has none. The
+            `feature_map` knows them, too.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    mask: AttentionMask
+    scale: float
+    feature_map: Any
+    options: Options
+    training: bool = False
+    counted: tuple | None = None
+    softmax_kernel: Softmax = PLAIN
+    sink_logits: Any = None
+
+    @property
+    def logit_scale(self):
+        """Factor that turns a dot product of `scaled` vectors into a softmax logit."""
+        return 1 / (math.sqrt(self.query.shape[-1]) * self.scale)
+
+    def scaled(self):
+        """Returns queries and keys, each multiplied by the square root of the scale."""
+        side = math.sqrt(self.scale)
+        return tuple(x * side for x in self.wide())
+
+    def softmax_terms(self):
+        """Returns the queries, keys and kernel of the layer's own softmax attention."""
+        query, key = self.scaled()
+        query, kernel = query * self.logit_scale, self.softmax_kernel
+        if self.sink_logits is not None:
+            query, key = append_sinks(query, self.sink_logits), append_ones(key)
+            kernel = dataclasses.replace(kernel, has_offset=True)
+        return query, key, kernel
+
+    def wide(self):
+        """Returns queries and keys in float32 or float64."""
+        return tuple(ops.cast(x, wide_dtype(x)) for x in (self.query, self.key))
+
+    @property
+    def query_mask(self):
+        """Mask of shape `(B, T)`, true for queries that are real tokens, or `None`."""
+        mask = self.mask
+        if mask.query_mask is None and mask.self_attention:
+            return mask.key_mask
+        return mask.query_mask
+
+    def replace(self, **changes):
+        """Returns a copy with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
+    def with_finite_tokens(self):
+        """Returns a copy in which 0 replaces the tokens that are not finite.
+
+        The second value is a `Finite` that is true for finite tokens, or `None` if all
+        are. The others do not enter the statistics that training stores.
+        """
+        *tokens, finite = judge(self.query, self.key, self.value)
+        call = self.replace(**dict(zip(("query", "key", "value"), tokens, strict=True)))
+        if finite is not None and self.training:
+            call = call.replace(counted=[ops.all(x, axis=(2, 3)) for x in finite])
+        return call, finite
+
+    def without_window(self):
+        """Returns the same call without a window; sinks stay exact."""
+        options = dataclasses.replace(self.options, window=None, sliding=False)
+        return self.replace(options=options)
+
+    def features_alone(self):
+        """Computes attention to all keys by features, without window and sinks."""
+        call = self.without_window()
+        options = dataclasses.replace(call.options, sinks=0)
+        return call.replace(options=options).linear()
+
+    def prepared(self):
+        """Returns `(query, key, stats)`, the inputs of the feature methods."""
+        query, key = self.feature_map.prepare(*self.wide())
+        mask, temperature = self.mask, self.options.temperature
+        side = math.sqrt(self.scale)
+        if temperature is not None:
+            (query, _), (key, _), side = unit(query), unit(key), temperature**-0.5
+        query, key = query * side, key * side
+        masks = self.query_mask, mask.key_mask
+        if self.counted is not None:
+            pairs = zip(masks, self.counted, strict=True)
+            masks = [x if m is None else ops.logical_and(m, x) for m, x in pairs]
+        stats = self.feature_map.statistics(
+            query,
+            key,
+            *masks,
+            causal=mask.causal or not mask.self_attention,
+            training=self.training,
+        )
+        return query, key, stats
+
+    def deferred(self, query, key, stats):
+        """Returns the `Deferred` features of the results of `prepared`."""
+        return (
+            self.feature_map.deferred("query_features", query, stats),
+            self.feature_map.deferred("key_features", key, stats),
+        )
+
+    def with_sinks(self, features, query, key, key_mask):
+        """Adds the features of sinks, if the options have any.
+
+        Args:
+            features: Query features and key features, computed or `Deferred`.
+            query: Queries as returned by `prepared`, one for each query feature.
+            key: Keys as returned by `prepared`, of shape `(B, S, K, H)`.
+            key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
+        """
+        if not self.options.sinks:
+            return features
+        first, position = first_tokens(key, self.options.sinks, key_mask)
+        sinks = Sinks(first, self.feature_map.exact_kernel)
+        queries, keys = features
+        return sinks.of_queries(queries, query), sinks.of_keys(keys, position)
+
+    def _narrow(self, deferred):
+        """Makes deferred features keep 16-bit inputs, if the backend prefers that.
+
+        They stay as they are if the inputs are wider, if the map or the options change
+        the inputs first, or if sinks add columns to them.
+        """
+        options = self.options
+        is_changed = self.feature_map.is_preparing or options.temperature
+        is_changed = is_changed or options.sinks
+        tokens = self.query, self.key
+        if is_changed or not narrow_inputs(tokens):
+            return deferred
+        side = math.sqrt(self.scale)
+        return tuple(
+            Deferred(Scaled(x.function, side), token, x.parameters)
+            for x, token in zip(deferred, tokens, strict=True)
+        )
+
+    @of_finite_tokens
+    def softmax(self):
+        """Computes softmax attention, at a cost of O(T · S)."""
+        query, key, kernel = self.softmax_terms()
+        masks = self.mask.key_mask, self.mask.causal, self.mask.prefix_mask
+        return exact_attention(query, key, self.value, kernel, *masks)
+
+    def zero(self):
+        """Returns an output of zeros, `(B, T, N, V)`."""
+        shape = (*ops.shape(self.query)[:-1], self.value.shape[-1])
+        return ops.zeros(shape, dtype=self.value.dtype)
+
+    @of_finite_tokens
+    def mean_of_values(self):
+        """Computes uniform attention: the mean of the values that a query sees."""
+        features = (_one_feature(x, 0.0) for x in self.wide())
+        mask, key_mask = self.mask, self.mask.key_mask
+        size = self.options.block_size
+        if mask.causal:
+            prefix = mask.prefix_mask
+            return causal(*features, self.value, key_mask, size, prefix_mask=prefix)
+        return bidirectional(*features, self.value, key_mask)
+
+    @of_finite_tokens
+    def window_alone(self):
+        """Computes attention to the window and the sinks only.
+
+        The output is 0 if there is no window.
+        """
+        window, mask = self.options.window, self.mask
+        if window is None:
+            return self.zero()
+        query, key, _ = self.prepared()
+        kernel = self.feature_map.exact_kernel
+        local = Local(query, key, kernel, window, self.options.sliding)
+        features = _one_feature(query, 0.0), _one_feature(key, NEGLIGIBLE)
+        features = self.with_sinks(features, query, key, mask.key_mask)
+        return local_attention(*features, self.value, local, mask.key_mask, mask.causal)
+
+    @of_finite_tokens
+    def linear(self):
+        """Computes linear attention, by the algorithm for the mask and the options."""
+        query, key, stats = self.prepared()
+        masks = self.mask.key_mask, self.mask.prefix_mask
+        arrays = query, key, self.value, *masks, stats
+        length, heads = query.shape[1], query.shape[2]
+        if self.mask.causal:
+            length = smaller(length, self.options.block_length)
+        elif self.options.window is None:
+            heads = 1  # because the algorithm processes heads in turn
+        size = product(heads, length, self.feature_map.output_dim)
+        # If products of features equal the kernel, and there are no more keys than
+        # features, then the kernel gives the same output at no greater cost.
+        is_equal = self.feature_map.has_exact_features and self.options.window is None
+        is_short = is_equal and fits(key.shape[1], self.feature_map.output_dim)
+        is_exact = self.feature_map.is_exact or is_short
+        return by_rows(self._by_kernel if is_exact else self._by_features, arrays, size)
+
+    def _by_kernel(self, query, key, value, visible, prefix, _):
+        """Computes `linear` from the kernel of each query and key."""
+        masks = needed(visible), self.mask.causal, prefix
+        kernel = self.feature_map.exact_kernel
+        return exact_attention(query, key, value, kernel, *masks)
+
+    def _by_features(self, query, key, value, visible, prefix, stats):
+        """Computes `linear` from features of the results of `prepared`."""
+        causal_mask, window = self.mask.causal, self.options.window
+        key_mask, lengths = needed(visible), (query.shape[1], key.shape[1])
+        deferred, local = self._narrow(self.deferred(query, key, stats)), None
+        deferred = self.with_sinks(deferred, query, key, key_mask)
+        if window is not None:
+            if not (causal_mask or self.mask.self_attention):
+                raise ValueError(
+                    "A `window` needs self-attention, where queries and keys are the "
+                    f"same tokens. Received: window={window} in cross-attention. Leave "
+                    "such layers out (`exclude=`)."
+                )
+            kernel = self.feature_map.exact_kernel
+            local = Local(query, key, kernel, window, self.options.sliding)
+        tokens = query, key
+        output = fused.attention(
+            tokens, deferred, value, local, key_mask, causal_mask, self.options
+        )
+        if output is not None:
+            return output
+        devices = sequence_axis(*lengths, self.options, causal_mask)
+        if devices is not None and prefix is None:
+            return over_devices(
+                *deferred, value, local, key_mask, self.options, causal_mask, *devices
+            )
+        if local is not None:
+            return local_attention(*deferred, value, local, key_mask, causal_mask)
+        if causal_mask:
+            size = self.options.block_size
+            return causal(*deferred, value, key_mask, size, prefix_mask=prefix)
+        return bidirectional(*deferred, value, key_mask)
+
+
+def _one_feature(x, log_scale):
+    """Returns `Features` of width 1 that equal `exp(log_scale)` for all tokens of x."""
+    return Features(None, ops.zeros_like(x[..., :1]) + log_scale)
