@@ -153,8 +153,9 @@ def choices(args, model, encode, seed):
     }
     if "recall" in args.rules:
         length = min(args.lengths)
-        examples = recall.passkey(encode, length, 4, seed=1000 + seed)
-        examples += recall.needle(encode, length, 1, num_examples=4, seed=1000 + seed)
+        given = {"num_examples": max(1, args.examples // 2), "seed": 1000 + seed}
+        examples = recall.passkey(encode, length, **given)
+        examples += recall.needle(encode, length, 1, **given)
         parts = diagnostics.sensitivity(model, None, recall.metric(examples))
         print(parts, flush=True)
         found["recall"] = parts.softmax_layers(count)
@@ -177,10 +178,12 @@ def by_position(args, model, encode, name, row, tested):
         texts["sotu"] = decoders.rows(long, encode, longest, args.rows)
     for text, rows in texts.items():
         found = recall.perplexity_by_position(model, rows, EDGES)
+        # The first token of a row is not predicted.
+        counts = [stop - max(start, 1) for start, stop in found]
+        whole = np.exp(np.average(np.log(list(found.values())), weights=counts))
         found = {f"{a} to {b}": round(x, 3) for (a, b), x in found.items()}
-        whole = perplexity(model, rows)
         tell(args, {"test": "perplexity", "model": name, "text": text, **row,
-                    "whole": round(whole, 3), **found})  # fmt: skip
+                    "whole": round(float(whole), 3), **found})  # fmt: skip
 
 
 def tell_recall(args, model, encode, name, test, row):

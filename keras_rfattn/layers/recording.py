@@ -101,15 +101,22 @@ class Recorder(Interceptor):
         layer: The `LinearAttention`.
         exact: Whether the layer computes softmax attention.
         max_tokens: Maximum number of queries and of keys that are kept of a sequence.
+        ranks: Iterator of numbers, shared by all layers of a model.
+
+    Attributes:
+        sequences: List of `Sequence`.
+        rank: Number that is smaller for layers that are called earlier.
     """
 
-    def __init__(self, layer, exact, max_tokens):
+    def __init__(self, layer, exact, max_tokens, ranks):
         self.num_heads, _ = layer._kv_shape()
         self.exact, self.max_tokens = exact, max_tokens
-        self.sequences = []
+        self.sequences, self.ranks, self.rank = [], ranks, None
 
     def __call__(self, call):
         """Adds the sequences of a batch; see `Interceptor`."""
+        if self.rank is None:
+            self.rank = next(self.ranks)
         query, key = call.scaled()
         normalized_query = normalized_key = None
         if call.options.temperature is not None:
@@ -222,7 +229,8 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
 
     Returns:
         List of `(path, layer, sequences)`, one for each linear attention layer that
-        received a real token. `sequences` is a list of `Sequence`s.
+        received a real token, in the order in which layers are called. `sequences` is a
+        list of `Sequence`s.
 
     Raises:
         ValueError: If `max_tokens` is not a positive integer, `data` is not an
@@ -241,12 +249,12 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
     check_sizes(max_tokens=max_tokens)
     check_batches(data)
     layers = linear_layers(model)
-    recorders = [Recorder(x, exact, max_tokens) for x in layers]
+    ranks = itertools.count()
+    recorders = [Recorder(x, exact, max_tokens, ranks) for x in layers]
     with recording(list(zip(layers, recorders, strict=True))):
         for batch in progress(data, verbose):
             run(model, batch, data=data)
-    return [
-        (layer.path, layer, recorder.sequences)
-        for layer, recorder in zip(layers, recorders, strict=True)
-        if recorder.sequences
-    ]
+    pairs = zip(layers, recorders, strict=True)
+    found = [(x.rank, layer, x) for layer, x in pairs if x.sequences]
+    found.sort(key=lambda entry: entry[0])
+    return [(layer.path, layer, x.sequences) for _, layer, x in found]

@@ -1,3 +1,5 @@
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -69,7 +71,7 @@ def test_a_prefix_is_recorded():
     )
     layer = keras_rfattn.layers.MultiHeadAttention(x.value.shape[2], 4)
     layer.build((2, 9, 8), (2, 9, 8))
-    recorder = Recorder(layer, True, 1024)
+    recorder = Recorder(layer, True, 1024, itertools.count())
     arrays = [keras.ops.convert_to_tensor(y) for y in x]
     output = h.to_numpy(attend(*arrays, feature_map, mask, recorder=recorder))
     for row, found in enumerate(recorder.sequences):
@@ -324,3 +326,16 @@ def test_what_no_attention_reaches_needs_none():
     found = diagnostics.recommend(model(), batches(0.01), 0.2, widths=(8,), verbose=0)
     assert found.control < 0.2
     assert found.mechanism is None and "shows nothing about attention" in str(found)
+
+
+def test_layers_are_recorded_in_the_order_of_their_calls():
+    keras_hub = pytest.importorskip("keras_hub")
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=9, num_layers=3, num_heads=1, hidden_dim=8, intermediate_dim=8,
+        max_sequence_length=4,
+    )  # fmt: skip
+    keras_rfattn.replace_attention(backbone, "favorplus", num_features=4, seed=0)
+    ids = np.ones((1, 4), "int32")
+    batch = {"token_ids": ids, "padding_mask": ids}
+    numbers = [path.split("layer_")[1][0] for path, *_ in record(backbone, [batch])]
+    assert numbers == ["0", "1", "2"]
