@@ -2,14 +2,18 @@
 
     python benchmarks/decoding.py [--contexts 512 1024 4096 16384 65536] [--batch 1 8]
 
-A GPT-2 of one layer with 12 heads of 64 runs with softmax and its cache of keys and
-values, and with each mechanism and its state. They take turns of some tokens each. The
+A GPT-2 of one layer with 12 heads of 64 (`--model gpt2`), or a Llama of the shape of
+SmolLM2-135M (30 layers, 9 query heads and 3 key heads of 64; `--model smollm2`), runs
+with softmax and its cache of keys and values, and with each mechanism and its state. A
+mechanism "favorpp window 64 sliding sinks 4 softmax 8" keeps 8 layers softmax, spread
+evenly. They take turns of some tokens each. The
 benchmark prints milliseconds per token (median and minimum), bytes kept per sequence,
 and the speed relative to softmax. The values in a cache do not change the time of
 reading it, so softmax's cache is zeros and states have seen only 64 tokens.
 """
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -21,6 +25,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     contexts = [512, 1024, 4096, 16384, 65536]
     parser.add_argument("--contexts", nargs="+", type=int, default=contexts)
+    parser.add_argument("--model", choices=("gpt2", "smollm2"), default="gpt2")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS)
     parser.add_argument("--num-features", type=int, default=256)
@@ -43,27 +48,44 @@ from keras import ops
 import keras_rfattn
 from keras_rfattn import generation
 
-HEADS, DIM, SEEN, BURST = 12, 64, 64, 6
+DIM, SEEN, BURST = 64, 64, 6
+# Layers and key heads of the models.
+SHAPES = {"gpt2": (1, 12), "smollm2": (30, 3)}
 
 
-def build(mechanism, longest, num_features):
+def softmax_model(name, longest):
     keras.utils.set_random_seed(0)
-    backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=100, num_layers=1, num_heads=HEADS, hidden_dim=HEADS * DIM,
-        intermediate_dim=DIM, dropout=0.0, max_sequence_length=longest + 1,
-    )  # fmt: skip
-    model = keras_hub.models.GPT2CausalLM(backbone)
-    if mechanism != "softmax":
-        name, *window = mechanism.split(" window ")
-        takes_width = name not in ("hedgehog", "polysketch")
-        keras_rfattn.replace_attention(
-            model, name, num_features=num_features if takes_width else None, seed=0,
-            window=int(window[0]) if window else None,
+    if name == "gpt2":
+        backbone = keras_hub.models.GPT2Backbone(
+            vocabulary_size=100, num_layers=1, num_heads=12, hidden_dim=12 * DIM,
+            intermediate_dim=DIM, dropout=0.0, max_sequence_length=longest + 1,
         )  # fmt: skip
-    return model
+        return keras_hub.models.GPT2CausalLM(backbone)
+    backbone = keras_hub.models.Llama3Backbone(
+        vocabulary_size=49152, num_layers=30, num_query_heads=9, hidden_dim=9 * DIM,
+        intermediate_dim=1536, num_key_value_heads=3, rope_max_wavelength=1e5,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return keras_hub.models.Llama3CausalLM(backbone)
 
 
-def stepper(model, longest, batch):
+def build(args, mechanism, longest):
+    model = softmax_model(args.model, longest)
+    if mechanism == "softmax":
+        return model
+    name, *words = mechanism.split()
+    numbers = {k: int(n) for k, n in itertools.pairwise(words) if n.isdigit()}
+    takes_width = name not in ("hedgehog", "polysketch")
+    paths = [row.path for row in keras_rfattn.describe_attention(model).rows]
+    kept = np.linspace(0, len(paths) - 1, numbers.get("softmax", 0)).round()
+    return keras_rfattn.replace_attention(
+        model, name, num_features=args.num_features if takes_width else None, seed=0,
+        window=numbers.get("window"), sliding="sliding" in words,
+        sinks=numbers.get("sinks", 0), exclude=[paths[int(i)] for i in kept] or None,
+    )  # fmt: skip
+
+
+def stepper(args, model, longest, batch):
     """Returns a compiled `step` that decodes one more token, and its first `state`."""
 
     def step(token, state, index):
@@ -71,9 +93,11 @@ def stepper(model, longest, batch):
         return logits, state
 
     if not isinstance(model, keras_rfattn.models.saving.Carrier):
-        state = ops.zeros((batch, 1, 2, longest, HEADS, DIM))
+        layers, heads = SHAPES[args.model]
+        state = ops.zeros((batch, layers, 2, longest, heads, DIM))
     else:
-        _, state = generation.prefill(model, np.ones((batch, SEEN), "int32"))
+        ids = np.ones((batch, SEEN), "int32")
+        _, state = generation.prefill(model, ids, max_length=longest)
     if keras.backend.backend() == "jax":
         import jax
 
@@ -105,10 +129,10 @@ def size(state):
 def main(args):
     longest = max(args.contexts)
     names = ["softmax", *args.mechanisms]
-    models = {name: build(name, longest, args.num_features) for name in names}
+    models = {name: build(args, name, longest) for name in names}
     for batch in args.batch:
         for context in args.contexts:
-            steps = {k: stepper(m, context, batch) for k, m in models.items()}
+            steps = {k: stepper(args, m, context, batch) for k, m in models.items()}
             times = {name: [] for name in names}
             for _ in range(args.rounds):
                 for name, (step, state) in steps.items():
@@ -121,6 +145,7 @@ def main(args):
             for name, found in times.items():
                 row = {
                     "backend": keras.backend.backend(), "batch": batch,
+                    **({} if args.model == "gpt2" else {"model": args.model}),
                     "context": context, "mechanism": name,
                     "ms": round(float(np.median(found)), 3),
                     "least": round(min(found), 3), "bytes": size(steps[name][1]),

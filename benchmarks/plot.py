@@ -92,7 +92,7 @@ def peers(plt):
 
 def decoding(plt):
     """Plots milliseconds and bytes of one more token by context."""
-    found = rows("decoding", backend="jax", batch=1)
+    found = [x for x in rows("decoding", backend="jax", batch=1) if "model" not in x]
     figure, all_axes = plt.subplots(1, 2, figsize=(10, 4))
     for axes, (y, label) in zip(
         all_axes, (("ms", "ms a token"), ("bytes", "bytes kept")), strict=True

@@ -57,4 +57,4 @@ def told(options, feature_map):
     """Returns which implementation is used and why, as text for reports."""
     if options.implementation != "auto":
         return f"{options.implementation} as asked"
-    return f"xla ({obstacle(options, feature_map) or AUTO})"
+    return f"xla (Pallas kernels: {obstacle(options, feature_map) or AUTO})"

@@ -8,6 +8,7 @@ the Keras functions that load and write such files.
 """
 
 import functools
+import warnings
 
 import numpy as np
 from keras.src.legacy.saving import legacy_h5_format
@@ -55,16 +56,19 @@ def _check_marks(load, model, weights_store, visited):
 
     weights_store.get = get_marks
     try:
-        load(
-            model,
-            weights_store,
-            None,
-            inner_path="",
-            skip_mismatch=True,
-            visited_saveables=set(visited or ()),
-            failed_saveables=set(),
-            error_msgs={},
-        )
+        # Keras warns about what it does not find among the marks.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load(
+                model,
+                weights_store,
+                None,
+                inner_path="",
+                skip_mismatch=True,
+                visited_saveables=set(visited or ()),
+                failed_saveables=set(),
+                error_msgs={},
+            )
     finally:
         del weights_store.get
     for path, marks in shown.items():

@@ -53,7 +53,7 @@ def run(*case):
 
 cases = [
     ("favorpp", True, Options()), ("favorpp", False, Options()),
-    ("favorpp", False, Options(window=4, sliding=True)),
+    ("favorpp", False, Options(window=4, sliding=True, sinks=3)),
     ("polysketch", True, Options(window=4, sliding=True)),
     # Longer than the stretch of a device: left to the compiler.
     ("favorpp", True, Options(window=24)),
