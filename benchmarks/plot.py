@@ -126,7 +126,8 @@ def quality(plt):
     for file in sorted(shipped.glob("minilm_*/maps.json")):
         manifest = json.loads(file.read_text())
         metrics, (first, *_) = manifest["metrics"], manifest["layers"]
-        shares[f"{first['mechanism']} 64"] = metrics["share_of_softmax"]
+        vectors = first["feature_map"]["config"]["num_features"]
+        shares[f"{first['mechanism']} {vectors}"] = metrics["share_of_softmax"]
         control = metrics["control_zero_attention"] / metrics["softmax"]
     wanted = {"model": "bert", "training": False, "dropout": 0.0}
     found = map(tokens_of, rows("models", backend="jax", **wanted))
