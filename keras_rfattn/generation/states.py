@@ -183,10 +183,6 @@ def load(path, model):
             kind, i, name, dtype = key.split("/")
             x = ops.cast(ops.convert_to_tensor(x), dtype)
             layers.setdefault(i, (kind, {}))[1][name] = x
-        for kind, parts in layers.values():
-            if kind == "local" and "sink" not in parts:
-                # The file is older than sinks.
-                parts["sink"] = parts["key"][:, :, :0]
         layers = {
             i: KINDS[kind](**parts) if kind in KINDS else parts["pairs"]
             for i, (kind, parts) in layers.items()

@@ -111,7 +111,7 @@ def _one_more(call, query, key, stats, state, passed):
     if call.options.sinks:
         moved = Move(state, ops.shape(value)[:2], key_mask, passed)
         new = hide(split_heads(key, value.shape[2]), heads_mask(moved.new))
-        sink = moved.sinks(state.sink, new)
+        sink = moved.sinks(state, new)
         features = _with_sinks(call, features, query, sink, moved.added)
     state = extend_local_state(state, features[1], value, key, key_mask, passed)
     return read_local_state(state, features[0], query, feature_map.exact_kernel), state

@@ -5,6 +5,10 @@ exactly (one, or two with `sliding`), and the sums of each near window. It also 
 the sums of all windows before them; the sums of a near window are added to those as
 soon as a new window begins. Its size depends on the window alone, and windows are
 counted from a row's first visible token, as in `local_attention`.
+
+With sinks, the state also holds their keys, from which queries get their features (see
+`sinks`). They stand before those of the windows. Their values are in the sums, because
+each sink has a feature of its own.
 """
 
 from typing import Any, NamedTuple
@@ -47,15 +51,14 @@ class LocalState(NamedTuple):
         numerator: As in `State`: `(B, K, n + 1, V, M)`, float32.
         normalizer: As in `State`: `(B, K, n + 1, M)`, float32.
         magnitude: As in `State`: an array in the shape of `maximum`, float32.
-        key: Array of shape `(B, K, n · window, H)`: scaled keys of the near windows,
-            float32.
+        key: Array of shape `(B, K, s + n · window, H)`: scaled keys of the s sinks and
+            of the near windows, float32. With sinks, M is the width of the map's
+            features plus s.
         value: Array of shape `(B, K, n · window, V)`: values of the near windows.
         visible: Booleans of shape `(B, n · window)`: which of these tokens exist and
             are visible.
         position: Array of shape `(B,)`: number of tokens since the first visible one,
             int32.
-        sink: Array of shape `(B, K, s, H)`: scaled keys of the s sinks, float32. M is
-            then the width of the map's features plus s.
 
     Examples:
         >>> from keras_rfattn import ops
@@ -73,7 +76,21 @@ class LocalState(NamedTuple):
     value: Any
     visible: Any
     position: Any
-    sink: Any
+
+    @property
+    def num_near(self):
+        """The number of tokens in the near windows, `n · window`."""
+        return self.visible.shape[1]
+
+    @property
+    def sink_key(self):
+        """The keys of the sinks, `(B, K, s, H)`."""
+        return self.key[:, :, : self.key.shape[2] - self.num_near]
+
+    @property
+    def near_key(self):
+        """The keys of the near windows, `(B, K, n · window, H)`."""
+        return self.key[:, :, self.key.shape[2] - self.num_near :]
 
 
 def init_local_state(
@@ -113,11 +130,10 @@ def init_local_state(
     scale_dim = width if sinks else scale_dim or feature_dim
     return LocalState(
         *no_sums((*lead, near + 1), width, value_dim, scale_dim),
-        ops.zeros((*kept, head_dim), dtype="float32"),
+        ops.zeros((*lead, sinks + near * window, head_dim), dtype="float32"),
         ops.zeros((*kept, value_dim), dtype=dtype),
         ops.zeros((batch_size, near * window), dtype="bool"),
         ops.zeros((batch_size,), dtype="int32"),
-        ops.zeros((*lead, sinks, head_dim), dtype="float32"),
     )
 
 
@@ -178,10 +194,9 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
     key = hide(key, new)
     visible = ops.expand_dims(state.visible, (1, 3)), ops.expand_dims(new, 3)
     return to_local_state(
-        sums, moved.keep(state.key, key),
+        sums, moved.sinks_before(state, key, moved.keep(state.near_key, key)),
         moved.keep(state.value, hide(value, new)),
         moved.keep(*visible)[:, 0, :, 0] & moved.exists, moved.position,
-        moved.sinks(state.sink, key),
     )  # fmt: skip
 
 
@@ -196,7 +211,7 @@ class Move:
 
     def __init__(self, state, shape, key_mask, passed):
         self.near, self.length = state.maximum.shape[2] - 1, shape[1]
-        self.window = window = state.key.shape[2] // self.near
+        self.window = window = state.num_near // self.near
         new = ops.ones(shape, "bool")
         self.new = new = new if key_mask is None else ops.cast(key_mask, "bool")
         passed = ops.ones_like(new) if passed is None else passed
@@ -246,8 +261,9 @@ class Move:
         exists = (index >= 0) & (index < self.elapsed)
         return clip(index, 0, self.length - 1), exists
 
-    def sinks(self, old, new):
-        """Returns the keys `(B, K, s, H)` of sinks, from those so far and new keys."""
+    def sinks(self, state, new):
+        """Returns the keys `(B, K, s, H)` of sinks, from a state and new keys."""
+        old = state.sink_key
         count = old.shape[2]
         if not count:
             return old
@@ -255,6 +271,11 @@ class Move:
         source = self.source(position + ops.zeros_like(self.old), 0, count)
         both = ops.concatenate([old, ops.cast(new, old.dtype)], axis=2)
         return take_along(both, ops.expand_dims(source, (1, 3)), axis=2)
+
+    def sinks_before(self, state, new, near):
+        """Returns the keys of a new state: those of sinks, then those in `near`."""
+        sinks, near = self.sinks(state, new), ops.cast(near, "float32")
+        return ops.concatenate([sinks, near], axis=2) if sinks.shape[2] else near
 
     def keep(self, old, new):
         """Returns the near slots `(B, K, n · window, ·)`, from old slots and tokens."""
@@ -310,7 +331,7 @@ def read_local_state(state, query_features, query, kernel):
     far = read(sums_at(state, 0), features, value.dtype)
     length, query = ops.shape(query)[1], split_heads(query, num_kv_heads)
     visible = ops.expand_dims(state.visible, (1, 2))
-    near = read_exactly(kernel, query, state.key, value, visible)
+    near = read_exactly(kernel, query, state.near_key, value, visible)
     output = normalize(combine(far, near), features)
     output = merge_heads(output, query_features.num_heads, length)
     return ops.cast(output, state.value.dtype)

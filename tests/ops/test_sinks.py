@@ -189,7 +189,7 @@ def test_states_are_the_parallel_pass(name, sliding, sizes):
     actual = np.concatenate(outputs, axis=1)
     seen = mask.cumsum(axis=1) > 0
     h.assert_close(actual[seen], expected[seen])
-    assert tuple(state.sink.shape) == (h.BATCH, h.KV_HEADS, SINKS, h.HEAD_DIM)
+    assert tuple(state.sink_key.shape) == (h.BATCH, h.KV_HEADS, SINKS, h.HEAD_DIM)
 
 
 def test_the_future_does_not_matter():

@@ -110,8 +110,6 @@ def test_prefill_then_steps(name, kind, sliding):
     whole = extended(empty(feature_map, sliding), arrays, mask)
     for a, b in zip(last, whole, strict=True):
         a, b = h.to_numpy(a), h.to_numpy(b)
-        if not a.size:  # there are no sinks
-            continue
         h.assert_close(a, b, 1e-4) if a.dtype.kind == "f" else h.assert_same(a, b)
 
 
@@ -151,8 +149,6 @@ def test_chunks_are_the_parallel_pass(name, kind, sliding):
     )  # fmt: skip
     for a, b in zip(state, whole, strict=True):
         a, b = h.to_numpy(a), h.to_numpy(b)
-        if not a.size:  # there are no sinks
-            continue
         h.assert_close(a, b, 1e-4) if a.dtype.kind == "f" else h.assert_same(a, b)
 
 
@@ -168,7 +164,7 @@ def test_content_of_hidden_tokens_changes_nothing():
         extended(empty(feature_map, True), x, mask)
         for x in (arrays, (arrays[0], *spoiled))
     )
-    for x, y in zip(a[:-1], b[:-1], strict=True):  # there are no sinks
+    for x, y in zip(a, b, strict=True):
         h.assert_same(h.to_numpy(x), h.to_numpy(y))
 
 
