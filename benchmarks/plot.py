@@ -17,6 +17,7 @@ MEASURED = ("ms", "least", "times as fast", "ours times as fast", "share of matm
             "tera-operations", "weights GB", "refused")  # fmt: skip
 # Shapes of `models.py` with MiniLM's shape.
 LENGTHS = ("8 × 64", "8 × 128", "2 × 512", "1 × 2048")
+MARKERS = "os^D"
 # Plots rows with blocks of this many tokens, and the rows of softmax.
 TPU_BLOCK = 512
 
@@ -134,13 +135,11 @@ def quality(plt):
     figure, axes = plt.subplots(figsize=(7, 3.6))
     for name, (_, ms) in curves(found, "mechanism", "tokens", "ms").items():
         if name in shares:
-            line = axes.plot(ms, [shares[name]] * len(ms), marker="o", label=name)
-            color = line[0].get_color()
-            place = (0, 5) if name == "softmax" else (0, -12)
-            where = {"textcoords": "offset points", "xytext": place, "ha": "center"}
-            for x, length in zip(ms, LENGTHS, strict=True):
-                point = x, shares[name]
-                axes.annotate(length, point, fontsize=7, color=color, **where)
+            line = axes.plot(ms, [shares[name]] * len(ms), label=name)
+            for x, marker in zip(ms, MARKERS, strict=True):
+                axes.plot(x, shares[name], marker, color=line[0].get_color())
+    for length, marker in zip(LENGTHS, MARKERS, strict=True):
+        axes.plot([], [], marker, color="black", label=f"{length} tokens")
     axes.axhline(control, color="black", linewidth=1, label="control: zero attention")
     axes.set(xscale="log", ylim=(0.88, 1.015))
     axes.set_xticks(
@@ -149,8 +148,8 @@ def quality(plt):
     axes.minorticks_off()
     axes.set_xlabel("ms, forward pass (JAX, one core)")
     axes.set_ylabel("quality relative to softmax, STS")
-    axes.set_title("MiniLM; labels are batch × tokens", fontsize=10)
-    axes.legend(fontsize=8, loc="center right")
+    axes.set_title("MiniLM, by batch × tokens", fontsize=10)
+    axes.legend(fontsize=8, loc="center right", ncols=2)
     return figure
 
 
