@@ -221,7 +221,7 @@ def layer_errors(teacher, student, dropped, offset, max_rows):
         ratio = ops.log(wanted + TINY) - ops.log(given + TINY)
         divergence = ops.sum(ops.where(visible, wanted * ratio, 0), axis=-1)
         if kernel.has_offset:
-            # What the sink takes of a row is part of its distribution.
+            # The weight of the sink is a part of the distribution of a row.
             sink, own = (
                 ops.maximum(1 - ops.sum(x, axis=-1), TINY) for x in (wanted, given)
             )

@@ -19,6 +19,7 @@ from keras_rfattn.ops import (
 from tests import helpers as h
 from tests.feature_maps.cases import case
 from tests.marks import SLOW_ON_JAX
+from tests.ops.definition import weighed
 
 EXACT = FORMS = h.FORMS
 SOME = ("favor", "favorpp", "polysketch_learned")
@@ -68,34 +69,10 @@ def definition(name, window, sliding, causal, mask=None):
     visible = np.broadcast_to(mask[:, None, :], near.shape)
     if causal:
         visible = visible & np.tri(h.LENGTH, dtype=bool)
-    near, visible = near[:, None], visible[:, None]
-
-    def heads(x):
-        groups = h.HEADS // x.shape[2]
-        return ops.transpose(ops.repeat(x, groups, axis=2), (0, 2, 1, 3))
-
-    def dense(features):
-        features = features.dense()
-        scale = ops.exp(features.log_scale)
-        return heads(scale if features.values is None else scale * features.values)
 
     def call(query, key, value):
         query, key = scaled(feature_map, name, query, key)
-        stats = feature_map.statistics(query, key, causal=True)
-        far = ops.matmul(
-            dense(feature_map.query_features(query, stats)),
-            ops.swapaxes(dense(feature_map.key_features(key, stats)), -1, -2),
-        )
-        products = ops.matmul(heads(query), ops.swapaxes(heads(key), -1, -2))
-        if feature_map.kernel == "softmax":
-            exact, offset = ops.exp(products), 0
-        else:
-            exact, offset = products**feature_map.degree, 1
-        weights = ops.where(visible, ops.where(near, exact, far), 0)
-        total = ops.sum(weights, axis=-1, keepdims=True) + offset
-        blind = ~visible.any(axis=-1, keepdims=True)
-        output = ops.matmul(weights, heads(value)) / ops.where(blind, 1, total)
-        return ops.transpose(output, (0, 2, 1, 3))
+        return weighed(feature_map, query, key, value, near, visible)
 
     return call
 
