@@ -13,12 +13,14 @@ class Sizes(NamedTuple):
 
     Attributes:
         tokens: Number C of tokens in a block.
+        features: Largest number of features in a tile, a power of two from 16 on.
         blocks: Number of blocks in a part.
         columns: Number of columns of the numerators that a program of `scan` adds.
         warps: Number of warps of a program.
     """
 
     tokens: int = 64
+    features: int = 64
     blocks: int = 8
     columns: int = 16
     warps: int = 4
@@ -50,7 +52,10 @@ class _Plan:
         self.HP, self.MP, self.VP = (
             max(16, triton.next_power_of_2(x)) for x in (self.H, self.M, self.W)
         )
-        self.device, self.pairs = query.device, self.batch * self.K
+        self.MP = min(self.MP, sizes.features)
+        self.tiles = triton.cdiv(self.M, self.MP)
+        self.lanes = self.batch * self.K * self.tiles
+        self.device = query.device
 
     def parts(self, length):
         """Returns the number of parts of a sequence."""
@@ -58,16 +63,21 @@ class _Plan:
 
     def run(self, kernel, length, *args, **constants):
         """Runs a kernel for all parts of a sequence."""
-        grid = self.pairs, self.parts(length)
+        grid = self.lanes, self.parts(length)
         kernel[grid](
-            *args, **constants, SHARED=self.shared, BLOCKS=self.sizes.blocks,
-            C=self.sizes.tokens, HP=self.HP, MP=self.MP, VP=self.VP,
+            *args, **constants, SHARED=self.shared, TILES=self.tiles,
+            BLOCKS=self.sizes.blocks, C=self.sizes.tokens, HP=self.HP, MP=self.MP, VP=self.VP,
             num_warps=self.sizes.warps,
         )  # fmt: skip
 
+    def by_tile(self, shape, dtype=torch.float32):
+        """Returns memory for an array for each tile; float32 if arrays are added."""
+        dtype = dtype if self.tiles == 1 else torch.float32
+        return torch.empty((self.tiles, *shape), dtype=dtype, device=self.device)
+
     def sums(self, length):
         """Returns memory for the sums of all parts of a sequence."""
-        return self.sums_of(self.pairs * self.parts(length))
+        return self.sums_of(self.lanes * self.parts(length))
 
     def sums_of(self, count):
         """Returns memory for `count` sums."""
@@ -75,9 +85,9 @@ class _Plan:
 
     def scanned(self, sums, length, mode):
         """Returns the sums before each part, after it, or of all; see `scan`."""
-        found = self.sums_of(self.pairs) if mode == "all" else self.sums(length)
+        found = self.sums_of(self.lanes) if mode == "all" else self.sums(length)
         columns = min(self.sizes.columns, self.VP)
-        kernels.scan[(self.pairs, self.VP // columns)](
+        kernels.scan[(self.lanes, self.VP // columns)](
             *sums, *found, self.parts(length), MODE=mode, M=self.MP, V=self.VP,
             SIZE=columns, num_warps=self.sizes.warps,
         )  # fmt: skip
@@ -107,6 +117,14 @@ class _Plan:
         return self.T, self.S, self.K, self.H, self.M, self.W
 
 
+def _joined(output, logs, dtype):
+    """Joins the outputs of tiles `(tiles, B, T, N, V)` by their denominators."""
+    if logs.shape[0] == 1:
+        return output[0], logs[0]
+    shares = torch.softmax(logs, 0)[..., None]
+    return (shares * output).sum(0).to(dtype), torch.logsumexp(logs, 0)
+
+
 class _LinearAttention(torch.autograd.Function):
     """Linear attention of arrays `(B, T, heads, ·)`; see `attention`."""
 
@@ -119,14 +137,15 @@ class _LinearAttention(torch.autograd.Function):
         plan = _Plan(query, key, value, query_vectors, causal, sizes)
         sums = plan.key_sums(key, key_vectors, key_bias, term, value)
         shape, options = query.shape[:3], {"device": query.device}
-        output = torch.empty((*shape, plan.W), dtype=value.dtype, **options)
-        logs = torch.empty(shape, **options)
-        count = plan.pairs * plan.parts(plan.T) * sizes.blocks if causal else 0
+        output = plan.by_tile((*shape, plan.W), value.dtype)
+        logs = plan.by_tile(shape)
+        count = plan.lanes * plan.parts(plan.T) * sizes.blocks if causal else 0
         references = torch.empty((count, plan.MP), **options)
         plan.run(
             kernels.outputs, plan.T, *arrays, value, *sums, output, logs, references,
             *plan.lengths, G=plan.G, CAUSAL=causal,
         )  # fmt: skip
+        output, logs = _joined(output, logs, value.dtype)
         ctx.plan = plan
         ctx.save_for_backward(
             *arrays, value, output, logs, references, *sums
@@ -144,23 +163,25 @@ class _LinearAttention(torch.autograd.Function):
         constants = {"G": plan.G, "CAUSAL": plan.causal}
 
         def of_map(length):
-            count = plan.pairs * plan.parts(length)
+            count = plan.lanes * plan.parts(length)
             shapes = (count, plan.H, plan.M), (count, plan.M)
-            return [torch.empty(x, device=plan.device) for x in shapes]
+            return [torch.zeros(x, device=plan.device) for x in shapes]
 
         def summed(found, like):
             found = found.reshape(plan.batch, plan.K, -1, *found.shape[1:]).sum(2)
             found = found.sum(0, keepdim=True) if like.shape[0] == 1 else found
             return found.reshape(like.shape).to(like.dtype)
 
-        of_query, map_slopes = torch.empty_like(query), of_map(plan.T)
+        of_query, map_slopes = plan.by_tile(query.shape, query.dtype), of_map(plan.T)
         plan.run(
             kernels.query_gradients, plan.T, *arrays, value, *known, *sums, of_query,
             *map_slopes, *plan.lengths, **constants,
         )  # fmt: skip
         of_query_map = map(summed, map_slopes, (query_vectors, query_bias))
         later = plan.query_sums(query, query_vectors, query_bias, *known)
-        of_key, of_value, of_term = map(torch.empty_like, (key, value, term))
+        of_key, of_value, of_term = (
+            plan.by_tile(x.shape, x.dtype) for x in (key, value, term)
+        )
         map_slopes = of_map(plan.S)
         plan.run(
             kernels.key_gradients, plan.S, *arrays, value, *known, references, *later,
@@ -170,6 +191,10 @@ class _LinearAttention(torch.autograd.Function):
         (of_query_vectors, of_query_bias), (of_key_vectors, of_key_bias) = (
             of_query_map, of_key_map,
         )  # fmt: skip
+        of_query, of_key, of_value, of_term = (
+            x[0] if plan.tiles == 1 else x.sum(0)
+            for x in (of_query, of_key, of_value, of_term)
+        )
         return (
             of_query, of_key, of_query_vectors, of_key_vectors, of_query_bias,
             of_key_bias, of_term, of_value, None, None,

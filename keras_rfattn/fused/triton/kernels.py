@@ -5,8 +5,12 @@ A sequence is cut into parts of `BLOCKS` blocks of C tokens. `sum_tokens` sums e
 part block by block, starting from these sums. All parts run in parallel, so a sequence
 keeps the whole device busy, and only one state per part is written to memory.
 
-Arrays of tokens keep the layout of the model, `(B, T, heads, ·)`. Axis 0 of the grid is
-a key/value head of a row of the batch, axis 1 is a part.
+Features are cut into tiles too, so that a program holds few of them. Each tile is
+attention of its own, and the outputs are joined afterwards by their denominators.
+
+Arrays of tokens keep the layout of the model, `(B, T, heads, ·)`; results that tiles
+add to have the tile as another axis in front. Axis 0 of the grid is a tile of a
+key/value head of a row of the batch, axis 1 is a part.
 """
 
 import triton
@@ -64,12 +68,12 @@ def store_numbers(x, value, batch, token, head, T, HEADS):
 
 
 @triton.jit
-def load_map(vectors, bias, index, H, M, HP: tl.constexpr, MP: tl.constexpr):
-    """Loads vectors `(HP, MP)` and the bias `(MP,)` of a head.
+def load_map(vectors, bias, index, tile, H, M, HP: tl.constexpr, MP: tl.constexpr):
+    """Loads vectors `(HP, MP)` and the bias `(MP,)` of a tile of a head's features.
 
-    Features that only fill the block up to a power of two have the bias `LOWEST`.
+    Features that only fill the tile have the bias `LOWEST`.
     """
-    row, column = tl.arange(0, HP), tl.arange(0, MP)
+    row, column = tl.arange(0, HP), tile * MP + tl.arange(0, MP)
     inside = (row < H)[:, None] & (column < M)[None, :]
     at = index * H * M + row[:, None] * M + column[None, :]
     vectors = tl.load(vectors + at, mask=inside, other=0.0)
@@ -104,10 +108,11 @@ def store_sums(
 
 @triton.jit
 def store_map(
-    of_vectors, of_bias, vectors, bias, at, H, M, HP: tl.constexpr, MP: tl.constexpr
-):
-    """Stores the gradients of vectors `(HP, MP)` and bias `(MP,)` of part `at`."""
-    row, column = tl.arange(0, HP), tl.arange(0, MP)
+    of_vectors, of_bias, vectors, bias, at, tile, H, M,
+    HP: tl.constexpr, MP: tl.constexpr,
+):  # fmt: skip
+    """Stores the gradients of vectors `(HP, MP)` and bias `(MP,)` at index `at`."""
+    row, column = tl.arange(0, HP), tile * MP + tl.arange(0, MP)
     inside = (row < H)[:, None] & (column < M)[None, :]
     at = at.to(tl.int64)
     offset = at * H * M + row[:, None] * M + column[None, :]
@@ -118,13 +123,14 @@ def store_map(
 @triton.jit
 def sum_keys(
     key, vectors, bias, term, value, maximum, numerator, normalizer,
-    T, K, H, M, W, SHARED: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
+    T, K, H, M, W, SHARED: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Sums the keys and values of each part."""
-    pair, part = tl.program_id(0), tl.program_id(1)
+    lane, part = tl.program_id(0), tl.program_id(1)
+    pair, tile = lane // TILES, lane % TILES
     batch, head = pair // K, pair % K
-    weights, shift = load_map(vectors, bias, head if SHARED else pair, H, M, HP, MP)
+    weights, shift = load_map(vectors, bias, head if SHARED else pair, tile, H, M, HP, MP)
     top, total, count = no_tokens(MP, VP)
     for block in range(BLOCKS):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
@@ -135,7 +141,7 @@ def sum_keys(
         visible = terms > LOWEST / 2
         ones = tl.full((C,), 1.0, tl.float32)
         top, total, count = add(top, total, count, keys, visible, values, ones)
-    at = pair * tl.num_programs(1) + part
+    at = lane * tl.num_programs(1) + part
     store_sums(maximum, numerator, normalizer, (top, total, count), at, MP, VP)
 
 
@@ -143,13 +149,14 @@ def sum_keys(
 def sum_queries(
     query, vectors, bias, gradient, delta, logs,
     maximum, numerator, normalizer,
-    T, K, H, M, W, G: tl.constexpr, SHARED: tl.constexpr, BLOCKS: tl.constexpr,
+    T, K, H, M, W, G: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
     C: tl.constexpr, HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Sums the queries of each part and the gradients of their numerators."""
-    pair, part = tl.program_id(0), tl.program_id(1)
+    lane, part = tl.program_id(0), tl.program_id(1)
+    pair, tile = lane // TILES, lane % TILES
     batch, head = pair // K, pair % K
-    weights, base = load_map(vectors, bias, head if SHARED else pair, H, M, HP, MP)
+    weights, base = load_map(vectors, bias, head if SHARED else pair, tile, H, M, HP, MP)
     top, total, count = no_tokens(MP, VP)
     for block in range(BLOCKS):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
@@ -163,7 +170,7 @@ def sum_queries(
             top, total, count = add(
                 top, total, count, queries, log < UNSEEN, slopes, deltas
             )
-    at = pair * tl.num_programs(1) + part
+    at = lane * tl.num_programs(1) + part
     store_sums(maximum, numerator, normalizer, (top, total, count), at, MP, VP)
 
 
@@ -209,7 +216,7 @@ def scan(
 def outputs(
     query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
     maximum, numerator, normalizer, output, logs, references,
-    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
+    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
     BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
@@ -217,13 +224,17 @@ def outputs(
 
     A log is that of the denominator of a query, `UNSEEN` if the query sees no key.
     """
-    pair, part = tl.program_id(0), tl.program_id(1)
+    lane, part = tl.program_id(0), tl.program_id(1)
+    pair, tile = lane // TILES, lane % TILES
     batch, head = pair // K, pair % K
     index = head if SHARED else pair
-    of_query, query_base = load_map(query_vectors, query_bias, index, H, M, HP, MP)
-    of_key, key_base = load_map(key_vectors, key_bias, index, H, M, HP, MP)
-    at = pair * tl.num_programs(1) + part if CAUSAL else pair
+    of_query, query_base = load_map(query_vectors, query_bias, index, tile, H, M, HP, MP)
+    of_key, key_base = load_map(key_vectors, key_bias, index, tile, H, M, HP, MP)
+    at = lane * tl.num_programs(1) + part if CAUSAL else lane
     top, total, count = load_sums(maximum, numerator, normalizer, at, MP, VP)
+    numbers = tile.to(tl.int64) * (tl.num_programs(0) // (K * TILES)) * T * K * G
+    output += numbers * W
+    logs += numbers
     for block in range(BLOCKS):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
         if CAUSAL:
@@ -266,23 +277,26 @@ def query_gradients(
     query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
     gradient, delta, logs, maximum, numerator, normalizer,
     of_query, of_vectors, of_bias,
-    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
+    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
     BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of queries, and each part's gradients of their map."""
-    pair, part = tl.program_id(0), tl.program_id(1)
+    lane, part = tl.program_id(0), tl.program_id(1)
+    pair, tile = lane // TILES, lane % TILES
     batch, head = pair // K, pair % K
     index = head if SHARED else pair
-    queries_map, query_base = load_map(query_vectors, query_bias, index, H, M, HP, MP)
-    keys_map, key_base = load_map(key_vectors, key_bias, index, H, M, HP, MP)
-    at = pair * tl.num_programs(1) + part
+    queries_map, query_base = load_map(query_vectors, query_bias, index, tile, H, M, HP, MP)
+    keys_map, key_base = load_map(key_vectors, key_bias, index, tile, H, M, HP, MP)
+    at = lane * tl.num_programs(1) + part
     top, total, count = load_sums(
-        maximum, numerator, normalizer, at if CAUSAL else pair, MP, VP
+        maximum, numerator, normalizer, at if CAUSAL else lane, MP, VP
     )
     map_slope = tl.zeros((HP, MP), tl.float32)
     bias_slope = tl.zeros((MP,), tl.float32)
     place = tl.arange(0, C)
+    numbers = tile.to(tl.int64) * (tl.num_programs(0) // (K * TILES)) * T * K * G
+    of_query += numbers * H
     for block in range(BLOCKS):
         token = (part * BLOCKS + block) * C + place
         reference = top
@@ -336,7 +350,7 @@ def query_gradients(
         if CAUSAL:
             ones = tl.full((C,), 1.0, tl.float32)
             top, total, count = add(top, total, count, keys, visible, values, ones)
-    store_map(of_vectors, of_bias, map_slope, bias_slope, at, H, M, HP, MP)
+    store_map(of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, HP, MP)
 
 
 @triton.jit
@@ -344,7 +358,7 @@ def key_gradients(
     query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
     gradient, delta, logs, references, maximum, numerator, normalizer,
     of_key, of_value, of_term, of_vectors, of_bias,
-    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
+    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
     BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
@@ -352,18 +366,23 @@ def key_gradients(
 
     Blocks run from last to first, and the sums are those over later queries.
     """
-    pair, part = tl.program_id(0), tl.program_id(1)
+    lane, part = tl.program_id(0), tl.program_id(1)
+    pair, tile = lane // TILES, lane % TILES
     batch, head = pair // K, pair % K
     index = head if SHARED else pair
-    queries_map, query_base = load_map(query_vectors, query_bias, index, H, M, HP, MP)
-    keys_map, key_base = load_map(key_vectors, key_bias, index, H, M, HP, MP)
-    at = pair * tl.num_programs(1) + part
+    queries_map, query_base = load_map(query_vectors, query_bias, index, tile, H, M, HP, MP)
+    keys_map, key_base = load_map(key_vectors, key_bias, index, tile, H, M, HP, MP)
+    at = lane * tl.num_programs(1) + part
     top, total, count = load_sums(
-        maximum, numerator, normalizer, at if CAUSAL else pair, MP, VP
+        maximum, numerator, normalizer, at if CAUSAL else lane, MP, VP
     )
     map_slope = tl.zeros((HP, MP), tl.float32)
     bias_slope = tl.zeros((MP,), tl.float32)
     place = tl.arange(0, C)
+    numbers = tile.to(tl.int64) * (tl.num_programs(0) // (K * TILES)) * S * K
+    of_key += numbers * H
+    of_value += numbers * W
+    of_term += numbers
     for step in range(BLOCKS):
         block = part * BLOCKS + BLOCKS - 1 - step
         token = block * C + place
@@ -377,7 +396,7 @@ def key_gradients(
         value_slope = dot(found.to(values.dtype), far)
         slope = found * (dot(values, tl.trans(far)) - count[None, :])
         if CAUSAL:
-            at_block = pair * tl.num_programs(1) * BLOCKS + block
+            at_block = lane * tl.num_programs(1) * BLOCKS + block
             reference = tl.load(references + at_block * MP + tl.arange(0, MP))
             excess, exceeds = excess_of(keys, reference, visible, C)
             beside = tl.exp(tl.minimum(excess, SPAN))
@@ -425,4 +444,4 @@ def key_gradients(
         found = value_slope.to(of_value.dtype.element_ty)
         store(of_value, found, batch, token, head, S, K, W, VP)
         store_numbers(of_term, tl.sum(slope, 1), batch, token, head, S, K)
-    store_map(of_vectors, of_bias, map_slope, bias_slope, at, H, M, HP, MP)
+    store_map(of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, HP, MP)
