@@ -1,11 +1,48 @@
 """Fused kernels: attention computed by programs for one kind of hardware."""
 
+import importlib.util
+import os
+from typing import NamedTuple
+
 import keras
 
 
-def has_tpu_kernels():
-    """Returns whether the Pallas kernels can run with Keras' backend."""
-    return keras.backend.backend() == "jax"
+class Kernels(NamedTuple):
+    """What kernels need and support: backend, device, and whether they have windows."""
+
+    backend: str
+    device: str
+    windows: bool
+
+
+KERNELS = {
+    "pallas": Kernels("jax", "TPU", windows=True),
+    "triton": Kernels("torch", "GPU", windows=False),
+}
+
+
+def own_kernels():
+    """Returns the name of the kernels for the backend, else of those for JAX."""
+    own = [x for x in KERNELS if KERNELS[x].backend == keras.backend.backend()]
+    return own[0] if own else "pallas"
+
+
+def missing(name):
+    """Returns what the kernels of a name lack on this machine, or `None`."""
+    backend = keras.backend.backend()
+    if KERNELS[name].backend != backend:
+        return f"they run on the backend {KERNELS[name].backend!r}, not on {backend!r}"
+    return _missing_for_triton() if name == "triton" else None
+
+
+def _missing_for_triton():
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        return "the package `triton` is not installed"
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return "PyTorch finds no CUDA device here"
 
 
 def attention(tokens, deferred, value, local, key_mask, is_causal, options):
@@ -37,6 +74,10 @@ def attention(tokens, deferred, value, local, key_mask, is_causal, options):
                 "`keras.distribution`. Use 'auto' or 'xla'."
             )
         return tpu.attention(tokens, deferred, value, key_mask, is_causal, options)
+    if options.implementation == "triton":
+        from keras_rfattn.fused import triton
+
+        return triton.attention(deferred, value, key_mask, is_causal, options)
     is_xla = options.implementation == "xla"
     if is_causal or is_xla or keras.backend.backend() != "torch":
         return None

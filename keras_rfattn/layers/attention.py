@@ -190,7 +190,7 @@ class Attention:
         return sinks.of_queries(queries, query), sinks.of_keys(keys, position)
 
     def _narrow(self, deferred):
-        """Makes deferred features keep 16-bit inputs, if the backend prefers that.
+        """Makes deferred features keep 16-bit inputs, if backend or kernels want them.
 
         They stay as they are if the inputs are wider, if the map or the options change
         the inputs first, or if sinks add columns to them.
@@ -199,7 +199,8 @@ class Attention:
         is_changed = self.feature_map.is_preparing or options.temperature
         is_changed = is_changed or options.sinks
         tokens = self.query, self.key
-        if is_changed or not narrow_inputs(tokens):
+        is_triton = options.implementation == "triton"
+        if is_changed or not (is_triton or narrow_inputs(tokens)):
             return deferred
         side = math.sqrt(self.scale)
         return tuple(

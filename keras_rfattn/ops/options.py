@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_rfattn.backend import default_block_size
 
-IMPLEMENTATIONS = ("auto", "xla", "pallas")
+IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Options:
             beside the window. They are counted from the row's first visible token.
         max_segments: Largest number of texts in a packed row. `segment_ids` need it
             inside compiled functions, where their values are unknown.
-        implementation: `"xla"`; `"pallas"`, the kernels of `fused/tpu` for TPUs; or
-            `"auto"`, which is XLA everywhere until the kernels have been timed on a
-            TPU.
+        implementation: `"xla"`, the backend's ordinary operations; `"pallas"`, kernels
+            for TPUs on JAX; `"triton"`, kernels for NVIDIA GPUs on PyTorch; or
+            `"auto"`, which is `"xla"` until the kernels have been timed on their
+            device.
         temperature: Positive number. Queries and keys are divided by their norms, and
             their product, a cosine, by the temperature. `None` keeps the model's own
             queries, keys and scale.

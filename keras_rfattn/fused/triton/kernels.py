@@ -1,9 +1,10 @@
 """The Triton kernels of linear attention by exponential features.
 
-A sequence is cut into parts of `BLOCKS` blocks of C tokens. `sum_tokens` sums each part,
-`scan` sums the parts before (or after) each part, and the other kernels walk through a
-part block by block, starting from these sums. All parts run in parallel, so a sequence
-keeps the whole device busy, and only one state per part is written to memory.
+A sequence is cut into parts of `BLOCKS` blocks of C tokens. `sum_keys` and
+`sum_queries` sum each part, `scan` adds up the parts before (or after) each part, and
+the other kernels walk through a part block by block, starting from these sums. All
+parts run in parallel, so a sequence keeps the whole device busy, and only one state per
+part is written to memory.
 
 Features are cut into tiles too, so that a program holds few of them. Each tile is
 attention of its own, and the outputs are joined afterwards by their denominators.
@@ -33,6 +34,12 @@ from keras_rfattn.fused.triton.parts import (
     reference_of,
     row_of,
 )
+
+
+@triton.jit
+def blocks_of(part, length, BLOCKS: tl.constexpr, C: tl.constexpr):
+    """Returns the number of blocks of a part; the last part may have fewer."""
+    return tl.minimum(BLOCKS, tl.cdiv(length - part * BLOCKS * C, C))
 
 
 @triton.jit
@@ -123,16 +130,19 @@ def store_map(
 @triton.jit
 def sum_keys(
     key, vectors, bias, term, value, maximum, numerator, normalizer,
-    T, K, H, M, W, SHARED: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
+    T, K, H, M, W, SHARED: tl.constexpr, TILES: tl.constexpr,
+    BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Sums the keys and values of each part."""
     lane, part = tl.program_id(0), tl.program_id(1)
     pair, tile = lane // TILES, lane % TILES
     batch, head = pair // K, pair % K
-    weights, shift = load_map(vectors, bias, head if SHARED else pair, tile, H, M, HP, MP)
+    weights, shift = load_map(
+        vectors, bias, head if SHARED else pair, tile, H, M, HP, MP
+    )
     top, total, count = no_tokens(MP, VP)
-    for block in range(BLOCKS):
+    for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
         terms = load_numbers(term, batch, token, head, T, K, LOWEST)
         keys = load(key, batch, token, head, T, K, H, HP)
@@ -149,16 +159,19 @@ def sum_keys(
 def sum_queries(
     query, vectors, bias, gradient, delta, logs,
     maximum, numerator, normalizer,
-    T, K, H, M, W, G: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
-    C: tl.constexpr, HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
+    T, K, H, M, W, G: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
+    BLOCKS: tl.constexpr, C: tl.constexpr,
+    HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Sums the queries of each part and the gradients of their numerators."""
     lane, part = tl.program_id(0), tl.program_id(1)
     pair, tile = lane // TILES, lane % TILES
     batch, head = pair // K, pair % K
-    weights, base = load_map(vectors, bias, head if SHARED else pair, tile, H, M, HP, MP)
+    weights, base = load_map(
+        vectors, bias, head if SHARED else pair, tile, H, M, HP, MP
+    )
     top, total, count = no_tokens(MP, VP)
-    for block in range(BLOCKS):
+    for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
         for g in range(G):
             n = head * G + g
@@ -216,8 +229,8 @@ def scan(
 def outputs(
     query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
     maximum, numerator, normalizer, output, logs, references,
-    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
-    BLOCKS: tl.constexpr, C: tl.constexpr,
+    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
+    TILES: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes outputs, and what gradients need: logs and references.
@@ -228,14 +241,16 @@ def outputs(
     pair, tile = lane // TILES, lane % TILES
     batch, head = pair // K, pair % K
     index = head if SHARED else pair
-    of_query, query_base = load_map(query_vectors, query_bias, index, tile, H, M, HP, MP)
+    of_query, query_base = load_map(
+        query_vectors, query_bias, index, tile, H, M, HP, MP
+    )
     of_key, key_base = load_map(key_vectors, key_bias, index, tile, H, M, HP, MP)
     at = lane * tl.num_programs(1) + part if CAUSAL else lane
     top, total, count = load_sums(maximum, numerator, normalizer, at, MP, VP)
     numbers = tile.to(tl.int64) * (tl.num_programs(0) // (K * TILES)) * T * K * G
     output += numbers * W
     logs += numbers
-    for block in range(BLOCKS):
+    for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
         if CAUSAL:
             terms = load_numbers(term, batch, token, head, S, K, LOWEST)
@@ -277,8 +292,8 @@ def query_gradients(
     query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
     gradient, delta, logs, maximum, numerator, normalizer,
     of_query, of_vectors, of_bias,
-    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
-    BLOCKS: tl.constexpr, C: tl.constexpr,
+    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
+    TILES: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of queries, and each part's gradients of their map."""
@@ -286,7 +301,9 @@ def query_gradients(
     pair, tile = lane // TILES, lane % TILES
     batch, head = pair // K, pair % K
     index = head if SHARED else pair
-    queries_map, query_base = load_map(query_vectors, query_bias, index, tile, H, M, HP, MP)
+    queries_map, query_base = load_map(
+        query_vectors, query_bias, index, tile, H, M, HP, MP
+    )
     keys_map, key_base = load_map(key_vectors, key_bias, index, tile, H, M, HP, MP)
     at = lane * tl.num_programs(1) + part
     top, total, count = load_sums(
@@ -297,7 +314,7 @@ def query_gradients(
     place = tl.arange(0, C)
     numbers = tile.to(tl.int64) * (tl.num_programs(0) // (K * TILES)) * T * K * G
     of_query += numbers * H
-    for block in range(BLOCKS):
+    for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + place
         reference = top
         if CAUSAL:
@@ -345,7 +362,9 @@ def query_gradients(
                 slope = rows * slope
             map_slope += dot_like(tl.trans(x.to(tl.float32)), slope, x)
             bias_slope += tl.sum(slope, 0)
-            found = dot_like(slope, tl.trans(queries_map), x).to(of_query.dtype.element_ty)
+            found = dot_like(slope, tl.trans(queries_map), x).to(
+                of_query.dtype.element_ty
+            )
             store(of_query, found, batch, token, n, T, K * G, H, HP)
         if CAUSAL:
             ones = tl.full((C,), 1.0, tl.float32)
@@ -358,8 +377,8 @@ def key_gradients(
     query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
     gradient, delta, logs, references, maximum, numerator, normalizer,
     of_key, of_value, of_term, of_vectors, of_bias,
-    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
-    BLOCKS: tl.constexpr, C: tl.constexpr,
+    T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
+    TILES: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of keys, values and terms, and each part's of the key map.
@@ -370,7 +389,9 @@ def key_gradients(
     pair, tile = lane // TILES, lane % TILES
     batch, head = pair // K, pair % K
     index = head if SHARED else pair
-    queries_map, query_base = load_map(query_vectors, query_bias, index, tile, H, M, HP, MP)
+    queries_map, query_base = load_map(
+        query_vectors, query_bias, index, tile, H, M, HP, MP
+    )
     keys_map, key_base = load_map(key_vectors, key_bias, index, tile, H, M, HP, MP)
     at = lane * tl.num_programs(1) + part
     top, total, count = load_sums(
@@ -383,8 +404,9 @@ def key_gradients(
     of_key += numbers * H
     of_value += numbers * W
     of_term += numbers
-    for step in range(BLOCKS):
-        block = part * BLOCKS + BLOCKS - 1 - step
+    blocks = blocks_of(part, S, BLOCKS, C)
+    for step in range(blocks):
+        block = part * BLOCKS + blocks - 1 - step
         token = block * C + place
         terms = load_numbers(term, batch, token, head, S, K, LOWEST)
         x = load(key, batch, token, head, S, K, H, HP)
