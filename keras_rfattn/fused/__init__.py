@@ -8,16 +8,24 @@ import keras
 
 
 class Kernels(NamedTuple):
-    """What kernels need and support: backend, device, and whether they have windows."""
+    """What kernels need and support.
+
+    Attributes:
+        backend: Name of the Keras backend.
+        device: Kind of device.
+        windows: Numbers of tokens that a window may have; `None` for any.
+        sinks: Largest number of sinks.
+    """
 
     backend: str
     device: str
-    windows: bool
+    windows: tuple | None
+    sinks: int
 
 
 KERNELS = {
-    "pallas": Kernels("jax", "TPU", windows=True),
-    "triton": Kernels("torch", "GPU", windows=False),
+    "pallas": Kernels("jax", "TPU", windows=None, sinks=0),
+    "triton": Kernels("torch", "GPU", windows=(16, 32, 64, 128), sinks=16),
 }
 
 
@@ -27,11 +35,16 @@ def own_kernels():
     return own[0] if own else "pallas"
 
 
-def missing(name):
-    """Returns what the kernels of a name lack on this machine, or `None`."""
-    backend = keras.backend.backend()
-    if KERNELS[name].backend != backend:
-        return f"they run on the backend {KERNELS[name].backend!r}, not on {backend!r}"
+def obstacle(name, options):
+    """Returns why kernels cannot run here with these options, or `None` if they can."""
+    kernels, backend = KERNELS[name], keras.backend.backend()
+    if kernels.backend != backend:
+        return f"they run on the backend {kernels.backend!r}, not on {backend!r}"
+    window, sizes = options.window, kernels.windows
+    if window is not None and sizes is not None and window not in sizes:
+        return f"their windows have {sizes} tokens, not {window}"
+    if options.sinks > kernels.sinks:
+        return f"they have at most {kernels.sinks} sinks, not {options.sinks}"
     return _missing_for_triton() if name == "triton" else None
 
 
@@ -50,7 +63,7 @@ def attention(tokens, deferred, value, local, key_mask, is_causal, options):
 
     Args:
         tokens: Scaled queries `(B, T, N, H)` and keys `(B, S, K, H)`, all finite.
-        deferred: The `Deferred` features of the queries and the keys.
+        deferred: The `Deferred` features of the queries and the keys, without sinks.
         value: Array of shape `(B, S, K, V)`, finite.
         local: The `ops.Local` if the options have a window, else `None`.
         key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
@@ -78,6 +91,8 @@ def attention(tokens, deferred, value, local, key_mask, is_causal, options):
         from keras_rfattn.fused import triton
 
         return triton.attention(deferred, value, key_mask, is_causal, options)
+    if options.sinks:
+        return None
     is_xla = options.implementation == "xla"
     if is_causal or is_xla or keras.backend.backend() != "torch":
         return None

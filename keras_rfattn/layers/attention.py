@@ -193,14 +193,14 @@ class Attention:
         """Makes deferred features keep 16-bit inputs, if backend or kernels want them.
 
         They stay as they are if the inputs are wider, if the map or the options change
-        the inputs first, or if sinks add columns to them.
+        the inputs first, or if sinks add columns to them, which kernels do not need.
         """
-        options = self.options
-        is_changed = self.feature_map.is_preparing or options.temperature
-        is_changed = is_changed or options.sinks
-        tokens = self.query, self.key
+        options, tokens = self.options, (self.query, self.key)
         is_triton = options.implementation == "triton"
+        is_changed = self.feature_map.is_preparing or options.temperature
         if is_changed or not (is_triton or narrow_inputs(tokens)):
+            return deferred
+        if options.sinks and not is_triton:
             return deferred
         side = math.sqrt(self.scale)
         return tuple(
@@ -277,7 +277,6 @@ class Attention:
         causal_mask, window = self.mask.causal, self.options.window
         key_mask, lengths = needed(visible), (query.shape[1], key.shape[1])
         deferred, local = self._narrow(self.deferred(query, key, stats)), None
-        deferred = self.with_sinks(deferred, query, key, key_mask)
         if window is not None:
             if not (causal_mask or self.mask.self_attention):
                 raise ValueError(
@@ -293,6 +292,7 @@ class Attention:
         )
         if output is not None:
             return output
+        deferred = self.with_sinks(deferred, query, key, key_mask)
         devices = sequence_axis(*lengths, self.options, causal_mask)
         if devices is not None and prefix is None:
             return over_devices(

@@ -6,17 +6,10 @@ from keras_rfattn import fused
 
 def obstacle(kernels, options, feature_map):
     """Returns why the kernels of a name cannot be used, or `None` if they can."""
-    missing = fused.missing(kernels)
-    if missing:
-        return missing
-    if options.window is not None and not fused.KERNELS[kernels].windows:
-        return "they have no windows"
     if not feature_map.has_exponents:
         name = feature_maps.name_of(feature_map)
         return f"features of {name!r} are not exponentials of products"
-    if options.sinks:
-        return "they have no sinks"
-    return None
+    return fused.obstacle(kernels, options)
 
 
 def check_options(options, feature_map):

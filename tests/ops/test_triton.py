@@ -27,8 +27,9 @@ on_torch = pytest.mark.skipif(
 if IS_TORCH and HAS_TRITON:
     import torch
 
-    from keras_rfattn.fused.triton import launch
-    from keras_rfattn.fused.triton.launch import Sizes, linear_attention
+    from keras_rfattn.fused.triton import plan
+    from keras_rfattn.fused.triton.launch import linear_attention
+    from keras_rfattn.fused.triton.plan import Sizes
 
     # `conftest` selects the interpreter where there is no GPU.
     DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,7 +126,7 @@ def memory_of_nan(monkeypatch):
         found = empty(*args, **kwargs)
         return found.fill_(torch.nan) if found.is_floating_point() else found
 
-    monkeypatch.setattr(launch.torch, "empty", filled)
+    monkeypatch.setattr(plan.torch, "empty", filled)
 
 
 CASES = {
@@ -222,11 +223,39 @@ def test_feature_maps(name, causal):
 
 
 @on_torch
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_windows_and_sinks(causal, sliding, sinks):
+    feature_map = h.build("favorpp_learned", kv_heads=1, head_dim=8, num_features=24)
+    generator = np.random.default_rng(0)
+    shapes = [(2, 70, heads, 8) for heads in (2, 1, 1)]
+    tokens = [generator.normal(size=x).astype("float32") for x in shapes]
+    visible = padded(70, 60, length=70)
+    # Left padding moves the first window.
+    visible[1] = visible[1, ::-1]
+    mask = AttentionMask(visible, causal=causal, self_attention=True)
+    tokens = [torch.tensor(x).to(DEVICE).requires_grad_() for x in tokens]
+    weights = [v.value for v in feature_map.trainable_variables]
+    found = []
+    for implementation in ("xla", "triton"):
+        options = Options(
+            window=16, sliding=sliding, sinks=sinks, implementation=implementation
+        )
+        output = attend(*tokens, feature_map, mask, options=options)
+        output = output * torch.tensor(visible)[..., None, None]
+        found.append((output, gradients(output, [*tokens, *weights])))
+    (expected, expected_slopes), (output, slopes) = found
+    h.assert_close(output, expected, rtol=5e-6)
+    h.assert_gradients_close(slopes, expected_slopes, 1e-5, all_clear=False)
+
+
+@on_torch
 def test_the_report_and_what_is_refused():
     inputs = keras.Input((12, 16))
     layer = keras.layers.MultiHeadAttention(2, 8)
     model = keras.Model(inputs, layer(inputs, inputs))
-    with pytest.raises(ValueError, match="they have no windows"):
+    with pytest.raises(ValueError, match="their windows have"):
         keras_rfattn.replace_attention(
             model, "favorpp", implementation="triton", window=4
         )
@@ -242,6 +271,6 @@ def test_a_backend_without_kernels_says_so():
     if IS_TORCH:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("importlib.util.find_spec", lambda name: None)
-            assert "not installed" in fused.missing("triton")
+            assert "not installed" in fused.obstacle("triton", Options())
     else:
-        assert "on the backend 'torch'" in fused.missing("triton")
+        assert "on the backend 'torch'" in fused.obstacle("triton", Options())

@@ -4,10 +4,13 @@ import torch
 import triton
 
 from keras_rfattn.backend import representable
-from keras_rfattn.fused.triton.launch import Sizes, linear_attention
+from keras_rfattn.fused.triton.launch import linear_attention
+from keras_rfattn.fused.triton.plan import Sizes
+from keras_rfattn.fused.triton.windowed import Nearby, windowed_attention
 from keras_rfattn.ops.deferred import Scaled
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.layout import heads_first
+from keras_rfattn.ops.layout import heads_first, merge_heads
+from keras_rfattn.ops.windows import from_first_visible
 
 
 def attention(deferred, value, key_mask, is_causal, options):
@@ -26,19 +29,47 @@ def attention(deferred, value, key_mask, is_causal, options):
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
         0.
     """
+    turn_back, window = None, options.window
+    if window is not None and key_mask is not None:
+        # Windows and sinks are counted from the first visible key.
+        turn, turn_back = from_first_visible(key_mask, is_causal)
+        deferred = [x.of_tokens(turn) for x in deferred]
+        value, key_mask = turn(value), turn(key_mask)
     dtype, value = value.dtype, representable(value)
     num_kv_heads = value.shape[2]
     of_query, of_key = (_affine(x, num_kv_heads) for x in deferred)
-    term = heads_first(deferred[1], num_kv_heads).common[..., 0].mT
+    maps = of_query[0], of_key[0], of_query[1], of_key[1]
+    term = _common(deferred[1], num_kv_heads)
     if key_mask is not None:
         term = torch.where(key_mask[..., None], term, LOWEST)
-    maps = of_query[0], of_key[0], of_query[1], of_key[1]
-    tokens = [x.x for x in deferred]
-    sizes = Sizes()
-    if options.block_size is not None:
-        size = triton.next_power_of_2(options.block_size)
-        sizes = sizes._replace(tokens=min(max(size, 16), 128))
-    return linear_attention(tokens, maps, term, value, is_causal, sizes).to(dtype)
+    tokens, sizes = [x.x for x in deferred], Sizes()
+    if window is None:
+        if options.block_size is not None:
+            size = triton.next_power_of_2(options.block_size)
+            sizes = sizes._replace(tokens=min(max(size, 16), 128))
+        output = linear_attention(tokens, maps, term, value, is_causal, sizes)
+    else:
+        terms = _common(deferred[0], num_kv_heads), term
+        scale = _factor(deferred[0]) * _factor(deferred[1])
+        nearby = Nearby(window, int(options.sliding), options.sinks, scale)
+        output = windowed_attention(
+            tokens, maps, terms, value, is_causal, nearby, sizes
+        )
+    output = output if turn_back is None else turn_back(output)
+    return output.to(dtype)
+
+
+def _common(features, num_kv_heads):
+    """Returns the exponents that all features of a token share, `(B, T, N)`."""
+    _, length, num_heads, _ = features.x.shape
+    common = heads_first(features, num_kv_heads).common
+    return merge_heads(common, num_heads, length)[..., 0]
+
+
+def _factor(features):
+    """Returns the number by which the features scale their tokens."""
+    function = features.function
+    return function.factor if isinstance(function, Scaled) else 1.0
 
 
 def _affine(features, num_kv_heads):
@@ -50,6 +81,4 @@ def _affine(features, num_kv_heads):
     zero = features.x.new_zeros((1, 1, num_kv_heads, features.x.shape[-1]))
     at_zero = heads_first(features._replace(x=zero), num_kv_heads)
     bias = at_zero.bias + at_zero.x @ at_zero.vectors
-    function = features.function
-    factor = function.factor if isinstance(function, Scaled) else 1.0
-    return factor * at_zero.vectors, bias
+    return _factor(features) * at_zero.vectors, bias
