@@ -29,13 +29,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from keras_rfattn.fused.triton import kernels, windows
+from keras_rfattn.fused.triton import gradients, kernels, windows
 
 KERNELS = {
-    kernels: (
-        "sum_keys", "sum_queries", "scan", "outputs", "query_gradients",
-        "key_gradients",
-    ),
+    kernels: ("sum_keys", "sum_queries", "scan", "outputs"),
+    gradients: ("query_gradients", "key_gradients"),
     windows: (
         "windowed_outputs", "windowed_query_gradients", "windowed_key_gradients",
     ),

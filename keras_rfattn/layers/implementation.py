@@ -6,10 +6,11 @@ from keras_rfattn import fused
 
 def obstacle(kernels, options, feature_map):
     """Returns why the kernels of a name cannot be used, or `None` if they can."""
-    if not feature_map.has_exponents:
+    reason = fused.obstacle(kernels, options)
+    if reason is None and not feature_map.has_exponents:
         name = feature_maps.name_of(feature_map)
-        return f"features of {name!r} are not exponentials of products"
-    return fused.obstacle(kernels, options)
+        reason = f"features of {name!r} are not exponentials of products"
+    return reason
 
 
 def check_options(options, feature_map):

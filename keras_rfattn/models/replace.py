@@ -11,7 +11,6 @@ import keras_rfattn.models.saving as saving
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.arguments import check_flag, check_seed, derive_seed
-from keras_rfattn.fused import KERNELS
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
@@ -319,7 +318,7 @@ def check_sinks(template, options, sites):
     sinks = [site for site in sites if site.linear_class.sink_logits]
     kernel = template.exact_kernel
     has_offset = kernel is not None and kernel.has_offset
-    is_plain = options.window is None and options.implementation not in KERNELS
+    is_plain = options.window is None and not options.asks_for_kernels
     if sinks and (has_offset or not is_plain):
         raise ValueError(
             "Attention sinks, logits in the denominator of softmax, need features of "
@@ -344,7 +343,7 @@ def check_sites(options, sites):
             f"{_listing(cross)}\nLeave these out with `exclude`."
         )
     prefix = [site for site in sites if has_prefix(site)]
-    is_plain = options.window is None and options.implementation not in KERNELS
+    is_plain = options.window is None and not options.asks_for_kernels
     if prefix and not is_plain:
         raise ValueError(
             "Attention in which all tokens see a prompt (prefix-LM) has no windows and "

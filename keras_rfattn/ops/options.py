@@ -6,7 +6,9 @@ import numpy as np
 
 from keras_rfattn.backend import default_block_size
 
-IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton")
+# Implementations by fused kernels, and all of them.
+KERNELS = ("pallas", "triton")
+IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,11 @@ class Options:
             value = getattr(self, field.name)
             if isinstance(value, np.generic):
                 object.__setattr__(self, field.name, value.item())
+
+    @property
+    def asks_for_kernels(self):
+        """Whether `implementation` is one by fused kernels."""
+        return self.implementation in KERNELS
 
     @property
     def block_length(self):

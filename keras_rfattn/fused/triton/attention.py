@@ -12,6 +12,9 @@ from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import heads_first, merge_heads
 from keras_rfattn.ops.windows import from_first_visible
 
+# How the kernels divide the work, apart from the block size that options may ask for.
+SIZES = Sizes()
+
 
 def attention(deferred, value, key_mask, is_causal, options):
     """Computes linear attention by exponential features.
@@ -42,7 +45,7 @@ def attention(deferred, value, key_mask, is_causal, options):
     term = _common(deferred[1], num_kv_heads)
     if key_mask is not None:
         term = torch.where(key_mask[..., None], term, LOWEST)
-    tokens, sizes = [x.x for x in deferred], Sizes()
+    tokens, sizes = [x.x for x in deferred], SIZES
     if window is None:
         if options.block_size is not None:
             size = triton.next_power_of_2(options.block_size)

@@ -2,7 +2,7 @@
 
 import torch
 
-from keras_rfattn.fused.triton import kernels
+from keras_rfattn.fused.triton import gradients, kernels
 from keras_rfattn.fused.triton.plan import Plan, Sums, added, joined
 
 
@@ -64,7 +64,7 @@ class _LinearAttention(torch.autograd.Function):
         of_query = plan.by_tile(query.shape, query.dtype)
         of_query_map = plan.of_map(plan.T)
         plan.run(
-            kernels.query_gradients, plan.T, *arrays, value, *known, *sums, of_query,
+            gradients.query_gradients, plan.T, *arrays, value, *known, *sums, of_query,
             *of_query_map, *lengths, CAUSAL=causal,
         )  # fmt: skip
         later = plan.query_sums(query, query_vectors, query_bias, *known)
@@ -74,7 +74,7 @@ class _LinearAttention(torch.autograd.Function):
         )
         of_key_map = plan.of_map(plan.S)
         plan.run(
-            kernels.key_gradients, plan.S, *arrays, value, *known, references, *later,
+            gradients.key_gradients, plan.S, *arrays, value, *known, references, *later,
             of_key, of_value, of_term, *of_key_map, *lengths, CAUSAL=causal,
         )  # fmt: skip
         of_vectors = (

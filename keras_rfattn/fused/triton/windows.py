@@ -13,7 +13,7 @@ left out of the sums (their term in `far_term` is `LOWEST`).
 import triton
 import triton.language as tl
 
-from keras_rfattn.fused.triton.kernels import (
+from keras_rfattn.fused.triton.memory import (
     load,
     load_map,
     load_numbers,
