@@ -121,7 +121,7 @@ def contender(feature_map, causal, arrays, backward, sizes=None, **options):
 
     def run():
         if sizes is not None:
-            kernels.SIZES = sizes
+            kernels.SIZES[causal] = sizes
         output = attend(*arrays, feature_map, mask, options=options)
         return torch.autograd.grad(output.sum(), arrays) if backward else output
 

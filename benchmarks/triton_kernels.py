@@ -21,6 +21,7 @@ parser.add_argument("--features", type=int, default=64, help="in a tile")
 parser.add_argument("--tokens", type=int, default=64, help="in a block")
 parser.add_argument("--head-dim", type=int, default=64)
 parser.add_argument("--warps", type=int, default=4)
+parser.add_argument("--kernels", nargs="+", help="all by default")
 args = parser.parse_args()
 
 os.environ["KERAS_BACKEND"] = "torch"
@@ -92,6 +93,8 @@ def main():
     print("|---|---|---|---|---|---|")
     for module, names in KERNELS.items():
         for name in names:
+            if args.kernels and name not in args.kernels:
+                continue
             for target in args.targets:
                 for dtype in args.dtypes:
                     compiled = triton.compile(

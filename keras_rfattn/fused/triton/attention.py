@@ -12,8 +12,9 @@ from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import heads_first, merge_heads
 from keras_rfattn.ops.windows import from_first_visible
 
-# How the kernels divide the work, apart from the block size that options may ask for.
-SIZES = Sizes()
+# How the kernels divide the work, by causality, unless options ask for a block size.
+# With 64 tokens the causal kernels need more registers than an H100 has.
+SIZES = {True: Sizes(tokens=32), False: Sizes(tokens=64)}
 
 
 def attention(deferred, value, key_mask, is_causal, options):
@@ -45,7 +46,7 @@ def attention(deferred, value, key_mask, is_causal, options):
     term = _common(deferred[1], num_kv_heads)
     if key_mask is not None:
         term = torch.where(key_mask[..., None], term, LOWEST)
-    tokens, sizes = [x.x for x in deferred], SIZES
+    tokens, sizes = [x.x for x in deferred], SIZES[is_causal]
     if window is None:
         if options.block_size is not None:
             size = triton.next_power_of_2(options.block_size)

@@ -234,9 +234,9 @@ def windowed_query_gradients(
     store_map(of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, HP, MP)
     if SINKS > 0:
         if tile == 0:
-            at = (pair * tl.num_programs(1) + window).to(tl.int64) * 16 + first
-            of_key = of_sink_key + at[:, None] * HP + tl.arange(0, HP)[None, :]
-            of_value = of_sink_value + at[:, None] * VP + tl.arange(0, VP)[None, :]
+            row = (pair * tl.num_programs(1) + window).to(tl.int64) * 16 + first
+            of_key = of_sink_key + row[:, None] * HP + tl.arange(0, HP)[None, :]
+            of_value = of_sink_value + row[:, None] * VP + tl.arange(0, VP)[None, :]
             tl.store(of_key, sink_key_slope)
             tl.store(of_value, sink_value_slope)
 
