@@ -2,6 +2,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import shutil
 
 import pytest
 
@@ -12,6 +13,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if os.environ.get("KERAS_BACKEND") == "jax" and "XLA_FLAGS" not in os.environ:
     # Processes that tests start, those of pytest-xdist too, inherit the answer.
     os.environ["XLA_FLAGS"] = xla_flags()
+if shutil.which("nvidia-smi") is None:
+    # Triton reads this when it is first imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 EXAMPLES = pathlib.Path(__file__).parent / "feature_maps" / "examples"

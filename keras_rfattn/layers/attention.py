@@ -190,16 +190,17 @@ class Attention:
         return sinks.of_queries(queries, query), sinks.of_keys(keys, position)
 
     def _narrow(self, deferred):
-        """Makes deferred features keep 16-bit inputs, if the backend prefers that.
+        """Makes deferred features keep 16-bit inputs, if backend or kernels want them.
 
         They stay as they are if the inputs are wider, if the map or the options change
-        the inputs first, or if sinks add columns to them.
+        the inputs first, or if sinks add columns to them, which kernels do not need.
         """
-        options = self.options
+        options, tokens = self.options, (self.query, self.key)
+        is_triton = options.implementation == "triton"
         is_changed = self.feature_map.is_preparing or options.temperature
-        is_changed = is_changed or options.sinks
-        tokens = self.query, self.key
-        if is_changed or not narrow_inputs(tokens):
+        if is_changed or not (is_triton or narrow_inputs(tokens)):
+            return deferred
+        if options.sinks and not is_triton:
             return deferred
         side = math.sqrt(self.scale)
         return tuple(
@@ -276,7 +277,6 @@ class Attention:
         causal_mask, window = self.mask.causal, self.options.window
         key_mask, lengths = needed(visible), (query.shape[1], key.shape[1])
         deferred, local = self._narrow(self.deferred(query, key, stats)), None
-        deferred = self.with_sinks(deferred, query, key, key_mask)
         if window is not None:
             if not (causal_mask or self.mask.self_attention):
                 raise ValueError(
@@ -292,6 +292,7 @@ class Attention:
         )
         if output is not None:
             return output
+        deferred = self.with_sinks(deferred, query, key, key_mask)
         devices = sequence_axis(*lengths, self.options, causal_mask)
         if devices is not None and prefix is None:
             return over_devices(

@@ -1,23 +1,16 @@
-"""Says whether Pallas kernels or ordinary operations (XLA) compute attention."""
+"""Says whether fused kernels or ordinary operations compute attention."""
 
 import keras_rfattn.feature_maps as feature_maps
 from keras_rfattn import fused
-from keras_rfattn.backend.devices import backend_name
-
-# Why "auto" does not select the Pallas kernels even where they can run.
-AUTO = "not timed on a TPU yet"
 
 
-def obstacle(options, feature_map):
-    """Returns why the Pallas kernels cannot be used, or `None` if they can."""
-    if not fused.has_tpu_kernels():
-        return f"they run on JAX, not on {backend_name()}"
-    if not feature_map.has_exponents:
+def obstacle(kernels, options, feature_map):
+    """Returns why the kernels of a name cannot be used, or `None` if they can."""
+    reason = fused.obstacle(kernels, options)
+    if reason is None and not feature_map.has_exponents:
         name = feature_maps.name_of(feature_map)
-        return f"features of {name!r} are not exponentials of products"
-    if options.sinks:
-        return "they have no sinks"
-    return None
+        reason = f"features of {name!r} are not exponentials of products"
+    return reason
 
 
 def check_options(options, feature_map):
@@ -26,11 +19,12 @@ def check_options(options, feature_map):
     A window needs a map whose kernel can be computed exactly. The Pallas kernels need a
     map whose features are exponentials of products.
     """
-    reason = obstacle(options, feature_map)
-    if options.implementation == "pallas" and reason:
+    name = options.implementation
+    reason = name in fused.KERNELS and obstacle(name, options, feature_map)
+    if reason:
         raise ValueError(
-            f"The Pallas kernels cannot answer this attention: {reason}. Received: "
-            "implementation='pallas'. Use 'auto' or 'xla'."
+            f"The {name.title()} kernels cannot answer this attention: {reason}. "
+            f"Received: implementation={name!r}. Use 'auto' or 'xla'."
         )
     if options.sinks and options.window is None:
         raise ValueError(
@@ -57,4 +51,8 @@ def told(options, feature_map):
     """Returns which implementation is used and why, as text for reports."""
     if options.implementation != "auto":
         return f"{options.implementation} as asked"
-    return f"xla (Pallas kernels: {obstacle(options, feature_map) or AUTO})"
+    name = fused.own_kernels()
+    # "auto" does not select kernels before they have been timed on their device.
+    device = fused.KERNELS[name].device
+    reason = obstacle(name, options, feature_map) or f"not timed on a {device} yet"
+    return f"xla ({name.title()} kernels: {reason})"

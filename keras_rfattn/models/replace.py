@@ -81,8 +81,10 @@ def replace_attention(
             normalized to unit length, and their cosine is divided by this number. The
             map then estimates softmax attention of normalized vectors, which differs
             from the checkpoint's attention. The hybrid maps are made for this.
-        implementation: `"xla"`; `"pallas"`, TPU kernels on JAX for maps whose
-            features are exponentials; or `"auto"`, which currently selects XLA.
+        implementation: `"xla"`, ordinary operations of the backend; or fused kernels
+            for maps whose features are exponentials: `"pallas"` (TPUs, JAX) or
+            `"triton"` (NVIDIA GPUs, PyTorch); or `"auto"`, which currently selects
+            `"xla"`.
         softmax_heads: Dict from a layer path or pattern (as in `models.Plan`) to the
             query heads, counted from 0, that stay softmax in this layer. These should
             be heads that compare tokens; `diagnostics.sensitivity(heads=True)` finds
@@ -316,11 +318,11 @@ def check_sinks(template, options, sites):
     sinks = [site for site in sites if site.linear_class.sink_logits]
     kernel = template.exact_kernel
     has_offset = kernel is not None and kernel.has_offset
-    is_plain = options.window is None and options.implementation != "pallas"
+    is_plain = options.window is None and not options.asks_for_kernels
     if sinks and (has_offset or not is_plain):
         raise ValueError(
             "Attention sinks, logits in the denominator of softmax, need features of "
-            "softmax, without windows and Pallas kernels. Received: feature_map="
+            "softmax, without windows and fused kernels. Received: feature_map="
             f"{template.get_config()}, window={options.window}, implementation="
             f"{options.implementation!r} for:\n{_listing(sinks)}\nUse a map of "
             "softmax such as 'favorpp', window=None and implementation='xla', or "
@@ -341,11 +343,11 @@ def check_sites(options, sites):
             f"{_listing(cross)}\nLeave these out with `exclude`."
         )
     prefix = [site for site in sites if has_prefix(site)]
-    is_plain = options.window is None and options.implementation != "pallas"
+    is_plain = options.window is None and not options.asks_for_kernels
     if prefix and not is_plain:
         raise ValueError(
             "Attention in which all tokens see a prompt (prefix-LM) has no windows and "
-            f"no Pallas kernels. Received: window={options.window}, implementation="
+            f"no fused kernels. Received: window={options.window}, implementation="
             f"{options.implementation!r} for:\n{_listing(prefix)}\nUse window=None and "
             "implementation='xla', or leave these out with `exclude`."
         )

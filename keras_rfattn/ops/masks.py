@@ -137,7 +137,7 @@ def check_prefix(mask, options):
         "window": options.window is not None,
         "segment_ids": mask.segment_ids is not None,
         "offset": mask.offset is not None,
-        "implementation='pallas'": options.implementation == "pallas",
+        "implementation": options.asks_for_kernels,
     }
     asked = sorted(k for k, x in asked.items() if x)
     if mask.prefix_mask is not None and (asked or not mask.causal):

@@ -6,7 +6,9 @@ import numpy as np
 
 from keras_rfattn.backend import default_block_size
 
-IMPLEMENTATIONS = ("auto", "xla", "pallas")
+# Implementations by fused kernels, and all of them.
+KERNELS = ("pallas", "triton")
+IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +28,10 @@ class Options:
             beside the window. They are counted from the row's first visible token.
         max_segments: Largest number of texts in a packed row. `segment_ids` need it
             inside compiled functions, where their values are unknown.
-        implementation: `"xla"`; `"pallas"`, the kernels of `fused/tpu` for TPUs; or
-            `"auto"`, which is XLA everywhere until the kernels have been timed on a
-            TPU.
+        implementation: `"xla"`, the backend's ordinary operations; `"pallas"`, kernels
+            for TPUs on JAX; `"triton"`, kernels for NVIDIA GPUs on PyTorch; or
+            `"auto"`, which is `"xla"` until the kernels have been timed on their
+            device.
         temperature: Positive number. Queries and keys are divided by their norms, and
             their product, a cosine, by the temperature. `None` keeps the model's own
             queries, keys and scale.
@@ -105,6 +108,11 @@ class Options:
             value = getattr(self, field.name)
             if isinstance(value, np.generic):
                 object.__setattr__(self, field.name, value.item())
+
+    @property
+    def asks_for_kernels(self):
+        """Whether `implementation` is one by fused kernels."""
+        return self.implementation in KERNELS
 
     @property
     def block_length(self):
