@@ -34,9 +34,8 @@ TESTS = "passkey", "needle 1", "needle 2", "needle 3", "variables"
 # Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
-    window=64, sinks=4, steps=200, rate=0.01, feature_steps=60, tokens=1024,
-    feature_tokens=512, seeds=[0], softmax_layers=8, rules=list(RULES),
-    tests=list(TESTS),
+    window=64, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
+    seeds=[0], softmax_layers=8, rules=list(RULES), tests=list(TESTS),
     lengths=[512, 1024, 2048], tested=2048, rows=4, examples=10,
     results="uptrain_decoder.jsonl",
 )  # fmt: skip
@@ -56,7 +55,6 @@ args = parse(
     tested=48, rows=2, examples=1, speeches=0,
 )  # fmt: skip
 
-import keras
 import numpy as np
 from common import decoders
 from common.results import command, tell
@@ -119,17 +117,10 @@ def trained(args, model, encode, seed):
             model, decoders.inputs(ids), steps=steps, batch_size=1, seed=seed,
             stages=[*["calibrate"] * (stage == "attention"), stage],
             trainable=trainable, checkpoint_dir=checkpoints, save_every=20,
-            optimizer=optimizer(args.rate, steps) if stage == "attention" else None,
             max_rows=MAX_ROWS, verbose=2,
         )  # fmt: skip
         print(report, flush=True)
     return report
-
-
-def optimizer(rate, steps):
-    """Returns Adam whose learning rate falls to a twentieth by a cosine."""
-    schedule = keras.optimizers.schedules.CosineDecay(rate, steps, alpha=0.05)
-    return keras.optimizers.Adam(schedule)
 
 
 def layers_of(model):
