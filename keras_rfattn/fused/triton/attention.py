@@ -32,7 +32,15 @@ def attention(deferred, value, key_mask, is_causal, options):
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
         0.
+
+    Raises:
+        ValueError: If the dtype is float64.
     """
+    if value.dtype == torch.float64:
+        raise ValueError(
+            "The Triton kernels add in float32. Received: values of dtype float64. Use "
+            "a narrower dtype, or implementation='xla'."
+        )
     turn_back, window = None, options.window
     if window is not None and key_mask is not None:
         # Windows and sinks are counted from the first visible key.

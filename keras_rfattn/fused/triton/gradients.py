@@ -4,11 +4,13 @@ import triton
 import triton.language as tl
 
 from keras_rfattn.fused.triton.memory import (
+    before_tile,
     blocks_of,
-    load,
+    load_keys,
     load_map,
-    load_numbers,
+    load_queries,
     load_sums,
+    program,
     store,
     store_map,
     store_numbers,
@@ -39,10 +41,7 @@ def query_gradients(
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of queries, and each part's gradients of their map."""
-    lane, part = tl.program_id(0), tl.program_id(1)
-    pair, tile = lane // TILES, lane % TILES
-    batch, head = pair // K, pair % K
-    index = head if SHARED else pair
+    lane, part, tile, batch, head, index = program(K, SHARED, TILES)
     queries_map, query_base = load_map(
         query_vectors, query_bias, index, tile, H, M, HP, MP
     )
@@ -54,15 +53,15 @@ def query_gradients(
     map_slope = tl.zeros((HP, MP), tl.float32)
     bias_slope = tl.zeros((MP,), tl.float32)
     place = tl.arange(0, C)
-    numbers = tile.to(tl.int64) * (tl.num_programs(0) // (K * TILES)) * T * K * G
+    numbers = before_tile(tile, T, K * G, K, TILES)
     of_query += numbers * H
     for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + place
         reference = top
         if CAUSAL:
-            terms = load_numbers(term, batch, token, head, S, K, LOWEST)
-            keys = load(key, batch, token, head, S, K, H, HP)
-            values = load(value, batch, token, head, S, K, W, VP)
+            keys, values, terms = load_keys(
+                key, value, term, batch, token, head, S, K, H, W, HP, VP
+            )
             keys = exponents(keys, keys_map, key_base) + terms[:, None]
             visible = terms > LOWEST / 2
             reference = reference_of(top, keys, visible, C)
@@ -73,11 +72,10 @@ def query_gradients(
         before = (total * scale[:, None]).to(value.dtype.element_ty)
         for g in range(G):
             n = head * G + g
-            x = load(query, batch, token, n, T, K * G, H, HP)
+            x, slopes, deltas, log = load_queries(
+                query, gradient, delta, logs, batch, token, n, T, K * G, H, W, HP, VP
+            )
             queries = exponents(x, queries_map, query_base)
-            log = load_numbers(logs, batch, token, n, T, K * G, UNSEEN)
-            deltas = load_numbers(delta, batch, token, n, T, K * G, 0.0)
-            slopes = load(gradient, batch, token, n, T, K * G, W, VP)
             rows = tl.exp(queries + reference[None, :] - log[:, None])
             slope = dot(slopes, tl.trans(before))
             slope -= deltas[:, None] * (count * scale)[None, :]
@@ -127,10 +125,7 @@ def key_gradients(
 
     Blocks run from last to first, and the sums are those over later queries.
     """
-    lane, part = tl.program_id(0), tl.program_id(1)
-    pair, tile = lane // TILES, lane % TILES
-    batch, head = pair // K, pair % K
-    index = head if SHARED else pair
+    lane, part, tile, batch, head, index = program(K, SHARED, TILES)
     queries_map, query_base = load_map(
         query_vectors, query_bias, index, tile, H, M, HP, MP
     )
@@ -142,7 +137,7 @@ def key_gradients(
     map_slope = tl.zeros((HP, MP), tl.float32)
     bias_slope = tl.zeros((MP,), tl.float32)
     place = tl.arange(0, C)
-    numbers = tile.to(tl.int64) * (tl.num_programs(0) // (K * TILES)) * S * K
+    numbers = before_tile(tile, S, K, K, TILES)
     of_key += numbers * H
     of_value += numbers * W
     of_term += numbers
@@ -150,9 +145,9 @@ def key_gradients(
     for step in range(blocks):
         block = part * BLOCKS + blocks - 1 - step
         token = block * C + place
-        terms = load_numbers(term, batch, token, head, S, K, LOWEST)
-        x = load(key, batch, token, head, S, K, H, HP)
-        values = load(value, batch, token, head, S, K, W, VP)
+        x, values, terms = load_keys(
+            key, value, term, batch, token, head, S, K, H, W, HP, VP
+        )
         keys = exponents(x, keys_map, key_base) + terms[:, None]
         visible = terms > LOWEST / 2
         found = tl.where(visible[:, None], tl.exp(keys + top[None, :]), 0.0)
@@ -160,18 +155,18 @@ def key_gradients(
         value_slope = dot(found.to(values.dtype), far)
         slope = found * (dot(values, tl.trans(far)) - count[None, :])
         if CAUSAL:
-            at_block = lane * tl.num_programs(1) * BLOCKS + block
+            at_block = lane.to(tl.int64) * tl.num_programs(1) * BLOCKS + block
             reference = tl.load(references + at_block * MP + tl.arange(0, MP))
             excess, exceeds = excess_of(keys, reference, visible, C)
             beside = tl.exp(tl.minimum(excess, SPAN))
             causally = (place[:, None] >= place[None, :]) & visible[None, :]
             for g in range(G):
                 n = head * G + g
-                queries = load(query, batch, token, n, T, K * G, H, HP)
+                queries, slopes, deltas, log = load_queries(
+                    query, gradient, delta, logs, batch, token, n, T, K * G, H, W,
+                    HP, VP,
+                )  # fmt: skip
                 queries = exponents(queries, queries_map, query_base)
-                log = load_numbers(logs, batch, token, n, T, K * G, UNSEEN)
-                deltas = load_numbers(delta, batch, token, n, T, K * G, 0.0)
-                slopes = load(gradient, batch, token, n, T, K * G, W, VP)
                 rows = tl.exp(queries + reference[None, :] - log[:, None])
                 rows = tl.where(exceeds[:, None], 0.0, rows)
                 benefit = dot(slopes, tl.trans(values)) - deltas[:, None]
@@ -190,13 +185,7 @@ def key_gradients(
                             of_output = row_of(slopes.to(tl.float32), i, C)
                             value_slope += weight[:, None] * of_output[None, :]
                             slope += row_of(benefit, i, C)[:, None] * products
-            for g in range(G):
-                n = head * G + g
-                queries = load(query, batch, token, n, T, K * G, H, HP)
-                queries = exponents(queries, queries_map, query_base)
-                log = load_numbers(logs, batch, token, n, T, K * G, UNSEEN)
-                deltas = load_numbers(delta, batch, token, n, T, K * G, 0.0)
-                slopes = load(gradient, batch, token, n, T, K * G, W, VP)
+                # Earlier blocks see the sums with these queries.
                 queries -= log[:, None]
                 top, total, count = add(
                     top, total, count, queries, log < UNSEEN, slopes, deltas

@@ -3,13 +3,33 @@
 import triton
 import triton.language as tl
 
-from keras_rfattn.fused.triton.parts import LOWEST
+from keras_rfattn.fused.triton.parts import LOWEST, UNSEEN
 
 
 @triton.jit
 def blocks_of(part, length, BLOCKS: tl.constexpr, C: tl.constexpr):
     """Returns the number of blocks of a part; the last part may have fewer."""
     return tl.minimum(BLOCKS, tl.cdiv(length - part * BLOCKS * C, C))
+
+
+@triton.jit
+def program(K, SHARED: tl.constexpr, TILES: tl.constexpr):
+    """Returns which lane, part, tile, pair, row of the batch and head a program does.
+
+    A pair is a key/value head of a row of the batch, a lane a tile of its features. The
+    last number is the index of its map.
+    """
+    lane, part = tl.program_id(0), tl.program_id(1)
+    pair, tile = lane // TILES, lane % TILES
+    batch, head = pair // K, pair % K
+    return lane, part, tile, batch, head, head if SHARED else pair
+
+
+@triton.jit
+def before_tile(tile, length, heads, K, TILES: tl.constexpr):
+    """Returns how many numbers `(B, length, heads)` come before those of a tile."""
+    batch = tl.num_programs(0) // (K * TILES)
+    return tile.to(tl.int64) * batch * length * heads
 
 
 @triton.jit
@@ -42,6 +62,29 @@ def store_numbers(x, value, batch, token, head, T, HEADS):
     """Stores one number per token of a head in an array `(B, T, HEADS)`."""
     row = (batch.to(tl.int64) * T + token) * HEADS + head
     tl.store(x + row, value, mask=token < T)
+
+
+@triton.jit
+def load_keys(
+    key, value, term, batch, token, head, S, K, H, W,
+    HP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """Loads keys `(C, HP)`, values `(C, VP)` and terms `(C,)`."""
+    terms = load_numbers(term, batch, token, head, S, K, LOWEST)
+    keys = load(key, batch, token, head, S, K, H, HP)
+    return keys, load(value, batch, token, head, S, K, W, VP), terms
+
+
+@triton.jit
+def load_queries(
+    query, gradient, delta, logs, batch, token, n, T, N, H, W,
+    HP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """Loads queries `(C, HP)`, gradients `(C, VP)` of outputs, deltas and logs."""
+    queries = load(query, batch, token, n, T, N, H, HP)
+    slopes = load(gradient, batch, token, n, T, N, W, VP)
+    deltas = load_numbers(delta, batch, token, n, T, N, 0.0)
+    return queries, slopes, deltas, load_numbers(logs, batch, token, n, T, N, UNSEEN)
 
 
 @triton.jit

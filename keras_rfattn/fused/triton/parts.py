@@ -96,6 +96,25 @@ def add(maximum, numerator, normalizer, exponent, visible, value, weight):
 
 
 @triton.jit
+def divided(found, whole, shift):
+    """Returns outputs and the logs of denominators `whole`, relative to a shift."""
+    is_seen = whole > 0
+    output = found / tl.where(is_seen, whole, 1.0)[:, None]
+    log = tl.where(is_seen, shift + tl.log(tl.maximum(whole, TINY)), UNSEEN)
+    return tl.where(is_seen[:, None], output, 0.0), log
+
+
+@triton.jit
+def look_up(queries, maximum, numerator, normalizer, dtype: tl.constexpr):
+    """Returns numerators, denominators and shifts that queries read of sums."""
+    raised = queries + maximum[None, :]
+    shift = tl.max(raised, 1)
+    rows = tl.exp(raised - shift[:, None]).to(dtype)
+    found = dot(rows, numerator.to(dtype))
+    return found, tl.sum(rows.to(tl.float32) * normalizer[None, :], 1), shift
+
+
+@triton.jit
 def reference_of(maximum, keys, visible, C: tl.constexpr):
     """Returns the maximum `(M,)` that all queries of the block may use.
 

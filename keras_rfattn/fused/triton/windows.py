@@ -14,21 +14,25 @@ import triton
 import triton.language as tl
 
 from keras_rfattn.fused.triton.memory import (
+    before_tile,
     load,
+    load_keys,
     load_map,
     load_numbers,
+    load_queries,
     load_sums,
+    program,
     store,
     store_map,
     store_numbers,
 )
 from keras_rfattn.fused.triton.parts import (
     LOWEST,
-    TINY,
-    UNSEEN,
+    divided,
     dot,
     dot_like,
     exponents,
+    look_up,
     no_tokens,
 )
 
@@ -89,6 +93,16 @@ def weights_of(logits, shift):
 
 
 @triton.jit
+def with_nearby(found, whole, shift, logits, values):
+    """Returns numerators, denominators and shifts with keys nearby added."""
+    new = tl.maximum(shift, tl.max(logits, 1))
+    scale = tl.exp(shift - new)
+    weights = weights_of(logits, new).to(values.dtype)
+    found = found * scale[:, None] + dot(weights, values)
+    return found, whole * scale + tl.sum(weights.to(tl.float32), 1), new
+
+
+@triton.jit
 def windowed_outputs(
     query, key, vectors, bias, query_term, term, value,
     before_top, before_total, before_count, after_top, after_total, after_count,
@@ -101,17 +115,13 @@ def windowed_outputs(
 
     Only the first tile of features adds the keys nearby.
     """
-    lane, window = tl.program_id(0), tl.program_id(1)
-    pair, tile = lane // TILES, lane % TILES
-    batch, head = pair // K, pair % K
-    of_query, base = load_map(
-        vectors, bias, head if SHARED else pair, tile, H, M, HP, MP
-    )
+    lane, window, tile, batch, head, index = program(K, SHARED, TILES)
+    of_query, base = load_map(vectors, bias, index, tile, H, M, HP, MP)
     top, total, count = load_far(
         before_top, before_total, before_count, after_top, after_total, after_count,
         lane, window, tl.num_programs(1), True, not CAUSAL, NEAR, MP, VP,
     )  # fmt: skip
-    numbers = tile.to(tl.int64) * (tl.num_programs(0) // (K * TILES)) * T * K * G
+    numbers = before_tile(tile, T, K * G, K, TILES)
     output += numbers * W
     logs += numbers
     token = window * C + tl.arange(0, C)
@@ -120,44 +130,30 @@ def windowed_outputs(
         x = load(query, batch, token, n, T, K * G, H, HP)
         queries = exponents(x, of_query, base)
         queries += load_numbers(query_term, batch, token, n, T, K * G, 0.0)[:, None]
-        raised = queries + top[None, :]
-        # The sums of features join first, the keys nearby one window after the other.
-        shift = tl.max(raised, 1)
-        rows = tl.exp(raised - shift[:, None]).to(value.dtype.element_ty)
-        found = dot(rows, total.to(rows.dtype))
-        whole = tl.sum(rows.to(tl.float32) * count[None, :], 1)
+        # The sums of features come first, the keys nearby one window after the other.
+        found, whole, shift = look_up(
+            queries, top, total, count, value.dtype.element_ty
+        )
         if tile == 0:
             for offset in range(-NEAR, 1 if CAUSAL else NEAR + 1):
                 others = token + offset * C
                 inside = (others >= 0) & (others < T)
                 others = tl.where(inside, others, T)
-                terms = load_numbers(term, batch, others, head, T, K, LOWEST)
-                keys = load(key, batch, others, head, T, K, H, HP)
-                values = load(value, batch, others, head, T, K, W, VP)
+                keys, values, terms = load_keys(
+                    key, value, term, batch, others, head, T, K, H, W, HP, VP
+                )
                 logits = logits_of(x, keys, terms, offset, SCALE, CAUSAL, C)
-                new = tl.maximum(shift, tl.max(logits, 1))
-                scale = tl.exp(shift - new)
-                weights = weights_of(logits, new).to(values.dtype)
-                found = found * scale[:, None] + dot(weights, values)
-                whole = whole * scale + tl.sum(weights.to(tl.float32), 1)
-                shift = new
+                found, whole, shift = with_nearby(found, whole, shift, logits, values)
             if SINKS > 0:
                 first = tl.arange(0, 16)
-                terms = load_numbers(term, batch, first, head, T, K, LOWEST)
-                keys = load(key, batch, first, head, T, K, H, HP)
-                values = load(value, batch, first, head, T, K, W, VP)
+                keys, values, terms = load_keys(
+                    key, value, term, batch, first, head, T, K, H, W, HP, VP
+                )
                 logits = sink_logits_of(x, keys, terms, window > NEAR, SCALE, SINKS)
-                new = tl.maximum(shift, tl.max(logits, 1))
-                scale = tl.exp(shift - new)
-                weights = weights_of(logits, new).to(values.dtype)
-                found = found * scale[:, None] + dot(weights, values)
-                whole = whole * scale + tl.sum(weights.to(tl.float32), 1)
-                shift = new
-        found = found / tl.where(whole > 0, whole, 1.0)[:, None]
-        found = tl.where((whole > 0)[:, None], found, 0.0)
+                found, whole, shift = with_nearby(found, whole, shift, logits, values)
+        found, log = divided(found, whole, shift)
         found = found.to(output.dtype.element_ty)
         store(output, found, batch, token, n, T, K * G, W, VP)
-        log = tl.where(whole > 0, shift + tl.log(tl.maximum(whole, TINY)), UNSEEN)
         store_numbers(logs, log, batch, token, n, T, K * G)
 
 
@@ -171,17 +167,13 @@ def windowed_query_gradients(
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of queries, and each window's of the query map and sinks."""
-    lane, window = tl.program_id(0), tl.program_id(1)
-    pair, tile = lane // TILES, lane % TILES
-    batch, head = pair // K, pair % K
-    queries_map, base = load_map(
-        vectors, bias, head if SHARED else pair, tile, H, M, HP, MP
-    )
+    lane, window, tile, batch, head, index = program(K, SHARED, TILES)
+    queries_map, base = load_map(vectors, bias, index, tile, H, M, HP, MP)
     top, total, count = load_far(
         before_top, before_total, before_count, after_top, after_total, after_count,
         lane, window, tl.num_programs(1), True, not CAUSAL, NEAR, MP, VP,
     )  # fmt: skip
-    numbers = tile.to(tl.int64) * (tl.num_programs(0) // (K * TILES)) * T * K * G
+    numbers = before_tile(tile, T, K * G, K, TILES)
     of_query += numbers * H
     of_query_term += numbers
     token, first = window * C + tl.arange(0, C), tl.arange(0, 16)
@@ -192,10 +184,9 @@ def windowed_query_gradients(
     sink_value_slope = tl.zeros((16, VP), tl.float32)
     for g in range(G):
         n = head * G + g
-        x = load(query, batch, token, n, T, K * G, H, HP)
-        log = load_numbers(logs, batch, token, n, T, K * G, UNSEEN)
-        deltas = load_numbers(delta, batch, token, n, T, K * G, 0.0)
-        slopes = load(gradient, batch, token, n, T, K * G, W, VP)
+        x, slopes, deltas, log = load_queries(
+            query, gradient, delta, logs, batch, token, n, T, K * G, H, W, HP, VP
+        )
         queries = exponents(x, queries_map, base)
         queries += load_numbers(query_term, batch, token, n, T, K * G, 0.0)[:, None]
         rows = tl.exp(queries + top[None, :] - log[:, None])
@@ -210,17 +201,17 @@ def windowed_query_gradients(
                 others = token + offset * C
                 inside = (others >= 0) & (others < T)
                 others = tl.where(inside, others, T)
-                terms = load_numbers(term, batch, others, head, T, K, LOWEST)
-                keys = load(key, batch, others, head, T, K, H, HP)
-                values = load(value, batch, others, head, T, K, W, VP)
+                keys, values, terms = load_keys(
+                    key, value, term, batch, others, head, T, K, H, W, HP, VP
+                )
                 logits = logits_of(x, keys, terms, offset, SCALE, CAUSAL, C)
                 benefit = dot(slopes, tl.trans(values)) - deltas[:, None]
                 benefit = SCALE * weights_of(logits, log) * benefit
                 found += dot(benefit.to(keys.dtype), keys)
             if SINKS > 0:
-                terms = load_numbers(term, batch, first, head, T, K, LOWEST)
-                keys = load(key, batch, first, head, T, K, H, HP)
-                values = load(value, batch, first, head, T, K, W, VP)
+                keys, values, terms = load_keys(
+                    key, value, term, batch, first, head, T, K, H, W, HP, VP
+                )
                 logits = sink_logits_of(x, keys, terms, window > NEAR, SCALE, SINKS)
                 weights = weights_of(logits, log)
                 benefit = dot(slopes, tl.trans(values)) - deltas[:, None]
@@ -234,7 +225,9 @@ def windowed_query_gradients(
     store_map(of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, HP, MP)
     if SINKS > 0:
         if tile == 0:
-            row = (pair * tl.num_programs(1) + window).to(tl.int64) * 16 + first
+            row = (lane // TILES * tl.num_programs(1) + window).to(
+                tl.int64
+            ) * 16 + first
             of_key = of_sink_key + row[:, None] * HP + tl.arange(0, HP)[None, :]
             of_value = of_sink_value + row[:, None] * VP + tl.arange(0, VP)[None, :]
             tl.store(of_key, sink_key_slope)
@@ -254,22 +247,18 @@ def windowed_key_gradients(
 
     The sums are those over queries of windows that are not nearby.
     """
-    lane, window = tl.program_id(0), tl.program_id(1)
-    pair, tile = lane // TILES, lane % TILES
-    batch, head = pair // K, pair % K
-    keys_map, base = load_map(
-        vectors, bias, head if SHARED else pair, tile, H, M, HP, MP
-    )
+    lane, window, tile, batch, head, index = program(K, SHARED, TILES)
+    keys_map, base = load_map(vectors, bias, index, tile, H, M, HP, MP)
     top, total, count = load_far(
         before_top, before_total, before_count, after_top, after_total, after_count,
         lane, window, tl.num_programs(1), not CAUSAL, True, NEAR, MP, VP,
     )  # fmt: skip
-    numbers = tile.to(tl.int64) * (tl.num_programs(0) // (K * TILES)) * T * K
+    numbers = before_tile(tile, T, K, K, TILES)
     token = window * C + tl.arange(0, C)
-    terms = load_numbers(term, batch, token, head, T, K, LOWEST)
+    x, values, terms = load_keys(
+        key, value, term, batch, token, head, T, K, H, W, HP, VP
+    )
     far_terms = load_numbers(far_term, batch, token, head, T, K, LOWEST)
-    x = load(key, batch, token, head, T, K, H, HP)
-    values = load(value, batch, token, head, T, K, W, VP)
     keys = exponents(x, keys_map, base) + far_terms[:, None]
     is_far = (far_terms > LOWEST / 2)[:, None]
     found = tl.where(is_far, tl.exp(keys + top[None, :]), 0.0)
@@ -290,10 +279,10 @@ def windowed_key_gradients(
             others = tl.where(inside, others, T)
             for g in range(G):
                 n = head * G + g
-                queries = load(query, batch, others, n, T, K * G, H, HP)
-                log = load_numbers(logs, batch, others, n, T, K * G, UNSEEN)
-                deltas = load_numbers(delta, batch, others, n, T, K * G, 0.0)
-                slopes = load(gradient, batch, others, n, T, K * G, W, VP)
+                queries, slopes, deltas, log = load_queries(
+                    query, gradient, delta, logs, batch, others, n, T, K * G, H, W,
+                    HP, VP,
+                )  # fmt: skip
                 logits = logits_of(queries, x, terms, -offset, SCALE, CAUSAL, C)
                 weights = weights_of(logits, log)
                 value_slope += dot(tl.trans(weights.to(values.dtype)), slopes)
