@@ -14,10 +14,11 @@ DIR holds wikitext2/{valid,test}.txt. Maps train on valid and on presidents' mes
 same layer; stage "features" compares logits, end to end. The model's own weights do
 not change.
 
-Evaluation: perplexity on WikiText-2's test text, by position on held-out messages, and
-the recall tests of RULER, each for softmax, the linear model, and hybrids in which
-`--softmax-layers` layers stay softmax, chosen by `--rules`. Controls: the window and
-sinks alone, the features alone, the mean of V, and no attention.
+Evaluation, `--tests`: the perplexity of the parts of linear attention (the window and
+sinks alone, the features alone, the mean of V, and no attention), perplexity by
+position on WikiText-2's test text and on held-out messages, and the recall tests of
+RULER. All but the first compare softmax, the linear model, and hybrids in which
+`--softmax-layers` layers stay softmax, chosen by `--rules`, or the layers `--kept`.
 
 Cost on one core: 10 seconds for a step of stage "attention" at 1024 tokens, 40 for one
 of stage "features". Results: docs/pages/results/decoders.md.
@@ -29,7 +30,8 @@ import time
 from common.flags import make_parser, parse
 
 RULES = "recall", "first", "last", "spread", "random"
-TESTS = "passkey", "needle 1", "needle 2", "needle 3", "variables"
+RECALL = "passkey", "needle 1", "needle 2", "needle 3", "variables"
+TESTS = "parts", "positions", *RECALL
 
 # Flags are parsed before the slow imports.
 parser = make_parser(
@@ -48,11 +50,15 @@ parser.add_argument("--trainable", default="maps", help="in stage 'features'")
 parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
 parser.add_argument("--speeches", type=int, help="number of messages; all by default")
 parser.add_argument("--load", help="maps to evaluate; nothing is trained")
+parser.add_argument("--kept", type=int, nargs="+",
+                    help="layers that stay softmax, instead of rules")  # fmt: skip
+parser.add_argument("--without-softmax", action="store_true",
+                    help="do not evaluate the softmax model itself")  # fmt: skip
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 args = parse(
     parser, steps=2, feature_steps=2, tokens=48, feature_tokens=32, window=8,
-    num_features=8, softmax_layers=1, rules=["first"], tests=[], lengths=[64],
-    tested=48, rows=2, examples=1, speeches=0,
+    num_features=8, softmax_layers=1, rules=["first"], tests=["parts", "positions"],
+    lengths=[64], tested=48, rows=2, examples=1, speeches=0,
 )  # fmt: skip
 
 import numpy as np
@@ -82,17 +88,23 @@ def main(args):
         row = {"seed": seed, "minutes": (time.time() - start) / 60}
         texts = [decoders.wikitext(args.data_dir, "test")]
         tested = decoders.rows(texts, encode, args.tested, args.rows)
-        found = diagnostics.attribute(model, tested, perplexity)
-        tell(args, {"test": "perplexity", "tokens": args.tested, **row, **vars(found)})
+        found = None
+        if "parts" in args.tests:
+            found = diagnostics.attribute(model, tested, perplexity)
+            tell(args, {"test": "parts", "tokens": args.tested, **row, **vars(found)})
         if args.save and report is not None:
             save(args, model, report, found, seed)
-        chosen = choices(args, model, encode, seed)
-        models = {"softmax": layers_of(model), "linear": []} | chosen
+        models = {"softmax": layers_of(model), "linear": []}
+        if args.without_softmax:
+            del models["softmax"]
+        models |= choices(args, model, encode, seed)
         for name, kept in models.items():
             with softmax_in(model, kept):
-                by_position(args, model, encode, name, row, tested)
+                if "positions" in args.tests:
+                    by_position(args, model, encode, name, row, tested)
                 for test in args.tests:
-                    tell_recall(args, model, encode, name, test, row)
+                    if test in RECALL:
+                        tell_recall(args, model, encode, name, test, row)
 
 
 def trained(args, model, encode, seed):
@@ -123,6 +135,13 @@ def trained(args, model, encode, seed):
     return report
 
 
+def training_texts(args):
+    """Describes the texts of training for the card of the maps."""
+    messages, _ = decoders.speeches(args.speeches)
+    more = f", {len(messages)} messages of US presidents" if messages else ""
+    return f"WikiText-2 (validation){more}"
+
+
 def layers_of(model):
     """Returns a dict from paths to linear attention layers, in the model's order."""
     return {site.path: site.layer for site in survey(model) if site.is_linear}
@@ -141,6 +160,8 @@ def softmax_in(model, paths):
 def choices(args, model, encode, seed):
     """Returns a dict from rules to the paths of layers that stay softmax by them."""
     layers, count = list(layers_of(model)), args.softmax_layers
+    if args.kept:
+        return {"hybrid": [layers[i] for i in args.kept]}
     if not 0 < count < len(layers):
         return {}
     generator = np.random.default_rng(seed)
@@ -200,24 +221,13 @@ def tell_recall(args, model, encode, name, test, row):
         else:
             more = {} if kind == 1 else {"text": text}
             examples = recall.needle(encode, length, kind, **more, **given)
-        score = recall.accuracy(model, examples, batch_size=1)
-        likelihood = recall.log_likelihood(model, examples, batch_size=1)
-        tell(
-            args,
-            {
-                "test": test,
-                "model": name,
-                "tokens": length,
-                **row,
-                "accuracy": score,
-                "log-likelihood": round(likelihood, 4),
-            },
-        )
+        found = recall.evaluate(model, examples, batch_size=1)
+        tell(args, {"test": test, "model": name, "tokens": length, **row, **found})
 
 
 def save(args, model, report, found, seed):
     """Saves the trained maps with their quality and its controls."""
-    metrics = {
+    metrics = found and {
         "share_of_softmax": found.softmax / found.as_it_is,
         f"perplexity_at_{args.tested}": found.as_it_is,
         "softmax": found.softmax,
@@ -228,9 +238,9 @@ def save(args, model, report, found, seed):
     }
     keras_rfattn.save_maps(
         model, args.save / f"seed_{seed}", dtype="float16", report=report,
-        metrics={name: round(x, 4) for name, x in metrics.items()},
+        metrics={name: round(x, 4) for name, x in (metrics or {}).items()},
         base_model=None if args.preset else "HuggingFaceTB/SmolLM2-135M-Instruct",
-        license="apache-2.0", data="WikiText-2 (validation), US presidential messages",
+        license="apache-2.0", data=training_texts(args),
         command=f"python recipes/{command()}", overwrite=True,
     )  # fmt: skip
 

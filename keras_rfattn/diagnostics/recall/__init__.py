@@ -8,6 +8,7 @@ it can recall. The tests are generated from a seed: texts that hide a detail (`p
 from keras_rfattn.diagnostics.recall.pairs import mqar
 from keras_rfattn.diagnostics.recall.scores import (
     accuracy,
+    evaluate,
     log_likelihood,
     metric,
     perplexity_by_position,
@@ -24,6 +25,7 @@ from keras_rfattn.diagnostics.recall.texts import (
 __all__ = [
     "Example",
     "accuracy",
+    "evaluate",
     "log_likelihood",
     "metric",
     "mqar",

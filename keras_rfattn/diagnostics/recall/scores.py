@@ -43,8 +43,7 @@ def accuracy(model, examples, batch_size=8):
         >>> recall.accuracy(always_two, [example])
         1.0
     """
-    scores = _scored(model, examples, batch_size)
-    return float((scores.is_right | ~scores.is_answer).all(axis=1).mean())
+    return evaluate(model, examples, batch_size)["accuracy"]
 
 
 def log_likelihood(model, examples, batch_size=8):
@@ -71,8 +70,38 @@ def log_likelihood(model, examples, batch_size=8):
         >>> round(recall.log_likelihood(uniform, [example]), 4)
         -1.3863
     """
+    return evaluate(model, examples, batch_size)["log_likelihood"]
+
+
+def evaluate(model, examples, batch_size=8):
+    """Computes both `accuracy` and `log_likelihood` in one pass over the examples.
+
+    Args:
+        model: A causal model, as for `accuracy`.
+        examples: List of `Example`, or of pairs `(prompt, answer)`.
+        batch_size: Number of examples that are evaluated at once.
+
+    Returns:
+        A dict from the names of the two functions to what they return.
+
+    Raises:
+        TypeError: As for `accuracy`.
+        ValueError: As for `accuracy`.
+
+    Examples:
+        >>> from keras_rfattn.diagnostics import recall
+        >>> example = recall.Example(np.array([3, 1]), np.array([2]))
+        >>> always_two = lambda ids: np.tile(np.eye(4)[2], (*ids.shape, 1))
+        >>> recall.evaluate(always_two, [example])["accuracy"]
+        1.0
+    """
     scores = _scored(model, examples, batch_size)
-    return float(scores.log_probs[scores.is_answer].mean(dtype="float64"))
+    is_right = (scores.is_right | ~scores.is_answer).all(axis=1)
+    log_probs = scores.log_probs[scores.is_answer]
+    return {
+        "accuracy": float(is_right.mean()),
+        "log_likelihood": float(log_probs.mean(dtype="float64")),
+    }
 
 
 def metric(examples, kind="log_likelihood", batch_size=8):
@@ -101,13 +130,12 @@ def metric(examples, kind="log_likelihood", batch_size=8):
         >>> result.as_it_is == metric(model)
         True
     """
-    functions = {"log_likelihood": log_likelihood, "accuracy": accuracy}
-    check_choice("kind", kind, tuple(functions))
+    check_choice("kind", kind, ("log_likelihood", "accuracy"))
     check_sizes(batch_size=batch_size)
     examples = _checked(examples)
 
     def evaluated(model, data=None):
-        return functions[kind](model, examples, batch_size)
+        return evaluate(model, examples, batch_size)[kind]
 
     return evaluated
 
