@@ -4,8 +4,6 @@ Centering and a linear transformation leave softmax attention unchanged, but can
 the variance of its estimate.
 """
 
-from operator import attrgetter
-
 import keras
 import numpy as np
 from keras import ops
@@ -22,16 +20,22 @@ from keras_rfattn.ops.features import Features
 STEPS = ("center", "balance", "rotate")
 
 
+def of_inner(name):
+    """Returns a property of `MapOfMap` whose value the inner map has."""
+    # `torch.compile` cannot trace an `operator.attrgetter`.
+    return property(lambda self: getattr(self.inner, name))
+
+
 class MapOfMap(Adaptive, FeatureMap):
     """Base of maps that compute a softmax map, `inner`, for transformed tokens."""
 
-    is_causal_safe = property(attrgetter("inner.is_causal_safe"))
-    is_unbiased = property(attrgetter("inner.is_unbiased"))
-    assumes_equal_lengths = property(attrgetter("inner.assumes_equal_lengths"))
-    output_dim = property(attrgetter("inner.output_dim"))
-    features_per_scale = property(attrgetter("inner.features_per_scale"))
+    is_causal_safe = of_inner("is_causal_safe")
+    is_unbiased = of_inner("is_unbiased")
+    assumes_equal_lengths = of_inner("assumes_equal_lengths")
+    output_dim = of_inner("output_dim")
+    features_per_scale = of_inner("features_per_scale")
     # A property whose value is the inner map's method.
-    draw_again = property(attrgetter("inner.draw_again"))
+    draw_again = of_inner("draw_again")
 
     def __init__(self, feature_map, seed=None, **kwargs):
         inner = registry.get(feature_map)
@@ -116,11 +120,11 @@ class Conditioned(Sided, MapOfMap):
         # returns vectors for tokens that it has centered itself.
         return self.inner.has_exponents and not isinstance(self.inner, Conditioned)
 
-    is_positive = property(attrgetter("inner.is_positive"))
+    is_positive = of_inner("is_positive")
     # Properties whose values are methods of the inner map.
-    sign = property(attrgetter("inner.sign"))
-    log_moment = property(attrgetter("inner.log_moment"))
-    relative_covariance = property(attrgetter("inner.relative_covariance"))
+    sign = of_inner("sign")
+    log_moment = of_inner("log_moment")
+    relative_covariance = of_inner("relative_covariance")
 
     def build(self, input_shape):
         super().build(input_shape)

@@ -1,7 +1,5 @@
 """A hybrid's coefficient that is largest where x is near a linear function of y."""
 
-from operator import attrgetter
-
 import keras
 import numpy as np
 from keras import ops
@@ -10,7 +8,7 @@ from keras_rfattn.backend import precise_einsum, wide_dtype
 from keras_rfattn.feature_maps.algebra import scale
 from keras_rfattn.feature_maps.base import Sided, half_square
 from keras_rfattn.feature_maps.coefficients import Coefficient
-from keras_rfattn.feature_maps.conditioned import MapOfMap
+from keras_rfattn.feature_maps.conditioned import MapOfMap, of_inner
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -70,7 +68,7 @@ class KernelCoefficient(Sided, Coefficient, MapOfMap):
         self.matrix, self.width = matrix, width
         self.constant, self.factor = constant, factor
 
-    is_adaptive = property(attrgetter("inner.is_adaptive"))
+    is_adaptive = of_inner("is_adaptive")
 
     def build(self, input_shape):
         super().build(input_shape)
