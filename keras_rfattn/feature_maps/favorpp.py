@@ -7,10 +7,10 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.backend import (
+    accumulated_matmul,
     elementwise_max,
     elementwise_min,
     known_true,
-    precise_einsum,
     where,
 )
 from keras_rfattn.feature_maps.adaptive import Adaptive
@@ -228,7 +228,9 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
         spread = 1 - 4 * a
         constant = ops.log(spread) * (self.head_dim / a.shape[-1] / 4)
         constant = ops.sum(constant, axis=-1, keepdims=True)
-        constant = constant + precise_einsum("bkh,khm->bkm", a, squares)
+        rows = ops.swapaxes(a, 0, 1)
+        product = accumulated_matmul(rows, squares, is_precise=True)
+        constant = constant + ops.swapaxes(product, 0, 1)
         vectors = ops.cast(ops.convert_to_tensor(vectors), x.dtype)
         vectors = vectors * ops.expand_dims(ops.sqrt(spread), -1)
         return Exponents(x, vectors, ops.expand_dims(constant, 2))

@@ -1,5 +1,7 @@
 """Converts the features of a model to the arguments of the Triton kernels."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 
@@ -9,7 +11,7 @@ from keras_rfattn.fused.triton.plan import Sizes
 from keras_rfattn.fused.triton.windowed import Nearby, windowed_attention
 from keras_rfattn.ops.deferred import Scaled
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.layout import heads_first, merge_heads
+from keras_rfattn.ops.layout import merge_heads, split_heads
 from keras_rfattn.ops.windows import from_first_visible
 
 # How the kernels divide the work, by causality, unless options ask for a block size.
@@ -50,8 +52,8 @@ def attention(deferred, value, key_mask, is_causal, options):
     dtype, value = value.dtype, representable(value)
     num_kv_heads = value.shape[2]
     of_query, of_key = (_affine(x, num_kv_heads) for x in deferred)
-    maps = of_query[0], of_key[0], of_query[1], of_key[1]
-    term = _common(deferred[1], num_kv_heads)
+    maps = of_query.vectors, of_key.vectors, of_query.bias, of_key.bias
+    term = _common(deferred[1], of_key.shift)
     if key_mask is not None:
         term = torch.where(key_mask[..., None], term, LOWEST)
     tokens, sizes = [x.x for x in deferred], SIZES[is_causal]
@@ -61,7 +63,7 @@ def attention(deferred, value, key_mask, is_causal, options):
             sizes = sizes._replace(tokens=min(max(size, 16), 128))
         output = linear_attention(tokens, maps, term, value, is_causal, sizes)
     else:
-        terms = _common(deferred[0], num_kv_heads), term
+        terms = _common(deferred[0], of_query.shift), term
         scale = _factor(deferred[0]) * _factor(deferred[1])
         nearby = Nearby(window, int(options.sliding), options.sinks, scale)
         output = windowed_attention(
@@ -71,10 +73,26 @@ def attention(deferred, value, key_mask, is_causal, options):
     return output.to(dtype)
 
 
-def _common(features, num_kv_heads):
+class _Affine(NamedTuple):
+    """The exponents of a token x: `x · vectors + bias`, plus what features share.
+
+    Attributes:
+        vectors: Array of shape `(B or 1, K, H, M)`.
+        bias: Array of shape `(B or 1, K, 1, M)`.
+        shift: Array of shape `(1, K, 1, H)`, which the map adds to scaled tokens.
+    """
+
+    vectors: Any
+    bias: Any
+    shift: Any
+
+
+def _common(features, shift):
     """Returns the exponents that all features of a token share, `(B, T, N)`."""
     _, length, num_heads, _ = features.x.shape
-    common = heads_first(features, num_kv_heads).common
+    x = _factor(features) * features.x.to(shift.dtype)
+    x = split_heads(x, shift.shape[1]) + shift
+    common = features.function.common(x, features.parameters)
     return merge_heads(common, num_heads, length)[..., 0]
 
 
@@ -85,12 +103,11 @@ def _factor(features):
 
 
 def _affine(features, num_kv_heads):
-    """Returns vectors and bias that take the tokens as they are.
+    """Returns the `_Affine` exponents, which take the tokens as they are.
 
-    The exponents of a feature map are affine in its tokens, which it may scale and
-    center first. The token 0 shows the center.
+    A feature map may scale and center its tokens first. The token 0 shows the center.
     """
-    zero = features.x.new_zeros((1, 1, num_kv_heads, features.x.shape[-1]))
-    at_zero = heads_first(features._replace(x=zero), num_kv_heads)
+    zero = features.x.new_zeros((1, num_kv_heads, 1, features.x.shape[-1]))
+    at_zero = features.function.exponents(zero, features.parameters)
     bias = at_zero.bias + at_zero.x @ at_zero.vectors
-    return _factor(features) * at_zero.vectors, bias
+    return _Affine(_factor(features) * at_zero.vectors, bias, at_zero.x)
