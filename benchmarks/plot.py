@@ -3,8 +3,9 @@
     pip install ".[recipes]"
     python benchmarks/plot.py [--folder docs/pages/images]
 
-Nothing is measured here. `models.py`, `peers.py`, `decoding.py` and `tpu.py` have
-written the rows. Of rows that differ only in measured values, the last one counts.
+Nothing is measured here. `models.py`, `peers.py`, `decoding.py` and `tpu.py`, and the
+recipe `uptrain_decoder.py`, have written the rows. Of rows that differ only in measured
+values, the last one counts.
 """
 
 import argparse
@@ -153,13 +154,47 @@ def quality(plt):
     return figure
 
 
+def decoders(plt):
+    """Plots what SmolLM2 recalls, by position and by length; seeds are a band."""
+    found = rows("../../recipes/results/uptrain_decoder")
+    names = "linear", "hybrid", "softmax"
+    last = "4096 to 8192"
+    positions = [x for x in found if x.get("text") == "sotu" and last in x]
+    figure, (first, *others) = plt.subplots(1, 3, figsize=(12, 3.6))
+    for name in names:
+        some = [x for x in positions if x["model"] == name]
+        places = [x for x in some[0] if " to " in x]
+        values = [[row[place] for row in some] for place in places]
+        band(first, [int(x.split()[-1]) for x in places], values, name)
+    first.set(xlabel="position, up to", ylabel="perplexity, presidential messages")
+    for axes, test in zip(others, ("passkey", "needle 1"), strict=True):
+        for name in names:
+            some = [x for x in found if (x["test"], x["model"]) == (test, name)]
+            by_length = {}
+            for row in sorted(some, key=lambda row: row["tokens"]):
+                by_length.setdefault(row["tokens"], []).append(row["accuracy"])
+            band(axes, list(by_length), list(by_length.values()), name)
+        axes.set(xlabel="tokens", ylabel=f"right answers, {test}", ylim=(-0.05, 1.05))
+    for axes in (first, *others):
+        axes.set_xscale("log", base=2)
+    first.legend(fontsize=8)
+    return figure
+
+
+def band(axes, x, values, label):
+    """Plots the mean of the values at each x, and their range."""
+    (line,) = axes.plot(x, [sum(y) / len(y) for y in values], marker="o", label=label)
+    low, high = [min(y) for y in values], [max(y) for y in values]
+    axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
+
+
 def main(folder):
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    for draw in (speed, peers, decoding, memory, quality):
+    for draw in (speed, peers, decoding, memory, quality, decoders):
         figure = draw(plt)
         figure.tight_layout()
         figure.savefig(folder / f"{draw.__name__}.png", dpi=80)

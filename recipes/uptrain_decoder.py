@@ -16,9 +16,11 @@ not change.
 
 Evaluation, `--tests`: the perplexity of the parts of linear attention (the window and
 sinks alone, the features alone, the mean of V, and no attention), perplexity by
-position on WikiText-2's test text and on held-out messages, and the recall tests of
-RULER. All but the first compare softmax, the linear model, and hybrids in which
-`--softmax-layers` layers stay softmax, chosen by `--rules`, or the layers `--kept`.
+position on WikiText-2's test text and on held-out messages, the recall tests of RULER,
+and how probable softmax finds what the others write. All but the first compare softmax,
+the linear model, and hybrids in which `--softmax-layers` layers stay softmax, chosen by
+`--rules`, or the layers `--kept`; `--models` may add the window and the sinks alone,
+the mean of V, and no attention.
 
 Cost on one core: 10 seconds for a step of stage "attention" at 1024 tokens, 40 for one
 of stage "features". Results: docs/pages/results/decoders.md.
@@ -31,14 +33,16 @@ from common.flags import make_parser, parse
 
 RULES = "recall", "first", "last", "spread", "random"
 RECALL = "passkey", "needle 1", "needle 2", "needle 3", "variables"
-TESTS = "parts", "positions", *RECALL
+TESTS = "parts", "positions", "continuations", *RECALL
+MODELS = "softmax", "linear", "hybrids", "window alone", "mean of V", "no attention"
 
 # Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
     window=64, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
     seeds=[0], softmax_layers=8, rules=list(RULES), tests=list(TESTS),
-    lengths=[512, 1024, 2048], tested=2048, rows=4, examples=10,
+    lengths=[512, 1024, 2048], tested=2048, rows=4, examples=10, prompt=128,
+    new_tokens=64,
     results="uptrain_decoder.jsonl",
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; SmolLM2 by default")
@@ -52,18 +56,20 @@ parser.add_argument("--speeches", type=int, help="number of messages; all by def
 parser.add_argument("--load", help="maps to evaluate; nothing is trained")
 parser.add_argument("--kept", type=int, nargs="+",
                     help="layers that stay softmax, instead of rules")  # fmt: skip
-parser.add_argument("--without-softmax", action="store_true",
-                    help="do not evaluate the softmax model itself")  # fmt: skip
+parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS[:3],
+                    metavar="NAME", help=", ".join(MODELS))  # fmt: skip
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 args = parse(
     parser, steps=2, feature_steps=2, tokens=48, feature_tokens=32, window=8,
     num_features=8, softmax_layers=1, rules=["first"], tests=["parts", "positions"],
-    lengths=[64], tested=48, rows=2, examples=1, speeches=0,
+    lengths=[64], tested=48, rows=2, examples=1, prompt=8, new_tokens=8, speeches=0,
 )  # fmt: skip
 
+import keras_hub
 import numpy as np
 from common import decoders
 from common.results import command, tell
+from keras import ops
 
 import keras_rfattn
 from keras_rfattn import diagnostics
@@ -94,17 +100,16 @@ def main(args):
             tell(args, {"test": "parts", "tokens": args.tested, **row, **vars(found)})
         if args.save and report is not None:
             save(args, model, report, found, seed)
-        models = {"softmax": layers_of(model), "linear": []}
-        if args.without_softmax:
-            del models["softmax"]
-        models |= choices(args, model, encode, seed)
-        for name, kept in models.items():
-            with softmax_in(model, kept):
+        for name, (paths, method) in compared(args, model, encode, seed).items():
+            layers = layers_of(model)
+            with recording([(layers[path], method) for path in paths]):
                 if "positions" in args.tests:
                     by_position(args, model, encode, name, row, tested)
                 for test in args.tests:
                     if test in RECALL:
                         tell_recall(args, model, encode, name, test, row)
+        if "continuations" in args.tests:
+            continuations(args, model, encode, row)
 
 
 def trained(args, model, encode, seed):
@@ -147,14 +152,25 @@ def layers_of(model):
     return {site.path: site.layer for site in survey(model) if site.is_linear}
 
 
-def softmax_in(model, paths):
-    """Context manager in which the layers of some paths compute softmax attention.
+def compared(args, model, encode, seed):
+    """Returns a dict from names of models to paths of layers and what these compute.
 
-    Stage "attention" trains each layer on the inputs that it has in the softmax model.
-    The maps of the other layers therefore fit hybrids too.
+    The other layers are linear. Stage "attention" trains each layer on the inputs that
+    it has in the softmax model, so that their maps fit hybrids too.
     """
-    layers = layers_of(model)
-    return recording([(layers[path], Attention.softmax) for path in paths])
+    layers = list(layers_of(model))
+    found = {
+        "softmax": (layers, Attention.softmax),
+        "linear": ([], None),
+        "window alone": (layers, Attention.window_alone),
+        "mean of V": (layers, Attention.mean_of_values),
+        "no attention": (layers, Attention.zero),
+    }
+    found = {name: x for name, x in found.items() if name in args.models}
+    if "hybrids" in args.models:
+        for name, kept in choices(args, model, encode, seed).items():
+            found[name] = kept, Attention.softmax
+    return found
 
 
 def choices(args, model, encode, seed):
@@ -223,6 +239,37 @@ def tell_recall(args, model, encode, name, test, row):
             examples = recall.needle(encode, length, kind, **more, **given)
         found = recall.evaluate(model, examples, batch_size=1)
         tell(args, {"test": test, "model": name, "tokens": length, **row, **found})
+
+
+def continuations(args, model, encode, row):
+    """Measures the perplexity, to softmax, of texts that the models sample.
+
+    The layers of the model become softmax: first those of a hybrid, then all.
+    """
+    start, stop = args.prompt, args.prompt + args.new_tokens
+    text = [decoders.wikitext(args.data_dir, "test")]
+    rows = decoders.rows(text, encode, stop, args.examples)
+    written = {"the text itself": rows}
+    model.preprocessor = None
+    for name, paths in {
+        "linear": [],
+        "hybrid": [list(layers_of(model))[i] for i in args.kept or []],
+        "softmax": list(layers_of(model)),
+    }.items():
+        if paths:
+            keras_rfattn.restore_attention(model, include=paths)
+        if name == "hybrid" and not paths:
+            continue
+        sampler = keras_hub.samplers.RandomSampler(seed=row["seed"])
+        model.compile(sampler=sampler)
+        prompt = decoders.inputs(rows)
+        prompt["padding_mask"][:, start:] = 0
+        written[name] = model.generate(prompt, stop_token_ids=None)["token_ids"]
+    for name, tokens in written.items():
+        tokens = np.asarray(ops.convert_to_numpy(tokens))
+        found = recall.perplexity_by_position(model, tokens, (start, stop))
+        (found,) = found.values()
+        tell(args, {"test": "continuations", "model": name, **row, "perplexity": found})
 
 
 def save(args, model, report, found, seed):

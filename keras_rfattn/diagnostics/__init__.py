@@ -6,6 +6,7 @@
 from keras_rfattn.diagnostics import recall
 from keras_rfattn.diagnostics.budget import Allotment
 from keras_rfattn.diagnostics.errors import log_moment, predicted_variance
+from keras_rfattn.diagnostics.memory import softmax_layers_within
 from keras_rfattn.diagnostics.parts import (
     Attribution,
     Part,
@@ -32,5 +33,6 @@ __all__ = [
     "recall",
     "recommend",
     "sensitivity",
+    "softmax_layers_within",
     "weight_shares",
 ]

@@ -4,6 +4,7 @@ import importlib.util
 import pathlib
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import warnings
@@ -133,9 +134,10 @@ RUNS = {
         r"favorplus +seed 0: +\S+% after 2 steps, \S+ min\n",
     ),
     "uptrain_decoder": (
-        "--data-dir data --smoke --gguf tiny.gguf --save maps --tests passkey "
-        "--lengths 400",
-        r"'test': 'passkey', 'model': 'hybrid first', [^\n]*'accuracy': \d[^\n]*\n",
+        "--data-dir data --smoke --gguf tiny.gguf --save maps --lengths 400 "
+        "--tests passkey continuations --models linear hybrids 'window alone'",
+        r"'test': 'passkey', 'model': 'hybrid first', [^\n]*'accuracy': \d[^\n]*\n"
+        r".*'test': 'continuations', 'model': 'softmax', [^\n]*'perplexity': [^\n]*\n",
     ),
     "uptrain_gpt2": (
         "--data-dir data --smoke --mechanisms favorpp_learned",
@@ -288,7 +290,7 @@ def test_recipe_runs_to_its_end(name, folder, small_checkpoint, monkeypatch, cap
     # Here, not in a process of its own: imports take longer than most recipes.
     program = RECIPES[name]
     monkeypatch.syspath_prepend(program.parent)
-    monkeypatch.setattr(sys, "argv", [str(program), *RUNS[name][0].split()])
+    monkeypatch.setattr(sys, "argv", [str(program), *shlex.split(RUNS[name][0])])
     monkeypatch.chdir(folder)
     loaded, maps = set(sys.modules), dict(feature_maps.FEATURE_MAPS)
     try:
@@ -309,7 +311,7 @@ def test_recipe_runs_to_its_end(name, folder, small_checkpoint, monkeypatch, cap
 @pytest.mark.once
 def test_recipe_is_a_program(folder):
     name = "compare_quasi_monte_carlo"
-    done = run(RECIPES[name], *RUNS[name][0].split(), cwd=folder)
+    done = run(RECIPES[name], *shlex.split(RUNS[name][0]), cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     check_ending(name, done.stdout, folder)
 
