@@ -66,9 +66,11 @@ class Counter:
 def attention(arrays, causal, window):
     query, key, value, *maps, term = arrays
     if window is None:
-        return linear_attention((query, key), maps, term, value, causal, SIZES[causal])
+        return linear_attention(
+            (query, key), maps, (None, term[None]), value, causal, SIZES[causal]
+        )
     nearby = Nearby(window, near=1, sinks=4, scale=1.0)
-    terms = torch.zeros_like(term), term
+    terms = torch.zeros_like(term)[None], term[None]
     return windowed_attention(
         (query, key), maps, terms, value, causal, nearby, SIZES[causal]
     )

@@ -49,9 +49,9 @@ def source(kernel, dtype):
     """Returns the kernel with the types of its arguments."""
     constants = {
         "C": args.tokens, "HP": args.head_dim, "MP": args.features,
-        "VP": args.head_dim, "BLOCKS": 8, "SHARED": True, "TILES": 1, "G": 1,
-        "CAUSAL": True, "NEAR": 1, "SINKS": 4, "MODE": "before", "V": args.head_dim,
-        "SIZE": 16,
+        "VP": args.head_dim, "BLOCKS": 8, "SHARED": True, "TILES": 1, "GROUPS": 1,
+        "G": 1, "CAUSAL": True, "NEAR": 1, "SINKS": 4, "MODE": "before",
+        "V": args.head_dim, "SIZE": 16,
     }  # fmt: skip
     names = kernel.arg_names
     if "MODE" in names:

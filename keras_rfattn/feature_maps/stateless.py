@@ -85,7 +85,7 @@ class FeatureFunction:
         return exponents._replace(x=ops.swapaxes(exponents.x, 1, 2))
 
     def common(self, x, parameters):
-        """Returns the exponent that all features of a token share, `(B, K, R, 1)`.
+        """Returns exponents that features of a token share, `(B, K, R, groups)`.
 
         `x` is that of `exponents`.
         """

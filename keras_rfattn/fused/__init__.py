@@ -15,17 +15,19 @@ class Kernels(NamedTuple):
         device: Kind of device.
         windows: Numbers of tokens that a window may have; `None` for any.
         sinks: Largest number of sinks.
+        groups: Largest number of groups of features (`FeatureMap.exponent_groups`).
     """
 
     backend: str
     device: str
     windows: tuple | None
     sinks: int
+    groups: int
 
 
 KERNELS = {
-    "pallas": Kernels("jax", "TPU", windows=None, sinks=0),
-    "triton": Kernels("torch", "GPU", windows=(16, 32, 64, 128), sinks=16),
+    "pallas": Kernels("jax", "TPU", windows=None, sinks=0, groups=1),
+    "triton": Kernels("torch", "GPU", windows=(16, 32, 64, 128), sinks=16, groups=2),
 }
 
 

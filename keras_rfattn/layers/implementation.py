@@ -7,7 +7,8 @@ from keras_rfattn import fused
 def obstacle(kernels, options, feature_map):
     """Returns why the kernels of a name cannot be used, or `None` if they can."""
     reason = fused.obstacle(kernels, options)
-    if reason is None and not feature_map.has_exponents:
+    groups = feature_map.exponent_groups
+    if reason is None and not 0 < groups <= fused.KERNELS[kernels].groups:
         name = feature_maps.name_of(feature_map)
         reason = f"features of {name!r} are not exponentials of products"
     return reason

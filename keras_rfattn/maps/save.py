@@ -125,6 +125,7 @@ def save_maps(
             "class": original_class(base).__name__,
             "name": base_model,
             "weights": _checkpoint(linear) or stable_names.hash_of(weights),
+            "parameters": stable_names.parameters_of(weights),
         },
         "layers": [_layer_entry(sites[id(s.layer)], s.layer) for s in linear],
         "softmax": [sites[id(site.layer)] for site in softmax],

@@ -7,6 +7,7 @@ told apart by a suffix such as `#2`.
 """
 
 import hashlib
+import math
 
 import keras
 import numpy as np
@@ -96,12 +97,22 @@ def hash_of(weights):
     """
     digest, effective = hashlib.sha256(), adapters(weights)
     for name, variable in weights.items():
-        if name.endswith(sum(ADAPTERS, ())) and name not in effective:
+        if _is_adapter(name) and name not in effective:
             continue
         array = as_numpy(variable.value)
         digest.update(repr(array.shape).encode())
         digest.update(_as_bfloat16(array).tobytes())
     return digest.hexdigest()
+
+
+def parameters_of(weights):
+    """Returns the number of a checkpoint's own parameters, without adapters."""
+    own = [x for name, x in weights.items() if not _is_adapter(name)]
+    return sum(math.prod(x.shape) for x in own)
+
+
+def _is_adapter(name):
+    return name.endswith(sum(ADAPTERS, ()))
 
 
 def adapters(weights):

@@ -75,7 +75,8 @@ def tensors(
 
 def run(arguments, causal, sizes):
     query, key, *maps, term, value = arguments
-    return linear_attention((query, key), maps, term, value, causal, sizes)
+    terms = None, term[None]
+    return linear_attention((query, key), maps, terms, value, causal, sizes)
 
 
 def wanted(arguments, causal):
@@ -201,7 +202,13 @@ def test_the_future_changes_no_bit(jump):
 @on_torch
 @pytest.mark.parametrize(
     ("name", "causal"),
-    [("favorplus", True), ("favorpp", False), ("favorpp_learned", True)],
+    [
+        ("favorplus", True),
+        ("favorpp", False),
+        ("favorpp_learned", True),
+        ("hedgehog", True),
+        ("hedgehog", False),
+    ],
 )
 def test_feature_maps(name, causal):
     feature_map = h.build(name, kv_heads=2, head_dim=8, num_features=16)
@@ -227,9 +234,17 @@ def test_feature_maps(name, causal):
 @on_torch
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sliding", [False, True])
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_windows_and_sinks(causal, sliding, sinks):
-    feature_map = h.build("favorpp_learned", kv_heads=1, head_dim=8, num_features=16)
+@pytest.mark.parametrize(
+    ("sinks", "name", "width"),
+    [
+        (0, "favorpp_learned", 16),
+        # More features than a tile has.
+        (3, "favorpp_learned", 80),
+        (3, "hedgehog", 16),
+    ],
+)
+def test_windows_and_sinks(causal, sliding, sinks, name, width):
+    feature_map = h.build(name, kv_heads=1, head_dim=8, num_features=width)
     generator = np.random.default_rng(0)
     shapes = [(2, 52, heads, 8) for heads in (2, 1, 1)]
     tokens = [generator.normal(size=x).astype("float32") for x in shapes]
@@ -250,6 +265,15 @@ def test_windows_and_sinks(causal, sliding, sinks):
     (expected, expected_slopes), (output, slopes) = found
     h.assert_close(output, expected, rtol=5e-6)
     h.assert_gradients_close(slopes, expected_slopes, 1e-5, all_clear=False)
+
+
+@on_torch
+def test_float64_is_refused():
+    tokens = [torch.zeros((1, 4, 1, 8), dtype=torch.float64)] * 3
+    feature_map = h.build("favorpp", kv_heads=1, head_dim=8, num_features=16)
+    with pytest.raises(ValueError, match="Received: values of dtype float64"):
+        options = Options(implementation="triton")
+        attend(*tokens, feature_map, AttentionMask(), options=options)
 
 
 @on_torch

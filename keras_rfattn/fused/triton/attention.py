@@ -56,14 +56,16 @@ def attention(deferred, value, key_mask, is_causal, options):
     term = _common(deferred[1], of_key.shift)
     if key_mask is not None:
         term = torch.where(key_mask[..., None], term, LOWEST)
+    # The terms of queries cancel, unless features differ in them.
+    needs_both = window is not None or len(term) > 1
+    terms = _common(deferred[0], of_query.shift) if needs_both else None, term
     tokens, sizes = [x.x for x in deferred], SIZES[is_causal]
     if window is None:
         if options.block_size is not None:
             size = triton.next_power_of_2(options.block_size)
             sizes = sizes._replace(tokens=min(max(size, 16), 128))
-        output = linear_attention(tokens, maps, term, value, is_causal, sizes)
+        output = linear_attention(tokens, maps, terms, value, is_causal, sizes)
     else:
-        terms = _common(deferred[0], of_query.shift), term
         scale = _factor(deferred[0]) * _factor(deferred[1])
         nearby = Nearby(window, int(options.sliding), options.sinks, scale)
         output = windowed_attention(
@@ -88,12 +90,12 @@ class _Affine(NamedTuple):
 
 
 def _common(features, shift):
-    """Returns the exponents that all features of a token share, `(B, T, N)`."""
+    """Returns the exponents that groups of features share, `(groups, B, T, N)`."""
     _, length, num_heads, _ = features.x.shape
     x = _factor(features) * features.x.to(shift.dtype)
     x = split_heads(x, shift.shape[1]) + shift
     common = features.function.common(x, features.parameters)
-    return merge_heads(common, num_heads, length)[..., 0]
+    return merge_heads(common, num_heads, length).permute(3, 0, 1, 2)
 
 
 def _factor(features):

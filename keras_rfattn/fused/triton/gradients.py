@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from keras_rfattn.fused.triton.memory import (
+    before_group,
     before_tile,
     blocks_of,
     load_keys,
@@ -35,17 +36,19 @@ from keras_rfattn.fused.triton.parts import (
 def query_gradients(
     query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
     gradient, delta, logs, maximum, numerator, normalizer,
-    of_query, of_vectors, of_bias,
+    of_query, of_query_term, of_vectors, of_bias,
     T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
-    TILES: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of queries, and each part's gradients of their map."""
     lane, part, tile, batch, head, index = program(K, SHARED, TILES)
     queries_map, query_base = load_map(
-        query_vectors, query_bias, index, tile, H, M, HP, MP
+        query_vectors, query_bias, index, tile, H, M, TILES, GROUPS, HP, MP
     )
-    keys_map, key_base = load_map(key_vectors, key_bias, index, tile, H, M, HP, MP)
+    keys_map, key_base = load_map(
+        key_vectors, key_bias, index, tile, H, M, TILES, GROUPS, HP, MP
+    )
     at = lane * tl.num_programs(1) + part
     top, total, count = load_sums(
         maximum, numerator, normalizer, at if CAUSAL else lane, MP, VP
@@ -55,6 +58,9 @@ def query_gradients(
     place = tl.arange(0, C)
     numbers = before_tile(tile, T, K * G, K, TILES)
     of_query += numbers * H
+    of_query_term += numbers
+    term += before_group(tile, S, K, K, TILES, GROUPS)
+    logs += before_group(tile, T, K * G, K, TILES, GROUPS)
     for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + place
         reference = top
@@ -102,6 +108,10 @@ def query_gradients(
                 slope = rows * slope
             map_slope += dot_like(tl.trans(x.to(tl.float32)), slope, x)
             bias_slope += tl.sum(slope, 0)
+            # The term of a single group cancels.
+            if GROUPS > 1:
+                found = tl.sum(slope, 1)
+                store_numbers(of_query_term, found, batch, token, n, T, K * G)
             found = dot_like(slope, tl.trans(queries_map), x).to(
                 of_query.dtype.element_ty
             )
@@ -109,7 +119,10 @@ def query_gradients(
         if CAUSAL:
             ones = tl.full((C,), 1.0, tl.float32)
             top, total, count = add(top, total, count, keys, visible, values, ones)
-    store_map(of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, HP, MP)
+    store_map(
+        of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, TILES, GROUPS,
+        HP, MP,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -118,7 +131,7 @@ def key_gradients(
     gradient, delta, logs, references, maximum, numerator, normalizer,
     of_key, of_value, of_term, of_vectors, of_bias,
     T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
-    TILES: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of keys, values and terms, and each part's of the key map.
@@ -127,9 +140,11 @@ def key_gradients(
     """
     lane, part, tile, batch, head, index = program(K, SHARED, TILES)
     queries_map, query_base = load_map(
-        query_vectors, query_bias, index, tile, H, M, HP, MP
+        query_vectors, query_bias, index, tile, H, M, TILES, GROUPS, HP, MP
     )
-    keys_map, key_base = load_map(key_vectors, key_bias, index, tile, H, M, HP, MP)
+    keys_map, key_base = load_map(
+        key_vectors, key_bias, index, tile, H, M, TILES, GROUPS, HP, MP
+    )
     at = lane * tl.num_programs(1) + part
     top, total, count = load_sums(
         maximum, numerator, normalizer, at if CAUSAL else lane, MP, VP
@@ -141,6 +156,8 @@ def key_gradients(
     of_key += numbers * H
     of_value += numbers * W
     of_term += numbers
+    term += before_group(tile, S, K, K, TILES, GROUPS)
+    logs += before_group(tile, T, K * G, K, TILES, GROUPS)
     blocks = blocks_of(part, S, BLOCKS, C)
     for step in range(blocks):
         block = part * BLOCKS + blocks - 1 - step
@@ -197,4 +214,7 @@ def key_gradients(
         found = value_slope.to(of_value.dtype.element_ty)
         store(of_value, found, batch, token, head, S, K, W, VP)
         store_numbers(of_term, tl.sum(slope, 1), batch, token, head, S, K)
-    store_map(of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, HP, MP)
+    store_map(
+        of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, TILES, GROUPS,
+        HP, MP,
+    )  # fmt: skip

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from keras_rfattn.fused.triton.memory import (
+    before_group,
     before_tile,
     blocks_of,
     load,
@@ -46,13 +47,14 @@ from keras_rfattn.fused.triton.parts import (
 @triton.jit
 def sum_keys(
     key, vectors, bias, term, value, maximum, numerator, normalizer,
-    T, K, H, M, W, SHARED: tl.constexpr, TILES: tl.constexpr,
+    T, K, H, M, W, SHARED: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
     BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Sums the keys and values of each part."""
     lane, part, tile, batch, head, index = program(K, SHARED, TILES)
-    weights, base = load_map(vectors, bias, index, tile, H, M, HP, MP)
+    weights, base = load_map(vectors, bias, index, tile, H, M, TILES, GROUPS, HP, MP)
+    term += before_group(tile, T, K, K, TILES, GROUPS)
     top, total, count = no_tokens(MP, VP)
     for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
@@ -72,12 +74,14 @@ def sum_queries(
     query, vectors, bias, gradient, delta, logs,
     maximum, numerator, normalizer,
     T, K, H, M, W, G: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Sums the queries of each part and the gradients of their numerators."""
     lane, part, tile, batch, head, index = program(K, SHARED, TILES)
-    weights, base = load_map(vectors, bias, index, tile, H, M, HP, MP)
+    weights, base = load_map(vectors, bias, index, tile, H, M, TILES, GROUPS, HP, MP)
+    logs += before_group(tile, T, K * G, K, TILES, GROUPS)
     top, total, count = no_tokens(MP, VP)
     for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
@@ -137,7 +141,7 @@ def outputs(
     query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
     maximum, numerator, normalizer, output, logs, references,
     T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
-    TILES: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes outputs, and what gradients need: logs and references.
@@ -146,14 +150,17 @@ def outputs(
     """
     lane, part, tile, batch, head, index = program(K, SHARED, TILES)
     of_query, query_base = load_map(
-        query_vectors, query_bias, index, tile, H, M, HP, MP
+        query_vectors, query_bias, index, tile, H, M, TILES, GROUPS, HP, MP
     )
-    of_key, key_base = load_map(key_vectors, key_bias, index, tile, H, M, HP, MP)
+    of_key, key_base = load_map(
+        key_vectors, key_bias, index, tile, H, M, TILES, GROUPS, HP, MP
+    )
     at = lane * tl.num_programs(1) + part if CAUSAL else lane
     top, total, count = load_sums(maximum, numerator, normalizer, at, MP, VP)
     numbers = before_tile(tile, T, K * G, K, TILES)
     output += numbers * W
     logs += numbers
+    term += before_group(tile, S, K, K, TILES, GROUPS)
     for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
         if CAUSAL:

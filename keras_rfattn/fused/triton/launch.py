@@ -6,15 +6,17 @@ from keras_rfattn.fused.triton import gradients, kernels
 from keras_rfattn.fused.triton.plan import Plan, Sums, added, joined
 
 
-def linear_attention(tokens, maps, term, value, causal, sizes):
+def linear_attention(tokens, maps, terms, value, causal, sizes):
     """Computes linear attention by exponential features.
 
     Args:
         tokens: Queries `(B, T, N, H)` and keys `(B, S, K, H)`, finite.
         maps: Vectors of queries and of keys, `(B or 1, K, H, M)`, and their biases,
             `(B or 1, K, 1, M)`, float32.
-        term: Array of shape `(B, S, K)`, float32, added to all exponents of a key;
-            `LOWEST` if the key is hidden.
+        terms: Arrays of shapes `(R, B, T, N)` and `(R, B, S, K)`, float32, added to
+            exponents of a query and of a key: those of group r of R equal groups of
+            features. Those of a key are `LOWEST` if it is hidden. The first one may be
+            `None` if R is 1, because it cancels.
         value: Array of shape `(B, S, K, V)`, finite; its dtype is that of products.
         causal: Whether query i sees only keys `j <= i`.
         sizes: `Sizes`, how the kernels divide the work.
@@ -23,8 +25,10 @@ def linear_attention(tokens, maps, term, value, causal, sizes):
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
         0.
     """
+    query_term, term = terms
     arrays = [x.contiguous() for x in (*tokens, *maps, term, value)]
-    return _LinearAttention.apply(*arrays, causal, sizes)
+    query_term = None if len(term) == 1 else query_term.contiguous()
+    return _LinearAttention.apply(query_term, *arrays, causal, sizes)
 
 
 class _LinearAttention(torch.autograd.Function):
@@ -32,11 +36,11 @@ class _LinearAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
-        causal, sizes,
+        ctx, query_term, query, key, query_vectors, key_vectors, query_bias, key_bias,
+        term, value, causal, sizes,
     ):  # fmt: skip
         arrays = query, key, query_vectors, key_vectors, query_bias, key_bias, term
-        plan = Plan(query, key, value, query_vectors, causal, sizes)
+        plan = Plan(query, value, term, query_vectors, causal, sizes)
         sums = plan.key_sums(key, key_vectors, key_bias, term, value)
         sums = plan.scanned(sums, plan.S, "before" if causal else "all")
         output = plan.by_tile((*query.shape[:3], plan.W), value.dtype)
@@ -47,7 +51,9 @@ class _LinearAttention(torch.autograd.Function):
             kernels.outputs, plan.T, *arrays, value, *sums, output, logs, references,
             *_lengths(plan), CAUSAL=causal,
         )  # fmt: skip
-        output, logs = joined(output, logs, value.dtype)
+        output, logs = joined(output, logs, value.dtype, query_term)
+        # Kernels compute exponents of queries without their terms.
+        logs = logs[None] if query_term is None else logs - query_term
         ctx.plan = plan
         ctx.save_for_backward(*arrays, value, output, logs, references, *sums)
         return output
@@ -62,15 +68,16 @@ class _LinearAttention(torch.autograd.Function):
         lengths, causal = _lengths(plan), plan.causal
 
         of_query = plan.by_tile(query.shape, query.dtype)
+        of_query_term = plan.by_tile(logs.shape[1:] if plan.groups > 1 else (0,))
         of_query_map = plan.of_map(plan.T)
         plan.run(
             gradients.query_gradients, plan.T, *arrays, value, *known, *sums, of_query,
-            *of_query_map, *lengths, CAUSAL=causal,
+            of_query_term, *of_query_map, *lengths, CAUSAL=causal,
         )  # fmt: skip
         later = plan.query_sums(query, query_vectors, query_bias, *known)
         later = plan.scanned(later, plan.T, "after" if causal else "all")
         of_key, of_value, of_term = (
-            plan.by_tile(x.shape, x.dtype) for x in (key, value, term)
+            plan.by_tile(x.shape, x.dtype) for x in (key, value, term[0])
         )
         of_key_map = plan.of_map(plan.S)
         plan.run(
@@ -86,7 +93,8 @@ class _LinearAttention(torch.autograd.Function):
             plan.summed(of_key_map[1], key_bias),
         )
         return (
-            added(of_query), added(of_key), *of_vectors, *of_bias, added(of_term),
+            plan.by_group(of_query_term) if plan.groups > 1 else None, added(of_query),
+            added(of_key), *of_vectors, *of_bias, plan.by_group(of_term),
             added(of_value), None, None,
         )  # fmt: skip
 

@@ -26,6 +26,26 @@ def program(K, SHARED: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
+def group_of(tile, TILES: tl.constexpr, GROUPS: tl.constexpr):
+    """Returns the group of features that a tile belongs to."""
+    return tile // (TILES // GROUPS)
+
+
+@triton.jit
+def before_group(tile, length, heads, K, TILES: tl.constexpr, GROUPS: tl.constexpr):
+    """Returns how many numbers `(B, length, heads)` come before those of its group."""
+    return before_tile(group_of(tile, TILES, GROUPS), length, heads, K, TILES)
+
+
+@triton.jit
+def columns_of(tile, M, TILES: tl.constexpr, GROUPS: tl.constexpr, MP: tl.constexpr):
+    """Returns the features of a tile, and which of them are of its group."""
+    group, width = group_of(tile, TILES, GROUPS), M // GROUPS
+    column = tile % (TILES // GROUPS) * MP + tl.arange(0, MP)
+    return group * width + column, column < width
+
+
+@triton.jit
 def before_tile(tile, length, heads, K, TILES: tl.constexpr):
     """Returns how many numbers `(B, length, heads)` come before those of a tile."""
     batch = tl.num_programs(0) // (K * TILES)
@@ -88,16 +108,20 @@ def load_queries(
 
 
 @triton.jit
-def load_map(vectors, bias, index, tile, H, M, HP: tl.constexpr, MP: tl.constexpr):
+def load_map(
+    vectors, bias, index, tile, H, M, TILES: tl.constexpr, GROUPS: tl.constexpr,
+    HP: tl.constexpr, MP: tl.constexpr,
+):  # fmt: skip
     """Loads vectors `(HP, MP)` and the bias `(MP,)` of a tile of a head's features.
 
     Features that only fill the tile have the bias `LOWEST`.
     """
-    row, column = tl.arange(0, HP), tile * MP + tl.arange(0, MP)
-    inside = (row < H)[:, None] & (column < M)[None, :]
+    row = tl.arange(0, HP)
+    column, is_own = columns_of(tile, M, TILES, GROUPS, MP)
+    inside = (row < H)[:, None] & is_own[None, :]
     at = index * H * M + row[:, None] * M + column[None, :]
     vectors = tl.load(vectors + at, mask=inside, other=0.0)
-    return vectors, tl.load(bias + index * M + column, mask=column < M, other=LOWEST)
+    return vectors, tl.load(bias + index * M + column, mask=is_own, other=LOWEST)
 
 
 @triton.jit
@@ -128,13 +152,14 @@ def store_sums(
 
 @triton.jit
 def store_map(
-    of_vectors, of_bias, vectors, bias, at, tile, H, M,
-    HP: tl.constexpr, MP: tl.constexpr,
+    of_vectors, of_bias, vectors, bias, at, tile, H, M, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, HP: tl.constexpr, MP: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradients of vectors `(HP, MP)` and bias `(MP,)` at index `at`."""
-    row, column = tl.arange(0, HP), tile * MP + tl.arange(0, MP)
-    inside = (row < H)[:, None] & (column < M)[None, :]
+    row = tl.arange(0, HP)
+    column, is_own = columns_of(tile, M, TILES, GROUPS, MP)
+    inside = (row < H)[:, None] & is_own[None, :]
     at = at.to(tl.int64)
     offset = at * H * M + row[:, None] * M + column[None, :]
     tl.store(of_vectors + offset, vectors, mask=inside)
-    tl.store(of_bias + at * M + column, bias, mask=column < M)
+    tl.store(of_bias + at * M + column, bias, mask=is_own)

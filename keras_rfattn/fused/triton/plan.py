@@ -6,6 +6,7 @@ import torch
 import triton
 
 from keras_rfattn.fused.triton import kernels
+from keras_rfattn.ops.features import LOWEST
 
 
 class Sizes(NamedTuple):
@@ -43,17 +44,19 @@ class Sums(NamedTuple):
 class Plan:
     """The sizes of one call, which runs its kernels. Names are those of `kernels`."""
 
-    def __init__(self, query, key, value, query_vectors, causal, sizes):
+    def __init__(self, query, value, term, query_vectors, causal, sizes):
         self.batch, self.T, heads, self.H = query.shape
         self.S, self.K, self.W = value.shape[1:]
         self.G, self.M = heads // self.K, query_vectors.shape[-1]
+        self.groups = len(term)
+        width = self.M // self.groups
         self.shared = query_vectors.shape[0] == 1
         self.causal, self.sizes = causal, sizes
         self.HP, self.MP, self.VP = (
-            max(16, triton.next_power_of_2(x)) for x in (self.H, self.M, self.W)
+            max(16, triton.next_power_of_2(x)) for x in (self.H, width, self.W)
         )
         self.MP = min(self.MP, sizes.features)
-        self.tiles = triton.cdiv(self.M, self.MP)
+        self.tiles = self.groups * triton.cdiv(width, self.MP)
         self.lanes = self.batch * self.K * self.tiles
         self.device = query.device
 
@@ -68,7 +71,7 @@ class Plan:
         constants |= {x: known[x] for x in known if x in kernel.arg_names}
         kernel[grid](
             *args, **constants, SHARED=self.shared, TILES=self.tiles,
-            C=self.sizes.tokens, HP=self.HP, MP=self.MP, VP=self.VP,
+            GROUPS=self.groups, C=self.sizes.tokens, HP=self.HP, MP=self.MP, VP=self.VP,
             num_warps=self.sizes.warps,
         )  # fmt: skip
 
@@ -126,13 +129,26 @@ class Plan:
         slopes = slopes.sum(0, keepdim=True) if like.shape[0] == 1 else slopes
         return slopes.reshape(like.shape).to(like.dtype)
 
+    def by_group(self, x):
+        """Adds an array for each tile to one for each group, `(groups, ...)`."""
+        return x.unflatten(0, (self.groups, -1)).sum(1) if self.tiles > 1 else x
 
-def joined(output, logs, dtype):
-    """Joins the outputs of tiles `(tiles, B, T, N, V)` by their denominators."""
+
+def joined(output, logs, dtype, terms=None):
+    """Joins the outputs of tiles `(tiles, B, T, N, V)` by their denominators.
+
+    `terms`, `(groups, B, T, N)`, are added to the logs of denominators.
+    """
     if logs.shape[0] == 1:
         return output[0], logs[0]
+    if terms is not None:
+        logs = logs + terms.repeat_interleave(len(logs) // len(terms), 0)
+    # Beside a window, a tile may see no key where another one does.
+    logs = torch.where(logs < -LOWEST, logs, LOWEST)
     shares = torch.softmax(logs, 0)[..., None]
-    return (shares * output).sum(0).to(dtype), torch.logsumexp(logs, 0)
+    joint = torch.logsumexp(logs, 0)
+    joint = torch.where(joint > LOWEST / 2, joint, -LOWEST)
+    return (shares * output).sum(0).to(dtype), joint
 
 
 def added(x):

@@ -36,8 +36,8 @@ def windowed_attention(tokens, maps, terms, value, causal, nearby, sizes):
         tokens: Queries `(B, T, N, H)` and keys `(B, T, K, H)`, finite.
         maps: Vectors of queries and of keys, `(B or 1, K, H, M)`, and their biases,
             `(B or 1, K, 1, M)`, float32.
-        terms: Arrays of shapes `(B, T, N)` and `(B, T, K)`, float32, added to all
-            exponents of a query and of a key; `LOWEST` if the key is hidden.
+        terms: Arrays of shapes `(R, B, T, N)` and `(R, B, T, K)`, float32, added to
+            exponents of a query and of a key, as for `launch.linear_attention`.
         value: Array of shape `(B, T, K, V)`, finite; its dtype is that of products.
         causal: Whether query i sees only keys `j <= i`.
         nearby: `Nearby`. Windows and sinks are counted from the first token.
@@ -68,11 +68,11 @@ class _WindowedAttention(torch.autograd.Function):
         ctx, query, key, query_vectors, key_vectors, query_bias, key_bias, query_term,
         term, value, causal, nearby, sizes,
     ):  # fmt: skip
-        plan = Plan(query, key, value, query_vectors, causal, sizes)
+        plan = Plan(query, value, term, query_vectors, causal, sizes)
         far_term = term
         if nearby.sinks:
             far_term = term.clone()
-            far_term[:, : nearby.sinks] = LOWEST
+            far_term[:, :, : nearby.sinks] = LOWEST
         sums = plan.key_sums(key, key_vectors, key_bias, far_term, value)
         sums = _on_both_sides(plan, sums, "before")
         output = plan.by_tile((*query.shape[:3], plan.W), value.dtype)
@@ -82,6 +82,7 @@ class _WindowedAttention(torch.autograd.Function):
             query_term, term, value, *sums, output, logs, nearby.scale,
             *_lengths(plan), CAUSAL=causal, NEAR=nearby.near, SINKS=nearby.sinks,
         )  # fmt: skip
+        # These logs include the terms of queries.
         output, logs = joined(output, logs, value.dtype)
         ctx.plan, ctx.nearby = plan, nearby
         ctx.save_for_backward(
@@ -105,7 +106,7 @@ class _WindowedAttention(torch.autograd.Function):
         )
 
         of_query = plan.by_tile(query.shape, query.dtype)
-        of_query_term = plan.by_tile(query_term.shape)
+        of_query_term = plan.by_tile(logs.shape)
         of_query_map = plan.of_map(plan.T)
         count = plan.batch * plan.K * plan.parts(plan.T) if nearby.sinks else 0
         of_sinks = [
@@ -124,7 +125,7 @@ class _WindowedAttention(torch.autograd.Function):
         )
         later = _on_both_sides(plan, later, "after")
         of_key, of_value, of_term = (
-            plan.by_tile(x.shape, x.dtype) for x in (key, value, term)
+            plan.by_tile(x.shape, x.dtype) for x in (key, value, term[0])
         )
         of_key_map = plan.of_map(plan.T)
         plan.run(
@@ -132,9 +133,8 @@ class _WindowedAttention(torch.autograd.Function):
             far_term, term, value, gradient, delta, logs, *later, of_key, of_term,
             of_value, *of_key_map, nearby.scale, *lengths, **constants,
         )  # fmt: skip
-        of_query, of_query_term, of_key, of_term, of_value = map(
-            added, (of_query, of_query_term, of_key, of_term, of_value)
-        )
+        of_query, of_key, of_value = map(added, (of_query, of_key, of_value))
+        of_query_term, of_term = map(plan.by_group, (of_query_term, of_term))
         if nearby.sinks:
             for slope, of_sink in zip((of_key, of_value), of_sinks, strict=True):
                 of_sink = of_sink.unflatten(0, (plan.batch, plan.K, -1)).sum(2)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from keras_rfattn.fused.triton.memory import (
+    before_group,
     before_tile,
     load,
     load_keys,
@@ -108,7 +109,8 @@ def windowed_outputs(
     before_top, before_total, before_count, after_top, after_total, after_count,
     output, logs, SCALE,
     T, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr,
-    SINKS: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr,
+    SINKS: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes outputs and the logarithms of their denominators.
@@ -116,7 +118,7 @@ def windowed_outputs(
     Only the first tile of features adds the keys nearby.
     """
     lane, window, tile, batch, head, index = program(K, SHARED, TILES)
-    of_query, base = load_map(vectors, bias, index, tile, H, M, HP, MP)
+    of_query, base = load_map(vectors, bias, index, tile, H, M, TILES, GROUPS, HP, MP)
     top, total, count = load_far(
         before_top, before_total, before_count, after_top, after_total, after_count,
         lane, window, tl.num_programs(1), True, not CAUSAL, NEAR, MP, VP,
@@ -124,6 +126,8 @@ def windowed_outputs(
     numbers = before_tile(tile, T, K * G, K, TILES)
     output += numbers * W
     logs += numbers
+    query_term += before_group(tile, T, K * G, K, TILES, GROUPS)
+    term += before_group(tile, T, K, K, TILES, GROUPS)
     token = window * C + tl.arange(0, C)
     for g in range(G):
         n = head * G + g
@@ -163,12 +167,15 @@ def windowed_query_gradients(
     before_top, before_total, before_count, after_top, after_total, after_count,
     of_query, of_query_term, of_vectors, of_bias, of_sink_key, of_sink_value, SCALE,
     T, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr,
-    SINKS: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr,
+    SINKS: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of queries, and each window's of the query map and sinks."""
     lane, window, tile, batch, head, index = program(K, SHARED, TILES)
-    queries_map, base = load_map(vectors, bias, index, tile, H, M, HP, MP)
+    queries_map, base = load_map(
+        vectors, bias, index, tile, H, M, TILES, GROUPS, HP, MP
+    )
     top, total, count = load_far(
         before_top, before_total, before_count, after_top, after_total, after_count,
         lane, window, tl.num_programs(1), True, not CAUSAL, NEAR, MP, VP,
@@ -176,6 +183,8 @@ def windowed_query_gradients(
     numbers = before_tile(tile, T, K * G, K, TILES)
     of_query += numbers * H
     of_query_term += numbers
+    query_term += before_group(tile, T, K * G, K, TILES, GROUPS)
+    term += before_group(tile, T, K, K, TILES, GROUPS)
     token, first = window * C + tl.arange(0, C), tl.arange(0, 16)
     far = total.to(value.dtype.element_ty)
     map_slope = tl.zeros((HP, MP), tl.float32)
@@ -222,7 +231,10 @@ def windowed_query_gradients(
         found = found.to(of_query.dtype.element_ty)
         store(of_query, found, batch, token, n, T, K * G, H, HP)
     at = lane * tl.num_programs(1) + window
-    store_map(of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, HP, MP)
+    store_map(
+        of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, TILES, GROUPS,
+        HP, MP,
+    )  # fmt: skip
     if SINKS > 0:
         if tile == 0:
             row = (lane // TILES * tl.num_programs(1) + window).to(
@@ -240,7 +252,7 @@ def windowed_key_gradients(
     before_top, before_total, before_count, after_top, after_total, after_count,
     of_key, of_term, of_value, of_vectors, of_bias, SCALE,
     T, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr,
-    SHARED: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr,
+    SHARED: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of keys and values, and each window's of the key map.
@@ -248,12 +260,15 @@ def windowed_key_gradients(
     The sums are those over queries of windows that are not nearby.
     """
     lane, window, tile, batch, head, index = program(K, SHARED, TILES)
-    keys_map, base = load_map(vectors, bias, index, tile, H, M, HP, MP)
+    keys_map, base = load_map(vectors, bias, index, tile, H, M, TILES, GROUPS, HP, MP)
     top, total, count = load_far(
         before_top, before_total, before_count, after_top, after_total, after_count,
         lane, window, tl.num_programs(1), not CAUSAL, True, NEAR, MP, VP,
     )  # fmt: skip
     numbers = before_tile(tile, T, K, K, TILES)
+    before = before_group(tile, T, K, K, TILES, GROUPS)
+    far_term += before
+    term += before
     token = window * C + tl.arange(0, C)
     x, values, terms = load_keys(
         key, value, term, batch, token, head, T, K, H, W, HP, VP
@@ -268,7 +283,7 @@ def windowed_key_gradients(
     at = lane * tl.num_programs(1) + window
     store_map(
         of_vectors, of_bias, dot_like(tl.trans(x.to(tl.float32)), slope, x),
-        tl.sum(slope, 0), at, tile, H, M, HP, MP,
+        tl.sum(slope, 0), at, tile, H, M, TILES, GROUPS, HP, MP,
     )  # fmt: skip
     store_numbers(of_term + numbers, tl.sum(slope, 1), batch, token, head, T, K)
     key_slope = dot_like(slope, tl.trans(keys_map), x)

@@ -96,10 +96,9 @@ def sets_for(model):
         manifest = folders.read_manifest(ROOT / name)
         if manifest["base"]["class"] != original_class(base).__name__:
             continue
-        # Hashing takes a while for large models, so that layers are compared first.
-        known = {x["path"] for x in manifest["layers"]} | set(manifest["softmax"])
-        layers = stable_names.layers_by_name(base, FeatureMap)
-        if not known <= layers.keys():
+        # Hashing takes a while for large models, so that sizes are compared first.
+        weights = stable_names.weights_by_name(base, FeatureMap)
+        if manifest["base"]["parameters"] != stable_names.parameters_of(weights):
             continue
         own = own or stable_names.checkpoint_hash(model)
         if own == manifest["base"]["weights"]:
