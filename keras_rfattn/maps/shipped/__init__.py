@@ -64,8 +64,8 @@ def pretrained_maps():
         A tuple of `ShippedMaps`, which prints as a table.
 
     Examples:
-        >>> sorted({x.base for x in keras_rfattn.pretrained_maps()})
-        ['sentence-transformers/all-MiniLM-L6-v2']
+        >>> sorted({x.base.split("/")[1] for x in keras_rfattn.pretrained_maps()})
+        ['SmolLM2-135M-Instruct', 'all-MiniLM-L6-v2']
     """
     return ShippedTable(map(_described, names()))
 
