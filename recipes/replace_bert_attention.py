@@ -108,7 +108,7 @@ def compare_similarities(model, tokenizer, args):
     Shipped maps are trained. The other maps are as `replace_attention` makes them.
     """
     rows = {"softmax": similarities(model, tokenizer)}
-    for maps in keras_rfattn.pretrained_maps():
+    for maps in keras_rfattn.pretrained_maps(model):
         keras_rfattn.load_maps(model, maps.name)
         rows[maps.name] = similarities(model, tokenizer)
         keras_rfattn.restore_attention(model)

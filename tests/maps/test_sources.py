@@ -137,6 +137,7 @@ def minilm():
 )
 def test_shipped_maps_fit_their_checkpoint(shipped):
     model = minilm()
+    assert shipped in keras_rfattn.pretrained_maps(model)
     assert f"load_maps(model, {shipped.name!r})" in str(
         keras_rfattn.describe_attention(model)
     )
@@ -161,6 +162,9 @@ def test_shipped_maps_of_a_decoder():
         hidden_dim=576, intermediate_dim=8,
     )  # fmt: skip
     assert "load_maps" not in str(keras_rfattn.describe_attention(model))
+    assert not keras_rfattn.pretrained_maps(model)
+    with pytest.raises(TypeError, match="must be a Keras"):
+        keras_rfattn.pretrained_maps("smollm2")
     name = "smollm2_favorpp_learned_64"
     with pytest.raises(ValueError, match="whose weights are different"):
         keras_rfattn.load_maps(model, name)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import keras_rfattn.maps.folder as folders
 import keras_rfattn.models.stable_names as stable_names
 from keras_rfattn.feature_maps.base import FeatureMap
+from keras_rfattn.layers.checks import check_model
 from keras_rfattn.maps.card import share_of
 from keras_rfattn.models.report import ADVISERS
 from keras_rfattn.models.survey import survey
@@ -57,16 +58,27 @@ class ShippedTable(tuple):
     __repr__ = __str__
 
 
-def pretrained_maps():
+def pretrained_maps(model=None):
     """Lists the trained maps that ship with the package.
+
+    Args:
+        model: A built model, to list only the sets that were trained with its weights.
+            `None` lists all sets.
 
     Returns:
         A tuple of `ShippedMaps`, which prints as a table.
+
+    Raises:
+        TypeError: If `model` is not a Keras layer.
+        ValueError: If the model is not built.
 
     Examples:
         >>> sorted({x.base.split("/")[1] for x in keras_rfattn.pretrained_maps()})
         ['SmolLM2-135M-Instruct', 'all-MiniLM-L6-v2']
     """
+    if model is not None:
+        check_model(model)
+        return ShippedTable(sets_for(model))
     return ShippedTable(map(_described, names()))
 
 
