@@ -251,15 +251,11 @@ def continuations(args, model, encode, row):
     rows = decoders.rows(text, encode, stop, args.examples)
     written = {"the text itself": rows}
     model.preprocessor = None
-    for name, paths in {
-        "linear": [],
-        "hybrid": [list(layers_of(model))[i] for i in args.kept or []],
-        "softmax": list(layers_of(model)),
-    }.items():
-        if paths:
-            keras_rfattn.restore_attention(model, include=paths)
-        if name == "hybrid" and not paths:
-            continue
+    kept = [list(layers_of(model))[i] for i in args.kept or []]
+    for name in ("linear", "hybrid", "softmax") if kept else ("linear", "softmax"):
+        if name != "linear":
+            softmax = {"include": kept} if name == "hybrid" else {}
+            keras_rfattn.restore_attention(model, **softmax)
         sampler = keras_hub.samplers.RandomSampler(seed=row["seed"])
         model.compile(sampler=sampler)
         prompt = decoders.inputs(rows)

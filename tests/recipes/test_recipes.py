@@ -135,8 +135,8 @@ RUNS = {
     ),
     "uptrain_decoder": (
         "--data-dir data --smoke --gguf tiny.gguf --save maps --lengths 400 "
-        "--tests passkey continuations --models linear hybrids 'window alone'",
-        r"'test': 'passkey', 'model': 'hybrid first', [^\n]*'accuracy': \d[^\n]*\n"
+        "--tests passkey continuations --models linear hybrids 'window alone' --kept 1",
+        r"'test': 'passkey', 'model': 'hybrid', [^\n]*'accuracy': \d[^\n]*\n"
         r".*'test': 'continuations', 'model': 'softmax', [^\n]*'perplexity': [^\n]*\n",
     ),
     "uptrain_gpt2": (
