@@ -13,6 +13,7 @@ import json
 import pathlib
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+OF_RECIPES = pathlib.Path(__file__).parents[1] / "recipes" / "results"
 MEASURED = ("ms", "least", "times as fast", "ours times as fast", "share of matmul",
             "bytes", "commit", "others GB", "GB accessed", "seconds to compile",
             "tera-operations", "weights GB", "refused")  # fmt: skip
@@ -23,10 +24,10 @@ MARKERS = "os^D"
 TPU_BLOCK = 512
 
 
-def rows(name, **wanted):
+def rows(name, folder=RESULTS, **wanted):
     """Returns the rows of a file that have the wanted values."""
     found = {}
-    for line in (RESULTS / f"{name}.jsonl").read_text().splitlines():
+    for line in (folder / f"{name}.jsonl").read_text().splitlines():
         row = json.loads(line)
         if all(row.get(k) == x for k, x in wanted.items()):
             key = {k: x for k, x in row.items() if k not in MEASURED}
@@ -156,7 +157,7 @@ def quality(plt):
 
 def decoders(plt):
     """Plots what SmolLM2 recalls, by position and by length; seeds are a band."""
-    found = rows("../../recipes/results/uptrain_decoder")
+    found = rows("uptrain_decoder", folder=OF_RECIPES)
     names = "linear", "hybrid", "softmax"
     last = "4096 to 8192"
     positions = [x for x in found if x.get("text") == "sotu" and last in x]
@@ -169,7 +170,7 @@ def decoders(plt):
     first.set(xlabel="position, up to", ylabel="perplexity, presidential messages")
     for axes, test in zip(others, ("passkey", "needle 1"), strict=True):
         for name in names:
-            some = [x for x in found if (x["test"], x["model"]) == (test, name)]
+            some = [x for x in found if x["test"] == test and x["model"] == name]
             by_length = {}
             for row in sorted(some, key=lambda row: row["tokens"]):
                 by_length.setdefault(row["tokens"], []).append(row["accuracy"])
