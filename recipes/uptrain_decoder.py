@@ -244,7 +244,8 @@ def tell_recall(args, model, encode, name, test, row):
 def continuations(args, model, encode, row):
     """Measures the perplexity, to softmax, of texts that the models sample.
 
-    The layers of the model become softmax: first those of a hybrid, then all.
+    The models are linear, the hybrid of `--kept` if that is given, and softmax. The
+    layers become softmax one after the other: first those of the hybrid, then all.
     """
     start, stop = args.prompt, args.prompt + args.new_tokens
     text = [decoders.wikitext(args.data_dir, "test")]
