@@ -260,9 +260,10 @@ def reduced(arm, vectors):
 
 def embedder(args, backbone):
     """Returns an embedder that reads documents of `args.positions` tokens."""
-    if args.positions > backbone.max_sequence_length:
-        backbone = keras_rfattn.extend_positions(backbone, args.positions)
-    return keras_hub.models.BertTextEmbedder(backbone)
+    longest = max(args.positions, backbone.max_sequence_length)
+    return keras_hub.models.BertTextEmbedder(
+        keras_rfattn.extend_positions(backbone, longest)
+    )
 
 
 def linear_models(args, seed, bank, tokenizer):

@@ -22,9 +22,9 @@ def extend_positions(model, max_length, method="tile"):
         model: A KerasHub backbone or task with learned absolute positions, or a model
             that holds one backbone, such as `keras.Model(inputs, head(backbone(...)))`.
             This model does not change.
-        max_length: The new number of positions for text; the new `(height, width)` in
-            pixels for images. If a model around the backbone has inputs of the old
-            size, they get the new size.
+        max_length: The new number of positions for text, at least the old one; the new
+            `(height, width)` in pixels for images. If a model around the backbone has
+            inputs of the old size, they get the new size.
         method: `"tile"` repeats the table, so that every position keeps a trained
             embedding and neighbors stay neighbors; `"interpolate"` stretches it
             linearly (bilinearly for images, where class tokens keep their rows).
@@ -177,7 +177,7 @@ def _resize_inputs(config, old, new):
 def _copy_weights(source, target, old, new, method):
     pairs = list(zip(source.variables, target.variables, strict=True))
     tables = [(a, b) for a, b in pairs if tuple(a.shape) != tuple(b.shape)]
-    if not tables:
+    if not tables and old != new:
         raise ValueError(
             f"`model` must have learned positions. Received: {title(source)}, "
             f"which has no weight that depends on its length ({old} to {new})."

@@ -149,6 +149,15 @@ def test_a_model_around_a_backbone_is_made_longer(length):
 
 @pytest.mark.full
 @pytest.mark.once
+def test_the_same_length_gives_a_copy():
+    model = keras_hub.models.BertBackbone(**SIZES)
+    expected = model(tokens(6))["sequence_output"]
+    copy = keras_rfattn.extend_positions(model, 6)
+    found = copy(tokens(6))["sequence_output"]
+    assert copy is not model
+    np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (found, expected)))
+
+
 def test_images_in_a_model_around_a_backbone():
     backbone, images = families.build("vit")
     backbone = getattr(backbone, "backbone", backbone)

@@ -105,5 +105,7 @@ def test_a_longer_embedder_keeps_its_pooling():
     longer = keras_rfattn.extend_positions(embedder, 2 * longest)
     assert longer.pooling_mode == "cls"
     np.testing.assert_array_equal(embed(longer, inputs), expected)
-    wide = {x: np.tile(inputs[x], (1, 2 * longest // inputs[x].shape[1])) for x in inputs}
+    wide = {
+        x: np.tile(inputs[x], (1, 2 * longest // inputs[x].shape[1])) for x in inputs
+    }
     assert embed(longer, wide).shape == expected.shape
