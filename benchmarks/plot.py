@@ -4,8 +4,8 @@
     python benchmarks/plot.py [--folder docs/pages/images]
 
 Nothing is measured here. `models.py`, `peers.py`, `decoding.py` and `tpu.py`, and the
-recipe `uptrain_decoder.py`, have written the rows. Of rows that differ only in measured
-values, the last one counts.
+recipes `uptrain_decoder.py` and `embed_long_documents.py`, have written the rows. Of
+rows that differ only in measured values, the last one counts.
 """
 
 import argparse
@@ -16,7 +16,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 OF_RECIPES = pathlib.Path(__file__).parents[1] / "recipes" / "results"
 MEASURED = ("ms", "least", "times as fast", "ours times as fast", "share of matmul",
             "bytes", "commit", "others GB", "GB accessed", "seconds to compile",
-            "tera-operations", "weights GB", "refused")  # fmt: skip
+            "tera-operations", "weights GB", "refused",
+            "score", "by quarter", "command", "title", "passage", "party")  # fmt: skip
 # Shapes of `models.py` with MiniLM's shape.
 LENGTHS = ("8 × 64", "8 × 128", "2 × 512", "1 × 2048")
 MARKERS = "os^D"
@@ -182,6 +183,27 @@ def decoders(plt):
     return figure
 
 
+def long_documents(plt):
+    """Plots by length which documents MiniLM finds; seeds are a band."""
+    found = rows("embed_long_documents", folder=OF_RECIPES)
+    names = ("cut", "mean", "best", "best of 128", "linear", "linear, long")
+    tests = {"passkey": "pass keys found", "planted": "planted sentences found"}
+    figure, all_axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True)
+    for axes, (test, label) in zip(all_axes, tests.items(), strict=True):
+        for name in names:
+            by_length = {}
+            for row in sorted(found, key=lambda row: row.get("tokens", 0)):
+                if row.get("arm") == name and row["test"] == test:
+                    by_length.setdefault(row["tokens"], []).append(row["score"])
+            band(axes, list(by_length), list(by_length.values()), name)
+        chance = next(row["chance"] for row in found if row.get("test") == test)
+        axes.axhline(chance, color="black", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="tokens of a document", ylabel=label, ylim=(-0.05, 1.05))
+    all_axes[1].legend(fontsize=8)
+    return figure
+
+
 def band(axes, x, values, label):
     """Plots the mean of the values at each x, and their range."""
     (line,) = axes.plot(x, [sum(y) / len(y) for y in values], marker="o", label=label)
@@ -195,7 +217,7 @@ def main(folder):
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    for draw in (speed, peers, decoding, memory, quality, decoders):
+    for draw in (speed, peers, decoding, memory, quality, decoders, long_documents):
         figure = draw(plt)
         figure.tight_layout()
         figure.savefig(folder / f"{draw.__name__}.png", dpi=80)

