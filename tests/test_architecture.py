@@ -47,6 +47,10 @@ FOREIGN = {
         f"fused/triton/{path.name}": {"torch", "triton"}
         for path in (ROOT / "fused" / "triton").glob("*.py")
     },
+    **{
+        f"fused/mosaic/{path.name}": {"jax"}
+        for path in (ROOT / "fused" / "mosaic").glob("*.py")
+    },
     "models/adapters/keras_hub.py": {"keras_hub"},
     "maps/sources.py": {"keras_hub"},
     "sklearn.py": {"sklearn"},

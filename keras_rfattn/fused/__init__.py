@@ -13,7 +13,8 @@ class Kernels(NamedTuple):
     Attributes:
         backend: Name of the Keras backend.
         device: Kind of device.
-        windows: Numbers of tokens that a window may have; `None` for any.
+        windows: Numbers of tokens that a window may have, none if empty; `None` for
+            any.
         sinks: Largest number of sinks.
         groups: Largest number of groups of features (`FeatureMap.exponent_groups`).
     """
@@ -27,8 +28,13 @@ class Kernels(NamedTuple):
 
 KERNELS = {
     "pallas": Kernels("jax", "TPU", windows=None, sinks=0, groups=1),
+    "mosaic": Kernels("jax", "GPU", windows=(), sinks=0, groups=1),
     "triton": Kernels("torch", "GPU", windows=(16, 32, 64, 128), sinks=16, groups=2),
 }
+
+# The first release that the Mosaic kernels were tested with. Earlier ones have no
+# interpreter of GPUs.
+FIRST_JAX = (0, 12)
 
 
 def own_kernels():
@@ -43,11 +49,40 @@ def obstacle(name, options):
     if kernels.backend != backend:
         return f"they run on the backend {kernels.backend!r}, not on {backend!r}"
     window, sizes = options.window, kernels.windows
+    if window is not None and sizes == ():
+        return "they compute attention by features alone, without a window"
     if window is not None and sizes is not None and window not in sizes:
         return f"their windows have {sizes} tokens, not {window}"
     if options.sinks > kernels.sinks:
         return f"they have at most {kernels.sinks} sinks, not {options.sinks}"
-    return _missing_for_triton() if name == "triton" else None
+    missing = {"mosaic": _missing_for_mosaic, "triton": _missing_for_triton}
+    return missing[name]() if name in missing else None
+
+
+def _missing_for_mosaic():
+    import jax
+
+    if jax.__version_info__ < FIRST_JAX:
+        first = ".".join(map(str, FIRST_JAX))
+        return f"they need JAX {first} or later, not {jax.__version__}"
+    try:
+        import jax.experimental.pallas.mosaic_gpu
+    except ImportError as error:
+        return f"Mosaic GPU cannot be imported here ({error})"
+    if os.environ.get("MOSAIC_INTERPRET") == "1":
+        return None
+    capabilities = {
+        str(device.compute_capability)
+        for device in jax.devices()
+        if device.platform == "gpu" and hasattr(device, "compute_capability")
+    }
+    if not capabilities:
+        return "JAX finds no GPU here"
+    if capabilities != {"9.0"}:
+        # The instructions `wgmma` exist in no earlier or later generation.
+        found = ", ".join(sorted(capabilities))
+        return f"they need a Hopper GPU (compute capability 9.0), not {found}"
+    return None
 
 
 def _missing_for_triton():
@@ -76,26 +111,31 @@ def attention(tokens, deferred, value, local, key_mask, is_causal, options):
         Array of shape `(B, T, N, V)`, or `None` if ordinary operations should be used.
 
     Raises:
-        ValueError: If Pallas kernels are requested under a `keras.distribution`.
+        ValueError: If kernels for JAX are requested under a `keras.distribution`.
     """
     # Programs are imported here, because the library of one backend may be missing.
-    if options.implementation == "pallas":
+    name = options.implementation
+    if name in ("pallas", "mosaic") and keras.distribution.distribution() is not None:
+        raise ValueError(
+            f"The {name.title()} kernels run on one device, and are not divided over "
+            f"several. Received: implementation={name!r} under a "
+            "`keras.distribution`. Use 'auto' or 'xla'."
+        )
+    if name == "pallas":
         from keras_rfattn.fused import tpu
 
-        if keras.distribution.distribution() is not None:
-            raise ValueError(
-                "The Pallas kernels run on one device, and are not divided over "
-                "several. Received: implementation='pallas' under a "
-                "`keras.distribution`. Use 'auto' or 'xla'."
-            )
         return tpu.attention(tokens, deferred, value, key_mask, is_causal, options)
-    if options.implementation == "triton":
+    if name == "mosaic":
+        from keras_rfattn.fused import mosaic
+
+        return mosaic.attention(deferred, value, key_mask, is_causal, options)
+    if name == "triton":
         from keras_rfattn.fused import triton
 
         return triton.attention(deferred, value, key_mask, is_causal, options)
     if options.sinks:
         return None
-    is_xla = options.implementation == "xla"
+    is_xla = name == "xla"
     if is_causal or is_xla or keras.backend.backend() != "torch":
         return None
     from keras_rfattn.fused import torch_cpu

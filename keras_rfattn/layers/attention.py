@@ -196,11 +196,11 @@ class Attention:
         the inputs first, or if sinks add columns to them, which kernels do not need.
         """
         options, tokens = self.options, (self.query, self.key)
-        is_triton = options.implementation == "triton"
+        for_gpu = options.implementation in ("mosaic", "triton")
         is_changed = self.feature_map.is_preparing or options.temperature
-        if is_changed or not (is_triton or narrow_inputs(tokens)):
+        if is_changed or not (for_gpu or narrow_inputs(tokens)):
             return deferred
-        if options.sinks and not is_triton:
+        if options.sinks and not for_gpu:
             return deferred
         side = math.sqrt(self.scale)
         return tuple(

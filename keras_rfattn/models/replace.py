@@ -82,9 +82,9 @@ def replace_attention(
             map then estimates softmax attention of normalized vectors, which differs
             from the checkpoint's attention. The hybrid maps are made for this.
         implementation: `"xla"`, ordinary operations of the backend; or fused kernels
-            for maps whose features are exponentials: `"pallas"` (TPUs, JAX) or
-            `"triton"` (NVIDIA GPUs, PyTorch); or `"auto"`, which currently selects
-            `"xla"`.
+            for maps whose features are exponentials: `"pallas"` (TPUs, JAX),
+            `"mosaic"` (NVIDIA's Hopper GPUs, JAX) or `"triton"` (NVIDIA GPUs,
+            PyTorch); or `"auto"`, which currently selects `"xla"`.
         softmax_heads: Dict from a layer path or pattern (as in `models.Plan`) to the
             query heads, counted from 0, that stay softmax in this layer. These should
             be heads that compare tokens; `diagnostics.sensitivity(heads=True)` finds

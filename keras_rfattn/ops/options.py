@@ -7,7 +7,7 @@ import numpy as np
 from keras_rfattn.backend import default_block_size
 
 # Implementations by fused kernels, and all of them.
-KERNELS = ("pallas", "triton")
+KERNELS = ("pallas", "mosaic", "triton")
 IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
 
 
@@ -29,9 +29,9 @@ class Options:
         max_segments: Largest number of texts in a packed row. `segment_ids` need it
             inside compiled functions, where their values are unknown.
         implementation: `"xla"`, the backend's ordinary operations; `"pallas"`, kernels
-            for TPUs on JAX; `"triton"`, kernels for NVIDIA GPUs on PyTorch; or
-            `"auto"`, which is `"xla"` until the kernels have been timed on their
-            device.
+            for TPUs on JAX; `"mosaic"`, kernels for NVIDIA's Hopper GPUs on JAX;
+            `"triton"`, kernels for NVIDIA GPUs on PyTorch; or `"auto"`, which is
+            `"xla"` until the kernels have been timed on their device.
         temperature: Positive number. Queries and keys are divided by their norms, and
             their product, a cosine, by the temperature. `None` keeps the model's own
             queries, keys and scale.
