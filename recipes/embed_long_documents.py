@@ -33,7 +33,7 @@ import time
 from common.flags import make_parser, parse
 
 CHUNKED = ["cut", "mean", "best", "mean of 128", "best of 128"]
-LINEAR = ["linear", "linear, 512", "linear, long"]
+LINEAR = ["linear", "linear, 512", "linear, long", "linear, for parts"]
 # What layers compute instead of attention, as methods of `Attention`.
 CONTROLS = {"mean of V": "mean_of_values", "no attention": "zero"}
 ARMS = [*CHUNKED, "whole", *LINEAR, *CONTROLS]
@@ -106,11 +106,12 @@ def main(args):
         for arm, model in linear_models(args, seed, bank, tokenizer):
             if arm in args.arms:
                 measure(args, arm, tests, model, tokenizer, seed)
-        layers = [x.layer for x in survey(model) if x.is_linear]
-        for arm, method in CONTROLS.items():
-            if arm in args.arms:
-                with recording([(x, getattr(Attention, method)) for x in layers]):
-                    measure(args, arm, tests, model, tokenizer, seed)
+            if arm == "linear, long":
+                layers = [x.layer for x in survey(model) if x.is_linear]
+                for control in [x for x in CONTROLS if x in args.arms]:
+                    method = getattr(Attention, CONTROLS[control])
+                    with recording([(layer, method) for layer in layers]):
+                        measure(args, control, tests, model, tokenizer, seed)
 
 
 class Test:
@@ -220,12 +221,17 @@ def report(args, arm, test, vectors, seconds, seed=None):
 
 
 def measure(args, arm, tests, model, tokenizer, seed=None, most=None):
-    """Embeds the documents whole, and reports each test."""
+    """Embeds the documents whole, and reports each test.
+
+    The same pass also gives the embeddings of late chunks.
+    """
     for test in tests:
         if most is None or test.tokens <= most:
             start = time.time()
-            found = length_training.embed(model, test.documents, tokenizer)
-            report(args, arm, test, list(found[:, None]), time.time() - start, seed)
+            parts, whole = length_training.late_chunks(model, test.documents, tokenizer)
+            seconds = time.time() - start
+            report(args, arm, test, list(whole[:, None]), seconds, seed)
+            report(args, f"{arm}, parts", test, parts, seconds, seed)
 
 
 def measure_chunks(args, tests, checkpoint, tokenizer):
@@ -292,19 +298,30 @@ def linear_models(args, seed, bank, tokenizer):
                     "minutes": round((time.time() - start) / 60, 1)})  # fmt: skip
         save(args, model, f"short_{seed}")
     yield "linear, 512", model
-    if not loaded(args, model, f"long_{seed}"):
-        start = time.time()
-        losses = length_training.train(
-            model, bank, tokenizer, args.steps, args.tokens, args.training_lengths,
-            args.rate, seed,
-        )  # fmt: skip
-        tell(args, {
-            "trained": "linear, long", "seed": seed, "steps": args.steps,
-            "loss": round(float(np.mean(losses[-10:])), 3),
-            "minutes": round((time.time() - start) / 60, 1),
-        })  # fmt: skip
-        save(args, model, f"long_{seed}")
-    yield "linear, long", model
+    before = model.get_weights()
+    for arm in ("linear, long", "linear, for parts"):
+        if arm in args.arms or (arm == "linear, long" and {*CONTROLS} & {*args.arms}):
+            model.set_weights(before)
+            train_for_length(args, arm, seed, model, bank, tokenizer)
+            yield arm, model
+
+
+def train_for_length(args, arm, seed, model, bank, tokenizer):
+    """Trains a model for length, or loads what was trained."""
+    name = f"{arm.split()[-1]}_{seed}"
+    if loaded(args, model, name):
+        return
+    start = time.time()
+    losses = length_training.train(
+        model, bank, tokenizer, args.steps, args.tokens, args.training_lengths,
+        args.rate, seed, in_parts=arm == "linear, for parts",
+    )  # fmt: skip
+    tell(args, {
+        "trained": arm, "seed": seed, "steps": args.steps,
+        "loss": round(float(np.mean(losses[-10:])), 3),
+        "minutes": round((time.time() - start) / 60, 1),
+    })  # fmt: skip
+    save(args, model, name)
 
 
 def loaded(args, model, name):

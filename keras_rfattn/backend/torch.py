@@ -262,36 +262,42 @@ def with_gradient(function, variables, tensors):
 
     XLA and TensorFlow schedule their compiled programs themselves.
     """
-
-    class WithGradient(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            with torch.enable_grad():
-                # Detached from the operations that computed them, whose gradient comes
-                # later.
-                live = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-                results = function(*live)
-            inputs = [*inputs[: -len(live)], *live]
-            wanted = [x for x in inputs if x.requires_grad]
-            gradients = iter(
-                torch.autograd.grad(
-                    results[0], wanted, allow_unused=True, materialize_grads=True
-                )
-            )
-            ctx.gradients = [
-                next(gradients) if x.requires_grad else None for x in inputs
-            ]
-            return tuple(x.detach() for x in results)
-
-        @staticmethod
-        def backward(ctx, factor, *_):
-            return tuple(None if x is None else factor * x for x in ctx.gradients)
-
     weights = [variable.value for variable in variables]
     inputs = (*weights, *tensors)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
         return function(*tensors)
-    return WithGradient.apply(*inputs)
+    return _WithGradient.apply(function, len(weights), *inputs)
+
+
+class _WithGradient(torch.autograd.Function):
+    """The operation of `with_gradient`.
+
+    A class for each call would keep the tensors of that call until Python looks for
+    cycles of references, as classes refer to themselves.
+    """
+
+    @staticmethod
+    def forward(ctx, function, num_weights, *inputs):
+        weights, tensors = inputs[:num_weights], inputs[num_weights:]
+        with torch.enable_grad():
+            # Detached from the operations that computed them, whose gradient comes
+            # later.
+            live = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+            results = function(*live)
+        inputs = [*weights, *live]
+        wanted = [x for x in inputs if x.requires_grad]
+        gradients = iter(
+            torch.autograd.grad(
+                results[0], wanted, allow_unused=True, materialize_grads=True
+            )
+        )
+        ctx.gradients = [next(gradients) if x.requires_grad else None for x in inputs]
+        return tuple(x.detach() for x in results)
+
+    @staticmethod
+    def backward(ctx, factor, *_):
+        gradients = (None if x is None else factor * x for x in ctx.gradients)
+        return None, None, *gradients
 
 
 def _tensor(x):

@@ -95,18 +95,19 @@ def cut(sentences, tokens):
     return found
 
 
-def plant(sentences, planted, generator):
+def plant(sentences, planted, generator, size=len):
     """Returns sentences with others put in, each at a random place, and the places.
 
     Places are shares of the document's tokens that stand before a planted sentence.
+    `size` gives the number of tokens of a sentence.
     """
     places = sorted(generator.integers(0, len(sentences) + 1, len(planted)))
     order = generator.permutation(len(planted))
     result, where = list(sentences), np.zeros(len(planted))
     for shift, (place, i) in enumerate(zip(places, order, strict=True)):
         result.insert(place + shift, planted[i])
-        where[i] = sum(map(len, result[: place + shift]))
-    return result, where / sum(map(len, result))
+        where[i] = sum(map(size, result[: place + shift]))
+    return result, where / sum(map(size, result))
 
 
 def stream(corpus, tokens, count):

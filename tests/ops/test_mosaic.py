@@ -24,9 +24,10 @@ if IS_JAX:
 
     IS_JAX = jax.__version_info__ >= fused.FIRST_JAX
 
-on_jax = pytest.mark.skipif(
-    not IS_JAX, reason="Mosaic GPU's interpreter is a part of JAX 0.12 and later"
-)
+
+def on_jax(test):
+    reason = "Mosaic GPU's interpreter is a part of JAX 0.12 and later"
+    return pytest.mark.mosaic(pytest.mark.skipif(not IS_JAX, reason=reason)(test))
 
 
 @pytest.fixture(autouse=True)
@@ -148,9 +149,9 @@ def test_tokens_in_float32():
 
 
 @on_jax
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("is_causal", "dtype"), [(True, "bfloat16"), (False, "float16")]
+    ("is_causal", "dtype"),
+    [(True, "bfloat16"), pytest.param(False, "float16", marks=pytest.mark.full)],
 )
 def test_gradients(is_causal, dtype):
     arguments = Arguments(length=126, groups=2, dtype=dtype)
