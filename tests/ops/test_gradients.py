@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -77,6 +80,26 @@ def test_a_graph_holds_gradients_alone():
     assert not node.saved_tensors and not any(x for x, _ in node.next_functions[2:])
     shapes = {tuple(x.shape) for x in node.gradients if x is not None}
     assert shapes == {(3, 3), (2,)}
+
+
+@needs_torch
+def test_tensors_are_freed_without_looking_for_cycles():
+    """Otherwise the memory of a training grows with its steps."""
+    variables, tensors = example()
+    large = ops.ones((1000,))
+    freed = weakref.ref(large)
+
+    def function(*given, kept=large):
+        return squares(*variables, *given[:-1], given[-1] + kept[0])
+
+    gc.disable()
+    try:
+        loss, *_ = with_gradient(function, variables, tensors)
+        loss.backward()
+        del loss, large, function, _
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 @needs_torch
