@@ -27,8 +27,8 @@ Cost: 6 to 14 minutes of training a seed on one shared core. Found: features alo
 not suffice (error 0.64 to 0.68, hardly a word right, one seed). With the windows above
 the error is 0.32 to 0.36 before training and 0.18 to 0.25 after it (three seeds); of
 140 words on real speech, at most 2 differ from softmax's in both cases, and none by the
-window alone. Two steps after calibration already give 0.20 (on one clip). Longer clips need chunks of
-30 s: in one pass over 60 s softmax itself fails.
+window alone. Two steps after calibration already give 0.20 (on one clip). Longer clips
+need chunks of 30 s: in one pass over 60 s softmax itself fails.
 """
 
 import pathlib
