@@ -9,7 +9,9 @@ mechanism "favorpp window 64 sliding sinks 4 softmax 8" keeps 8 layers softmax, 
 evenly. They take turns of some tokens each. The
 benchmark prints milliseconds per token (median and minimum), bytes kept per sequence,
 and the speed relative to softmax. The values in a cache do not change the time of
-reading it, so softmax's cache is zeros and states have seen only 64 tokens.
+reading it, so softmax's cache is zeros and states have seen only 64 tokens. With
+`--compile` PyTorch compiles the steps of linear models, which takes minutes; KerasHub
+does not compile those of softmax.
 """
 
 import argparse
@@ -30,6 +32,7 @@ def parse_arguments():
     parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS)
     parser.add_argument("--num-features", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="compile on PyTorch")
     parser.add_argument("--results", default="decoding.jsonl")
     return parser.parse_args()
 
@@ -92,6 +95,8 @@ def stepper(args, model, longest, batch):
         logits, _, state = model.call_with_cache(token, state, index)
         return logits, state
 
+    if args.compile:
+        model.compile(jit_compile=True)
     if not isinstance(model, keras_rfattn.models.saving.Carrier):
         layers, heads = SHAPES[args.model]
         state = ops.zeros((batch, layers, 2, longest, heads, DIM))
@@ -107,7 +112,9 @@ def stepper(args, model, longest, batch):
         import tensorflow as tf
 
         return tf.function(step, jit_compile=True), state
-    return step, state
+    import torch
+
+    return torch.no_grad()(step), state
 
 
 def milliseconds(step, state, index, batch):
@@ -146,6 +153,7 @@ def main(args):
                 row = {
                     "backend": keras.backend.backend(), "batch": batch,
                     **({} if args.model == "gpt2" else {"model": args.model}),
+                    **({"compiled": name != "softmax"} if args.compile else {}),
                     "context": context, "mechanism": name,
                     "ms": round(float(np.median(found)), 3),
                     "least": round(min(found), 3), "bytes": size(steps[name][1]),

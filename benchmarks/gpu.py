@@ -1,22 +1,26 @@
-"""Check and time attention on an NVIDIA GPU with PyTorch, in at most 8 minutes.
+"""Check and time attention on an NVIDIA GPU, in at most 8 minutes for each backend.
 
     pip install ".[torch,hub]"        # PyTorch with CUDA, which brings Triton
-    python benchmarks/gpu.py --results gpu.jsonl
+    KERAS_BACKEND=torch python benchmarks/gpu.py --results gpu.jsonl
+    pip install ".[hub]" "jax[cuda13]>=0.12"
+    KERAS_BACKEND=jax python benchmarks/gpu.py --results gpu.jsonl
 
-The script first compares the Triton kernels with all pairs of tokens in float64. Then
-it times contenders in turns, in bfloat16 with 12 heads of 64:
+The script first compares the kernels with all pairs of tokens. Then it times contenders
+in turns, in bfloat16 with 12 heads of 64:
 
-- triton, with the fastest of a few block sizes and numbers of warps,
-- xla: the ordinary operations of PyTorch,
-- sdpa: `torch.nn.functional.scaled_dot_product_attention`, which selects cuDNN or
-  FlashAttention.
+- triton on PyTorch, with the fastest of a few block sizes and numbers of warps; mosaic
+  on JAX, with the fastest of a few numbers of tokens per program,
+- xla: the ordinary operations of PyTorch or JAX,
+- softmax: `torch.nn.functional.scaled_dot_product_attention`, which selects cuDNN or
+  FlashAttention, or `jax.nn.dot_product_attention` with cuDNN.
 
-Last come whole models: MiniLM's shape forward, and training steps of GPT-2 small's.
-Times are medians over turns. A row is left out when the time is up, and the last line
-says which.
+Then come whole models: MiniLM's shape forward, and training steps of GPT-2 small's.
+Last comes the decoding of single tokens, by `benchmarks/decoding.py`. Times are medians
+over turns. A row is left out when the time is up, and the last line says which.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -37,26 +41,29 @@ if __name__ == "__main__":  # parse before the slow imports
     if args.smoke:
         args.lengths, args.widths, args.heads, args.rounds = [32], [16], 1, 1
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault("MOSAIC_INTERPRET", "1")
 
-os.environ["KERAS_BACKEND"] = "torch"
+os.environ.setdefault("KERAS_BACKEND", "torch")
 
+import decoding
 import keras
-import torch
+import numpy as np
 
 import keras_rfattn
-from keras_rfattn import feature_maps
-from keras_rfattn.fused.triton import attention as kernels
-from keras_rfattn.fused.triton.plan import Sizes
+from keras_rfattn import feature_maps, fused
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask, Options
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CANDIDATES = [
-    Sizes(tokens=tokens, features=features, blocks=blocks, warps=warps)
-    for tokens, features, blocks, warps in itertools.product(
-        (32, 64, 128), (64, 128), (4, 8, 16), (4, 8)
-    )
-]
+if keras.backend.backend() == "torch":
+    import gpu_torch as device
+elif keras.backend.backend() == "jax":
+    import gpu_jax as device
+else:
+    raise SystemExit("There are kernels on PyTorch and JAX only: set KERAS_BACKEND.")
+
+
+# Seconds in which to try sizes of blocks, for each width and kind of attention.
+TUNING = 15
 
 
 class Clock:
@@ -64,7 +71,7 @@ class Clock:
 
     def __init__(self, args):
         self.args, self.end = args, time.time() + 60 * args.minutes
-        self.left_out = []
+        self.left_out, self.has_kernels = [], True
 
     def has_time(self, name):
         if time.time() < self.end:
@@ -78,99 +85,53 @@ class Clock:
             file.write(json.dumps(row) + "\n")
 
 
-def milliseconds(run):
-    """Returns the time of one call."""
-    if DEVICE == "cpu":
-        start = time.perf_counter()
-        run()
-        return 1000 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
 def in_turns(runs, rounds):
     """Returns the median time of each function in a dict; `None` if it fails."""
     for name, run in list(runs.items()):
         try:
-            run(), run()
+            device.milliseconds(run), device.milliseconds(run)
         except Exception as error:
             print(f"{name} failed: {error!r:.300}", flush=True)
             del runs[name]
     times = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(milliseconds(run))
+            times[name].append(device.milliseconds(run))
     return {name: statistics.median(x) for name, x in times.items()}
 
 
-def tokens(args, length, dtype, batch=1):
-    generator = torch.Generator().manual_seed(0)
+def tokens(args, length, batch=1):
+    """Returns random queries, keys and values, float32."""
+    generator = np.random.default_rng(0)
     shape = 3, batch, length, args.heads, 64
-    query, key, value = torch.randn(shape, generator=generator).to(DEVICE, dtype)
-    return [x.requires_grad_() for x in (query, key, value)]
+    return generator.normal(size=shape).astype("float32")
 
 
-def contender(feature_map, causal, arrays, backward, sizes=None, **options):
-    """Returns a function that runs attention, with gradients if `backward`."""
+def linear(feature_map, causal, **options):
+    """Returns linear attention as a function of queries, keys and values."""
     mask = AttentionMask(causal=causal, self_attention=True)
     options = Options(**options)
-
-    def run():
-        if sizes is not None:
-            kernels.SIZES[causal] = sizes
-        output = attend(*arrays, feature_map, mask, options=options)
-        return torch.autograd.grad(output.sum(), arrays) if backward else output
-
-    return with_gradient(run, backward)
-
-
-def with_gradient(run, backward):
-    def runs():
-        with torch.set_grad_enabled(backward):
-            return run()
-
-    return runs
-
-
-def sdpa(causal, arrays, backward):
-    """Returns a function that runs PyTorch's softmax attention."""
-
-    def run():
-        heads_first = [x.transpose(1, 2) for x in arrays]
-        attention = torch.nn.functional.scaled_dot_product_attention
-        output = attention(*heads_first, is_causal=causal)
-        return torch.autograd.grad(output.sum(), arrays) if backward else output
-
-    return with_gradient(run, backward)
+    return lambda *arrays: attend(*arrays, feature_map, mask, options=options)
 
 
 def check(args, clock):
-    """Compares the kernels with float64, forward and backward."""
-    for causal, window in itertools.product((False, True), (None, 16)):
+    """Compares the kernels with all pairs of tokens, forward and backward."""
+    windows = (None, 16) if device.HAS_WINDOWS else (None,)
+    for causal, window in itertools.product((False, True), windows):
         feature_map = built(args, "favorpp", args.widths[0])
-        arrays = tokens(args, 80, torch.float32)
         near = {} if window is None else {"window": window, "sliding": True, "sinks": 4}
         found = {}
-        for name, dtype in (("xla", torch.float64), ("triton", torch.float32)):
-            same = [x.detach().to(dtype).requires_grad_() for x in arrays]
-            run = contender(
-                feature_map, causal, same, False, implementation=name, **near
-            )
-            slopes = contender(
-                feature_map, causal, same, True, implementation=name, **near
-            )
-            found[name] = [run(), *slopes()]
-        errors = [
-            float((a - b).abs().max() / a.abs().max())
-            for a, b in zip(found["xla"], found["triton"], strict=True)
-        ]
+        for name, dtype in (("xla", device.WIDE), (device.KERNEL, device.NARROW)):
+            arrays = device.arrays(tokens(args, 80), dtype)
+            attention = linear(feature_map, causal, implementation=name, **near)
+            found[name] = [device.runs(attention, arrays, False)()]
+            found[name] += device.runs(attention, arrays, True)()
+        pairs = zip(found["xla"], found[device.KERNEL], strict=True)
+        pairs = [[device.to_numpy(x) for x in pair] for pair in pairs]
+        errors = [float(abs(a - b).max() / abs(a).max()) for a, b in pairs]
         errors = [round(x, 9) for x in errors]
-        clock.tell(check="triton", causal=causal, window=window, errors=errors)
-        assert max(errors) < 1e-4, errors
+        clock.tell(check=device.KERNEL, causal=causal, window=window, errors=errors)
+        assert max(errors) < device.TOLERANCE, errors
 
 
 def built(args, name, width):
@@ -179,10 +140,28 @@ def built(args, name, width):
     return feature_map
 
 
+def fastest(kernel, seconds):
+    """Returns the fastest of the candidates that can be tried in some seconds."""
+    end, times = time.time() + seconds, {}
+    for sizes in device.CANDIDATES:
+        times |= in_turns({sizes: kernel(sizes)}, 2)
+        if time.time() > end and times:
+            break
+    return min(times, key=times.get, default=None)
+
+
+def timed_kernel(feature_map, causal, arrays, backward, options, sizes):
+    """Returns a function that runs the kernels with some sizes of their blocks."""
+    own = device.options(sizes)
+    attention = linear(feature_map, causal, **options, **own)
+    return device.runs(attention, arrays, backward, causal, sizes)
+
+
 def layers(args, clock):
     """Times attention alone."""
+    windows = (None, 64) if device.HAS_WINDOWS else (None,)
     cases = itertools.product(
-        args.widths, (True, False), args.lengths, (False, True), (None, 64)
+        args.widths, (True, False), args.lengths, (False, True), windows
     )
     best = {}
     for width, causal, length, backward, window in cases:
@@ -190,31 +169,26 @@ def layers(args, clock):
         if not clock.has_time(name):
             continue
         feature_map = built(args, "favorpp", width)
-        arrays = tokens(args, length, torch.bfloat16)
+        arrays = device.arrays(tokens(args, length), "bfloat16")
         near = {} if window is None else {"window": window, "sliding": True, "sinks": 4}
-        near["implementation"] = "triton"
+
+        near["implementation"] = device.KERNEL
+        kernel = functools.partial(
+            timed_kernel, feature_map, causal, arrays, backward, near
+        )
         key = width, causal, backward, window
-        if key not in best:
-            runs = {
-                sizes: contender(feature_map, causal, arrays, backward, sizes, **near)
-                for sizes in CANDIDATES[:: 17 if args.smoke else 1]
-                if sizes.features <= max(width, 64)
-            }
-            found = in_turns(runs, 2)
-            best[key] = min(found, key=found.get)
-        sizes = best[key]
-        runs = {
-            "triton": contender(feature_map, causal, arrays, backward, sizes, **near),
-            "sdpa": sdpa(causal, arrays, backward),
-        }
+        if clock.has_kernels and key not in best:
+            best[key] = fastest(kernel, 1 if args.smoke else TUNING)
+        runs = {"softmax": device.runs(device.softmax(causal), arrays, backward)}
+        if best.get(key) is not None:
+            runs[device.KERNEL] = kernel(best[key])
         if window is None:
-            runs["xla"] = contender(
-                feature_map, causal, arrays, backward, implementation="xla"
-            )
+            attention = linear(feature_map, causal, implementation="xla")
+            runs["xla"] = device.runs(attention, arrays, backward)
         times = in_turns(runs, args.rounds)
         clock.tell(
             layer="favorpp", width=width, causal=causal, length=length,
-            backward=backward, window=window, sizes=sizes._asdict(),
+            backward=backward, window=window, sizes=str(best.get(key)),
             ms={k: round(x, 3) for k, x in times.items()},
         )  # fmt: skip
 
@@ -230,11 +204,13 @@ def models(args, clock):
     if args.smoke:
         cases = [("bert", 1, 32, False)]
     keras.config.set_dtype_policy("bfloat16")
+    generator = np.random.default_rng(0)
     for name, batch, length, training in cases:
         if not clock.has_time(f"{name} {batch}x{length}"):
             continue
         runs = {}
-        for implementation in (None, "triton"):
+        kernel = device.KERNEL if clock.has_kernels else "xla"
+        for implementation in (None, kernel):
             kind = keras_hub.models.BertBackbone
             sizes = {"num_layers": 6, "hidden_dim": 384, "intermediate_dim": 1536}
             if name == "gpt2":
@@ -251,19 +227,13 @@ def models(args, clock):
                     model, "favorpp", num_features=args.widths[0], seed=0,
                     implementation=implementation,
                 )  # fmt: skip
-            ids = torch.randint(1000, (batch, length), device=DEVICE)
-            inputs = {"token_ids": ids, "padding_mask": torch.ones_like(ids)}
+            ids = keras.ops.convert_to_tensor(
+                generator.integers(1000, size=(batch, length)).astype("int32")
+            )
+            inputs = {"token_ids": ids, "padding_mask": keras.ops.ones_like(ids)}
             if name == "bert":
-                inputs["segment_ids"] = torch.zeros_like(ids)
-            weights = [v.value for v in model.trainable_variables]
-
-            def run(model=model, inputs=inputs, weights=weights, training=training):
-                with torch.set_grad_enabled(training):
-                    outputs = keras.tree.flatten(model(inputs))
-                    loss = sum(x.float().square().mean() for x in outputs)
-                    if training:
-                        torch.autograd.grad(loss, weights, allow_unused=True)
-
+                inputs["segment_ids"] = keras.ops.zeros_like(ids)
+            run = device.runs_model(model, inputs, training)
             runs[implementation or "softmax"] = run
         times = in_turns(runs, max(1, args.rounds // 2))
         clock.tell(
@@ -272,14 +242,31 @@ def models(args, clock):
         )  # fmt: skip
 
 
+def steps(args, clock):
+    """Times the decoding of single tokens."""
+    if not clock.has_time("decoding"):
+        return
+    keras.config.set_dtype_policy("bfloat16")
+    contexts = [64] if args.smoke else [1024, 8192, 65536]
+    decoding.main(argparse.Namespace(
+        contexts=contexts, model="gpt2", batch=[1], mechanisms=["favorpp"],
+        num_features=args.widths[0], rounds=args.rounds, results=args.results,
+        compile=not args.smoke,
+    ))  # fmt: skip
+
+
 def main(args):
     clock = Clock(args)
-    card = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU, interpreted"
-    versions = {"torch": torch.__version__, "keras": keras.__version__}
-    clock.tell(card=card, date=time.strftime("%Y-%m-%d"), **versions)
-    check(args, clock)
+    clock.tell(date=time.strftime("%Y-%m-%d"), keras=keras.__version__, **device.NAMES)
+    reason = fused.obstacle(device.KERNEL, Options())
+    if reason is None:
+        check(args, clock)
+    else:
+        clock.has_kernels = False
+        clock.tell(kernels=device.KERNEL, cannot_run_because=reason)
     layers(args, clock)
     models(args, clock)
+    steps(args, clock)
     clock.tell(left_out=clock.left_out)
 
 

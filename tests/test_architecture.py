@@ -42,6 +42,7 @@ FOREIGN = {
     "backend/jax.py": {"jax"},
     "backend/tensorflow.py": {"tensorflow"},
     "backend/torch.py": {"torch"},
+    "backend/traced.py": {"torch"},
     "fused/torch_cpu.py": {"torch"},
     **{
         f"fused/triton/{path.name}": {"torch", "triton"}

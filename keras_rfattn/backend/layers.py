@@ -43,7 +43,8 @@ def compiled_for_inference(function, model):
         model: A Keras model. If its `run_eagerly` is set, the function is not compiled.
 
     Returns:
-        A function with the same arguments and results. PyTorch does not compile it.
+        A function with the same arguments and results. PyTorch does not compile it, but
+        may compile steps within it (`programs_for_steps`).
     """
     backend = keras.backend.backend()
     if backend == "torch":
@@ -66,3 +67,21 @@ def compiled_for_inference(function, model):
         return compiled([x.value for x in model.variables], *args)
 
     return call
+
+
+def programs_for_steps(model):
+    """Returns what compiles the decoding of one token on PyTorch, if it is wanted.
+
+    JAX and TensorFlow compile the whole loop of `generate`.
+
+    Args:
+        model: A Keras model. Compilation is wanted after `compile(jit_compile=True)`.
+
+    Returns:
+        A new `traced.Programs`, or `None` if nothing shall be compiled.
+    """
+    if keras.backend.backend() != "torch" or model.run_eagerly or not model.jit_compile:
+        return None
+    from keras_rfattn.backend.traced import Programs
+
+    return Programs()

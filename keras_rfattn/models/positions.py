@@ -23,15 +23,17 @@ def token_limit(model, name="token_ids"):
 
 
 def _token_limit(model, name):
-    lengths = {
-        x.sequence_length
-        for x in model._flatten_layers()
-        if type(x).__name__ == TABLE and hasattr(x, "sequence_length")
-    }
+    lengths = {x.sequence_length for x in tables_of(model)}
     declared = getattr(_backbone(model), _attribute(model, name), None)
     if declared is None and len(lengths) == 1:
         return lengths.pop()
     return declared if declared in lengths else None
+
+
+def tables_of(model):
+    """Returns the layers of a model that hold learned positions."""
+    layers = [x for x in model._flatten_layers() if type(x).__name__ == TABLE]
+    return [x for x in layers if hasattr(x, "sequence_length")]
 
 
 def _backbone(model):

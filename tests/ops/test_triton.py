@@ -5,6 +5,9 @@ bounds shows.
 """
 
 import importlib.util
+import json
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -16,6 +19,7 @@ from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask, Options
 from keras_rfattn.ops.features import LOWEST
 from tests import helpers as h
+from tests.house import ROOT
 
 IS_TORCH = keras.backend.backend() == "torch"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -300,3 +304,16 @@ def test_a_backend_without_kernels_says_so():
             assert "not installed" in fused.obstacle("triton", Options())
     else:
         assert "on the backend 'torch'" in fused.obstacle("triton", Options())
+
+
+@on_torch
+@pytest.mark.full
+def test_the_benchmark_runs(tmp_path):
+    results, script = tmp_path / "gpu.jsonl", ROOT.parent / "benchmarks" / "gpu.py"
+    command = [sys.executable, str(script), "--smoke", "--results", str(results)]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    rows = [json.loads(x) for x in results.read_text().splitlines()]
+    assert rows[-1] == {"left_out": []}
+    for row in rows:
+        assert row.get("layer") is None or "triton" in row["ms"]
+    assert sum("check" in x for x in rows) == 4

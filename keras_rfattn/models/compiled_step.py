@@ -1,0 +1,71 @@
+"""Decodes one token by a compiled program, on PyTorch and for tasks that ask for it."""
+
+import contextlib
+
+from keras import ops
+
+from keras_rfattn.backend.layers import programs_for_steps
+from keras_rfattn.layers.replaced_call import replacing_call
+from keras_rfattn.models.notes import notes_of
+from keras_rfattn.models.positions import tables_of
+
+
+def weights_of(task):
+    """Returns the tensors of a task's variables."""
+    return [x.value for x in task.variables]
+
+
+def run_step(task, function, original, known, token_ids, cache, start, *args, **kwargs):
+    """Runs a function that overrides `call_with_cache`, for one token per row.
+
+    Args:
+        task: The task. After `task.compile(jit_compile=True)` the function is compiled.
+        function: The overriding function (see `generation.overriding`).
+        original: The task's own method.
+        known: `generation.Generating`.
+        token_ids: Integers `(B, 1)`.
+        cache: `generation.Cache`.
+        start: Position of the token.
+        *args: Further arguments of the task's own method.
+        **kwargs: Further keyword arguments of the task's own method.
+
+    Returns:
+        The result of the function.
+    """
+    new = programs_for_steps(task)
+    if new is None:
+        given = token_ids, cache, start, *args
+        return function(task, original, known, *given, **kwargs)
+    notes = notes_of(task)
+    notes.steps = notes.steps or new
+
+    def run(given, args, kwargs):
+        inside = known._replace(**given)
+        with looking_up_positions(task):
+            return function(task, original, inside, *args, **kwargs)
+
+    given = {"hidden": known.hidden, "end": known.end, "origin": known.origin}
+    start = ops.convert_to_tensor(start, dtype="int32")
+    weights = known.weights or weights_of(task)
+    arguments = given, (token_ids, cache, start, *args), kwargs
+    return notes.steps.run(run, arguments, weights)
+
+
+@contextlib.contextmanager
+def looking_up_positions(task):
+    """Context manager in which learned positions are looked up, instead of sliced.
+
+    On PyTorch, KerasHub reads the first index of the slice, which no program can do.
+    """
+
+    def around(call):
+        def looked_up(inputs, start_index=0, **kwargs):
+            positions = start_index + ops.arange(ops.shape(inputs)[-2], dtype="int32")
+            return call(inputs, positions=positions, **kwargs)
+
+        return looked_up
+
+    with contextlib.ExitStack() as stack:
+        for table in tables_of(task):
+            stack.enter_context(replacing_call(table, around))
+        yield
