@@ -2,14 +2,15 @@
 
 `torch.compile` translates the Python code of a function. It takes about ten seconds for
 each layer of a Keras model, and checks at every call whether anything that the code
-reads has changed. A trace runs the function once and records the operations, as
-`jax.jit` does, and `torch.compile` then reads only these.
+reads has changed. A trace runs the function once and records its operations, as
+`jax.jit` does. TorchInductor, the compiler behind `torch.compile`, takes these.
 """
 
 import warnings
 
 import keras
 import torch
+import torch._inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_rfattn.backend.torch import is_plain
@@ -77,8 +78,8 @@ def _compiled(function, arguments):
         return keras.tree.flatten(output)
 
     try:
-        trace = torch.compile(_with_constants(make_fx(record)(tensors)))
-        trace(tensors)
+        trace = _with_constants(make_fx(record)(tensors))
+        trace = torch._inductor.compile(trace, [tensors])
     except RuntimeError as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         warnings.warn(

@@ -15,39 +15,38 @@ def weights_of(task):
     return [x.value for x in task.variables]
 
 
-def run_step(task, function, original, known, token_ids, cache, start, *args, **kwargs):
+def run_step(function, given, token_ids, cache, cache_update_index, *args, **kwargs):
     """Runs a function that overrides `call_with_cache`, for one token per row.
 
     Args:
-        task: The task. After `task.compile(jit_compile=True)` the function is compiled.
         function: The overriding function (see `generation.overriding`).
-        original: The task's own method.
-        known: `generation.Generating`.
+        given: Its first arguments: the task, the task's own method and the
+            `generation.Generating`. After `task.compile(jit_compile=True)` the function
+            is compiled.
         token_ids: Integers `(B, 1)`.
         cache: `generation.Cache`.
-        start: Position of the token.
+        cache_update_index: Position of the token.
         *args: Further arguments of the task's own method.
         **kwargs: Further keyword arguments of the task's own method.
 
     Returns:
         The result of the function.
     """
+    task, original, known = given
     new = programs_for_steps(task)
     if new is None:
-        given = token_ids, cache, start, *args
-        return function(task, original, known, *given, **kwargs)
+        return function(*given, token_ids, cache, cache_update_index, *args, **kwargs)
     notes = notes_of(task)
     notes.steps = notes.steps or new
 
-    def run(given, args, kwargs):
-        inside = known._replace(**given)
+    def run(prompt, args, kwargs):
         with looking_up_positions(task):
-            return function(task, original, inside, *args, **kwargs)
+            return function(task, original, known._replace(**prompt), *args, **kwargs)
 
-    given = {"hidden": known.hidden, "end": known.end, "origin": known.origin}
-    start = ops.convert_to_tensor(start, dtype="int32")
+    prompt = {"hidden": known.hidden, "end": known.end, "origin": known.origin}
+    start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     weights = known.weights or weights_of(task)
-    arguments = given, (token_ids, cache, start, *args), kwargs
+    arguments = prompt, (token_ids, cache, start, *args), kwargs
     return notes.steps.run(run, arguments, weights)
 
 
@@ -59,9 +58,11 @@ def looking_up_positions(task):
     """
 
     def around(call):
-        def looked_up(inputs, start_index=0, **kwargs):
-            positions = start_index + ops.arange(ops.shape(inputs)[-2], dtype="int32")
-            return call(inputs, positions=positions, **kwargs)
+        def looked_up(inputs, start_index=0, positions=None):
+            if positions is None:
+                count = ops.shape(inputs)[-2]
+                positions = start_index + ops.arange(count, dtype="int32")
+            return call(inputs, positions=positions)
 
         return looked_up
 

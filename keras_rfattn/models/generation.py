@@ -102,9 +102,12 @@ def overriding(name):
             known = context(task)
             if not has_states(known.sites):
                 return original(*args, **kwargs)
-            if name == "call_with_cache" and ops.shape(args[0])[1] == 1:
-                return run_step(task, function, original, known, *args, **kwargs)
-            return function(task, original, known, *args, **kwargs)
+            given = task, original, known
+            if name == "call_with_cache":
+                token_ids = args[0] if args else kwargs["token_ids"]
+                if ops.shape(token_ids)[1] == 1:
+                    return run_step(function, given, *args, **kwargs)
+            return function(*given, *args, **kwargs)
 
         return method
 

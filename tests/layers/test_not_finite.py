@@ -2,6 +2,7 @@
 
 import functools
 
+import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -110,6 +111,23 @@ def test_large_finite_numbers_stay_finite(name, way):
         output = run(name, way, x._replace(query=query, key=key))
         assert np.all(np.isfinite(output))
         assert np.any(output != 0)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="reads values on a CPU")
+def test_float16_where_no_value_is_read(monkeypatch):
+    # On a GPU, PyTorch does not look whether tokens are finite: it bounds all of them.
+    from keras_rfattn.backend import torch
+
+    x, feature_map = h.problem(), h.build("favorpp")
+    tokens = [ops.convert_to_tensor(y, dtype="float16") for y in x[:3]]
+    expected = h.to_numpy(attend(*tokens, feature_map, AttentionMask()))
+    monkeypatch.setattr(torch, "are_values_at_hand", lambda *arrays: False)
+    found = h.to_numpy(attend(*tokens, feature_map, AttentionMask()))
+    assert np.any(found != 0)
+    h.assert_close(found, expected, rtol=h.NARROW["float16"])
+    tokens[0][0, 3] = np.inf
+    found = h.to_numpy(attend(*tokens, feature_map, AttentionMask()))
+    assert np.isnan(found[0, 3]).all() and np.isfinite(found[0, 4:]).all()
 
 
 @pytest.mark.parametrize("content", [-1e30, 3e38, np.nan])

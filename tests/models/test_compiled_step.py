@@ -15,6 +15,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("JAX and TensorFlow compile whole loops", allow_module_level=True)
 
 import torch
+import torch._inductor
 
 from keras_rfattn.backend.traced import Programs
 
@@ -24,11 +25,11 @@ def traces(monkeypatch):
     """Returns a list of traces, which run as they are instead of being compiled."""
     found = []
 
-    def kept(trace):
+    def kept(trace, inputs):
         found.append(trace)
         return trace
 
-    monkeypatch.setattr(torch, "compile", kept)
+    monkeypatch.setattr(torch._inductor, "compile", kept)
     return found
 
 
@@ -42,6 +43,7 @@ def generated(model, ids, **arguments):
 FAMILIES = [
     ("gpt2", "sliding"),
     ("llama", "mixed"),
+    pytest.param("opt", "favorpp", marks=pytest.mark.full),
     pytest.param("gemma", "favorpp", marks=pytest.mark.full),
     pytest.param("qwen3_5", "favorpp", marks=pytest.mark.full),
     pytest.param("llama", "heads", marks=pytest.mark.full),
