@@ -47,11 +47,8 @@ class Programs:
         key = _kind(arguments), tuple(map(id, weights))
         if key not in self.programs:
             # The weights are kept, so that no other tensor can have the id of one.
-            program = _compiled(function, arguments)
-            self.programs[key] = program or function, list(weights)
-            if program is None:
-                return function(*arguments)
-        program, _ = self.programs[key]
+            self.programs[key] = _compiled(function, arguments), list(weights)
+        program = self.programs[key][0] or function
         return program(*arguments)
 
 
@@ -84,7 +81,7 @@ def _compiled(function, arguments):
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         warnings.warn(
             f"PyTorch cannot compile a step of generation, which runs uncompiled: "
-            f"{reason}",
+            f"{reason} `compile(jit_compile=False)` avoids the attempt.",
             stacklevel=2,
         )
         return None

@@ -10,8 +10,10 @@ from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import tables_of
 
 
-def weights_of(task):
-    """Returns the tensors of a task's variables."""
+def weights_of_steps(task):
+    """Returns the tensors of a task's variables, `None` if steps are not compiled."""
+    if programs_for_steps(task) is None:
+        return None
     return [x.value for x in task.variables]
 
 
@@ -45,7 +47,7 @@ def run_step(function, given, token_ids, cache, cache_update_index, *args, **kwa
 
     prompt = {"hidden": known.hidden, "end": known.end, "origin": known.origin}
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
-    weights = known.weights or weights_of(task)
+    weights = known.weights or weights_of_steps(task)
     arguments = prompt, (token_ids, cache, start, *args), kwargs
     return notes.steps.run(run, arguments, weights)
 

@@ -16,7 +16,7 @@ import keras_rfattn.models.survey as survey
 from keras_rfattn.layers.call_context import PerObject
 from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.models.carried import carried, empty_layers, kept
-from keras_rfattn.models.compiled_step import run_step, weights_of
+from keras_rfattn.models.compiled_step import run_step, weights_of_steps
 from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.windowed_state import LocalState
 
@@ -65,7 +65,7 @@ class Generating(NamedTuple):
         origin: Position of the first column of `hidden`.
         end: Position where generation begins, which is the first position at which
             some row has no token. `None` outside `generate`.
-        weights: List of the tensors of the task's variables, `None` if unknown.
+        weights: See `compiled_step.weights_of_steps`.
     """
 
     sites: Any
@@ -271,7 +271,7 @@ def make_generate_step(mask_name="padding_mask", before=None):
         last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
         filled = positions <= last
         hidden = filled & ~mask
-        end, weights = origin + ops.min(last) + 1, weights_of(task)
+        end, weights = origin + ops.min(last) + 1, weights_of_steps(task)
         known = Generating(known.sites, hidden, end, origin, weights)
         with generating(task, known):
             outputs = original({**inputs, mask_name: filled}, stop_token_ids)
