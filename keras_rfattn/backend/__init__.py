@@ -29,6 +29,7 @@ def _chosen(name):
 accumulated_matmul = _chosen("accumulated_matmul")
 add_into = _chosen("add_into")
 affine = _chosen("affine")
+bounded = _chosen("bounded")
 by_heads = _chosen("by_heads")
 by_rows = _chosen("by_rows")
 clip = _chosen("clip")

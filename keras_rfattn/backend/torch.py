@@ -64,12 +64,13 @@ def smallest_of(x, axis, keepdims=False):
 
 
 def clip(x, low, high):
-    x = _tensor(x)
-    if x.is_floating_point():
-        # PyTorch refuses numbers beyond the range of float16.
-        range_ = torch.finfo(x.dtype)
-        low, high = max(low, range_.min), min(high, range_.max)
-    return x.clamp(low, high)
+    return _tensor(x).clamp(low, high)
+
+
+def bounded(x, limit):
+    # PyTorch refuses numbers beyond the range of float16.
+    limit = min(limit, torch.finfo(x.dtype).max)
+    return x.clamp(-limit, limit)
 
 
 def where(condition, a, b):

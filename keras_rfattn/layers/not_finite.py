@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_rfattn.backend import (
-    clip,
+    bounded,
     finite_tokens,
     known_finite,
     repeat_each,
@@ -54,15 +54,10 @@ def judge(query, key, value):
     finite = Finite(
         finite_tokens(query), ops.logical_and(finite_tokens(key), finite_tokens(value))
     )
-    query = where(finite.query, _bounded(query), 0)
-    key, value = where(finite.key, _bounded(key), 0), where(finite.key, value, 0)
+    query = where(finite.query, bounded(query, LARGEST), 0)
+    key = where(finite.key, bounded(key, LARGEST), 0)
+    value = where(finite.key, value, 0)
     return query, key, value, finite
-
-
-def _bounded(x):
-    # Clipped entries get no gradient, which costs less than computing one.
-    cut = clip(ops.stop_gradient(x), -LARGEST, LARGEST)
-    return where(ops.abs(x) < LARGEST, x, cut)
 
 
 def marked(output, finite, mask):
