@@ -94,7 +94,8 @@ def _compiled(function, arguments):
 
 
 def _tensors(leaves):
-    return [x for x in leaves if isinstance(x, torch.Tensor)]
+    # Programs take tensors of the strides that they were compiled for.
+    return [x.contiguous() for x in leaves if isinstance(x, torch.Tensor)]
 
 
 def _with_constants(trace):

@@ -131,11 +131,24 @@ def test_the_compiler_takes_the_trace():
     def function(x, scale):
         return x * keras.ops.convert_to_tensor(2.0) * weight, scale * x
 
-    programs, x = Programs(), torch.arange(2.0)
+    programs, x = Programs(), torch.arange(4.0).reshape(2, 2)
     with torch.no_grad():
         for scale in (1, 2):
             found = programs.run(function, (x, scale), [weight])
-            assert found[0].tolist() == [0, 2] and found[1].tolist() == [0, scale]
+            assert found[0].tolist() == [[0, 2], [4, 6]]
+            assert found[1].tolist() == (scale * x).tolist()
         weight.mul_(3)
-        assert programs.run(function, (x, 2), [weight])[0].tolist() == [0, 6]
+        # Other strides are no other program.
+        found = programs.run(function, (x.T, 2), [weight])
+        assert found[0].tolist() == [[0, 12], [6, 18]]
     assert len(programs.programs) == 2
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's compiler needs g++")
+def test_the_compiler_takes_a_model():
+    model, ids = linear("llama", "sliding"), tokens()
+    model.compile(sampler="greedy")
+    expected = generated(model, ids)
+    model.compile(sampler="greedy", jit_compile=True)
+    np.testing.assert_array_equal(generated(model, ids), expected)
