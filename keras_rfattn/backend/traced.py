@@ -104,8 +104,9 @@ def _with_constants(trace):
     Keras turns Python numbers into tensors, and sending one to a GPU waits for the GPU.
     """
     graph, constants = trace.graph, {}
+    changed = _changed(graph)
     for node in graph.nodes:
-        if not _is_constant(node, constants):
+        if node in changed or not _is_constant(node, constants):
             continue
         known = {**constants, **_numbers(trace, node)}
         given = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
@@ -125,16 +126,25 @@ def _is_constant(node, constants):
     """Returns whether an operation depends on Python numbers or constants alone."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    changes = [x for x in (node, *node.users) if _changes_its_arguments(x)]
-    if changes or torch.Tag.nondeterministic_seeded in node.target.tags:
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
     is_number = node.target is torch.ops.aten.lift_fresh_copy.default
     return is_number or all(x in constants for x in node.all_input_nodes)
 
 
-def _changes_its_arguments(node):
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+def _changed(graph):
+    """Returns the nodes whose memory an operation overwrites, perhaps by a view."""
+    found = set()
+    for node in reversed(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            continue
+        is_view = node.target is torch.ops.aten._unsafe_view.default or any(
+            x.alias_info is not None for x in schema.returns
+        )
+        if schema.is_mutable or is_view and node in found:
+            found |= {node, *node.all_input_nodes}
+    return found
 
 
 def _numbers(trace, node):

@@ -118,6 +118,20 @@ def test_what_cannot_be_compiled_runs_after_a_warning(traces):
     assert not traces
 
 
+def test_constants_are_not_overwritten(traces):
+    def function(x):
+        y = torch.zeros(4) + 1
+        y.view(2, 2).add_(x)
+        return y
+
+    programs, x = Programs(), torch.ones(2, 2)
+    with torch.no_grad():
+        for _ in range(2):
+            assert programs.run(function, (x,), []).tolist() == [2, 2, 2, 2]
+    names = [str(x.target) for x in traces[0].graph.nodes]
+    assert "aten.zeros.default" not in names
+
+
 def test_a_gradient_passes_what_is_compiled():
     x = torch.ones(2, requires_grad=True)
     Programs().run(lambda x: 3 * x, (x,), []).sum().backward()
