@@ -44,7 +44,7 @@ def compiled_for_inference(function, model):
 
     Returns:
         A function with the same arguments and results. PyTorch does not compile it, but
-        may compile steps within it (`programs_for_steps`).
+        may compile steps within it (`compiles_steps`).
     """
     backend = keras.backend.backend()
     if backend == "torch":
@@ -69,19 +69,18 @@ def compiled_for_inference(function, model):
     return call
 
 
-def programs_for_steps(model):
-    """Returns what compiles the decoding of one token on PyTorch, if it is wanted.
+def compiles_steps(model):
+    """Returns whether the decoding of one token is compiled: on PyTorch, if wanted.
 
-    JAX and TensorFlow compile the whole loop of `generate`.
-
-    Args:
-        model: A Keras model. Compilation is wanted after `compile(jit_compile=True)`.
-
-    Returns:
-        A new `traced.Programs`, or `None` if nothing shall be compiled.
+    JAX and TensorFlow compile the whole loop of `generate`. On PyTorch,
+    `model.compile(jit_compile=True)` asks for it.
     """
-    if keras.backend.backend() != "torch" or model.run_eagerly or not model.jit_compile:
-        return None
+    is_torch = keras.backend.backend() == "torch"
+    return is_torch and bool(model.jit_compile) and not model.run_eagerly
+
+
+def programs():
+    """Returns new `traced.Programs`, on PyTorch."""
     from keras_rfattn.backend.traced import Programs
 
     return Programs()

@@ -39,10 +39,7 @@ class Programs:
         Returns:
             The function's result.
         """
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return function(*arguments)
-        leaves = keras.tree.flatten(arguments)
-        if not is_plain(*leaves):
+        if _has_mode() or not is_plain(*keras.tree.flatten(arguments)):
             return function(*arguments)
         key = _kind(arguments), tuple(map(id, weights))
         if key not in self.programs:
@@ -50,6 +47,12 @@ class Programs:
             self.programs[key] = _compiled(function, arguments), list(weights)
         program = self.programs[key][0] or function
         return program(*arguments)
+
+
+def _has_mode():
+    """Returns whether PyTorch is in a mode that programs know nothing of."""
+    is_cast = any(torch.is_autocast_enabled(x) for x in ("cpu", "cuda"))
+    return is_cast or torch.is_grad_enabled() or torch.is_inference_mode_enabled()
 
 
 def _kind(arguments):

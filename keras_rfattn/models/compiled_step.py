@@ -4,7 +4,7 @@ import contextlib
 
 from keras import ops
 
-from keras_rfattn.backend.layers import programs_for_steps
+from keras_rfattn.backend.layers import compiles_steps, programs
 from keras_rfattn.layers.replaced_call import replacing_call
 from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import tables_of
@@ -12,9 +12,7 @@ from keras_rfattn.models.positions import tables_of
 
 def weights_of_steps(task):
     """Returns the tensors of a task's variables, `None` if steps are not compiled."""
-    if programs_for_steps(task) is None:
-        return None
-    return [x.value for x in task.variables]
+    return [x.value for x in task.variables] if compiles_steps(task) else None
 
 
 def run_step(function, given, token_ids, cache, cache_update_index, *args, **kwargs):
@@ -35,11 +33,12 @@ def run_step(function, given, token_ids, cache, cache_update_index, *args, **kwa
         The result of the function.
     """
     task, original, known = given
-    new = programs_for_steps(task)
-    if new is None:
+    # A program would not ask those who observe a layer, or answer in its place.
+    observed = any(x.layer.recorder is not None for x in known.sites if x.is_linear)
+    if observed or not compiles_steps(task):
         return function(*given, token_ids, cache, cache_update_index, *args, **kwargs)
     notes = notes_of(task)
-    notes.steps = notes.steps or new
+    notes.steps = notes.steps or programs()
 
     def run(prompt, args, kwargs):
         with looking_up_positions(task):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn import generation
+from keras_rfattn.layers.attention import Attention
 from tests import helpers as h
 from tests.models.test_generation import linear, tokens
 
@@ -33,7 +34,7 @@ def traces(monkeypatch):
     return found
 
 
-def generated(model, ids, **arguments):
+def generated(model, ids):
     mask = np.arange(ids.shape[1]) < np.array([[4], [7], [1]])
     inputs = {"token_ids": np.where(mask, ids, 0), "padding_mask": mask.astype("int32")}
     outputs = model.generate(inputs, stop_token_ids=None)
@@ -103,6 +104,27 @@ def test_programs_follow_a_model_that_changes(traces):
     h.assert_close(third, expected())
     assert len(traces) == 2
     assert np.abs(first - second).max() > 1e-2 < np.abs(second - third).max()
+
+
+def test_a_metric_may_not_generate_by_a_program(traces):
+    model, ids = linear("llama"), tokens()
+    model.compile(jit_compile=True)
+    _, state = generation.prefill(model, ids[:, :-1])
+    generation.step(model, ids[:, -1:], state)
+    assert len(traces) == 1
+    layers = [x for x in model._flatten_layers() if hasattr(x, "recorder")]
+    layers[0].recorder = Attention.zero
+    with pytest.raises(ValueError, match="must not generate tokens"):
+        generation.step(model, ids[:, -1:], state)
+
+
+def test_autocast_passes_what_is_compiled(traces):
+    programs, x = Programs(), torch.ones(2, 2)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = programs.run(torch.matmul, (x, x), [])
+        assert found.dtype == torch.bfloat16 and not traces
+        assert programs.run(torch.matmul, (x, x), []).dtype == torch.float32
 
 
 def test_what_cannot_be_compiled_runs_after_a_warning(traces):
