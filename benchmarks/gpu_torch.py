@@ -1,30 +1,27 @@
 """What `gpu.py` runs on PyTorch."""
 
-import importlib
 import itertools
 import time
 
 import keras
 import torch
 
-from keras_rfattn.fused.triton.plan import Sizes
-
-# The folder has a function of the same name.
-kernels = importlib.import_module("keras_rfattn.fused.triton.attention")
+from keras_rfattn.experimental.triton import convert
+from keras_rfattn.experimental.triton.plan import Sizes
 
 HAS_GPU = torch.cuda.is_available()
 NAMES = {
     "card": torch.cuda.get_device_name() if HAS_GPU else "CPU, interpreted",
     "torch": torch.__version__,
 }
-KERNEL, HAS_WINDOWS = "triton", True
+KERNEL = "triton"
 # The dtypes of the check, and the largest relative error.
 WIDE, NARROW, TOLERANCE = "float64", "float32", 1e-4
 # The sizes in use come first, then those that are most likely to be faster.
 CANDIDATES = [
-    Sizes(tokens=tokens, blocks=blocks, warps=warps, features=features)
-    for features, blocks, (tokens, warps) in itertools.product(
-        (64, 128), (8, 16), ((32, 4), (64, 4), (64, 8), (128, 8))
+    Sizes(tokens=tokens, blocks=blocks, warps=warps)
+    for blocks, (tokens, warps) in itertools.product(
+        (8, 16), ((32, 8), (32, 4), (64, 4), (64, 8), (128, 8))
     )
 ]
 
@@ -53,17 +50,12 @@ def to_numpy(x):
     return x.detach().double().cpu().numpy()
 
 
-def options(sizes):
-    """Returns the options of `Sizes`, which are global to the kernels."""
-    return {}
-
-
 def runs(attention, arrays, backward, causal=None, sizes=None):
     """Returns a function that runs attention, and returns gradients if `backward`."""
 
     def run():
         if sizes is not None:
-            kernels.SIZES[causal] = sizes
+            convert.SIZES[causal] = sizes
         with torch.set_grad_enabled(backward):
             output = attention(*arrays)
             return torch.autograd.grad(output.sum(), arrays) if backward else output

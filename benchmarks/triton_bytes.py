@@ -13,7 +13,7 @@ import os
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--tokens", type=int, default=2048)
-parser.add_argument("--widths", type=int, nargs="+", default=[64, 256])
+parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
 
 if __name__ == "__main__":  # parse before the slow imports
     args = parser.parse_args()
@@ -24,9 +24,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from keras_rfattn.fused.triton.attention import SIZES
-from keras_rfattn.fused.triton.launch import linear_attention
-from keras_rfattn.fused.triton.windowed import Nearby, windowed_attention
+from keras_rfattn.experimental.triton.convert import SIZES
+from keras_rfattn.experimental.triton.launch import linear_attention
 
 DIM = 64
 
@@ -63,25 +62,17 @@ class Counter:
         return self.bytes - before, found
 
 
-def attention(arrays, causal, window):
+def attention(arrays, causal):
     query, key, value, *maps, term = arrays
-    if window is None:
-        return linear_attention(
-            (query, key), maps, (None, term[None]), value, causal, SIZES[causal]
-        )
-    nearby = Nearby(window, near=1, sinks=4, scale=1.0)
-    terms = torch.zeros_like(term)[None], term[None]
-    return windowed_attention(
-        (query, key), maps, terms, value, causal, nearby, SIZES[causal]
-    )
+    return linear_attention((query, key), maps, term, value, causal, SIZES[causal])
 
 
 def main(args):
     counter = Counter()
-    print("| Width | Causal | Window | Forward / floor | Backward / floor |")
-    print("|---|---|---|---|---|")
+    print("| Width | Causal | Forward / floor | Backward / floor |")
+    print("|---|---|---|---|")
     for width in args.widths:
-        for causal, window in ((True, None), (False, None), (True, 64)):
+        for causal in (True, False):
             generator = torch.Generator().manual_seed(0)
             shapes = [(1, args.tokens, 1, DIM)] * 3
             tokens = [torch.randn(x, generator=generator).bfloat16() for x in shapes]
@@ -89,13 +80,13 @@ def main(args):
             maps = [torch.randn(x, generator=generator) / 8 for x in shapes]
             arrays = [*tokens, *maps, torch.zeros(1, args.tokens, 1)]
             arrays = [x.requires_grad_() for x in arrays]
-            forward, output = counter.of(lambda: attention(arrays, causal, window))  # noqa: B023
+            forward, output = counter.of(lambda: attention(arrays, causal))  # noqa: B023
             backward, _ = counter.of(
                 lambda: torch.autograd.grad(output.float().sum(), arrays)  # noqa: B023
             )
             array = args.tokens * DIM * 2
             print(
-                f"| {width} | {causal} | {window} | {forward / (4 * array):.2f} "
+                f"| {width} | {causal} | {forward / (4 * array):.2f} "
                 f"| {backward / (8 * array):.2f} |",
                 flush=True,
             )

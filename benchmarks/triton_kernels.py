@@ -17,7 +17,7 @@ import tempfile
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--targets", type=int, nargs="+", default=[80, 90, 100])
 parser.add_argument("--dtypes", nargs="+", default=["bf16"])
-parser.add_argument("--features", type=int, default=64, help="in a tile")
+parser.add_argument("--features", type=int, default=64, help="a power of two")
 parser.add_argument("--tokens", type=int, default=64, help="in a block")
 parser.add_argument("--head-dim", type=int, default=64)
 parser.add_argument("--warps", type=int, default=4)
@@ -30,15 +30,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from keras_rfattn.fused.triton import gradients, kernels, windows
+from keras_rfattn.experimental.triton import gradients, kernels
 
 KERNELS = {
     kernels: ("sum_keys", "sum_queries", "scan", "outputs"),
     gradients: ("query_gradients", "key_gradients"),
-    windows: (
-        "windowed_outputs", "windowed_query_gradients", "windowed_key_gradients",
-    ),
-}  # fmt: skip
+}
 IN_COMPUTE_DTYPE = {
     "query", "key", "value", "gradient", "output", "of_query", "of_key", "of_value",
 }  # fmt: skip
@@ -49,9 +46,8 @@ def source(kernel, dtype):
     """Returns the kernel with the types of its arguments."""
     constants = {
         "C": args.tokens, "HP": args.head_dim, "MP": args.features,
-        "VP": args.head_dim, "BLOCKS": 8, "SHARED": True, "TILES": 1, "GROUPS": 1,
-        "G": 1, "CAUSAL": True, "NEAR": 1, "SINKS": 4, "MODE": "before",
-        "V": args.head_dim, "SIZE": 16,
+        "VP": args.head_dim, "BLOCKS": 8, "SHARED": True, "G": 1,
+        "CAUSAL": True, "MODE": "before", "V": args.head_dim, "SIZE": 16,
     }  # fmt: skip
     names = kernel.arg_names
     if "MODE" in names:
@@ -61,8 +57,6 @@ def source(kernel, dtype):
     for name in names:
         if name in constants:
             types[name] = "constexpr"
-        elif name == "SCALE":
-            types[name] = "fp32"
         elif name in SIZES:
             types[name] = "i32"
         else:

@@ -108,15 +108,6 @@ class FeatureMap(Weights, keras.layers.Layer):
         self.seed = int(seed)
 
     @property
-    def exponent_groups(self):
-        """Number of equal groups of features that fused kernels can compute.
-
-        Features are exponentials of products, and those of a group share a
-        `common_exponent`. 0 if they are not.
-        """
-        return int(self.has_exponents)
-
-    @property
     def exact_kernel(self):
         """The kernel for `ops.kernel_attention`, `None` if that cannot compute it."""
         return Softmax() if self.kernel == "softmax" else None
@@ -231,7 +222,7 @@ class FeatureMap(Weights, keras.layers.Layer):
         raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
 
     def common_exponent(self, method, x, stats=None):
-        """Returns the exponent term that all features of a token or group share.
+        """Returns the exponent term that all features of a token share.
 
         It is separate from `exponents` because attention does not depend on this term
         of a query, so that algorithms can skip it.
@@ -243,7 +234,7 @@ class FeatureMap(Weights, keras.layers.Layer):
             stats: The result of `statistics`.
 
         Returns:
-            Array of shape `(..., K, R, 1)`, or `(..., K, R, exponent_groups)`.
+            Array of shape `(..., K, R, 1)`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
 

@@ -4,10 +4,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend import accumulated_matmul, precise_einsum
+from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.arguments import check_num_features
 from keras_rfattn.feature_maps.base import FeatureMap, Sided
-from keras_rfattn.ops.deferred import Exponents
 from keras_rfattn.ops.features import Features
 from keras_rfattn.projections.orthogonal import haar
 
@@ -53,12 +52,6 @@ class Hedgehog(Sided, FeatureMap):
         self.num_features = num_features
 
     @property
-    def exponent_groups(self):
-        # The features of W and those of -W. `has_exponents` is false, because ordinary
-        # operations compute shared exponents beside the features, at no cost.
-        return 2 if type(self)._features is Hedgehog._features else 0
-
-    @property
     def num_projections(self):
         return self.num_features or self.head_dim
 
@@ -87,18 +80,6 @@ class Hedgehog(Sided, FeatureMap):
         z = precise_einsum("...nh,nhm->...nm", x, kernel)
         halves = [ops.log_softmax(z, axis=-1), ops.log_softmax(-z, axis=-1)]
         return Features(None, ops.concatenate(halves, axis=-1))
-
-    def exponents(self, method, x, stats=None):
-        kernel = ops.cast(self._kernel(method == "key_features"), x.dtype)
-        vectors = ops.expand_dims(ops.concatenate([kernel, -kernel], axis=-1), 0)
-        bias = ops.zeros((1, self.num_heads, 1, self.output_dim), dtype=x.dtype)
-        return Exponents(x, vectors, bias)
-
-    def common_exponent(self, method, x, stats=None):
-        kernel = ops.cast(self._kernel(method == "key_features"), x.dtype)
-        z = accumulated_matmul(x, kernel, is_precise=True)
-        halves = [ops.logsumexp(y, axis=-1, keepdims=True) for y in (z, -z)]
-        return -ops.concatenate(halves, axis=-1)
 
     def _kernel(self, is_key):
         return ops.convert_to_tensor(self.key_kernel if is_key else self.query_kernel)

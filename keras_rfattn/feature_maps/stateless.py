@@ -69,29 +69,18 @@ class FeatureFunction:
         if not self.has_exponents:
             features = self(ops.swapaxes(x, 1, 2), parameters)
             return features.of_tokens(lambda x: ops.swapaxes(x, 1, 2))
-        exponents = self.exponents(x, parameters)
-        return exponents._replace(common=self.common(exponents.x, parameters))
+        return self.exponents(x, parameters)
 
     def exponents(self, x, parameters):
-        """Returns the `Exponents` of x, `(B, K, R, H)`, without their `common`.
-
-        Their `x` is that of the call, plus a vector for each head.
-        """
+        """Returns the `Exponents` of x, `(B, K, R, H)`."""
         feature_map, stats, scope = self._given(parameters)
         tokens = ops.swapaxes(x, 1, 2)
         tokens = ops.cast(tokens, wide_dtype(tokens))
         with scope:
             exponents = feature_map.exponents(self.method, tokens, stats)
-        return exponents._replace(x=ops.swapaxes(exponents.x, 1, 2))
-
-    def common(self, x, parameters):
-        """Returns exponents that features of a token share, `(B, K, R, groups)`.
-
-        `x` is that of `exponents`.
-        """
-        feature_map, stats, scope = self._given(parameters)
-        with scope:
-            return feature_map.common_exponent(self.method, x, stats)
+            x = ops.swapaxes(exponents.x, 1, 2)
+            common = feature_map.common_exponent(self.method, x, stats)
+        return exponents._replace(x=x, common=common)
 
 
 def essence(feature_map):

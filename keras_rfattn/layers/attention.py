@@ -29,7 +29,7 @@ from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.kernel_attention import Softmax, exact_attention, unit
 from keras_rfattn.ops.masks import AttentionMask, needed
 from keras_rfattn.ops.options import Options
-from keras_rfattn.ops.sequence_parallel import over_devices, sequence_axis
+from keras_rfattn.parallel.sequence import over_devices, sequence_axis
 from keras_rfattn.ops.sink_logits import append_ones, append_sinks
 from keras_rfattn.ops.sinks import Sinks, first_tokens
 from keras_rfattn.ops.windows import Local, local_attention
@@ -196,7 +196,7 @@ class Attention:
         the inputs first, or if sinks add columns to them, which kernels do not need.
         """
         options, tokens = self.options, (self.query, self.key)
-        for_gpu = options.implementation in ("mosaic", "triton")
+        for_gpu = options.implementation == "triton"
         is_changed = self.feature_map.is_preparing or options.temperature
         if is_changed or not (for_gpu or narrow_inputs(tokens)):
             return deferred

@@ -4,24 +4,15 @@ import keras_rfattn.feature_maps as feature_maps
 from keras_rfattn import fused
 
 
-def obstacle(kernels, options, feature_map):
-    """Returns why the kernels of a name cannot be used, or `None` if they can."""
-    reason = fused.obstacle(kernels, options)
-    groups = feature_map.exponent_groups
-    if reason is None and not 0 < groups <= fused.KERNELS[kernels].groups:
-        name = feature_maps.name_of(feature_map)
-        reason = f"features of {name!r} are not exponentials of products"
-    return reason
-
-
 def check_options(options, feature_map):
     """Raises `ValueError` for options that a map does not support.
 
-    A window needs a map whose kernel can be computed exactly. The Pallas kernels need a
-    map whose features are exponentials of products.
+    A window needs a map whose kernel can be computed exactly. Kernels need a map whose
+    features are exponentials of products.
     """
-    name = options.implementation
-    reason = name in fused.KERNELS and obstacle(name, options, feature_map)
+    name, reason = options.implementation, None
+    if name in fused.KERNELS:
+        reason = fused.kernels(name).obstacle(options, feature_map)
     if reason:
         raise ValueError(
             f"The {name.title()} kernels cannot answer this attention: {reason}. "
@@ -49,11 +40,5 @@ def check_options(options, feature_map):
 
 
 def told(options, feature_map):
-    """Returns which implementation is used and why, as text for reports."""
-    if options.implementation != "auto":
-        return f"{options.implementation} as asked"
-    name = fused.own_kernels()
-    # "auto" does not select kernels before they have been timed on their device.
-    device = fused.KERNELS[name].device
-    reason = obstacle(name, options, feature_map) or f"not timed on a {device} yet"
-    return f"xla ({name.title()} kernels: {reason})"
+    """Returns the implementation as text for reports."""
+    return f"{options.implementation} as asked"

@@ -69,10 +69,6 @@ class Scaled(NamedTuple):
         """Returns what `function.exponents` gives for the scaled input."""
         return self.function.exponents(self._scaled(x), parameters)
 
-    def common(self, x, parameters):
-        """Returns what `function.common` gives; `x` has been scaled already."""
-        return self.function.common(x, parameters)
-
     def _scaled(self, x):
         return self.factor * ops.cast(x, wide_dtype(x))
 

@@ -7,7 +7,7 @@ import numpy as np
 from keras_rfattn.backend import default_block_size
 
 # Implementations by fused kernels, and all of them.
-KERNELS = ("pallas", "mosaic", "triton")
+KERNELS = ("pallas", "triton")
 IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
 
 
@@ -28,10 +28,9 @@ class Options:
             beside the window. They are counted from the row's first visible token.
         max_segments: Largest number of texts in a packed row. `segment_ids` need it
             inside compiled functions, where their values are unknown.
-        implementation: `"xla"`, the backend's ordinary operations; `"pallas"`, kernels
-            for TPUs on JAX; `"mosaic"`, kernels for NVIDIA's Hopper GPUs on JAX;
-            `"triton"`, kernels for NVIDIA GPUs on PyTorch; or `"auto"`, which is
-            `"xla"` until the kernels have been timed on their device.
+        implementation: `"auto"`, the fastest that has been timed; `"xla"`, the
+            backend's ordinary operations; or kernels of `keras_rfattn.experimental`:
+            `"pallas"` for TPUs on JAX, `"triton"` for NVIDIA GPUs on PyTorch.
         temperature: Positive number. Queries and keys are divided by their norms, and
             their product, a cosine, by the temperature. `None` keeps the model's own
             queries, keys and scale.

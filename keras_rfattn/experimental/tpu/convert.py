@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 
 from keras_rfattn.backend import representable
-from keras_rfattn.fused.tpu.bidirectional import bidirectional
-from keras_rfattn.fused.tpu.causal import causal
-from keras_rfattn.fused.tpu.passes import Columns, Rows
-from keras_rfattn.fused.tpu.windowed import windowed
+from keras_rfattn.experimental.tpu.bidirectional import bidirectional
+from keras_rfattn.experimental.tpu.causal import causal
+from keras_rfattn.experimental.tpu.passes import Columns, Rows
+from keras_rfattn.experimental.tpu.windowed import windowed
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn import fused
+from keras_rfattn.experimental import triton
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask, Options
 from keras_rfattn.ops.features import LOWEST
@@ -31,9 +31,9 @@ on_torch = pytest.mark.skipif(
 if IS_TORCH and HAS_TRITON:
     import torch
 
-    from keras_rfattn.fused.triton import plan
-    from keras_rfattn.fused.triton.launch import linear_attention
-    from keras_rfattn.fused.triton.plan import Sizes
+    from keras_rfattn.experimental.triton import plan
+    from keras_rfattn.experimental.triton.launch import linear_attention
+    from keras_rfattn.experimental.triton.plan import Sizes
 
     # `conftest` selects the interpreter where there is no GPU.
     DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,8 +79,7 @@ def tensors(
 
 def run(arguments, causal, sizes):
     query, key, *maps, term, value = arguments
-    terms = None, term[None]
-    return linear_attention((query, key), maps, terms, value, causal, sizes)
+    return linear_attention((query, key), maps, term, value, causal, sizes)
 
 
 def wanted(arguments, causal):
@@ -138,7 +137,8 @@ CASES = {
     "one block": {"length": 12},
     "parts and groups": {"kv_heads": 2, "groups": 3, "head_dim": 12},
     "padding": {"batch": 2, "mask": padded(40, 5), "is_shared": False},
-    "tiles": {"num_features": 40, "value_dim": 20},
+    "a width that is no power of two": {"num_features": 40, "value_dim": 20},
+    "the largest width": {"length": 20, "num_features": 128},
     "no visible key": {"batch": 2, "mask": padded(0, 17)},
 }
 
@@ -148,7 +148,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients(case, causal):
     arguments = tensors(**CASES[case])
-    output = run(arguments, causal, Sizes(16, 16, 2, 16))
+    output = run(arguments, causal, Sizes(16, 2, 16))
     expected = wanted(arguments, causal)
     h.assert_close(output, expected, rtol=3e-6)
     slopes = gradients(output, arguments), gradients(expected, arguments)
@@ -158,7 +158,7 @@ def test_outputs_and_gradients(case, causal):
 @on_torch
 def test_keys_of_another_length():
     arguments = tensors(length=20, keys=40)
-    output = run(arguments, False, Sizes(16, 16, 2, 16))
+    output = run(arguments, False, Sizes(16, 2, 16))
     h.assert_close(output, wanted(arguments, False), rtol=3e-6)
 
 
@@ -166,7 +166,7 @@ def test_keys_of_another_length():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(dtype):
     arguments = tensors(dtype=dtype)
-    output = run(arguments, True, Sizes(16, 16, 2, 16))
+    output = run(arguments, True, Sizes(16, 2, 16))
     assert output.dtype == arguments[0].dtype
     expected = wanted(arguments, True)
     rtol = h.NARROW[dtype]
@@ -179,7 +179,7 @@ def test_half_precision(dtype):
 def test_exponents_of_any_size():
     # Keys whose exponents exceed those before by hundreds are computed one by one.
     arguments = tensors(length=24, groups=2, jump=300.0)
-    output = run(arguments, True, Sizes(16, 16, 2, 16))
+    output = run(arguments, True, Sizes(16, 2, 16))
     expected = wanted(arguments, True)
     # Exponents of 300 are rounded by 1.5e-5.
     h.assert_close(output, expected, rtol=1e-4)
@@ -193,12 +193,12 @@ def test_exponents_of_any_size():
 @pytest.mark.parametrize("jump", [0.0, 300.0])
 def test_the_future_changes_no_bit(jump):
     arguments = tensors(jump=jump)
-    output = run(arguments, True, Sizes(16, 16, 2, 16))
+    output = run(arguments, True, Sizes(16, 2, 16))
     changed = [x.detach().clone() for x in arguments]
     for at in (0, 1, -1):
         changed[at][:, 21:] = 30 * changed[at][:, 21:] + 5
     changed[-2][:, 25:] += 200
-    other = run(changed, True, Sizes(16, 16, 2, 16))
+    other = run(changed, True, Sizes(16, 2, 16))
     assert torch.equal(output[:, :21], other[:, :21])
     assert not torch.equal(output[:, 21:], other[:, 21:])
 
@@ -210,8 +210,6 @@ def test_the_future_changes_no_bit(jump):
         ("favorplus", True),
         ("favorpp", False),
         ("favorpp_learned", True),
-        ("hedgehog", True),
-        ("hedgehog", False),
     ],
 )
 def test_feature_maps(name, causal):
@@ -236,42 +234,6 @@ def test_feature_maps(name, causal):
 
 
 @on_torch
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("sliding", [False, True])
-@pytest.mark.parametrize(
-    ("sinks", "name", "width"),
-    [
-        (0, "favorpp_learned", 16),
-        # More features than a tile has.
-        (3, "favorpp_learned", 80),
-        (3, "hedgehog", 16),
-    ],
-)
-def test_windows_and_sinks(causal, sliding, sinks, name, width):
-    feature_map = h.build(name, kv_heads=1, head_dim=8, num_features=width)
-    generator = np.random.default_rng(0)
-    shapes = [(2, 52, heads, 8) for heads in (2, 1, 1)]
-    tokens = [generator.normal(size=x).astype("float32") for x in shapes]
-    visible = padded(52, 50, length=52)
-    # Left padding moves the first window.
-    visible[1] = visible[1, ::-1]
-    mask = AttentionMask(visible, causal=causal, self_attention=True)
-    tokens = [torch.tensor(x).to(DEVICE).requires_grad_() for x in tokens]
-    weights = [v.value for v in feature_map.trainable_variables]
-    found = []
-    for implementation in ("xla", "triton"):
-        options = Options(
-            window=16, sliding=sliding, sinks=sinks, implementation=implementation
-        )
-        output = attend(*tokens, feature_map, mask, options=options)
-        output = output * torch.tensor(visible)[..., None, None]
-        found.append((output, gradients(output, [*tokens, *weights])))
-    (expected, expected_slopes), (output, slopes) = found
-    h.assert_close(output, expected, rtol=5e-6)
-    h.assert_gradients_close(slopes, expected_slopes, 1e-5, all_clear=False)
-
-
-@on_torch
 def test_float64_is_refused():
     tokens = [torch.zeros((1, 4, 1, 8), dtype=torch.float64)] * 3
     feature_map = h.build("favorpp", kv_heads=1, head_dim=8, num_features=16)
@@ -285,25 +247,35 @@ def test_the_report_and_what_is_refused():
     inputs = keras.Input((12, 16))
     layer = keras.layers.MultiHeadAttention(2, 8)
     model = keras.Model(inputs, layer(inputs, inputs))
-    with pytest.raises(ValueError, match="their windows have"):
-        keras_rfattn.replace_attention(
-            model, "favorpp", implementation="triton", window=4
-        )
-    with pytest.raises(ValueError, match="features of 'elu' are not exponentials"):
-        keras_rfattn.replace_attention(model, "elu", implementation="triton")
+    refused = {
+        "without a window": ("favorpp", {"window": 4}),
+        "features of 'elu' are not exponentials": ("elu", {}),
+        "features of 'hedgehog' are not exponentials": ("hedgehog", {}),
+        "at most 128 features, and 'favorpp' has 129": (
+            "favorpp",
+            {"num_features": 129},
+        ),
+    }
+    for reason, (name, arguments) in refused.items():
+        with pytest.raises(ValueError, match=reason):
+            keras_rfattn.replace_attention(
+                model, name, implementation="triton", **arguments
+            )
     assert not keras_rfattn.describe_attention(model).replaced
-    keras_rfattn.replace_attention(model, "favorpp", implementation="triton")
+    keras_rfattn.replace_attention(
+        model, "favorpp", num_features=16, implementation="triton"
+    )
     report = keras_rfattn.describe_attention(model)
     assert report.replaced[0].implementation == "triton as asked"
 
 
-def test_a_backend_without_kernels_says_so():
+def test_a_backend_without_kernels_says_so(monkeypatch):
+    feature_map = h.build("favorpp", kv_heads=1, head_dim=8, num_features=16)
     if IS_TORCH:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("importlib.util.find_spec", lambda name: None)
-            assert "not installed" in fused.obstacle("triton", Options())
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        assert "not installed" in triton.obstacle(Options(), feature_map)
     else:
-        assert "on the backend 'torch'" in fused.obstacle("triton", Options())
+        assert "run on PyTorch" in triton.obstacle(Options(), feature_map)
 
 
 @on_torch
@@ -316,4 +288,4 @@ def test_the_benchmark_runs(tmp_path):
     assert rows[-1] == {"left_out": []}
     for row in rows:
         assert row.get("layer") is None or "triton" in row["ms"]
-    assert sum("check" in x for x in rows) == 4
+    assert sum("check" in x for x in rows) == 2

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_rfattn.fused.tpu.blocks import (
+from keras_rfattn.experimental.tpu.blocks import (
     add,
     backward,
     backward_of_keys,
@@ -24,7 +24,7 @@ from keras_rfattn.fused.tpu.blocks import (
     visible_keys,
     within,
 )
-from keras_rfattn.fused.tpu.passes import run, run_backward
+from keras_rfattn.experimental.tpu.passes import run, run_backward
 from keras_rfattn.ops.features import LOWEST
 
 

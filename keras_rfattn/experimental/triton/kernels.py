@@ -6,20 +6,14 @@ the other kernels walk through a part block by block, starting from these sums. 
 parts run in parallel, so a sequence keeps the whole device busy, and only one state per
 part is written to memory.
 
-Features are cut into tiles too, so that a program holds few of them. Each tile is
-attention of its own, and the outputs are joined afterwards by their denominators.
-
-Arrays of tokens keep the layout of the model, `(B, T, heads, ·)`; results that tiles
-add to have the tile as another axis in front. Axis 0 of the grid is a tile of a
-key/value head of a row of the batch, axis 1 is a part.
+Arrays of tokens keep the layout of the model, `(B, T, heads, ·)`. Axis 0 of the grid is
+a key/value head of a row of the batch, axis 1 is a part.
 """
 
 import triton
 import triton.language as tl
 
-from keras_rfattn.fused.triton.memory import (
-    before_group,
-    before_tile,
+from keras_rfattn.experimental.triton.memory import (
     blocks_of,
     load,
     load_keys,
@@ -31,7 +25,7 @@ from keras_rfattn.fused.triton.memory import (
     store_numbers,
     store_sums,
 )
-from keras_rfattn.fused.triton.parts import (
+from keras_rfattn.experimental.triton.parts import (
     LOWEST,
     UNSEEN,
     add,
@@ -47,14 +41,12 @@ from keras_rfattn.fused.triton.parts import (
 @triton.jit
 def sum_keys(
     key, vectors, bias, term, value, maximum, numerator, normalizer,
-    T, K, H, M, W, SHARED: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCKS: tl.constexpr, C: tl.constexpr,
+    T, K, H, M, W, SHARED: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Sums the keys and values of each part."""
-    lane, part, tile, batch, head, index = program(K, SHARED, TILES)
-    weights, base = load_map(vectors, bias, index, tile, H, M, TILES, GROUPS, HP, MP)
-    term += before_group(tile, T, K, K, TILES, GROUPS)
+    lane, part, batch, head, index = program(K, SHARED)
+    weights, base = load_map(vectors, bias, index, H, M, HP, MP)
     top, total, count = no_tokens(MP, VP)
     for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
@@ -73,15 +65,13 @@ def sum_keys(
 def sum_queries(
     query, vectors, bias, gradient, delta, logs,
     maximum, numerator, normalizer,
-    T, K, H, M, W, G: tl.constexpr, SHARED: tl.constexpr, TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCKS: tl.constexpr, C: tl.constexpr,
+    T, K, H, M, W, G: tl.constexpr, SHARED: tl.constexpr, BLOCKS: tl.constexpr,
+    C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Sums the queries of each part and the gradients of their numerators."""
-    lane, part, tile, batch, head, index = program(K, SHARED, TILES)
-    weights, base = load_map(vectors, bias, index, tile, H, M, TILES, GROUPS, HP, MP)
-    logs += before_group(tile, T, K * G, K, TILES, GROUPS)
+    lane, part, batch, head, index = program(K, SHARED)
+    weights, base = load_map(vectors, bias, index, H, M, HP, MP)
     top, total, count = no_tokens(MP, VP)
     for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
@@ -141,26 +131,18 @@ def outputs(
     query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
     maximum, numerator, normalizer, output, logs, references,
     T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
+    BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes outputs, and what gradients need: logs and references.
 
     A log is that of the denominator of a query, `UNSEEN` if the query sees no key.
     """
-    lane, part, tile, batch, head, index = program(K, SHARED, TILES)
-    of_query, query_base = load_map(
-        query_vectors, query_bias, index, tile, H, M, TILES, GROUPS, HP, MP
-    )
-    of_key, key_base = load_map(
-        key_vectors, key_bias, index, tile, H, M, TILES, GROUPS, HP, MP
-    )
+    lane, part, batch, head, index = program(K, SHARED)
+    of_query, query_base = load_map(query_vectors, query_bias, index, H, M, HP, MP)
+    of_key, key_base = load_map(key_vectors, key_bias, index, H, M, HP, MP)
     at = lane * tl.num_programs(1) + part if CAUSAL else lane
     top, total, count = load_sums(maximum, numerator, normalizer, at, MP, VP)
-    numbers = before_tile(tile, T, K * G, K, TILES)
-    output += numbers * W
-    logs += numbers
-    term += before_group(tile, S, K, K, TILES, GROUPS)
     for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + tl.arange(0, C)
         if CAUSAL:

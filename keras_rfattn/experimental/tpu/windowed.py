@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_rfattn.fused.tpu.blocks import (
+from keras_rfattn.experimental.tpu.blocks import (
     add,
     backward,
     backward_of_keys,
@@ -26,7 +26,7 @@ from keras_rfattn.fused.tpu.blocks import (
     past,
     visible_keys,
 )
-from keras_rfattn.fused.tpu.passes import Pass, run, run_backward
+from keras_rfattn.experimental.tpu.passes import Pass, run, run_backward
 from keras_rfattn.ops.features import LOWEST
 
 

@@ -2,21 +2,19 @@
 
 import torch
 
-from keras_rfattn.fused.triton import gradients, kernels
-from keras_rfattn.fused.triton.plan import Plan, Sums, added, joined
+from keras_rfattn.experimental.triton import gradients, kernels
+from keras_rfattn.experimental.triton.plan import Plan, Sums
 
 
-def linear_attention(tokens, maps, terms, value, causal, sizes):
+def linear_attention(tokens, maps, term, value, causal, sizes):
     """Computes linear attention by exponential features.
 
     Args:
         tokens: Queries `(B, T, N, H)` and keys `(B, S, K, H)`, finite.
         maps: Vectors of queries and of keys, `(B or 1, K, H, M)`, and their biases,
             `(B or 1, K, 1, M)`, float32.
-        terms: Arrays of shapes `(R, B, T, N)` and `(R, B, S, K)`, float32, added to
-            exponents of a query and of a key: those of group r of R equal groups of
-            features. Those of a key are `LOWEST` if it is hidden. The first one may be
-            `None` if R is 1, because it cancels.
+        term: Array of shape `(B, S, K)`, float32, added to exponents of a key:
+            `LOWEST` if it is hidden. The terms of queries cancel.
         value: Array of shape `(B, S, K, V)`, finite; its dtype is that of products.
         causal: Whether query i sees only keys `j <= i`.
         sizes: `Sizes`, how the kernels divide the work.
@@ -25,10 +23,8 @@ def linear_attention(tokens, maps, terms, value, causal, sizes):
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
         0.
     """
-    query_term, term = terms
     arrays = [x.contiguous() for x in (*tokens, *maps, term, value)]
-    query_term = None if len(term) == 1 else query_term.contiguous()
-    return _LinearAttention.apply(query_term, *arrays, causal, sizes)
+    return _LinearAttention.apply(*arrays, causal, sizes)
 
 
 class _LinearAttention(torch.autograd.Function):
@@ -36,24 +32,21 @@ class _LinearAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, query_term, query, key, query_vectors, key_vectors, query_bias, key_bias,
+        ctx, query, key, query_vectors, key_vectors, query_bias, key_bias,
         term, value, causal, sizes,
     ):  # fmt: skip
         arrays = query, key, query_vectors, key_vectors, query_bias, key_bias, term
-        plan = Plan(query, value, term, query_vectors, causal, sizes)
+        plan = Plan(query, value, query_vectors, causal, sizes)
         sums = plan.key_sums(key, key_vectors, key_bias, term, value)
         sums = plan.scanned(sums, plan.S, "before" if causal else "all")
-        output = plan.by_tile((*query.shape[:3], plan.W), value.dtype)
-        logs = plan.by_tile(query.shape[:3])
+        output = value.new_empty((*query.shape[:3], plan.W))
+        logs = torch.empty(query.shape[:3], device=query.device)
         count = plan.lanes * plan.parts(plan.T) * sizes.blocks if causal else 0
         references = torch.empty((count, plan.MP), device=query.device)
         plan.run(
             kernels.outputs, plan.T, *arrays, value, *sums, output, logs, references,
             *_lengths(plan), CAUSAL=causal,
         )  # fmt: skip
-        output, logs = joined(output, logs, value.dtype, query_term)
-        # Kernels compute exponents of queries without their terms.
-        logs = logs[None] if query_term is None else logs - query_term
         ctx.plan = plan
         ctx.save_for_backward(*arrays, value, output, logs, references, *sums)
         return output
@@ -67,18 +60,15 @@ class _LinearAttention(torch.autograd.Function):
         known = gradient, (gradient.float() * output).sum(-1), logs
         lengths, causal = _lengths(plan), plan.causal
 
-        of_query = plan.by_tile(query.shape, query.dtype)
-        of_query_term = plan.by_tile(logs.shape[1:] if plan.groups > 1 else (0,))
+        of_query = torch.empty_like(query)
         of_query_map = plan.of_map(plan.T)
         plan.run(
             gradients.query_gradients, plan.T, *arrays, value, *known, *sums, of_query,
-            of_query_term, *of_query_map, *lengths, CAUSAL=causal,
+            *of_query_map, *lengths, CAUSAL=causal,
         )  # fmt: skip
         later = plan.query_sums(query, query_vectors, query_bias, *known)
         later = plan.scanned(later, plan.T, "after" if causal else "all")
-        of_key, of_value, of_term = (
-            plan.by_tile(x.shape, x.dtype) for x in (key, value, term[0])
-        )
+        of_key, of_value, of_term = map(torch.empty_like, (key, value, term))
         of_key_map = plan.of_map(plan.S)
         plan.run(
             gradients.key_gradients, plan.S, *arrays, value, *known, references, *later,
@@ -93,9 +83,7 @@ class _LinearAttention(torch.autograd.Function):
             plan.summed(of_key_map[1], key_bias),
         )
         return (
-            plan.by_group(of_query_term) if plan.groups > 1 else None, added(of_query),
-            added(of_key), *of_vectors, *of_bias, plan.by_group(of_term),
-            added(of_value), None, None,
+            of_query, of_key, *of_vectors, *of_bias, of_term, of_value, None, None,
         )  # fmt: skip
 
 

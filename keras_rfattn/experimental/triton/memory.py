@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from keras_rfattn.fused.triton.parts import LOWEST, UNSEEN
+from keras_rfattn.experimental.triton.parts import LOWEST, UNSEEN
 
 
 @triton.jit
@@ -13,43 +13,14 @@ def blocks_of(part, length, BLOCKS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def program(K, SHARED: tl.constexpr, TILES: tl.constexpr):
-    """Returns which lane, part, tile, pair, row of the batch and head a program does.
+def program(K, SHARED: tl.constexpr):
+    """Returns the lane, part, row of the batch, head and index of the map of a program.
 
-    A pair is a key/value head of a row of the batch, a lane a tile of its features. The
-    last number is the index of its map.
+    A lane is a key/value head of a row of the batch.
     """
     lane, part = tl.program_id(0), tl.program_id(1)
-    pair, tile = lane // TILES, lane % TILES
-    batch, head = pair // K, pair % K
-    return lane, part, tile, batch, head, head if SHARED else pair
-
-
-@triton.jit
-def group_of(tile, TILES: tl.constexpr, GROUPS: tl.constexpr):
-    """Returns the group of features that a tile belongs to."""
-    return tile // (TILES // GROUPS)
-
-
-@triton.jit
-def before_group(tile, length, heads, K, TILES: tl.constexpr, GROUPS: tl.constexpr):
-    """Returns how many numbers `(B, length, heads)` come before those of its group."""
-    return before_tile(group_of(tile, TILES, GROUPS), length, heads, K, TILES)
-
-
-@triton.jit
-def columns_of(tile, M, TILES: tl.constexpr, GROUPS: tl.constexpr, MP: tl.constexpr):
-    """Returns the features of a tile, and which of them are of its group."""
-    group, width = group_of(tile, TILES, GROUPS), M // GROUPS
-    column = tile % (TILES // GROUPS) * MP + tl.arange(0, MP)
-    return group * width + column, column < width
-
-
-@triton.jit
-def before_tile(tile, length, heads, K, TILES: tl.constexpr):
-    """Returns how many numbers `(B, length, heads)` come before those of a tile."""
-    batch = tl.num_programs(0) // (K * TILES)
-    return tile.to(tl.int64) * batch * length * heads
+    batch, head = lane // K, lane % K
+    return lane, part, batch, head, head if SHARED else lane
 
 
 @triton.jit
@@ -108,16 +79,13 @@ def load_queries(
 
 
 @triton.jit
-def load_map(
-    vectors, bias, index, tile, H, M, TILES: tl.constexpr, GROUPS: tl.constexpr,
-    HP: tl.constexpr, MP: tl.constexpr,
-):  # fmt: skip
-    """Loads vectors `(HP, MP)` and the bias `(MP,)` of a tile of a head's features.
+def load_map(vectors, bias, index, H, M, HP: tl.constexpr, MP: tl.constexpr):
+    """Loads vectors `(HP, MP)` and the bias `(MP,)` of a head's features.
 
-    Features that only fill the tile have the bias `LOWEST`.
+    Features beyond M, which fill a power of two, have the bias `LOWEST`.
     """
-    row = tl.arange(0, HP)
-    column, is_own = columns_of(tile, M, TILES, GROUPS, MP)
+    row, column = tl.arange(0, HP), tl.arange(0, MP)
+    is_own = column < M
     inside = (row < H)[:, None] & is_own[None, :]
     at = index * H * M + row[:, None] * M + column[None, :]
     vectors = tl.load(vectors + at, mask=inside, other=0.0)
@@ -152,12 +120,11 @@ def store_sums(
 
 @triton.jit
 def store_map(
-    of_vectors, of_bias, vectors, bias, at, tile, H, M, TILES: tl.constexpr,
-    GROUPS: tl.constexpr, HP: tl.constexpr, MP: tl.constexpr,
-):  # fmt: skip
+    of_vectors, of_bias, vectors, bias, at, H, M, HP: tl.constexpr, MP: tl.constexpr
+):
     """Stores the gradients of vectors `(HP, MP)` and bias `(MP,)` at index `at`."""
-    row = tl.arange(0, HP)
-    column, is_own = columns_of(tile, M, TILES, GROUPS, MP)
+    row, column = tl.arange(0, HP), tl.arange(0, MP)
+    is_own = column < M
     inside = (row < H)[:, None] & is_own[None, :]
     at = at.to(tl.int64)
     offset = at * H * M + row[:, None] * M + column[None, :]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from keras_rfattn.fused.tpu.blocks import (
+from keras_rfattn.experimental.tpu.blocks import (
     ORDER,
     State,
     add,
@@ -25,7 +25,7 @@ from keras_rfattn.fused.tpu.blocks import (
     visible_keys,
     whole,
 )
-from keras_rfattn.fused.tpu.passes import Columns, Rows
+from keras_rfattn.experimental.tpu.passes import Columns, Rows
 from keras_rfattn.ops.features import LOWEST
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from keras_rfattn.fused.tpu.blocks import (
+from keras_rfattn.experimental.tpu.blocks import (
     ORDER,
     State,
     at_start,

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from keras_rfattn.fused.triton import kernels
-from keras_rfattn.ops.features import LOWEST
+from keras_rfattn.experimental.triton import kernels
 
 
 class Sizes(NamedTuple):
@@ -14,14 +13,12 @@ class Sizes(NamedTuple):
 
     Attributes:
         tokens: Number C of tokens in a block.
-        features: Largest number of features in a tile, a power of two from 16 on.
         blocks: Number of blocks in a part.
         columns: Number of columns of the numerators that a program of `scan` adds.
         warps: Number of warps of a program.
     """
 
     tokens: int = 64
-    features: int = 64
     blocks: int = 8
     columns: int = 16
     warps: int = 4
@@ -44,20 +41,16 @@ class Sums(NamedTuple):
 class Plan:
     """The sizes of one call, which runs its kernels. Names are those of `kernels`."""
 
-    def __init__(self, query, value, term, query_vectors, causal, sizes):
+    def __init__(self, query, value, query_vectors, causal, sizes):
         self.batch, self.T, heads, self.H = query.shape
         self.S, self.K, self.W = value.shape[1:]
         self.G, self.M = heads // self.K, query_vectors.shape[-1]
-        self.groups = len(term)
-        width = self.M // self.groups
         self.shared = query_vectors.shape[0] == 1
         self.causal, self.sizes = causal, sizes
         self.HP, self.MP, self.VP = (
-            max(16, triton.next_power_of_2(x)) for x in (self.H, width, self.W)
+            max(16, triton.next_power_of_2(x)) for x in (self.H, self.M, self.W)
         )
-        self.MP = min(self.MP, sizes.features)
-        self.tiles = self.groups * triton.cdiv(width, self.MP)
-        self.lanes = self.batch * self.K * self.tiles
+        self.lanes = self.batch * self.K
         self.device = query.device
 
     def parts(self, length):
@@ -70,15 +63,10 @@ class Plan:
         known = {"G": self.G, "BLOCKS": self.sizes.blocks}
         constants |= {x: known[x] for x in known if x in kernel.arg_names}
         kernel[grid](
-            *args, **constants, SHARED=self.shared, TILES=self.tiles,
-            GROUPS=self.groups, C=self.sizes.tokens, HP=self.HP, MP=self.MP, VP=self.VP,
+            *args, **constants, SHARED=self.shared, C=self.sizes.tokens, HP=self.HP,
+            MP=self.MP, VP=self.VP,
             num_warps=self.sizes.warps,
         )  # fmt: skip
-
-    def by_tile(self, shape, dtype=torch.float32):
-        """Returns memory for an array for each tile; float32 if arrays are added."""
-        dtype = dtype if self.tiles == 1 else torch.float32
-        return torch.empty((self.tiles, *shape), dtype=dtype, device=self.device)
 
     def sums(self, length):
         """Returns memory for the sums of all parts of a sequence."""
@@ -119,38 +107,11 @@ class Plan:
     def of_map(self, length):
         """Returns memory for the gradients of a map, for each part of a sequence."""
         count = self.lanes * self.parts(length)
-        # A part computes one tile, and leaves the other features 0.
         shapes = (count, self.H, self.M), (count, self.M)
-        return [torch.zeros(x, device=self.device) for x in shapes]
+        return [torch.empty(x, device=self.device) for x in shapes]
 
     def summed(self, slopes, like):
         """Sums gradients of a map over parts, to the shape of the map's weight."""
         slopes = slopes.reshape(self.batch, self.K, -1, *slopes.shape[1:]).sum(2)
         slopes = slopes.sum(0, keepdim=True) if like.shape[0] == 1 else slopes
         return slopes.reshape(like.shape).to(like.dtype)
-
-    def by_group(self, x):
-        """Adds an array for each tile to one for each group, `(groups, ...)`."""
-        return x.unflatten(0, (self.groups, -1)).sum(1) if self.tiles > 1 else x
-
-
-def joined(output, logs, dtype, terms=None):
-    """Joins the outputs of tiles `(tiles, B, T, N, V)` by their denominators.
-
-    `terms`, `(groups, B, T, N)`, are added to the logs of denominators.
-    """
-    if logs.shape[0] == 1:
-        return output[0], logs[0]
-    if terms is not None:
-        logs = logs + terms.repeat_interleave(len(logs) // len(terms), 0)
-    # Beside a window, a tile may see no key where another one does.
-    logs = torch.where(logs < -LOWEST, logs, LOWEST)
-    shares = torch.softmax(logs, 0)[..., None]
-    joint = torch.logsumexp(logs, 0)
-    joint = torch.where(joint > LOWEST / 2, joint, -LOWEST)
-    return (shares * output).sum(0).to(dtype), joint
-
-
-def added(x):
-    """Adds gradients of tiles `(tiles, ...)`."""
-    return x[0] if x.shape[0] == 1 else x.sum(0)

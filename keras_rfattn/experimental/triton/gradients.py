@@ -1,11 +1,9 @@
-"""The Triton kernels of the gradients; see `kernels` for parts and tiles."""
+"""The Triton kernels of the gradients; see `kernels` for parts."""
 
 import triton
 import triton.language as tl
 
-from keras_rfattn.fused.triton.memory import (
-    before_group,
-    before_tile,
+from keras_rfattn.experimental.triton.memory import (
     blocks_of,
     load_keys,
     load_map,
@@ -16,7 +14,7 @@ from keras_rfattn.fused.triton.memory import (
     store_map,
     store_numbers,
 )
-from keras_rfattn.fused.triton.parts import (
+from keras_rfattn.experimental.triton.parts import (
     LOWEST,
     SPAN,
     UNSEEN,
@@ -36,19 +34,15 @@ from keras_rfattn.fused.triton.parts import (
 def query_gradients(
     query, key, query_vectors, key_vectors, query_bias, key_bias, term, value,
     gradient, delta, logs, maximum, numerator, normalizer,
-    of_query, of_query_term, of_vectors, of_bias,
+    of_query, of_vectors, of_bias,
     T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
+    BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of queries, and each part's gradients of their map."""
-    lane, part, tile, batch, head, index = program(K, SHARED, TILES)
-    queries_map, query_base = load_map(
-        query_vectors, query_bias, index, tile, H, M, TILES, GROUPS, HP, MP
-    )
-    keys_map, key_base = load_map(
-        key_vectors, key_bias, index, tile, H, M, TILES, GROUPS, HP, MP
-    )
+    lane, part, batch, head, index = program(K, SHARED)
+    queries_map, query_base = load_map(query_vectors, query_bias, index, H, M, HP, MP)
+    keys_map, key_base = load_map(key_vectors, key_bias, index, H, M, HP, MP)
     at = lane * tl.num_programs(1) + part
     top, total, count = load_sums(
         maximum, numerator, normalizer, at if CAUSAL else lane, MP, VP
@@ -56,11 +50,6 @@ def query_gradients(
     map_slope = tl.zeros((HP, MP), tl.float32)
     bias_slope = tl.zeros((MP,), tl.float32)
     place = tl.arange(0, C)
-    numbers = before_tile(tile, T, K * G, K, TILES)
-    of_query += numbers * H
-    of_query_term += numbers
-    term += before_group(tile, S, K, K, TILES, GROUPS)
-    logs += before_group(tile, T, K * G, K, TILES, GROUPS)
     for block in range(blocks_of(part, T, BLOCKS, C)):
         token = (part * BLOCKS + block) * C + place
         reference = top
@@ -108,10 +97,6 @@ def query_gradients(
                 slope = rows * slope
             map_slope += dot_like(tl.trans(x.to(tl.float32)), slope, x)
             bias_slope += tl.sum(slope, 0)
-            # The term of a single group cancels.
-            if GROUPS > 1:
-                found = tl.sum(slope, 1)
-                store_numbers(of_query_term, found, batch, token, n, T, K * G)
             found = dot_like(slope, tl.trans(queries_map), x).to(
                 of_query.dtype.element_ty
             )
@@ -120,8 +105,7 @@ def query_gradients(
             ones = tl.full((C,), 1.0, tl.float32)
             top, total, count = add(top, total, count, keys, visible, values, ones)
     store_map(
-        of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, TILES, GROUPS,
-        HP, MP,
+        of_vectors, of_bias, map_slope, bias_slope, at, H, M, HP, MP,
     )  # fmt: skip
 
 
@@ -131,20 +115,16 @@ def key_gradients(
     gradient, delta, logs, references, maximum, numerator, normalizer,
     of_key, of_value, of_term, of_vectors, of_bias,
     T, S, K, H, M, W, G: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr,
+    BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of keys, values and terms, and each part's of the key map.
 
     Blocks run from last to first, and the sums are those over later queries.
     """
-    lane, part, tile, batch, head, index = program(K, SHARED, TILES)
-    queries_map, query_base = load_map(
-        query_vectors, query_bias, index, tile, H, M, TILES, GROUPS, HP, MP
-    )
-    keys_map, key_base = load_map(
-        key_vectors, key_bias, index, tile, H, M, TILES, GROUPS, HP, MP
-    )
+    lane, part, batch, head, index = program(K, SHARED)
+    queries_map, query_base = load_map(query_vectors, query_bias, index, H, M, HP, MP)
+    keys_map, key_base = load_map(key_vectors, key_bias, index, H, M, HP, MP)
     at = lane * tl.num_programs(1) + part
     top, total, count = load_sums(
         maximum, numerator, normalizer, at if CAUSAL else lane, MP, VP
@@ -152,12 +132,6 @@ def key_gradients(
     map_slope = tl.zeros((HP, MP), tl.float32)
     bias_slope = tl.zeros((MP,), tl.float32)
     place = tl.arange(0, C)
-    numbers = before_tile(tile, S, K, K, TILES)
-    of_key += numbers * H
-    of_value += numbers * W
-    of_term += numbers
-    term += before_group(tile, S, K, K, TILES, GROUPS)
-    logs += before_group(tile, T, K * G, K, TILES, GROUPS)
     blocks = blocks_of(part, S, BLOCKS, C)
     for step in range(blocks):
         block = part * BLOCKS + blocks - 1 - step
@@ -215,6 +189,5 @@ def key_gradients(
         store(of_value, found, batch, token, head, S, K, W, VP)
         store_numbers(of_term, tl.sum(slope, 1), batch, token, head, S, K)
     store_map(
-        of_vectors, of_bias, map_slope, bias_slope, at, tile, H, M, TILES, GROUPS,
-        HP, MP,
+        of_vectors, of_bias, map_slope, bias_slope, at, H, M, HP, MP,
     )  # fmt: skip

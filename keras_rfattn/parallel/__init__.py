@@ -1,0 +1,1 @@
+"""Attention whose tokens are divided over several devices."""
