@@ -12,7 +12,7 @@ DIR holds cifar10/cifar10_small.npz: `x_train`, `x_test` (images of 32 x 32 x 3,
 `y_train`, `y_test`. Alternatives are `--images FOLDER`, which has one folder of images
 for each class (a fifth of them is for testing), or neither, for scikit-learn's digits.
 `--model keras_cv` changes KerasCV's ViT in place, and `--model converted` uses the
-result of `keras_rfattn.convert_vit` on it after pretraining. Both need TensorFlow, like
+result of `keras_rfattn.models.convert_vit` on it after pretraining. Both need TensorFlow, like
 KerasCV's ViT.
 
 The recipe also measures training steps per second by number of patches (the figure's
@@ -88,7 +88,7 @@ def accuracy(args):
         row["loss"] = pretrain(pretrained, data[0], seed, steps)
         record(args, row | {"minutes": (time.time() - begin) / 60})
         if args.model == "converted":
-            pretrained = keras_rfattn.convert_vit(pretrained)
+            pretrained = keras_rfattn.models.convert_vit(pretrained)
         if "estimates" in args.halves:
             model = classifier(pretrained, 1, data[0].shape[1:])
             for found in estimates(model, data[0][:32], MAPS, *compared):

@@ -35,7 +35,7 @@ WINDOWED = names(kernel="softmax") + POLYNOMIAL
 RANDOM = [
     name
     for name in NAMES
-    if issubclass(feature_maps.FEATURE_MAPS[name], feature_maps.RandomFeatureMap)
+    if issubclass(feature_maps.class_of(name), feature_maps.RandomFeatureMap)
 ]
 # Names of the synthetic maps of `tests/forms.py`, on which algorithms are tested.
 FORMS = tuple(forms.FORMS)

@@ -22,16 +22,19 @@ MODULES = (
     "keras_rfattn.models",
     "keras_rfattn.generation",
     "keras_rfattn.diagnostics",
-    "keras_rfattn.diagnostics.recall",
     "keras_rfattn.distribution",
     "keras_rfattn.ops",
-    "keras_rfattn.sklearn",
+    "keras_rfattn.papers",
+    "keras_rfattn.papers.hybrid_variance",
+    "keras_rfattn.papers.second_moments",
+    "keras_rfattn.papers.sklearn",
+    "keras_rfattn.papers.tails",
     *(x.name for x in pkgutil.walk_packages(kernels.__path__, "keras_rfattn.kernels.")),
 )
 
 # The one backend that can run an example. KerasCV's ViT needs TensorFlow.
 ONLY_ON = {
-    "keras_rfattn.convert_vit": "tensorflow",
+    "keras_rfattn.models.convert_vit": "tensorflow",
     "keras_rfattn.distribution.SequenceParallel": "jax",
     "keras_rfattn.distribution.distribute": "jax",
 }
@@ -63,7 +66,7 @@ def public_objects():
     }
     candidates |= {
         f"{cls.__module__}.{cls.__name__}": cls
-        for cls in feature_maps.FEATURE_MAPS.values()
+        for cls in map(feature_maps.class_of, feature_maps.list())
         if cls.__module__.startswith("keras_rfattn.")
     }
     found = {}

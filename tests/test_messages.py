@@ -15,6 +15,7 @@ from keras_rfattn import (
     generation,
     layers,
     models,
+    papers,
     projections,
 )
 from tests.helpers import NAMES
@@ -61,10 +62,8 @@ TAKE_A_MODEL = {
     "uptrain": lambda x: keras_rfattn.uptrain(x, [X], steps=1),
     "extend_positions": lambda x: keras_rfattn.extend_positions(x, 8),
     "approximation_report": lambda x: diagnostics.approximation_report(x, [X]),
-    "recommend": lambda x: diagnostics.recommend(x, [X], error=0.5),
     "attribute": lambda x: diagnostics.attribute(x, X, lambda m, d: 1.0),
     "sensitivity": lambda x: diagnostics.sensitivity(x, X, lambda m, d: 1.0),
-    "recall": lambda x: diagnostics.recall.accuracy(x, [(IDS[0], IDS[0])]),
     "prefill": lambda x: generation.prefill(x, IDS),
     "step": lambda x: generation.step(x, IDS, None),
     "load": lambda x: generation.load("nowhere.npz", x),
@@ -158,20 +157,6 @@ def test_numbers_of_numpy_are_numbers(name, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "feature_map", "num_features", "seed", "window", "drop_sliding_window",
-        "drop_soft_cap",
-    ],
-)  # fmt: skip
-def test_a_preset_is_not_loaded_for_wrong_arguments(name):
-    pytest.importorskip("keras_hub")
-    for wrong in WRONG[name]:
-        arguments = {"feature_map": "favorplus", name: wrong}
-        refused(partial(keras_rfattn.from_preset, "nowhere", **arguments), name)
-
-
 LAYERS = {
     "MultiHeadAttention": lambda **kw: layers.MultiHeadAttention(2, 4, **kw),
     "GroupedQueryAttention": lambda **kw: layers.GroupedQueryAttention(4, 2, 1, **kw),
@@ -226,14 +211,14 @@ ARGUMENTS = [(name, x) for name, xs in NUMBERS.items() for x in xs]
 @pytest.mark.parametrize("name, argument", ARGUMENTS)
 def test_wrong_arguments_of_maps(name, argument):
     for wrong in ("x", [], object, -1, float("nan")):
-        cls = feature_maps.FEATURE_MAPS[name]
+        cls = feature_maps.class_of(name)
         refused(partial(cls, **{argument: wrong}), f"`{argument}`")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_seeds_of_maps(name):
     for wrong in ("x", [], -1, 2.5, True, float("nan")):
-        cls = feature_maps.FEATURE_MAPS[name]
+        cls = feature_maps.class_of(name)
         refused(partial(cls, seed=wrong), "`seed` must be")
 
 
@@ -242,7 +227,7 @@ def test_maps_that_are_not_built():
     refused(partial(feature_map.key_features, X), "built=False")
     for function in (diagnostics.predicted_variance, diagnostics.log_moment):
         refused(partial(function, feature_map), "built=False")
-        for wrong in (None, "favor", feature_maps.Favor):
+        for wrong in (None, "favor", papers.Favor):
             refused(partial(function, wrong), "must be a built")
     feature_map.build((None, None, 2, 8))
     for head in (2, -1, "a", None):
@@ -252,7 +237,7 @@ def test_maps_that_are_not_built():
 def test_the_registry():
     for wrong in (3, None, ""):
         refused(partial(feature_maps.register, wrong, feature_maps.Elu), "`name`")
-    for wrong in ("favor", feature_maps.Favor, None):
+    for wrong in ("favor", papers.Favor, None):
         refused(partial(feature_maps.serialize, wrong), "`feature_map` must be a")
         refused(partial(feature_maps.deserialize, wrong), "serialize")
 
@@ -281,12 +266,12 @@ def test_plans():
 
 def test_kernel_features():
     for arguments in (
-        {"feature_map": feature_maps.Favor}, {"feature_map": "elu"}, {"feature_map": 3},
+        {"feature_map": papers.Favor}, {"feature_map": "elu"}, {"feature_map": 3},
         {"kernel": "rbf"}, {"gamma": 0}, {"gamma": "scale"}, {"gamma": True},
         {"num_features": "4"}, {"seed": "a"}, {"seed": 2.5},
     ):  # fmt: skip
-        refused(partial(layers.KernelFeatures, **arguments), next(iter(arguments)))
-    layer = layers.KernelFeatures(num_features=4, seed=0)
+        refused(partial(papers.KernelFeatures, **arguments), next(iter(arguments)))
+    layer = papers.KernelFeatures(num_features=4, seed=0)
     for wrong in (None, "a", np.ones(3), X):
         refused(partial(layer.adapt, wrong), r"`x` must be an array .*\(n, H\)")
     with pytest.raises(ValueError, match=r"`inputs` must have shape \(\.\.\., H\)"):
@@ -311,17 +296,7 @@ def test_meshes():
         refused(partial(distribution.distribute, model, wrong), "`layouts` must be")
 
 
-def test_recommend_and_sensitivity():
-    for arguments in (
-        {"widths": None}, {"widths": []}, {"widths": ["8"]}, {"widths": [2.5]},
-        {"candidates": ["elu"]}, {"candidates": "performer"}, {"error": "0.5"},
-        {"error": 2}, {"seed": "a"}, {"length": 0},
-    ):  # fmt: skip
-        given = {"error": 0.5, **arguments}
-        model = softmax_model()
-        refused(
-            partial(diagnostics.recommend, model, [X], **given), next(iter(arguments))
-        )
+def test_sensitivity():
     model = linear_model()
     for metric in (None, "accuracy", lambda m, d: "x", lambda m, d: np.ones(3)):
         refused(partial(diagnostics.attribute, model, X, metric), "`metric` must")

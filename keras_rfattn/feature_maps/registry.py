@@ -4,14 +4,28 @@
 table itself is filled in `keras_rfattn/feature_maps/__init__.py`, and by `register`.
 """
 
+import importlib
+
 import keras
 
 from keras_rfattn.feature_maps.arguments import check_num_features, check_seed
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.spelling import hint, way_out
+from keras_rfattn.projections import PAPERS, known
 
 # Maps each registered name to its class.
 FEATURE_MAPS = {}
+
+# The names that a module adds to the table. It is imported when one is first asked for.
+LATER = dict.fromkeys(
+    (
+        "complex_exponential", "favor", "geometric", "geometric_positive", "gerf",
+        "hybrid_angular", "hybrid_clustered", "hybrid_gaussian",
+        "hybrid_gaussian_mixture", "poisson", "poisson_positive", "polysketch",
+        "polysketch_linear",
+    ),
+    PAPERS,
+)  # fmt: skip
 
 
 def get(identifier, **arguments):
@@ -38,8 +52,9 @@ def get(identifier, **arguments):
     """
     arguments = {k: v for k, v in arguments.items() if v is not None}
     if isinstance(identifier, str):
-        if identifier not in FEATURE_MAPS:
-            found = hint(identifier, FEATURE_MAPS)
+        cls = class_of(identifier)
+        if cls is None:
+            found = hint(identifier, list())
             raise ValueError(
                 f"`feature_map` must be one of {list()}. "
                 f"Received: feature_map={identifier!r}. "
@@ -47,7 +62,7 @@ def get(identifier, **arguments):
             )
         if "num_features" in arguments:
             check_num_features(arguments["num_features"])
-        return FEATURE_MAPS[identifier](**arguments)
+        return cls(**arguments)
     found = deserialize(identifier) if isinstance(identifier, dict) else identifier
     if not isinstance(found, FeatureMap):
         raise TypeError(
@@ -61,6 +76,13 @@ def get(identifier, **arguments):
             f"feature_map={found!r} and {arguments}."
         )
     return found
+
+
+def class_of(name):
+    """Returns the class registered under a name, or `None`."""
+    if name in LATER and name not in FEATURE_MAPS:
+        importlib.import_module(LATER[name])
+    return FEATURE_MAPS.get(name)
 
 
 def check_identifier(identifier, num_features=None, seed=None):
@@ -134,10 +156,11 @@ def register(name, cls=None):
         raise TypeError(
             f"`cls` must be a subclass of `FeatureMap`. Received: cls={cls!r}."
         )
-    if FEATURE_MAPS.get(name, cls) is not cls:
+    other = class_of(name)
+    if other not in (None, cls):
         raise ValueError(
             "`name` must not be the name of another map. Received: "
-            f"name={name!r}, which is taken by {FEATURE_MAPS[name].__name__}."
+            f"name={name!r}, which is taken by {other.__name__}."
         )
     registered = keras.saving.get_registered_name(cls)
     if keras.saving.get_registered_object(registered) is not cls:
@@ -157,7 +180,7 @@ def list():
         >>> "favorplus" in feature_maps.list()
         True
     """
-    return sorted(FEATURE_MAPS)
+    return sorted({*FEATURE_MAPS, *LATER})
 
 
 def name_of(feature_map):
@@ -239,4 +262,4 @@ def deserialize(config):
             f"if it is a dict. Received: feature_map={config!r:.200}. Use a "
             "`keras_rfattn.models.Plan` to give each layer its own map."
         )
-    return keras.saving.deserialize_keras_object(config)
+    return keras.saving.deserialize_keras_object(known(config))

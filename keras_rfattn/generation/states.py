@@ -5,13 +5,12 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.generation.streaming import check, check_state, check_type, mark_of
-from keras_rfattn.models.gated_delta import Delta
 from keras_rfattn.models.generation import Cache
 from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.windowed_state import LocalState
 
 FORMAT = 3
-KINDS = {"state": State, "local": LocalState, "delta": Delta}
+KINDS = {"state": State, "local": LocalState}
 
 
 def take_rows(state, rows):

@@ -6,7 +6,6 @@ import keras
 import numpy as np
 from keras import ops
 
-import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
 import keras_rfattn.models.layer_caches as layer_caches
 from keras_rfattn.backend.layers import compiled_for_inference
@@ -30,7 +29,6 @@ from keras_rfattn.models.swap import original_class
 # that creates its empty cache.
 EMPTY = {
     generation.call_with_cache: generation.empty_cache,
-    gated_delta.call_with_cache: gated_delta.empty_cache,
     layer_caches.call_with_cache: generation.empty_cache,
 }
 

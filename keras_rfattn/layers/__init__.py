@@ -2,14 +2,12 @@
 
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.layers.grouped_query_attention import GroupedQueryAttention
-from keras_rfattn.layers.kernel_features import KernelFeatures
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.multi_head_attention import MultiHeadAttention
 from keras_rfattn.layers.recording import record
 
 __all__ = [
     "GroupedQueryAttention",
-    "KernelFeatures",
     "LinearAttention",
     "MultiHeadAttention",
     "attend",

@@ -29,10 +29,10 @@ from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.kernel_attention import Softmax, exact_attention, unit
 from keras_rfattn.ops.masks import AttentionMask, needed
 from keras_rfattn.ops.options import Options
-from keras_rfattn.parallel.sequence import over_devices, sequence_axis
 from keras_rfattn.ops.sink_logits import append_ones, append_sinks
 from keras_rfattn.ops.sinks import Sinks, first_tokens
 from keras_rfattn.ops.windows import Local, local_attention
+from keras_rfattn.parallel.sequence import over_devices, sequence_axis
 
 # Exponent of a feature that is negligible compared to any weight of a window.
 NEGLIGIBLE = -1e5

@@ -26,8 +26,8 @@ def _way_out(found):
     """Returns advice on what to pass instead of a wrong object, if there is any."""
     if isinstance(found, str):
         return (
-            f" Load the model of a KerasHub preset first: `keras_rfattn.from_preset("
-            f"{found!r})` loads it and replaces its attention."
+            " Load the model of a KerasHub preset first: "
+            f"`keras_hub.models.Backbone.from_preset({found!r})`."
         )
     if isinstance(found, type) and issubclass(found, keras.layers.Layer):
         return f" Make a model of the class first: `{found.__name__}(...)`."

@@ -29,7 +29,7 @@ def check_options(options, feature_map):
         names = [
             x
             for x in feature_maps.list()
-            if feature_maps.FEATURE_MAPS[x].kernel in ("softmax", "polynomial")
+            if feature_maps.class_of(x).kernel in ("softmax", "polynomial")
         ]
         raise ValueError(
             f"`window` must be `None` for {name!r}: attention within a window is "

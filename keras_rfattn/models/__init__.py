@@ -3,7 +3,6 @@
 from keras_rfattn.models.adapters.keras_cv import convert_vit
 from keras_rfattn.models.extend_positions import extend_positions
 from keras_rfattn.models.matching import Plan
-from keras_rfattn.models.presets import from_preset
 from keras_rfattn.models.replace import replace_attention, restore_attention
 from keras_rfattn.models.report import AttentionReport, describe_attention
 from keras_rfattn.models.transformer_pp import transformer_pp
@@ -14,7 +13,6 @@ __all__ = [
     "convert_vit",
     "describe_attention",
     "extend_positions",
-    "from_preset",
     "replace_attention",
     "restore_attention",
     "transformer_pp",

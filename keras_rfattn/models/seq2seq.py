@@ -2,9 +2,7 @@
 
 The decoder's self-attention generates as in a `CausalLM` (`generation`). For
 cross-attention, every linear layer keeps one `ops.State` of the encoder's tokens, which
-each new token reads; softmax layers of a mixed model keep keys and values. Moonshine,
-which takes speech, runs the whole prompt through its decoder while it builds its
-caches.
+each new token reads; softmax layers of a mixed model keep keys and values.
 """
 
 import contextlib
@@ -40,29 +38,6 @@ def initialize_cache(task, original, known, encoder_token_ids, decoder_token_ids
     layers = cache.layers | empty_layers(crossing, batch, length)
     length = 1 if all(map(sums_up, crossing)) else length
     return cache._replace(layers=layers), placeholder(task, crossing, batch, length)
-
-
-@generation.overriding("_build_cache")
-def build_speech_cache(
-    task, original, known, input_values, padding_mask, token_ids, decoder_padding_mask
-):
-    """Runs the `_build_cache` of Moonshine.
-
-    Returns:
-        `(hidden_states, cache, cross_cache, encoder_hidden_states, encoder_mask)`.
-        `cross_cache` holds the keys and values of layers that keep them for
-        cross-attention; it is a placeholder if there are none.
-    """
-    cache = generation.empty_cache(task, *ops.shape(token_ids))
-    start = ops.convert_to_tensor(0, dtype="int32")
-    with answered(task, known, cache, token_ids, start) as (_, after):
-        hidden_states, _, cross, *encoded = original(
-            input_values, padding_mask, token_ids, decoder_padding_mask
-        )
-    crossing = [x for x in known.sites if generation.crosses(x)]
-    if all(map(sums_up, crossing)):
-        cross = placeholder(task, crossing, ops.shape(token_ids)[0])
-    return hidden_states, after(), cross, *encoded
 
 
 @generation.overriding("call_decoder_with_cache")
@@ -138,14 +113,4 @@ TEXT = generation.Family(
     "_initialize_cache",
     ["encoder_token_ids", "decoder_token_ids"],
     {"_initialize_cache": initialize_cache, **MEMBERS},
-)
-SPEECH = generation.Family(
-    "_build_cache",
-    [
-        "encoder_input_values",
-        "encoder_padding_mask",
-        "decoder_token_ids",
-        "decoder_padding_mask",
-    ],
-    {"_build_cache": build_speech_cache, **MEMBERS},
 )

@@ -1,38 +1,19 @@
 """Random projections: seeded Keras initializers (`base.py` states their laws)."""
 
+import importlib
+
 import keras
 
 from keras_rfattn.projections.base import Gaussian, Projection
 from keras_rfattn.projections.orthogonal import Orthogonal, Simplex
-from keras_rfattn.projections.papers.counts import (
-    Counts,
-    GeometricCounts,
-    PoissonCounts,
-)
-from keras_rfattn.projections.papers.hadamard import Hadamard
-from keras_rfattn.projections.papers.halton import Halton
 
-PROJECTIONS = {
-    "gaussian": Gaussian,
-    "orthogonal": Orthogonal,
-    "hadamard": Hadamard,
-    "halton": Halton,
-    "simplex": Simplex,
-}
+PROJECTIONS = {"gaussian": Gaussian, "orthogonal": Orthogonal, "simplex": Simplex}
 
-__all__ = [
-    "Counts",
-    "Gaussian",
-    "GeometricCounts",
-    "Hadamard",
-    "Halton",
-    "Orthogonal",
-    "PROJECTIONS",
-    "PoissonCounts",
-    "Projection",
-    "Simplex",
-    "get",
-]
+# Projections of papers; the module that has them adds them to the table.
+PAPERS = "keras_rfattn.papers"
+LATER = {"hadamard": PAPERS, "halton": PAPERS}
+
+__all__ = ["Gaussian", "Orthogonal", "PROJECTIONS", "Projection", "Simplex", "get"]
 
 
 def get(identifier, seed=0):
@@ -53,13 +34,25 @@ def get(identifier, seed=0):
         >>> projection.get_config()
         {'seed': 1, 'norms': 'chi'}
     """
-    if isinstance(identifier, str) and identifier in PROJECTIONS:
+    names = sorted({*PROJECTIONS, *LATER})
+    if isinstance(identifier, str) and identifier in names:
+        if identifier not in PROJECTIONS:
+            importlib.import_module(LATER[identifier])
         return PROJECTIONS[identifier](seed=seed)
     if isinstance(identifier, dict):
-        identifier = keras.saving.deserialize_keras_object(identifier)
+        identifier = keras.saving.deserialize_keras_object(known(identifier))
     if isinstance(identifier, Projection):
         return identifier
     raise ValueError(
-        f"`projection` must be one of {sorted(PROJECTIONS)}, a `Projection` or its "
-        f"config. Received: projection={identifier!r}."
+        f"`projection` must be one of {names}, a `Projection` or its config. Received: "
+        f"projection={identifier!r}."
     )
+
+
+def known(config):
+    """Returns a serialized config; imports the papers if its class is not known yet."""
+    name = str(config.get("registered_name"))
+    is_known = keras.saving.get_registered_object(name) is not None
+    if name.startswith("keras_rfattn>") and not is_known:
+        importlib.import_module(PAPERS)
+    return config

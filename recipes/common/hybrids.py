@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_rfattn.kernels.papers import hybrid_variance
+from keras_rfattn.papers import hybrid_variance
 
 
 def cost(m, n, dim, counts_products=True):

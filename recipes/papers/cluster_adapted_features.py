@@ -45,10 +45,10 @@ from keras import ops
 from sklearn.cluster import KMeans
 from sklearn.preprocessing import StandardScaler
 
-from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.papers.clustered import Clusters
-from keras_rfattn.feature_maps.papers.complex_exponential import diagonal
+from keras_rfattn import feature_maps, papers
 from keras_rfattn.kernels import values
+from keras_rfattn.papers.clustered import Clusters
+from keras_rfattn.papers.complex_exponential import diagonal
 
 DIM = 50
 NUM_FEATURES = (20, 50, 80, 100, 120, 150, 200)
@@ -143,7 +143,7 @@ def draw_vectors(draw, m, repetitions):
     return plus, others
 
 
-class FromCenters(feature_maps.HybridClustered):
+class FromCenters(papers.HybridClustered):
     """The paper's hybrid: equation 88 with k-means centers on standardized data."""
 
     def fit(self, samples):
@@ -157,8 +157,8 @@ class FromCenters(feature_maps.HybridClustered):
             getattr(self, name).assign(value)
 
 
-METHODS = {"hybrid": FromCenters, "ours": feature_maps.HybridClustered,
-           "FAVOR+": feature_maps.FavorPlus, "trig": feature_maps.Favor}  # fmt: skip
+METHODS = {"hybrid": FromCenters, "ours": papers.HybridClustered,
+           "FAVOR+": feature_maps.FavorPlus, "trig": papers.Favor}  # fmt: skip
 
 
 def build(method, m, data):

@@ -39,8 +39,8 @@ from common.hybrids import cost, dense, equal_cost
 from common.results import report
 from keras import ops
 
-from keras_rfattn import feature_maps
-from keras_rfattn.kernels.papers import hybrid_variance
+from keras_rfattn import feature_maps, papers
+from keras_rfattn.papers import hybrid_variance
 
 DIM, NUM_FEATURES = 64, 128
 RADII = (1.0, 1.25, 1.5)
@@ -79,9 +79,9 @@ def build(name, m, n, seed):
     # The closed forms assume independent vectors.
     options = {"projection": "gaussian", "seed": seed}
     feature_map = {
-        "favor": feature_maps.Favor(NUM_FEATURES, **options),
+        "favor": papers.Favor(NUM_FEATURES, **options),
         "favorplus": feature_maps.FavorPlus(NUM_FEATURES, pair=True, **options),
-        "hybrid": feature_maps.HybridAngular(m, n, shared=True, **options),
+        "hybrid": papers.HybridAngular(m, n, shared=True, **options),
     }[name]
     feature_map.build((None, None, BATCH, DIM))
     return feature_map

@@ -66,9 +66,9 @@ from common.hybrids import cost, dense, equal_cost
 from common.results import report
 from keras import ops
 
-from keras_rfattn import feature_maps
+from keras_rfattn import feature_maps, papers
 from keras_rfattn.kernels import variance
-from keras_rfattn.kernels.papers import hybrid_variance
+from keras_rfattn.papers import hybrid_variance
 from keras_rfattn.projections import Hadamard, Halton
 
 FILES = {"wine": "wine.csv", "Boston": "housing.csv"}
@@ -143,9 +143,9 @@ def build(method, projection, args, m, n, dim):
     """Builds an estimator whose `BATCH` heads are independent sets of vectors."""
     options = {"projection": projection, "seed": args.seed}
     if method.startswith("HRF"):
-        feature_map = feature_maps.HybridAngular(m, n, shared=True, **options)
+        feature_map = papers.HybridAngular(m, n, shared=True, **options)
     elif args.baseline == "favor":
-        feature_map = feature_maps.Favor(NUM_VECTORS, **options)
+        feature_map = papers.Favor(NUM_VECTORS, **options)
     else:
         feature_map = feature_maps.FavorPlus(NUM_VECTORS, pair=True, **options)
     feature_map.build((None, None, BATCH, dim))

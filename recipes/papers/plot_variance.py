@@ -34,9 +34,9 @@ from common.results import record, report
 from keras import ops
 from matplotlib.figure import Figure
 
-from keras_rfattn import feature_maps
+from keras_rfattn import feature_maps, papers
 from keras_rfattn.kernels import variance
-from keras_rfattn.kernels.papers import hybrid_variance
+from keras_rfattn.papers import hybrid_variance
 
 DIMS, SQUARES = (4, 16, 64, 256), np.linspace(1, 100, 100)
 M, N, RADII, ANGLES = 10, 1, np.linspace(0, 5, 51), np.linspace(0, np.pi, 91)
@@ -131,9 +131,9 @@ def measure(name, sets):
     """Returns rows of degrees, MSE of draws over the closed form, standard error."""
     options = {"projection": "gaussian", "seed": 0}
     feature_map = {
-        "trig": feature_maps.Favor(M, **options),
+        "trig": papers.Favor(M, **options),
         "++": feature_maps.FavorPlus(M, pair=True, **options),
-        "angular": feature_maps.HybridAngular(M, N, **options),
+        "angular": papers.HybridAngular(M, N, **options),
     }[name]
     feature_map.build((None, None, sets, DIM))
     rows = []

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn import diagnostics, feature_maps
+from keras_rfattn import diagnostics, feature_maps, papers
 from keras_rfattn.diagnostics import errors
 from keras_rfattn.layers import record
 from keras_rfattn.layers.attend import attend
@@ -191,7 +191,7 @@ def test_orthogonal_vectors_are_predicted_as_such():
     s = sequence(rows=40)
     predicted = []
     for projection in ("gaussian", "orthogonal"):
-        feature_map = feature_maps.Favor(64, projection=projection, seed=0)
+        feature_map = papers.Favor(64, projection=projection, seed=0)
         feature_map.build((None, None, 2, 4))
         predicted.append(errors.head_errors(feature_map, [s])[0].predicted)
     assert 0.05 < predicted[1] < 0.8 * predicted[0]
@@ -270,62 +270,14 @@ def test_plot(tmp_path):
     assert (tmp_path / "errors.png").stat().st_size > 10_000
 
 
-@slow_on_jax
-def test_recommend():
-    softmax, data = model(), batches()
-    before = softmax.predict(data[0], verbose=0)
-    found = diagnostics.recommend(softmax, data, 0.1, widths=(64, 1024))
-    assert found.mechanism in diagnostics.recommend.__globals__["CANDIDATES"]
-    errors_ = {(name, count): e for name, count, _, e in found.tried}
-    assert errors_[found.mechanism, found.num_features] <= 0.1
-    assert f"'{found.mechanism}' with num_features={found.num_features}" in str(found)
-    h.assert_same(softmax.predict(data[0], verbose=0), before)
-    # What it names does it.
-    linear = model(found.mechanism, num_features=found.num_features)
-    if feature_maps.get(found.mechanism).is_adaptive:
-        keras_rfattn.calibrate(linear, data)
-    assert diagnostics.approximation_report(linear, data).mean.output < 0.15
-    none = diagnostics.recommend(softmax, batches(8.0), 0.01, widths=(8,))
-    assert none.mechanism is None and "No candidate reaches 0.01" in str(none)
-
-
 def test_bad_input():
     with pytest.raises(ValueError, match="Call `replace_attention` first"):
         diagnostics.approximation_report(model(), batches())
     with pytest.raises(TypeError, match="`model` must be a Keras model"):
         diagnostics.approximation_report(3, batches())
-    with pytest.raises(ValueError, match="`error` must be between 0 and 1"):
-        diagnostics.recommend(model(), batches(), 2.0)
-    with pytest.raises(ValueError, match="must hold a real token"):
-        diagnostics.recommend(model(), [], 0.5)
     polynomial = keras_rfattn.replace_attention(model(), "polysketch", num_features=4)
     with pytest.raises(ValueError, match="'polysketch', which belongs to polynomial"):
         diagnostics.approximation_report(polynomial, batches())
-
-
-BAD = {
-    "error": [dict(error="small"), dict(error=True), dict(error=0), dict(error=None)],
-    "widths": [dict(widths=()), dict(widths=(8, -1)), dict(widths="8")],
-    "candidates": [dict(candidates=()), dict(candidates=("relu",)), dict(candidates=3)],
-    "length": [dict(length=x) for x in (-5, 0, "a", float("nan"))],
-    "seed": [dict(seed=x) for x in (-1, 1.5, "a", None)],
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_recommend_says_what_it_needs(name):
-    for arguments in BAD[name]:
-        with pytest.raises((ValueError, TypeError), match=f"`{name}` must"):
-            diagnostics.recommend(
-                model(), batches(), **{"error": 0.5, **arguments}, verbose=0
-            )
-
-
-def test_what_no_attention_reaches_needs_none():
-    # All values alike: their mean is what any attention gives.
-    found = diagnostics.recommend(model(), batches(0.01), 0.2, widths=(8,), verbose=0)
-    assert found.control < 0.2
-    assert found.mechanism is None and "shows nothing about attention" in str(found)
 
 
 def test_layers_are_recorded_in_the_order_of_their_calls():

@@ -206,11 +206,7 @@ def test_the_future_changes_no_bit(jump):
 @on_torch
 @pytest.mark.parametrize(
     ("name", "causal"),
-    [
-        ("favorplus", True),
-        ("favorpp", False),
-        ("favorpp_learned", True),
-    ],
+    [("favorplus", True), ("favorpp", False), ("favorpp_learned", True)],
 )
 def test_feature_maps(name, causal):
     feature_map = h.build(name, kv_heads=2, head_dim=8, num_features=16)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_rfattn.feature_maps import FEATURE_MAPS
+from keras_rfattn import feature_maps
 
 DIM = 4  # of the estimators' inputs
 
@@ -185,6 +185,8 @@ def names(**attributes):
     """Names of the maps whose class has these attributes; nothing is built."""
     return [
         name
-        for name in sorted(FEATURE_MAPS)
-        if all(getattr(FEATURE_MAPS[name], k) == v for k, v in attributes.items())
+        for name in feature_maps.list()
+        if all(
+            getattr(feature_maps.class_of(name), k) == v for k, v in attributes.items()
+        )
     ]

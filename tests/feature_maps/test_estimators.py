@@ -39,7 +39,7 @@ ESTIMATORS = [(name, label) for name in SOFTMAX for label in case(name).estimato
 PROJECTED = [
     (name, label)
     for name, label in ESTIMATORS
-    if issubclass(feature_maps.FEATURE_MAPS[name], feature_maps.ProjectedFeatureMap)
+    if issubclass(feature_maps.class_of(name), feature_maps.ProjectedFeatureMap)
 ]
 LIMIT = statistics.NormalDist().inv_cdf(1 - 1e-6 / (2 * len(ESTIMATORS) * len(X)))
 

@@ -30,7 +30,7 @@ def drop_in(feature_map):
 
 
 def kernel_features(feature_map):
-    layer = keras_rfattn.layers.KernelFeatures(feature_map, name="features")
+    layer = keras_rfattn.papers.KernelFeatures(feature_map, name="features")
     layer.build((2, 4))
     return layer
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_rfattn import feature_maps
+from keras_rfattn import feature_maps, papers
 from tests import helpers as h
 from tests.feature_maps.cases import case
 
@@ -60,7 +60,7 @@ def test_arguments_of_an_object_are_its_own():
             feature_maps.get(identifier, num_features=16)
 
 
-@pytest.mark.parametrize("wrong", [3, None, 1.5, feature_maps.Favor, ["favor"]])
+@pytest.mark.parametrize("wrong", [3, None, 1.5, papers.Favor, ["favor"]])
 def test_wrong_type(wrong):
     with pytest.raises(TypeError, match="`feature_map` must be a name"):
         feature_maps.get(wrong)
@@ -112,7 +112,7 @@ def test_register_refuses(registry):
     for wrong in (keras.layers.Dense, feature_maps.get("elu"), "elu"):
         with pytest.raises(TypeError, match="`cls` must be a subclass"):
             feature_maps.register("wrong", wrong)
-    assert feature_maps.FEATURE_MAPS["favor"] is feature_maps.Favor
+    assert feature_maps.FEATURE_MAPS["favor"] is papers.Favor
     assert "wrong" not in feature_maps.list()
 
 

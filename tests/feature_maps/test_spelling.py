@@ -84,11 +84,11 @@ def test_softmax_is_no_mechanism():
 def test_aliases_are_normalized_and_name_registered_maps():
     for alias, names in spelling.ALIASES.items():
         assert spelling._normalized(alias) == alias
-        assert set(names) <= set(feature_maps.FEATURE_MAPS)
+        assert set(names) <= set(feature_maps.list())
 
 
 def test_a_registered_map_comes_before_an_alias():
-    registered = [*feature_maps.FEATURE_MAPS, "Perf-ormer"]
+    registered = [*feature_maps.list(), "Perf-ormer"]
     assert spelling.hint("performer", registered).endswith("called 'Perf-ormer' here.")
 
 

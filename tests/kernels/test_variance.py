@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn.kernels import variance
-from keras_rfattn.kernels.papers import second_moments
+from keras_rfattn.papers import second_moments
 from tests.marks import first
 
 pytestmark = pytest.mark.once

@@ -216,9 +216,8 @@ def test_presets_and_names_of_maps(tmp_path):
         vocabulary_size=30, num_layers=2, num_heads=2, hidden_dim=16,
         intermediate_dim=16, max_sequence_length=16,
     )  # fmt: skip
-    backbone.save_to_preset(tmp_path / "softmax")
-    model = keras_rfattn.from_preset(
-        str(tmp_path / "softmax"), "favorplus", num_features=8, seed=0,
+    model = keras_rfattn.replace_attention(
+        backbone, "favorplus", num_features=8, seed=0,
         softmax_heads={"*layer_1*": [0]},
     )  # fmt: skip
     assert [x.options.softmax_heads for x in linear_layers(model)] == [(), (0,)]

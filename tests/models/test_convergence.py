@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn import feature_maps
+from keras_rfattn import papers
 from keras_rfattn.layers.recording import record
 from tests import helpers as h
 from tests.marks import first_on_jax, slow_on_jax
@@ -164,7 +164,7 @@ def test_sketches_of_real_queries_and_keys_near_the_polynomial_kernel(minilm):
     for size in sizes:
         found = []
         for seed in range(5):
-            sketch = feature_maps.PolySketch(size, degree, seed=seed)
+            sketch = papers.PolySketch(size, degree, seed=seed)
             sketch.build((None, None, 1, query.shape[-1]))
             products = sketched(sketch, query) @ sketched(sketch, key).T
             found.append(np.linalg.norm(products**2 - exact))

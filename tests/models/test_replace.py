@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn import feature_maps
+from keras_rfattn import feature_maps, papers
 from tests.marks import first
 
 LAYERS = keras.layers
@@ -294,7 +294,7 @@ BAD = {
     "every head": (dict(softmax_heads={"first": [0, 1]}), ValueError, "all 2 of first"),
     "nothing left": (dict(exclude="*"), ValueError, "must leave layers to replace"),
     "map and width": (
-        dict(feature_map=feature_maps.Favor(8), num_features=8),
+        dict(feature_map=papers.Favor(8), num_features=8),
         ValueError,
         "num_features",
     ),

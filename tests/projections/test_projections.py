@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from keras_rfattn import projections
+from keras_rfattn import papers, projections
 from tests import helpers as h
 from tests.marks import first
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.once
 NAMES = sorted(projections.PROJECTIONS)
 KINDS = {
     **projections.PROJECTIONS,
-    "hadamard of two factors": functools.partial(projections.Hadamard, 2),
-    "halton from a random start": functools.partial(projections.Halton, "start"),
+    "hadamard of two factors": functools.partial(papers.Hadamard, 2),
+    "halton from a random start": functools.partial(papers.Halton, "start"),
 }
 GAUSSIAN = [name for name, kind in KINDS.items() if kind().is_gaussian]
 DIM, COUNT, HEADS, SEEDS = 4, 10, 100, 80
@@ -133,7 +133,7 @@ def test_lengths_are_those_of_gaussian_vectors(orthogonal):
 
 def test_hadamard_blocks_are_orthogonal_and_nearly_normal():
     # Of a power of two no entry is cut off.
-    vectors = h.to_numpy(projections.Hadamard(seed=1)((50, 64, 64)))
+    vectors = h.to_numpy(papers.Hadamard(seed=1)((50, 64, 64)))
     gram = np.einsum("ndi,ndj->nij", vectors, vectors)
     lengths = np.sqrt(np.einsum("nii->ni", gram))
     cosine = gram / (lengths[:, :, None] * lengths[:, None, :]) - np.eye(64)
@@ -147,7 +147,7 @@ def test_hadamard_blocks_are_orthogonal_and_nearly_normal():
     x = np.random.default_rng(0).normal(size=(3, 16))
     transform = projections.papers.hadamard.hadamard_transform(x)
     h.assert_close(transform, x @ hadamard(16) / 4, 1e-12)
-    assert h.to_numpy(projections.Hadamard(seed=1)((1, 5, 11))).shape == (1, 5, 11)
+    assert h.to_numpy(papers.Hadamard(seed=1)((1, 5, 11))).shape == (1, 5, 11)
 
 
 def test_simplex_directions_repel_each_other():
@@ -168,12 +168,12 @@ def test_halton_fills_space_more_evenly():
         return np.std([np.mean(np.abs(v)) for v in vectors])
 
     for randomization in ("scramble", "start"):
-        halton = functools.partial(projections.Halton, randomization)
+        halton = functools.partial(papers.Halton, randomization)
         assert spread(halton) < 0.3 * spread(projections.Gaussian)
 
 
 def test_halton_points_follow_each_other_from_a_random_start():
-    points = stats.norm.cdf(h.to_numpy(projections.Halton("start", seed=3)((1, 2, 64))))
+    points = stats.norm.cdf(h.to_numpy(papers.Halton("start", seed=3)((1, 2, 64))))
     # The next of a Halton sequence adds 1/b to one of its first b - 1 intervals.
     for base, x in zip((2, 3), points[0], strict=True):
         steps = np.diff(x)[x[:-1] < 1 - 1 / base]
@@ -181,7 +181,7 @@ def test_halton_points_follow_each_other_from_a_random_start():
 
 
 def test_a_hadamard_factor_alone_has_equal_entries():
-    vectors = h.to_numpy(projections.Hadamard(num_factors=1, seed=1)((1, 16, 32)))
+    vectors = h.to_numpy(papers.Hadamard(num_factors=1, seed=1)((1, 16, 32)))
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     np.testing.assert_allclose(np.abs(vectors), np.tile(lengths / 4, (1, 16, 1)), 1e-5)
 
@@ -189,8 +189,8 @@ def test_a_hadamard_factor_alone_has_equal_entries():
 @pytest.mark.parametrize(
     "distribution, parameters, probability",
     [
-        (projections.PoissonCounts, (0.4, 2.5), lambda k, r: stats.poisson.pmf(k, r)),
-        (projections.GeometricCounts, (0.8, 0.3), lambda k, p: p * (1 - p) ** k),
+        (papers.PoissonCounts, (0.4, 2.5), lambda k, r: stats.poisson.pmf(k, r)),
+        (papers.GeometricCounts, (0.8, 0.3), lambda k, p: p * (1 - p) ** k),
     ],
 )
 def test_counts_follow_their_distribution(distribution, parameters, probability):
@@ -285,9 +285,9 @@ def test_get():
     with pytest.raises(ValueError, match="`norms` must be 'chi' or 'sqrt_dim'"):
         projections.Orthogonal("unit")
     with pytest.raises(ValueError, match="`randomization` must be one of .*Received"):
-        projections.Halton("owen")
+        papers.Halton("owen")
     for wrong in (0, 1.5):
         with pytest.raises(ValueError, match="`num_factors` .* positive integer. Rec"):
-            projections.Hadamard(wrong)
+            papers.Hadamard(wrong)
     with pytest.raises(NotImplementedError, match="must implement `sample"):
         projections.Projection()((1, 2, 3))

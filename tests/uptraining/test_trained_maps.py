@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn import feature_maps
+from keras_rfattn import feature_maps, papers
 from tests import helpers as h
 from tests.uptraining import models as m
 
@@ -18,9 +18,9 @@ MAPS = {
     "conditioned_hedgehog": lambda: feature_maps.Conditioned(
         feature_maps.Hedgehog(seed=0)
     ),
-    "hybrid": lambda: feature_maps.Hybrid(
-        [feature_maps.FavorPPLearned(8, seed=0), feature_maps.Favor(8, seed=0)],
-        [feature_maps.AngularCoefficient(4, seed=0)],
+    "hybrid": lambda: papers.Hybrid(
+        [feature_maps.FavorPPLearned(8, seed=0), papers.Favor(8, seed=0)],
+        [papers.AngularCoefficient(4, seed=0)],
         seed=0,
     ),
 }
@@ -143,7 +143,7 @@ def test_a_map_made_of_another_is_not_trained():
 
 @pytest.mark.once
 def test_features_of_a_trained_map_adapt_only_if_training_is_discarded():
-    layer = keras_rfattn.layers.KernelFeatures("favorpp_learned", seed=0)
+    layer = keras_rfattn.papers.KernelFeatures("favorpp_learned", seed=0)
     x = np.random.default_rng(0).normal(size=(30, 4))
     layer.adapt(x)
     train(layer.feature_map)

@@ -5,9 +5,9 @@ Measured: outputs and gradients in Triton's interpreter, against ordinary operat
 the least possible with 64 features, causal (`benchmarks/triton_bytes.py`); registers,
 of which none spills in the forward pass, while the gradients of keys spill 120 bytes a
 thread with 64 features and 512 with 128 (`benchmarks/triton_kernels.py --tokens 32
---warps 8 --targets 90`). Not measured: any time, because no GPU was at hand. The kernels return to core with a row of
-`benchmarks/gpu.py` in which they take at most 1/1.3 of the time of the ordinary
-operations.
+--warps 8 --targets 90`). Not measured: any time, because no GPU was at hand. The
+kernels return to core with a row of `benchmarks/gpu.py` in which they take at most
+1/1.3 of the time of the ordinary operations.
 """
 
 import importlib.util

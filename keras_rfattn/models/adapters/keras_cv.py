@@ -35,7 +35,7 @@ def convert_vit(source):
         ...     patch_size=8, transformer_layer_num=1, num_heads=2, mlp_dropout=0.0,
         ...     attention_dropout=0.0, activation=keras.activations.gelu,
         ...     project_dim=16, mlp_dim=16)
-        >>> keras_rfattn.convert_vit(source).hidden_dim
+        >>> keras_rfattn.models.convert_vit(source).hidden_dim
         16
     """
     try:

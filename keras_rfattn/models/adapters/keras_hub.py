@@ -12,11 +12,10 @@ import keras_hub
 import keras_rfattn.models.adapters.encoders as encoders
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.adapters.mixins as mixins
-import keras_rfattn.models.gated_delta as gated_delta
 import keras_rfattn.models.generation as generation
-import keras_rfattn.models.image_to_text as image_to_text
 import keras_rfattn.models.layer_caches as layer_caches
 import keras_rfattn.models.lora as lora
+import keras_rfattn.models.no_generation as no_generation
 import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
@@ -29,11 +28,9 @@ Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
 FAMILIES = (
     generation.FAMILY,
     prefix_lm.FAMILY,
-    image_to_text.FAMILY,
-    gated_delta.FAMILY,
     layer_caches.FAMILY,
     seq2seq.TEXT,
-    seq2seq.SPEECH,
+    *no_generation.FAMILIES,
 )
 
 

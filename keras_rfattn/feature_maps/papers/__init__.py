@@ -1,1 +1,0 @@
-"""Estimators for the papers' tables, registered like a third party's maps."""

@@ -1,1 +1,0 @@
-"""Closed forms that only the papers' tables need, as pure functions of NumPy arrays."""

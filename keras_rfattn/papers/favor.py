@@ -1,0 +1,68 @@
+"""Trigonometric random features of the softmax kernel ("favor")."""
+
+import math
+
+import keras
+from keras import ops
+
+from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.kernels.variance import log_moment_generalized_exponential
+from keras_rfattn.ops.features import Features
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Favor(ProjectedFeatureMap):
+    """Trigonometric features: `exp(‖x‖²/2) [cos(w·x), sin(w·x)] / √m`.
+
+    The products of query and key features average to the softmax kernel
+    `exp(x · y)`, because `E cos(w·(x - y)) = exp(-‖x - y‖²/2)` (Rahimi and Recht,
+    2007). The estimate is precise where x and y are close. Features are not positive,
+    so that the denominator of attention can come near 0;
+    `keras_rfattn.ops.sums.normalize` describes the guard. Features have width `2 m`.
+
+    Args:
+        num_features: Number m of random vectors w, 256 by default.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` is not a positive integer, or `projection` is
+            unknown.
+
+    Reference:
+        Choromanski et al., "Rethinking Attention with Performers" (2021),
+        equation 6; "Hybrid Random Features" (2022), equation 4.
+
+    Examples:
+        >>> from keras_rfattn import layers, papers
+        >>> feature_map = papers.Favor(num_features=32, seed=0)
+        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 64)
+    """
+
+    is_positive = False
+    is_generalized_exponential = True
+
+    @property
+    def output_dim(self):
+        return 2 * self.num_features
+
+    @property
+    def features_per_scale(self):
+        return 1
+
+    def key_features(self, x, stats=None):
+        angles = self.project(x)
+        values = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
+        return Features(values, half_square(x) - math.log(self.num_features) / 2)
+
+    def sign(self, head=0):
+        return -1
+
+    def log_moment(self, head=0, stats=None):
+        return lambda x, y: log_moment_generalized_exponential(x, y, 0, -1)

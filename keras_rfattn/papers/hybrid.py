@@ -1,0 +1,248 @@
+"""Hybrid random features: several estimators, weighted by estimated coefficients."""
+
+import keras
+from keras import ops
+
+import keras_rfattn.feature_maps.registry as registry
+import keras_rfattn.papers.algebra as algebra
+from keras_rfattn.feature_maps.adaptive import Adaptive
+from keras_rfattn.feature_maps.arguments import derive_seed
+from keras_rfattn.feature_maps.base import FeatureMap, Sided
+from keras_rfattn.feature_maps.favorplus import FavorPlus
+from keras_rfattn.ops.features import Features
+from keras_rfattn.papers.coefficients import AngularCoefficient
+from keras_rfattn.papers.favor import Favor
+
+# Defaults of hybrids given by name. Their width is a product: 8 · (2 + 2) · 16 = 512.
+NUM_FEATURES, NUM_COEFFICIENTS = 16, 7
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Hybrid(Sided, Adaptive, FeatureMap):
+    """Hybrid `Σ_k λ_k SM_k + (1 - Σ_k λ_k) SM_{p+1}` of p + 1 softmax estimators.
+
+    SM_k are the estimators, and λ_k are coefficients. The estimate is unbiased,
+    because coefficients and estimators are independent. Features are signed,
+    so that the denominator of attention can come near 0;
+    `keras_rfattn.ops.sums.normalize` describes the guard. Hybrids work best if queries
+    and keys have bounded norms. Each part projects its input once, and the parts'
+    features are then multiplied. With n vectors of a coefficient, m vectors of an
+    estimator and head dim d, computing the features of a token costs
+    `O(nd + md + mn)`.
+
+    Args:
+        estimators: List of p + 1 maps of the softmax kernel, as registered names, maps
+            or configs. An estimator may be a hybrid itself.
+        coefficients: List of p `Coefficient` maps, in the order of the first p
+            estimators.
+        shared: Whether all estimators use the same vectors, which reduces the variance
+            (theorem 3.1). They must then have equal projections and numbers of
+            features. Defaults to `False`.
+        seed: Non-negative integer, from which the seed of each part is derived. If
+            `None`, it is drawn from Keras' global seed generator.
+
+    Raises:
+        ValueError: If there is not exactly one more estimator than coefficients, or an
+            estimator estimates another kernel.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), equation 8, lemma 2.3.
+
+    Examples:
+        >>> from keras_rfattn import papers
+        >>> coefficient = papers.AngularCoefficient(num_features=3)
+        >>> feature_map = papers.Hybrid(
+        ...     ["favorplus", "favor"], [coefficient], seed=0)
+        >>> feature_map.build((None, None, 2, 8))
+        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
+        >>> features.values.shape[-1] == feature_map.output_dim
+        True
+    """
+
+    is_positive = False
+    is_symmetric = False
+
+    def __init__(self, estimators, coefficients, shared=False, seed=None, **kwargs):
+        super().__init__(seed=seed, **kwargs)
+        estimators = [registry.get(e) for e in estimators]
+        coefficients = [registry.get(c) for c in coefficients]
+        kernels = [e.kernel for e in estimators]
+        if len(estimators) != len(coefficients) + 1 or set(kernels) != {"softmax"}:
+            raise ValueError(
+                "`estimators` must be softmax estimators, and one more than "
+                f"`coefficients`. Received: estimators with kernels {kernels} and "
+                f"{len(coefficients)} coefficients."
+            )
+        self.shared = shared
+        self.estimators = [
+            e.reseeded(derive_seed(self.seed, 0, 0 if shared else i))
+            for i, e in enumerate(estimators)
+        ]
+        self.coefficients = [
+            c.reseeded(derive_seed(self.seed, 1, i)) for i, c in enumerate(coefficients)
+        ]
+
+    @property
+    def is_adaptive(self):
+        return any(part.is_adaptive for part in self._parts())
+
+    @property
+    def is_causal_safe(self):
+        return all(part.is_causal_safe for part in self._parts())
+
+    @property
+    def is_unbiased(self):
+        return all(part.is_unbiased for part in self._parts())
+
+    @property
+    def assumes_equal_lengths(self):
+        return any(part.assumes_equal_lengths for part in self._parts())
+
+    @property
+    def output_dim(self):
+        *first, last = (e.output_dim for e in self.estimators)
+        width = last * (self._rest_constant() != 0)
+        for c, size in zip(self.coefficients, first, strict=True):
+            width += (c.output_dim + (c.constant != 0)) * size + c.output_dim * last
+        return width
+
+    def _parts(self):
+        return [*self.estimators, *self.coefficients]
+
+    def _rest_constant(self):
+        return 1 - sum(c.constant for c in self.coefficients)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        for part in self._parts():
+            part.build(input_shape)
+
+    def draw_again(self):
+        for part in self._parts():
+            part.draw_again()
+
+    def fit(self, samples):
+        for part in self._parts():
+            if part.is_adaptive:
+                part.adapt(samples)
+
+    def statistics(self, *args, **kwargs):
+        return tuple(part.statistics(*args, **kwargs) for part in self._parts())
+
+    def _features(self, x, stats, is_key):
+        stats = [None] * len(self._parts()) if stats is None else stats
+        parts = [
+            (part.key_features if is_key else part.query_features)(x, s)
+            for part, s in zip(self._parts(), stats, strict=True)
+        ]
+        *first, last = parts[: len(self.estimators)]
+        coefficients = parts[len(self.estimators) :]
+        rest = coefficients
+        if not is_key:
+            rest = [algebra.scale(features, -1) for features in coefficients]
+        rest = with_constant(self._rest_constant(), algebra.add(*rest), is_key)
+        weights = [
+            with_constant(c.constant, features, is_key)
+            for c, features in zip(self.coefficients, coefficients, strict=True)
+        ]
+        terms = map(algebra.multiply, weights, first)
+        result = algebra.add(*terms, algebra.multiply(rest, last))
+        # Only one side needs values for signs, but algorithms expect them on both.
+        return Features(result.ones_or_values(), result.log_scale)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "estimators": [registry.serialize(e) for e in self.estimators],
+            "coefficients": [registry.serialize(c) for c in self.coefficients],
+            "shared": self.shared,
+        }
+
+
+def with_constant(constant, features, is_key):
+    """Returns features of `constant + kernel`, from features of the kernel."""
+    if constant == 0:
+        return features
+    one = Features(None, ops.zeros_like(features.log_scale[..., :1]))
+    return algebra.add(one if is_key else algebra.scale(one, constant), features)
+
+
+class Bipolar(Hybrid):
+    """Base of hybrids `λ SM++ + (1 - λ) SMtrig` of two estimators.
+
+    They are precise both for opposite and for equal inputs. SM++ uses positive features
+    with both signs of each vector (`FavorPlus` with `pair=True`), and SMtrig uses
+    trigonometric features (`Favor`). Both use `num_features` vectors.
+    `num_coefficients` further vectors estimate λ.
+    """
+
+    def __init__(
+        self,
+        coefficient,
+        num_features=None,
+        num_coefficients=None,
+        shared=True,
+        projection="orthogonal",
+        seed=None,
+        **kwargs,
+    ):
+        num_features = NUM_FEATURES if num_features is None else num_features
+        if num_coefficients is None:
+            num_coefficients = NUM_COEFFICIENTS
+        estimators = [
+            FavorPlus(num_features, pair=True, projection=projection, seed=0),
+            Favor(num_features, projection=projection, seed=0),
+        ]
+        coefficient = coefficient(num_coefficients, projection=projection, seed=0)
+        super().__init__(estimators, [coefficient], shared, seed, **kwargs)
+        self.num_features = num_features
+        self.num_coefficients = num_coefficients
+
+    def get_config(self):
+        part = self.estimators[0].get_config()
+        return {
+            **keras.layers.Layer.get_config(self),
+            "num_features": self.num_features,
+            "num_coefficients": self.num_coefficients,
+            "shared": self.shared,
+            "projection": part["projection"],
+            "seed": self.seed,
+        }
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class HybridAngular(Bipolar):
+    """The angular hybrid, whose coefficient is `λ = θ / π`.
+
+    θ is the angle between query and key, and is estimated from signs of projections.
+    For inputs of equal norm, the variance is 0 at θ = 0 and at θ = π. Features have
+    width `4 m (n + 1)`.
+
+    Args:
+        num_features: Number m of random vectors of both estimators, 16 by default.
+        num_coefficients: Number n of random vectors of the coefficient, 7 by default.
+        shared: Whether both estimators use the same vectors. Defaults to `True`.
+        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
+            `keras_rfattn.projections.Projection`.
+        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+            Keras' global seed generator.
+
+    Raises:
+        ValueError: If `num_features` or `num_coefficients` is not a positive integer,
+            or `projection` is unknown.
+
+    Reference:
+        Choromanski et al., "Hybrid Random Features" (2022), sections 2.4 and 3.
+
+    Examples:
+        >>> from keras_rfattn import layers, papers
+        >>> feature_map = papers.HybridAngular(4, num_coefficients=2, seed=0)
+        >>> layer = layers.MultiHeadAttention(
+        ...     2, 8, feature_map=feature_map, temperature=0.5)
+        >>> x = np.ones((1, 10, 16), "float32")
+        >>> tuple(layer(x, x).shape), feature_map.output_dim
+        ((1, 10, 16), 48)
+    """
+
+    def __init__(self, num_features=None, num_coefficients=None, **kwargs):
+        super().__init__(AngularCoefficient, num_features, num_coefficients, **kwargs)

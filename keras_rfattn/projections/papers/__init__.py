@@ -1,1 +1,0 @@
-"""Projections that only the papers' tables need."""

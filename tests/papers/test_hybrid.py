@@ -1,0 +1,211 @@
+"""Hybrids: theorem 3.1 by draws, their coefficients, exactness where promised.
+
+A map built for K heads holds K independent sets of vectors: one call gives K draws.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_rfattn
+from keras_rfattn import feature_maps as maps
+from keras_rfattn.kernels import variance
+from keras_rfattn.papers import hybrid_variance
+from tests import helpers as h
+from tests.feature_maps.draws import DIM, DRAWS, LIMIT, check, estimates, pairs
+from tests.marks import slow_on_jax
+
+pytestmark = pytest.mark.once
+
+M, N = 3, 2
+
+
+def angular(**arguments):
+    return maps.HybridAngular(M, N, projection="gaussian", seed=1, **arguments)
+
+
+def gaussian(**arguments):
+    return maps.HybridGaussian(
+        M, N, sigma=1.5, radius=0.4, projection="gaussian", seed=2, **arguments
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", ["angular", "gaussian"])
+def test_bipolar_variance_is_theorem_3_1(kind, shared):
+    x, y = pairs(radius=0.4)
+    # Of unequal length, so that sharing changes the variance.
+    x *= 1.3
+    if kind == "angular":
+        feature_map, moments = (
+            angular(shared=shared),
+            hybrid_variance.angular_moments(x, y, N),
+        )
+    else:
+        feature_map = gaussian(shared=shared)
+        rho = feature_map.coefficients[0].rho
+        moments = hybrid_variance.gaussian_moments(x, y, N, 1.5, rho)
+    found = estimates(feature_map, x, y)
+    expected = hybrid_variance.bipolar_hybrid(x, y, M, moments, shared)
+    check(found, np.exp(np.sum(x * y, -1)), expected)
+
+
+def test_coefficients_have_their_moments():
+    x, y = pairs(radius=0.7)
+    gauss = maps.GaussianCoefficient(N, 0.8, 0.7, projection="gaussian", seed=4)
+    for coefficient, moments in (
+        (
+            maps.AngularCoefficient(N, projection="gaussian", seed=3),
+            hybrid_variance.angular_moments(x, y, N),
+        ),
+        (gauss, hybrid_variance.gaussian_moments(x, y, N, 0.8, gauss.rho)),
+    ):
+        found = coefficient.constant + estimates(coefficient, x, y)
+        for values, expected in zip(
+            (found**2, (1 - found) ** 2, found * (1 - found)), moments, strict=True
+        ):
+            error = values.std(0) / np.sqrt(DRAWS)
+            assert np.max(LIMIT * error) < 0.1
+            assert np.all(np.abs(values.mean(0) - expected) < LIMIT * error + 1e-6)
+    np.testing.assert_allclose(
+        hybrid_variance.angular_moments(x, y, 10**9)[0],
+        (hybrid_variance.angle(x, y) / np.pi) ** 2,
+        rtol=1e-6,
+    )
+
+
+def test_angular_hybrid_is_exact_for_equal_and_opposite_inputs():
+    x, _ = pairs(radius=1.2)
+    for y in (x, -x):
+        found = estimates(angular(), x, y, draws=50)
+        kernel = np.exp(np.sum(x * y, -1))
+        np.testing.assert_allclose(
+            found, np.broadcast_to(kernel, found.shape), rtol=1e-4
+        )
+        moments = hybrid_variance.angular_moments(x.astype(float), y.astype(float), N)
+        closed = hybrid_variance.bipolar_hybrid(x, y, M, moments)
+        assert np.all(np.abs(closed) < 1e-6 * kernel**2)
+    # And not because it always is.
+    x, y = pairs(radius=1.2)
+    assert np.min(estimates(angular(), x, y, draws=50).std(0)) > 0.01
+
+
+def test_max_relative_error_on_a_sphere():
+    theta, radius, m, n = np.linspace(0.01, np.pi - 0.01, 200), 1.3, 10, 4
+    x = np.array([[radius, 0.0]])
+    y = radius * np.stack([np.cos(theta), np.sin(theta)], -1)
+    kernel = np.exp(np.sum(x * y, -1))
+    trig = np.sqrt(variance.generalized_exponential(x, y, 0, -1) / m) / kernel
+    plus = np.sqrt(variance.positive_pair(x, y) / m) / kernel
+    np.testing.assert_allclose(
+        trig, hybrid_variance.relative_error(theta, radius, m, False)
+    )
+    np.testing.assert_allclose(
+        plus, hybrid_variance.relative_error(theta, radius, m, True)
+    )
+    # Lemma 3.4: the same largest error, at opposite ends.
+    largest = hybrid_variance.max_relative_error(radius, m)
+    assert trig.max() < largest < 1.001 * trig.max()
+    assert plus.max() < largest < 1.001 * plus.max()
+    # Theorem 3.5.
+    moments = hybrid_variance.angular_moments(x, y, n)
+    hybrid = np.sqrt(hybrid_variance.bipolar_hybrid(x, y, m, moments)) / kernel
+    bound = hybrid_variance.angular_relative_error_bound(radius, m, n)
+    assert 0.3 * bound < hybrid.max() < bound < largest
+
+
+@slow_on_jax
+def test_a_hybrid_may_hold_a_hybrid():
+    x, y = pairs(radius=0.7)
+    nested = maps.Hybrid(
+        ["favorplus", angular()], [maps.AngularCoefficient(N, seed=0)], seed=9
+    )
+    nested = maps.get(maps.serialize(nested))
+    found = estimates(nested, x, y, draws=400)
+    kernel = np.exp(np.sum(x * y, -1))
+    error = found.std(0) / np.sqrt(len(found))
+    assert np.max(LIMIT * error / kernel) < 0.2
+    assert np.all(np.abs(found.mean(0) - kernel) < LIMIT * error)
+    one = ops.convert_to_tensor(np.repeat(x[None, :1, None], 400, axis=2))
+    assert nested.key_features(one).log_scale.shape[-1] == nested.output_dim
+
+
+def test_parts_have_seeds_of_their_own():
+    hybrid = maps.HybridAngular(4, 3, shared=False, seed=5)
+    hybrid.build((None, None, 1, DIM))
+    plus, trig = (h.to_numpy(e.vectors) for e in hybrid.estimators)
+    assert not np.any(plus == trig)
+    shared = maps.HybridAngular(4, 3, shared=True, seed=5)
+    shared.build((None, None, 1, DIM))
+    h.assert_same(shared.estimators[0].vectors, shared.estimators[1].vectors)
+    shared.redraw()
+    h.assert_same(shared.estimators[0].vectors, shared.estimators[1].vectors)
+    assert not np.any(h.to_numpy(shared.estimators[0].vectors) == plus)
+    other = hybrid.reseeded(6)
+    other.build((None, None, 1, DIM))
+    assert not np.any(h.to_numpy(other.estimators[0].vectors) == plus)
+    again = hybrid.reseeded(5)
+    again.build((None, None, 1, DIM))
+    h.assert_same(again.estimators[0].vectors, plus)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="one more than `coefficients`"):
+        maps.Hybrid(["favor"], [maps.AngularCoefficient(2)])
+    with pytest.raises(ValueError, match="softmax estimators"):
+        maps.Hybrid(["favor", "elu"], [maps.AngularCoefficient(2)])
+    with pytest.raises(ValueError, match="`sigma` and `radius` must be positive"):
+        maps.HybridGaussian(sigma=0.0)
+    with pytest.raises(ValueError, match="cannot adapt"):
+        maps.HybridAngular(2, 2).adapt([(np.zeros((1, 4, DIM)),) * 2])
+
+
+def linear_model(feature_map, seed):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6, 8))
+    layer = keras.layers.MultiHeadAttention(2, 4, name="attention")
+    model = keras.Model(inputs, layer(inputs, inputs))
+    return keras_rfattn.replace_attention(model, feature_map, seed=seed)
+
+
+@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
+@pytest.mark.parametrize(
+    "feature_map",
+    [
+        maps.Conditioned(maps.Gerf(3, seed=5)),
+        maps.Hybrid(["favor", "favorplus"], [maps.AngularCoefficient(2, seed=1)]),
+    ],
+    ids=["conditioned", "hybrid"],
+)
+def test_weights_of_maps_inside_maps_load_whatever_the_seed(feature_map, tmp_path):
+    x = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")
+    one, other = linear_model(feature_map, 1), linear_model(feature_map, 2)
+    path = str(tmp_path / "a.weights.h5")
+    one.save_weights(path)
+    one, another = h.forward(one), h.forward(other)
+    assert np.any(h.to_numpy(one(x)) != h.to_numpy(another(x)))
+    other.load_weights(path)
+    h.assert_same(another(x), one(x))
+    with pytest.raises(ValueError, match="saved with another mech|not be loaded"):
+        linear_model("favor", 1).load_weights(path)
+
+
+@slow_on_jax
+@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
+def test_hybrids_learn_and_save_together(tmp_path):
+    hybrid = maps.Hybrid(
+        [maps.HybridClustered(3), maps.Gerf(3), maps.Favor(3)],
+        [maps.AngularCoefficient(2), maps.GaussianCoefficient(2)],
+    )
+    model = linear_model(hybrid, 0)
+    x = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")
+    before = model.predict(x, verbose=0)
+    keras_rfattn.calibrate(model, [x])
+    model.predict_function = None
+    after = model.predict(x, verbose=0)
+    assert np.any(after != before)
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    h.assert_same(keras.saving.load_model(path).predict(x, verbose=0), after)
