@@ -14,7 +14,9 @@ import tokenize
 ROOT = pathlib.Path(__file__).parents[1] / "keras_rfattn"
 BACKENDS = ("jax", "tensorflow", "torch")
 # Folders that may ask for the backend.
-EXECUTION = ("backend", "fused")
+EXECUTION = ("backend", "fused", "experimental")
+# Folders that are no part of the core.
+OUTSIDE = ("papers", "experimental")
 # Files that decide what happens to tokens that are not finite: the door, states, masks.
 DOOR = re.compile(r"layers/not_finite\.py|.*(state|mask)\w*\.py")
 NOT_FINITE = re.compile(r"(?<![a-z])(nan|isnan|isfinite|finite|spoil\w*)(?![a-z])")
@@ -33,6 +35,40 @@ def files(root=ROOT):
 def name_of(file):
     """Returns the path of a file of the package below its root."""
     return file.relative_to(ROOT).as_posix()
+
+
+def part_of(file):
+    """Returns "papers", "experimental" or "core"."""
+    folder = file.relative_to(ROOT).parts[0]
+    return folder if folder in OUTSIDE else "core"
+
+
+def lines():
+    """Returns the number of lines of the core, of `ops` and of what is outside."""
+    counts = dict.fromkeys(("core", "ops", *OUTSIDE), 0)
+    for file in files():
+        count = len(file.read_text().splitlines())
+        counts[part_of(file)] += count
+        if file.relative_to(ROOT).parts[0] == "ops":
+            counts["ops"] += count
+    return counts
+
+
+def public_names(file):
+    """Returns the names in a file's `__all__`, none if it has none."""
+    for node in ast.parse(file.read_text()).body:
+        names = [getattr(x, "id", "") for x in getattr(node, "targets", ())]
+        if names == ["__all__"]:
+            return ast.literal_eval(node.value)
+    return []
+
+
+def arguments_of_public_functions(file):
+    """Yields the name and the number of arguments of each exported function."""
+    exported = {name for x in files() for name in public_names(x)}
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name in exported:
+            yield node.name, len(node.args.args) + len(node.args.kwonlyargs)
 
 
 def module(file):
@@ -142,15 +178,13 @@ def knows_of_nan(file):
 def figures():
     """Returns what the script prints: pairs of a text and a number or a list."""
     every = {name_of(file): file for file in files()}
-    lines = {name: len(file.read_text().splitlines()) for name, file in every.items()}
     outside = {n: f for n, f in every.items() if n.split("/")[0] not in EXECUTION}
     return [
-        ("lines of the library", sum(lines.values())),
+        *((f"lines of {part}", count) for part, count in lines().items()),
         (
             "lines without docstrings, comments and blanks",
             sum(len(code(file)) for file in every.values()),
         ),
-        ("lines of ops", sum(x for n, x in lines.items() if n.startswith("ops/"))),
         (
             "files outside backend/ and fused/ that ask for the backend",
             [n for n, f in outside.items() if asks_for_backend(f)],
