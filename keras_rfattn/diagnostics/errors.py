@@ -12,6 +12,9 @@ from keras_rfattn.kernels import variance
 
 # Number of pairs whose variance is computed at once, which limits memory.
 SLICE = 2**15
+# Added to exponents, so that products of features that differ by a thousand in their
+# exponents are still represented in float64.
+LIFT = 300.0
 
 
 class HeadErrors(NamedTuple):
@@ -81,7 +84,7 @@ class Estimate(NamedTuple):
     K is the number of key heads, T of query rows and S of keys.
 
     Attributes:
-        values: Array of shape `(K, T, S)`.
+        values: Array of shape `(K, T, S)`, 0 for keys that a row does not see.
         log_scale: Array of shape `(K, T, 1)`, the largest exponent of each row.
         stats: The statistics of the sequence, from the map's `statistics`.
     """
@@ -118,13 +121,15 @@ def estimate(feature_map, sequence):
     stats = feature_map.statistics(query, key, causal=sequence.causal)
     q, q_scale = _parts(feature_map.query_features(query, stats))
     k, k_scale = _parts(feature_map.key_features(key, stats))
-    # For numerical stability, subtract the largest exponent of each feature over keys,
-    # then the largest exponent of each query over features.
-    top = k_scale.max(axis=1, keepdims=True)
-    rows = q_scale + top
-    shift = rows.max(axis=-1, keepdims=True)
-    q, k = q * np.exp(rows - shift), k * np.exp(k_scale - top)
-    return Estimate(q @ k.swapaxes(-1, -2), shift, stats)
+    # Each query and each key is relative to its own largest exponent. A maximum over
+    # keys would include keys that a row does not see.
+    q_top, k_top = (x.max(axis=-1, keepdims=True) - LIFT for x in (q_scale, k_scale))
+    products = q * np.exp(q_scale - q_top) @ (k * np.exp(k_scale - k_top)).mT
+    products = np.where(visibility(sequence), products, 0)
+    with np.errstate(divide="ignore"):
+        exponents = np.log(np.abs(products)) + q_top + k_top.mT
+    shift = np.maximum(exponents.max(axis=-1, keepdims=True), -1e300)  # if all are 0
+    return Estimate(np.sign(products) * np.exp(exponents - shift), shift, stats)
 
 
 def _parts(features):
@@ -178,9 +183,8 @@ def _errors(feature_map, sequence, head, estimated):
     attention = np.exp(logits - logits.max(-1, keepdims=True))
     attention /= attention.sum(-1, keepdims=True)
 
-    weights = np.where(visible, values, 0)
-    total = weights.sum(-1, keepdims=True)
-    weights = weights / np.where(total == 0, 1, total)
+    total = values.sum(-1, keepdims=True)
+    weights = values / np.where(total == 0, 1, total)
     uniform = visible / visible.sum(-1, keepdims=True)
     output = attention @ value
 

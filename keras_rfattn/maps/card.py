@@ -18,7 +18,7 @@ def training(report, data, command, license):
             "minutes": round(report.seconds / 60, 1),
             "error": round(report.after, 4),
             "error_before": round(report.before, 4),
-            "error_of_mean_of_v": round(report.mean_of_v, 4),
+            "error_of_uniform_attention": round(report.uniform_attention, 4),
         }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -32,7 +32,7 @@ def summary(entry, manifest):
     """
     if not entry["is_trained"]:
         return ""
-    parts = [entry["origin"]] if entry.get("origin") else []
+    parts = [str(entry["origin"])] if entry.get("origin") else []
     steps, share = manifest["training"].get("steps"), share_of(manifest)
     if not parts and steps:
         parts.append(f"{steps} steps")
@@ -78,13 +78,6 @@ def card(manifest, report, arrays):
         "```",
         "",
     ]
-    if manifest["checkpoint_weights"]:
-        count = len(manifest["checkpoint_weights"])
-        lines += [
-            f"{count} weights of the checkpoint were trained too: "
-            f"{', '.join(manifest['checkpoint_weights'][:4])}{', ...' * (count > 4)}.",
-            "",
-        ]
     lines += _table("quality", manifest["metrics"])
     lines += _table("training", found)
     if report is not None:

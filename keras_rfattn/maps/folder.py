@@ -4,12 +4,13 @@ import hashlib
 import json
 import pathlib
 
+import numpy as np
+
 MANIFEST, WEIGHTS, CARD = "maps.json", "maps.safetensors", "README.md"
 FORMAT = 1
 KEYS = {
     "format": int, "versions": dict, "base": dict, "layers": list, "softmax": list,
-    "checkpoint_weights": list, "adapters": dict, "tensors": dict, "checksum": str,
-    "training": dict, "metrics": dict,
+    "tensors": dict, "checksum": str, "training": dict, "metrics": dict,
 }  # fmt: skip
 LAYER_KEYS = {
     "path": str, "mechanism": str, "feature_map": dict, "options": dict,
@@ -18,7 +19,8 @@ LAYER_KEYS = {
 
 
 BASE_KEYS = {"class": str, "weights": str}
-ADAPTER_KEYS = {"rank": int, "alpha": (int, float)}
+# Older sets could hold trained weights of the checkpoint under these keys.
+WEIGHTS_OF_BASE = "checkpoint_weights", "adapters"
 
 
 def write(folder, manifest, arrays, card):
@@ -59,8 +61,8 @@ def read_manifest(folder):
         Dict with `KEYS`.
 
     Raises:
-        ValueError: If there is no manifest, or it is damaged, foreign or newer than
-            this version of the library.
+        ValueError: If there is no manifest, if it is damaged, foreign or newer than
+            this version of the library, or if the set holds more than maps.
     """
     file = pathlib.Path(folder) / MANIFEST
     if not file.is_file():
@@ -92,17 +94,22 @@ def read_manifest(folder):
             f"{', '.join(LAYER_KEYS)}. The file is damaged. Get the folder again."
         )
     names = [*(x["path"] for x in manifest["layers"]), *manifest["softmax"]]
-    adapters = manifest["adapters"].values()
     if (
         not _has(manifest["base"], BASE_KEYS)
-        or not all(isinstance(x, str) for x in names + manifest["checkpoint_weights"])
+        or not all(isinstance(x, str) for x in names)
         or len(set(names)) != len(names)
-        or not all(_has(x, ADAPTER_KEYS) for x in adapters)
     ):
         raise ValueError(
-            f"{str(file)!r} must name each layer once, the class and the weights of "
-            "its checkpoint, and the rank and alpha of adapters. It is damaged. Get "
-            "the folder again."
+            f"{str(file)!r} must name each layer once, and the class and the weights "
+            "of its checkpoint. It is damaged. Get the folder again."
+        )
+    held = [key for key in WEIGHTS_OF_BASE if manifest.get(key)]
+    if held:
+        raise ValueError(
+            f"{str(file)!r} must be a set of maps alone. Received: {held}, weights of "
+            "the checkpoint that were trained with the maps. Load the set with the "
+            f"version that saved it, {manifest['versions']}, and save the whole model "
+            "there by `save_to_preset`."
         )
     return manifest
 
@@ -118,8 +125,8 @@ def read_arrays(folder, manifest):
         Dict from names to NumPy arrays.
 
     Raises:
-        ValueError: If the file is missing, torn or changed, or its tensors differ from
-            those in the manifest.
+        ValueError: If the file is missing, torn or changed, its tensors differ from
+            those in the manifest, or they are not finite.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load
@@ -156,6 +163,12 @@ def read_arrays(folder, manifest):
         raise ValueError(
             f"{str(file)!r} has changed since it was saved: its checksum is not the "
             f"one in {MANIFEST!r}. Get the folder again, or save the maps again."
+        )
+    bad = [name for name, x in arrays.items() if not np.all(np.isfinite(x))]
+    if bad:
+        raise ValueError(
+            f"The weights in {str(file)!r} must be finite. Received: NaN or infinities "
+            f"in {', '.join(bad[:4])}. Get the folder again, or save the maps again."
         )
     return arrays
 

@@ -15,7 +15,6 @@ from keras_rfattn.layers.fingerprint import agrees
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.maps.card import summary
-from keras_rfattn.models.holders import holders, refresh, with_built_optimizer
 from keras_rfattn.models.replace import check_sinks, check_sites, check_statistics
 from keras_rfattn.models.stable_names import MAP
 from keras_rfattn.models.survey import survey
@@ -27,12 +26,11 @@ def load_maps(model, source, *, base=None):
     """Makes a softmax checkpoint linear with maps that someone has trained, in place.
 
     It replaces attention by the saved mechanism and options, layer by layer, and loads
-    the weights. If weights of the checkpoint were trained with the maps, or adapters
-    (LoRA), they are part of the maps and replace those of the model. On a model whose
-    attention is already replaced in the same way, it only loads the weights. If the
-    maps were trained without the sliding window or the soft cap of the model
-    (`drop_sliding_window` and `drop_soft_cap` of `replace_attention`), it ignores these
-    too.
+    the weights of the maps. On a model whose attention is already replaced in the same
+    way, it only loads these weights. If weights of the checkpoint were trained with the
+    maps, such as adapters (LoRA), load those first. If the maps were trained without
+    the sliding window or the soft cap of the model (`drop_sliding_window` and
+    `drop_soft_cap` of `replace_attention`), it ignores these too.
     Everything is checked before anything changes.
 
     Args:
@@ -41,10 +39,10 @@ def load_maps(model, source, *, base=None):
         source: A folder that `save_maps` wrote; the name of a set that ships with the
             package (see `pretrained_maps`); or an `"hf://user/name"`,
             `"kaggle://user/model/keras/variation"` or `"modelscope://user/name"` URI.
-        base: `None` requires the weights of the checkpoint that the maps were trained
-            with. `"any"` also accepts another checkpoint of the same class and shapes,
-            a fine-tuned one for instance. `describe_attention` then marks the maps as
-            trained for another checkpoint.
+        base: `None` requires the weights of the model whose maps were saved. `"any"`
+            also accepts another checkpoint of the same class and shapes, a fine-tuned
+            one for instance. `describe_attention` then marks the maps as trained for
+            another checkpoint.
 
     Returns:
         The model.
@@ -77,7 +75,6 @@ def load_maps(model, source, *, base=None):
     matcher = Matcher(model, source, manifest, arrays)
     pairs = matcher.match_layers()
     is_same = matcher.check_checkpoint(base == "any")
-    matcher.check_checkpoint_weights()
     changes = [(site, *matcher.build(site, entry)) for site, entry in pairs]
     _check_as_replaced(changes)
     values = [
@@ -89,14 +86,10 @@ def load_maps(model, source, *, base=None):
     # The checks are complete: from here on, the model changes.
     new = [change for change in changes if not change[0].is_linear]
     saving.commit(model, matcher.sites, new)
-    matcher.assign_checkpoint_weights()
-    paths = [matcher.weights[name].path for name in manifest["checkpoint_weights"]]
     for (site, _), weights, origin in zip(pairs, values, origins, strict=True):
         for variable, array in weights:
             variable.assign(array)
-        site.layer.trained = tuple(dict.fromkeys([*site.layer.trained, *paths]))
         site.layer.origin = origin
-        site.layer.checkpoint = manifest["base"]["weights"] if paths else ""
     return model
 
 
@@ -133,7 +126,6 @@ class Matcher:
             )
         self.sites = survey(model, drop_window=True, drop_cap=True)
         self.layers = stable_names.layers_by_name(base, FeatureMap)
-        self.weights = stable_names.weights_by_name(base, FeatureMap)
 
     def match_layers(self):
         """Returns pairs of a site and its entry in the manifest.
@@ -183,81 +175,20 @@ class Matcher:
         Raises:
             ValueError: If it has others, unless `accepts_any` is true.
         """
-        is_same = self.own_hash() == self.manifest["base"]["weights"]
+        own = stable_names.checkpoint_hash(self.model)
+        is_same = own == self.manifest["base"]["weights"]
         if not is_same and not accepts_any:
             name = self.manifest["base"].get("name")
             raise ValueError(
-                f"The maps of {self.source!r} were trained with the weights of "
+                f"The maps of {self.source!r} were saved with the weights of "
                 f"{repr(name) if name else 'another checkpoint'}. Received: "
                 f"{title(self.model)}, whose weights are different: another "
-                "checkpoint, a fine-tuned, a quantized or a float16 one. Load that "
-                "checkpoint as it was published, or pass base='any' to use the maps "
-                "with these weights, and measure the quality."
+                "checkpoint, a fine-tuned, a quantized or a float16 one, or one that "
+                "lacks weights or adapters that were trained with the maps. Load these "
+                "weights first, or pass base='any' to use the maps with the model's "
+                "weights, and measure the quality."
             )
         return is_same
-
-    def own_hash(self):
-        """Returns the hash of the model's weights, before `uptrain` changed any."""
-        layers = (site.layer for site in self.sites if site.is_linear)
-        recorded = (layer.checkpoint for layer in layers if layer.checkpoint)
-        return next(recorded, None) or stable_names.hash_of(self.weights)
-
-    def check_checkpoint_weights(self):
-        """Checks that the model takes trained weights of the checkpoint, and adapters.
-
-        Raises:
-            ValueError: If a weight is missing or has another shape, an adapter cannot
-                be added or has another scale, or an optimizer lacks slots for it.
-        """
-        for owner, adapter in self.manifest["adapters"].items():
-            layer = self.layers.get(owner)
-            if getattr(layer, "lora_enabled", False):
-                own = {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
-                if own != adapter:
-                    raise ValueError(
-                        f"The maps of {self.source!r} have an adapter with {adapter} "
-                        f"at {owner!r}. Received: {title(self.model)}, whose adapter "
-                        f"has {own}. Load the checkpoint without adapters."
-                    )
-        for name in self.manifest["checkpoint_weights"]:
-            variable, array = self.weights.get(name), self.arrays.get(name)
-            shape = None if variable is None else tuple(variable.shape)
-            if variable is None:
-                shape = self._adapter_shape(name)
-            if array is None or shape != array.shape:
-                found = None if array is None else array.shape
-                raise ValueError(
-                    f"The maps of {self.source!r} hold {name!r} of shape {found}, a "
-                    f"weight that was trained with them. Received: "
-                    f"{title(self.model)}, where its shape is {shape}."
-                )
-
-        layers = [self.layers.get(owner) for owner in self.manifest["adapters"]]
-        added = [x for x in layers if x is not None and not x.lora_enabled]
-        for model in with_built_optimizer(added) if added else ():
-            raise ValueError(
-                f"The optimizer of {title(model)} is built and has no slots for the "
-                f"adapters (LoRA) that the maps of {self.source!r} add. Load the maps "
-                "before training, or compile the model with a new optimizer first."
-            )
-
-    def _adapter_shape(self, name):
-        """Returns the shape of an adapter that is still to be added, or `None`."""
-        owner, _, kind = name.rpartition("/")
-        adapter, layer = self.manifest["adapters"].get(owner), self.layers.get(owner)
-        kernel = "embeddings" if kind.startswith("lora_embeddings") else "kernel"
-        can_adapt = (
-            adapter is not None
-            and hasattr(layer, "enable_lora")
-            and not layer.lora_enabled
-            and getattr(layer, "quantization_mode", None) is None
-            and getattr(layer, f"{kernel}_constraint", None) is None
-        )
-        if not can_adapt:
-            return None
-        *inputs, outputs = getattr(layer, kernel).shape
-        rank = adapter["rank"]
-        return (rank, outputs) if kind.endswith("_b") else (*inputs, rank)
 
     def build(self, site, entry):
         """Returns the feature map and the options of a layer; the map is built."""
@@ -265,7 +196,7 @@ class Matcher:
             return site.layer.feature_map, site.layer.options
         try:
             feature_map = feature_maps.get(entry["feature_map"])
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"The maps of {self.source!r} use the mechanism "
                 f"{entry['mechanism']!r}, which cannot be made here. Import the "
@@ -307,22 +238,6 @@ class Matcher:
                 f"where {title(self.model)} needs {shapes.get(name)}."
             )
         return [(variable, arrays[name]) for name, variable in found.items()]
-
-    def assign_checkpoint_weights(self):
-        """Adds adapters, and assigns the trained weights of the checkpoint."""
-        added = []
-        for owner, adapter in self.manifest["adapters"].items():
-            layer = self.layers[owner]
-            if not layer.lora_enabled:
-                layer.enable_lora(adapter["rank"], lora_alpha=adapter["alpha"])
-                added.append(layer)
-        for holder in holders(added):
-            # Functions compiled before would keep running without the adapters.
-            refresh(holder)
-        if added:
-            self.weights = stable_names.weights_by_name(self.layers[""], FeatureMap)
-        for name in self.manifest["checkpoint_weights"]:
-            self.weights[name].assign(self.arrays[name])
 
 
 def _names(text, names):

@@ -3,6 +3,7 @@
 import math
 import numbers
 import pathlib
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -38,16 +39,17 @@ def save_maps(
     license=None,
     overwrite=False,
 ):
-    """Saves the feature maps of a model, and checkpoint weights trained with them.
+    """Saves the feature maps of a model.
 
     The folder holds `maps.json` (the mechanism and options of every layer, and a hash
     of the weights that the maps belong to), `maps.safetensors` and a model card,
     `README.md`. It has about a hundredth of the size of the model. `load_maps` applies
     it to the softmax checkpoint, on any backend, and `upload_maps` publishes it.
 
-    Weights of the checkpoint that `uptrain` changed, and adapters (LoRA) that have an
-    effect, are saved too. Other training of the checkpoint, such as by `fit`, makes it
-    another checkpoint: `load_maps` then expects its weights as they are now.
+    Weights of the checkpoint itself are not saved, even if they were trained, and
+    `load_maps` expects them as they are now, adapters (LoRA) included. If `uptrain`
+    trained some, a warning says so. Save them as usual: by `save_lora_weights`,
+    `save_weights` or `save_to_preset`.
 
     Args:
         model: A model with linear attention.
@@ -69,8 +71,8 @@ def save_maps(
     Raises:
         TypeError: If `model` is not a Keras layer.
         ValueError: If the model has no linear attention, an argument is invalid, a
-            weight is not finite or too large for `dtype`, weights that were trained
-            cannot be found, or the folder holds something else.
+            weight is not finite or too large for `dtype`, or the folder holds
+            something else.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -110,8 +112,7 @@ def save_maps(
             f"`model` has no linear attention to save. Received: {title(model)}. Call "
             "`keras_rfattn.replace_attention` first."
         )
-    own = _trained_weights(weights, [site.layer for site in linear])
-    arrays = {name: _narrowed(name, weights[name], dtype) for name in own}
+    arrays = {}
     for site in linear:
         feature_map = site.layer.feature_map
         prefix = f"{sites[id(site.layer)]}/{stable_names.MAP}"
@@ -124,17 +125,16 @@ def save_maps(
         "base": {
             "class": original_class(base).__name__,
             "name": base_model,
-            "weights": _checkpoint(linear) or stable_names.hash_of(weights),
+            "weights": stable_names.hash_of(weights),
             "parameters": stable_names.parameters_of(weights),
         },
         "layers": [_layer_entry(sites[id(s.layer)], s.layer) for s in linear],
         "softmax": [sites[id(site.layer)] for site in softmax],
-        "checkpoint_weights": list(own),
-        "adapters": _adapters(base, own),
         "training": cards.training(report, data, command, license),
         "metrics": metrics,
     }
     folders.write(folder, manifest, arrays, cards.card(manifest, report, arrays))
+    _warn_of_trained_weights(model, linear, weights)
     return folder
 
 
@@ -159,42 +159,19 @@ def _layer_entry(name, layer):
     }
 
 
-def _trained_weights(weights, layers):
-    """Returns the names of weights that must travel with the maps.
-
-    These are the checkpoint's own weights that `uptrain` changed, and all adapters
-    that have an effect.
-    """
-    paths = dict.fromkeys(path for layer in layers for path in layer.trained)
-    found = {name for name, v in weights.items() if v.path in paths}
-    missing = paths.keys() - {weights[name].path for name in found}
-    for path in missing:
-        # The first part of a path is the name of the model, which is often automatic.
-        end = path.partition("/")[2]
-        ends = [n for n, v in weights.items() if v.path.partition("/")[2] == end]
-        if len(ends) != 1:
-            raise ValueError(
-                f"`model` lists {path!r} as a weight that `uptrain` changed, but it "
-                f"has {len(ends)} weights of this path. Save the maps in the process "
-                "that trained them."
-            )
-        found.update(ends)
-    found.update(stable_names.adapters(weights))
-    return tuple(name for name in weights if name in found)
-
-
-def _adapters(base, names):
-    """Returns a dict from names of layers to rank and alpha of trained adapters."""
-    layers = stable_names.layers_by_name(base, FeatureMap)
-    owners = [
-        x.removesuffix(first)
-        for first, _ in stable_names.ADAPTERS
-        for x in names
-        if x.endswith(first)
-    ]
-    return {
-        x: {"rank": layers[x].lora_rank, "alpha": layers[x].lora_alpha} for x in owners
-    }
+def _warn_of_trained_weights(model, linear, weights):
+    """Warns if weights of the checkpoint were trained, which a set does not hold."""
+    trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
+    trained |= dict.fromkeys(weights[x].path for x in stable_names.adapters(weights))
+    if trained:
+        warnings.warn(
+            f"The maps of {title(model)} are saved, but not the checkpoint's own "
+            f"weights, {len(trained)} of which were trained, such as "
+            f"{next(iter(trained))!r}. `load_maps` expects them as they are now. Save "
+            "adapters (LoRA) by `save_lora_weights`, and others by `save_weights` or "
+            "`save_to_preset`.",
+            stacklevel=3,
+        )
 
 
 def _versions():
@@ -207,11 +184,6 @@ def _version(package):
         return version(package)
     except PackageNotFoundError:
         return "unknown"
-
-
-def _checkpoint(linear):
-    """Returns the hash of the checkpoint before `uptrain` changed it, or ""."""
-    return next((x.layer.checkpoint for x in linear if x.layer.checkpoint), "")
 
 
 def _narrowed(name, weight, dtype):

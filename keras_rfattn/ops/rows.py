@@ -5,10 +5,16 @@ R is the number of queries, and G the number of query heads per key head.
 
 from keras import ops
 
-from keras_rfattn.backend import accumulated_matmul, largest_of, where
+from keras_rfattn.backend import accumulated_matmul, elementwise_max, largest_of, where
+from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import heads_first, split_heads
 from keras_rfattn.ops.masks import first_visible, heads_mask
-from keras_rfattn.ops.sums import Reading, combine, normalize, query_shift
+from keras_rfattn.ops.sums import Reading, combine, normalize
+
+# Products of a query's and a key's largest features are `exp(2 · LIFT)`, so that those
+# of features that differ by a hundred in their exponents are still represented. Smaller
+# products count as `LEAST`, whose inverse leaves room for gradients in float32.
+LIFT, LEAST = 38.0, 1e-11
 
 
 def kernel_rows(kernel, query, key, visible):
@@ -41,29 +47,50 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
     num_kv_heads, mask = key_features.num_heads, heads_mask(key_mask)
     query = heads_first(query_features, num_kv_heads).compute()
     key = heads_first(key_features, num_kv_heads).hidden(mask).compute()
-    maximum = ops.stop_gradient(largest_of(key.log_scale, axis=-2))
-    shift = query_shift(query, maximum)
-    maximum = ops.expand_dims(maximum, -2)
-    lifted = query._replace(log_scale=query.log_scale + maximum)
     far = visible if local is None else visible & ~local[-1]
-
-    def products(method):
-        dtype = query.log_scale.dtype
-        rows = getattr(lifted, method)(ops.expand_dims(shift, -1), dtype)
-        columns = getattr(key, method)(maximum, dtype)
-        return where(far, accumulated_matmul(rows, columns, transpose_b=True), 0)
-
-    weights = products("expand")
-    denominator = bound = ops.sum(weights, axis=-1)
-    if query.is_signed:
-        bound = ops.sum(products("magnitudes"), axis=-1)
-        bound = bound * (query.width if query.shares_scale else 1)
-    reading = Reading(shift, weights, denominator, bound)
+    reading = _by_features(query, key, far)
     if local is not None:
         kernel, query_tokens, key_tokens, near = local
         near = _by_kernel(kernel, query_tokens, key_tokens, visible & near)
         reading = combine(near, reading)
     return normalize(reading, query)
+
+
+def _by_features(query, key, visible):
+    """Returns the `Reading` of rows, in which only visible keys have any part."""
+    dtype = query.log_scale.dtype
+    if not query.shares_scale:
+        # A sink that does not exist gives queries a feature that no key has.
+        exists = largest_of(key.log_scale, axis=-2, keepdims=True) > LOWEST / 2
+        query = query._replace(log_scale=where(exists, query.log_scale, LOWEST))
+    # Each query and each key is relative to its own largest exponent. A maximum over
+    # keys would include keys that a row does not see.
+    tops = [
+        ops.stop_gradient(largest_of(x.log_scale, axis=-1, keepdims=True)) - LIFT
+        for x in (query, key)
+    ]
+
+    def products(method):
+        rows, columns = (
+            getattr(x, method)(top, dtype)
+            for x, top in zip((query, key), tops, strict=True)
+        )
+        return accumulated_matmul(rows, columns, transpose_b=True)
+
+    top = tops[0] + ops.swapaxes(tops[1], -1, -2)
+    magnitudes = elementwise_max(products("magnitudes"), LEAST)
+    exponent = where(visible, top + ops.log(magnitudes), LOWEST)
+    shift = elementwise_max(largest_of(exponent, axis=-1), LOWEST / 2)
+    shift = ops.stop_gradient(shift)
+    factor = ops.exp(where(visible, top - ops.expand_dims(shift, -1), LOWEST))
+    weights = magnitudes = magnitudes * factor
+    if not query.is_exponential:
+        weights = products("expand") * factor
+    denominator = bound = ops.sum(weights, axis=-1)
+    if query.is_signed:
+        bound = ops.sum(magnitudes, axis=-1)
+        bound = bound * (query.width if query.shares_scale else 1)
+    return Reading(shift, weights, denominator, bound)
 
 
 def nearby(key_mask, rows, length, window, sliding=False, causal=False):

@@ -12,6 +12,8 @@ from keras_rfattn.layers.batches import described, is_text
 # to a multiple of it. Where every new length must be compiled, the length doubles until
 # it is enough, which gives few different lengths.
 SHORTEST = 16
+# Names of KerasHub's inputs that have a column for each token.
+TOKENS = "token_ids", "segment_ids", "padding_mask"
 
 
 def check_data(data):
@@ -104,8 +106,12 @@ def as_array(x):
     Raises:
         ValueError: If this is not possible.
     """
-    if x is None or isinstance(x, (str, bytes, int, float, np.generic)):
-        raise _no_array(f"{x!r:.80}. A batch must be an array or a list of texts")
+    is_one = isinstance(x, (str, bytes, int, float, np.generic))
+    if x is None or is_one or getattr(x, "shape", None) == ():
+        advice = ". A batch must be an array or a list of texts"
+        if hasattr(x, "shape"):
+            advice += ": batch the dataset, for example by `data.batch(32)`"
+        raise _no_array(f"{x!r:.80}{advice}")
     if "string" in str(getattr(x, "dtype", "")):
         return np.asarray(x, dtype=object)
     array = x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
@@ -174,13 +180,15 @@ def trimmed(batch):
     if not isinstance(batch, dict) or "padding_mask" not in batch:
         return batch
     mask = batch["padding_mask"].astype(bool)
-    used = np.flatnonzero(mask.any(0))
     full, length = mask.shape[1], SHORTEST
+    # Whether an axis of this length is one of tokens only names can tell: an image may
+    # be as high as the text is long.
+    others = [x for name, x in batch.items() if name not in TOKENS]
+    if any(full in x.shape[1:] for x in others):
+        return batch
+    used = np.flatnonzero(mask.any(0))
     # Padding on the left stays, because positions are counted from the left end.
     wanted = used[-1] + 1 if len(used) else full
     while length < wanted:
         length += length if compiles_each_length() else SHORTEST
-    return {
-        key: x[:, :length] if x.ndim > 1 and x.shape[1] == full else x
-        for key, x in batch.items()
-    }
+    return {name: x[:, :length] if name in TOKENS else x for name, x in batch.items()}

@@ -5,7 +5,6 @@ import warnings
 from keras_rfattn.layers.batches import preprocessor_hint
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers
-from keras_rfattn.models.stable_names import checkpoint_hash
 from keras_rfattn.models.swap import strategy_scope
 from keras_rfattn.uptraining.batches import Batches
 from keras_rfattn.uptraining.report import Clock
@@ -192,8 +191,6 @@ def _run(model, layers, batches, settings, clock):
     if beforehand is not None:
         # Fresh adapters do not change outputs, so the measurements still hold.
         training.take(beforehand)
-    # Needed only if weights of the checkpoint train.
-    first = checkpoint_hash(model) if training.teacher.copies else ""
     try:
         report = training.run()
     finally:
@@ -201,8 +198,6 @@ def _run(model, layers, batches, settings, clock):
         changed = training.teacher.changed()
         for layer in linear_layers(model):
             layer.trained = tuple(dict.fromkeys((*layer.trained, *changed)))
-            if changed and not layer.checkpoint:
-                layer.checkpoint = first
     steps = sum(stage.steps for stage in report.stages)
     if steps:
         for layer in layers:

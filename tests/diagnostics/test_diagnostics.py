@@ -146,6 +146,23 @@ def test_errors_by_their_definition(causal):
     np.testing.assert_allclose(found.measured, np.sqrt(squares.mean()))
 
 
+def test_keys_that_a_row_does_not_see_have_no_part():
+    # The exponents of a key of 0 exceed those of a long one by 1800.
+    query, key = np.full((1, 2, 4), 0.01), np.full((1, 2, 4), 30.0)
+    key[:, 1] = 0
+    value = np.array([[[1.0], [3.0]]])
+    feature_map = feature_maps.FavorPlus(16, seed=0)
+    feature_map.build((None, None, 1, 4))
+    (found,) = errors.head_errors(feature_map, [Sequence(query, key, value, True)])
+    first = 1 / (1 + np.exp(-1.2))  # what softmax gives the first key in the second row
+    # The features give the second key all of it.
+    expected = 2 * first / np.hypot(1, first + 3 * (1 - first))
+    np.testing.assert_allclose(found.output, expected)
+    distance = np.sqrt(2) * first / np.sqrt(1 + first**2 + (1 - first) ** 2)
+    np.testing.assert_allclose(found.attention, distance)
+    np.testing.assert_allclose(found.kolmogorov_smirnov, first / 2)
+
+
 CASES = {name: (name, {"num_features": 64}) for name in h.names(kernel="softmax")}
 CASES |= {
     # Orthogonal vectors are in blocks of 4: 2 and a half of them.

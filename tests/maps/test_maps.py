@@ -1,5 +1,6 @@
 """Saving trained maps as a folder, and applying them: same numbers, or a refusal."""
 
+import hashlib
 import json
 
 import keras
@@ -114,21 +115,86 @@ def test_a_calibrated_map_is_not_trained_after_rounding(tmp_path):
     assert [x.feature_map.is_calibrated for x in layers] == [True, True]
 
 
-@pytest.mark.parametrize("trainable", ["query_key", "lora"])
-def test_trained_weights_of_the_checkpoint_travel(trainable, tmp_path):
+def uptrained(trainable):
     model = keras_rfattn.replace_attention(two_layers(), "hedgehog", seed=0)
-    report = keras_rfattn.uptrain(
-        model, X, steps=2, batch_size=2, verbose=0, seed=0, trainable=trainable
-    )
-    folder = keras_rfattn.save_maps(model, tmp_path, report=report)
-    named = json.loads((folder / "maps.json").read_text())["checkpoint_weights"]
-    assert "first/query/" + {"lora": "lora_kernel_b"}.get(trainable, "kernel") in named
-    fresh = keras_rfattn.load_maps(two_layers(), folder)
+    options = {"steps": 2, "batch_size": 2, "verbose": 0, "seed": 0}
+    keras_rfattn.uptrain(model, X, trainable=trainable, **options)
+    return model
+
+
+def saved_with_a_warning(model, folder):
+    with pytest.warns(UserWarning, match="but not the checkpoint's own weights"):
+        return keras_rfattn.save_maps(model, folder)
+
+
+def assert_refused(model, folder):
+    """Asserts that `load_maps` refuses the model's weights, and changes nothing."""
+    before = output(model)
+    with pytest.raises(ValueError, match="whose weights are different"):
+        keras_rfattn.load_maps(model, folder)
+    assert_same(output(model), before)
+
+
+def test_trained_weights_of_the_checkpoint_are_saved_by_keras(tmp_path):
+    model = uptrained("query_key")
+    folder = saved_with_a_warning(model, tmp_path / "maps")
+    expected, file = output(model), tmp_path / "softmax.weights.h5"
+    assert_refused(two_layers(), folder)
+    with pytest.warns(UserWarning, match="but not the checkpoint"):
+        keras_rfattn.restore_attention(model)
+    model.save_weights(file)
+    fresh = two_layers(seed=1)
+    fresh.load_weights(file)
+    keras_rfattn.load_maps(fresh, folder)
+    assert_same(output(fresh), expected)
+    assert "2 steps of uptrain" in keras_rfattn.describe_attention(fresh).rows[0].note
+
+
+def test_adapters_are_loaded_before_maps(tmp_path):
+    model = uptrained("lora")
+    folder = saved_with_a_warning(model, tmp_path)
+    assert_refused(two_layers(), folder)
+    fresh = two_layers()
+    for old, new in zip(model.layers[1:], fresh.layers[1:], strict=True):
+        for side in ("query", "key", "value", "output"):
+            old_dense, new_dense = (getattr(x, f"_{side}_dense") for x in (old, new))
+            new_dense.enable_lora(old_dense.lora_rank)
+            for end in ("a", "b"):
+                weight = getattr(old_dense, f"lora_kernel_{end}")
+                getattr(new_dense, f"lora_kernel_{end}").assign(to_numpy(weight.value))
+    keras_rfattn.load_maps(fresh, folder)
     assert_same(output(fresh), output(model))
-    row = keras_rfattn.describe_attention(fresh).rows[0]
-    assert "2 steps of uptrain" in row.note
-    with pytest.warns(UserWarning, match="own weights"):
-        keras_rfattn.restore_attention(fresh)
+
+
+@pytest.mark.parametrize("trainable", ["maps", "query_key"])
+@pytest.mark.filterwarnings("ignore:The maps of")
+def test_the_hash_is_that_of_the_weights_in_the_model(trainable, tmp_path):
+    model = uptrained(trainable)
+    before = keras_rfattn.save_maps(model, tmp_path / "before")
+    # As `fit` would, of a weight that `uptrain` did not train.
+    kernel = model.layers[1]._value_dense.kernel
+    kernel.assign(1.1 * to_numpy(kernel.value))
+    after = keras_rfattn.save_maps(model, tmp_path / "after")
+    assert_refused(two_layers(), after)
+    assert_refused(model, before)
+    assert keras_rfattn.load_maps(model, after) is model
+    # Maps on a checkpoint that they were not trained for belong to that one.
+    other = keras_rfattn.load_maps(two_layers(seed=1), before, base="any")
+    again = keras_rfattn.save_maps(other, tmp_path / "again")
+    assert_refused(two_layers(), again)
+    fresh = keras_rfattn.load_maps(two_layers(seed=1), again)
+    assert_same(output(fresh), output(other))
+
+
+def test_a_second_set_brings_all_of_its_numbers(tmp_path):
+    folders = [
+        keras_rfattn.save_maps(trained(window=w), tmp_path / str(w)) for w in (2, 4)
+    ]
+    model = keras_rfattn.load_maps(two_layers(), folders[0])
+    keras_rfattn.restore_attention(model)
+    keras_rfattn.load_maps(model, folders[1])
+    expected = output(keras_rfattn.load_maps(two_layers(), folders[1]))
+    assert_same(output(model), expected)
 
 
 def test_saved_models_keep_the_origin(tmp_path):
@@ -202,6 +268,29 @@ def window_changed(folder):
     edit(folder, lambda x: x["layers"][0]["options"].update(window=4))
 
 
+def with_adapters(folder):
+    adapter = {"first/query": {"rank": 2, "alpha": 1}}
+    edit(folder, lambda x: x.update(adapters=adapter))
+
+
+def with_weights_of_the_checkpoint(folder):
+    edit(folder, lambda x: x.update(checkpoint_weights=["first/query/kernel"]))
+
+
+def not_finite(folder, value=np.nan):
+    """Changes a number, and all that would tell of it."""
+    arrays = load_file(folder / "maps.safetensors")
+    next(iter(arrays.values())).flat[0] = value
+    save_file(arrays, folder / "maps.safetensors")
+    data = (folder / "maps.safetensors").read_bytes()
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    edit(folder, lambda x: x.update(checksum=digest))
+
+
+def infinite(folder):
+    not_finite(folder, -np.inf)
+
+
 DAMAGE = {
     byte_changed: "has changed since it was saved",
     torn: "must be a safetensors file. It is torn",
@@ -216,6 +305,10 @@ DAMAGE = {
     layer_repeated: "must name each layer once",
     class_removed: "must name each layer once",
     window_changed: "does not describe the mechanism that was saved",
+    with_adapters: r"must be a set of maps alone. Received: \['adapters'\]",
+    with_weights_of_the_checkpoint: r"Received: \['checkpoint_weights'\]",
+    not_finite: "must be finite. Received: NaN or infinities in first/feature_map",
+    infinite: "must be finite",
 }
 
 
@@ -275,37 +368,6 @@ def test_other_models_are_refused(model, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         keras_rfattn.load_maps(model, folder)
     assert_same(output(model), before)
-
-
-def test_a_fine_tuned_checkpoint_is_another_one(tmp_path):
-    model = keras_rfattn.replace_attention(two_layers(), "hedgehog", seed=0)
-    options = {"steps": 2, "batch_size": 2, "verbose": 0, "trainable": "query_key"}
-    keras_rfattn.uptrain(model, X, **options)
-    folder = keras_rfattn.save_maps(model, tmp_path / "maps")
-    # These weights are part of the maps, which must not hide that they differ.
-    tuned = two_layers()
-    kernel = tuned.layers[1].query_dense.kernel
-    kernel.assign(to_numpy(kernel.value) * 1.1)
-    with pytest.raises(ValueError, match="whose weights are different"):
-        keras_rfattn.load_maps(tuned, folder)
-    loaded = keras_rfattn.load_maps(two_layers(), folder)
-    again = keras_rfattn.save_maps(loaded, tmp_path / "again")
-    fresh = keras_rfattn.load_maps(two_layers(), again)
-    assert_same(output(fresh), output(model))
-
-
-def test_adapters_need_an_optimizer_with_slots(tmp_path):
-    model = keras_rfattn.replace_attention(two_layers(), "favorplus", seed=0)
-    options = {"steps": 2, "batch_size": 2, "verbose": 0, "trainable": "lora"}
-    keras_rfattn.uptrain(model, X, **options)
-    folder = keras_rfattn.save_maps(model, tmp_path)
-    fresh = two_layers()
-    before = output(fresh)
-    fresh.compile("sgd", "mse")
-    fresh.optimizer.build(fresh.trainable_variables)
-    with pytest.raises(ValueError, match="no slots for the adapters"):
-        keras_rfattn.load_maps(fresh, folder)
-    assert_same(output(fresh), before)
 
 
 def test_any_base_is_accepted_if_asked_for(tmp_path):

@@ -138,3 +138,56 @@ def test_what_stands_for_a_window_alone_has_no_features():
     expected = weights @ v / weights.sum(-1, keepdims=True)
     h.assert_close(call.window_alone(), expected.transpose(0, 2, 1, 3), 1e-5)
     assert not np.any(h.to_numpy(call.without_window().window_alone()))
+
+
+def short_last(call, long):
+    """The call with keys of length `long`, but for the last third, which are short.
+
+    The exponents of short keys are larger by hundreds than those of long ones.
+    """
+    key = h.to_numpy(call.key)
+    key = long * key / np.maximum(np.linalg.norm(key, axis=-1, keepdims=True), 1e-9)
+    key[:, 2 * h.LENGTH // 3 :] *= 1e-3
+    return call.replace(key=ops.convert_to_tensor(key.astype("float32")))
+
+
+@pytest.mark.parametrize("label", ["causal", "causal padded"])
+@pytest.mark.parametrize("name", ["favorplus", "favorpp_learned"])
+def test_keys_that_a_row_does_not_see_have_no_part(name, label):
+    call = short_last(attention_call(name, **CASES[label]), long=70.0)
+    found, expected = computed(call, lambda x: (output_by_rows(x), x.linear()))
+    real = np.ones((h.BATCH, h.LENGTH), bool)
+    if "mask" in CASES[label]:
+        real = h.padding_masks()[CASES[label]["mask"]]
+    h.assert_close(h.to_numpy(found)[real], h.to_numpy(expected)[real], 1e-4)
+
+
+@pytest.mark.parametrize("size", [5.55, 5.625, 15.0])
+def test_gradients_are_finite_where_a_later_key_has_larger_exponents(size):
+    feature_map = h.feature_maps.FavorPlus(num_features=16, seed=0)
+    feature_map.build((None, None, 1, 8))
+    query, key = np.ones((2, 1, 2, 1, 8), "float32")
+    # The first query sees the first key only, and the exponents of a key of 0 are 0.
+    key = key * np.array([size, 0.0], "float32")[:, None, None]
+    value = np.array([[[[1.0]], [[2.0]]]], "float32")
+
+    def call(query, key, value):
+        mask = AttentionMask(causal=True, self_attention=True)
+        return Attention(query, key, value, mask, 1.0, feature_map, Options())
+
+    def loss(query, key, value):
+        dropped = ops.zeros((1,), dtype="bool")
+        teacher = call(*map(ops.convert_to_tensor, arrays))
+        student = call(query, key, value)
+        errors = attention.layer_errors(teacher, student, dropped, 0.0, 512)
+        return errors["squared"] + errors["divergence"]
+
+    arrays = query, key, value
+    gradients = [h.to_numpy(x) for x in h.gradient_of(loss)(*arrays)]
+    assert all(np.all(np.isfinite(x)) for x in gradients) and np.any(gradients[2])
+    positions, taken = attention._sampled_rows(query, 0.0, 512)
+    student = call(*map(ops.convert_to_tensor, arrays))
+    visible, _ = attention._visible(student, positions, 1)
+    dropped = ops.zeros((1,), dtype="bool")
+    rows = attention._student_rows(student, positions, taken, visible, dropped)
+    h.assert_close(rows[0, 0, 0], np.array([1.0, 0.0]))

@@ -213,6 +213,45 @@ def test_padding_goes_but_for_few_lengths(used, eager, compiled):
     assert found["labels"].shape == (2, 3)
 
 
+@pytest.mark.parametrize(
+    "shape", [(2, 96, 4, 3), (2, 4, 96, 3), (2, 96), (2, 96, 96)], ids=str
+)
+def test_arrays_that_may_have_other_axes_are_not_cut(shape):
+    mask = np.arange(96)[None] < np.array([[1], [3]])
+    batch = {"padding_mask": mask, "token_ids": 7 * mask, "images": np.ones(shape)}
+    found = trimmed(batch)
+    assert {name: x.shape for name, x in found.items()} == {
+        "padding_mask": (2, 96), "token_ids": (2, 96), "images": shape
+    }  # fmt: skip
+
+
+def one_by_one(kind, labelled):
+    """Single texts, as a dataset yields them that is not batched."""
+    texts = ["one", "two", "three"]
+    if kind == "tf.data":
+        tf = pytest.importorskip("tensorflow")
+        data = tf.data.Dataset.from_tensor_slices(texts)
+        return data.map(lambda x: (x, 0)) if labelled else data
+    kinds = {
+        "array": np.array, "object": lambda x: np.array(x, object), "str": str,
+        "scalar": np.str_,
+    }  # fmt: skip
+    items = [kinds[kind](x) for x in texts]
+    return lambda: iter([(x, 0) for x in items] if labelled else items)
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("kind", ["tf.data", "array", "object", "scalar", "str"])
+def test_texts_that_are_not_batched_are_refused(kind, labelled):
+    for exclude in (None, ["two"]):
+        batches = Batches(one_by_one(kind, labelled), 4, 0, lengths, exclude)
+        with pytest.raises(ValueError, match="A batch must be an array or a list of"):
+            batches(0)
+    message = "Received: 'one'" if kind == "str" else r"batch the.*`data.batch\(32\)`"
+    with pytest.raises(ValueError, match=message):
+        Batches(one_by_one(kind, labelled), 4, 0, lengths)(0)
+
+
 def test_normalized_texts():
     assert normalized("  Héllo,\tWORLD ½ ") == normalized("héllo world 1⁄2")
     assert normalized("a-b") == "a b" and normalized(b"A") == "a"

@@ -56,6 +56,18 @@ def test_nan_stops_and_the_last_good_weights_stay():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.once
+def test_peaked_causal_attention_trains_after_calibration():
+    model = m.softmax_model(causal=True)
+    for weight in model.weights:
+        if weight.path.endswith(("query/kernel", "key/kernel")):
+            weight.assign(6 * weight)
+    keras_rfattn.replace_attention(model, "favorpp_learned", num_features=8, seed=0)
+    report = m.uptrain(model, stages=("calibrate", "attention"))
+    _, stage = report.stages
+    assert 0 < stage.last < stage.no_attention
+
+
 @slow_on_jax
 def test_weights_that_turn_nan_are_not_kept():
     model = m.linear_model()
