@@ -8,13 +8,11 @@ full pass, and nothing enters for later positions.
 """
 
 import contextlib
-from functools import partial
 from typing import Any, NamedTuple
 
 from keras import ops
 
 import keras_rfattn.models.generation as generation
-from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.layers.replaced_call import replacing_call
 from keras_rfattn.models.carried import carried, kept
 
@@ -79,8 +77,7 @@ def call_with_cache(
     # The sampler feeds the last token of the prompt again, so it must not enter yet.
     count = None if known.end is None or length == 1 else known.end - 1
     known = known._replace(end=count)
-    enters, passed, seen = generation.entering(known, cache, length, start)
-    decoder = partial(Decoder, enters=enters, passed=passed, start=start)
+    decoder, enters, seen = generation.decoding(known, cache, length, start)
     with (
         carried(task, known, cache, decoder) as (parts, blank),
         entered(task, enters, count),

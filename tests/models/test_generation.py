@@ -298,6 +298,115 @@ SAMPLERS = {
 }
 
 
+def unequal():
+    """Tokens of rows of other lengths, with padding anywhere, and their mask."""
+    mask = np.arange(LENGTH) < np.array([3, 10, 7])[:, None]
+    mask[1, :2], mask[2, 3] = False, False
+    return np.where(mask, tokens(), 0), mask
+
+
+def generated(model, ids, mask):
+    prompt = {"token_ids": ids.copy(), "padding_mask": mask.astype("int32")}
+    return np.asarray(model.generate(prompt, stop_token_ids=None)["token_ids"])
+
+
+def assert_rows_alone(model):
+    """Rows of a batch must generate what each of them does alone."""
+    ids, mask = unequal()
+    model.compile(sampler="greedy")
+    rows = [generated(model, ids[[i]], mask[[i]])[0] for i in range(3)]
+    np.testing.assert_array_equal(generated(model, ids, mask), rows)
+    # Not the same token over and over, which anything would generate.
+    assert len(np.unique(rows[1][10:])) + len(np.unique(rows[2][7:])) >= 4
+
+
+def assert_beams(model):
+    """Beams must be those that the sampler finds by full passes."""
+    ids, mask = unequal()
+    sampler, full, positions = SAMPLERS["beam"], full_passes(model), np.arange(LENGTH)
+    last = np.where(mask, positions, 0).max(1, keepdims=True)
+
+    def next(prompt, cache, index):
+        real = mask | ((positions > last) & (positions < int(index)))
+        prompt = array(prompt).astype("int32")
+        logits = full(prompt, np.repeat(real, len(prompt) // len(mask), axis=0))
+        return keras.ops.convert_to_tensor(logits[:, int(index) - 1]), None, cache
+
+    model.compile(sampler=sampler(keras_hub.samplers))
+    expected = sampler(keras_hub.samplers)(
+        next, keras.ops.convert_to_tensor(ids), index=last.min() + 1,
+        mask=keras.ops.convert_to_tensor(positions <= last),
+    )  # fmt: skip
+    np.testing.assert_array_equal(generated(model, ids, mask), array(expected))
+
+
+# Softmax layers, or heads, that follow linear ones.
+AFTER = {
+    "last": lambda paths: {"exclude": paths[-1]},
+    "window": lambda paths: {"exclude": paths[-1], "window": 3, "sinks": 2},
+    "heads": lambda paths: {"softmax_heads": {paths[-1]: [1]}},
+}
+
+
+def mixed(family, kind):
+    """A model whose last layer keeps keys and values, after one that does not."""
+    model = linear(family)
+    keras_rfattn.restore_attention(model)
+    arguments = AFTER[kind](
+        [x.path for x in keras_rfattn.describe_attention(model).kept]
+    )
+    return keras_rfattn.replace_attention(
+        model, "favorplus", num_features=16, seed=0, **arguments
+    )
+
+
+MIXED = first(
+    [("llama", "last"), ("llama", "window"), ("llama", "heads")]
+    + [("mistral", "last"), ("gpt2", "last"), ("gpt2", "heads")]
+)
+
+
+@pytest.mark.parametrize(("family", "kind"), MIXED)
+def test_rows_of_a_batch_are_those_alone(family, kind):
+    assert_rows_alone(mixed(family, kind))
+
+
+@pytest.mark.full
+@pytest.mark.once
+@pytest.mark.parametrize(("family", "kind"), MIXED)
+def test_beams_of_unequal_rows(family, kind):
+    assert_beams(mixed(family, kind))
+
+
+class Seeing(keras_hub.samplers.Sampler):
+    """Generates nothing, and keeps the hidden states of the prompts."""
+
+    def __call__(self, next, prompt, *args, hidden_states=None, **kwargs):
+        self.hidden_states = array(hidden_states)
+        return prompt
+
+
+def assert_final(model):
+    """A prompt's hidden states must be those of a full pass.
+
+    That includes tokens that do not enter the states yet, because they are beyond the
+    shortest prompt.
+    """
+    (ids, mask), sampler = unequal(), Seeing()
+    model.compile(sampler=sampler, run_eagerly=True)
+    generated(model, ids, mask)
+    prompt = {"token_ids": ids, "padding_mask": mask.astype("int32")}
+    expected = array(model.backbone(prompt))
+    assert_near(sampler.hidden_states[mask], expected[mask])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), first([("llama", "window"), *((x, "last") for x in DECODERS)])
+)
+def test_layers_see_hidden_states_of_full_passes(family, kind):
+    assert_final(mixed(family, kind))
+
+
 @pytest.mark.parametrize(
     ("family", "sampler"),
     [pytest.param("llama", "beam", marks=ONE_BACKEND)]
