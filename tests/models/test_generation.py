@@ -219,12 +219,77 @@ def test_states_of_something_else_are_refused(tmp_path):
         with pytest.raises(ValueError, match="must be states of one model"):
             generation.join_rows(states)
     np.savez(tmp_path / "other.npz", format=1, seen=np.zeros(3, "int32"))
-    with pytest.raises(ValueError, match="must be a state of format 3"):
+    with pytest.raises(ValueError, match="must be a state of format 4"):
         generation.load(tmp_path / "other.npz", model)
     for content in (b"", file.read_bytes()[:-50], pickle.dumps(ids)):
         file.write_bytes(content)
         with pytest.raises(ValueError, match="cannot be read so"):
             generation.load(file, model)
+
+
+def nudged(path):
+    """A function that changes the weights whose paths end with `path`, just so."""
+
+    def change(model):
+        weights = [x for x in model.weights if x.path.endswith(path)]
+        for weight in weights:
+            weight.assign(weight + 1e-3)
+        assert weights
+
+    return change
+
+
+CHANGES = {
+    "lora": nudged("lora_kernel_a"),
+    "bias": nudged("query/bias"),
+    "values": nudged("value/kernel"),
+    "feedforward": nudged("feedforward_output_dense/kernel"),
+    "embedding": nudged("token_embedding/embeddings"),
+    "norm": nudged("layernorm/scale"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_states_belong_to_the_weights(tmp_path, change):
+    model, ids = linear("gpt2" if change == "bias" else "llama"), tokens()
+    if change == "lora":
+        model.backbone.enable_lora(2)
+    _, state = generation.prefill(model, ids[:, :6])
+    generation.save(tmp_path / "state.npz", state)
+    expected = array(generation.step(model, ids[:, 6:], state)[0])
+    before = model.get_weights()
+    CHANGES[change](model)
+    with pytest.raises(ValueError, match="as it is now. Received: a state of a model"):
+        generation.step(model, ids[:, 6:], state)
+    with pytest.raises(ValueError, match="as it is now. Received: a state of a model"):
+        generation.load(tmp_path / "state.npz", model)
+    model.set_weights(before)
+    state = generation.load(tmp_path / "state.npz", model)
+    np.testing.assert_array_equal(
+        array(generation.step(model, ids[:, 6:], state)[0]), expected
+    )
+
+
+def test_states_belong_to_the_options():
+    found, ids = [], tokens()
+    for factor in (1.0, 4.0):
+        model, _ = families.build("llama", rope_position_scaling_factor=factor)
+        found.append(keras_rfattn.replace_attention(model, "favorplus", seed=0))
+    one, other = found
+    for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    _, state = generation.prefill(one, ids[:, :6])
+    with pytest.raises(ValueError, match="other weights, random vectors or options"):
+        generation.step(other, ids[:, 6:], state)
+
+
+def test_streams_follow_the_dtype_policy():
+    model, ids = linear("llama"), tokens()
+    generation.prefill(model, ids)
+    for layer in model._flatten_layers():
+        layer.dtype_policy = "mixed_bfloat16"
+    logits, _ = generation.prefill(model, ids)
+    assert keras.backend.standardize_dtype(logits.dtype) == "bfloat16"
 
 
 def greedy(model, ids, mask):
@@ -584,6 +649,11 @@ def test_quantized_and_adapted_models_stream_and_reload(tmp_path, way):
     again = keras.models.load_model(tmp_path / "model.keras")
     # KerasHub's softmax Llama in int4 does not reload exactly either.
     assert_near(full_pass(again, ids), expected, 0.02 if way == "int4" else 1e-5)
+    if way != "lora":  # Keras merges adapters into the kernels that it saves.
+        generation.save(tmp_path / "state.npz", state)
+        state = generation.load(tmp_path / "state.npz", again)
+        rest, _ = generation.step(again, ids[:, 5:], state)
+        assert_near(array(rest), expected[:, 5:], 0.02 if way == "int4" else 1e-4)
 
 
 def test_streams_follow_a_model_that_changes():
