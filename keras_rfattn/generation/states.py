@@ -4,12 +4,12 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.generation.streaming import check, check_state, check_type, mark_of
+from keras_rfattn.generation.streaming import check, check_state, check_type
 from keras_rfattn.models.generation import Cache
 from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.windowed_state import LocalState
 
-FORMAT = 3
+FORMAT = 4
 KINDS = {"state": State, "local": LocalState}
 
 
@@ -199,7 +199,6 @@ def load(path, model):
             "Use the version of keras_rfattn that saved it."
         )
     state = Cache(seen, layers, model_mark)
-    stream.mark = mark_of(model, stream.sites)
     check_state(stream, state, seen.shape[0])
     return state
 

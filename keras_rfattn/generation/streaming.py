@@ -1,5 +1,6 @@
 """Runs chunks of tokens through a model, and checks the states passed with them."""
 
+import json
 import zlib
 
 import keras
@@ -9,7 +10,7 @@ from keras import ops
 import keras_rfattn.models.generation as generation
 import keras_rfattn.models.layer_caches as layer_caches
 from keras_rfattn.backend.layers import compiled_for_inference
-from keras_rfattn.layers.checks import check_model, projection, title
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.decoding import empty_state
 from keras_rfattn.layers.fingerprint import checksum
 from keras_rfattn.models.carried import sums_up
@@ -31,6 +32,9 @@ EMPTY = {
     generation.call_with_cache: generation.empty_cache,
     layer_caches.call_with_cache: generation.empty_cache,
 }
+
+# How many numbers of each weight a state is compared by, at least half of them.
+SAMPLED = 256
 
 
 def prefill(model, tokens, padding_mask=None, max_length=None):
@@ -73,9 +77,7 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
             "keep keys and values. Received: max_length=None. Pass the largest number "
             "of tokens that a row will contain."
         )
-    # The weights may have changed since the last prefill.
-    stream.mark = mark_of(model, stream.sites)
-    cache = cache._replace(model=cache.model + stream.mark)
+    cache = cache._replace(model=cache.model + stream.mark())
     return stream(tokens, cache, 0, padding_mask)
 
 
@@ -131,7 +133,7 @@ def check(model):
     """
     check_model(model)
     stream = notes_of(model).stream
-    if stream is not None and stream.variables == variables_of(model):
+    if stream is not None and stream.parts == parts_of(model):
         return stream
     is_task = getattr(type(model), "call_with_cache", None) in EMPTY
     if not is_task or not has_states(context(model).sites):
@@ -173,11 +175,11 @@ def check_state(stream, state, batch_size):
             f"axis; the model needs {wanted.get(differs[0])}."
         )
     found = set(ops.convert_to_numpy(state.model).tolist())
-    if found - {int(stream.mark)}:
+    if found - {int(stream.mark())}:
         raise ValueError(
-            f"`state` must belong to {title(model)}. Received: a state of a model "
-            "with other weights, random vectors or options. Use that model, or call "
-            "`prefill` again."
+            f"`state` must belong to {title(model)} as it is now. Received: a state of "
+            "a model with other weights, random vectors or options. Use that model, or "
+            "call `prefill` again."
         )
     rows = {x.shape[0] for x in keras.tree.flatten(state)}
     if rows != {batch_size}:
@@ -193,12 +195,14 @@ def keys_and_values(cache):
     return [x for x in cache.layers.values() if not isinstance(x, tuple)]
 
 
-def variables_of(model):
-    """Returns the ids of a model's variables.
+def parts_of(model):
+    """Returns the ids of a model's variables, and the dtypes of its layers.
 
-    LoRA adapters and quantization change them, and so invalidate a compiled program.
+    LoRA adapters, quantization and other dtype policies change them, and so invalidate
+    a compiled program.
     """
-    return [id(x) for x in model.variables]
+    dtypes = [x.dtype_policy.name for x in model._flatten_layers()]
+    return [id(x) for x in model.variables], dtypes
 
 
 class Stream:
@@ -210,15 +214,20 @@ class Stream:
 
     def __init__(self, model):
         self.model, self.sites = model, context(model).sites
-        self.variables = variables_of(model)
+        self.parts = parts_of(model)
         self.empty = EMPTY[type(model).call_with_cache]
-        one = self.empty(model, 1, 1)
+        self.shapes, self.positions = _shapes(self.blank()), token_limit(model)
+        self.options = _checksum_of_options(model, self.sites)
+        self.function = compiled_for_inference(self._forward, model)
+        self.sample = compiled_for_inference(self._sample, model)
+
+    def blank(self):
+        """Returns a state of one row, with room for one token and entries of 0."""
+        state = self.empty(self.model, 1, 1)
         for site in self.sites:
             if sums_up(site) and decodes(site):
-                one.layers[f"{site.index}"] = empty_state(site.layer, 1)
-        self.shapes, self.mark = _shapes(one), mark_of(model, self.sites)
-        self.positions = token_limit(model)
-        self.function = compiled_for_inference(self._forward, model)
+                state.layers[f"{site.index}"] = empty_state(site.layer, 1)
+        return state
 
     def __call__(self, tokens, state, start, padding_mask):
         """Returns `(logits, state)` for tokens that begin at position `start`."""
@@ -260,6 +269,18 @@ class Stream:
                 f"tokens up to position {end}. Pass a larger `max_length` to `prefill`."
             )
 
+    def mark(self):
+        """Returns the checksum by which states of the model, as it is now, are known.
+
+        It covers options, and a sample of every weight; all weights would take longer
+        to read than a token takes to decode.
+        """
+        sample = ops.convert_to_numpy(self.sample())
+        return np.int32(zlib.crc32(sample.tobytes(), self.options) & 0x7FFFFFFF)
+
+    def _sample(self):
+        return ops.concatenate([_spread(x) for x in self.model.weights])
+
     def _forward(self, tokens, state, start, hidden):
         known = Generating(self.sites, hidden, origin=start)
         with generating(self.model, known):
@@ -267,24 +288,27 @@ class Stream:
         return logits, state
 
 
-def mark_of(model, sites):
-    """Returns a checksum by which a state is recognized as a given model's.
+def _checksum_of_options(model, sites):
+    """Returns a checksum of what determines a state beside weights and tokens."""
+    config = model.backbone.get_config()
+    values = {
+        k: x
+        for k, x in config.items()
+        if k not in ("name", "trainable") and not isinstance(x, dict)
+    }
+    mechanisms = [checksum(x.layer) if x.is_linear else None for x in sites]
+    described = [original_class(model).__name__, values, mechanisms]
+    described = json.dumps(
+        described, sort_keys=True, default=lambda x: type(x).__name__
+    )
+    return zlib.crc32(described.encode())
 
-    It covers the model's class, and the mechanism, random vectors and query projection
-    of each linear layer.
-    """
-    found = zlib.crc32(original_class(model).__name__.encode())
-    for site in sites:
-        if site.is_linear:
-            # The 2 is a former format of fingerprints. It stays, so that states saved
-            # at that time still match.
-            mechanism = np.array([2, checksum(site.layer)])
-            found = zlib.crc32(mechanism.tobytes(), found)
-            variables = site.layer.feature_map.variables
-            for x in [*variables, *projection(site.layer, "query").variables[:1]]:
-                x = ops.convert_to_numpy(ops.cast(x, "float32"))
-                found = zlib.crc32(x.tobytes(), found)
-    return np.int32(found & 0x7FFFFFFF)
+
+def _spread(weight):
+    """Returns some numbers of a weight, evenly spread, as a vector in float32."""
+    x = ops.reshape(weight.value, (-1,))
+    # An odd distance, so that the numbers of a matrix are not all in one column.
+    return ops.cast(x[:: max(1, x.shape[0] // SAMPLED) | 1], "float32")
 
 
 def _shapes(cache):

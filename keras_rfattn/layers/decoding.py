@@ -83,38 +83,57 @@ def onward(call, state=None, passed=None):
     return marked(output, finite, call.mask), state
 
 
+def after_prompt(call, enters, passed):
+    """Returns the state after a prompt, without computing attention.
+
+    Args:
+        call: A causal `layers.attention.Attention` of T tokens.
+        enters: Boolean array of shape `(B, T)`, true for tokens that enter the state.
+        passed: As in `onward`.
+    """
+    call, finite = call.with_finite_tokens()
+    _, key, stats = call.prepared()
+    state = _extended(call, key, stats, _empty_of(call), enters, passed)
+    return remembered(state, finite, enters)
+
+
 def _local_features(call, stats, query, key, sink, position):
     """Returns the `Deferred` features that `local_chunk` asks for."""
-    features = call.deferred(query, key, stats)
-    return _with_sinks(call, features, query, sink, position)
-
-
-def _with_sinks(call, features, query, sink, position):
-    """Adds the features of the sinks, whose keys `sink` are heads first."""
+    queries, keys = call.deferred(query, key, stats)
     if not call.options.sinks:
-        return features
-    sinks = Sinks(ops.transpose(sink, (0, 2, 1, 3)), call.feature_map.exact_kernel)
-    queries, keys = features
+        return queries, keys
+    sinks = _sinks(call, sink)
     return sinks.of_queries(queries, query), sinks.of_keys(keys, position)
+
+
+def _sinks(call, key):
+    """Returns the `Sinks` with keys that are heads first."""
+    return Sinks(ops.transpose(key, (0, 2, 1, 3)), call.feature_map.exact_kernel)
 
 
 def _one_more(call, query, key, stats, state, passed):
     """Computes `onward` of a single token."""
-    value, key_mask, feature_map = call.value, call.mask.key_mask, call.feature_map
-    features = (
-        feature_map.query_features(query, stats),
-        feature_map.key_features(key, stats),
-    )
+    state = _extended(call, key, stats, state, call.mask.key_mask, passed)
+    features = call.feature_map.query_features(query, stats)
     if call.options.window is None:
-        state = extend_state(state, features[1], value, key_mask)
-        return read_state(state, features[0], value.dtype), state
+        return read_state(state, features, call.value.dtype), state
+    if call.options.sinks:
+        features = _sinks(call, state.sink_key).of_queries(features, query)
+    kernel = call.feature_map.exact_kernel
+    return read_local_state(state, features, query, kernel), state
+
+
+def _extended(call, key, stats, state, key_mask, passed):
+    """Returns a state with the tokens of a call added."""
+    features, value = call.feature_map.key_features(key, stats), call.value
+    if call.options.window is None:
+        return extend_state(state, features, value, key_mask)
     if call.options.sinks:
         moved = Move(state, ops.shape(value)[:2], key_mask, passed)
         new = hide(split_heads(key, value.shape[2]), heads_mask(moved.new))
-        sink = moved.sinks(state, new)
-        features = _with_sinks(call, features, query, sink, moved.added)
-    state = extend_local_state(state, features[1], value, key, key_mask, passed)
-    return read_local_state(state, features[0], query, feature_map.exact_kernel), state
+        sinks = _sinks(call, moved.sinks(state, new))
+        features = sinks.of_keys(features, moved.added)
+    return extend_local_state(state, features, value, key, key_mask, passed)
 
 
 def empty_state(layer, batch_size):
@@ -148,17 +167,18 @@ class Decoder(Interceptor):
     Args:
         state: An `ops.State`, or an `ops.LocalState` if the layer has a window. `None`
             is the state before any token.
-        enters: Boolean array of shape `(B, T)`, true for new tokens that enter the
-            state.
+        visible: Boolean array of shape `(B, T)`, true for new tokens that others see.
         passed: Boolean array of shape `(B, T)`, true for tokens that windows count as
             positions (see `onward`). `None` for all tokens.
         start: Position of the first new token, for rotary embeddings.
+        enters: Boolean array of shape `(B, T)`, true for tokens of a prompt that enter
+            its state. `None` if these are the visible tokens.
         is_prefix: Whether the new tokens are a prefix at the start of the text, whose
             tokens all see each other.
     """
 
-    def __init__(self, state, enters, passed, start, is_prefix=False):
-        self.state, self.enters = state, enters
+    def __init__(self, state, visible, passed, start, enters=None, is_prefix=False):
+        self.state, self.visible, self.enters = state, visible, enters
         self.passed, self.start = passed, start
         self.is_prefix = is_prefix
 
@@ -177,7 +197,7 @@ class Decoder(Interceptor):
                 return function(*args, **kwargs)
         kwargs.pop("attention_mask", None)
         causal = not self.is_prefix
-        mask = AttentionMask(self.enters, causal=causal, self_attention=causal)
+        mask = AttentionMask(self.visible, causal=causal, self_attention=causal)
         with turned_from(layer, self.start):
             output = function(*args, attention_mask=mask, **kwargs)
         # Some classes return a cache even if they receive none.
@@ -185,8 +205,15 @@ class Decoder(Interceptor):
 
     def __call__(self, call):
         """Returns the output for an `Attention`, and updates the state."""
-        answer = looked_up if self.is_prefix else partial(onward, passed=self.passed)
-        output, self.state = answer(call, self.state)
+        if self.is_prefix:
+            output, self.state = looked_up(call, self.state)
+        elif self.enters is not None:
+            # Outputs of all tokens, because other layers may keep keys and values of
+            # tokens that do not enter the state yet.
+            output = call.linear()
+            self.state = after_prompt(call, self.enters, self.passed)
+        else:
+            output, self.state = onward(call, self.state, self.passed)
         return output
 
 

@@ -176,8 +176,7 @@ def call_with_cache(
     check_cache(task, cache)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     length = before + ops.shape(token_ids)[1]
-    enters, passed, seen = entering(known, cache, length, start)
-    decoder = partial(Decoder, enters=enters, passed=passed, start=start)
+    decoder, _, seen = decoding(known, cache, length, start)
     with carried(task, known, cache, decoder) as (parts, blank):
         logits, hidden_states, _ = original(token_ids, blank, start, *args, **kwargs)
     return logits, hidden_states, Cache(seen, kept(parts), cache.model)
@@ -194,7 +193,7 @@ def check_cache(task, cache):
         )
 
 
-def entering(known, cache, length, start):
+def decoding(known, cache, length, start):
     """Determines which new tokens enter the states.
 
     Args:
@@ -204,22 +203,26 @@ def entering(known, cache, length, start):
         start: Position of the first new token.
 
     Returns:
-        `(enters, passed, seen)`. `enters`, booleans `(B, T)`, is true for tokens that
-        enter the states. `passed`, booleans `(B, T)`, is true for tokens that advance
-        the windows: those that enter, and padding between them. `seen`, int32 `(B,)`,
-        is the new `Cache.seen`.
+        `(decoder, enters, seen)`. `decoder` is a function from a layer's state to its
+        `Decoder`. `enters`, booleans `(B, T)`, is true for tokens that enter the
+        states. `seen`, int32 `(B,)`, is the new `Cache.seen`.
     """
     positions = start + ops.arange(length, dtype="int32")
     passed = ops.expand_dims(positions, 0) >= ops.expand_dims(cache.seen, 1)
-    after = positions[-1] + 1
+    after, visible = positions[-1] + 1, passed
+    if known.hidden is not None:
+        visible = passed & ~known.padding(positions, ops.shape(passed)[0])
+    enters = visible
+    decoder = partial(Decoder, visible=visible, start=start)
     is_prompt = not any(isinstance(x, STATES) for x in cache.layers.values())
     if known.end is not None and is_prompt:
-        # Positions from `end` on have no token yet.
-        passed, after = passed & (positions < known.end), known.end
-    enters = passed
-    if known.hidden is not None:
-        enters = passed & ~known.padding(positions, ops.shape(passed)[0])
-    return enters, passed, ops.maximum(cache.seen, ops.cast(after, "int32"))
+        # Tokens from `end` on pass again, one by one, while rows with shorter prompts
+        # already generate.
+        exists, after = positions < known.end, known.end
+        passed, enters = passed & exists, visible & exists
+        decoder = partial(decoder, enters=enters)
+    seen = ops.maximum(cache.seen, ops.cast(after, "int32"))
+    return partial(decoder, passed=passed), enters, seen
 
 
 def empty_cache(task, batch_size, max_length):

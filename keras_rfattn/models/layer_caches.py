@@ -1,16 +1,11 @@
 """Generates text with Gemma 3, whose cache is a pair of arrays for each layer.
 
-Other tasks of KerasHub keep the keys and values of all layers in one array. While rows
-with longer prompts wait, Gemma 3 also leaves their cache as the prompt has filled it;
-`generation.entering` does the same for states.
+Other tasks of KerasHub keep the keys and values of all layers in one array.
 """
-
-from functools import partial
 
 from keras import ops
 
 import keras_rfattn.models.generation as generation
-from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.models.carried import carried, kept
 
 
@@ -34,8 +29,7 @@ def call_with_cache(
     generation.check_cache(task, cache)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     length = ops.shape(token_ids)[1]
-    enters, passed, seen = generation.entering(known, cache, length, start)
-    decoder = partial(Decoder, enters=enters, passed=passed, start=start)
+    decoder, _, seen = generation.decoding(known, cache, length, start)
     with carried(task, known, cache, decoder) as (parts, blank):
         pairs = [(blank[:, i, 0], blank[:, i, 1]) for i in range(blank.shape[1])]
         logits, hidden_states, _ = original(token_ids, pairs, start, *args, **kwargs)

@@ -45,7 +45,10 @@ def call_with_cache(
         padding_mask: `(B, T)`, true for tokens of the prompt.
     """
     if img_embeddings is None:
-        return generation.call_with_cache(task, token_ids, cache, cache_update_index)
+        logits, hidden_states, after = generation.call_with_cache(
+            task, token_ids, cache, cache_update_index
+        )
+        return logits, hidden_states, keeping_prompts(cache, after)
     generation.check_cache(task, cache)
     image = ops.ones(ops.shape(img_embeddings)[:2], dtype="bool")
     prompt = ops.cast(padding_mask, "bool")
@@ -53,12 +56,27 @@ def call_with_cache(
     enters = ops.concatenate([image, real], axis=1)
     # Counts padding inside the prompt too, because no token is written there any more.
     seen = ops.shape(image)[1] + ops.sum(ops.cast(prompt, "int32"), axis=1)
-    decoder = partial(Decoder, enters=enters, passed=None, start=0, is_prefix=True)
+    decoder = partial(Decoder, visible=enters, passed=None, start=0, is_prefix=True)
     with carried(task, known, cache, decoder) as (parts, blank):
         logits, hidden_states, _ = original(
             token_ids, blank, 0, img_embeddings, padding_mask
         )
     return logits, hidden_states, generation.Cache(seen, kept(parts), cache.model)
+
+
+def keeping_prompts(before, after):
+    """Returns a `Cache` with the keys and values that its prompts had before a call.
+
+    While rows with shorter prompts generate, the tokens of longer prompts pass again,
+    without the tokens of the prompt after them.
+    """
+    layers = dict(after.layers)
+    for i, x in layers.items():
+        if not isinstance(x, tuple):
+            positions = ops.reshape(ops.arange(x.shape[2]), (1, 1, -1, 1, 1))
+            seen = ops.reshape(before.seen, (-1, 1, 1, 1, 1))
+            layers[i] = ops.where(positions < seen, before.layers[i], x)
+    return after._replace(layers=layers)
 
 
 FAMILY = generation.Family(

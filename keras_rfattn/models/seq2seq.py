@@ -6,12 +6,11 @@ each new token reads; softmax layers of a mixed model keep keys and values.
 """
 
 import contextlib
-from functools import partial
 
 from keras import ops
 
 import keras_rfattn.models.generation as generation
-from keras_rfattn.layers.decoding import CrossDecoder, Decoder
+from keras_rfattn.layers.decoding import CrossDecoder
 from keras_rfattn.models.carried import (
     carried,
     empty_layers,
@@ -90,8 +89,7 @@ def answered(task, known, cache, token_ids, start):
         that returns the `Cache` after the call.
     """
     length = ops.shape(token_ids)[1]
-    enters, passed, seen = generation.entering(known, cache, length, start)
-    decoder = partial(Decoder, enters=enters, passed=passed, start=start)
+    decoder, _, seen = generation.decoding(known, cache, length, start)
     own = known._replace(sites=[x for x in known.sites if generation.decodes(x)])
     # The prompt's padding says nothing of the encoder's tokens.
     crossing = generation.Generating([x for x in known.sites if generation.crosses(x)])

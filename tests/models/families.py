@@ -332,8 +332,8 @@ def gemma2():
     return models.GemmaCausalLM(backbone), tokens()
 
 
-def gemma3():
-    backbone = models.Gemma3Backbone(image_size=16, num_layers=6, **CAPPED)
+def gemma3(num_layers=6):
+    backbone = models.Gemma3Backbone(image_size=16, num_layers=num_layers, **CAPPED)
     return models.Gemma3CausalLM(preprocessor=None, backbone=backbone), tokens()
 
 
@@ -345,10 +345,9 @@ def embedding_gemma():
     return models.Gemma3TextEmbedder(backbone), tokens()
 
 
-def gpt_oss():
-    config = {k: v for k, v in GROUPED.items() if k != "num_layers"}
+def gpt_oss(num_layers=2):
     backbone = models.GptOssBackbone(
-        num_layers=2, num_experts=2, top_k=1, sliding_window=3, **config
+        num_experts=2, top_k=1, sliding_window=3, **GROUPED | {"num_layers": num_layers}
     )
     return models.GptOssCausalLM(backbone), tokens()
 

@@ -219,12 +219,77 @@ def test_states_of_something_else_are_refused(tmp_path):
         with pytest.raises(ValueError, match="must be states of one model"):
             generation.join_rows(states)
     np.savez(tmp_path / "other.npz", format=1, seen=np.zeros(3, "int32"))
-    with pytest.raises(ValueError, match="must be a state of format 3"):
+    with pytest.raises(ValueError, match="must be a state of format 4"):
         generation.load(tmp_path / "other.npz", model)
     for content in (b"", file.read_bytes()[:-50], pickle.dumps(ids)):
         file.write_bytes(content)
         with pytest.raises(ValueError, match="cannot be read so"):
             generation.load(file, model)
+
+
+def nudged(path):
+    """A function that changes the weights whose paths end with `path`, just so."""
+
+    def change(model):
+        weights = [x for x in model.weights if x.path.endswith(path)]
+        for weight in weights:
+            weight.assign(weight + 1e-3)
+        assert weights
+
+    return change
+
+
+CHANGES = {
+    "lora": nudged("lora_kernel_a"),
+    "bias": nudged("query/bias"),
+    "values": nudged("value/kernel"),
+    "feedforward": nudged("feedforward_output_dense/kernel"),
+    "embedding": nudged("token_embedding/embeddings"),
+    "norm": nudged("layernorm/scale"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_states_belong_to_the_weights(tmp_path, change):
+    model, ids = linear("gpt2" if change == "bias" else "llama"), tokens()
+    if change == "lora":
+        model.backbone.enable_lora(2)
+    _, state = generation.prefill(model, ids[:, :6])
+    generation.save(tmp_path / "state.npz", state)
+    expected = array(generation.step(model, ids[:, 6:], state)[0])
+    before = model.get_weights()
+    CHANGES[change](model)
+    with pytest.raises(ValueError, match="as it is now. Received: a state of a model"):
+        generation.step(model, ids[:, 6:], state)
+    with pytest.raises(ValueError, match="as it is now. Received: a state of a model"):
+        generation.load(tmp_path / "state.npz", model)
+    model.set_weights(before)
+    state = generation.load(tmp_path / "state.npz", model)
+    np.testing.assert_array_equal(
+        array(generation.step(model, ids[:, 6:], state)[0]), expected
+    )
+
+
+def test_states_belong_to_the_options():
+    found, ids = [], tokens()
+    for factor in (1.0, 4.0):
+        model, _ = families.build("llama", rope_position_scaling_factor=factor)
+        found.append(keras_rfattn.replace_attention(model, "favorplus", seed=0))
+    one, other = found
+    for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    _, state = generation.prefill(one, ids[:, :6])
+    with pytest.raises(ValueError, match="other weights, random vectors or options"):
+        generation.step(other, ids[:, 6:], state)
+
+
+def test_streams_follow_the_dtype_policy():
+    model, ids = linear("llama"), tokens()
+    generation.prefill(model, ids)
+    for layer in model._flatten_layers():
+        layer.dtype_policy = "mixed_bfloat16"
+    logits, _ = generation.prefill(model, ids)
+    assert keras.backend.standardize_dtype(logits.dtype) == "bfloat16"
 
 
 def greedy(model, ids, mask):
@@ -296,6 +361,115 @@ SAMPLERS = {
     "top_p": lambda s: s.TopPSampler(p=0.9, k=8, seed=7),
     "random": lambda s: s.RandomSampler(seed=7),
 }
+
+
+def unequal():
+    """Tokens of rows of other lengths, with padding anywhere, and their mask."""
+    mask = np.arange(LENGTH) < np.array([3, 10, 7])[:, None]
+    mask[1, :2], mask[2, 3] = False, False
+    return np.where(mask, tokens(), 0), mask
+
+
+def generated(model, ids, mask):
+    prompt = {"token_ids": ids.copy(), "padding_mask": mask.astype("int32")}
+    return np.asarray(model.generate(prompt, stop_token_ids=None)["token_ids"])
+
+
+def assert_rows_alone(model):
+    """Rows of a batch must generate what each of them does alone."""
+    ids, mask = unequal()
+    model.compile(sampler="greedy")
+    rows = [generated(model, ids[[i]], mask[[i]])[0] for i in range(3)]
+    np.testing.assert_array_equal(generated(model, ids, mask), rows)
+    # Not the same token over and over, which anything would generate.
+    assert len(np.unique(rows[1][10:])) + len(np.unique(rows[2][7:])) >= 4
+
+
+def assert_beams(model):
+    """Beams must be those that the sampler finds by full passes."""
+    ids, mask = unequal()
+    sampler, full, positions = SAMPLERS["beam"], full_passes(model), np.arange(LENGTH)
+    last = np.where(mask, positions, 0).max(1, keepdims=True)
+
+    def next(prompt, cache, index):
+        real = mask | ((positions > last) & (positions < int(index)))
+        prompt = array(prompt).astype("int32")
+        logits = full(prompt, np.repeat(real, len(prompt) // len(mask), axis=0))
+        return keras.ops.convert_to_tensor(logits[:, int(index) - 1]), None, cache
+
+    model.compile(sampler=sampler(keras_hub.samplers))
+    expected = sampler(keras_hub.samplers)(
+        next, keras.ops.convert_to_tensor(ids), index=last.min() + 1,
+        mask=keras.ops.convert_to_tensor(positions <= last),
+    )  # fmt: skip
+    np.testing.assert_array_equal(generated(model, ids, mask), array(expected))
+
+
+# Softmax layers, or heads, that follow linear ones.
+AFTER = {
+    "last": lambda paths: {"exclude": paths[-1]},
+    "window": lambda paths: {"exclude": paths[-1], "window": 3, "sinks": 2},
+    "heads": lambda paths: {"softmax_heads": {paths[-1]: [1]}},
+}
+
+
+def mixed(family, kind):
+    """A model whose last layer keeps keys and values, after one that does not."""
+    model = linear(family)
+    keras_rfattn.restore_attention(model)
+    arguments = AFTER[kind](
+        [x.path for x in keras_rfattn.describe_attention(model).kept]
+    )
+    return keras_rfattn.replace_attention(
+        model, "favorplus", num_features=16, seed=0, **arguments
+    )
+
+
+MIXED = first(
+    [("llama", "last"), ("llama", "window"), ("llama", "heads")]
+    + [("mistral", "last"), ("gpt2", "last"), ("gpt2", "heads")]
+)
+
+
+@pytest.mark.parametrize(("family", "kind"), MIXED)
+def test_rows_of_a_batch_are_those_alone(family, kind):
+    assert_rows_alone(mixed(family, kind))
+
+
+@pytest.mark.full
+@pytest.mark.once
+@pytest.mark.parametrize(("family", "kind"), MIXED)
+def test_beams_of_unequal_rows(family, kind):
+    assert_beams(mixed(family, kind))
+
+
+class Seeing(keras_hub.samplers.Sampler):
+    """Generates nothing, and keeps the hidden states of the prompts."""
+
+    def __call__(self, next, prompt, *args, hidden_states=None, **kwargs):
+        self.hidden_states = array(hidden_states)
+        return prompt
+
+
+def assert_final(model):
+    """A prompt's hidden states must be those of a full pass.
+
+    That includes tokens that do not enter the states yet, because they are beyond the
+    shortest prompt.
+    """
+    (ids, mask), sampler = unequal(), Seeing()
+    model.compile(sampler=sampler, run_eagerly=True)
+    generated(model, ids, mask)
+    prompt = {"token_ids": ids, "padding_mask": mask.astype("int32")}
+    expected = array(model.backbone(prompt))
+    assert_near(sampler.hidden_states[mask], expected[mask])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), first([("llama", "window"), *((x, "last") for x in DECODERS)])
+)
+def test_layers_see_hidden_states_of_full_passes(family, kind):
+    assert_final(mixed(family, kind))
 
 
 @pytest.mark.parametrize(
@@ -475,6 +649,11 @@ def test_quantized_and_adapted_models_stream_and_reload(tmp_path, way):
     again = keras.models.load_model(tmp_path / "model.keras")
     # KerasHub's softmax Llama in int4 does not reload exactly either.
     assert_near(full_pass(again, ids), expected, 0.02 if way == "int4" else 1e-5)
+    if way != "lora":  # Keras merges adapters into the kernels that it saves.
+        generation.save(tmp_path / "state.npz", state)
+        state = generation.load(tmp_path / "state.npz", again)
+        rest, _ = generation.step(again, ids[:, 5:], state)
+        assert_near(array(rest), expected[:, 5:], 0.02 if way == "int4" else 1e-4)
 
 
 def test_streams_follow_a_model_that_changes():

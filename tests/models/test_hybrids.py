@@ -8,12 +8,15 @@ import keras_rfattn
 from keras_rfattn import generation
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import linear_layers, record, recording
-from tests.marks import first_on_jax, slow_on_jax
+from tests.marks import first, first_on_jax, slow_on_jax
 from tests.models import families
 from tests.models.test_generation import (
     LENGTH,
     array,
+    assert_beams,
+    assert_final,
     assert_near,
+    assert_rows_alone,
     full_pass,
     greedy,
     tokens,
@@ -28,9 +31,9 @@ DECODERS = ["gemma2", "gpt_oss", "gemma3"]
 ALL, ALL_DECODERS = first_on_jax(GLOBAL), first_on_jax(DECODERS)
 
 
-def softmax(name):
+def softmax(name, **arguments):
     """A model of the family with peaked attention, and inputs."""
-    model, inputs = families.build(name)
+    model, inputs = families.build(name, **arguments)
     generator = np.random.default_rng(3)
     for weight in model.trainable_weights:
         if weight.path.endswith(families.QUERIES_AND_KEYS):
@@ -122,6 +125,25 @@ def test_greedy_generation(name):
     prompt = {"token_ids": ids.copy(), "padding_mask": mask.astype("int32")}
     found = np.asarray(model.generate(prompt, stop_token_ids=None)["token_ids"])
     np.testing.assert_array_equal(found, greedy(model, ids, mask))
+
+
+# With local layers after global ones, as real models have.
+DEEP = {"gemma3": {"num_layers": 12}, "gpt_oss": {"num_layers": 4}}
+
+
+@slow_on_jax
+@pytest.mark.parametrize("name", first(DEEP))
+def test_rows_of_a_batch_are_those_alone(name):
+    model = replace(softmax(name, **DEEP[name])[0], name)
+    assert_rows_alone(model)
+    assert_final(model)
+
+
+@pytest.mark.full
+@pytest.mark.once
+def test_beams_of_unequal_rows():
+    # Beam search of KerasHub's Gemma 3 fails with more than one row.
+    assert_beams(replace(softmax("gpt_oss", **DEEP["gpt_oss"])[0], "gpt_oss"))
 
 
 @pytest.mark.parametrize("name", ALL)
