@@ -17,7 +17,7 @@ from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.models.matching import Plan, lookup, select
 from keras_rfattn.models.report import local_note
-from keras_rfattn.models.survey import has_prefix, is_cross, is_pooling, survey
+from keras_rfattn.models.survey import has_prefix, is_pooling, survey
 from keras_rfattn.ops.options import Options
 
 
@@ -334,7 +334,7 @@ def check_sites(options, sites):
     """Raises `ValueError` for options that the attention of some sites rules out."""
     cross = []
     if options.window is not None:
-        cross = [site for site in sites if is_cross(site) and not site.causal]
+        cross = [x for x in sites if x.self_attention is False and not x.causal]
     if cross:
         raise ValueError(
             "A `window` needs self-attention, in which queries and keys belong to the "

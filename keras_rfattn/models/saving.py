@@ -18,7 +18,7 @@ import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.loading  # noqa: F401  (wraps Keras' loaders)
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
-from keras_rfattn.layers.linear_attention import set_training
+from keras_rfattn.layers.linear_attention import set_saved
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.models.entry import attention_config, check_entry
 from keras_rfattn.models.holders import check_optimizers, holders, refresh
@@ -198,7 +198,7 @@ def apply_config(container, entry):
         if site.is_linear:
             continue
         site.layer.is_from_config = True
-        set_training(site.layer, layer)
+        set_saved(site.layer, layer)
         feature_map = feature_maps.get(layer["feature_map"])
         change = site, feature_map, Options.take(dict(layer))
         if site.layer.built:
@@ -227,6 +227,8 @@ def commit(model, sites, changes):
     check_optimizers([(site.layer, feature_map) for site, feature_map, _ in changes])
     for site, feature_map, options in changes:
         swap.make_linear(site.layer, feature_map, options)
+        if site.self_attention is not None:
+            site.layer.self_attention = site.self_attention
     follow(model, sites)
 
 
