@@ -196,10 +196,7 @@ def num_blocks(length, size):
 
 
 def is_plain(*arrays):
-    """Returns whether the values of arrays may be read, which a trace forbids.
-
-    JAX and TensorFlow raise an exception if a value is read that does not exist.
-    """
+    """Returns whether the values of arrays may be read, which a trace forbids."""
     return True
 
 

@@ -46,6 +46,10 @@ def precise_einsum(equation, a, b):
     return jnp.einsum(equation, b, a, precision=jax.lax.Precision.HIGHEST)
 
 
+def is_plain(*arrays):
+    return not any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def quotient(numerator, denominator, dtype):
     """Returns `numerator / denominator`; the gradient keeps output and denominator.

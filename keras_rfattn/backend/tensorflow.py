@@ -42,6 +42,10 @@ def num_blocks(length, size):
     return count if is_known(count) else ops.maximum(count, 1)
 
 
+def is_plain(*arrays):
+    return not any(tf.is_symbolic_tensor(x) for x in arrays if tf.is_tensor(x))
+
+
 def compiled(function, /, **options):
     """Returns a `tf.function` cached for the current graph, or in eager mode a partial.
 

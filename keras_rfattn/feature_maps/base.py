@@ -108,6 +108,11 @@ class FeatureMap(Weights, keras.layers.Layer):
         self.seed = int(seed)
 
     @property
+    def measures_sequence(self):
+        """Whether `statistics` may measure the sequence at hand, if not causal."""
+        return not self.is_causal_safe
+
+    @property
     def exact_kernel(self):
         """The kernel for `ops.kernel_attention`, `None` if that cannot compute it."""
         return Softmax() if self.kernel == "softmax" else None

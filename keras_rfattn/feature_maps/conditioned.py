@@ -30,6 +30,7 @@ class MapOfMap(Adaptive, FeatureMap):
     """Base of maps that compute a softmax map, `inner`, for transformed tokens."""
 
     is_causal_safe = of_inner("is_causal_safe")
+    measures_sequence = of_inner("measures_sequence")
     is_unbiased = of_inner("is_unbiased")
     assumes_equal_lengths = of_inner("assumes_equal_lengths")
     output_dim = of_inner("output_dim")

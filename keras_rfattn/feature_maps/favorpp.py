@@ -102,6 +102,10 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
     is_adaptive = is_causal_safe
 
     @property
+    def measures_sequence(self):
+        return self.policy != "stored"
+
+    @property
     def is_generalized_exponential(self):
         return not self.per_direction
 

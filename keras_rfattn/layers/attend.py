@@ -7,7 +7,7 @@ size of values.
 
 from keras import ops
 
-from keras_rfattn.backend import is_zero, where
+from keras_rfattn.backend import is_plain, is_zero, where
 from keras_rfattn.layers.attention import PLAIN, Attention
 from keras_rfattn.layers.cached import among_keys
 from keras_rfattn.layers.implementation import check_options
@@ -44,7 +44,8 @@ def attend(
             that estimate softmax attention.
         options: `keras_rfattn.ops.Options`, such as the window, the block size and the
             heads that stay softmax. If `None`, their defaults.
-        training: Whether stored statistics of the map are updated.
+        training: Whether stored statistics of the map are updated. They are not if
+            this is an array without a value, inside of a compiled function.
         recorder: Optional function that is called with the `Attention`. If it returns
             an array `(B, T, N, V)`, that is used as the output of the linear heads.
         softmax_kernel: `ops.Softmax` that softmax heads and teachers use; it holds the
@@ -70,6 +71,9 @@ def attend(
         (1, 10, 2, 8)
     """
     options = Options() if options is None else options
+    # Around a rematerialized model, JAX and TensorFlow trace this argument too, and
+    # what runs again must have no side effects.
+    training = is_plain(training) and bool(training)
     check_options(options, feature_map)
     mask = interpret_mask(mask, query.shape[1], key.shape[1])
     if any(is_zero(x) for x in (*query.shape[:2], key.shape[1])):

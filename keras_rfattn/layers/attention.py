@@ -149,6 +149,16 @@ class Attention:
         """Returns `(query, key, stats)`, the inputs of the feature methods."""
         query, key = self.feature_map.prepare(*self.wide())
         mask, temperature = self.mask, self.options.temperature
+        is_open = mask.self_attention is None and not mask.causal
+        if is_open and self.feature_map.measures_sequence:
+            name = type(self.feature_map).__name__
+            raise ValueError(
+                f"{name} needs to know whether queries and keys are the same tokens, "
+                "which the arguments of a compiled function do not tell. Received: a "
+                "layer whose `self_attention` is `None`, and arguments that are not "
+                "the same object. Set `self_attention` of the layer to `True` or "
+                "`False`, or call it once outside of the function."
+            )
         side = math.sqrt(self.scale)
         if temperature is not None:
             (query, _), (key, _), side = unit(query), unit(key), temperature**-0.5
@@ -282,7 +292,8 @@ class Attention:
                 raise ValueError(
                     "A `window` needs self-attention, where queries and keys are the "
                     f"same tokens. Received: window={window} in cross-attention. Leave "
-                    "such layers out (`exclude=`)."
+                    "such layers out (`exclude=`), or set the layer's `self_attention` "
+                    "if the arguments of the call are copies of the same tokens."
                 )
             kernel = self.feature_map.exact_kernel
             local = Local(query, key, kernel, window, self.options.sliding)

@@ -93,7 +93,8 @@ class CallContext:
 
     Attributes:
         layer: The layer. Other layers do not see this context.
-        self_attention: Whether queries, keys and values are the same tokens.
+        self_attention: Whether queries, keys and values are the same tokens, or `None`
+            if nothing tells.
         segment_ids: Integers `(B, T)` that number the texts of packed rows, or `None`.
         mask: An `AttentionMask` that replaces the mask which the layer's class
             receives, or `None` to use that mask.
@@ -102,7 +103,7 @@ class CallContext:
     """
 
     layer: Any
-    self_attention: bool = False
+    self_attention: bool | None = False
     segment_ids: Any = None
     mask: Any = None
     recorder: Any = None

@@ -27,6 +27,7 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
         feature_map: As in `keras_rfattn.layers.MultiHeadAttention`.
         num_features: As in `keras_rfattn.layers.MultiHeadAttention`.
         seed: Seed of the random vectors (and of the inactive dropout).
+        self_attention: As in `keras_rfattn.layers.MultiHeadAttention`.
         **kwargs: The fields of `keras_rfattn.ops.Options`, and further arguments of
             `keras.layers.GroupQueryAttention`.
 
@@ -41,7 +42,8 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
         Array of shape `(B, T, D)` in the compute dtype.
 
     Raises:
-        ValueError: If a size is not a positive integer.
+        ValueError: If a size is not a positive integer, or for the other reasons of
+            `keras_rfattn.layers.MultiHeadAttention`.
 
     Examples:
         >>> layer = keras_rfattn.layers.GroupedQueryAttention(
@@ -63,6 +65,7 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
         feature_map="favorpp",
         num_features=None,
         seed=None,
+        self_attention=None,
         **kwargs,
     ):
         options = Options.take(kwargs)
@@ -75,7 +78,7 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
             head_dim, num_query_heads, num_key_value_heads, *args, seed=seed, **kwargs
         )
         feature_map = resolve(feature_map, num_features, seed, name="feature_map")
-        self._set_mechanism(feature_map, options)
+        self._set_mechanism(feature_map, options, self_attention)
 
     def _kv_shape(self):
         return self.num_key_value_heads, self.head_dim

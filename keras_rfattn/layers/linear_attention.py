@@ -12,6 +12,7 @@ import warnings
 from keras import ops
 
 from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps.arguments import check_flag
 from keras_rfattn.feature_maps.names import fix_name
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.layers.call_context import (
@@ -23,14 +24,18 @@ from keras_rfattn.layers.call_context import (
 from keras_rfattn.layers.checks import num_heads, title
 from keras_rfattn.layers.fingerprint import mark
 from keras_rfattn.layers.implementation import check_options
+from keras_rfattn.layers.self_attention import is_self_attention, tokens_of
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.ops.kernel_attention import Softmax
 from keras_rfattn.ops.masks import interpret_mask
 
 # Attributes that a layer has only while its attention is linear.
-STATE = ("options", "is_from_config", "refusal", "trained", "origin", "checkpoint")
+STATE = (
+    "options", "is_from_config", "refusal", "trained", "origin", "checkpoint",
+    "self_attention",
+)  # fmt: skip
 # Those of them that configs hold, unless they are empty.
-SAVED = ("trained", "origin", "checkpoint")
+SAVED = ("trained", "origin", "checkpoint", "self_attention")
 
 # Names under which attention classes store the size of a sliding window.
 SLIDING_WINDOWS = ("_sliding_window", "sliding_window", "sliding_window_size")
@@ -41,14 +46,15 @@ NO_SCORES = (
 )
 
 
-def set_training(layer, config):
-    """Sets what `LinearAttention.training_config` returned for a saved layer.
+def set_saved(layer, config):
+    """Sets what `LinearAttention.saved_config` returned for a saved layer.
 
     The layer may still be softmax attention. Older files lack some entries.
     """
     layer.trained = tuple(config.get("trained", ()))
     layer.origin = config.get("origin", "")
     layer.checkpoint = config.get("checkpoint", "")
+    layer.self_attention = config.get("self_attention")
 
 
 class LinearAttention:
@@ -77,6 +83,9 @@ class LinearAttention:
     origin = ""
     # Hash of the checkpoint's weights before `uptrain` changed any; else empty.
     checkpoint = ""
+    # Whether queries, keys and values are the same tokens wherever they are of one
+    # number; `None` until the graph of a model or the first call tells.
+    self_attention = None
     # An `Interceptor` or a function. It applies in all threads, because replicas of a
     # model run in separate threads.
     recorder = None
@@ -85,12 +94,15 @@ class LinearAttention:
     # Attribute that holds the logits of attention sinks, in classes that have them.
     sink_logits = None
 
-    def _set_mechanism(self, feature_map, options):
-        """Checks and stores the feature map and the `ops.Options` of the layer."""
+    def _set_mechanism(self, feature_map, options, self_attention=None):
+        """Checks and stores what makes the layer linear."""
         check_options(options, feature_map)
         check_softmax_heads(options.softmax_heads, num_heads(self), title(self))
         fix_name(feature_map, "feature_map")
         self.feature_map, self.options = feature_map, options
+        if self_attention is not None:
+            check_flag("self_attention", self_attention)
+            self.self_attention = bool(self_attention)
 
     def _kv_shape(self):
         """Returns `(K, H)`, the number of key/value heads and the head dim."""
@@ -122,15 +134,14 @@ class LinearAttention:
         self._build_mechanism()
 
     def __call__(self, *args, **kwargs):
-        # Identity is compared here, because Keras casts later, which makes copies.
-        given = dict(zip(("query", "value", "key"), args, strict=False)) | kwargs
-        is_same = _are_same(given.get("query"), given.get("value"), given.get("key"))
+        # Keras casts the arguments later, which makes copies.
+        is_itself = is_self_attention(self, *tokens_of(args, kwargs))
         # With a cache, keys include tokens other than the queries'.
-        is_same = is_same and kwargs.get("cache") is None
+        is_itself = is_itself and kwargs.get("cache") is None
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = taken_over(kwargs["attention_mask"])
         recorder = context_of(self).recorder
-        with CallContext(self, is_same, recorder=recorder).active():
+        with CallContext(self, is_itself, recorder=recorder).active():
             if isinstance(recorder, Interceptor):
                 return recorder.around(self, super().__call__, args, kwargs)
             return super().__call__(*args, **kwargs)
@@ -183,7 +194,7 @@ class LinearAttention:
             mask=attention_mask,
             # A rematerialized call runs twice and must have no side effects. It
             # therefore does not update stored statistics.
-            training=bool(training) and getattr(self, "_remat_mode", None) is None,
+            training=training if getattr(self, "_remat_mode", None) is None else False,
             recorder=context_of(self).recorder,
             options=self.options,
             softmax_kernel=Softmax(soft_cap(self)),
@@ -225,15 +236,16 @@ class LinearAttention:
         saved = {name: config.pop(name) for name in SAVED if name in config}
         layer = super().from_config(config)
         layer.is_from_config = True
-        set_training(layer, saved)
+        set_saved(layer, saved)
         return layer
 
-    def training_config(self):
-        """Returns a dict that says how the layer was trained, for saved configs."""
+    def saved_config(self):
+        """Returns what configs save of the layer beside its map and its options."""
         return {
             "trained": list(self.trained),
             "origin": self.origin,
             "checkpoint": self.checkpoint,
+            "self_attention": self.self_attention,
         }
 
     def get_config(self):
@@ -241,7 +253,7 @@ class LinearAttention:
             **super().get_config(),
             "feature_map": feature_maps.serialize(self.feature_map),
             **self.options.config(),
-            **{k: x for k, x in self.training_config().items() if x},
+            **{k: x for k, x in self.saved_config().items() if x or x is False},
         }
 
 
@@ -276,7 +288,7 @@ class Packable(LinearAttention):
             # This is raised early, because Keras' grouped layer would first store the
             # argument.
             raise ValueError(NO_SCORES)
-        context = context_of(self, _are_same(query, value, key))
+        context = context_of(self, is_self_attention(self, query, value, key))
         with context.replace(segment_ids=segment_ids).active():
             return super().call(
                 query,
@@ -293,10 +305,6 @@ class Packable(LinearAttention):
     def compute_output_spec(self, *args, segment_ids=None, **kwargs):
         """Returns the Keras layer's output spec, which ignores `segment_ids`."""
         return super().compute_output_spec(*args, **kwargs)
-
-
-def _are_same(query, value, key):
-    return query is value and (key is None or key is value)
 
 
 def warn_of_lengths(layer):

@@ -31,6 +31,10 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         num_features: Number of random vectors of a map given by name. If `None`, the
             map's default.
         seed: Seed of the random vectors (and of the inactive dropout).
+        self_attention: Whether queries, keys and values are the same tokens. Statistics
+            of the sequence, windows without a causal mask and packed texts need to
+            know. `None` lets the graph of a Functional model tell, or else the layer's
+            first call. Calls with fewer or more keys than queries are cross-attention.
         **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
             `sinks`, `block_size`, `max_segments`, `temperature`, `softmax_heads` and
             `implementation`; and further arguments of
@@ -49,7 +53,7 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
     Raises:
         ValueError: If `num_heads` or `key_dim` is not a positive integer, the name of
             the feature map is unknown, `num_features` is given together with a map or a
-            config, or an option is invalid.
+            config, `self_attention` is not a boolean, or an option is invalid.
         TypeError: If `feature_map` is of another type.
 
     Examples:
@@ -71,6 +75,7 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         feature_map="favorpp",
         num_features=None,
         seed=None,
+        self_attention=None,
         **kwargs,
     ):
         options = Options.take(kwargs)
@@ -78,4 +83,4 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         # Keras refuses the integers of NumPy.
         super().__init__(int(num_heads), int(key_dim), *args, seed=seed, **kwargs)
         feature_map = resolve(feature_map, num_features, seed, name="feature_map")
-        self._set_mechanism(feature_map, options)
+        self._set_mechanism(feature_map, options, self_attention)

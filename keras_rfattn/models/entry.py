@@ -33,7 +33,7 @@ def attention_config(container):
                 "path": site.lasting,
                 "feature_map": map_config(site.layer),
                 **site.layer.options.config(),
-                **site.layer.training_config(),
+                **site.layer.saved_config(),
             }
             for site in survey(container)
             if site.is_linear

@@ -134,7 +134,7 @@ def decodes(site):
 
 def crosses(site):
     """Returns whether a layer is cross-attention to the encoder's tokens."""
-    return site.linear_class and survey.is_cross(site)
+    return site.linear_class and site.self_attention is False
 
 
 def has_states(sites):

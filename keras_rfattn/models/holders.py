@@ -70,29 +70,8 @@ def refresh(layer):
     track_variables_anew(layer)
 
 
-def check_optimizers(maps):
-    """Raises `ValueError` if a built optimizer would lack slots for new weights.
-
-    Args:
-        maps: List of `(layer, built feature map)`, for the layers that will own them.
-    """
-    layers = [layer for layer, _ in maps]
-    trainable = [w for x, m in maps if x.trainable for w in m.trainable_weights]
-    if not trainable or not with_built_optimizer(layers):
-        return
-    # Models that nobody uses any more may still await garbage collection. They must
-    # not cause an error.
-    gc.collect()
-    for model in with_built_optimizer(layers):
-        raise ValueError(
-            f"The optimizer of {type(model).__name__} '{model.name}' is built and has "
-            f"no slots for the {len(trainable)} new trainable weights, such as "
-            f"{trainable[0].path!r}. Replace attention before training, or compile the "
-            "model with a new optimizer first."
-        )
-
-
 def with_built_optimizer(layers):
-    """Returns the models around the layers that have a built optimizer."""
-    optimizers = ((x, getattr(x, "optimizer", None)) for x in holders(layers))
+    """Returns those of the layers, and of what holds them, with a built optimizer."""
+    models = [*layers, *holders(layers)]
+    optimizers = ((x, getattr(x, "optimizer", None)) for x in models)
     return [model for model, x in optimizers if x is not None and x.built]

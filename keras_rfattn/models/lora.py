@@ -9,6 +9,7 @@ import contextlib
 
 from keras_rfattn.feature_maps import FeatureMap
 from keras_rfattn.models.holders import holders, refresh
+from keras_rfattn.models.optimizers import following
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ def _without_maps(backbone):
 
 def enable_lora(backbone, rank, target_layer_names=None):
     """Runs `Backbone.enable_lora`, which also freezes the feature maps."""
-    with _without_maps(backbone):
+    with following([backbone]), _without_maps(backbone):
         type(backbone).original_class.enable_lora(backbone, rank, target_layer_names)
     _refresh(backbone)
 

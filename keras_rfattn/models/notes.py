@@ -15,6 +15,8 @@ class Notes:
             made, until its layers are built; then `None`.
         shared_with: Class and name of each other task that changed too when the
             model's attention was replaced.
+        optimizer: The optimizer that `optimizers` gave other slots, with the numbers of
+            weights that came and went; or `None`.
         stream: The `generation.streaming.Stream` of the model, or `None`.
         steps: The `backend.traced.Programs` that decode one token, or `None`.
     """
@@ -22,6 +24,7 @@ class Notes:
     token_limits: dict = dataclasses.field(default_factory=dict)
     pending_attention: Any = None
     shared_with: tuple = ()
+    optimizer: Any = None
     stream: Any = None
     steps: Any = None
 

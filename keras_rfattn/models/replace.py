@@ -17,7 +17,7 @@ from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.models.matching import Plan, lookup, select
 from keras_rfattn.models.report import local_note
-from keras_rfattn.models.survey import has_prefix, is_cross, is_pooling, survey
+from keras_rfattn.models.survey import has_prefix, is_pooling, survey
 from keras_rfattn.ops.options import Options
 
 
@@ -42,8 +42,9 @@ def replace_attention(
 ):
     """Makes the attention of a model linear in sequence length, in place.
 
-    Every pretrained weight is kept as the same variable with the same name.
-    `describe_attention(model)` reports what was replaced, and
+    Every pretrained weight is kept as the same variable with the same name. If the
+    model was trained, its optimizer keeps the slots of these weights, and gets slots
+    for those of the maps. `describe_attention(model)` reports what was replaced, and
     `restore_attention(model)` restores softmax attention.
 
     Layers are judged one by one. A layer with a sliding window (Gemma 2 and 3, GPT-OSS)
@@ -108,7 +109,8 @@ def replace_attention(
         TypeError: If `model` is not a Keras layer.
         ValueError: If an argument is invalid, the model has no attention, all selected
             layers are local, or one of them has attention that linear attention cannot
-            express. The model is unchanged in that case.
+            express, or a built optimizer cannot train the new weights. The model is
+            unchanged in that case.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -160,8 +162,9 @@ def restore_attention(model, *, include=None):
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If nothing in the model was replaced, or `include` names a layer
-            that is not linear, or none.
+        ValueError: If nothing in the model was replaced, `include` names a layer that
+            is not linear, or none, or a built optimizer cannot drop the maps' weights.
+            The model is unchanged in that case.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -196,10 +199,7 @@ def restore_attention(model, *, include=None):
             f"trained {len(trained)} of its own weights: {', '.join(trained)}.",
             stacklevel=2,
         )
-    for site in linear:
-        swap.make_softmax(site.layer)
-    saving.uncarry([site.layer for site in linear])
-    saving.follow(model, sites)
+    saving.revert(model, sites, linear)
     return model
 
 
@@ -334,7 +334,7 @@ def check_sites(options, sites):
     """Raises `ValueError` for options that the attention of some sites rules out."""
     cross = []
     if options.window is not None:
-        cross = [site for site in sites if is_cross(site) and not site.causal]
+        cross = [x for x in sites if x.self_attention is False and not x.causal]
     if cross:
         raise ValueError(
             "A `window` needs self-attention, in which queries and keys belong to the "

@@ -18,11 +18,12 @@ import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.loading  # noqa: F401  (wraps Keras' loaders)
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
-from keras_rfattn.layers.linear_attention import set_training
+from keras_rfattn.layers.linear_attention import set_saved
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.models.entry import attention_config, check_entry
-from keras_rfattn.models.holders import check_optimizers, holders, refresh
+from keras_rfattn.models.holders import holders, refresh
 from keras_rfattn.models.notes import notes_of
+from keras_rfattn.models.optimizers import following
 from keras_rfattn.models.positions import Sized
 from keras_rfattn.models.survey import block_mixin, survey
 from keras_rfattn.ops.options import Options
@@ -198,7 +199,7 @@ def apply_config(container, entry):
         if site.is_linear:
             continue
         site.layer.is_from_config = True
-        set_training(site.layer, layer)
+        set_saved(site.layer, layer)
         feature_map = feature_maps.get(layer["feature_map"])
         change = site, feature_map, Options.take(dict(layer))
         if site.layer.built:
@@ -218,16 +219,33 @@ def commit(model, sites, changes):
         changes: List of `(site, feature_map, options)`.
 
     Raises:
-        ValueError: If a model that holds one of the layers has a built optimizer
-            without slots for the new weights. Nothing is changed in that case.
+        ValueError: If a model that holds one of the layers has a built optimizer that
+            cannot train the new weights. Nothing is changed in that case.
     """
     for site, feature_map, _ in changes:
         if not feature_map.built:
             swap.build_map(site.layer, feature_map)
-    check_optimizers([(site.layer, feature_map) for site, feature_map, _ in changes])
-    for site, feature_map, options in changes:
-        swap.make_linear(site.layer, feature_map, options)
-    follow(model, sites)
+    with following([site.layer for site, x, _ in changes if trains(site, x)]):
+        for site, feature_map, options in changes:
+            swap.make_linear(site.layer, feature_map, options)
+            if site.self_attention is not None:
+                site.layer.self_attention = site.self_attention
+        follow(model, sites)
+
+
+def revert(model, sites, linear):
+    """Makes the layers of the sites in `linear` softmax again, as `commit` does."""
+    changing = [x.layer for x in linear if trains(x, x.layer.feature_map)]
+    with following(changing):
+        for site in linear:
+            swap.make_softmax(site.layer)
+        uncarry([site.layer for site in linear])
+        follow(model, sites)
+
+
+def trains(site, feature_map):
+    """Returns whether a map has weights that are trained in the layer of a site."""
+    return site.layer.trainable and bool(feature_map.trainable_weights)
 
 
 def uncarry(layers):

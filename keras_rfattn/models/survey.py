@@ -13,6 +13,7 @@ from keras_rfattn.layers.linear_attention import (
     refusal,
     sliding_window,
 )
+from keras_rfattn.layers.self_attention import in_graph
 from keras_rfattn.models.swap import linear_class, original_class
 
 # Block class -> mixin that builds the mask of the block's attention layer. An adapter
@@ -37,6 +38,8 @@ class Site:
         window: Size in tokens of the sliding window that makes a softmax layer local,
             and so linear in length already. `None` if the layer is global or linear.
         causal: Whether the attention is causal, or `None` if each call decides.
+        self_attention: Whether queries and keys are the same tokens, or `None` if
+            neither the block nor a graph tells.
     """
 
     path: str
@@ -47,6 +50,7 @@ class Site:
     reason: str | None = None
     causal: bool | None = None
     window: int | None = None
+    self_attention: bool | None = None
 
     @property
     def is_linear(self):
@@ -80,6 +84,7 @@ def survey(model, drop_window=False, drop_cap=False):
             if is_attention(child):
                 site = Site(*names, child, layer, len(sites))
                 site.causal = _causality(child, layer)
+                site.self_attention = _self_attention(child, layer)
                 if not site.is_linear:
                     site.reason = _reason(site, not drop_cap)
                     site.window = None if drop_window else _local_window(site)
@@ -131,21 +136,13 @@ def _causality(layer, parent):
     return known.block(original_class(parent)).causal
 
 
-def is_cross(site):
-    """Returns whether queries and keys are known to come from different tensors."""
-    mixin = block_mixin(original_class(site.parent))
+def _self_attention(layer, parent):
+    cls = original_class(parent)
+    mixin = block_mixin(cls)
     if mixin is not None:
-        return mixin.is_cross(site.parent, site.layer)
-    if not isinstance(site.parent, keras.Model):
-        return False
-    for node in site.layer._inbound_nodes:
-        names = ("query", "value", "key")
-        given = dict(zip(names, node.arguments.args, strict=False))
-        given.update(node.arguments.kwargs)
-        others = given["value"], given.get("key")
-        if any(x is not None and x is not given["query"] for x in others):
-            return True
-    return False
+        return not mixin.is_cross(parent, layer)
+    # The blocks of encoders have no other attention.
+    return True if known.block(cls).causal is False else in_graph(layer)
 
 
 def has_prefix(site):

@@ -22,7 +22,8 @@ class AttentionMask:
         query_mask: `(B, T)` booleans, false for queries whose output is 0, or `None`.
         causal: Whether query i sees only keys `j <= i`.
         self_attention: Whether queries and keys come from the same tokens. Then a
-            statistic of the queries reveals nothing about a future token.
+            statistic of the queries reveals nothing about a future token. `None` if
+            that is not known, which raises where it matters.
         offset: Position of query 0 among the keys, for causal attention: query i sees
             keys `j <= offset + i` (decoding with a cache). `None` for 0.
         segment_ids: `(B, T)` integers for self-attention over packed rows: a token sees
@@ -42,7 +43,7 @@ class AttentionMask:
     key_mask: Any = None
     query_mask: Any = None
     causal: bool = False
-    self_attention: bool = False
+    self_attention: bool | None = False
     offset: Any = None
     segment_ids: Any = None
     prefix_mask: Any = None

@@ -91,6 +91,10 @@ class Hybrid(Sided, Adaptive, FeatureMap):
         return all(part.is_causal_safe for part in self._parts())
 
     @property
+    def measures_sequence(self):
+        return any(part.measures_sequence for part in self._parts())
+
+    @property
     def is_unbiased(self):
         return all(part.is_unbiased for part in self._parts())
 

@@ -12,6 +12,7 @@ from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.checks import projection, title
 from keras_rfattn.layers.recording import recording
 from keras_rfattn.models.holders import holders, refresh
+from keras_rfattn.models.optimizers import following
 
 
 def variables_to_train(model, layers, trainable, lora_rank, optimizer=None):
@@ -116,8 +117,9 @@ def _adapters(layers, stage, lora_rank):
                 f"`kernel_constraint` is "
                 f"{dense.kernel_constraint!r}. Set it to None, or change `trainable`."
             )
-    for dense in without:
-        dense.enable_lora(lora_rank)
+    with following(without):
+        for dense in without:
+            dense.enable_lora(lora_rank)
     for holder in holders(without):
         # Functions compiled before would keep running without the adapters.
         refresh(holder)

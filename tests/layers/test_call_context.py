@@ -55,12 +55,15 @@ def test_segments_are_forgotten_when_a_call_raises(cls):
 
 def test_a_direct_call_is_the_same():
     # Statistics are of self-attention alone.
-    layer, x = made(feature_map="favorpp"), ops.convert_to_tensor(data())
+    x, found = ops.convert_to_tensor(data()), []
     other = ops.convert_to_tensor(data(1))
     for key in (x, other):
-        expected = h.to_numpy(layer(x, key))
-        layer(x, x)
-        np.testing.assert_array_equal(h.to_numpy(layer.call(x, key)), expected)
+        layer = made(feature_map="favorpp")
+        found.append(h.to_numpy(layer.call(x, key)))
+        np.testing.assert_array_equal(h.to_numpy(layer(x, key)), found[-1])
+    layer = made(feature_map="favorpp", self_attention=True)
+    np.testing.assert_array_equal(h.to_numpy(layer(x, x)), found[0])
+    assert np.abs(h.to_numpy(layer(x, other)) - found[1]).max() > 1e-3
 
 
 @pytest.mark.once
@@ -253,5 +256,5 @@ def test_what_runs_again_for_a_gradient_knows_the_same(packed):
     if packed:
         other = h.gradients(lambda x: plain(x, x), data())[0]
     else:
-        other = h.gradients(lambda x: plain(x, x + 0), data())[0]
+        other = gradient(made(feature_map="favorpp", self_attention=False))
     assert np.abs(other - expected).max() > 1e-3 * np.abs(expected).max()

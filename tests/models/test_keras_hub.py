@@ -430,3 +430,22 @@ def test_subclasses_refuse_the_vllm_route_too():
         layer.__class__ = swap.linear_class(cls)
         with pytest.raises(ValueError, match="vLLM route would run softmax"):
             layer._compute_vllm_attention()
+
+
+@pytest.mark.once
+def test_other_libraries_get_no_linear_model_as_softmax(tmp_path):
+    keras.utils.set_random_seed(0)
+    backbone = keras_hub.models.GPT2Backbone(20, 2, 2, 8, 16, max_sequence_length=8)
+    task = keras_hub.models.GPT2CausalLM(backbone)
+    keras_rfattn.replace_attention(task, "favorplus", include="*layer_0*")
+    for model in (backbone, task):
+        with pytest.raises(ValueError, match="Call `restore_attention` first"):
+            model.export_to_transformers(str(tmp_path / "exported"))
+    assert not any(tmp_path.iterdir())
+    # A task around a linear backbone is one too.
+    with pytest.raises(ValueError, match="would write a softmax model"):
+        keras_hub.models.GPT2CausalLM(backbone).export_to_transformers(str(tmp_path))
+    keras_rfattn.restore_attention(task)
+    name = "export_to_transformers"
+    for model in (backbone, task):
+        assert getattr(type(model), name).__module__.startswith("keras_hub")

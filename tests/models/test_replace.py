@@ -443,7 +443,7 @@ def test_compiled_models_keep_training(when):
     model.fit(data(), target, verbose=0)
 
 
-def test_new_trainable_weights_need_a_new_optimizer():
+def test_new_trainable_weights_get_slots():
     @feature_maps.register("test_trainable")
     class Trainable(feature_maps.Elu):
         def build(self, input_shape):
@@ -454,10 +454,11 @@ def test_new_trainable_weights_need_a_new_optimizer():
         model = make()
         model.compile("adam", "mse")
         model.fit(data(), np.zeros((2, 6, 3)), verbose=0)
-        before = snapshot(model)
-        with pytest.raises(ValueError, match="optimizer"):
-            keras_rfattn.replace_attention(model, "test_trainable")
-        assert snapshot(model) == before
+        keras_rfattn.replace_attention(model, "test_trainable")
+        gains = [w for w in model.trainable_weights if w.path.endswith("gain")]
+        model.fit(data(), np.zeros((2, 6, 3)), verbose=0)
+        assert len(gains) == 2
+        assert len(model.optimizer._momentums) == len(model.trainable_weights)
     finally:
         feature_maps.FEATURE_MAPS.pop("test_trainable")
 

@@ -21,6 +21,7 @@ import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
+from keras_rfattn.layers.checks import title
 from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import check_size
 
@@ -63,6 +64,15 @@ def _save_to_preset(self, preset_dir, *args, **kwargs):
         return original(self, preset_dir, *args, **kwargs)
 
 
+def _export_to_transformers(self, path):
+    """Raises `ValueError`: Hugging Face's classes of this name are softmax attention."""
+    raise ValueError(
+        "`export_to_transformers` would write a softmax model. Received: "
+        f"{title(self)}, whose attention is linear. Call `restore_attention` first, or "
+        "save the linear model with `save_to_preset`."
+    )
+
+
 def _of_known_size(method):
     """Wraps a method, which then checks the size of its inputs before it begins.
 
@@ -82,6 +92,8 @@ def model_carrier(cls):
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
     members = {"save_to_preset": _save_to_preset}
+    if hasattr(cls, "export_to_transformers"):
+        members["export_to_transformers"] = _export_to_transformers
     for family in FAMILIES:
         if family.includes(cls):
             members |= family.members

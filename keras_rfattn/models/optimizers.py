@@ -1,0 +1,135 @@
+"""Keeps built optimizers in step with the weights that their models train.
+
+An optimizer holds slots, such as moments, for the weights that its model trained when
+it was built. Keras fails if the model trains other weights later, and on JAX the model
+then loses its weights. Slots are therefore made anew where weights come or go, and the
+weights that stay keep theirs.
+"""
+
+import contextlib
+import gc
+
+import keras
+
+from keras_rfattn.models.holders import with_built_optimizer
+from keras_rfattn.models.notes import notes_of
+from keras_rfattn.models.report import ADVISERS
+from keras_rfattn.models.swap import strategy_scope
+
+
+@contextlib.contextmanager
+def following(layers):
+    """Context manager that changes the trained weights of layers.
+
+    Afterwards the optimizers of the models that hold the layers have slots for the
+    weights that are trained then.
+
+    Raises:
+        ValueError: Before anything changes, if an optimizer cannot have other slots.
+    """
+    if any(not _can_follow(model) for model in with_built_optimizer(layers)):
+        # Models that nobody uses any more may still await garbage collection. They
+        # must not cause an error.
+        gc.collect()
+    models = with_built_optimizer(layers)
+    for model in models:
+        if not _can_follow(model):
+            raise ValueError(
+                f"The optimizer of {type(model).__name__} '{model.name}' is built for "
+                "other weights than the model trains, or has slots that cannot be told "
+                "apart, so that it cannot follow a change of the trained weights. "
+                f"Received: {type(model.optimizer).__name__}. Compile the model with "
+                "a new optimizer first."
+            )
+    yield
+    for model in models:
+        _follow(model)
+
+
+def _parts(optimizer):
+    """Returns an optimizer, and the one that it wraps, if any."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [optimizer] if inner is None else [optimizer, inner]
+
+
+def _slots(optimizer):
+    """Returns `(lists, single)`: slots by attribute, one for each weight or alone."""
+    count, lists, single = len(optimizer._trainable_variables), {}, {}
+    for name, value in vars(optimizer).items():
+        if name in ("_variables", "_trainable_variables", *_LASTING):
+            continue
+        if isinstance(value, keras.Variable):
+            single[name] = value
+        elif isinstance(value, list) and len(value) == count:
+            if all(x is None or isinstance(x, keras.Variable) for x in value):
+                lists[name] = list(value)
+    return lists, single
+
+
+# Attributes of variables that an optimizer has before it is built.
+_LASTING = ("_iterations", "_learning_rate")
+
+
+def _lasting(optimizer):
+    return {id(getattr(optimizer, name)) for name in _LASTING}
+
+
+def _can_follow(model):
+    optimizer = model.optimizer
+    if [*map(id, optimizer._trainable_variables)] != [
+        *map(id, model.trainable_variables)
+    ]:
+        return False
+    for part in _parts(optimizer):
+        lists, single = _slots(part)
+        known = {id(x) for x in [*sum(lists.values(), []), *single.values()]}
+        known |= _lasting(part)
+        of_keras = type(part).__module__.startswith("keras.")
+        if not of_keras or any(id(x) not in known for x in part._variables):
+            return False
+    return True
+
+
+def _follow(model):
+    """Builds an optimizer anew; weights that it knew keep their slots' values."""
+    optimizer, weights = model.optimizer, model.trainable_variables
+    places = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
+    new = [v for v in weights if id(v) not in places]
+    if not new and len(weights) == len(places):
+        return
+    before = [(part, _slots(part)) for part in _parts(optimizer)]
+    for part, _ in before:
+        lasting = _lasting(part)
+        for variable in list(part._variables):
+            if id(variable) not in lasting:
+                part._tracker.untrack(variable)
+        part._trainable_variables_indices = {}
+        part.built = False
+    with strategy_scope(model):
+        optimizer.build(weights)
+    for part, (lists, single) in before:
+        for name, value in single.items():
+            getattr(part, name).assign(value)
+        for name, slots in lists.items():
+            for weight, slot in zip(weights, getattr(part, name), strict=True):
+                place = places.get(id(weight))
+                if place is not None and slot is not None:
+                    slot.assign(slots[place])
+                elif name == "_model_variables_moving_average":
+                    slot.assign(weight)
+    gone = len(places) + len(new) - len(weights)
+    notes_of(model).optimizer = optimizer, len(new), gone
+
+
+def _told(model):
+    """Returns lines for reports on the optimizer of a model."""
+    optimizer, new, gone = notes_of(model).optimizer or (None, 0, 0)
+    if optimizer is None or optimizer is not getattr(model, "optimizer", None):
+        return []
+    changes = f"got slots for {new} new weights" if new else ""
+    changes += " and " * bool(new and gone)
+    changes += f"dropped those of {gone} weights" if gone else ""
+    return [f"The optimizer kept its slots and its step count, and {changes}."]
+
+
+ADVISERS.append(_told)
