@@ -214,13 +214,17 @@ class Stream:
         self.model, self.sites = model, context(model).sites
         self.variables = variables_of(model)
         self.empty = EMPTY[type(model).call_with_cache]
-        one = self.empty(model, 1, 1)
-        for site in self.sites:
-            if sums_up(site) and decodes(site):
-                one.layers[f"{site.index}"] = empty_state(site.layer, 1)
-        self.shapes, self.mark = _shapes(one), mark_of(model, self.sites)
+        self.shapes, self.mark = _shapes(self.blank()), mark_of(model, self.sites)
         self.positions = token_limit(model)
         self.function = compiled_for_inference(self._forward, model)
+
+    def blank(self):
+        """Returns a state of one row, with room for one token and entries of 0."""
+        state = self.empty(self.model, 1, 1)
+        for site in self.sites:
+            if sums_up(site) and decodes(site):
+                state.layers[f"{site.index}"] = empty_state(site.layer, 1)
+        return state
 
     def __call__(self, tokens, state, start, padding_mask):
         """Returns `(logits, state)` for tokens that begin at position `start`."""
