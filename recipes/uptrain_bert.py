@@ -73,7 +73,7 @@ def main(args):
         row = {
             "task": "similarity", "pairs": len(pairs), "seed": seed,
             "minutes": (time.time() - start) / 60, "error": report.after,
-            "error before": report.before, "mean of V": report.mean_of_v,
+            "error before": report.before, "mean of V": report.uniform_attention,
             "dropped": report.dropped, "parameters": report.parameters,
         }  # fmt: skip
         found = diagnostics.attribute(model, (tokenizer, pairs), correlation)

@@ -20,7 +20,7 @@ def training(report, data, command, license):
             "minutes": round(report.seconds / 60, 1),
             "error": round(report.after, 4),
             "error_before": round(report.before, 4),
-            "error_of_mean_of_v": round(report.mean_of_v, 4),
+            "error_of_uniform_attention": round(report.uniform_attention, 4),
         }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -13,7 +13,7 @@ from keras import ops
 
 from keras_rfattn.backend import with_gradient
 from keras_rfattn.layers.call_context import Interceptor
-from keras_rfattn.layers.recording import progress, recording, run
+from keras_rfattn.layers.recording import recording, run
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.rows import feature_rows, kernel_rows, nearby
 from keras_rfattn.uptraining.batches import HEAD
@@ -32,6 +32,9 @@ class AttentionStage(keras.Model):
         max_rows: Largest number of query rows of a sequence that are compared.
     """
 
+    measure = "relative squared error of attention outputs"
+    no_attention = 1.0  # error of an output of 0
+
     def __init__(self, teacher, window_dropout=0.0, max_rows=512):
         super().__init__(dtype="float32", name="attention_stage")
         self.teacher, self.model = teacher, teacher.model
@@ -39,10 +42,6 @@ class AttentionStage(keras.Model):
         self.learning, self.window_dropout = list(teacher.layers), window_dropout
         self.max_rows = max_rows
         self.error = keras.metrics.Mean("error")
-        self.mean_of_v = keras.metrics.Mean("mean_of_v")
-        self.zero = keras.metrics.Mean("zero")
-        # Error of attention that outputs 0.
-        self.control = 1.0
         self.built = True
 
     def call(self, inputs):
@@ -84,11 +83,9 @@ class AttentionStage(keras.Model):
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
-        error, _, mean_of_v, heads = relative(y_pred)
+        error, _, _, heads = relative(y_pred)
         count = ops.maximum(ops.sum(heads), 1)
         self.error.update_state(ops.sum(error) / count)
-        self.mean_of_v.update_state(ops.sum(mean_of_v) / count)
-        self.zero.update_state(self.control)
         return ops.sum(y_pred["loss"]) / count
 
 
@@ -315,20 +312,17 @@ class Measuring:
     Args:
         teacher: The `Teacher` of the model.
         batches: The data, as `Batches`.
-        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
-            end, as in Keras.
         max_rows: As in `AttentionStage`.
     """
 
-    def __init__(self, teacher, batches, verbose, max_rows):
-        self.layers, self.batches, self.verbose = teacher.layers, batches, verbose
+    def __init__(self, teacher, batches, max_rows):
+        self.layers, self.batches = teacher.layers, batches
         self.stage = AttentionStage(teacher, max_rows=max_rows)
 
-    def __call__(self, when, must_be_finite=False):
+    def __call__(self, must_be_finite=False):
         """Measures the errors of L layers with up to N heads.
 
         Args:
-            when: Text that completes the line above the progress bar.
             must_be_finite: Whether to raise if an error is not finite.
 
         Returns:
@@ -340,11 +334,8 @@ class Measuring:
             ValueError: If a layer receives no real token, or if an error is not finite
                 although `must_be_finite` is true.
         """
-        if self.verbose:
-            print(f"Measuring the error of attention {when}")
         total = dict.fromkeys(QUANTITIES, 0)
-        batches = progress(list(self.batches.first(HEAD)), self.verbose)
-        for step, _ in enumerate(batches):
+        for step, _ in enumerate(self.batches.first(HEAD)):
             sums = self._sums(step)
             bad = ~np.all(np.isfinite(sums["squared"]), axis=(0, 2))
             if must_be_finite and np.any(bad):

@@ -16,6 +16,11 @@ from keras_rfattn.layers.recording import recording
 TINY = 1e-9
 # KerasHub tasks whose head is part of the checkpoint.
 OWN_HEADS = ("CausalLM", "MaskedLM", "Seq2SeqLM")
+# What an error of the stage is, by objective.
+MEASURES = {
+    "features": "relative squared error of the model's outputs",
+    "logits": "divergence of logits",
+}
 
 
 class FeaturesStage(keras.Model):
@@ -37,10 +42,10 @@ class FeaturesStage(keras.Model):
             objective = "logits" if names & set(OWN_HEADS) else "features"
         self.objective = objective
         self.learning, self.window_dropout = list(teacher.layers), window_dropout
+        self.measure = MEASURES[objective]
         self.error = keras.metrics.Mean("error")
-        self.zero = keras.metrics.Mean("zero")
         # Error of the model without attention, to compare with; `Training` sets it.
-        self.control = 1.0
+        self.no_attention = None
         self.built = True
 
     def outputs(self, x):
@@ -119,7 +124,6 @@ class FeaturesStage(keras.Model):
     ):
         error, loss = self.measured(y_pred)
         self.error.update_state(error)
-        self.zero.update_state(self.control)
         # PyTorch requires a gradient even if no output depends on a trained weight, as
         # with windows that cover whole sequences.
         weight = self.trainable_variables[0]

@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_rfattn.backend.devices import dataset_of, forget_gradients
 from keras_rfattn.layers.batches import too_long
+from keras_rfattn.uptraining.report import at_last
 from keras_rfattn.uptraining.resume import Interrupts
 from keras_rfattn.uptraining.weights import assign, values_of
 
@@ -55,8 +56,9 @@ def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
             save(monitor.done, monitor.errors, optimizer)
 
     callbacks = [monitor, *settings.callbacks, EndOfStep(save_step, interrupts)]
-    if settings.verbose == 2:
-        callbacks.insert(1, ProgressLines(monitor, steps))
+    if settings.verbose:
+        name, _, _ = trainer.measure.partition(" of ")
+        callbacks.insert(1, Progress(monitor, steps, name, settings.verbose == 2))
     recent, failures = [], []
     try:
         if done < steps:
@@ -66,7 +68,7 @@ def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
                     steps_per_epoch=steps - done,
                     shuffle=False,
                     callbacks=callbacks,
-                    verbose=settings.verbose,
+                    verbose=0,
                 )
             monitor.check_weights()
     except NotFinite:
@@ -150,34 +152,39 @@ class LossMonitor(keras.callbacks.Callback):
             raise NotFinite
 
 
-class ProgressLines(keras.callbacks.Callback):
-    """Prints a line every ten steps, with an estimate of the time that is left.
+class Progress(keras.callbacks.Callback):
+    """Shows the steps done and one figure: the mean error of their last tenth.
 
     Args:
         monitor: The `LossMonitor` of the stage, which must be an earlier callback.
         steps: Number of steps of the stage.
+        name: Name of the figure.
+        in_lines: Whether to print a line every ten steps instead of a progress bar.
     """
 
     every = 10
 
-    def __init__(self, monitor, steps):
+    def __init__(self, monitor, steps, name, in_lines):
         super().__init__()
         self.monitor, self.steps = monitor, steps
+        self.name, self.in_lines = name, in_lines
 
     def on_train_begin(self, logs=None):
-        self.start, self.timed = time.perf_counter(), 0
+        self.bar = keras.utils.Progbar(self.steps, stateful_metrics=[self.name])
 
     def on_train_batch_end(self, batch, logs=None):
-        done = self.monitor.done
+        done, error = self.monitor.done, at_last(self.monitor.errors)
+        if not self.in_lines:
+            self.bar.update(done, [(self.name, error)])
+            return
         if batch == 0:
             # The first step compiles, which later steps do not.
             self.start, self.timed = time.perf_counter(), done
-        if done % self.every == 0 and done > self.timed:
-            seconds = (time.perf_counter() - self.start) / (done - self.timed)
-            left = round(seconds * (self.steps - done))
-            error = np.mean(self.monitor.errors[-self.every :])
+        if done % self.every == 0 or done == self.steps:
+            seconds = time.perf_counter() - self.start
+            left = round(seconds * (self.steps - done) / max(1, done - self.timed))
             print(
-                f"step {done}/{self.steps}, error {error:.4f}, "
+                f"step {done}/{self.steps}, {self.name} {error:.4f}, "
                 f"{left // 60}:{left % 60:02d} minutes left",
                 flush=True,
             )

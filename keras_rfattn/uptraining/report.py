@@ -44,8 +44,9 @@ class StageResult:
         seconds: Duration, including compilation.
         first: Mean error of the first tenth of the steps; `None` without steps.
         last: Mean error of the last tenth of the steps; `None` without steps.
-        zero: Error of attention that outputs 0; `None` without steps.
+        no_attention: Error if attention outputs 0; `None` without steps.
         note: Text that says which maps the stage left unchanged; empty if none.
+        measure: What these errors are; empty without steps.
     """
 
     name: str
@@ -53,17 +54,17 @@ class StageResult:
     seconds: float
     first: float | None = None
     last: float | None = None
-    zero: float | None = None
+    no_attention: float | None = None
     note: str = ""
+    measure: str = ""
 
     @classmethod
-    def of(cls, name, errors, zero, note, seconds):
+    def of(cls, name, seconds, errors=(), no_attention=None, note="", measure=""):
         """Returns the result of a stage from its errors, one per step."""
-        ends = None, None, None
-        if errors:
-            count = max(1, len(errors) // 10)
-            ends = mean([errors[:count]]), mean([errors[-count:]]), zero
-        return cls(name, len(errors), seconds, *ends, note)
+        if not errors:
+            return cls(name, 0, seconds, note=note)
+        ends = at_last(errors[::-1]), at_last(errors)
+        return cls(name, len(errors), seconds, *ends, no_attention, note, measure)
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ class LayerResult:
         path: Path of the layer.
         before: Error of each head before training.
         after: Error of each head after training.
-        mean_of_v: Error of uniform attention for each head, as a control.
+        uniform_attention: Error of uniform attention for each head, as a control.
     """
 
     path: str
     before: tuple
     after: tuple
-    mean_of_v: tuple
+    uniform_attention: tuple
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class UptrainingReport:
     Attributes:
         model: Class and name of the model.
         mechanism: Names of the feature maps.
+        width: Their numbers of features.
         stages: Tuple of `StageResult`, in the order in which the stages ran.
         overhead: Tuple of `(name, seconds)` for everything that is not a stage:
             preparing (building the teacher, finding the order of layers), measuring
@@ -119,6 +121,7 @@ class UptrainingReport:
 
     model: str
     mechanism: str
+    width: str
     stages: tuple
     overhead: tuple
     layers: tuple
@@ -139,9 +142,9 @@ class UptrainingReport:
         return mean(layer.after for layer in self.layers)
 
     @property
-    def mean_of_v(self):
+    def uniform_attention(self):
         """Mean error of uniform attention over layers and heads."""
-        return mean(layer.mean_of_v for layer in self.layers)
+        return mean(layer.uniform_attention for layer in self.layers)
 
     @property
     def seconds(self):
@@ -150,30 +153,32 @@ class UptrainingReport:
         return overhead + sum(stage.seconds for stage in self.stages)
 
     def __str__(self):
-        lines = [f"Uptraining of {self.model} with {self.mechanism}"]
-        head = f"{'stage':<16}{'steps':>6}{'minutes':>9}"
-        lines.append(head + f"{'error':>10}{'at the end':>12}{'zero attention':>16}")
-        first = [x for x in self.overhead if x[0] in (PREPARING, BEFORE)]
-        last = [x for x in self.overhead if x not in first]
-        lines += [_minutes(name, "", seconds) for name, seconds in first]
+        lines = [headline(self.model, self.mechanism, self.width)]
+        lines.append(
+            f"{'stage':<12}{'steps':>6}{'minutes':>9}{'first':>10}{'last':>10}"
+            f"{'no attention':>14}  measure"
+        )
         for stage in self.stages:
             line = _minutes(stage.name, stage.steps, stage.seconds)
             if stage.first is not None:
-                line += f"{stage.first:>10.4f}{stage.last:>12.4f}{stage.zero:>16.3f}"
+                errors = f"{stage.first:>10.4f}{stage.last:>10.4f}"
+                line += f"{errors}{stage.no_attention:>14.3f}  {stage.measure}"
             lines.append(line)
-        lines += [_minutes(name, "", seconds) for name, seconds in last]
+        lines.append(_minutes("other", "", sum(x for _, x in self.overhead)))
         steps = sum(stage.steps for stage in self.stages)
         lines.append(_minutes("all", steps, self.seconds))
         lines += [f"{x.name}: {x.note}" for x in self.stages if x.note]
+        lines += ["", "Relative squared error of attention outputs (no attention: 1)"]
         width = max([len(layer.path) for layer in self.layers] + [5])
-        lines += ["", "Relative squared error of attention outputs (zero output: 1)"]
-        head = f"{'layer':<{width}}{'before':>9}{'after':>9}{'mean of V':>11}"
-        lines.append(head + "   heads after")
+        head = f"{'layer':<{width}}{'before':>9}{'after':>9}{'uniform attention':>19}"
+        lines.append(head + "  heads after")
         for layer in self.layers:
-            numbers = (mean([x]) for x in (layer.before, layer.after, layer.mean_of_v))
+            rows = layer.before, layer.after, layer.uniform_attention
             heads = " ".join(f"{x:.2f}" for x in layer.after)
-            lines.append(_line(layer.path, width, *numbers) + f"   {heads}")
-        lines.append(_line("all", width, self.before, self.after, self.mean_of_v))
+            numbers = (mean([row]) for row in rows)
+            lines.append(_line(layer.path, width, *numbers) + f"  {heads}")
+        totals = self.before, self.after, self.uniform_attention
+        lines.append(_line("all", width, *totals))
         lines.append(f"{self.parameters:,} parameters trained, seed {self.seed}")
         if self.trained:
             lines.append(
@@ -189,12 +194,23 @@ class UptrainingReport:
     __repr__ = __str__
 
 
+def headline(model, mechanism, width):
+    """Returns the line above progress and reports."""
+    width = f", width {width}" if width else ""
+    return f"Uptraining of {model} with {mechanism}{width}"
+
+
+def at_last(errors):
+    """Returns the mean of the last tenth of a list of errors by step."""
+    return mean([errors[-max(1, len(errors) // 10) :]])
+
+
 def _minutes(name, steps, seconds):
-    return f"{name:<16}{steps:>6}{seconds / 60:>9.1f}"
+    return f"{name:<12}{steps:>6}{seconds / 60:>9.1f}"
 
 
-def _line(name, width, before, after, mean_of_v):
-    return f"{name:<{width}}{before:>9.3f}{after:>9.3f}{mean_of_v:>11.3f}"
+def _line(name, width, before, after, uniform):
+    return f"{name:<{width}}{before:>9.3f}{after:>9.3f}{uniform:>19.3f}"
 
 
 def mean(rows):

@@ -22,6 +22,7 @@ from keras_rfattn.uptraining.report import (
     LayerResult,
     StageResult,
     UptrainingReport,
+    headline,
 )
 from keras_rfattn.uptraining.resume import Checkpoints, extended, identity
 from keras_rfattn.uptraining.weights import (
@@ -95,9 +96,7 @@ class Training:
         changing = {id(v) for v in self.state}
         self.frozen = [v for v in model.weights if id(v) not in changing]
         self.teacher = Teacher(model, layers, self.trained)
-        self.measuring = Measuring(
-            self.teacher, batches, settings.verbose, settings.max_rows
-        )
+        self.measuring = Measuring(self.teacher, batches, settings.max_rows)
         own_identity = {}
         if settings.checkpoint_dir is not None:
             own_identity = identity(model, layers, self.trained, batches, settings)
@@ -119,6 +118,8 @@ class Training:
         Raises:
             ValueError: See `uptrain`.
         """
+        if self.settings.verbose:
+            print(headline(*self._heading()))
         values = values_of(self.state)
         frozen = checksum(v.value for v in self.frozen)
         try:
@@ -138,7 +139,7 @@ class Training:
                     "start. Remove the callback, or other code, that changes them."
                 )
             seconds = self.clock.lap(_lap(i))
-            self.results.append(StageResult.of(plan[i].name, *result, seconds))
+            self.results.append(StageResult.of(plan[i].name, seconds, **result))
             # A stage that a callback stopped early counts as done too.
             self.save(i + 1, 0, [])
             self.clock.lap(SAVING)
@@ -162,9 +163,7 @@ class Training:
             self.control = np.array(notes["control"])
         self.clock.lap(PREPARING)
         if self.before is None:
-            self.before, self.control = self.measuring(
-                "before training", must_be_finite=True
-            )
+            self.before, self.control = self.measuring(must_be_finite=True)
         if "features" in self.settings.stages:
             # This raises early for a model without outputs to compare.
             self.whole_model = FeaturesStage(
@@ -173,7 +172,7 @@ class Training:
             if self.no_attention is None:
                 first_batch = self.batches(0)
                 self.no_attention = self.whole_model.without_attention(first_batch)
-            self.whole_model.control = self.no_attention
+            self.whole_model.no_attention = self.no_attention
         self.clock.lap(BEFORE)
         return checkpoint
 
@@ -228,8 +227,7 @@ class Training:
             resumed: `(done, optimizer_values, errors)` as `restore` returns them.
 
         Returns:
-            `(errors, zero, note)`: the errors by step, the error without attention
-            (`None` without steps), and text that says what was left unchanged.
+            Dict of arguments of `StageResult.of`.
         """
         if stage.name == "calibrate":
             note = calibrate_stage(
@@ -237,17 +235,15 @@ class Training:
                 self.layers,
                 list(self.batches.first(HEAD)),
                 self.before,
-                lambda: self.measuring("after another calibration")[0],
+                lambda: self.measuring()[0],
             )
             if note and self.settings.verbose:
                 print(f"Stage 'calibrate': {note}")
-            return [], None, note
-        if not stage.steps:
-            return [], None, ""
-        return *self.train(stage, index, resumed), ""
+            return {"note": note}
+        return self.train(stage, index, resumed) if stage.steps else {}
 
     def train(self, stage, index, resumed):
-        """Trains a stage; returns errors by step, and the error without attention."""
+        """Trains a stage, and returns what `run_stage` returns."""
         settings, trainer = self.settings, self.whole_model
         if stage.name == "attention":
             trainer = AttentionStage(
@@ -260,10 +256,12 @@ class Training:
         optimizer = optimizer_for(rate, stage.steps, settings.optimizer, is_float16)
         done, _, _ = resumed
         if settings.verbose:
-            print(
-                f"Stage '{stage.name}': {stage.steps - done} steps, zero attention "
-                f"has an error of {trainer.control:.3f}"
-            )
+            controls = f"no attention {trainer.no_attention:.3f}"
+            if stage.name == "attention":
+                uniform = np.nanmean(self.control)
+                controls += f", uniform attention {uniform:.3f}"
+            count = f"{stage.steps - done} steps"
+            print(f"Stage '{stage.name}', {count}: {trainer.measure} ({controls})")
 
         def save(*progress):
             self.clock.lap(_lap(index))
@@ -277,17 +275,19 @@ class Training:
             errors = fit_stage(
                 trainer, batches, stage, optimizer, settings, save, resumed
             )
-        return errors, trainer.control
+        return {
+            "errors": errors,
+            "no_attention": trainer.no_attention,
+            "measure": trainer.measure,
+        }
 
     def report(self):
         """Measures the errors after training, and returns the `UptrainingReport`."""
-        after, _ = self.measuring("after training")
+        after, _ = self.measuring()
         self.clock.lap(AFTER)
         rows = zip(self.layers, self.before, after, self.control, strict=True)
-        names = {feature_maps.name_of(layer.feature_map) for layer in self.layers}
         return UptrainingReport(
-            model=title(self.model),
-            mechanism=", ".join(sorted(names)),
+            *self._heading(),
             stages=tuple(self.results),
             overhead=tuple((name, self.clock.seconds[name]) for name in OVERHEAD),
             layers=tuple(
@@ -300,6 +300,14 @@ class Training:
             seed=self.batches.seed,
             peak_memory=peak_memory(),
         )
+
+    def _heading(self):
+        """Returns the title of the model, and names and widths of its maps, as text."""
+        maps = [layer.feature_map for layer in self.layers]
+        names = {feature_maps.name_of(x) for x in maps}
+        widths = {x.output_dim for x in maps if not x.is_exact}
+        texts = ", ".join(sorted(names)), ", ".join(map(str, sorted(widths)))
+        return title(self.model), *texts
 
 
 def _measured(errors):

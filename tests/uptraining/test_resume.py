@@ -63,7 +63,7 @@ def test_resumed_compiled_is_unbroken(tmp_path, save_every, steps):
     # Nor does the report know of the interruption.
     assert report.layers == whole.layers
     for a, b in zip(report.stages, whole.stages, strict=True):
-        assert (a.name, a.steps, a.zero) == (b.name, b.steps, b.zero)
+        assert (a.name, a.steps, a.no_attention) == (b.name, b.steps, b.no_attention)
         assert (a.first, a.last) == pytest.approx((b.first, b.last), rel=1e-5)
     # A third call finds nothing left to do.
     assert same(run(tmp_path, save_every=save_every)[0], expected)

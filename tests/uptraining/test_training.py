@@ -59,9 +59,9 @@ def test_learned_maps_compiled_come_near_and_leave_the_checkpoint_alone(name):
     report = m.uptrain(model, steps=60, jit_compile="auto")
     assert report.after < 0.8 * report.before
     # A head that attends evenly would have the mean of V.
-    assert report.after < 0.7 * report.mean_of_v
+    assert report.after < 0.7 * report.uniform_attention
     features = report.stages[-1]
-    assert features.last < features.first < features.zero
+    assert features.last < features.first < features.no_attention
     assert report.trained == () and report.parameters > 0
     keras_rfattn.restore_attention(model)
     for a, b in zip(m.weights(model), before, strict=True):
@@ -150,7 +150,7 @@ def test_logits_of_language_models():
         optimizer=keras.optimizers.Adam(0.02),
     )  # fmt: skip
     stage = report.stages[0]
-    assert stage.last < 0.9 * stage.first and stage.last < stage.zero
+    assert stage.last < 0.9 * stage.first and stage.last < stage.no_attention
 
 
 @pytest.mark.full
@@ -256,7 +256,7 @@ def test_outputs_without_names(kind):
     keras_rfattn.replace_attention(model, "hedgehog", seed=0)
     if kind == "list":
         report = m.uptrain(model, steps=20)
-        assert report.stages[-1].last < 0.5 * report.stages[-1].zero
+        assert report.stages[-1].last < 0.5 * report.stages[-1].no_attention
         return
     before = m.weights(model)
     with pytest.raises(ValueError, match="Outer, whose output holds no tensor"):
