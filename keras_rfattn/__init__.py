@@ -1,5 +1,18 @@
 """Linear attention for Keras 3, which replaces softmax attention in existing models."""
 
+try:
+    import keras as _keras  # noqa: F401
+except ModuleNotFoundError as error:
+    _backend = str(error.name).split(".")[0]
+    if _backend not in ("jax", "tensorflow", "torch"):
+        raise
+    raise ModuleNotFoundError(
+        f"Keras' backend {_backend!r} must be installed. Set the environment "
+        "variable KERAS_BACKEND to 'jax', 'tensorflow' or 'torch', whichever is "
+        "installed, before Python starts; its default is 'tensorflow'.",
+        name=error.name,
+    ) from error
+
 from keras_rfattn import (
     diagnostics,
     distribution,

@@ -65,6 +65,7 @@ from common import made_up
 from common.controls import set_attention
 from common.sentences import load, pooled, preprocessor
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 import keras_rfattn
 
@@ -85,10 +86,6 @@ PAIRS = [
 
 def main(args):
     model, tokenizer = load()
-    print(
-        "all-MiniLM-L6-v2, a sentence encoder of 6 layers with 12 heads of 32, on "
-        f"{keras.backend.backend()}.\n"
-    )
     softmax = compare_similarities(model, tokenizer, args)
     plot(compare_times(model, args), pathlib.Path(args.plot))
     check_reload(model, tokenizer)
@@ -134,12 +131,13 @@ def compare_similarities(model, tokenizer, args):
     set_attention(model, "uniform", None, seed=0)
     rows["control: uniform attention"] = similarities(model, tokenizer)
     keras_rfattn.restore_attention(model)
-    print("Cosine similarity of six sentence pairs (three alike, three not)")
-    print(f"{'':84}  mean difference from softmax")
+    pairs = "cosine similarity of six sentence pairs (three alike, three not)"
+    print(f"all-MiniLM-L6-v2 on {keras.backend.backend()}, {pairs}")
+    print(f"{'':77}mean difference from softmax")
     for name, row in rows.items():
         moved = np.abs(row - rows["softmax"]).mean()
         numbers = "".join(f"{x:7.3f}" for x in row)
-        print(f"  {name:42s}{numbers}{f'{moved:12.3f}' * (name != 'softmax')}")
+        print(f"  {name:41s}{numbers}{f'{moved:8.3f}' * (name != 'softmax')}")
     for maps in shipped:
         print(f"{maps.mechanism} against people's judgments (STS): {maps.quality}")
     print()
@@ -225,6 +223,7 @@ def plot(times, path):
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms for one text")
     axes.set_xticks(list(times["linear"]), [str(x) for x in times["linear"]])
     axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_title("all-MiniLM-L6-v2, forward pass")
     axes.legend()
