@@ -2,6 +2,19 @@
 
 import importlib
 
+try:
+    import keras as _keras  # noqa: F401
+except ModuleNotFoundError as error:
+    _backend = str(error.name).split(".")[0]
+    if _backend not in ("jax", "tensorflow", "torch"):
+        raise
+    raise ModuleNotFoundError(
+        f"Keras' backend {_backend!r} must be installed. Set the environment "
+        "variable KERAS_BACKEND to 'jax', 'tensorflow' or 'torch', whichever is "
+        "installed, before Python starts; its default is 'tensorflow'.",
+        name=error.name,
+    ) from error
+
 from keras_rfattn import feature_maps, layers, models, ops, projections
 from keras_rfattn.maps import load_maps, pretrained_maps, save_maps, upload_maps
 from keras_rfattn.models import (

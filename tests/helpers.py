@@ -129,7 +129,9 @@ def sample(kv_heads=KV_HEADS, head_dim=HEAD_DIM, size=1.0, length=60):
 @functools.cache
 def has_num_features(name):
     """Whether something about a map of this name has a number."""
-    return feature_maps.get(name, seed=0).num_features is not None
+    feature_map = feature_maps.get(name, seed=0)
+    feature_map.build((None, None, 1, 4))
+    return feature_map.num_features is not None
 
 
 def small(name):

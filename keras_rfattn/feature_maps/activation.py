@@ -55,7 +55,7 @@ class Activation(OfActivation, ProjectedFeatureMap):
     """Features `f(w · x) / √m`. Subclasses implement `log_activation(z)`.
 
     Args:
-        num_features: Number m of random vectors w, 256 by default.
+        num_features: Number m of random vectors w, twice the head dim by default.
         projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
@@ -156,7 +156,7 @@ class ProjectedElu(OfElu, Activation):
     """Features `(elu(w · x) + 1) / √m`.
 
     Args:
-        num_features: Number m of random vectors w, 256 by default.
+        num_features: Number m of random vectors w, twice the head dim by default.
         projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
@@ -189,7 +189,7 @@ class Relu(OfRelu, Activation):
     share no nonzero feature with any key, which leaves its attention undefined.
 
     Args:
-        num_features: Number m of random vectors w, 256 by default.
+        num_features: Number m of random vectors w, twice the head dim by default.
         epsilon: Positive number added to each activation, 0.001 by default as in the
             paper's code.
         projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a

@@ -46,7 +46,7 @@ def check_num_features(num_features):
     """Raises `ValueError` unless `num_features` is a positive integer."""
     if not is_integer(num_features) or num_features <= 0:
         raise ValueError(
-            "`num_features` must be a positive integer or `None` (256). "
+            "`num_features` must be a positive integer or `None`. "
             f"Received: num_features={num_features!r}."
         )
 

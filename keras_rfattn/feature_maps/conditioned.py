@@ -33,6 +33,7 @@ class MapOfMap(Adaptive, FeatureMap):
     measures_sequence = of_inner("measures_sequence")
     is_unbiased = of_inner("is_unbiased")
     assumes_equal_lengths = of_inner("assumes_equal_lengths")
+    num_features = of_inner("num_features")
     output_dim = of_inner("output_dim")
     features_per_scale = of_inner("features_per_scale")
     # A property whose value is the inner map's method.
@@ -48,7 +49,6 @@ class MapOfMap(Adaptive, FeatureMap):
             )
         super().__init__(seed=inner.seed if seed is None else seed, **kwargs)
         self.inner = inner.reseeded(self.seed)
-        self.num_features = inner.num_features
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -233,7 +233,7 @@ class FavorPPDense(Conditioned):
     `keras_rfattn.calibrate`, the map is FAVOR++ with a separate A for each coordinate.
 
     Args:
-        num_features: Number m of random vectors w, 256 by default.
+        num_features: Number m of random vectors w, twice the head dim by default.
         statistics: Where the statistic that decides A comes from: `"batch"` (the
             current sequence), `"stored"` (a moving average) or `"auto"` (default), as
             `FavorPP` describes.

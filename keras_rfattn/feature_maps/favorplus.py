@@ -25,7 +25,7 @@ class FavorPlus(Exponential, ProjectedFeatureMap):
     Its relative variance grows like `exp(‖x + y‖²)`.
 
     Args:
-        num_features: Number m of random vectors w, 256 by default.
+        num_features: Number m of random vectors w, twice the head dim by default.
         pair: Whether each vector is used with both signs (the hyperbolic estimator,
             equation 3 of "Hybrid Random Features"), which makes the width `2 m`.
             Defaults to `False`.

@@ -42,7 +42,7 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
     `‖x_i + y_j‖²` over pairs of tokens, computed from sums over tokens (equation 8).
 
     Args:
-        num_features: Number m of random vectors w, 256 by default.
+        num_features: Number m of random vectors w, twice the head dim by default.
         statistics: Where z comes from. There is one z per key/value head.
             `"batch"`: z is measured on the current sequence, as in the paper. This
             raises in causal attention, where it would leak the future.

@@ -23,7 +23,7 @@ class FavorPPLearned(Conditioned):
     "calibrate" sets the starting values.
 
     Args:
-        num_features: Number m of vectors w, 256 by default.
+        num_features: Number m of vectors w, twice the head dim by default.
         start: The map that training starts from: `"favorplus"`, `"favorpp"` or
             `"favorpp_dense"` (default). The latter two start from calibrated values;
             before calibration they equal FAVOR+.
@@ -134,7 +134,7 @@ class TrainedOPRF(FavorPP):
     OPRF stands for optimal positive random features, the features of FAVOR++.
 
     Args:
-        num_features: Number m of vectors w, 256 by default.
+        num_features: Number m of vectors w, twice the head dim by default.
         **kwargs: Further arguments of `FavorPP`, except `statistics`.
     """
 

@@ -20,7 +20,8 @@ class RandomFeatureMap(FeatureMap):
     The method `project` computes `w · x` for all vectors.
 
     Args:
-        num_features: Number of random vectors, which papers call m. Defaults to 256.
+        num_features: Number of random vectors, which papers call m. Defaults to twice
+            the head dim, and is `None` until the map is built.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
         **kwargs: Arguments of `keras.layers.Layer`.
@@ -42,17 +43,21 @@ class RandomFeatureMap(FeatureMap):
         32
     """
 
-    default_num_features = 256
+    # The default, or `None` for twice the head dim.
+    default_num_features = None
 
     def __init__(self, num_features=None, seed=None, **kwargs):
         super().__init__(seed=seed, **kwargs)
         if num_features is None:
             num_features = self.default_num_features
-        check_num_features(num_features)
+        else:
+            check_num_features(num_features)
         self.num_features = num_features
 
     def build(self, input_shape):
         super().build(input_shape)
+        if self.num_features is None:
+            self.num_features = 2 * self.head_dim
         before = len(self._trainable_variables)
         self.add_vectors()
         # Whether the random weights are trained, so that `redraw` discards training.
@@ -116,7 +121,8 @@ class ProjectedFeatureMap(RandomFeatureMap):
     """Base of maps of `w · x` whose vectors w are drawn by a `Projection`.
 
     Args:
-        num_features: Number of random vectors, which papers call m. Defaults to 256.
+        num_features: Number of random vectors, which papers call m. Defaults to twice
+            the head dim, and is `None` until the map is built.
         projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from

@@ -6,9 +6,12 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_rfattn.generation.streaming import check, keys_and_values
+from keras_rfattn.generation.streaming import check, is_decoder, keys_and_values
 from keras_rfattn.layers.checks import check_sizes
 from keras_rfattn.models.generation import decodes
+from keras_rfattn.models.report import ADVISERS
+
+LENGTH = 8192  # tokens for which reports count memory, where a model has no maximum
 
 
 class StateBytes(NamedTuple):
@@ -82,3 +85,19 @@ def _item_size(dtype):
     name = keras.backend.standardize_dtype(dtype)
     # NumPy alone has no bfloat16.
     return 2 if name == "bfloat16" else np.dtype(name).itemsize
+
+
+def _advise(model):
+    """Returns a line for `describe_attention` on the memory of a decoder."""
+    if not is_decoder(model):
+        return []
+    length = getattr(model.backbone, "max_sequence_length", None) or LENGTH
+    state, cache = (_megabytes(x) for x in state_bytes(model, length))
+    return [f"generating {length} tokens: a state of {state}, softmax's cache {cache}"]
+
+
+def _megabytes(size):
+    return f"{size / 1e6:.3g} MB"
+
+
+ADVISERS.append(_advise)

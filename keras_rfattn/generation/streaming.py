@@ -135,8 +135,7 @@ def check(model):
     stream = notes_of(model).stream
     if stream is not None and stream.parts == parts_of(model):
         return stream
-    is_task = getattr(type(model), "call_with_cache", None) in EMPTY
-    if not is_task or not has_states(context(model).sites):
+    if not is_decoder(model):
         raise TypeError(
             "`model` must be a KerasHub CausalLM with linear attention, whose only "
             f"inputs are tokens. Received: {type(model).__name__}. Call "
@@ -145,6 +144,12 @@ def check(model):
     # `holders.refresh` discards the stream when the model changes.
     stream = notes_of(model).stream = Stream(model)
     return stream
+
+
+def is_decoder(model):
+    """Whether a model can be decoded with a state."""
+    is_task = getattr(type(model), "call_with_cache", None) in EMPTY
+    return is_task and has_states(context(model).sites)
 
 
 def check_type(state):

@@ -1,5 +1,7 @@
 """The model card of a set of trained maps."""
 
+import re
+
 
 def training(report, data, command, license):
     """Returns the entry "training" of a manifest: how the maps were trained.
@@ -33,17 +35,25 @@ def summary(entry, manifest):
     if not entry["is_trained"]:
         return ""
     parts = [str(entry["origin"])] if entry.get("origin") else []
-    steps, share = manifest["training"].get("steps"), share_of(manifest)
+    steps, quality = manifest["training"].get("steps"), quality_of(manifest)
     if not parts and steps:
         parts.append(f"{steps} steps")
-    return ", ".join([*parts, *([share] if share else [])])
+    return ", ".join([*parts, *([quality] if quality else [])])
 
 
-def share_of(manifest):
-    """Returns the quality as a share of softmax as text, empty if it is not known."""
-    share = manifest["metrics"].get("share_of_softmax")
-    if isinstance(share, float):
-        share = f"{share:.3f}"
+def quality_of(manifest):
+    """Returns a measure and its values as text, empty if no quality is known.
+
+    The measure is the metric beside which stand `"softmax"` and the controls.
+    """
+    metrics = manifest["metrics"]
+    numbers = {k: x for k, x in metrics.items() if not isinstance(x, str)}
+    softmax, share = (numbers.pop(x, None) for x in ("softmax", "share_of_softmax"))
+    measures = [x for x in numbers if not x.startswith("control_")]
+    if softmax is not None and measures:
+        measure = re.split("_(?:on|at)_", measures[0])[0].replace("_", " ")
+        return f"{measure} {numbers[measures[0]]:.4g}, softmax {softmax:.4g}"
+    share = metrics.get("share_of_softmax") if share is None else f"{share:.3f}"
     return "" if share is None else f"{share} of softmax's quality"
 
 

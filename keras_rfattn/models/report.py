@@ -1,7 +1,8 @@
 """Reports the attention of each layer of a model (`describe_attention`)."""
 
 import math
-from dataclasses import dataclass, field
+import textwrap
+from dataclasses import dataclass, field, replace
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.trained import trained_weights
@@ -14,8 +15,10 @@ from keras_rfattn.models.swap import original_class
 
 NOT_TRAINED, UNCALIBRATED = "not trained", "uncalibrated"
 # Functions that other folders add. Each takes a model and returns a list of lines that
-# tell its users what to call next.
+# tell its users what they can call or expect.
 ADVISERS = []
+LINE = 100  # characters of a printed line, unless a layer's path alone is longer
+CAUSAL = {True: "causal", False: "bidirectional", None: "causal if a call says so"}
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,10 @@ class Row:
         parameters_added: Number of parameters that the feature map owns.
         crossover: Sequence length in tokens above which linear attention takes fewer
             operations than softmax. `None` wherever `width` is `None`.
-        note: Why the layer was kept softmax, or remarks on its mechanism.
-        implementation: Which implementation computes the layer, and why. `None` for
-            softmax.
+        notes: Tuple of texts: why the layer was kept softmax, or remarks on its
+            mechanism.
+        implementation: Which kernels compute the layer, `None` unless some were asked
+            for.
         window: Size in tokens of the sliding window because of which the layer was kept
             softmax. `None` for other layers.
     """
@@ -46,14 +50,54 @@ class Row:
     causal: bool | None
     parameters_added: int
     crossover: int | None
-    note: str = ""
+    notes: tuple = ()
     implementation: str | None = None
     window: int | None = None
+
+    @property
+    def note(self):
+        """The notes as one text."""
+        return ", ".join(self.notes)
+
+
+# Columns of a report, and the text of one that is the same for all linear layers.
+COLUMNS = {
+    "mechanism": "{}",
+    "width": "width {}",
+    "causal": "{}",
+    "original_class": "{}",
+    "parameters_added": "",
+}
+
+
+def _cell(column, row):
+    value = getattr(row, column)
+    if column == "causal":
+        return CAUSAL[value]
+    if row.mechanism == "softmax" and column == "parameters_added" or value is None:
+        return ""
+    return f"{value:,}" if column == "parameters_added" else str(value)
+
+
+def _differs(column, rows):
+    return len({_cell(column, row) for row in rows}) > 1
+
+
+def _common(rows):
+    """Returns the notes that all rows have."""
+    return [x for x in rows[0].notes if all(x in y.notes for y in rows)] if rows else []
+
+
+def _wrapped(line):
+    return textwrap.wrap(
+        line, LINE, subsequent_indent="    ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """All attention layers of a model; prints as a table.
+    """All attention layers of a model; prints what they share, and then a table.
 
     Attributes:
         model: Class and name of the model.
@@ -62,7 +106,7 @@ class AttentionReport:
             not known.
         others: Class and name of each other task that changed too, because it shares
             layers with the model.
-        advice: Sentences that say what to call next.
+        advice: Lines that say what to call next, and what generation needs.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -104,51 +148,68 @@ class AttentionReport:
         return sum(row.parameters_added for row in self.rows)
 
     def __str__(self):
-        head = ("layer", "class", "mechanism", "width", "causal", "added", "note")
-        causal = {True: "yes", False: "no", None: "per call"}
-        body = [
-            (
-                row.path,
-                row.original_class,
-                row.mechanism,
-                "" if row.width is None else str(row.width),
-                causal[row.causal],
-                f"{row.parameters_added:,}",
-                row.note,
-            )
-            for row in self.rows
-        ]
-        table = [head, *body]
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-
-        def render(line):
-            pairs = zip(line, widths, strict=True)
-            return "  ".join(cell.ljust(width) for cell, width in pairs).rstrip()
-
-        rule = "  ".join("-" * width for width in widths)
-        lines = [f"Attention of {self.model}", render(head), rule]
-        lines += [render(line) for line in body]
-        lines += self._footer()
-        return "\n".join(lines)
-
-    def _footer(self):
-        replaced, total = len(self.replaced), len(self.rows)
-        counts = f"{replaced} of {total} layers linear"
-        counts += f", {len(self.local)} local already" * bool(self.local)
-        lines = [f"{counts}, {self.parameters_added:,} parameters added"]
-        crossovers = [x.crossover for x in self.replaced if x.crossover is not None]
-        if crossovers:
-            crossover = max(crossovers)
-            text = f"fewer operations than softmax above {crossover} tokens"
-            if self.max_length is not None and self.max_length <= crossover:
-                text += (
-                    f", but the model takes {self.max_length} (see `extend_positions`)"
-                )
-            lines.append(text)
-        programs = dict.fromkeys(x.implementation for x in self.replaced)
-        lines += [f"computed by {x}" for x in programs]
+        lines = [f"Attention of {self.model}: {self._counts()}", *self._facts()]
         lines += [f"also changed, because it shares layers: {x}" for x in self.others]
-        return lines + list(self.advice)
+        lines += [*self.advice, *self._table()]
+        return "\n".join(part for line in lines for part in _wrapped(line))
+
+    def _counts(self):
+        text = f"{len(self.replaced)} of {len(self.rows)} layers linear"
+        return text + f", {len(self.local)} local already" * bool(self.local)
+
+    def _facts(self):
+        """Returns lines on what the layers have in common."""
+        replaced, rows = self.replaced, self.replaced or self.rows
+        shared = [x for x in COLUMNS if rows and not _differs(x, rows)]
+        texts = [(COLUMNS[x], _cell(x, rows[0])) for x in shared]
+        texts = [text.format(cell) for text, cell in texts if text and cell]
+        if replaced:
+            texts.append(f"{self.parameters_added:,} parameters added")
+        kept = ", ".join(_common(self.kept)).removeprefix("kept: ")
+        kept = f"softmax in {len(self.kept)} layers: {kept}" * bool(kept and replaced)
+        notes = _common(replaced)
+        if len(", ".join(notes)) <= LINE:
+            notes = [", ".join(notes)]
+        lines = [", ".join(texts), *notes, self._operations(), kept]
+        kernels = dict.fromkeys(x.implementation for x in replaced if x.implementation)
+        lines += [f"computed by {x}" for x in kernels]
+        return [line for line in lines if line]
+
+    @property
+    def crossover(self):
+        """Length in tokens above which all linear layers take fewer operations.
+
+        `None` if that is not known for any layer.
+        """
+        crossovers = [x.crossover for x in self.replaced if x.crossover is not None]
+        return max(crossovers, default=None)
+
+    @property
+    def is_short(self):
+        """Whether the model takes too few tokens to gain from linear attention."""
+        known = self.crossover is not None and self.max_length is not None
+        return known and self.max_length <= self.crossover
+
+    def _operations(self):
+        text = f"fewer operations than softmax above {self.crossover} tokens"
+        if self.is_short:
+            return f"Warning: {text}, but the model takes {self.max_length}"
+        return text if self.crossover is not None else ""
+
+    def _table(self):
+        shown = [x for x in COLUMNS if _differs(x, self.replaced or self.rows)]
+        if self.replaced and self.kept and "mechanism" not in shown:
+            shown.insert(0, "mechanism")
+        common = {*_common(self.replaced), *_common(self.kept)}
+        table = [("layer", *shown, "notes")]
+        for row in self.rows:
+            notes = ", ".join(x for x in row.notes if x not in common)
+            table.append((row.path, *(_cell(x, row) for x in shown), notes))
+        if not any(line[-1] for line in table[1:]):
+            table = [line[:-1] for line in table]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        table.insert(1, ["-" * width for width in widths])
+        return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
 
     __repr__ = __str__
 
@@ -177,43 +238,52 @@ def describe_attention(model):
     check_model(model)
     backbone = getattr(model, "backbone", None) or model
     length = getattr(backbone, "max_sequence_length", None)
-    rows = tuple(_row(site) for site in survey(model))
-    return AttentionReport(
+    sites = survey(model)
+    report = AttentionReport(
         title(model),
-        rows,
-        max_length=length if isinstance(length, int) else None,
+        tuple(_row(site) for site in sites),
+        max_length=length if isinstance(length, int) else _fixed_length(model, sites),
         others=tuple(notes_of(model).shared_with),
-        advice=tuple(_advice(rows) + [x for ask in ADVISERS for x in ask(model)]),
     )
+    advice = _advice(report.rows)
+    if isinstance(length, int) and report.is_short:
+        advice.append(
+            "For longer inputs: `keras_rfattn.extend_positions(model, length)`."
+        )
+    advice += [x for ask in ADVISERS for x in ask(model)]
+    return replace(report, advice=tuple(advice))
+
+
+def _fixed_length(model, sites):
+    """Returns the number of tokens that a model's inputs fix, `None` if they do not."""
+    if getattr(model, "inputs", None) is None:
+        # Layers of a subclassed model were built for its first call alone.
+        return None
+    shapes = [getattr(x.layer, "_build_shapes_dict", None) or {} for x in sites]
+    lengths = {x["query_shape"][1] for x in shapes if "query_shape" in x}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _advice(rows):
-    """Returns sentences that say how to improve maps that data has not fitted yet."""
+    """Returns lines that say how to improve maps that data has not fitted yet."""
     if any(NOT_TRAINED in row.note for row in rows):
-        return [
-            "Some maps are not trained: call `keras_rfattn.uptrain(model, data, "
-            "steps=...)`, or `keras_rfattn.load_maps` with maps for this checkpoint."
-        ]
+        return ["To train the maps: `keras_rfattn.uptrain(model, data, steps=...)`."]
     if any(UNCALIBRATED in row.note for row in rows):
-        return [
-            "Some maps are uncalibrated: call `keras_rfattn.calibrate(model, data)`."
-        ]
+        return ["To calibrate the maps: `keras_rfattn.calibrate(model, data)`."]
     return []
 
 
 def _row(site):
     layer, name = site.layer, original_class(site.layer).__name__
     if not site.is_linear:
-        note = "kept: "
+        reason = local_note(site) or site.reason or "not selected"
         if is_pooling(site):
-            note += "one query, for which softmax is already linear"
-        else:
-            note += local_note(site) or site.reason or "not selected"
+            reason = "one query, for which softmax is already linear"
         return Row(
-            site.path, name, "softmax", None, site.causal, 0, None, note,
-            window=site.window,
+            site.path, name, "softmax", None, site.causal, 0, None,
+            (f"kept: {reason}",), window=site.window,
         )  # fmt: skip
-    feature_map = layer.feature_map
+    feature_map, options = layer.feature_map, layer.options
     return Row(
         site.path,
         name,
@@ -222,8 +292,8 @@ def _row(site):
         site.causal,
         sum(math.prod(w.shape) for w in feature_map.weights),
         crossover(feature_map, layer),
-        _note(site),
-        told(layer.options, feature_map),
+        _notes(site),
+        told(options, feature_map) if options.asks_for_kernels else None,
     )
 
 
@@ -267,9 +337,9 @@ def multiplications(feature_map, head_dim, value_dim):
     return 2 * (head_dim * projected + feature_map.output_dim * value_dim)
 
 
-def _note(site):
+def _notes(site):
     feature_map, options = site.layer.feature_map, site.layer.options
-    notes = [_training(site.layer, feature_map.status(site.causal))]
+    notes = _training(site)
     if feature_map.is_exact:
         notes.append("quadratic in length")
     elif options.window is not None:
@@ -288,13 +358,13 @@ def _note(site):
     rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")
-    return ", ".join(x for x in notes if x)
+    return tuple(x for x in notes if x)
 
 
-def _training(layer, status):
-    """Returns text on how the map of a layer got its weights."""
-    if not trained_weights(layer.feature_map):
-        return status
-    if layer.feature_map.was_trained:
-        return f"trained ({layer.origin})" if layer.origin else "trained"
-    return f"{status}, not trained" if status else NOT_TRAINED
+def _training(site):
+    """Returns texts on how the map of a layer got its weights."""
+    feature_map, origin = site.layer.feature_map, site.layer.origin
+    if trained_weights(feature_map) and feature_map.was_trained:
+        return [f"trained ({origin})" if origin else "trained"]
+    status = feature_map.status(site.causal)
+    return [status, NOT_TRAINED * bool(trained_weights(feature_map))]

@@ -73,7 +73,7 @@ class ComplexExponential(MatrixExponential):
     `Favor`.
 
     Args:
-        num_features: Number m of random vectors w, 256 by default.
+        num_features: Number m of random vectors w, twice the head dim by default.
         form: The form of A.
             `"complex"` (default): A is diagonal, and each entry is real or imaginary
             (equations 86 and 87). The estimate is exact at the means. Features are

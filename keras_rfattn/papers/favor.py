@@ -22,7 +22,7 @@ class Favor(ProjectedFeatureMap):
     `keras_rfattn.ops.sums.normalize` describes the guard. Features have width `2 m`.
 
     Args:
-        num_features: Number m of random vectors w, 256 by default.
+        num_features: Number m of random vectors w, twice the head dim by default.
         projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from

@@ -21,8 +21,8 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
     opposite x and y of norm r, and 0 for equal x and y.
 
     Args:
-        num_features: Number n of random vectors, 256 by default. Features have width
-            `2 n`.
+        num_features: Number n of random vectors, twice the head dim by default.
+            Features have width `2 n`.
         sigma: Positive number σ. A larger σ makes λ grow faster with the distance.
             Defaults to 1.
         radius: Norm r > 0 of queries and keys, which sets ρ. With `None` (default),

@@ -27,7 +27,7 @@ class PairCoefficient(Coefficient, MatrixExponential):
     [0, 1] for a complex one.
 
     Args:
-        num_features: Number n of random vectors, 256 by default.
+        num_features: Number n of random vectors, twice the head dim by default.
         tau: Width τ > 0 of the coefficient, 1 by default.
         projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
             `keras_rfattn.projections.Projection`.

@@ -29,7 +29,7 @@ class Gerf(Sided, Adaptive, ProjectedFeatureMap):
     for the data's average `‖x + s y‖²` (equation 8), with one L-BFGS-B run for each s.
 
     Args:
-        num_features: Number m of random vectors w, 256 by default.
+        num_features: Number m of random vectors w, twice the head dim by default.
         projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
             `keras_rfattn.projections.Projection`.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from

@@ -41,7 +41,7 @@ class Monomials(Adaptive, RandomFeatureMap):
     the attribute `power`.
 
     Args:
-        num_features: Number m of random vectors ω, 256 by default.
+        num_features: Number m of random vectors ω, twice the head dim by default.
         parameter: Parameter of the distribution. If `None`, the optimum for entries of
             unit variance before scaling. `adapt` replaces it.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
@@ -131,7 +131,7 @@ class Poisson(Monomials):
     average of the sum (equation 12).
 
     Args:
-        num_features: Number m of random vectors ω, 256 by default.
+        num_features: Number m of random vectors ω, twice the head dim by default.
         parameter: λ > 0. If `None`, the optimum for entries of unit variance before
             scaling. `adapt` replaces it.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
@@ -184,7 +184,7 @@ class Geometric(Monomials):
     of `|x_l y_l|` (equation 14).
 
     Args:
-        num_features: Number m of random vectors ω, 256 by default.
+        num_features: Number m of random vectors ω, twice the head dim by default.
         parameter: p in (0, 1). If `None`, the optimum for entries of unit variance
             before scaling. `adapt` replaces it.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
@@ -289,7 +289,7 @@ class PoissonPositive(Shifted, Poisson):
     raised to 1e-8 above c. The estimate is biased only for these.
 
     Args:
-        num_features: Number m of random vectors ω, 256 by default.
+        num_features: Number m of random vectors ω, twice the head dim by default.
         parameter: Mean λ > 0 of the Poisson distribution. If `None`, the optimum for
             entries of unit variance before scaling. `adapt` replaces it.
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
@@ -319,7 +319,7 @@ class GeometricPositive(Shifted, Geometric):
     `adapt` sets c below every entry of its data, as `PoissonPositive` describes.
 
     Args:
-        num_features: Number m of random vectors ω, 256 by default.
+        num_features: Number m of random vectors ω, twice the head dim by default.
         parameter: Success probability p in (0, 1) of the geometric distribution. If
             `None`, the optimum for entries of unit variance before scaling. `adapt`
             replaces it.

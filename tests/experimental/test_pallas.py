@@ -273,12 +273,10 @@ def test_an_unknown_implementation_is_refused():
         Options(implementation="cuda")
 
 
-def test_the_report_tells_what_computes():
+def test_the_report_tells_of_kernels_that_were_asked_for():
     linear = keras_rfattn.replace_attention(model(), "favorpp", num_features=8, seed=0)
-    text = str(keras_rfattn.describe_attention(linear))
-    assert "computed by xla (" in text
+    assert "computed by" not in str(keras_rfattn.describe_attention(linear))
     if keras.backend.backend() == "jax":
-        assert "not timed on a TPU yet" in text
         keras_rfattn.restore_attention(linear)
         keras_rfattn.replace_attention(
             linear, "favorpp", num_features=8, seed=0, implementation="pallas"

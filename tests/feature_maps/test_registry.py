@@ -29,17 +29,41 @@ def test_get_by_name(name):
     assert feature_maps.name_of(feature_map) == name
 
 
-def test_the_papers_m_is_256_by_default():
-    # But for hybrids, which multiply numbers of features.
-    found = {feature_maps.get(name).num_features for name in h.RANDOM}
-    assert 256 in found and feature_maps.get("favorpp").num_features == 256
-    assert feature_maps.get("elu").num_features is None
+@pytest.mark.parametrize("head_dim", [8, 32])
+@pytest.mark.parametrize(
+    "name", ["favor", "favorplus", "favorpp", "favorpp_dense", "favorpp_learned"]
+)
+def test_the_default_is_twice_the_head_dim(name, head_dim):
+    feature_map = feature_maps.get(name, seed=0)
+    assert feature_map.num_features is None
+    feature_map.build((None, None, 1, head_dim))
+    assert feature_map.num_features == 2 * head_dim
+    features = feature_map.key_features(np.ones((1, 3, 1, head_dim), "float32"))
+    width = (4 if name == "favor" else 2) * head_dim
+    assert features.log_scale.shape[-1] == width or features.values.shape[-1] == width
+    assert feature_map.output_dim == width
+    # A config of the built map has the number, so that another default changes nothing.
+    config = feature_maps.serialize(feature_map)
+    assert feature_maps.deserialize(config).num_features == 2 * head_dim
+
+
+def test_which_maps_have_another_default():
+    # Hybrids and sketches multiply numbers of features.
+    others = {}
+    for name in h.NAMES:
+        feature_map = feature_maps.get(name, seed=0)
+        feature_map.build((None, None, 1, 8))
+        if feature_map.num_features not in (None, 16):
+            others[name] = feature_map.num_features
+    sketches = ("polysketch", "polysketch_learned", "polysketch_linear")
+    assert others.items() >= dict.fromkeys(sketches, 32).items()
+    assert set(others) <= {*sketches, "hybrid_clustered"}
 
 
 def test_get_passes_arguments_but_those_that_are_none():
     feature_map = feature_maps.get("favor", num_features=8, seed=None)
     assert feature_map.num_features == 8
-    assert feature_maps.get("favor", num_features=None).num_features == 256
+    assert feature_maps.get("favor", num_features=None).num_features is None
     with pytest.raises(ValueError, match="unknown"):
         feature_maps.get("favor", unknown=1)
 

@@ -468,7 +468,7 @@ def test_report_prints_a_table():
         make("functional_causal"), "favorplus", num_features=32, exclude="second"
     )
     text = str(keras_rfattn.describe_attention(model))
-    for part in ("first", "second", "favorplus", "yes", "32", "kept: not selected"):
+    for part in ("first", "second", "favorplus", "causal", "width 32", "not selected"):
         assert part in text
     report = keras_rfattn.describe_attention(model)
     added = 2 * 4 * 32 + 1

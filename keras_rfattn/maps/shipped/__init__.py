@@ -7,7 +7,7 @@ import keras_rfattn.maps.folder as folders
 import keras_rfattn.models.stable_names as stable_names
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.layers.checks import check_model
-from keras_rfattn.maps.card import share_of
+from keras_rfattn.maps.card import quality_of
 from keras_rfattn.models.report import ADVISERS
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
@@ -29,7 +29,7 @@ class ShippedMaps:
         base: Name of the checkpoint that the maps belong to.
         mechanism: Registered name of the feature map.
         width: Number of features.
-        quality: Quality as a share of that of softmax attention.
+        quality: A measure's name, its value and that of softmax attention.
         size: Size of the weights in bytes.
     """
 
@@ -90,7 +90,7 @@ def _described(name):
         base["name"] or base["class"],
         first["mechanism"],
         first["width"],
-        share_of(manifest),
+        quality_of(manifest),
         (ROOT / name / folders.WEIGHTS).stat().st_size,
     )
 
@@ -123,12 +123,9 @@ def _advise(model):
     linear = [site.layer for site in survey(model) if site.is_linear]
     if any(layer.origin for layer in linear):
         return []
-    first = "`keras_rfattn.restore_attention(model)`, then " if linear else ""
-    return [
-        f"Trained maps for this checkpoint ({x.mechanism}, {x.quality}): {first}"
-        f"`keras_rfattn.load_maps(model, {x.name!r})`."
-        for x in sets_for(model)
-    ]
+    lines = [f"  load_maps(model, {x.name!r})  # {x.quality}" for x in sets_for(model)]
+    way = "after `keras_rfattn.restore_attention(model)`" if linear else "to load"
+    return [f"Trained maps for this checkpoint, {way}:", *lines] if lines else []
 
 
 ADVISERS.append(_advise)
