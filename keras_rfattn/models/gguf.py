@@ -24,19 +24,12 @@ BLOCK = {
 # the only difference.
 PRE_TOKENIZERS = "gpt-2", "smollm"
 ADDED_TYPES = 3, 4  # of tokens: control and user-defined
-READ = {
-    f"llama.{name}"
-    for name in "embedding_length block_count feed_forward_length context_length "
+# Keys of "llama." that are read, and the size of a head, which must be the usual one.
+READ = (
+    "embedding_length block_count feed_forward_length context_length vocab_size "
     "attention.head_count attention.head_count_kv rope.freq_base "
-    "attention.layer_norm_rms_epsilon vocab_size".split()
-}
-# Values that change nothing. llama.cpp scales positions by any other factor, unless
-# the type is "none", and takes the type as "linear" if there is none.
-NEUTRAL = {
-    "rope.scaling.type": ["none", "linear"],
-    "rope.scaling.factor": [1, 0],
-    "rope.scale_linear": [1, 0],
-}
+    "attention.layer_norm_rms_epsilon"
+).split()
 HEAD_SIZES = "rope.dimension_count", "attention.key_length", "attention.value_length"
 
 
@@ -181,12 +174,14 @@ def _sizes(file):
         "tie_word_embeddings": "output" not in file.tensors,
     }
     length = file.get("llama.context_length", int, least=1)
-    for name in file.fields:
-        if name.removeprefix("llama.") in NEUTRAL:
-            file.check(name, NEUTRAL[name.removeprefix("llama.")])
-        elif name.removeprefix("llama.") in HEAD_SIZES:
+    for name in [x for x in file.fields if x.startswith("llama.")]:
+        key = name.removeprefix("llama.")
+        if key in HEAD_SIZES:
             file.check(name, [hidden // heads])
-        elif name.startswith("llama.") and name not in READ:
+        elif key == "rope.scaling.type":
+            file.check(name, ["none"])
+        elif key not in READ:
+            # llama.cpp scales positions by `rope.scaling.factor` without a type, too.
             file.refuse("plain Llama", f"with {name}, which would be ignored")
     return sizes, length
 
