@@ -27,7 +27,7 @@ queries with the nearest of these. Controls: mean of V and no attention in the m
 that was trained for length.
 Cost: 14 minutes to embed the sentences once, 10 to 12 a seed to train in either way,
 and 6 to 10 for the tests of each model, on one core.
-Seen: docs/pages/guides/long_documents.md.
+Seen: docs/pages/results/long_documents.md.
 """
 
 import pathlib

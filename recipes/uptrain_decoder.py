@@ -47,7 +47,6 @@ parser = make_parser(
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; SmolLM2 by default")
 parser.add_argument("--gguf", help="a GGUF file of the Llama architecture")
-parser.add_argument("--folder", default="smollm2", help="for the converted GGUF file")
 parser.add_argument("--block-windows", action="store_true",
                     help="without the window before a query's own")  # fmt: skip
 parser.add_argument("--trainable", default="maps", help="in stage 'features'")
@@ -85,7 +84,7 @@ MAX_ROWS = 128
 def main(args):
     for seed in args.seeds:
         start = time.time()
-        model, encode = decoders.load(args.preset, args.gguf, args.folder)
+        model, encode = decoders.load(args.preset, args.gguf)
         if args.load:
             keras_rfattn.load_maps(model, args.load)
             report = None

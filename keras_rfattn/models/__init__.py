@@ -2,6 +2,7 @@
 
 from keras_rfattn.models.adapters.keras_cv import convert_vit
 from keras_rfattn.models.extend_positions import extend_positions
+from keras_rfattn.models.gguf import from_gguf
 from keras_rfattn.models.matching import Plan
 from keras_rfattn.models.replace import replace_attention, restore_attention
 from keras_rfattn.models.report import AttentionReport, describe_attention
@@ -13,6 +14,7 @@ __all__ = [
     "convert_vit",
     "describe_attention",
     "extend_positions",
+    "from_gguf",
     "replace_attention",
     "restore_attention",
     "transformer_pp",

@@ -1,5 +1,7 @@
 """Extends learned position tables, so that a checkpoint takes longer inputs."""
 
+import tempfile
+
 import keras
 import numpy as np
 from keras import ops
@@ -15,8 +17,10 @@ def extend_positions(model, max_length, method="tile"):
 
     Linear attention pays off at lengths that most checkpoints cannot take: BERT has
     512 positions, GPT-2 has 1024, and a ViT has its training grid. The copy is rebuilt
-    from the model's config with a larger table. Every other weight is copied, and
-    replaced attention stays replaced.
+    from the model's config with a larger table. Every other weight and the tokenizer
+    are copied, replaced attention stays replaced, and the preprocessor of the copy
+    gives inputs of the new length (`longer.preprocessor.sequence_length = 512` cuts
+    texts earlier).
 
     Args:
         model: A KerasHub backbone or task with learned absolute positions, or a model
@@ -65,7 +69,12 @@ def extend_positions(model, max_length, method="tile"):
         inner.pop("compile_config", None)
     old, new = _resize(_sized(config, model), max_length, title(model))
     _resize_inputs(config, old, new)
+    if old != new:
+        _resize_preprocessors(config, new)
     extended = _rebuilt(config, model)
+    pairs = zip(_layers_with_state(model), _layers_with_state(extended), strict=True)
+    for pair in pairs:
+        _copy_state(*pair)
     _copy_weights(model, extended, old, new, method)
     return extended
 
@@ -172,6 +181,49 @@ def _resize_inputs(config, old, new):
             if shape[start:end] == old:
                 inner["batch_shape"] = [*shape[:start], *new, *shape[end:]]
                 break
+
+
+def _resize_preprocessors(config, new):
+    """Writes the new size into the config of each preprocessor of a task."""
+    for task in _dicts(config):
+        for inner in _dicts(task.get("preprocessor") or ()):
+            for name, value in inner.items():
+                if name.endswith("sequence_length") and isinstance(new, int):
+                    inner[name] = value and max(value, new)
+                elif name == "image_size" and not isinstance(new, int):
+                    inner[name] = list(new)
+
+
+def _layers_with_state(model):
+    """Returns the layers of a model and its preprocessors that keep more than weights.
+
+    Such state is a vocabulary, or a value that a layer derives from loaded weights.
+    """
+    layers = list(model._flatten_layers())
+    # Whether a task tracks its preprocessor depends on the backend.
+    for preprocessor in [getattr(x, "preprocessor", None) for x in layers]:
+        if isinstance(preprocessor, keras.layers.Layer):
+            layers += preprocessor._flatten_layers()
+    default = keras.layers.Layer.load_own_variables
+    return [
+        layer
+        for layer in dict.fromkeys(layers)
+        if hasattr(layer, "save_assets")
+        or type(layer).load_own_variables is not default
+    ]
+
+
+def _copy_state(source, target):
+    """Copies the state of a layer as Keras saves and loads it."""
+    shapes = [[tuple(v.shape) for v in x.weights] for x in (source, target)]
+    if shapes[0] == shapes[1]:
+        store = {}
+        source.save_own_variables(store)
+        target.load_own_variables(store)
+    if hasattr(source, "save_assets"):
+        with tempfile.TemporaryDirectory() as folder:
+            source.save_assets(folder)
+            target.load_assets(folder)
 
 
 def _copy_weights(source, target, old, new, method):

