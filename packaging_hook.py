@@ -36,8 +36,6 @@ class PackagingHook(MetadataHookInterface):
 def absolute(text, files, pictures):
     """Returns Markdown whose relative links begin with the address of files."""
     return LINK.sub(
-        lambda link: (
-            f"]({pictures if link[1].endswith('.png') else files}/{link[1]})"
-        ),
+        lambda link: f"]({pictures if link[1].endswith('.png') else files}/{link[1]})",
         text,
     )
