@@ -1,5 +1,7 @@
 """Linear attention for Keras 3, which replaces softmax attention in existing models."""
 
+# Before all others, which import Keras too.
+from keras_rfattn.backend import installed as _installed  # noqa: F401, I001
 from keras_rfattn import (
     diagnostics,
     distribution,

@@ -3,11 +3,14 @@
 import os
 import pathlib
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
 
 import keras_rfattn
+from tests.environment import environment
 
 pytestmark = pytest.mark.once
 
@@ -76,3 +79,23 @@ def test_public_functions_are_annotated():
         missing = arguments - set(function.__annotations__)
         assert not missing, f"{name} has no annotation of {sorted(missing)}"
         assert isinstance(call, type) or "return" in function.__annotations__, name
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_a_backend_that_is_not_installed_is_named(backend):
+    script = (
+        "import sys, importlib.abc\n"
+        "class Missing(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, *args):\n"
+        f"        if name.partition('.')[0] == {backend!r}:\n"
+        f"            raise ModuleNotFoundError('missing', name={backend!r})\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "import keras_rfattn\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(backend),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    sentence = f"The backend of Keras must be installed. Received: backend={backend!r}"
+    assert sentence in done.stderr.splitlines()[-1]
+    assert "Use `export KERAS_BACKEND=" in done.stderr
