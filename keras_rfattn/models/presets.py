@@ -1,5 +1,10 @@
 """Loads a softmax preset and replaces its attention in one call."""
 
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
 from keras_rfattn.feature_maps.arguments import check_flag
 from keras_rfattn.models.matching import check_mechanism
 from keras_rfattn.models.replace import replace_attention
@@ -7,19 +12,19 @@ from keras_rfattn.ops.options import Options
 
 
 def from_preset(
-    preset,
-    feature_map="favorpp_learned",
+    preset: str,
+    feature_map: Any = "favorpp_learned",
     *,
-    task=None,
-    num_features=None,
-    include=None,
-    exclude=None,
-    seed=None,
-    softmax_heads=None,
-    drop_sliding_window=False,
-    drop_soft_cap=False,
+    task: Any = None,
+    num_features: int | None = None,
+    include: str | list | Callable | None = None,
+    exclude: str | list | Callable | None = None,
+    seed: int | None = None,
+    softmax_heads: dict | None = None,
+    drop_sliding_window: bool = False,
+    drop_soft_cap: bool = False,
     **kwargs,
-):
+) -> keras.layers.Layer:
     """Loads a KerasHub preset and makes its attention linear.
 
     A preset that was saved after `replace_attention` does not need this function:
