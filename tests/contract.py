@@ -2,8 +2,11 @@
 
 import contextlib
 import os
+import shlex
 
 import keras
+
+from tests import marks
 
 
 @contextlib.contextmanager
@@ -28,12 +31,14 @@ def contract(name, algorithm, seed=0):
             f"  feature map: {name}\n"
             f"  algorithm:   {algorithm}\n"
             f"  seed:        {seed}\n"
-            f"  run again:   {command()}"
+            f"  run again:   {command(name)}"
         ) from error
 
 
-def command():
-    """Returns the command that runs the current test alone."""
+def command(name):
+    """Returns the command that runs the current test of a feature map alone."""
     # pytest sets it to the name of the test and its phase.
     test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
-    return f"KERAS_BACKEND={keras.backend.backend()} pytest -m '' '{test}'"
+    file = marks.OWN.get(name)
+    option = f" {shlex.quote(f'--map={file}')}" if file else ""
+    return f"KERAS_BACKEND={keras.backend.backend()} pytest{option} -m '' '{test}'"

@@ -170,6 +170,26 @@ def _featurize(feature_map, query, key, causal):
     )
 
 
+@functools.cache
+def what_is_not_finite(name):
+    """Returns what a map returns that is not finite, as a sentence, or `None`."""
+    for size in (0.0, 1.0, 50.0):
+        x = problem(size=size)
+        sides = featurize(build(name), x.query, x.key)
+        for side, features in zip(("query", "key"), sides, strict=True):
+            for part, array in features._asdict().items():
+                numbers = np.zeros(1) if array is None else to_numpy(array)
+                if not np.all(np.isfinite(numbers)):
+                    return (
+                        f"the map returned {numbers[~np.isfinite(numbers)][0]} in the "
+                        f"`{part}` of `{side}_features`, for tokens of size {size:g}. "
+                        "Features must be finite for every token: where a feature is "
+                        "0, its logarithm is -inf, so that `log_activation(z)` adds a "
+                        "small constant before the logarithm."
+                    )
+    return None
+
+
 def one_program(function):
     """`function`, jitted on JAX.
 

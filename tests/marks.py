@@ -14,8 +14,9 @@ SLOW_ON_JAX = (pytest.mark.full,) if os.environ.get("KERAS_BACKEND") == "jax" el
 
 # One map for each form of features; see `tests/forms.py`.
 MAP_FORMS = ("favor", "favorpp", "hybrid_angular", "polysketch")
-# Names of the maps from outside the package: CONTRIBUTING's example, and `--map`.
-OWN = set()
+# Maps from outside the package: their names, each with the file that `--map` named, or
+# `None` for CONTRIBUTING's example.
+OWN = {}
 
 
 def first(values):

@@ -195,7 +195,9 @@ def kill(mutant):
     """
     text = mutated(mutant)
     with tempfile.TemporaryDirectory() as folder:
-        for part in ("keras_rfattn", "tests", "pyproject.toml", "CONTRIBUTING.md"):
+        for part in (
+            "keras_rfattn", "tests", "conftest.py", "pyproject.toml", "CONTRIBUTING.md"
+        ):  # fmt: skip
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, pathlib.Path(folder) / part)
         (pathlib.Path(folder) / "keras_rfattn" / mutant.file).write_text(text)

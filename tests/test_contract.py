@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import helpers as h
+from tests import marks
 from tests.contract import contract
 
 pytestmark = pytest.mark.once
@@ -44,3 +45,13 @@ def test_a_contract_that_holds_says_nothing():
     with contract("favorpp", "causal"):
         for name in ASSERTIONS:
             ASSERTIONS[name](EXPECTED)
+
+
+def test_the_command_names_the_file_of_an_own_map(monkeypatch):
+    monkeypatch.setitem(marks.OWN, "mine", "some folder/mine.py")
+    with pytest.raises(AssertionError) as caught:
+        with contract("mine", "causal"):
+            h.assert_close(-EXPECTED, EXPECTED)
+    test = "tests/test_contract.py::test_the_command_names_the_file_of_an_own_map"
+    command = f"pytest '--map=some folder/mine.py' -m '' '{test}'"
+    assert str(caught.value).endswith(command)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import pathlib
 import re
 
@@ -67,6 +68,13 @@ def test_notebooks_are_those_of_their_pages():
     for source in module.SOURCES:
         made = module.notebook(source)
         assert FENCE not in made and '"code"' in made
+        first = json.loads(made)["cells"][0]["source"]
+        title, header = "".join(first).split("\n\n")[:2]
+        assert title.startswith("# ")
+        # As keras.io's notebooks begin.
+        assert re.findall(r"^\*\*(.+?):\*\* \S", header, re.M) == [
+            "Author", "Date created", "Last modified", "Description", "Accelerator"
+        ]  # fmt: skip
         # `python docs/notebooks.py` writes them.
         assert (PAGES / f"{source}.ipynb").read_text(encoding="utf-8") == made
 

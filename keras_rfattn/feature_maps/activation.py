@@ -26,7 +26,7 @@ class OfActivation:
         return 1.0
 
     def log_activation(self, z):
-        """Returns `log f(z)`, elementwise."""
+        """Returns `log f(z)`, elementwise: a finite number for every `z`."""
         raise NotImplementedError(
             f"{type(self).__name__} must implement `log_activation(z)`."
         )

@@ -8,7 +8,6 @@ This works without gradients only, because the operation gives no gradient of th
 normalizers.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import keras
@@ -38,8 +37,7 @@ OPERATION = "_scaled_dot_product_flash_attention_for_cpu"
 WINDOWS = 32
 
 
-@functools.cache
-def has_operation():
+def _has_operation():
     """Returns whether the private operation exists and answers as expected here."""
     row = torch.zeros((1, 1, 1, 1), device="cpu")
     try:
@@ -48,6 +46,10 @@ def has_operation():
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False
     return output.shape == (1, 1, 1, 1) and logs.shape == (1, 1, 1)
+
+
+# Dynamo warns of a cached function.
+HAS_OPERATION = _has_operation()
 
 
 def attention(query, key, value, local=None, key_mask=None):
@@ -101,7 +103,7 @@ def _is_possible(query, key, value, local):
         return False
     if local is not None and local.kernel != Softmax():
         return False
-    if torch.is_autocast_enabled("cpu") or not has_operation():
+    if torch.is_autocast_enabled("cpu") or not HAS_OPERATION:
         return False
     tokens = [x.x for x in sides] + ([] if local is None else [local.query, local.key])
     arrays = [*tokens, value, *keras.tree.flatten([x.parameters for x in sides])]

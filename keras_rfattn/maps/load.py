@@ -1,7 +1,10 @@
 """Applies a folder of trained maps to a model: `load_maps`."""
 
+import os
 import pathlib
 from types import SimpleNamespace
+
+import keras
 
 import keras_rfattn.maps.folder as folders
 import keras_rfattn.maps.sources as sources
@@ -22,7 +25,9 @@ from keras_rfattn.models.swap import original_class
 from keras_rfattn.ops.options import Options
 
 
-def load_maps(model, source, *, base=None):
+def load_maps(
+    model: keras.layers.Layer, source: str | os.PathLike, *, base: str | None = None
+) -> keras.layers.Layer:
     """Makes a softmax checkpoint linear with maps that someone has trained, in place.
 
     It replaces attention by the saved mechanism and options, layer by layer, and loads

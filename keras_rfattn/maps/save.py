@@ -2,10 +2,13 @@
 
 import math
 import numbers
+import os
 import pathlib
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+import keras
 import numpy as np
 
 import keras_rfattn.maps.card as cards
@@ -27,18 +30,18 @@ DTYPES = ("float32", "float16")
 
 
 def save_maps(
-    model,
-    folder,
+    model: keras.layers.Layer,
+    folder: str | os.PathLike,
     *,
-    dtype="float32",
-    report=None,
-    metrics=None,
-    base_model=None,
-    data=None,
-    command=None,
-    license=None,
-    overwrite=False,
-):
+    dtype: str = "float32",
+    report: Any = None,
+    metrics: dict | None = None,
+    base_model: str | None = None,
+    data: str | None = None,
+    command: str | None = None,
+    license: str | None = None,
+    overwrite: bool = False,
+) -> pathlib.Path:
     """Saves the feature maps of a model.
 
     The folder holds `maps.json` (the mechanism and options of every layer, and a hash

@@ -50,7 +50,7 @@ def _download(uri):
     return pathlib.Path(files[0]).parent
 
 
-def upload_maps(uri, folder):
+def upload_maps(uri: str, folder: str | os.PathLike) -> None:
     """Uploads a folder of trained maps to a model hub.
 
     Args:

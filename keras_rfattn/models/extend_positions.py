@@ -12,7 +12,9 @@ from keras_rfattn.layers.checks import check_model, title
 METHODS = ("tile", "interpolate")
 
 
-def extend_positions(model, max_length, method="tile"):
+def extend_positions(
+    model: keras.Model, max_length: int | tuple[int, int], method: str = "tile"
+) -> keras.Model:
     """Copies a model with a larger table of learned positions, for longer inputs.
 
     Linear attention pays off at lengths that most checkpoints cannot take: BERT has

@@ -43,7 +43,7 @@ def _registering(exec_module):
     return exec_and_register
 
 
-def register():
+def register() -> None:
     """Registers the adapters of every supported library that is imported.
 
     It runs automatically on `import keras_rfattn` or `import keras_hub`, whichever

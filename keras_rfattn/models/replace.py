@@ -6,6 +6,10 @@ changes a single layer; `saving` changes the containers that hold it.
 
 import dataclasses
 import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
 
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.swap as swap
@@ -22,24 +26,24 @@ from keras_rfattn.ops.options import Options
 
 
 def replace_attention(
-    model,
-    feature_map="favorpp_learned",
+    model: keras.layers.Layer,
+    feature_map: Any = "favorpp_learned",
     *,
-    num_features=None,
-    include=None,
-    exclude=None,
-    seed=None,
-    block_size=None,
-    window=None,
-    sliding=False,
-    max_segments=None,
-    temperature=None,
-    implementation="auto",
-    softmax_heads=None,
-    drop_sliding_window=False,
-    drop_soft_cap=False,
-    sinks=0,
-):
+    num_features: int | None = None,
+    include: str | list | Callable | None = None,
+    exclude: str | list | Callable | None = None,
+    seed: int | None = None,
+    block_size: int | None = None,
+    window: int | None = None,
+    sliding: bool = False,
+    max_segments: int | None = None,
+    temperature: float | None = None,
+    implementation: str = "auto",
+    softmax_heads: dict | None = None,
+    drop_sliding_window: bool = False,
+    drop_soft_cap: bool = False,
+    sinks: int = 0,
+) -> keras.layers.Layer:
     """Makes the attention of a model linear in sequence length, in place.
 
     Every pretrained weight is kept as the same variable with the same name. If the
@@ -145,7 +149,9 @@ def replace_attention(
     return model
 
 
-def restore_attention(model, *, include=None):
+def restore_attention(
+    model: keras.layers.Layer, *, include: str | list | Callable | None = None
+) -> keras.layers.Layer:
     """Restores the softmax attention of a model, or of some of its layers, in place.
 
     All weights keep their values: they equal the checkpoint bit for bit, unless they

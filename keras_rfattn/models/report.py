@@ -4,6 +4,8 @@ import math
 import textwrap
 from dataclasses import dataclass, field, replace
 
+import keras
+
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.trained import trained_weights
 from keras_rfattn.layers.checks import check_model, num_heads, title
@@ -214,7 +216,7 @@ class AttentionReport:
     __repr__ = __str__
 
 
-def describe_attention(model):
+def describe_attention(model: keras.layers.Layer) -> AttentionReport:
     """Reports the attention of a model, whether original, replaced or reloaded.
 
     Args:

@@ -1,5 +1,7 @@
 """Calibrates feature maps: sets parameters from data, without training."""
 
+from collections.abc import Callable, Iterable
+
 import keras
 import numpy as np
 
@@ -46,7 +48,7 @@ class CalibrateAfter(keras.callbacks.Callback):
         'calibrated'
     """
 
-    def __init__(self, data, steps, **kwargs):
+    def __init__(self, data: Iterable | Callable, steps: int, **kwargs) -> None:
         super().__init__()
         check_sizes(steps=steps)
         self.data, self.steps, self.kwargs = data, steps, {"verbose": 0, **kwargs}
@@ -79,8 +81,13 @@ class CalibrateAfter(keras.callbacks.Callback):
 
 
 def calibrate(
-    model, data, exact=True, max_tokens=1024, verbose="auto", discard_training=False
-):
+    model: keras.layers.Layer,
+    data: Iterable,
+    exact: bool = True,
+    max_tokens: int = 1024,
+    verbose: int | str = "auto",
+    discard_training: bool = False,
+) -> keras.layers.Layer:
     """Measures the data that feature maps see, and stores the fitted parameters.
 
     In causal and cross attention, FAVOR++ must not measure the current sequence, so

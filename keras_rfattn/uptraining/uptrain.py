@@ -1,40 +1,45 @@
 """Trains a converted linear model to match its softmax checkpoint: `uptrain`."""
 
+import os
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
 
 from keras_rfattn.layers.batches import preprocessor_hint
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.models.swap import strategy_scope
 from keras_rfattn.uptraining.batches import Batches
-from keras_rfattn.uptraining.report import Clock
+from keras_rfattn.uptraining.report import Clock, UptrainingReport
 from keras_rfattn.uptraining.settings import STAGES, Settings
 from keras_rfattn.uptraining.training import Training
 from keras_rfattn.uptraining.weights import variables_to_train
 
 
 def uptrain(
-    model,
-    data,
+    model: keras.layers.Layer,
+    data: Any,
     *,
-    steps,
-    stages=STAGES,
-    trainable="maps",
-    batch_size=32,
-    optimizer=None,
-    seed=None,
-    callbacks=None,
-    verbose="auto",
-    objective="auto",
-    window_dropout=0.25,
-    lora_rank=8,
-    exclude=None,
-    preprocessor=None,
-    checkpoint_dir=None,
-    save_every=100,
-    jit_compile="auto",
-    max_rows=512,
-):
+    steps: int,
+    stages: Sequence[str] = STAGES,
+    trainable: str | dict = "maps",
+    batch_size: int = 32,
+    optimizer: Any = None,
+    seed: int | None = None,
+    callbacks: list | None = None,
+    verbose: int | str = "auto",
+    objective: str = "auto",
+    window_dropout: float = 0.25,
+    lora_rank: int = 8,
+    exclude: Sequence[str] | None = None,
+    preprocessor: Callable | None = None,
+    checkpoint_dir: str | os.PathLike | None = None,
+    save_every: int = 100,
+    jit_compile: bool | str = "auto",
+    max_rows: int = 512,
+) -> UptrainingReport:
     """Trains a model with linear attention to match its softmax checkpoint.
 
     The softmax checkpoint is the teacher and lives inside the same model: weights that

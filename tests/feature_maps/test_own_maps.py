@@ -2,12 +2,14 @@
 
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from keras_rfattn import feature_maps
+from tests import conftest
 from tests.environment import environment
 from tests.feature_maps.cases import CASES
 from tests.marks import each_map
@@ -42,8 +44,8 @@ def test_a_wrong_sign_is_named(tmp_path):
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-            "--map", right, "--map", tmp_path / "wrong_sign.py",
-            "-k", "(own_positive or wrong_sign) and (average or positive_if or shapes)",
+            f"--map={right}", f"--map={tmp_path / 'wrong_sign.py'}",
+            "-k", "average or positive_if or shapes",
             "tests/feature_maps/test_laws.py",
         ],
         cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
@@ -52,3 +54,50 @@ def test_a_wrong_sign_is_named(tmp_path):
     assert failed == ["test_products_average_to_the_kernel[wrong_sign]"], done.stdout
     assert "law 3 does not hold of wrong_sign" in done.stdout
     assert " passed" in done.stdout
+
+
+def pytest_prints(*arguments):
+    """Returns what pytest prints with these arguments in the project's root."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_a_file_anywhere_is_tested_and_a_failure_runs_again(tmp_path):
+    file = tmp_path / "my_map.py"
+    text = (EXAMPLES / "squared_relu.py").read_text()
+    assert text.count(" + 1e-3") == 1
+    file.write_text(text.replace(" + 1e-3", "").replace('"squared_relu"', '"mine"'))
+    contracts = "tests/feature_maps/test_contracts.py"
+    printed = pytest_prints(f"--map={file}", "-k", "large_logits_choose", contracts)
+    assert f"FAILED {contracts}::test_large_logits_choose_among_keys[mine]" in printed
+    assert "the map returned -inf in the `log_scale` of `query_features`" in printed
+    assert "1 failed, " in printed and " passed" not in printed
+    (again,) = re.findall(r"^E +run again: +(.*)", printed, re.M)
+    backend, command, *arguments = shlex.split(again)
+    assert backend.startswith("KERAS_BACKEND=") and command == "pytest"
+    assert "1 failed in" in pytest_prints(*arguments)
+    # With the constant, the same command passes.
+    file.write_text(text.replace('"squared_relu"', '"mine"'))
+    assert "1 passed in" in pytest_prints(*arguments)
+
+
+@pytest.mark.parametrize("text", [None, "import keras\n"])
+def test_a_file_without_a_map_is_refused(tmp_path, text):
+    file = tmp_path / "my_map.py"
+    if text is not None:
+        file.write_text(text)
+    config = Options([str(file)])
+    with pytest.raises(pytest.UsageError, match="`--map` must be a file") as caught:
+        conftest.pytest_configure(config)
+    assert str(file) in str(caught.value)
+
+
+class Options(list):
+    """Stands for pytest's configuration: the values of `--map`."""
+
+    def getoption(self, name):
+        return self if name == "--map" else None

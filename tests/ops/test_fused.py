@@ -1,10 +1,13 @@
 """Exponential features by PyTorch's fused softmax attention, against themselves."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
+from keras_rfattn import layers
 from keras_rfattn.ops import Local, Softmax, bidirectional, local_attention
 from tests import helpers as h
 
@@ -179,3 +182,16 @@ def test_no_token_at_all_is_refused(lengths, calls):
     with pytest.raises(ValueError, match="empty"):
         attention("favorpp", x)
     assert not calls
+
+
+def test_dynamo_does_not_warn_of_a_cache():
+    """Dynamo traces what a cached function calls, and warns of wrong results."""
+    import torch
+
+    layer = layers.MultiHeadAttention(2, 4, feature_map="favorplus", seed=0)
+    x = ops.convert_to_tensor(h.problem().query[:, :, 0])
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("error", ".*lru_cache")
+        expected = layer(x, x)
+        found = torch.compile(lambda x: layer(x, x), backend="eager")(x)
+    h.assert_close(h.to_numpy(found), h.to_numpy(expected))

@@ -3,6 +3,8 @@
 import pathlib
 from dataclasses import dataclass
 
+import keras
+
 import keras_rfattn.maps.folder as folders
 import keras_rfattn.models.stable_names as stable_names
 from keras_rfattn.feature_maps.base import FeatureMap
@@ -58,7 +60,7 @@ class ShippedTable(tuple):
     __repr__ = __str__
 
 
-def pretrained_maps(model=None):
+def pretrained_maps(model: keras.layers.Layer | None = None) -> tuple:
     """Lists the trained maps that ship with the package.
 
     Args:

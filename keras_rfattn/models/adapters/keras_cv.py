@@ -8,7 +8,7 @@ which `convert_vit` copies the weights.
 import keras
 
 
-def convert_vit(source):
+def convert_vit(source: keras.Model) -> keras.Model:
     """Converts a KerasCV ViT to a KerasHub ViT with the same weights.
 
     The KerasCV model takes pixels from 0 to 255 (or 0 to 1 without rescaling). The

@@ -1,0 +1,101 @@
+"""What an index shows of the package, and that its address has one place."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import keras_rfattn
+from tests.environment import environment
+
+pytestmark = pytest.mark.once
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HOOK = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+VERSION = keras_rfattn.__version__
+FILES = f"{HOOK['repository']}/blob/v{VERSION}/"
+PICTURES = f"{HOOK['repository']}/raw/v{VERSION}/"
+GENERATED = {".git", ".ruff_cache", ".pytest_cache", "__pycache__", "site", "dist"}
+
+
+@pytest.fixture(scope="module")
+def metadata():
+    core = pytest.importorskip("hatchling.metadata.core")
+    plugins = pytest.importorskip("hatchling.plugin.manager")
+    return core.ProjectMetadata(str(ROOT), plugins.PluginManager()).core
+
+
+def test_the_version_is_that_of_the_package(metadata):
+    assert metadata.version == VERSION
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", VERSION)
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(VERSION.partition('.dev')[0])}", changelog, re.M)
+
+
+def test_urls(metadata):
+    names = {"Homepage", "Documentation", "Source", "Changelog", "Issues"}
+    assert set(metadata.urls) == names
+    assert all(x.startswith("https://") for x in metadata.urls.values())
+
+
+def test_links_of_the_readme_work_on_an_index(metadata):
+    readme = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\(([^)]+)\)", metadata.readme)
+    assert len(links) == len(re.findall(r"\]\(", readme)) > 20
+    assert len([x for x in links if x.startswith(PICTURES)]) >= 1
+    for link in links:
+        assert link.startswith((FILES, PICTURES)), link
+        path = link.removeprefix(FILES).removeprefix(PICTURES)
+        assert (ROOT / path.partition("#")[0]).is_file(), link
+    assert "REPOSITORY" not in metadata.readme
+
+
+def test_the_address_has_one_place():
+    address = HOOK["repository"].removeprefix("https://")
+    found = []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [x for x in folders if x not in GENERATED and "venv" not in x]
+        for file in map(pathlib.Path(folder).joinpath, files):
+            text = file.read_text(encoding="utf-8", errors="ignore")
+            found += [str(file.relative_to(ROOT))] * text.count(address)
+    assert found == ["pyproject.toml"]
+
+
+def test_public_functions_are_annotated():
+    assert (ROOT / "keras_rfattn" / "py.typed").is_file()
+    for name in keras_rfattn.__all__:
+        call = getattr(keras_rfattn, name)
+        if not callable(call):
+            continue
+        function = call.__init__ if isinstance(call, type) else call
+        code = function.__code__
+        count = code.co_argcount + code.co_kwonlyargcount
+        arguments = set(code.co_varnames[:count]) - {"self", "cls"}
+        missing = arguments - set(function.__annotations__)
+        assert not missing, f"{name} has no annotation of {sorted(missing)}"
+        assert isinstance(call, type) or "return" in function.__annotations__, name
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_a_backend_that_is_not_installed_is_named(backend):
+    script = (
+        "import sys, importlib.abc\n"
+        "class Missing(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, *args):\n"
+        f"        if name.partition('.')[0] == {backend!r}:\n"
+        f"            raise ModuleNotFoundError('missing', name={backend!r})\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "import keras_rfattn\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(backend),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    sentence = f"The backend of Keras must be installed. Received: backend={backend!r}"
+    assert sentence in done.stderr.splitlines()[-1]
+    assert "Use `export KERAS_BACKEND=" in done.stderr
