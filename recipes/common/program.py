@@ -1,17 +1,18 @@
-"""Command-line flags that recipes share; not a recipe itself.
+"""The flags of a recipe and the file of its results; not a recipe itself.
 
 Importing this file also chooses JAX, unless `KERAS_BACKEND` names another backend.
 Recipes import Keras, which reads that variable, after they have parsed their flags.
 """
 
 import argparse
+import json
 import os
+import pathlib
+import shlex
+import sys
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-# Sizes that `--smoke` gives to a `train_*.py`.
-TINY = {"steps": 2, "context": 16, "num_layers": 1}
 
 
 def make_parser(description, **defaults):
@@ -53,3 +54,28 @@ def parse(parser, **smoke):
     text += ", ".join(f"{name} {value}" for name, value in smoke.items())
     parser.add_argument("--smoke", nargs=0, action=Smoke, const=smoke, help=text)
     return parser.parse_args()
+
+
+def command():
+    """Returns the command line of the running recipe, without its folder."""
+    return shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def record(args, row):
+    """Appends a line to `args.results`: the command, the backend and a dict."""
+    import keras
+
+    row = {"command": command(), "backend": keras.backend.backend(), **row}
+    with open(args.results, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def tell(args, row):
+    """Prints a dict, and records it."""
+    print(row, flush=True)
+    record(args, row)
+
+
+def report(text, holds):
+    """Prints whether a claim holds."""
+    print(f"check: {text}: {'yes' if holds else 'no'}")
