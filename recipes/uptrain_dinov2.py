@@ -12,10 +12,10 @@ own weights do not change.
     KERAS_BACKEND=torch python recipes/uptrain_dinov2.py --mechanism one_feature
 
 Photos come with scikit-image, scikit-learn and Matplotlib; those of testing are other
-photos than those of training. `--images FOLDER` takes one's own, of which every fifth
-is for testing. Training uses crops of `--crop` pixels, which cost less than whole
-photos. The maps are then used at all `--sizes`, for which KerasHub interpolates the
-positions. `--load` measures maps that `--save` wrote, and trains nothing.
+photos than those of training. Training uses crops of `--crop` pixels, which cost less
+than whole photos. The maps are then used at all `--sizes`, for which KerasHub
+interpolates the positions. `--load` measures maps that `--save` wrote, and trains
+nothing.
 
 The recipe prints, for every size: the mean cosine of patch tokens and of the class
 token to those of softmax, the correlation of saliency maps with softmax's, and the
@@ -30,7 +30,7 @@ import importlib.util
 import pathlib
 import time
 
-from common.flags import make_parser, parse
+from common.program import command, make_parser, parse, tell
 
 # Flags are parsed before the slow imports.
 parser = make_parser(
@@ -38,8 +38,6 @@ parser = make_parser(
     rate=0.005, feature_rate=0.001, crop=350, sizes=[518, 742, 1036], seeds=[0],
     results="uptrain_dinov2.jsonl",
 )  # fmt: skip
-parser.add_argument("--images", type=pathlib.Path, help="a folder of photos")
-parser.add_argument("--onnx", type=pathlib.Path, help="a file like that of the package")
 parser.add_argument("--kept", type=int, nargs="+",
                     help="layers that are softmax in the hybrid")  # fmt: skip
 parser.add_argument("--controls", action="store_true", help="measure controls too")
@@ -51,12 +49,10 @@ args = parse(
     parser, tiny=True, steps=2, feature_steps=2, crop=28, sizes=[42, 56], num_features=8
 )
 
-import common.control_maps  # noqa: F401 (registers "one_feature")
 import keras
 import keras_hub
 import numpy as np
-from common import dinov2_onnx
-from common.results import command, tell
+from common import controls, dinov2_onnx  # noqa: F401 (registers "one_feature")
 
 import keras_rfattn
 from keras_rfattn.layers.attention import Attention
@@ -85,7 +81,7 @@ MAX_ROWS = 128
 
 def main(args):
     train, test = photos(args)
-    source = None if args.tiny else dinov2_onnx.read(args.onnx)
+    source = None if args.tiny else dinov2_onnx.read()
     wanted = {}
     for size in args.sizes:
         wanted[size] = results(*load(source, size), test)
@@ -139,17 +135,7 @@ def photos(args):
     if args.tiny:
         noise = np.random.default_rng(0).integers(256, size=(3, 64, 80, 3))
         return list(noise[:2]), list(noise[2:])
-    if args.images is None:
-        return [[pixels(path) for path in paths(x)] for x in (TRAIN, TEST)]
-    found = [x for x in sorted(args.images.iterdir()) if x.suffix.lower() in
-             (".jpg", ".jpeg", ".png", ".bmp")]  # fmt: skip
-    if len(found) < 5:
-        raise ValueError(
-            "`--images` must be a folder with at least 5 photos. Received: "
-            f"{str(args.images)!r}, with {len(found)}. Use another folder."
-        )
-    parts = [[x for i, x in enumerate(found) if (i % 5 == 4) == k] for k in (0, 1)]
-    return [[pixels(path) for path in part] for part in parts]
+    return [[pixels(path) for path in paths(x)] for x in (TRAIN, TEST)]
 
 
 def paths(names):
@@ -157,12 +143,7 @@ def paths(names):
     for package, (folder, *files) in names.items():
         spec = importlib.util.find_spec(package)
         if spec is None:
-            name = {"skimage": "scikit-image", "sklearn": "scikit-learn"}.get(package)
-            raise ImportError(
-                f"Package `{package}` must be installed, for its photos. Received: no "
-                f"such package. Use `pip install --no-deps {name or package}`, or "
-                "`--images FOLDER`."
-            )
+            raise SystemExit("pip install --no-deps scikit-image scikit-learn")
         for file in files:
             yield pathlib.Path(spec.origin).parent / folder / file
 

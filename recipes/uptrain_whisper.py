@@ -8,12 +8,11 @@ short clip is silence, because Whisper pads clips to 30 s and has no padding mas
     KERAS_BACKEND=torch python recipes/uptrain_whisper.py --data-dir DIR \
         --audio FOLDER --num-features 128 --window 128 --sliding
 
-DIR holds spoken_digits/spoken_digits.npz (see uptrain_speech.py). Recordings of one
-speaker are joined to clips: 0 to 4, the set's own test split, for tests, and the others
-for training. `--audio` adds a folder of WAV files of 16 kHz to the tests, each a clip;
-`a.txt` is what is said in `a.wav`, if it exists. All files joined are one more clip.
-The results are on five sentences of LibriVox (public domain), which the source package
-of PocketSphinx has in test/data/librivox.
+DIR holds spoken_digits/spoken_digits.npz (see uptrain_speech.py). Recordings of
+one speaker are joined to clips: 0 to 4, the set's own test split, for tests, and the
+others for training. `--audio` adds a folder of WAV files of 16 kHz to the tests, each a
+clip; `a.txt` is what is said in `a.wav`. The results are on five sentences of LibriVox
+(public domain), which the source package of PocketSphinx has in test/data/librivox.
 
 Rows: "clips" has the relative error of the encoder's outputs (norm of the difference
 from softmax over the norm of softmax, also for the frames before the padding alone),
@@ -23,18 +22,15 @@ makes positions beyond 30 s, beside passes over chunks of 30 s. It also has the 
 of a pass. Controls: softmax, no training, the mean of V, no attention, and, for
 windows, the window alone.
 
-Cost: 6 to 14 minutes of training a seed on one shared core. Found: features alone do
-not suffice (error 0.64 to 0.68, hardly a word right, one seed). With the windows above
-the error is 0.32 to 0.36 before training and 0.18 to 0.25 after it (three seeds); of
-140 words on real speech, at most 2 differ from softmax's in both cases, and none by the
-window alone. Two steps after calibration already give 0.20 (on one clip). Longer clips
-need chunks of 30 s: in one pass over 60 s softmax itself fails.
+Cost: 6 to 14 minutes of training a seed on one shared core.
+Seen: docs/pages/results/speech_images.md.
 """
 
 import pathlib
+import re
 import time
 
-from common.flags import make_parser, parse
+from common.program import distance, make_parser, parse, tell
 
 # Flags are parsed before the slow imports.
 parser = make_parser(
@@ -44,18 +40,19 @@ parser = make_parser(
     results="uptrain_whisper.jsonl",
 )  # fmt: skip
 parser.add_argument("--audio", type=pathlib.Path, help="folder of WAV files")
-parser.add_argument("--folder", help="of a CTranslate2 model; tiny.en by default")
 parser.add_argument("--window", type=int)
 parser.add_argument("--sliding", action="store_true", help="three windows, not one")
-parser.add_argument("--made-up", action="store_true", help="a small model, not trained")
+parser.set_defaults(tiny=False)  # a small model, not trained
 args = parse(
-    parser, made_up=True, num_features=8, steps=2, train_clips=2, test_clips=2,
-    spoken=1, seeds=[0], lengths=[1, 2], transcribed=2, positions=["tile"],
+    parser, tiny=True, num_features=8, steps=2, train_clips=2, test_clips=2, spoken=1,
+    seeds=[0], lengths=[1, 2], transcribed=2, positions=["tile"],
 )  # fmt: skip
 
+import keras
+import keras_hub
 import numpy as np
-from common import transcripts, whisper_ctranslate2
-from common.results import tell
+import tokenizers
+from common import whisper_ctranslate2 as whisper
 from keras import ops
 from scipy import signal
 from scipy.io import wavfile
@@ -66,14 +63,12 @@ from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import recording
 from keras_rfattn.models.survey import survey
 
-RATE = 16000
-FRAMES = 50  # of the encoder's output in a second
+RATE, FRAMES = 16000, 50  # samples, and frames of the encoder's output, in a second
 SHORTEST = 0.1  # of a clip, as a share of the longest one
 PAUSE = 0.2, 0.6  # seconds between digits
-MAX_ROWS = 128  # of attention that training compares, as in uptrain_decoder.py
-TURNS = 2  # of which the fastest is the time
-TOKENS = 4  # that a transcript has at most for a second
-BATCH = 6  # clips that are transcribed together
+MAX_ROWS = 128  # of attention that training compares
+TOKENS, BATCH = 4, 6  # of a transcript for a second at most; clips of a batch
+DIGITS = "zero one two three four five six seven eight nine".split()
 CONTROLS = {
     "mean of V": Attention.mean_of_values,
     "no attention": Attention.zero,
@@ -82,59 +77,45 @@ CONTROLS = {
 
 
 def main(args):
-    whisper = transcripts.made_up() if args.made_up else None
-    whisper = whisper or whisper_ctranslate2.load(args.folder)
-    seconds = whisper.converter.max_audio_length
+    model = tiny() if args.tiny else whisper.load()
+    encoder, seconds = whisper.encoder(model.backbone), model.converter.max_audio_length
     digits = Digits(args.data_dir / "spoken_digits" / "spoken_digits.npz")
     train = digits.clips("train", args.train_clips, seconds, seed=0)
-    train = np.concatenate([features(whisper, x) for x, _ in train])
-    tests = [
-        Clips(whisper, "digits", digits.clips("test", args.test_clips, args.spoken, 1))
-    ]
+    train = np.concatenate([features(model, x) for x, _ in train])
+    clips = digits.clips("test", args.test_clips, args.spoken, seed=1)
+    tests = [Clips(model, "digits", clips)]
     if args.audio:
-        tests.append(Clips(whisper, "audio", read(args.audio, seconds)))
+        tests.append(Clips(model, "audio", read(args.audio)))
     long = [
-        Long(whisper, digits.clips("test", 1, n, seed=2, shortest=1)[0], n, args)
+        Long(model, digits.clips("test", 1, n, seed=2, shortest=1)[0], n, args)
         for n in args.lengths
     ]
-    for x in tests:
-        x.tell(args, {"arm": "softmax"})
-    for x in long:
-        x.tell(args, {"arm": "softmax"})
-    encoder = transcripts.encoder(whisper.backbone)
+    for test in [*tests, *long]:
+        test.tell(args, {"arm": "softmax"})
     for seed in args.seeds:
         keras_rfattn.replace_attention(
             encoder, args.mechanism, num_features=args.num_features,
             window=args.window, sliding=args.sliding, seed=seed,
         )  # fmt: skip
-        row = {
-            "seed": seed, "mechanism": args.mechanism, "window": args.window,
-            "sliding": args.sliding, "num_features": args.num_features,
-        }  # fmt: skip
-        for x in tests:
-            x.tell(args, {"arm": "untrained", **row})
-        start = time.time()
+        start, row = time.time(), {"seed": seed, "mechanism": args.mechanism}
+        for test in tests:
+            test.tell(args, {"arm": "untrained", **row})
         report = keras_rfattn.uptrain(
             encoder, train, steps=args.steps, batch_size=1, seed=seed,
             max_rows=MAX_ROWS, verbose=2,
         )  # fmt: skip
         print(report, flush=True)
-        row |= {"steps": args.steps, "minutes": (time.time() - start) / 60}
-        for x in [*tests, *long]:
-            x.tell(args, {"arm": "uptrained", **row})
-        if seed == args.seeds[-1]:
-            tell_controls(args, encoder, tests)
+        row["minutes"] = (time.time() - start) / 60
+        for test in [*tests, *long]:
+            test.tell(args, {"arm": "uptrained", **row})
+        layers = [site.layer for site in survey(encoder) if site.is_linear]
+        # Controls do not depend on training.
+        for arm, method in CONTROLS.items() if seed == args.seeds[-1] else ():
+            if arm != "window alone" or args.window:
+                with recording([(layer, method) for layer in layers]):
+                    for test in tests:
+                        test.tell(args, {"arm": arm})
         keras_rfattn.restore_attention(encoder)
-
-
-def tell_controls(args, encoder, tests):
-    """Measures attention that no training changes."""
-    layers = [site.layer for site in survey(encoder) if site.is_linear]
-    for arm, method in CONTROLS.items():
-        if arm != "window alone" or args.window:
-            with recording([(layer, method) for layer in layers]):
-                for x in tests:
-                    x.tell(args, {"arm": arm, "window": args.window})
 
 
 class Digits:
@@ -150,183 +131,175 @@ class Digits:
         self.samples = [signal.resample_poly(x, factor, 1) for x in parts]
 
     def clips(self, part, count, seconds, seed, shortest=SHORTEST):
-        """Returns a list of `(samples, text)`, with a speaker each.
+        """Returns a list of `(samples, text)`, of speakers who take turns.
 
-        Args:
-            part: `"train"` or `"test"`.
-            count: Number of clips. Their speakers take turns.
-            seconds: Length of the longest clip.
-            seed: Seed of lengths, digits and pauses.
-            shortest: Length of the shortest clip as a share of the longest one.
+        Clips of `part` ("train" or "test") have at most `seconds`, and at least
+        `shortest` times as much.
         """
-        generator = np.random.default_rng(seed)
+        generator, clips = np.random.default_rng(seed), []
         is_chosen = (self.index < 5) == (part == "test")
-        names, found = np.unique(self.speaker[is_chosen]), []
+        names = np.unique(self.speaker[is_chosen])
         for i in range(count):
-            own = np.flatnonzero(is_chosen & (self.speaker == names[i % len(names)]))
+            speaker = self.speaker == names[i % len(names)]
+            numbers = np.flatnonzero(is_chosen & speaker)
             length = int(RATE * seconds * generator.uniform(shortest, 1))
             sound, text = [], []
             while True:
-                number = generator.choice(own)
+                number = generator.choice(numbers)
                 pause = np.zeros(int(RATE * generator.uniform(*PAUSE)), "float32")
                 length -= len(self.samples[number]) + len(pause)
                 if length < 0 and text:
                     break
                 sound += [self.samples[number], pause]
-                text.append(transcripts.DIGITS[self.digit[number]])
-            found.append((np.concatenate(sound), " ".join(text)))
-        return found
+                text.append(DIGITS[self.digit[number]])
+            clips.append((np.concatenate(sound), " ".join(text)))
+        return clips
 
 
-def read(folder, seconds):
-    """Returns `(samples, text)` of WAV files, and of all of them joined if that fits.
-
-    Raises:
-        ValueError: If there is no file, or one has another format or is too long.
-    """
-    found, most = [], RATE * seconds
+def read(folder):
+    """Returns `(samples, text)` of WAV files, and of all of them joined."""
+    clips = []
     for path in sorted(folder.glob("*.wav")):
         rate, sound = wavfile.read(path)
-        is_known = rate == RATE and sound.dtype == "int16" and sound.ndim == 1
-        if not is_known or len(sound) > most:
-            raise ValueError(
-                f"`--audio` must hold WAV files of {RATE} Hz, 16 bits, one channel and "
-                f"at most {seconds} s. Received: {str(path)!r} with {rate} Hz, "
-                f"{sound.dtype} and shape {sound.shape}. Use a converted copy."
-            )
-        text = path.with_suffix(".txt")
-        text = text.read_text() if text.exists() else None
-        found.append((sound / np.float32(2**15), text))
-    if not found:
-        raise ValueError(
-            f"`--audio` must be a folder with WAV files. Received: {str(folder)!r}, "
-            "which has none. Use another folder."
-        )
-    joined = np.concatenate([sound for sound, _ in found])
-    if len(found) > 1 and len(joined) <= most:
-        texts = [text for _, text in found]
-        found.append((joined, None if None in texts else " ".join(texts)))
-    return found
+        if rate != RATE or sound.dtype != "int16" or sound.ndim != 1:
+            raise SystemExit(f"{path} must have {RATE} Hz, 16 bits and one channel")
+        text = path.with_suffix(".txt").read_text()
+        clips.append((sound / np.float32(2**15), text))
+    joined = [x for x, _ in clips], [x for _, x in clips]
+    return [*clips, (np.concatenate(joined[0]), " ".join(joined[1]))]
 
 
 class Clips:
     """Clips of at most 30 s, with what softmax makes of them."""
 
-    def __init__(self, whisper, name, clips):
-        self.whisper, self.name = whisper, name
-        self.model = transcripts.encoder(whisper.backbone)
-        self.features = [features(whisper, sound) for sound, _ in clips]
+    def __init__(self, model, name, clips):
+        self.model, self.name = model, name
+        self.encoder = whisper.encoder(model.backbone)
+        self.features = [features(model, sound) for sound, _ in clips]
         self.frames = [-(-len(sound) * FRAMES // RATE) for sound, _ in clips]
         self.truth = [text for _, text in clips]
-        self.softmax = encoded(self.model, self.features)
-        self.said = transcribed(whisper, self.softmax)
+        self.softmax = encoded(self.encoder, self.features)
+        self.said = transcripts(model, self.softmax)
 
     def tell(self, args, row):
         """Measures the model as it is now, and records the results."""
-        outputs = encoded(self.model, self.features)
-        said = transcribed(self.whisper, outputs)
-        spoken = [x[:, :n] for x, n in zip(outputs, self.frames, strict=True)]
-        wanted = [x[:, :n] for x, n in zip(self.softmax, self.frames, strict=True)]
-        edits, count = transcripts.word_errors(said, self.said)
-        row = {
+        outputs = encoded(self.encoder, self.features)
+        said = transcripts(self.model, outputs)
+        spoken, softmax = (
+            [x[:, :n] for x, n in zip(parts, self.frames, strict=True)]
+            for parts in (outputs, self.softmax)
+        )
+        tell(args, {
             "test": "clips", "clips": self.name, **row,
             "error": relative(outputs, self.softmax),
-            "error_spoken": relative(spoken, wanted),
-            "edits_from_softmax": edits, "words_of_softmax": count,
-        }  # fmt: skip
-        if None not in self.truth:
-            row["edits"], row["words"] = transcripts.word_errors(said, self.truth)
-        tell(args, row)
+            "error_spoken": relative(spoken, softmax),
+            "edits_from_softmax": edits(said, self.said),
+            "words_of_softmax": sum(len(words(x)) for x in self.said),
+            "edits": edits(said, self.truth),
+            "words": sum(len(words(x)) for x in self.truth),
+        })  # fmt: skip
 
 
 class Long:
     """A long clip in one pass and in chunks, with what softmax makes of it."""
 
-    def __init__(self, whisper, clip, seconds, args):
+    def __init__(self, model, clip, seconds, args):
         sound, self.truth = clip
-        self.whisper, self.seconds = whisper, seconds
+        self.model, self.seconds = model, seconds
         self.has_words = seconds <= args.transcribed
-        chunk = whisper.converter.max_audio_length
-        x = features(whisper, sound, seconds)
-        self.inputs = x, np.split(x, x.shape[1] // min(x.shape[1], 100 * chunk), axis=1)
-        self.chunks = transcripts.encoder(whisper.backbone)
-        self.models = {
-            name: transcripts.encoder(whisper.backbone, seconds * FRAMES, name)
+        chunk = model.converter.max_audio_length
+        self.whole = features(model, sound, seconds)
+        count = max(1, self.whole.shape[1] // (100 * chunk))
+        self.chunks = np.split(self.whole, count, axis=1)
+        self.encoder = whisper.encoder(model.backbone)
+        self.encoders = {
+            name: whisper.encoder(model.backbone, seconds * FRAMES, name)
             # Without positions beyond its own ones a model needs no choice.
             for name in args.positions[: 1 if seconds <= chunk else None]
         }
-        self.softmax = {name: encoded(m, [x]) for name, m in self.models.items()}
-        self.wanted = encoded(self.chunks, self.inputs[1])
+        self.softmax = {k: encoded(x, [self.whole]) for k, x in self.encoders.items()}
+        self.softmax["chunks"] = encoded(self.encoder, self.chunks)
 
     def tell(self, args, row):
         """Measures the model as it is now, and records the results."""
-        whole, chunks = self.inputs
         row = {"test": "long", "seconds": self.seconds, **row}
-        outputs = encoded(self.chunks, chunks)
-        found = {"error_from_softmax_in_chunks": relative(outputs, self.wanted)}
-        tell(args, {**row, "passes": len(chunks), **found, **self.words(outputs)})
-        for name, model in self.models.items():
-            outputs = encoded(model, [whole])
-            joined = [np.concatenate(self.wanted, axis=1)]
-            found = {
-                "error_from_softmax": relative(outputs, self.softmax[name]),
-                "error_from_softmax_in_chunks": relative(outputs, joined),
-            }
-            if name == args.positions[0]:
-                found["cpu_seconds"] = duration(model, [whole])
-            about = {**row, "passes": 1, "positions": name}
-            tell(args, {**about, **found, **self.words(outputs)})
-
-    def words(self, outputs):
-        """Returns how many words of transcripts of outputs are wrong."""
-        if not self.has_words:
-            return {}
-        said = [" ".join(transcribed(self.whisper, outputs))]
-        edits, count = transcripts.word_errors(said, [self.truth])
-        return {"edits": edits, "words": count}
+        passes = {"chunks": (self.encoder, self.chunks)}
+        passes |= {k: (x, [self.whole]) for k, x in self.encoders.items()}
+        for name, (encoder, inputs) in passes.items():
+            # Not the time on the clock, which other programs would change.
+            start = time.process_time()
+            outputs = encoded(encoder, inputs)
+            about = {"positions": name, "cpu_seconds": time.process_time() - start}
+            about["error"] = relative(outputs, self.softmax[name])
+            if self.has_words:
+                said = " ".join(transcripts(self.model, outputs))
+                about["edits"] = edits([said], [self.truth])
+                about["words"] = len(words(self.truth))
+            tell(args, {**row, "passes": len(inputs), **about})
 
 
-def features(whisper, sound, seconds=None):
+def features(model, sound, seconds=None):
     """Returns log-mel spectrograms of shape `(1, frames, mels)`, of padded sound."""
-    converter = whisper.converter
+    converter = model.converter
     if seconds is not None:
         converter = type(converter)(converter.num_mels, max_audio_length=seconds)
     return ops.convert_to_numpy(converter(sound[None]))
 
 
-def encoded(model, inputs):
+def encoded(encoder, inputs):
     """Returns the encoder's outputs for each of several inputs, in softmax or not."""
     # Not `predict`: its compiled function would not know of later changes.
     with without_gradients():
-        return [ops.convert_to_numpy(model(x, training=False)) for x in inputs]
+        return [ops.convert_to_numpy(encoder(x, training=False)) for x in inputs]
 
 
-def duration(model, inputs):
-    """Returns the CPU time of the fastest of several turns in seconds."""
-    found = []
-    for _ in range(TURNS):
-        # Not the time on the clock, which other programs would change.
-        start = time.process_time()
-        encoded(model, inputs)
-        found.append(time.process_time() - start)
-    return min(found)
-
-
-def transcribed(whisper, outputs):
+def transcripts(model, outputs):
     """Returns the transcripts of the encoder's outputs, a batch at a time."""
-    found = []
+    texts = []
     for i in range(0, len(outputs), BATCH):
         batch = np.concatenate(outputs[i : i + BATCH])
         limit = TOKENS * batch.shape[1] // FRAMES
-        found += transcripts.transcribe(whisper, batch, limit)
-    return found
+        texts += whisper.transcribe(model, batch, limit)
+    return texts
 
 
-def relative(found, wanted):
-    """Returns the norm of the difference of lists of arrays over that of `wanted`."""
-    pairs = zip(found, wanted, strict=True)
+def relative(outputs, softmax):
+    """Returns the norm of the difference of lists of arrays over that of `softmax`."""
+    pairs = zip(outputs, softmax, strict=True)
     error = np.sqrt(sum(np.sum((a - b) ** 2.0) for a, b in pairs))
-    return float(error / np.sqrt(sum(np.sum(b**2.0) for b in wanted)))
+    return float(error / np.sqrt(sum(np.sum(b**2.0) for b in softmax)))
+
+
+def words(text):
+    """Returns the words of a text in lower case, with numbers digit by digit."""
+    text = re.sub(r"\d", lambda x: f" {DIGITS[int(x[0])]} ", text.lower())
+    return re.findall(r"[a-z]+(?:'[a-z]+)*", text)
+
+
+def edits(texts, expected):
+    """Returns insertions, deletions and substitutions of words between two lists."""
+    pairs = zip(map(words, texts), map(words, expected), strict=True)
+    return sum(distance(a, np.array(b, object)) for a, b in pairs)
+
+
+def tiny(mels=8, seconds=1):
+    """Returns a small `Whisper` that is not trained, with a token for each byte."""
+    special = [whisper.END, *whisper.PROMPT]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *special])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(special)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    keras.utils.set_random_seed(0)
+    backbone = keras_hub.models.WhisperBackbone(
+        vocabulary_size=len(vocabulary), num_layers=1, num_heads=2, hidden_dim=16,
+        intermediate_dim=32, num_mels=mels, max_encoder_sequence_length=100 * seconds,
+        max_decoder_sequence_length=12,
+    )  # fmt: skip
+    converter = keras_hub.layers.WhisperAudioConverter(
+        num_mels=mels, max_audio_length=seconds
+    )
+    return whisper.Whisper(backbone, tokenizer, converter, [], [])
 
 
 if __name__ == "__main__":

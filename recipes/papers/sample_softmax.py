@@ -19,9 +19,8 @@ hybrids of m = 128 and n = 8, 25 runs): the sizes are below.
 
 Controls are `uniform` sampling, the `exact` distribution, `normalized`, which is the
 exact distribution of vectors of length 1 that the maps estimate, and `full`, the
-softmax without sampling. Once `full` is trained, "gradients" shows how far the
-gradients of every sampler are from those of `full`.
-Cost: 15 to 30 minutes a seed. Seen: docs/pages/lab/hrf.md.
+softmax without sampling.
+Cost: 15 to 30 minutes a seed. Seen: docs/pages/reproductions/hrf.md.
 """
 
 import pathlib
@@ -30,7 +29,7 @@ import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, report, tell
 
 MAPS = {
     "favor": {"num_features": 256},
@@ -51,9 +50,8 @@ args = parse(parser, vocabulary=20, epochs=1, rows=64)
 import keras
 import numpy as np
 from common import words
-from common.results import interval, report, tell
 from keras import ops
-from scipy import special
+from scipy import stats
 
 from keras_rfattn import feature_maps
 from keras_rfattn.layers import KernelFeatures
@@ -67,7 +65,7 @@ def main(args):
     parts = words.load(args.data_dir, vocabulary, LENGTH)
     train, watched, test = (part[: args.rows] for part in parts)
     print(f"{train.size} words of training, {test.size} of test, {vocabulary} classes")
-    found = {sampler: [] for sampler in args.samplers}
+    perplexities = {sampler: [] for sampler in args.samplers}
     for seed in args.seeds:
         for sampler in args.samplers:
             start = time.time()
@@ -80,10 +78,14 @@ def main(args):
             row = {"sampler": sampler, "seed": seed, "perplexity": perplexity}
             row |= {"epochs": epoch, "minutes": (time.time() - start) / 60}
             tell(args, row)
-            found[sampler].append(perplexity)
-            if sampler == "full":
-                tell_gradients(args, seed, states, test[:, 1:], classes)
-    summarize({k: np.array(v) for k, v in found.items()})
+            perplexities[sampler].append(perplexity)
+    perplexities = {k: np.array(v) for k, v in perplexities.items()}
+    for sampler in MAPS:
+        if {sampler, "exact", "uniform"} <= perplexities.keys():
+            above, a = interval(perplexities[sampler] - perplexities["exact"])
+            below, b = interval(perplexities["uniform"] - perplexities[sampler])
+            text = f"{sampler} {above:.2f} ± {a:.2f} above exact, {below:.2f} ± {b:.2f}"
+            report(f"{text} below uniform sampling", above > a and below > b)
 
 
 class SampledSoftmax(keras.layers.Layer):
@@ -118,15 +120,6 @@ class SampledSoftmax(keras.layers.Layer):
             )
         states = ops.reshape(states, (-1, DIM))
         targets = ops.reshape(targets, (-1, 1))
-        _, logits = self.compare(states, classes, targets)
-        return ops.logsumexp(logits, axis=-1) - logits[:, 0]
-
-    def compare(self, states, classes, targets):
-        """Returns the right class and the drawn ones, and their logits.
-
-        The sum of e^logit over drawn classes is an unbiased estimate of the sum over
-        all wrong classes.
-        """
         # No gradient goes through the sampler.
         q = self.probabilities(ops.stop_gradient(states), ops.stop_gradient(classes))
         q = ops.where(ops.arange(self.vocabulary)[None] == targets, 0.0, q)
@@ -136,10 +129,12 @@ class SampledSoftmax(keras.layers.Layer):
         compared = ops.concatenate([targets, drawn], axis=-1)
         logits = ops.einsum("nd,nkd->nk", states, ops.take(classes, compared, axis=0))
         expected = NEGATIVES * ops.take_along_axis(q, drawn, axis=-1)
+        # The sum of e^wrong is an unbiased estimate of the sum over all wrong classes.
         wrong = logits[:, 1:] - ops.log(expected)
         # Due to rounding, the last class may be drawn although it is the right one.
         wrong = ops.where(drawn == targets, -1e9, wrong)
-        return compared, ops.concatenate([logits[:, :1], wrong], axis=-1)
+        logits = ops.concatenate([logits[:, :1], wrong], axis=-1)
+        return ops.logsumexp(logits, axis=-1) - logits[:, 0]
 
     def probabilities(self, states, classes):
         """Returns the sampler's distribution over classes for each state."""
@@ -171,32 +166,6 @@ def draw(q, uniform):
     return found
 
 
-def tell_gradients(args, seed, states, targets, classes, draws=200):
-    """Records how far gradients with respect to states are from those of full softmax.
-
-    "error" is the error of a single draw and "bias" the error of the mean over all
-    draws. Both are relative (roots of sums of squares). "distinct" is the number of
-    different classes in a draw.
-    """
-    chosen = np.random.default_rng(seed).permutation(targets.size)[:200]
-    states, targets = states.reshape(-1, DIM)[chosen], targets.reshape(-1, 1)[chosen]
-    exact = (special.softmax(states @ classes.T, -1) @ classes)[:, None]
-    size = np.sum((exact - classes[targets]) ** 2)
-    tensors = [ops.convert_to_tensor(x) for x in (states, classes, targets)]
-    for sampler in (x for x in args.samplers if x != "full"):
-        layer, errors, distinct = SampledSoftmax(sampler, len(classes), seed), [], []
-        layer.build(states.shape)
-        for _ in range(draws):
-            compared, logits = map(ops.convert_to_numpy, layer.compare(*tensors))
-            found = special.softmax(logits, -1)[:, None] @ classes[compared]
-            errors.append(found - exact)
-            distinct += [len(set(row[1:])) for row in compared]
-        row = {"gradients": sampler, "seed": seed, "distinct": float(np.mean(distinct))}
-        row["error"] = np.sqrt(np.square(errors).sum() / draws / size).item()
-        row["bias"] = np.sqrt(np.sum(np.mean(errors, 0) ** 2) / size).item()
-        tell(args, row)
-
-
 def make_model(sampler, vocabulary, seed):
     """Builds the encoder of words into states, and the loss that owns the classes."""
     inputs = keras.Input((LENGTH,), dtype="int32")
@@ -217,20 +186,10 @@ def fit(encoder, loss, train, watched, epochs):
     return words.fit(model, *data, epochs, PATIENCE)
 
 
-def summarize(found):
-    """Prints test perplexities, and paired differences from uniform and exact."""
-    print(f"\n{'negatives from':<16}{'test perplexity':>18}{'minus uniform':>18}")
-    for sampler, values in found.items():
-        cells = [values, *(values - found[k] for k in ("uniform",) if k in found)]
-        cells = "".join(f"{m:>11.2f} ±{h:5.2f}" for m, h in map(interval, cells))
-        print(f"{sampler:<16}{cells}")
-    for sampler in MAPS:
-        if {sampler, "exact", "uniform"} <= found.keys():
-            above, a = interval(found[sampler] - found["exact"])
-            below, b = interval(found["uniform"] - found[sampler])
-            text = f"{above:.2f} ± {a:.2f} above exact, {below:.2f} ± {b:.2f} below"
-            text = f"{sampler} {text} uniform sampling"
-            report(text, above > a and below > b)
+def interval(values):
+    """Returns the mean and half the width of its 95 % interval (Student's t)."""
+    half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1)
+    return np.mean(values), half / np.sqrt(len(values))
 
 
 if __name__ == "__main__":

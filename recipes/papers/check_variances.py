@@ -1,4 +1,4 @@
-"""Plot variances in closed form and from draws: three figures and a theorem.
+"""Compare variances in closed form with draws and limits: two figures and a theorem.
 
 - Chefs' Random Tables (Likhosherstov et al., 2022), figure 1: the logarithm of OPRF's
   variance over PosRF's, by dimension and ‖x + y‖². Both estimate the same kernel.
@@ -8,11 +8,11 @@
 - Theorem 3.5 of the latter: the hybrid's relative error vanishes like √θ at θ = 0 and
   like √(π - θ) at π (the paper prints √(θ - π)), with the factor √(1/2πmn) W(r).
 
-    python recipes/papers/plot_variance.py [--plot plot_variance.png]
+    python recipes/papers/check_variances.py
 
 The draws use short inputs: at the figures' own lengths the variance comes from values
 so rare that draws would not show it. Cost: a minute on one core.
-Expected: see docs/pages/lab/crt.md and hrf.md.
+Seen: docs/pages/reproductions (crt.md and hrf.md).
 """
 
 import pathlib
@@ -20,26 +20,23 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, record, report
 
 # Flags are parsed before the slow imports.
-parser = make_parser(__doc__, plot="plot_variance.png", results="plot_variance.jsonl")
-# Number of independent sets of vectors that are drawn.
-parser.set_defaults(sets=50_000)
+parser = make_parser(__doc__, results="check_variances.jsonl")
+parser.set_defaults(sets=50_000)  # independent sets of vectors that are drawn
 args = parse(parser, sets=500)
 
 import numpy as np
 from common import hybrids
-from common.results import record, report
 from keras import ops
-from matplotlib.figure import Figure
 
 from keras_rfattn import feature_maps
 from keras_rfattn.kernels import variance
 from keras_rfattn.kernels.papers import hybrid_variance
 
-DIMS, SQUARES = (4, 16, 64, 256), np.linspace(1, 100, 100)
-M, N, RADII, ANGLES = 10, 1, np.linspace(0, 5, 51), np.linspace(0, np.pi, 91)
+DIMS, SQUARES = (4, 16, 64, 256), (1, 10, 25, 50, 100)
+M, N, RADII, ANGLES = 10, 1, np.linspace(0.1, 5, 50), np.linspace(0, np.pi, 91)
 ESTIMATORS = ("trig", "++", "angular")
 # Settings of draws: dimension, length, angles in degrees.
 DIM, LENGTH, DEGREES = 16, 0.5, (0, 45, 90, 135, 180)
@@ -49,29 +46,24 @@ NEAR, LIMITS = 10.0 ** np.arange(-6, 0), ((1.0, 10, 1), (1.0, 32, 8), (1.5, 32, 
 
 def main(args):
     ratios = {dim: [log_ratio(z, dim) for z in SQUARES] for dim in DIMS}
-    print("log variance, OPRF's over PosRF's (CRT, figure 1)")
-    for z in (1, 10, 25, 50, 100):
-        at = list(SQUARES).index(z)
+    print("log variance, OPRF's over PosRF's, by ‖x + y‖² (CRT, figure 1)")
+    for at, z in enumerate(SQUARES):
         cells = "".join(f"   d = {dim}: {ratios[dim][at]:7.2f}" for dim in DIMS)
-        print(f"‖x + y‖² = {z:3d}{cells}")
-    found = ratios[64][-1]
-    report(f"below -60 at d = 64, ‖x + y‖² = 100: {found:.2f}", found < -60)
+        print(f"{z:3d}{cells}")
+    last = ratios[64][-1]
+    report(f"below -60 at d = 64, ‖x + y‖² = 100: {last:.2f}", last < -60)
 
-    surfaces = {name: surface(name) for name in ESTIMATORS}
-    print(f"\nMSE at m = {M}, n = {N} (HRF, figure 1); zero at both ends:")
-    for name, mse in surfaces.items():
-        ends = mse[1:, [0, -1]] < 1e-6 * mse[1:].max(1, keepdims=True)
-        cells = ", ".join(f"{x:.3g}" for x in mse[-1, [0, 45, -1]])
-        print(f"{name:>8}, r = 5, θ = 0, π/2, π: {cells}; at most {mse[-1].max():.3g}")
-        text = f"{name}: zero at θ = 0, at π, for all r: {ends.all(0).tolist()}"
-        expected = [name != "++", name != "trig"]
-        report(text, ends.all(0).tolist() == expected)
+    print(f"\nMSE at m = {M}, n = {N} (HRF, figure 1): zero at θ = 0, at π, for all r")
+    for name in ESTIMATORS:
+        surface = np.maximum([mse(name, *on_sphere(r, ANGLES)) for r in RADII], 0)
+        ends = surface[:, [0, -1]] < 1e-6 * surface.max(1, keepdims=True)
+        zero = ends.all(0).tolist()
+        report(f"{name}: {zero}", zero == [name != "++", name != "trig"])
 
     print(f"\nDraws over closed form, r = {LENGTH}, {args.sets} estimates, ", end="")
     print("± standard error")
-    measured = {name: measure(name, args.sets) for name in ESTIMATORS}
-    far = []
-    for name, rows in measured.items():
+    draws, far = {name: measure(name, args.sets) for name in ESTIMATORS}, []
+    for name, rows in draws.items():
         cells = [f"{d}°: {x:.3f} ±{e:.3f}" for d, x, e in rows]
         print(f"{name:>8}  " + "   ".join(cells))
         far += [abs(x - 1) / e for _, x, e in rows]
@@ -84,24 +76,23 @@ def main(args):
         print(f"r = {r}, m = {m}, n = {n}: {cells}")
     last = max(abs(x - 1) for rows in limits.values() for x in rows[0][1:])
     report(f"the limits are 1, within {last:.0e} at 1e-6", last < 1e-3)
-    draws = {k: np.array(rows).tolist() for k, rows in measured.items()}
-    row = {"log ratios at 100": {dim: x[-1] for dim, x in ratios.items()}}
-    row |= {"draws over closed form": draws, "limits": list(limits.values())}
-    record(args, row)
-    plot(ratios, surfaces, limits, measured, args.plot)
+    draws = {k: np.array(rows).tolist() for k, rows in draws.items()}
+    row = {"log ratios": ratios, "draws over closed form": draws}
+    record(args, row | {"limits": list(limits.values())})
 
 
 def log_ratio(z, dim):
     """Returns log(OPRF's variance / PosRF's variance) where ‖x + y‖² = z."""
     x = np.sqrt(z / dim) / 2 * np.ones(dim)
-    found = []
+    variances = []
     for name in ("favorpp", "favorplus"):
         feature_map = feature_maps.get(name, num_features=1, seed=0)
         feature_map.build((None, None, 1, dim))
         if feature_map.is_adaptive:
             feature_map.update([z])
-        found.append(variance.log_variance(feature_map.log_moment()(x, x), x, x))
-    return float(found[0] - found[1])
+        moment = feature_map.log_moment()(x, x)
+        variances.append(variance.log_variance(moment, x, x))
+    return float(variances[0] - variances[1])
 
 
 def on_sphere(radius, angle, dim=2):
@@ -119,12 +110,6 @@ def mse(name, x, y, m=M, n=N):
     if name == "++":
         return variance.positive_pair(x, y) / m
     return variance.generalized_exponential(x, y, 0, -1) / m
-
-
-def surface(name):
-    """Returns the mean squared errors of an estimator, `(radii, angles)`."""
-    rows = [mse(name, *on_sphere(max(r, 1e-3), ANGLES)) for r in RADII]
-    return np.maximum(rows, 0)
 
 
 def measure(name, sets):
@@ -163,34 +148,6 @@ def near_the_ends(radius, m, n):
         relative = np.sqrt(mse("angular", x, y, m, n)) / np.exp(np.sum(x * y, -1))
         ends.append(relative / np.sqrt(NEAR) / limit)
     return np.stack([NEAR, *ends], -1).tolist()
-
-
-def plot(ratios, surfaces, limits, measured, path):
-    figure = Figure(figsize=(16, 7), layout="constrained")
-    (left, middle, right), surface_axes = figure.subplots(2, 3)
-    for dim, row in ratios.items():
-        left.plot(SQUARES, row, label=f"d = {dim}")
-    left.set(xlabel="‖x + y‖²", ylabel="log variance, OPRF over PosRF")
-    left.legend()
-    for (r, m, n), rows in limits.items():
-        near, *ends = np.transpose(rows)
-        for row, style in zip(ends, ("o-", "x--"), strict=True):
-            middle.semilogx(near, row, style, label=f"r = {r}, m = {m}, n = {n}")
-    middle.set(xlabel="θ (solid) and π - θ", ylabel="relative error over its limit")
-    middle.legend(fontsize="small")
-    for name, rows in measured.items():
-        degrees, ratio, error = np.transpose(rows)
-        right.errorbar(degrees, ratio, 2 * error, fmt="o", capsize=3, label=name)
-    right.set(xlabel="angle in degrees", ylabel=f"draws over closed form, r = {LENGTH}")
-    right.legend()
-    top = max(np.log10(x.max()) for x in surfaces.values())
-    for axis, (name, found) in zip(surface_axes, surfaces.items(), strict=True):
-        log = np.log10(np.maximum(found, 1e-6))
-        image = axis.pcolormesh(ANGLES, RADII, log, vmin=-6, vmax=top)
-        axis.set(title=name, xlabel="angle", ylabel="length r")
-    figure.colorbar(image, ax=surface_axes, label="log10 MSE")
-    figure.savefig(path, dpi=120)
-    print(f"plot: {path}")
 
 
 if __name__ == "__main__":
