@@ -70,29 +70,18 @@ import keras_rfattn
 
 def main(args):
     data = SpokenDigits(args.data_dir / "spoken_digits" / "spoken_digits.npz")
-    rows = []
-
-    def run(model, steps, **row):
-        rows.append(trained(model, data, row, steps, args.tested))
-        tell(args, rows[-1])
-
     for seed in args.seeds:
         softmax = conformer(seed, args.blocks)
-        run(softmax, args.steps, seed=seed, start="pretraining", arm="softmax")
+        row = {"seed": seed, "start": "pretraining", "arm": "softmax"}
+        tell(args, trained(softmax, data, row, args.steps, args.tested))
         for start in args.starts:
             for arm in args.arms:
                 model = conformer(seed, args.blocks)
                 if start == "uptrained":
                     model.set_weights(softmax.get_weights())
-                width = controls.set_attention(model, arm, MECHANISMS.get(arm), seed)
-                run(model, args.arm_steps, seed=seed, start=start, arm=arm, **width)
-    pairs = [
-        ((start, f"{better}-{m}"), (start, f"favorplus-{m}"))
-        for start in STARTS
-        for better in ("favorpp", "hybrid_clustered")
-        for m in (8, 16)
-    ]
-    controls.summarize(rows, ("width", "new takes", "new voices", "test"), pairs)
+                row = {"seed": seed, "start": start, "arm": arm}
+                row |= controls.set_attention(model, arm, MECHANISMS.get(arm), seed)
+                tell(args, trained(model, data, row, args.arm_steps, args.tested))
 
 
 def conformer(seed, blocks):

@@ -6,8 +6,6 @@ Importing this file registers the names "one_feature" and "window_alone".
 import warnings
 
 import keras
-import numpy as np
-from common.program import report
 from keras import ops
 
 import keras_rfattn
@@ -87,32 +85,3 @@ def silence(model):
             dense = layer.output_dense
             dense.set_weights([0 * weight for weight in dense.get_weights()])
             layer.trainable = False
-
-
-def summarize(rows, columns, pairs):
-    """Prints means and standard deviations over seeds, and compares arms.
-
-    Args:
-        rows: List of dicts with `start`, `arm` and results.
-        columns: Names of the results to print; the last one is compared.
-        pairs: List of `((start, arm), (start, arm))`; the first of each pair is
-            expected to have the smaller result.
-    """
-    means = {}
-    print(f"{'':<36}" + "".join(f"{name:>17}" for name in columns))
-    for key in dict.fromkeys((row["start"], row["arm"]) for row in rows):
-        line = f"{key[0]:<12}{key[1]:<24}"
-        for name in columns:
-            values = [
-                row[name]
-                for row in rows
-                if (row["start"], row["arm"]) == key and name in row
-            ]
-            cell = f"{np.mean(values):.5g} ± {np.std(values):.2g}" if values else ""
-            line += f"{cell:>17}"
-        means[key] = np.mean(values)
-        print(line)
-    for low, high in pairs:
-        if low in means and high in means:
-            text = f"{columns[-1]}: {' '.join(low)} < {' '.join(high)}"
-            report(text, means[low] < means[high])

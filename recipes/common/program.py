@@ -76,11 +76,6 @@ def tell(args, row):
     record(args, row)
 
 
-def report(text, holds):
-    """Prints whether a claim holds."""
-    print(f"check: {text}: {'yes' if holds else 'no'}")
-
-
 def distance(a, b):
     """Returns the edits (Levenshtein distance) from a sequence to an array."""
     import numpy as np

@@ -20,32 +20,25 @@ SIZES = {"small": (12, 12), "medium": (24, 16), "large": (36, 20)}
 
 def transformer_pp(
     size="small", attention="softmax", *, vocabulary_size=32_000, num_layers=None,
-    num_heads=None, head_dim=64, dropout=0.0, dtype=None, **mechanism,
+    num_heads=None, head_dim=64, **mechanism,
 ):  # fmt: skip
     """Builds a causal model from integer tokens `(B, T)` to float32 logits.
 
-    Args:
-        size: `"small"`, `"medium"` or `"large"`, for the default numbers.
-        attention: `"softmax"`, or the `feature_map` of `replace_attention`.
-        vocabulary_size: Number of tokens in the vocabulary.
-        num_layers: Number of blocks; `None` uses the number of `size`.
-        num_heads: Number of heads; `None` uses the number of `size`.
-        head_dim: Size of a head, which must be even.
-        dropout: Dropout rate after each residual branch.
-        dtype: Dtype policy of the layers; `None` uses the global policy.
-        **mechanism: Further arguments of `replace_attention`.
+    `attention` is `"softmax"`, or the `feature_map` of `replace_attention`, and
+    `mechanism` its further arguments. `num_layers` and `num_heads` are by default those
+    of the paper's `size`.
     """
     num_layers, num_heads = num_layers or SIZES[size][0], num_heads or SIZES[size][1]
     width = num_heads * head_dim
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     embedding = layers.ReversibleEmbedding(
-        vocabulary_size, width, dtype=dtype, reverse_dtype="float32", name="embedding",
+        vocabulary_size, width, reverse_dtype="float32", name="embedding",
         embeddings_initializer=keras.initializers.RandomNormal(stddev=width**-0.5),
     )  # fmt: skip
-    x = SinusoidalEmbedding(dtype=dtype, name="positions")(embedding(tokens))
+    x = SinusoidalEmbedding(name="positions")(embedding(tokens))
     for i in range(num_layers):
-        x = Block(num_heads, head_dim, dropout, dtype=dtype, name=f"block_{i}")(x)
-    x = layers.LayerNormalization(dtype=dtype, name="final_norm")(x)
+        x = Block(num_heads, head_dim, name=f"block_{i}")(x)
+    x = layers.LayerNormalization(name="final_norm")(x)
     model = keras.Model(tokens, embedding(x, reverse=True), name="transformer_pp")
     if not (isinstance(attention, str) and attention == "softmax"):
         keras_rfattn.replace_attention(model, attention, **mechanism)
@@ -60,31 +53,25 @@ class Block(layers.Layer):
 
     def __init__(self, num_heads, head_dim, dropout=0.0, **kwargs):
         super().__init__(**kwargs)
-        self.num_heads, self.head_dim, self.rate = num_heads, head_dim, dropout
-        width, dtype = num_heads * head_dim, self.dtype_policy
-        inner = 8 * width // 3
-
-        def dense(units, name, activation=None):
-            return layers.Dense(
-                units, activation, use_bias=False, dtype=dtype, name=name
-            )
-
-        self.attention_norm = layers.LayerNormalization(dtype=dtype, name="norm_1")
+        self.config = {"num_heads": num_heads, "head_dim": head_dim, "dropout": dropout}
+        width = num_heads * head_dim
+        options = {"use_bias": False, "dtype": self.dtype_policy}
+        norm, dense = layers.LayerNormalization, layers.Dense
+        self.attention_norm = norm(dtype=self.dtype_policy, name="norm_1")
         self.attention = RotaryAttention(
-            num_heads, head_dim, use_bias=False, dtype=dtype, name="attention"
+            num_heads, head_dim, name="attention", **options
         )
-        self.feedforward_norm = layers.LayerNormalization(dtype=dtype, name="norm_2")
-        self.gate, self.up = dense(inner, "gate", "gelu"), dense(inner, "up")
-        self.down = dense(width, "down")
-        self.dropout = layers.Dropout(dropout, dtype=dtype)
+        self.feedforward_norm = norm(dtype=self.dtype_policy, name="norm_2")
+        self.gate = dense(8 * width // 3, "gelu", name="gate", **options)
+        self.up = dense(8 * width // 3, name="up", **options)
+        self.down = dense(width, name="down", **options)
+        self.dropout = layers.Dropout(dropout, dtype=self.dtype_policy)
 
-    def build(self, input_shape):
-        self.attention_norm.build(input_shape)
-        self.attention.build(input_shape, input_shape)
-        self.feedforward_norm.build(input_shape)
-        self.gate.build(input_shape)
-        self.up.build(input_shape)
-        self.down.build((*input_shape[:-1], self.gate.units))
+    def build(self, shape):
+        self.attention.build(shape, shape)
+        for layer in (self.attention_norm, self.feedforward_norm, self.gate, self.up):
+            layer.build(shape)
+        self.down.build((*shape[:-1], self.gate.units))
 
     def call(self, x, training=None):
         h = self.attention_norm(x)
@@ -98,12 +85,7 @@ class Block(layers.Layer):
         return input_shape
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "num_heads": self.num_heads,
-            "head_dim": self.head_dim,
-            "dropout": self.rate,
-        }
+        return super().get_config() | self.config
 
 
 def angles(length, dim):
@@ -115,10 +97,9 @@ def angles(length, dim):
 
 def rotate(x):
     """Rotates pairs `(x_i, x_{i + H/2})` of `(B, T, N, H)` by a position's angle."""
-    dim = x.shape[-1]
-    angle = angles(ops.shape(x)[1], dim)[None, :, None]
+    angle = angles(ops.shape(x)[1], x.shape[-1])[None, :, None]
     sine, cosine = ops.cast(ops.sin(angle), x.dtype), ops.cast(ops.cos(angle), x.dtype)
-    left, right = x[..., : dim // 2], x[..., dim // 2 :]
+    left, right = ops.split(x, 2, axis=-1)
     turned = left * cosine - right * sine, right * cosine + left * sine
     return ops.concatenate(turned, axis=-1)
 

@@ -20,7 +20,7 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.program import make_parser, parse, record, report
+from common.program import make_parser, parse, tell
 
 # Flags are parsed before the slow imports.
 parser = make_parser(__doc__, results="check_variances.jsonl")
@@ -45,40 +45,17 @@ NEAR, LIMITS = 10.0 ** np.arange(-6, 0), ((1.0, 10, 1), (1.0, 32, 8), (1.5, 32, 
 
 
 def main(args):
-    ratios = {dim: [log_ratio(z, dim) for z in SQUARES] for dim in DIMS}
-    print("log variance, OPRF's over PosRF's, by ‖x + y‖² (CRT, figure 1)")
-    for at, z in enumerate(SQUARES):
-        cells = "".join(f"   d = {dim}: {ratios[dim][at]:7.2f}" for dim in DIMS)
-        print(f"{z:3d}{cells}")
-    last = ratios[64][-1]
-    report(f"below -60 at d = 64, ‖x + y‖² = 100: {last:.2f}", last < -60)
-
-    print(f"\nMSE at m = {M}, n = {N} (HRF, figure 1): zero at θ = 0, at π, for all r")
+    for dim in DIMS:
+        ratios = {z: log_ratio(z, dim) for z in SQUARES}
+        tell(args, {"dim": dim, "log ratio of OPRF's variance by ‖x + y‖²": ratios})
     for name in ESTIMATORS:
         surface = np.maximum([mse(name, *on_sphere(r, ANGLES)) for r in RADII], 0)
         ends = surface[:, [0, -1]] < 1e-6 * surface.max(1, keepdims=True)
-        zero = ends.all(0).tolist()
-        report(f"{name}: {zero}", zero == [name != "++", name != "trig"])
-
-    print(f"\nDraws over closed form, r = {LENGTH}, {args.sets} estimates, ", end="")
-    print("± standard error")
-    draws, far = {name: measure(name, args.sets) for name in ESTIMATORS}, []
-    for name, rows in draws.items():
-        cells = [f"{d}°: {x:.3f} ±{e:.3f}" for d, x, e in rows]
-        print(f"{name:>8}  " + "   ".join(cells))
-        far += [abs(x - 1) / e for _, x, e in rows]
-    report(f"within 4 standard errors, at most {max(far):.1f}", max(far) < 4)
-
-    print("\nRelative error of the hybrid over theorem 3.5's limit, at 0 and at π")
-    limits = {key: near_the_ends(*key) for key in LIMITS}
-    for (r, m, n), rows in limits.items():
-        cells = "  ".join(f"{x:g}: {a:.4f}, {b:.4f}" for x, a, b in rows)
-        print(f"r = {r}, m = {m}, n = {n}: {cells}")
-    last = max(abs(x - 1) for rows in limits.values() for x in rows[0][1:])
-    report(f"the limits are 1, within {last:.0e} at 1e-6", last < 1e-3)
-    draws = {k: np.array(rows).tolist() for k, rows in draws.items()}
-    row = {"log ratios": ratios, "draws over closed form": draws}
-    record(args, row | {"limits": list(limits.values())})
+        row = {"estimator": name, "zero at 0, at π": ends.all(0).tolist()}
+        tell(args, row | {"draws over closed form": measure(name, args.sets)})
+    for r, m, n in LIMITS:
+        row = {"r": r, "m": m, "n": n}
+        tell(args, row | {"error over theorem 3.5's limit": near_the_ends(r, m, n)})
 
 
 def log_ratio(z, dim):
@@ -113,7 +90,7 @@ def mse(name, x, y, m=M, n=N):
 
 
 def measure(name, sets):
-    """Returns rows of degrees, MSE of draws over the closed form, standard error."""
+    """Returns MSE of draws over the closed form, and standard error, by degrees."""
     options = {"projection": "gaussian", "seed": 0}
     feature_map = {
         "trig": feature_maps.Favor(M, **options),
@@ -121,7 +98,7 @@ def measure(name, sets):
         "angular": feature_maps.HybridAngular(M, N, **options),
     }[name]
     feature_map.build((None, None, sets, DIM))
-    rows = []
+    ratios = {}
     for degrees in DEGREES:
         x, y = on_sphere(LENGTH, np.radians(degrees), DIM)
         exact = mse(name, x, y)
@@ -129,8 +106,8 @@ def measure(name, sets):
             left = dense(feature_map.query_features, x, sets)
             right = dense(feature_map.key_features, y, sets)
             squares = (np.sum(left * right, -1) - np.exp(x @ y)) ** 2 / exact
-            rows.append((degrees, squares.mean(), squares.std() / np.sqrt(sets)))
-    return rows
+            ratios[degrees] = squares.mean(), squares.std() / np.sqrt(sets)
+    return ratios
 
 
 def dense(method, x, sets):

@@ -26,10 +26,12 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.program import make_parser, parse, report
+from common.program import make_parser, parse, tell
 
 # Flags are parsed before the slow imports.
-parser = make_parser(__doc__, seed=0, estimates=10_000)
+parser = make_parser(
+    __doc__, seed=0, estimates=10_000, results="compare_pointwise_error.jsonl"
+)
 args = parse(parser, estimates=100)
 
 import numpy as np
@@ -51,35 +53,24 @@ BATCH = 100
 
 def main(args):
     m, n = equal_cost(NUM_FEATURES, DIM)
-    print(f"{args.estimates} estimates a point; hybrid of m = {m}, n = {n}")
     measured = {}
     for name in ESTIMATORS:
         feature_map = build(name, m, n, args.seed)
         ratios = estimate(feature_map, args.estimates, args.seed)
         measured[name] = np.sqrt(np.mean((ratios - 1) ** 2, -1))
-    # The tolerance allows for float32 rounding of terms that cancel.
-    ends = measured["hybrid"][:, [0, -1]].max()
-    report(f"the hybrid is exact at 0 and π (error {ends:.1e} < 1e-4)", ends < 1e-4)
-    for row, radius in enumerate(RADII):
-        print(f"r = {radius}: relative error, and its closed form")
-        print(f"{'angle':>6}" + "".join(f"{name:^20}" for name in ESTIMATORS))
-        for column, degrees in enumerate(DEGREES):
-            line = f"{degrees:5d}°"
-            for name in ESTIMATORS:
-                exact = closed_form(name, radius, np.radians([degrees]), m, n)[0]
-                line += f"{measured[name][row, column]:11.4f}{exact:8.4f} "
-            print(line)
-        theta = np.radians(np.arange(181))
-        largest = {k: closed_form(k, radius, theta, m, n).max() for k in ESTIMATORS}
+    theta = np.radians(np.arange(181))
+    for i, radius in enumerate(RADII):
         bound = hybrid_variance.angular_relative_error_bound(radius, m, n)
-        found = {name: measured[name][row].max() for name in ESTIMATORS}
-        for kind, values in (("closed form", largest), ("measured", found)):
-            others = min(values["favor"], values["favorplus"])
-            text = f"r = {radius}: the hybrid's largest error is the smallest, {kind}"
-            cells = ", ".join(f"{k} {x:.4f}" for k, x in values.items())
-            report(f"{text} ({cells})", values["hybrid"] < others)
-        text = f"r = {radius}: the hybrid's closed form is within theorem 3.5's bound"
-        report(text, largest["hybrid"] <= bound)
+        row = {"r": radius, "m": m, "n": n, "theorem 3.5's bound": float(bound)}
+        for name in ESTIMATORS:
+            exact = closed_form(name, radius, theta, m, n)
+            row[name] = {
+                "largest": float(exact.max()),
+                "largest, measured": float(measured[name][i].max()),
+                "by angle": exact[DEGREES].round(4).tolist(),
+                "by angle, measured": measured[name][i].round(4).tolist(),
+            }
+        tell(args, row)
 
 
 def build(name, m, n, seed):

@@ -11,21 +11,15 @@ has orthogonal (HRF-ort) or independent (HRF-iid) vectors.
 DIR holds `uci/wine.csv` and `uci/housing.csv`: commas, no header, label last.
 
 The paper leaves open what its errors depend on most. The choices below give the paper's
-order and nearly its errors of ORF and Halton. They were made after trying: columns
-standardized, scaled to [0, 1], centered or unchanged; rows of length 0.3 to 6;
-trigonometric features, positive ones and their ± pairs; 256 and 512 vectors; one to
-three Hadamard factors; Halton sequences scrambled, shifted, started at random or plain.
-- Columns are centered but not standardized, so that one or two have nearly all the
-  variance. They are late columns, which a Halton sequence covers worst: in wine the
-  13th (base 41) has 99.8 %, in Boston the 10th and 12th (29, 37) have 96 %.
-- Rows have length 0.55, where ORF's errors are close to the paper's 1.00 and 1.05.
+order and nearly its errors of ORF and Halton. They were made after trying others:
+- Columns are centered but not standardized, so that one or two, which a Halton sequence
+  covers worst, have nearly all the variance. Rows have length 0.55.
 - 512 features are the ± pairs (equation 3) of 256 vectors.
-- Halton sequences start at a random point; Hadamard matrices have two factors. The
-  last two columns are controls: three factors and a scrambled sequence are as good as
-  ORF or better, so the last two places of the order depend on these choices.
-- The hybrid's m and n: 256 vectors take 256 d multiplications per token. The hybrid
-  takes (m + n) d, and one for each of its 4 m (n + 1) products. Of all m and n of equal
-  cost, the recipe takes those with the smallest bound of theorem 3.5.
+- Halton sequences start at a random point; Hadamard matrices have two factors. Three
+  factors and a scrambled sequence are controls, as good as ORF or better, so the last
+  two places of the order depend on these choices.
+- The hybrid's m and n have the smallest bound of theorem 3.5 of all that cost as many
+  multiplications as 256 vectors.
 
 Cost: two or three minutes on one core. Expected: the paper's order on both sets. With
 `--scaling standard` HRF-ort stays first and HRF-iid falls behind all others.
@@ -36,16 +30,16 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.program import make_parser, parse, report
+from common.program import make_parser, parse, tell
 
 # Number of repetitions computed at once, which limits memory.
 BATCH = 10
 
 # Flags are parsed before the slow imports.
-parser = make_parser(__doc__, data_dir=pathlib.Path, seed=0, length=0.55)
-parser.add_argument(
-    "--repetitions", type=int, default=1000, help=f"a multiple of {BATCH}"
-)
+parser = make_parser(
+    __doc__, data_dir=pathlib.Path, seed=0, length=0.55, repetitions=1000,
+    results="compare_quasi_monte_carlo.jsonl",
+)  # fmt: skip
 parser.add_argument("--scaling", choices=["center", "standard"], default="center")
 args = parse(parser, repetitions=BATCH)
 
@@ -58,19 +52,19 @@ from keras_rfattn.projections import Hadamard, Halton
 
 FILES = {"wine": "wine.csv", "Boston": "housing.csv"}
 NUM_VECTORS, NUM_PAIRS = 256, 100
-# Methods in the paper's order, the best first, with their projections.
+# Methods in the paper's order, the best first, and two controls.
 PROJECTIONS = {
     "HRF-ort": "orthogonal",
     "HRF-iid": "gaussian",
     "ORF-reg": "orthogonal",
     "ORF-Had": Hadamard(num_factors=2),
     "Halton-R": Halton("start"),
+    "3 factors": Hadamard(num_factors=3),
+    "scrambled": Halton("scramble"),
 }
-CONTROLS = {"3 factors": Hadamard(num_factors=3), "scrambled": Halton("scramble")}
-# Table 1 in units of 1e-3: mean and standard deviation.
-PAPER = {
-    "wine": "0.70±0.08 0.85±0.05 1.00±0.04 1.10±0.06 4.02±0.10".split(),
-    "Boston": "0.72±0.06 0.79±0.08 1.05±0.03 1.14±0.02 2.53±0.08".split(),
+PAPER = {  # table 1 in units of 1e-3
+    "wine": dict(zip(PROJECTIONS, (0.70, 0.85, 1.00, 1.10, 4.02), strict=False)),
+    "Boston": dict(zip(PROJECTIONS, (0.72, 0.79, 1.05, 1.14, 2.53), strict=False)),
 }
 
 
@@ -78,25 +72,16 @@ def main(args):
     for name, file in FILES.items():
         rows = load(args, file)
         m, n = equal_cost(NUM_VECTORS, rows.shape[1])
-        pairs = draw_pairs(rows, args)
-        found = {
-            method: 1e3 * errors(build(method, projection, args, m, n, rows), pairs)
-            for method, projection in {**PROJECTIONS, **CONTROLS}.items()
-        }
-        zero = 1e3 * np.mean(np.exp(2 * np.sum(pairs[0] * pairs[1], -1)))
-        print(f"\n{name}, {args.scaling}, hybrid of m = {m}, n = {n}: MSE in 1e-3, ")
-        print(f"± the mean's standard error (an estimate of 0 has {zero:.3g})")
-        print(f"{'':10}" + "".join(f"{method:>13}" for method in found))
-        cells = ["{:.3f}±{:.3f}".format(*mean_error(x)) for x in found.values()]
-        print(f"{'measured':10}" + "".join(f"{cell:>13}" for cell in cells))
-        print(f"{'the paper':10}" + "".join(f"{cell:>13}" for cell in PAPER[name]))
-        methods = list(PROJECTIONS)
-        for better, worse in zip(methods[:-1], methods[1:], strict=True):
-            # Repetitions share their pairs, so paired differences vary least.
-            gap, error = mean_error(found[worse] - found[better])
-            report(f"{name}: {better} < {worse} (by {gap:.3f} ± {error:.3f})", gap > 0)
-        means = [found[method].mean() for method in methods]
-        report(f"{name}: the paper's order of all", means == sorted(means))
+        pairs, last = draw_pairs(rows, args), None
+        for method, projection in PROJECTIONS.items():
+            feature_map = build(method, projection, args, m, n, rows.shape[1])
+            mse = 1e3 * errors(feature_map, pairs)
+            row = {"set": name, "method": method, "MSE in 1e-3": mean_error(mse)}
+            if last is not None:
+                # Repetitions share their pairs, so paired differences vary least.
+                row["above the last"] = mean_error(mse - last)
+            tell(args, row | {"the paper": PAPER[name].get(method)})
+            last = mse
 
 
 def load(args, file):
@@ -117,14 +102,14 @@ def draw_pairs(rows, args):
     return rows[first], rows[second]
 
 
-def build(method, projection, args, m, n, rows):
+def build(method, projection, args, m, n, dim):
     """Builds an estimator whose `BATCH` heads are independent sets of vectors."""
     options = {"projection": projection, "seed": args.seed}
     if method.startswith("HRF"):
         feature_map = feature_maps.HybridAngular(m, n, shared=True, **options)
     else:
         feature_map = feature_maps.FavorPlus(NUM_VECTORS, pair=True, **options)
-    feature_map.build((None, None, BATCH, rows.shape[1]))
+    feature_map.build((None, None, BATCH, dim))
     return feature_map
 
 
@@ -149,7 +134,8 @@ def tensor(x):
 
 def mean_error(values):
     """Returns the mean and its standard error."""
-    return values.mean(), values.std(ddof=1) / np.sqrt(len(values))
+    error = values.std(ddof=1) / np.sqrt(len(values))
+    return round(values.mean(), 4), round(error, 4)
 
 
 if __name__ == "__main__":

@@ -62,22 +62,6 @@ MAPS = {
     "favorpp": (1, {}),
 }
 FIELDS = ("ks", "wasserstein", "multiset", "negative")
-# Tables 4 and 5 at 512 vectors; Wasserstein is divided by the number of classes. Table
-# 5 does not give fractions of estimates below 0.
-PAPER = {
-    "table 4": {
-        "favorplus": {"ks": 0.551, "wasserstein": 0.299},
-        "favor": {"ks": 0.424, "wasserstein": 0.158, "negative": 0.257},
-        "hybrid_gaussian": {"ks": 0.410, "wasserstein": 0.152, "negative": 0.151},
-        "hybrid_angular": {"ks": 0.414, "wasserstein": 0.143, "negative": 0.157},
-    },
-    "table 5": {
-        "favorplus": {"ks": 0.686, "wasserstein": 0.389},
-        "favor": {"ks": 0.685, "wasserstein": 0.388},
-        "hybrid_gaussian": {"ks": 0.682, "wasserstein": 0.385},
-        "hybrid_angular": {"ks": 0.678, "wasserstein": 0.377},
-    },
-}
 
 
 def main(args):
@@ -162,9 +146,7 @@ def compare(args, row, query, key, widths):
                 distances(exact, estimate(name, width, query, key, draw))
                 for draw in range(args.draws)
             ]
-            paper = PAPER[row["table"]].get(name) if width == 512 else None
-            found = {"map": name, "width": width, **summary(draws), "paper": paper}
-            tell(args, row | found)
+            tell(args, {**row, "map": name, "width": width, **summary(draws)})
 
 
 def summary(draws):

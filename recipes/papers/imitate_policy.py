@@ -69,14 +69,13 @@ STEERING = np.deg2rad(np.linspace(-40, 40, 17))
 
 
 def main(args):
-    rows = []
     for seed in args.seeds:
         generator = np.random.default_rng(seed)
         train = observations(args.trained, generator)
         test = observations(args.tested, generator)
         for arm in args.arms:
             begin, model = time.time(), policy(seed)
-            row = {"seed": seed, "start": "imitating", "arm": arm}
+            row = {"seed": seed, "arm": arm}
             row |= controls.set_attention(model, arm, MECHANISMS.get(arm), seed)
             row["loss"] = fit(model, *train, args.steps, seed)
             chosen = np.argmax(model.predict(test[0], verbose=0), -1)
@@ -85,13 +84,7 @@ def main(args):
             away = np.abs(STEERING[chosen] - STEERING[best])
             row["degrees"] = float(np.rad2deg(away.mean()))
             row["minutes"] = (time.time() - begin) / 60
-            rows.append(row)
             tell(args, row)
-    pairs = [
-        (("imitating", "hybrid_angular"), ("imitating", arm))
-        for arm in ("favorplus-256", "uniform", "no_attention")
-    ]
-    controls.summarize(rows, ("width", "agreement", "degrees", "loss"), pairs)
 
 
 def policy(seed):
