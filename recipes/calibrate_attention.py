@@ -1,18 +1,14 @@
 """Calibrate linear attention to the softmax of a checkpoint, without training.
 
-The recipe fits maps to data of the MiniLM checkpoint (6 layers, 12 heads of 32). It
-calibrates several maps by `keras_rfattn.calibrate` on some text, and prints the mean
-relative error of attention outputs on other text. Two controls show what the numbers
-mean: the mean of V (no attention at all) and zero.
+`keras_rfattn.calibrate` fits maps to the MiniLM checkpoint of replace_bert_attention.py
+on some text. Rows have the mean relative error of attention outputs on other text.
+Controls are the mean of V (no attention at all) and zero.
 
     python recipes/calibrate_attention.py --data-dir DIR
 
-DIR holds `wikitext2/{valid,test}.txt`. The recipe needs the packages of
-replace_bert_attention.py. It takes eight minutes on one core.
-
-Expected: Plain FAVOR+ and FAVOR++ of 256 features do no better than no attention at
-all. `favorpp_dense` (centered, balanced, one A for each direction) has an error of
-about 0.63, the mean of 5 seeds.
+DIR holds `wikitext2/{valid,test}.txt`. Cost: eight minutes on one core. Expected, the
+mean of 5 seeds: plain FAVOR+ and FAVOR++ of 256 features do no better than no attention
+at all, and `favorpp_dense` (centered, balanced) has an error of about 0.63.
 """
 
 import pathlib

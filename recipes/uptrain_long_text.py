@@ -1,17 +1,15 @@
 """Uptrain a BERT on long running text, up to 4096 tokens, with or without a window.
 
-Positions of the checkpoint of replace_bert_attention.py are repeated beyond its 512
-(`extend_positions`), its attention is made linear, and it is uptrained on running text.
-The recipe then measures the cosine of pooled embeddings to those of softmax, at several
-lengths and on the same amount of text.
+The positions of MiniLM (see replace_bert_attention.py) are repeated beyond its 512, its
+attention is made linear, and it is uptrained on running text. Rows have the cosine of
+pooled embeddings to those of softmax, at several lengths on the same amount of text.
 
     python recipes/uptrain_long_text.py --data-dir DIR --mechanism favorpp_learned \
         --num-features 64 --steps 300 [--window 64]
 
 DIR holds `wikitext2/{valid,test}.txt`; valid is for training. Controls: the model
 before uptraining, the mean of V, no attention, and, for windows, the window and the
-features alone. Cost: 10 to 25 minutes a seed on one core.
-Seen: docs/pages/results/quality.md.
+features alone. Cost: 10 to 25 minutes a seed. Seen: docs/pages/results/quality.md.
 """
 
 import pathlib

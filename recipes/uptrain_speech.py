@@ -3,28 +3,20 @@
 Chefs' Random Tables, figure 3 (Likhosherstov et al., 2022), and Hybrid Random Features,
 table 2 (Choromanski et al., 2022), at a size for one core: a Conformer encoder trained
 by CTC on utterances of 3 to 12 spoken digits, each joined on the fly from recordings of
-one speaker. Softmax is trained first. Then every mechanism is trained from scratch, and
-uptrained, that is, trained from the weights of softmax. All arms take equal steps at
-equal rates.
+one speaker. Softmax is trained first, then every mechanism from scratch, and uptrained,
+that is, from the weights of softmax, with equal steps at equal rates.
 
     KERAS_BACKEND=torch python recipes/uptrain_speech.py --data-dir DIR --seeds 0 1 2
 
 DIR holds spoken_digits/spoken_digits.npz, the Free Spoken Digit Dataset: `samples` (8
 kHz, int16, one recording after the other), `lengths`, `digit`, `speaker`, `index` and
-`rate`. Tests are on speakers who are not in the training data ("new voices"), and on
-recordings 0 to 4 of the others, the set's own test split ("new takes"). The metric is
-the token error rate: edits divided by digits. "test" is the mean of both.
+`rate`. The metric is edits divided by digits, for speakers who are not in the training
+data ("new voices"), and for recordings 0 to 4 of the others ("new takes").
 
 The clustered hybrid is the paper's HRF-C(2, 2): FAVOR+ for a quarter of the steps, then
-clusters are computed once and kept. It is four times as wide as its number of vectors;
-widths are printed. Controls are trained in the same way: softmax, uniform attention
-(the mean of V), no attention.
-
-Sizes and rates were set by short trainings of softmax and of no attention on recordings
-5 to 9, which no arm trains on. Kernels have 3 tokens, not the paper's 31: with 7, no
-attention was as good as softmax there, as digits hardly need each other.
-Cost: an hour a seed on one busy core. Seen, three seeds (docs/pages/reproductions):
-maps hardly differ; uptrained 0.14 to 0.18, from scratch 0.23 to 0.31.
+clusters are computed once and kept. It is four times as wide as its number of vectors.
+Controls are trained in the same way: softmax, uniform and no attention.
+Cost: an hour a seed on one busy core. Seen: docs/pages/reproductions (crt.md, hrf.md).
 """
 
 import pathlib

@@ -2,18 +2,14 @@
 
 Chefs' Random Tables, figure 4 (Likhosherstov et al., 2022), at a size for one core. A
 small ViT is pretrained with softmax as a masked autoencoder (He et al., 2022) and
-learns to classify. The recipe measures the accuracy that remains when a map replaces
-softmax in the trained classifier, without training and after more steps on labels, for
-several widths and draws of the random vectors.
+learns to classify. Rows have the accuracy that remains when a map replaces softmax in
+the trained classifier, without training and after more steps on labels, and how often
+its answers are those of softmax.
 
     KERAS_BACKEND=torch python recipes/uptrain_vit.py --data-dir DIR --seeds 0 1 2
 
 DIR holds cifar10/cifar10_small.npz: `x_train`, `x_test` (images of 32 x 32 x 3, uint8),
-`y_train`, `y_test`. papers/time_vit.py measures the speed of training.
-
-The control is softmax before the swap. "agreement" is the share of test images with the
-answer of softmax. Sizes and rates were fixed beforehand.
-Cost: an hour a seed. Seen: docs/pages/reproductions/crt.md.
+`y_train`, `y_test`. Cost: an hour a seed. Seen: docs/pages/reproductions/crt.md.
 """
 
 import itertools

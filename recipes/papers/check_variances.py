@@ -1,18 +1,17 @@
 """Compare variances in closed form with draws and limits: two figures and a theorem.
 
 - Chefs' Random Tables (Likhosherstov et al., 2022), figure 1: the logarithm of OPRF's
-  variance over PosRF's, by dimension and ‖x + y‖². Both estimate the same kernel.
+  variance over PosRF's, by dimension and ‖x + y‖².
 - Hybrid Random Features (Choromanski et al., 2022), figure 1: mean squared errors of
-  trigonometric features, of ± pairs of positive ones and of the angular hybrid by angle
-  and length, m = 10, n = 1.
+  trigonometric features, of ± pairs of positive ones and of the angular hybrid (m = 10,
+  n = 1). They are zero at one end of the angles, or at both.
 - Theorem 3.5 of the latter: the hybrid's relative error vanishes like √θ at θ = 0 and
   like √(π - θ) at π (the paper prints √(θ - π)), with the factor √(1/2πmn) W(r).
 
     python recipes/papers/check_variances.py
 
-The draws use short inputs: at the figures' own lengths the variance comes from values
-so rare that draws would not show it. Cost: a minute on one core.
-Seen: docs/pages/reproductions (crt.md and hrf.md).
+The draws use short inputs, because values that draws miss make the variance of long
+ones. Cost: a minute on one core. Seen: docs/pages/reproductions (crt.md and hrf.md).
 """
 
 import pathlib

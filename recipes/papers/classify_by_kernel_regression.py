@@ -3,23 +3,17 @@
 Chefs' Random Tables (Likhosherstov et al., 2022), tables 1 and 3: the predicted class
 of a new object is the one with the largest sum of Gaussian kernels between the object
 and the training objects. The kernel is estimated by M = 128 random features (64 if
-features are complex). The protocol is the paper's: one 90/5/5 split for all maps, σ
-chosen from 10 values between 0.01 and 100 by validation accuracy, and results averaged
-over draws of random vectors.
+features are complex); σ is chosen by validation accuracy.
 
     python recipes/papers/classify_by_kernel_regression.py --data-dir DIR [--sets car]
 
 DIR holds `uci/` with abalone.csv, banknote_authentication.csv, car.arff, yeast.csv,
-cmc.arff, nursery.arff and kropt.csv (chess). The paper's eighth set, wifi localization,
-is left out. The recipe takes 5 minutes a split on one core.
-
-A constant guess of the most frequent training class is a baseline. On test parts of
-68 objects and more, its accuracy varies between splits as much as maps differ. The
-recipe therefore uses ten splits (`--seeds`) of 5 draws, and subtracts the guess's
-accuracy on the same split. The paper has one split of 50 draws, and does not describe
-preprocessing. Here numbers are standardized, and categories are used both as `ordinal`
-(their rank, or their alphabetical position if they have no order) and as `onehot`.
-The control is `exact`, the kernel itself. Seen: docs/pages/reproductions/crt.md.
+cmc.arff, nursery.arff and kropt.csv (chess). The controls are a constant guess of the
+most frequent class, and `exact`, the kernel itself. The guess's accuracy varies between
+splits as much as maps differ, so the recipe uses ten splits (`--seeds`) of 5 draws and
+subtracts it. The paper has one split of 50 draws, and does not describe preprocessing:
+here numbers are standardized, and categories are used both as `ordinal` and `onehot`.
+Cost: 5 minutes a split on one core. Seen: docs/pages/reproductions/crt.md.
 """
 
 import csv

@@ -4,24 +4,16 @@ Hybrid Random Features (Choromanski et al., 2022), H.1, H.3, table 3 and figure 
 are two clusters of 1000 queries and two of keys in 50 dimensions. Four data sets differ
 in σ of the clusters and in the signs of their centers. The hybrid has a real A for each
 pair of clusters (zero-one coefficients). FAVOR+ and trigonometric features do not adapt
-to the data.
+to the data. `ours` is this package's `HybridClustered`: equation 88 gets root mean
+squares of a cluster's entries instead of centers, so that entries near 0 do not amplify
+noise.
 
     python recipes/papers/cluster_adapted_features.py
 
 Details that the paper leaves open follow its authors' notebook (HL-hanlin/HRF_ICLR2022,
-Cluster_Estimator). Queries have length 0.1 and keys length 1. Centers have entries of 3
-to 4 and of ±2 to ±5, rotated at random. Centers of keys have the opposite sign of those
-of queries, except in the first 12 or 25 coordinates, which keep theirs. Clusters come
-from k-means on standardized data, and A from the centers (equation 88). Seed 0 uses the
-notebook's seeds and random vectors, so it should reproduce table 3 to the digit. Other
-seeds are other draws.
-
-`ours` is this package's `HybridClustered`, which improves on the paper: equation 88
-gets root mean squares of a cluster's entries instead of centers, so that entries near
-0 do not amplify noise. All methods have the same number m of random vectors, as in the
-paper. Hybrids are then 4 m wide, and half of these features are 0 for each token. Rows
-have the mean and the range of the MSE in 1e-4 over repetitions.
-
+Cluster_Estimator). Seed 0 uses the notebook's seeds and random vectors, so it should
+reproduce table 3 to the digit. All methods have m random vectors; hybrids are then 4 m
+wide. Rows have the mean and the range of the MSE in 1e-4 over repetitions.
 Cost: 10 minutes for five draws on one core. Seen: docs/pages/reproductions/hrf.md.
 """
 

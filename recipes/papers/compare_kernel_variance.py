@@ -1,19 +1,16 @@
 """Compare the variance of random features of the Gaussian kernel by closed forms.
 
-Chefs' Random Tables (Likhosherstov et al., 2022), figure 2 and section 5.1. Pairs of
-64-dimensional vectors are drawn in four ways. The parameters of every map are fitted
-to the sets as in the paper (equations 8, 12, 14), and the log-variance is averaged over
-pairs and 5 samples. Maps of real features draw two vectors where complex ones draw one.
+Chefs' Random Tables (Likhosherstov et al., 2022), figure 2 and section 5.1. The
+parameters of every map are fitted to sets of 64-dimensional vectors as in the paper
+(equations 8, 12, 14), and the log-variance is averaged over pairs and 5 samples. Maps
+of real features draw two vectors where complex ones draw one.
 
     python recipes/papers/compare_kernel_variance.py [--pairs 16384]
 
-Cost: two minutes on one core. Expected: GERF is never above TrigRF, and OPRF never
-above PosRF. At σ = 1 the log-variance of OPRF is below that of PosRF by more than 75
-(normal) and 125 (heterogen). scikit-learn's real 8×8 digits replace MNIST's 8×8 images,
-which are not available here, so that row has other data than the paper. Two further
-options show what the paper's claims depend on: digits whose pixels have mean 0 and
-variance 1, as MNIST is often preprocessed, and `--set-size`, because the shift that
-makes GeomRF+ positive is the smallest entry of its set.
+scikit-learn's 8×8 digits replace MNIST's, also with pixels of mean 0 and variance 1, as
+MNIST is often preprocessed. `--set-size` matters because the shift that makes GeomRF+
+positive is the smallest entry of its set.
+Cost: two minutes on one core. Seen: docs/pages/reproductions/crt.md.
 """
 
 import pathlib

@@ -3,21 +3,16 @@
 Hybrid Random Features, section 4.4 and figure 4 (Choromanski et al., 2022), reduced: an
 angular hybrid of 8 x 8 random vectors should do as well as FAVOR+ of 256. A small
 vision Transformer imitates an expert, which replaces the paper's simulator and
-evolution strategies. Scenes of boxes and cylinders are ray-cast to depth images of
-32 x 24 pixels, as in the paper, and cut into patches. The expert knows the scene. It
-gives each of 17 steering angles a probability, which depends on how free its way is and
-how near to the goal it leads. The output at the goal's token has to predict this
-distribution (cross entropy).
+evolution strategies, on ray-cast depth images of scenes of boxes and cylinders. The
+expert gives each of 17 steering angles a probability, which depends on how free its way
+is and how near to the goal it leads; the policy predicts it (cross entropy).
 
     KERAS_BACKEND=torch python recipes/papers/imitate_policy.py --seeds 0 1 2 3 4
 
 Queries and keys have length one (`temperature=1`), as in the paper, and so they have
-for their exact counterpart, "softmax_unit". The hybrid of 16 vectors shows what the one
-of 8 lacks. Controls are softmax, uniform attention (the mean of V) and no attention.
-The recipe prints the cross entropy in training, the agreement with the most probable
-angle on new scenes, and the deviation from it in degrees. Sizes, steps, rate and the
-expert's probabilities were set with softmax and no attention, on scenes of another
-seed.
+for their exact counterpart, "softmax_unit". Controls are softmax, uniform attention
+(the mean of V) and no attention. Rows have the cross entropy in training, the agreement
+with the most probable angle on new scenes, and the deviation from it in degrees.
 Cost: 6 minutes a seed on one busy core. Seen: docs/pages/reproductions/hrf.md.
 """
 

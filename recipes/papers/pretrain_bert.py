@@ -1,25 +1,17 @@
 """Train a masked language model with softmax and linear attention, also uptrained.
 
 Chefs' Random Tables, table 2 (Likhosherstov et al., 2022), at a size for one core: a
-BERT of KerasHub learns to predict masked characters, 15 % of them, with softmax and
-with the paper's mechanisms. Each mechanism is trained from scratch for as many steps as
-softmax, from scratch for a tenth of them, and from the softmax model ("Uptrain") for a
-tenth of the steps: half of these are `uptrain`, half are training on masked characters
-again. All share learning rates, batches and masks.
+BERT of KerasHub learns to predict masked characters. Each mechanism is trained from
+scratch for as many steps as softmax, from scratch for a tenth of them, and from the
+softmax model for a tenth of the steps, half of them by `uptrain`.
 
     python recipes/papers/pretrain_bert.py --data-dir DIR --seeds 0 1 2
 
-DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
-training, and test is for loss and accuracy on masked characters. FAVOR++ takes its A
-from the current batch ("batch", as in the paper) or from an average that training
-maintains ("stored").
-
-Controls are uniform attention (the mean of V) and no attention, trained in the same
-way. Each trained model is also evaluated with these two controls and its own weights.
-Cost: 15 minutes a seed on one core (PyTorch). Seen in three seeds
-(docs/pages/reproductions/crt.md): from scratch, only softmax learns to attend in these
-steps. It predicts 0.43 to 0.47 correctly, compared with 0.27 without attention.
-Uptrained for a tenth of the steps, FAVOR+ and FAVOR++ reach 0.38 to 0.41.
+DIR holds `wikitext2/{valid,test}.txt` (WikiText-2): valid is for training. FAVOR++
+takes its A from the current batch ("batch", as in the paper) or from an average that
+training maintains ("stored"). Controls are uniform attention (the mean of V) and no
+attention, trained in the same way, and in place of each model's own attention.
+Cost: 15 minutes a seed on one core (PyTorch). Seen: docs/pages/reproductions/crt.md.
 """
 
 import pathlib

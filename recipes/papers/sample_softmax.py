@@ -6,14 +6,10 @@ softmax distribution, and the loss is over them and the right class.
 
     python recipes/papers/sample_softmax.py --data-dir DIR [--seeds 0 1 2 3 4]
 
-DIR holds `wikitext2/{valid,test}.txt`. The model is trained on the first 90 % of valid
-(until the loss on its last 10 % has not improved for three epochs), and tested on test
-under full softmax. As in the paper, it is a 2-layer LSTM whose embeddings are not tied.
-Sampling is with replacement and uses states and classes of length 1; the loss uses both
-as they are. As in Rawat et al., the right class is never drawn and its logit is
-unchanged. The logits of drawn classes are reduced by the logarithm of how often they
-are expected. The recipe is smaller than the paper (PennTree Bank, 10000 classes, 1024
-features, hybrids of m = 128 and n = 8, 25 runs).
+DIR holds `wikitext2/{valid,test}.txt`. The model, a 2-layer LSTM as in the paper but
+smaller, is tested under full softmax. Sampling is with replacement and uses states and
+classes of length 1; the loss uses both as they are. The right class is never drawn. The
+logits of drawn classes are reduced by the logarithm of how often they are expected.
 
 Controls are `uniform` sampling, the `exact` distribution, `normalized`, which is the
 exact distribution of vectors of length 1 that the maps estimate, and `full`, the

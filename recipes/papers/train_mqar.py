@@ -2,14 +2,12 @@
 
 Zoology (Arora et al., 2023) and Based (Arora et al., 2024): a sequence lists pairs of a
 key and a value, and then asks for the value of each key (multi-query associative
-recall). Softmax attention solves it; a state of constant size holds only so many pairs,
-so accuracy should rise with the width of the features. Every linear model has a window
-of `--window` tokens, which lets a token see the one before it but not the pairs; the
-window alone is the control.
+recall). A state of constant size holds only so many pairs, so accuracy should rise with
+the width of the features. Every linear model has a window of `--window` tokens, which
+lets a token see the one before it but not the pairs; the window alone is the control.
 
     python recipes/papers/train_mqar.py [--length 64] [--pairs 8] [--steps 1500]
 
-The accuracy is that of the queries in `--examples` fresh sequences.
 Seen: docs/pages/results/decoders.md.
 """
 
