@@ -24,7 +24,6 @@ MAPS = {
     "favorpp_dense": ("favorpp_dense", True),
 }
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, num_features=256, tokens=512, seeds=5,
     maps=list(MAPS), results="calibrate_attention.jsonl",

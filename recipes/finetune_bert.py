@@ -17,7 +17,6 @@ import pathlib
 
 from common.program import make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="hedgehog", seeds=[0],
     stages=["calibrate", "attention", "features"], results="finetune_bert.jsonl",

@@ -36,7 +36,6 @@ MECHANISMS = {
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
 PARTS = 131_073  # test characters to evaluate the window or the features alone
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, results="train_language_model.jsonl",
     mechanisms=list(MECHANISMS), seeds=[0], num_layers=3, num_heads=2, head_dim=64,

@@ -24,7 +24,6 @@ import time
 
 from common.program import command, make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, stages=["calibrate", "attention", "features"],
     steps=600, seeds=[0], results="uptrain_bert.jsonl",
@@ -35,6 +34,7 @@ parser.add_argument("--num-features", type=int)
 parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
 parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
+parser.add_argument("--load", help="maps to evaluate, as in `load_maps`; no training")
 parser.set_defaults(stride=1)  # evaluates every n-th pair
 args = parse(parser, steps=4, stride=100)
 
@@ -55,27 +55,33 @@ def main(args):
     pairs = sentences.pairs_of(args.data_dir, "*.test.tsv", args.stride)
     print(f"{len(pairs)} labelled pairs of STS 2012 to 2016")
     for seed in args.seeds:
-        start = time.time()
+        start, row = time.time(), {"pairs": len(pairs), "seed": seed}
         model, tokenizer = sentences.load(args.preset)
-        keras_rfattn.replace_attention(
-            model, args.mechanism, num_features=args.num_features, seed=seed
-        )
-        report = keras_rfattn.uptrain(
-            model, training_texts(args.data_dir), steps=args.steps, seed=seed,
-            exclude=evaluated_texts(args.data_dir), stages=args.stages,
-            trainable=args.trainable, verbose=2,
-            preprocessor=sentences.preprocessor(tokenizer, TOKENS),
-            checkpoint_dir=args.checkpoints and f"{args.checkpoints}/seed{seed}",
-        )  # fmt: skip
-        print(report, flush=True)
+        if args.load:
+            keras_rfattn.load_maps(model, args.load)
+        else:
+            report = uptrained(args, model, tokenizer, seed)
+            row |= {"error": report.after, "dropped": report.dropped}
         parts = diagnostics.attribute(model, (tokenizer, pairs), sentences.correlation)
         if args.save:
             save(args.save / f"seed_{seed}", model, report, parts)
-        tell(args, {
-            "pairs": len(pairs), "seed": seed, "spearman": parts.as_it_is,
-            "minutes": (time.time() - start) / 60, "error": report.after,
-            "dropped": report.dropped, "parameters": report.parameters, **vars(parts),
-        })  # fmt: skip
+        tell(args, row | {"minutes": (time.time() - start) / 60, **vars(parts)})
+
+
+def uptrained(args, model, tokenizer, seed):
+    """Replaces attention and trains the maps; returns the report."""
+    keras_rfattn.replace_attention(
+        model, args.mechanism, num_features=args.num_features, seed=seed
+    )
+    report = keras_rfattn.uptrain(
+        model, training_texts(args.data_dir), steps=args.steps, seed=seed,
+        exclude=evaluated_texts(args.data_dir), stages=args.stages,
+        trainable=args.trainable, verbose=2,
+        preprocessor=sentences.preprocessor(tokenizer, TOKENS),
+        checkpoint_dir=args.checkpoints and f"{args.checkpoints}/seed{seed}",
+    )  # fmt: skip
+    print(report, flush=True)
+    return report
 
 
 def training_texts(data):

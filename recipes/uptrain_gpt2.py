@@ -34,7 +34,6 @@ TINY = {"num_layers": 1, "num_heads": 1, "hidden_dim": 8, "intermediate_dim": 8}
 BATCH, TUNE_BATCH, RATE, WEIGHT_DECAY = 4, 2, 1e-3, 0.05
 UPTRAIN, TUNE = 0.04, 0.04  # shares of the softmax model's training tokens
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanisms=list(MECHANISMS), seeds=[0],
     results="uptrain_gpt2.jsonl",

@@ -16,7 +16,6 @@ import pathlib
 
 from common.program import make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="hedgehog", steps=300,
     lengths=[512, 1024, 2048, 4096], seeds=[0], results="uptrain_long_text.jsonl",

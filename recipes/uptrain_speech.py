@@ -41,7 +41,6 @@ SHORTEST, LONGEST = 3, 12  # digits per utterance
 MELS, FRAMES, STRIDE = 40, 512, 4
 TOKENS = FRAMES // STRIDE
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, arms=ARMS, starts=STARTS, seeds=[0],
     results="uptrain_speech.jsonl",

@@ -21,7 +21,6 @@ MAPS = ["favorplus", "favorpp"]
 # From number of features to numbers of training steps after the swap.
 SWAPS = {16: [0], 64: [0], 256: [0, 25, 100, 400]}
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, seeds=[0], results="uptrain_vit.jsonl"
 )

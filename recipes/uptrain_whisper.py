@@ -26,7 +26,6 @@ import time
 
 from common.program import distance, make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
     steps=120, train_clips=100, test_clips=12, spoken=15, seeds=[0, 1, 2],

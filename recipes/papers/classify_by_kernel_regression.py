@@ -36,7 +36,6 @@ FILES = {
 }
 ENCODINGS = ("ordinal", "onehot")
 
-# Flags are parsed before the slow imports.
 # A seed is that of a split and its draws.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, sets=list(FILES), categories=ENCODINGS,

@@ -24,7 +24,6 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.program import make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 name = "cluster_adapted_features.jsonl"
 parser = make_parser(__doc__, seeds=range(5), results=name)
 parser.set_defaults(size=1000, repetitions=20)

@@ -20,7 +20,6 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.program import make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, seed=0, set_size=1024, samples=5, pairs=16384,
     results="compare_kernel_variance.jsonl",

@@ -21,7 +21,6 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.program import make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, seed=0, estimates=10_000, results="compare_pointwise_error.jsonl"
 )

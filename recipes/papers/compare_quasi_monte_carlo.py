@@ -27,7 +27,6 @@ from common.program import make_parser, parse, tell
 # Number of repetitions computed at once, which limits memory.
 BATCH = 10
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, seed=0, length=0.55, repetitions=1000,
     results="compare_quasi_monte_carlo.jsonl",

@@ -24,7 +24,6 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.program import make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 name = "compare_softmax_distributions.jsonl"
 parser = make_parser(__doc__, data_dir=pathlib.Path, seeds=[0, 1, 2], results=name)
 parser.set_defaults(

@@ -39,7 +39,6 @@ ARMS = [*MECHANISMS, "softmax", "uniform", "no_attention"]
 LAYERS, HEADS, DIM = 2, 2, 64
 BATCH, RATE, WEIGHT_DECAY = 32, 2e-3, 1e-2
 
-# Flags are parsed before the slow imports.
 parser = make_parser(__doc__, arms=ARMS, seeds=[0], results="imitate_policy.jsonl")
 parser.set_defaults(steps=800, trained=8000, tested=1000)
 args = parse(

@@ -36,7 +36,6 @@ SIZES = {"num_layers": 2, "num_heads": 2, "hidden_dim": 128, "intermediate_dim":
 TINY = {"num_layers": 1, "num_heads": 1, "hidden_dim": 8, "intermediate_dim": 8}
 BATCH, RATE, WEIGHT_DECAY, MASKED = 8, 1e-3, 0.05, 0.15
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanisms=list(MECHANISMS), seeds=[0],
     results="pretrain_bert.jsonl",

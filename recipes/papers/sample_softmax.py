@@ -33,7 +33,6 @@ MAPS = {
 }
 CONTROLS = ("full", "exact", "normalized", "uniform")
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, seeds=range(5), samplers=[*CONTROLS, *MAPS],
     results="sample_softmax.jsonl",

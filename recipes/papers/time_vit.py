@@ -20,7 +20,6 @@ from common.program import make_parser, parse, tell
 
 MAPS, PATCH, BATCH = ["favorplus", "favorpp"], 4, 4
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, grids=[8, 16, 32, 44], num_features=16, steps=5, results="time_vit.jsonl"
 )

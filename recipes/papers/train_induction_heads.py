@@ -28,7 +28,6 @@ MECHANISMS = {
     "polysketch_learned": ("polysketch_learned", {"num_features": 16}, None),
 }
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, results="train_induction_heads.jsonl", mechanisms=list(MECHANISMS),
     seeds=[0], num_layers=2, num_heads=8, head_dim=16, context=128, steps=2500,

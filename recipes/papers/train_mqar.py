@@ -21,7 +21,6 @@ from common.program import make_parser, parse, tell
 
 MECHANISMS = ["favorplus", "favorpp_learned"]
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, results="train_mqar.jsonl", mechanisms=MECHANISMS, widths=[16, 64, 256],
     seeds=[0], length=64, pairs=8, vocabulary=256, window=4, steps=1500, num_layers=2,

@@ -33,7 +33,6 @@ MECHANISMS = {
     "local": ("window_alone", {}, WINDOW),
 }
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, results="train_selective_copying.jsonl", mechanisms=list(MECHANISMS),
     seeds=[0], num_layers=2, num_heads=8, head_dim=16, context=32, steps=1400,
