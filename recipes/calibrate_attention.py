@@ -53,8 +53,9 @@ def main(args):
             report = diagnostics.approximation_report(model, evaluation, verbose=0)
             keras_rfattn.restore_attention(model)
             errors.append(report.mean.output)
-        row = {"map": label, "error": np.mean(errors), "spread": np.std(errors)}
-        tell(args, row | {"mean of V": report.mean.mean_of_values, "zero": 1})
+        row = {"map": label, "error": float(np.mean(errors))}
+        row |= {"spread": float(np.std(errors)), "zero": 1}
+        tell(args, row | {"mean of V": report.mean.mean_of_values})
 
 
 if __name__ == "__main__":

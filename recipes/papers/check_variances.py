@@ -104,7 +104,8 @@ def measure(name, sets):
             left = dense(feature_map.query_features, x, sets)
             right = dense(feature_map.key_features, y, sets)
             squares = (np.sum(left * right, -1) - np.exp(x @ y)) ** 2 / exact
-            ratios[degrees] = squares.mean(), squares.std() / np.sqrt(sets)
+            error = squares.std() / np.sqrt(sets)
+            ratios[degrees] = float(squares.mean()), float(error)
     return ratios
 
 

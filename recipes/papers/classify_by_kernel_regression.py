@@ -103,7 +103,7 @@ def main(args):
 def interval(values):
     """Returns the mean and half the width of its 95 % interval (Student's t)."""
     half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return round(np.mean(values), 2), round(half, 2)
+    return round(float(np.mean(values)), 2), round(float(half), 2)
 
 
 def load(args, name):

@@ -126,7 +126,7 @@ def tensor(x):
 def mean_error(values):
     """Returns the mean and its standard error."""
     error = values.std(ddof=1) / np.sqrt(len(values))
-    return round(values.mean(), 4), round(error, 4)
+    return round(float(values.mean()), 4), round(float(error), 4)
 
 
 if __name__ == "__main__":
