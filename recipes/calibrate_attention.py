@@ -26,7 +26,7 @@ MAPS = {
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, num_features=256, tokens=512, seeds=5,
-    maps=list(MAPS), results="calibrate_attention.jsonl",
+    maps=list(MAPS),
 )  # fmt: skip
 args = parse(parser, tokens=32, num_features=16, seeds=1)
 

@@ -19,7 +19,7 @@ from common.program import make_parser, parse, tell
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="hedgehog", seeds=[0],
-    stages=["calibrate", "attention", "features"], results="finetune_bert.jsonl",
+    stages=["calibrate", "attention", "features"],
 )  # fmt: skip
 parser.add_argument("--task", choices=["sst2", "mrpc"], default="sst2")
 parser.add_argument("--num-features", nargs="+", type=int,

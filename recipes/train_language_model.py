@@ -37,7 +37,7 @@ LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 0.1, 0.05
 PARTS = 131_073  # test characters to evaluate the window or the features alone
 
 parser = make_parser(
-    __doc__, data_dir=pathlib.Path, results="train_language_model.jsonl",
+    __doc__, data_dir=pathlib.Path,
     mechanisms=list(MECHANISMS), seeds=[0], num_layers=3, num_heads=2, head_dim=64,
     steps=1000, batch=16, context=256,
 )  # fmt: skip

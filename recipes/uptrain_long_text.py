@@ -18,7 +18,7 @@ from common.program import make_parser, parse, tell
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="hedgehog", steps=300,
-    lengths=[512, 1024, 2048, 4096], seeds=[0], results="uptrain_long_text.jsonl",
+    lengths=[512, 1024, 2048, 4096], seeds=[0],
 )  # fmt: skip
 parser.add_argument("--num-features", type=int)
 parser.add_argument("--window", type=int)

@@ -43,7 +43,6 @@ TOKENS = FRAMES // STRIDE
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, arms=ARMS, starts=STARTS, seeds=[0],
-    results="uptrain_speech.jsonl",
 )  # fmt: skip
 parser.set_defaults(steps=2500, arm_steps=600, tested=400, blocks=3)
 args = parse(

@@ -21,9 +21,7 @@ MAPS = ["favorplus", "favorpp"]
 # From number of features to numbers of training steps after the swap.
 SWAPS = {16: [0], 64: [0], 256: [0, 25, 100, 400]}
 
-parser = make_parser(
-    __doc__, data_dir=pathlib.Path, seeds=[0], results="uptrain_vit.jsonl"
-)
+parser = make_parser(__doc__, data_dir=pathlib.Path, seeds=[0])
 parser.set_defaults(steps=4000, tune_steps=800, draws=5, swaps=SWAPS, images=None)
 args = parse(parser, steps=2, tune_steps=2, draws=1, swaps={16: [0, 1]}, images=64)
 

@@ -29,7 +29,6 @@ from common.program import distance, make_parser, parse, tell
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
     steps=120, train_clips=100, test_clips=12, spoken=15, seeds=[0, 1, 2],
-    results="uptrain_whisper.jsonl",
 )  # fmt: skip
 parser.add_argument("--audio", type=pathlib.Path, help="folder of WAV files")
 parser.add_argument("--window", type=int)

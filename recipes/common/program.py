@@ -16,16 +16,15 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def make_parser(description, **defaults):
-    """Returns an argument parser with a flag for each default.
+    """Returns an argument parser with a flag for each default, and `--results`.
 
-    Args:
-        description: Text whose first line describes the recipe.
-        **defaults: Default of each flag, which also determines its type. A type in
-            its place makes the flag required. A flag takes several values if its
-            default is a sequence, and only names from the default if that holds names.
+    A default also determines the type of its flag. A type in its place makes the flag
+    required. A flag takes several values if its default is a sequence, and only names
+    from the default if that holds names. The description is the first line.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    for name, default in defaults.items():
+    results = f"{pathlib.Path(sys.argv[0]).stem}.jsonl"
+    for name, default in ({"results": results} | defaults).items():
         options = {"type": type(default), "default": default}
         if isinstance(default, type):
             options = {"type": default, "required": True}

@@ -21,7 +21,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.program import make_parser, parse, tell
 
-parser = make_parser(__doc__, results="check_variances.jsonl")
+parser = make_parser(__doc__)
 parser.set_defaults(sets=50_000)  # independent sets of vectors that are drawn
 args = parse(parser, sets=500)
 

@@ -39,7 +39,7 @@ ENCODINGS = ("ordinal", "onehot")
 # A seed is that of a split and its draws.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, sets=list(FILES), categories=ENCODINGS,
-    seeds=range(10), results="classify_by_kernel_regression.jsonl",
+    seeds=range(10),
 )  # fmt: skip
 parser.set_defaults(sigmas=10)
 args = parse(parser, sigmas=2)

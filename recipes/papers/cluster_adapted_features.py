@@ -24,8 +24,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.program import make_parser, parse, tell
 
-name = "cluster_adapted_features.jsonl"
-parser = make_parser(__doc__, seeds=range(5), results=name)
+parser = make_parser(__doc__, seeds=range(5))
 parser.set_defaults(size=1000, repetitions=20)
 args = parse(parser, size=50, repetitions=2)
 

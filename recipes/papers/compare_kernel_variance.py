@@ -20,10 +20,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.program import make_parser, parse, tell
 
-parser = make_parser(
-    __doc__, seed=0, set_size=1024, samples=5, pairs=16384,
-    results="compare_kernel_variance.jsonl",
-)  # fmt: skip
+parser = make_parser(__doc__, seed=0, set_size=1024, samples=5, pairs=16384)
 args = parse(parser, pairs=32, samples=1)
 
 import numpy as np

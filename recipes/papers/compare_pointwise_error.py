@@ -21,9 +21,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.program import make_parser, parse, tell
 
-parser = make_parser(
-    __doc__, seed=0, estimates=10_000, results="compare_pointwise_error.jsonl"
-)
+parser = make_parser(__doc__, seed=0, estimates=10_000)
 args = parse(parser, estimates=100)
 
 import numpy as np

@@ -29,7 +29,6 @@ BATCH = 10
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, seed=0, length=0.55, repetitions=1000,
-    results="compare_quasi_monte_carlo.jsonl",
 )  # fmt: skip
 parser.add_argument("--scaling", choices=["center", "standard"], default="center")
 args = parse(parser, repetitions=BATCH)

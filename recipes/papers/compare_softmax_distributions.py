@@ -24,8 +24,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.program import make_parser, parse, tell
 
-name = "compare_softmax_distributions.jsonl"
-parser = make_parser(__doc__, data_dir=pathlib.Path, seeds=[0, 1, 2], results=name)
+parser = make_parser(__doc__, data_dir=pathlib.Path, seeds=[0, 1, 2])
 parser.set_defaults(
     vocabulary=4000, epochs=8, rows=None, draws=10, widths=(64, 128, 256, 512)
 )

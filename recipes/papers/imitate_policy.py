@@ -39,7 +39,7 @@ ARMS = [*MECHANISMS, "softmax", "uniform", "no_attention"]
 LAYERS, HEADS, DIM = 2, 2, 64
 BATCH, RATE, WEIGHT_DECAY = 32, 2e-3, 1e-2
 
-parser = make_parser(__doc__, arms=ARMS, seeds=[0], results="imitate_policy.jsonl")
+parser = make_parser(__doc__, arms=ARMS, seeds=[0])
 parser.set_defaults(steps=800, trained=8000, tested=1000)
 args = parse(
     parser, steps=2, trained=64, tested=32,

@@ -38,7 +38,6 @@ BATCH, RATE, WEIGHT_DECAY, MASKED = 8, 1e-3, 0.05, 0.15
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanisms=list(MECHANISMS), seeds=[0],
-    results="pretrain_bert.jsonl",
 )  # fmt: skip
 parser.set_defaults(context=128, tested=2048, steps=1600, model=SIZES)
 args = parse(parser, context=16, tested=16, steps=40, model=TINY)

@@ -35,7 +35,6 @@ CONTROLS = ("full", "exact", "normalized", "uniform")
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, seeds=range(5), samplers=[*CONTROLS, *MAPS],
-    results="sample_softmax.jsonl",
 )  # fmt: skip
 parser.set_defaults(vocabulary=2000, epochs=15, rows=None)
 args = parse(parser, vocabulary=20, epochs=1, rows=64)

@@ -20,9 +20,7 @@ from common.program import make_parser, parse, tell
 
 MAPS, PATCH, BATCH = ["favorplus", "favorpp"], 4, 4
 
-parser = make_parser(
-    __doc__, grids=[8, 16, 32, 44], num_features=16, steps=5, results="time_vit.jsonl"
-)
+parser = make_parser(__doc__, grids=[8, 16, 32, 44], num_features=16, steps=5)
 args = parse(parser, grids=[2], steps=1)
 
 import keras

@@ -29,7 +29,7 @@ MECHANISMS = {
 }
 
 parser = make_parser(
-    __doc__, results="train_induction_heads.jsonl", mechanisms=list(MECHANISMS),
+    __doc__, mechanisms=list(MECHANISMS),
     seeds=[0], num_layers=2, num_heads=8, head_dim=16, context=128, steps=2500,
     examples=4096,
 )  # fmt: skip

@@ -22,7 +22,7 @@ from common.program import make_parser, parse, tell
 MECHANISMS = ["favorplus", "favorpp_learned"]
 
 parser = make_parser(
-    __doc__, results="train_mqar.jsonl", mechanisms=MECHANISMS, widths=[16, 64, 256],
+    __doc__, mechanisms=MECHANISMS, widths=[16, 64, 256],
     seeds=[0], length=64, pairs=8, vocabulary=256, window=4, steps=1500, num_layers=2,
     num_heads=2, head_dim=32, examples=512, batch=64, rate=2e-3,
 )  # fmt: skip

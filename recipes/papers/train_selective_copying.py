@@ -34,7 +34,7 @@ MECHANISMS = {
 }
 
 parser = make_parser(
-    __doc__, results="train_selective_copying.jsonl", mechanisms=list(MECHANISMS),
+    __doc__, mechanisms=list(MECHANISMS),
     seeds=[0], num_layers=2, num_heads=8, head_dim=16, context=32, steps=1400,
     examples=4096,
 )  # fmt: skip
