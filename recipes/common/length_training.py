@@ -90,13 +90,9 @@ def embed(model, documents, tokenizer, tokens=4096):
 
 
 def late_chunks(model, documents, tokenizer, size=SEGMENT):
-    """Returns unit embeddings of parts of documents that a model read whole.
+    """Returns unit embeddings of documents' parts, and of documents, read whole.
 
     Late chunking (Günther et al., 2024): means over every `size` tokens of the output.
-
-    Returns:
-        A list with an array `(parts, dim)` for each document, and an array
-        `(documents, dim)` with the means over all tokens.
     """
     parts, whole = [], []
     for document in documents:
@@ -188,6 +184,4 @@ def train(
         documents, wanted = zip(*batch, strict=True)
         inputs = rows(documents, tokenizer, length)
         losses.append(float(model.train_on_batch(inputs, np.stack(wanted))))
-        if step % 12 == 11:
-            print(f"  {step + 1} steps: loss {np.mean(losses[-12:]):.3f}", flush=True)
     return losses

@@ -60,19 +60,14 @@ def command():
     return shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
-def record(args, row):
-    """Appends a line to `args.results`: the command, the backend and a dict."""
+def tell(args, row):
+    """Prints a dict, and appends it to `args.results` with command and backend."""
     import keras
 
+    print(row, flush=True)
     row = {"command": command(), "backend": keras.backend.backend(), **row}
     with open(args.results, "a") as file:
         file.write(json.dumps(row) + "\n")
-
-
-def tell(args, row):
-    """Prints a dict, and records it."""
-    print(row, flush=True)
-    record(args, row)
 
 
 def distance(a, b):

@@ -2,10 +2,8 @@
 
 The data folder holds, in UTF-8 with tabs between columns:
 
-- `sts/*.tsv`: score (0 to 5, or nothing), sentence, sentence. Names of files end in
-  `.train.tsv` or `.test.tsv`.
-- `mrpc/{train,val,test}.tsv`: a header, then label (0 or 1), any two columns, sentence,
-  sentence.
+- `sts/*.{train,test}.tsv`: score (0 to 5, or nothing), sentence, sentence.
+- `mrpc/{train,val,test}.tsv`: a header; label, any two columns, sentence, sentence.
 - `sst2/{train,dev,test}.tsv`: sentence, label (0 or 1).
 - `wikitext2/{valid,test}.txt`: running text.
 """

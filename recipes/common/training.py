@@ -5,7 +5,7 @@ import time
 import keras
 import numpy as np
 from common import controls  # noqa: F401 (registers "window_alone")
-from common.program import record
+from common.program import tell
 from common.transformer_pp import transformer_pp
 
 from keras_rfattn import feature_maps
@@ -40,14 +40,9 @@ def solve(
     examples is right, up to `args.context`. Training ends when 99.9 % are right at that
     context twice in a row, or after `args.steps` steps in all.
 
-    Args:
-        examples: Function `(generator, number, context) -> (tokens, answers)`.
-        count: Number of tokens in an answer; all must be right.
-        mechanisms: Dict from names to mechanisms, as `build` takes them.
-        vocabulary_size: Number of different tokens.
-        args: Parsed flags, including `context`, `steps`, `examples` and sizes.
-        learning_rate: Learning rate of Adam, a number or a schedule.
-        enough: Share of right examples at which the context grows.
+    `examples(generator, number, context)` returns tokens and answers, of which all
+    `count` tokens must be right. `mechanisms` is a dict from names to what `build`
+    takes.
     """
     print(f"context {args.context}, batches of {BATCH}, at most {args.steps} steps")
     for seed in args.seeds:
@@ -59,14 +54,8 @@ def solve(
                 model, examples, count, args.context, 10_000 + seed, args.examples
             )
             minutes = round((time.time() - start) / 60, 2)
-            print(
-                f"{name:28} seed {seed}: {share:7.2%} after {steps} steps, "
-                f"{minutes:.1f} min",
-                flush=True,
-            )
             row = {"mechanism": name, "seed": seed, "context": args.context}
-            row |= {"steps": steps, "accuracy": share, "minutes": minutes}
-            record(args, row)
+            tell(args, row | {"steps": steps, "accuracy": share, "minutes": minutes})
 
 
 def _fit(model, examples, count, args, seed, learning_rate, enough):

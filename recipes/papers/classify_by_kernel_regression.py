@@ -26,14 +26,10 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 from common.program import make_parser, parse, tell
 
 FILES = {
-    "abalone": "abalone.csv",
-    "banknote": "banknote_authentication.csv",
-    "car": "car.arff",
-    "yeast": "yeast.csv",
-    "cmc": "cmc.arff",
-    "nursery": "nursery.arff",
-    "chess": "kropt.csv",
-}
+    "abalone": "abalone.csv", "banknote": "banknote_authentication.csv",
+    "car": "car.arff", "yeast": "yeast.csv", "cmc": "cmc.arff",
+    "nursery": "nursery.arff", "chess": "kropt.csv",
+}  # fmt: skip
 ENCODINGS = ("ordinal", "onehot")
 
 # A seed is that of a split and its draws.
@@ -93,11 +89,9 @@ def main(args):
     for encoding, table in gains.items():
         average = {k: np.mean([row[k] for row in table.values()], 0) for k in ALL}
         for name in ALL:
-            row = {"categories": encoding, "map": name}
-            row["above the guess"] = interval(average[name])
-            tell(
-                args, row | {"OPRF above it": interval(average["OPRF"] - average[name])}
-            )
+            gap = interval(average["OPRF"] - average[name])
+            row = {"categories": encoding, "map": name, "OPRF above it": gap}
+            tell(args, row | {"above the guess": interval(average[name])})
 
 
 def interval(values):

@@ -63,11 +63,6 @@ def normal(generator, sigma, size):
     return sigma * generator.normal(size=(2, size, DIM))
 
 
-def sphere(generator, sigma, size):
-    x = generator.normal(size=(2, size, DIM))
-    return sigma * x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-
 def heterogen(generator, sigma, size):
     x, y = normal(generator, sigma, size)
     return x, y + sigma
@@ -83,7 +78,7 @@ def standardized(generator, sigma, size):
     return (digits(generator, 1.0, size) - images.mean()) * sigma / images.std()
 
 
-REGIMES = {f.__name__: f for f in (normal, sphere, heterogen, digits, standardized)}
+REGIMES = {f.__name__: f for f in (normal, heterogen, digits, standardized)}
 
 
 def log_variances(x, y, generator, num_pairs):

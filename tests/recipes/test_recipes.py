@@ -46,7 +46,7 @@ RUNS = {
     ),
     "classify_by_kernel_regression": (
         "--data-dir data --smoke --sets abalone car --categories onehot --seeds 0 1",
-        r"{'categories': 'onehot', 'map': 'exact', [^\n]*'OPRF above it': [^\n]*\n",
+        r"{'categories': 'onehot', 'map': 'exact', [^\n]*'above the guess': [^\n]*\n",
     ),
     "cluster_adapted_features": (
         "--smoke --seeds 0",
@@ -71,8 +71,8 @@ RUNS = {
     "finetune_bert": (
         "--data-dir data --smoke --task mrpc --num-features 4 0 4 4 4 4 "
         "--softmax-heads 2:1",
-        r"'uptrained minus': 'one_feature', [^\n]*\n.*"
-        r"'uptrained minus': 'softmax', 'seeds': \[0\], '95 %': [^\n]*\n",
+        r"'arm': 'uptrained', [^\n]*'no_attention': \d.*"
+        r"'arm': 'one_feature', [^\n]*'accuracy': \d[^\n]*\n",
     ),
     "imitate_policy": (
         "--smoke",
@@ -103,7 +103,7 @@ RUNS = {
     ),
     "train_induction_heads": (
         "--smoke",
-        r"polysketch_learned +seed 0: +\S+% after 2 steps, \S+ min\n",
+        r"{'mechanism': 'polysketch_learned', [^\n]*'accuracy': \d[^\n]*\n",
     ),
     "train_language_model": (
         "--data-dir data --smoke",
@@ -115,7 +115,7 @@ RUNS = {
     ),
     "train_selective_copying": (
         "--smoke",
-        r"local +seed 0: +\S+% after 2 steps, \S+ min\n",
+        r"{'mechanism': 'local', [^\n]*'accuracy': \d[^\n]*\n",
     ),
     "uptrain_decoder": (
         "--data-dir data --smoke --gguf tiny.gguf --save maps --lengths 400 "
