@@ -22,7 +22,7 @@ Cost: an hour a seed on one busy core. Seen: docs/pages/reproductions (crt.md, h
 import pathlib
 import time
 
-from common.program import distance, make_parser, parse, tell
+from common.program import make_parser, parse, tell
 
 CLUSTERS = {"num_clusters": (2, 2)}
 MECHANISMS = {
@@ -219,6 +219,17 @@ def error_rate(logits, targets):
     pairs = zip(ops.convert_to_numpy(decoded), targets[:, :-1], strict=True)
     edits = sum(distance(a[a > 0], b[b > 0]) for a, b in pairs)
     return float(edits / np.sum(targets[:, :-1] > 0))
+
+
+def distance(a, b):
+    """Returns the edits (Levenshtein distance) from a sequence to an array."""
+    row = place = np.arange(len(b) + 1)
+    for x in a:
+        last, row = row, row + 1
+        row[1:] = np.minimum(row[1:], last[:-1] + (b != x))
+        # Insertions cost 1 for each position.
+        row = np.minimum.accumulate(row - place) + place
+    return int(row[-1])
 
 
 if __name__ == "__main__":

@@ -68,16 +68,3 @@ def tell(args, row):
     row = {"command": command(), "backend": keras.backend.backend(), **row}
     with open(args.results, "a") as file:
         file.write(json.dumps(row) + "\n")
-
-
-def distance(a, b):
-    """Returns the edits (Levenshtein distance) from a sequence to an array."""
-    import numpy as np
-
-    row = place = np.arange(len(b) + 1)
-    for x in a:
-        last, row = row, row + 1
-        row[1:] = np.minimum(row[1:], last[:-1] + (b != x))
-        # Insertions cost 1 for each position.
-        row = np.minimum.accumulate(row - place) + place
-    return int(row[-1])

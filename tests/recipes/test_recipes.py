@@ -139,11 +139,6 @@ RUNS = {
         "--data-dir data --smoke",
         r"'arm': 'favorpp', [^\n]*'steps': 1, [^\n]*'agreement': \d[^\n]*\n",
     ),
-    "uptrain_whisper": (
-        "--data-dir data --smoke",
-        r"'arm': 'uptrained', 'seed': 0, [^\n]*'edits': \d+, 'words': \d+}\n"
-        r".*'arm': 'no attention', 'error': \d[^\n]*\n",
-    ),
     "uptrain_bert": (
         "--data-dir data --smoke --save maps",
         r"'pairs': \d+, [^\n]*'as_it_is': -?0\.\d+, [^\n]*'softmax': [^\n]*\n",
