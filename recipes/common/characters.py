@@ -1,8 +1,11 @@
-"""WikiText-2 as characters; not a recipe itself."""
+"""WikiText-2 as characters, and small models of them; not a recipe itself."""
 
+import math
 from typing import NamedTuple
 
+import keras_hub
 import numpy as np
+from keras import ops
 
 
 class Text(NamedTuple):
@@ -36,3 +39,19 @@ def pieces(text, count, length, generator):
     """Cuts pieces of a text from random places, `(count, length)`."""
     starts = generator.integers(0, text.size - length + 1, count)
     return text[starts[:, None] + np.arange(length)]
+
+
+def prepare(model, width, embedding, context):
+    """Fits a new KerasHub model of characters to its small size, in place.
+
+    Its initializers assume a width of 768. Positions become sinusoids that are not
+    trained, because a table would learn only from the few tokens near each row. The
+    longest sinusoid has a wavelength of `context` tokens.
+    """
+    for weight in model.trainable_weights:
+        if weight.path.endswith(("kernel", "embeddings")):
+            weight.assign((768 / width) ** 0.5 * weight)
+    length = embedding.position_embeddings.shape[0]
+    waves = keras_hub.layers.SinePositionEncoding(context / (2 * math.pi))
+    embedding.position_embeddings.assign(0.1 * waves(ops.zeros((1, length, width)))[0])
+    embedding.trainable = False

@@ -1,24 +1,56 @@
-"""Sets up the arms of a comparison, including controls; not a recipe itself."""
+"""The controls of a comparison, as feature maps and as arms; not a recipe itself.
+
+Importing this file registers the names "one_feature" and "window_alone".
+"""
 
 import warnings
 
 import keras
-import numpy as np
-from common.results import report
+from keras import ops
 
 import keras_rfattn
 from keras_rfattn import feature_maps
+from keras_rfattn.ops import Features
+
+
+@feature_maps.register("one_feature")
+class OneFeature(feature_maps.FeatureMap):
+    """A map with weights `exp(u·k)` for any query; uniform before training."""
+
+    kernel, is_unbiased, is_symmetric, num_features = "one", False, False, 1
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        shape = self.num_heads, self.head_dim
+        self.gate = self.add_trained("gate", "zeros", shape)
+
+    def query_features(self, x, stats=None):
+        return Features(None, 0 * ops.cast(x[..., :1], "float32"))
+
+    def key_features(self, x, stats=None):
+        x = ops.cast(x, "float32")
+        gate = self.per_head(ops.convert_to_tensor(self.gate), x)
+        return Features(None, ops.sum(gate * x, axis=-1, keepdims=True))
+
+
+@feature_maps.register("window_alone")
+class WindowAlone(feature_maps.FeatureMap):
+    """A map that gives no weight to keys beyond the window, which has exact softmax."""
+
+    kernel, is_unbiased, is_symmetric, num_features = "softmax", False, False, 1
+
+    def query_features(self, x, stats=None):
+        return Features(None, 0 * ops.cast(x[..., :1], "float32"))
+
+    def key_features(self, x, stats=None):
+        return Features(None, 0 * ops.cast(x[..., :1], "float32") - 1e9)
 
 
 def set_attention(model, name, mechanism, seed):
     """Gives a softmax model the attention of an arm, in place.
 
-    Args:
-        model: A model with `keras.layers.MultiHeadAttention` inside.
-        name: Name of the arm. "softmax", "uniform" and "no_attention" are controls.
-        mechanism: `(name of a feature map, its arguments, further arguments of
-            replace_attention)` for any other arm.
-        seed: Seed of the random vectors.
+    "softmax", "uniform" and "no_attention" are controls. For any other arm, `mechanism`
+    is `(name of a feature map, its arguments, further arguments of replace_attention)`.
 
     Returns:
         A dict with the width of the features; empty for a control, or with a window.
@@ -49,31 +81,3 @@ def silence(model):
             dense = layer.output_dense
             dense.set_weights([0 * weight for weight in dense.get_weights()])
             layer.trainable = False
-
-
-def summarize(rows, columns, pairs):
-    """Prints means and standard deviations over seeds, and compares arms.
-
-    Args:
-        rows: List of dicts with `start`, `arm` and results.
-        columns: Names of the results to print; the last one is compared.
-        pairs: List of `((start, arm), (start, arm))`; the first of each pair is
-            expected to have the smaller result.
-    """
-    means = {}
-    print(f"{'':<36}" + "".join(f"{name:>17}" for name in columns))
-    for key in dict.fromkeys((row["start"], row["arm"]) for row in rows):
-        some = [row for row in rows if (row["start"], row["arm"]) == key]
-        line = f"{key[0]:<12}{key[1]:<24}"
-        for name in columns:
-            found = [row[name] for row in some if name in row]
-            digits = 0 if name in ("width", "multiplications") else 4
-            mean, spread = np.mean(found or 0), np.std(found or 0)
-            cell = f"{mean:.{digits}f} ± {spread:.{digits}f}" if found else ""
-            line += f"{cell:>17}"
-        means[key] = np.mean(found)
-        print(line)
-    for low, high in pairs:
-        if low in means and high in means:
-            text = f"{columns[-1]}: {' '.join(low)} < {' '.join(high)}"
-            report(text, means[low] < means[high])

@@ -8,11 +8,8 @@ from keras_rfattn.papers import hybrid_variance
 def cost(m, n, dim, counts_products=True):
     """Returns the multiplications for the hybrid's features of one token.
 
-    Args:
-        m: Number of vectors of both estimators, which share them.
-        n: Number of vectors of the coefficient.
-        dim: Dimension of the inputs.
-        counts_products: Whether the `4 m (n + 1)` products count.
+    Both estimators share `m` vectors, and the coefficient has `n`. `counts_products`
+    tells whether the `4 m (n + 1)` products count.
     """
     return (m + n) * dim + (4 * m * (n + 1) if counts_products else 0)
 

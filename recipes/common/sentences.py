@@ -1,27 +1,20 @@
-"""Loads sentences, and embeds them with a BERT; not a recipe itself.
+"""MiniLM, and the texts that it embeds; not a recipe itself.
 
 The data folder holds, in UTF-8 with tabs between columns:
 
-- `sts/*.tsv`: score (0 to 5, or nothing), sentence, sentence. Names of files end in
-  `.train.tsv` or `.test.tsv`.
-- `mrpc/{train,val,test}.tsv`: a header, then label (0 or 1), any two columns, sentence,
-  sentence.
+- `sts/*.{train,test}.tsv`: score (0 to 5, or nothing), sentence, sentence.
+- `mrpc/{train,val,test}.tsv`: a header; label, any two columns, sentence, sentence.
 - `sst2/{train,dev,test}.tsv`: sentence, label (0 or 1).
 - `wikitext2/{valid,test}.txt`: running text.
 """
 
 import importlib.util
 import pathlib
-import re
 
 import keras_hub
 import numpy as np
 from keras import ops
 from scipy.stats import spearmanr
-
-import keras_rfattn
-
-TOKENS = 64  # maximum of a training text
 
 
 def load(preset=None, **options):
@@ -59,107 +52,52 @@ def pairs_of(data, pattern, stride=1):
 
 
 def split(data, task, part, stride=1):
-    """Returns rows `(texts, label)` of a part of a data set; pairs are tuples."""
+    """Returns rows `(sentences, label)` of "train", "dev" or "test" of a task.
+
+    `sentences` is a tuple of one sentence for `"sst2"`, and of two for `"mrpc"`.
+    """
     if task == "sst2":
-        rows = [(x[0], int(x[1])) for x in rows_of(data / "sst2" / f"{part}.tsv")]
-    elif task == "mrpc":
-        part = {"dev": "val"}.get(part, part)
-        rows = rows_of(data / "mrpc" / f"{part}.tsv", skip=1)
-        rows = [((x[-2], x[-1]), int(x[0])) for x in rows]
-    else:
-        # Only these two sources of 2012 have a training split; none has a dev split.
-        part = {"dev": "none"}.get(part, part)
-        found = pairs_of(data, f"2012.MSRpar.{part}.tsv")
-        found += pairs_of(data, f"2012.SMTeuroparl.{part}.tsv")
-        rows = [((a, b), score / 5) for _, score, a, b in found]
-    return rows[::stride]
+        rows = rows_of(data / "sst2" / f"{part}.tsv")
+        return [((x[0],), int(x[1])) for x in rows][::stride]
+    part = {"dev": "val"}.get(part, part)
+    rows = rows_of(data / "mrpc" / f"{part}.tsv", skip=1)
+    return [((x[-2], x[-1]), int(x[0])) for x in rows][::stride]
 
 
-def evaluated_texts(data):
-    """Returns every sentence that any of the tasks is evaluated on."""
-    texts = [s for *_, a, b in pairs_of(data, "*.test.tsv") for s in (a, b)]
-    for task in ("sst2", "mrpc"):
-        for part in ("dev", "test"):
-            for text, _ in split(data, task, part):
-                texts += [text] if isinstance(text, str) else text
-    return texts
+def correlation(model, data):
+    """Returns the rank correlation of cosines with scores, as a mean over files.
 
-
-def training_texts(data):
-    """Returns unlabelled texts: training splits, unscored STS pairs, WikiText-2.
-
-    Their clauses are added as texts, because they are as short as titles and questions.
+    `data` is `(tokenizer, pairs)`, of which the pairs are those of `pairs_of`.
     """
-    texts = [s for *_, a, b in pairs_of(data, "*.train.tsv") for s in (a, b)]
-    for path in sorted((data / "sts").glob("*.test.tsv")):
-        rows = [x for x in rows_of(path) if len(x) > 2 and not x[0].strip()]
-        texts += [s for row in rows for s in row[1:3]]
-    for task in ("sst2", "mrpc"):
-        for text, _ in split(data, task, "train"):
-            texts += [text] if isinstance(text, str) else text
-    for part in ("valid", "test"):
-        for line in (data / "wikitext2" / f"{part}.txt").read_text().splitlines():
-            if not line.strip().startswith("="):
-                texts += [x.strip() for x in line.split(" . ") if len(x) > 20]
-    clauses = [x for text in texts for x in re.split(r"\s*[,;:()]+\s+", text)]
-    texts += [x for x in clauses if 3 <= len(x.split()) <= 12]
-    return list(dict.fromkeys(texts))
-
-
-def uptrain_on_texts(model, tokenizer, data, seed, checkpoints=None, **options):
-    """Uptrains a linear model on `training_texts` that no task is evaluated on.
-
-    Args:
-        model: A backbone whose attention was replaced.
-        tokenizer: Its tokenizer.
-        data: Folder of all data sets.
-        seed: Seed of the order of texts.
-        checkpoints: Optional folder, in which each seed has its own checkpoints.
-        **options: Further arguments of `keras_rfattn.uptrain`.
-
-    Returns:
-        The report of `keras_rfattn.uptrain`, which is also printed.
-    """
-    report = keras_rfattn.uptrain(
-        model, training_texts(data), exclude=evaluated_texts(data), seed=seed,
-        preprocessor=preprocessor(tokenizer, TOKENS), verbose=2,
-        checkpoint_dir=checkpoints and f"{checkpoints}/seed{seed}", **options,
-    )  # fmt: skip
-    print(report, flush=True)
-    return report
+    tokenizer, pairs = data
+    vectors = embeddings(model, tokenizer, [s for *_, a, b in pairs for s in (a, b)])
+    correlations = []
+    for name in sorted({x[0] for x in pairs}):
+        rows = [x for x in pairs if x[0] == name]
+        cosines = [float(vectors[a] @ vectors[b]) for *_, a, b in rows]
+        correlations.append(spearmanr([x[1] for x in rows], cosines)[0])
+    return float(np.mean(correlations))
 
 
 def embeddings(model, tokenizer, texts, length=128):
     """Returns a dict from texts to embeddings, normalized means over real tokens."""
-    texts, found = sorted(set(texts), key=len), {}
+    texts, vectors = sorted(set(texts), key=len), {}
     for i in range(0, len(texts), 64):
-        some = texts[i : i + 64]
-        some += some[:1] * (64 - len(some))
-        inputs = preprocessor(tokenizer, length)(some)
+        batch = texts[i : i + 64]
+        batch += batch[:1] * (64 - len(batch))
+        inputs = preprocessor(tokenizer, length)(batch)
         inputs = {k: ops.convert_to_numpy(x) for k, x in inputs.items()}
         most = inputs["padding_mask"].sum(1).max()
         used = next(n for n in (32, 64, length) if most <= n)
         inputs = {k: x[:, :used] for k, x in inputs.items()}
         output = model.predict_on_batch(inputs)["sequence_output"]
-        found.update(zip(some, pooled(output, inputs["padding_mask"]), strict=True))
-    return found
+        vectors |= zip(batch, pooled(output, inputs["padding_mask"]), strict=True)
+    return vectors
 
 
 def pooled(output, mask):
     rows = (np.asarray(output) * mask[..., None]).sum(1)
     return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
-
-
-def correlation(model, data):
-    """Returns the rank correlation of cosines with scores, as a mean over files."""
-    tokenizer, pairs = data
-    vectors = embeddings(model, tokenizer, [s for *_, a, b in pairs for s in (a, b)])
-    found = []
-    for name in sorted({x[0] for x in pairs}):
-        rows = [x for x in pairs if x[0] == name]
-        cosines = [float(vectors[a] @ vectors[b]) for *_, a, b in rows]
-        found.append(spearmanr([x[1] for x in rows], cosines)[0])
-    return float(np.mean(found))
 
 
 def chunks(data, tokenizer, part, length, count):
@@ -181,11 +119,3 @@ def one_by_one(inputs):
     """Returns a list of batches of one row."""
     count = len(inputs["token_ids"])
     return [{k: x[i : i + 1] for k, x in inputs.items()} for i in range(count)]
-
-
-def pooled_text(model, inputs):
-    found = []
-    for row in one_by_one(inputs):
-        output = model.predict_on_batch(row)["sequence_output"]
-        found.append(pooled(output, row["padding_mask"])[0])
-    return np.stack(found)

@@ -1,58 +1,48 @@
-"""Builds a Transformer++, and trains it on tasks; not a recipe itself."""
+"""Trains a Transformer++ on tasks whose answer is the last tokens; not a recipe."""
 
 import time
 
-import common.control_maps  # noqa: F401 (registers "window_alone")
 import keras
 import numpy as np
-from common.results import record
-from keras import ops
+from common import controls  # noqa: F401 (registers "window_alone")
+from common.program import tell
+from common.transformer_pp import transformer_pp
 
 from keras_rfattn import feature_maps
-from keras_rfattn.models import transformer_pp
 
 BATCH, SOLVED = 64, 0.999
 SHORTEST, EVERY = 16, 100
 
 
 def build(mechanism, seed, vocabulary_size, args):
-    """Builds a Transformer++.
+    """Builds a Transformer++ of the sizes `args`.
 
     `mechanism` is `(name of a map or "softmax", its arguments, window)`.
     """
     keras.utils.set_random_seed(seed)
     name, arguments, window = mechanism
-    options = {"vocabulary_size": vocabulary_size, **sizes(args)}
+    sizes = {k: getattr(args, k) for k in ("num_layers", "num_heads", "head_dim")}
     if name == "softmax":
-        return transformer_pp(**options)
+        return transformer_pp(vocabulary_size=vocabulary_size, **sizes)
     feature_map = feature_maps.get(name, seed=seed, **arguments)
-    return transformer_pp(attention=feature_map, window=window, **options)
-
-
-def sizes(args):
-    names = ("num_layers", "num_heads", "head_dim")
-    return {name: getattr(args, name) for name in names}
+    return transformer_pp(
+        attention=feature_map, window=window, vocabulary_size=vocabulary_size, **sizes
+    )
 
 
 def solve(
     examples, count, mechanisms, vocabulary_size, args, learning_rate=1e-3,
     enough=SOLVED,
 ):  # fmt: skip
-    """Trains every mechanism on a task whose answer is the last tokens.
+    """Trains every mechanism on a task, with the same examples.
 
-    The context grows by the same rule for every mechanism. It starts with 16 tokens,
-    and doubles whenever a share `enough` of held-out examples is right, up to
-    `args.context`. Training ends when 99.9 % are right at that context twice in a row,
-    or after `args.steps` steps in all.
+    The context starts with 16 tokens, and doubles whenever a share `enough` of held-out
+    examples is right, up to `args.context`. Training ends when 99.9 % are right at that
+    context twice in a row, or after `args.steps` steps in all.
 
-    Args:
-        examples: Function `(generator, number, context) -> (tokens, answers)`.
-        count: Number of tokens in an answer; all must be right.
-        mechanisms: Dict from names to mechanisms, as `build` takes them.
-        vocabulary_size: Number of different tokens.
-        args: Parsed flags, including `context`, `steps`, `examples` and sizes.
-        learning_rate: Learning rate of Adam, a number or a schedule.
-        enough: Share of right examples at which the context grows.
+    `examples(generator, number, context)` returns tokens and answers, of which all
+    `count` tokens must be right. `mechanisms` is a dict from names to what `build`
+    takes.
     """
     print(f"context {args.context}, batches of {BATCH}, at most {args.steps} steps")
     for seed in args.seeds:
@@ -63,23 +53,9 @@ def solve(
             share = _accuracy(
                 model, examples, count, args.context, 10_000 + seed, args.examples
             )
-            minutes = (time.time() - start) / 60
-            print(
-                f"{name:28} seed {seed}: {share:7.2%} after {steps} steps, "
-                f"{minutes:.1f} min",
-                flush=True,
-            )
-            row = {
-                "mechanism": name,
-                "seed": seed,
-                "context": args.context,
-                "window": mechanisms[name][2],
-                **sizes(args),
-                "steps": steps,
-                "accuracy": share,
-                "minutes": round(minutes, 2),
-            }
-            record(args, row)
+            minutes = round((time.time() - start) / 60, 2)
+            row = {"mechanism": name, "seed": seed, "context": args.context}
+            tell(args, row | {"steps": steps, "accuracy": share, "minutes": minutes})
 
 
 def _fit(model, examples, count, args, seed, learning_rate, enough):
@@ -97,13 +73,9 @@ def _fit(model, examples, count, args, seed, learning_rate, enough):
 
     every, number = min(EVERY, args.steps), min(1024, args.examples)
     for steps in range(every, args.steps + 1, every):
-        history = model.fit(batches(context), steps_per_epoch=every, verbose=0).history
+        model.fit(batches(context), steps_per_epoch=every, verbose=0)
         share = _accuracy(model, examples, count, context, 20_000 + seed, number)
-        last = history["loss"][-1]
-        print(
-            f"  {steps} steps, context {context}: loss {last:.3f}, {share:.2%}",
-            flush=True,
-        )
+        print(f"  {steps} steps, context {context}: {share:.2%}", flush=True)
         if context < args.context:
             context = min(2 * context, args.context) if share >= enough else context
             continue
@@ -115,10 +87,5 @@ def _fit(model, examples, count, args, seed, learning_rate, enough):
 
 def _accuracy(model, examples, count, context, seed, number):
     tokens, answers = examples(np.random.default_rng(seed), number, context)
-    found = [
-        ops.convert_to_numpy(
-            model.predict_on_batch(tokens[i : i + 256])[:, -count:]
-        ).argmax(-1)
-        for i in range(0, number, 256)
-    ]
-    return float(np.mean(np.all(np.concatenate(found) == answers, axis=1)))
+    logits = model.predict(tokens, batch_size=256, verbose=0)[:, -count:]
+    return float(np.mean(np.all(logits.argmax(-1) == answers, axis=1)))

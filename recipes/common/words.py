@@ -1,4 +1,4 @@
-"""Loads WikiText-2 as words, and fits models to them; not a recipe itself."""
+"""WikiText-2 as words, and fitting models to them; not a recipe itself."""
 
 import collections
 
@@ -6,15 +6,12 @@ import keras
 import numpy as np
 from scipy import special
 
-BATCH = 16
-
 
 def load(data_dir, vocabulary_size, length):
     """Returns rows of word numbers `(n, length + 1)` for training, validation and test.
 
-    Training uses the first 90 % of `valid.txt` and validation the rest, because
-    WikiText-2's training split may not be available. Words are numbered in the order in
-    which they first appear, and rare words are `<unk>`.
+    The first 90 % of `valid.txt` are for training and the rest for validation. Words
+    are numbered in the order in which they first appear, and rare words are `<unk>`.
     """
     folder = data_dir / "wikitext2"
     texts = [(folder / f"{part}.txt").read_text().split() for part in ("valid", "test")]
@@ -39,7 +36,7 @@ def fit(model, data, watched, epochs, patience=0):
         "val_loss", patience=patience, restore_best_weights=True
     )
     history = model.fit(
-        *data, batch_size=BATCH, epochs=epochs, callbacks=[stop],
+        *data, batch_size=16, epochs=epochs, callbacks=[stop],
         validation_data=watched, verbose=2,
     )  # fmt: skip
     return len(history.epoch)

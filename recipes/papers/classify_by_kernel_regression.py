@@ -3,62 +3,46 @@
 Chefs' Random Tables (Likhosherstov et al., 2022), tables 1 and 3: the predicted class
 of a new object is the one with the largest sum of Gaussian kernels between the object
 and the training objects. The kernel is estimated by M = 128 random features (64 if
-features are complex). The protocol is the paper's: one 90/5/5 split for all maps, σ
-chosen from 10 values between 0.01 and 100 by validation accuracy, and results averaged
-over draws of random vectors.
+features are complex); σ is chosen by validation accuracy.
 
     python recipes/papers/classify_by_kernel_regression.py --data-dir DIR [--sets car]
 
 DIR holds `uci/` with abalone.csv, banknote_authentication.csv, car.arff, yeast.csv,
-cmc.arff, nursery.arff and kropt.csv (chess). The paper's eighth set, wifi localization,
-is left out. The recipe takes 5 minutes a split on one core.
-
-A constant guess of the most frequent training class is a baseline. On test parts of
-68 objects and more, its accuracy varies between splits as much as maps differ. The
-recipe therefore uses ten splits (`--seeds`) of 5 draws, subtracts the guess's accuracy
-on the same split, and prints 95 % intervals over splits. The paper has one split of 50
-draws, and does not describe preprocessing. Here numbers are standardized, and
-categories are used both as `ordinal` (their rank, or their alphabetical position if
-they have no order) and as `onehot`.
-
-There are two controls: `exact`, the kernel itself, and `conjugated`, TrigRF as
-equation 1 prints it. The features of (4) already have the minus sign, so conjugating
-them again estimates K(x, -y). Expected: see docs/pages/lab/crt.md.
+cmc.arff, nursery.arff and kropt.csv (chess). The controls are a constant guess of the
+most frequent class, and `exact`, the kernel itself. The guess's accuracy varies between
+splits as much as maps differ, so the recipe uses ten splits (`--seeds`) of 5 draws and
+subtracts it. The paper has one split of 50 draws, and does not describe preprocessing:
+here numbers are standardized, and categories are used both as `ordinal` and `onehot`.
+Cost: 5 minutes a split on one core. Seen: docs/pages/reproductions/crt.md.
 """
 
 import csv
 import pathlib
 import sys
-import time
 from functools import partial
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, tell
 
 FILES = {
-    "abalone": "abalone.csv",
-    "banknote": "banknote_authentication.csv",
-    "car": "car.arff",
-    "yeast": "yeast.csv",
-    "cmc": "cmc.arff",
-    "nursery": "nursery.arff",
-    "chess": "kropt.csv",
-}
+    "abalone": "abalone.csv", "banknote": "banknote_authentication.csv",
+    "car": "car.arff", "yeast": "yeast.csv", "cmc": "cmc.arff",
+    "nursery": "nursery.arff", "chess": "kropt.csv",
+}  # fmt: skip
 ENCODINGS = ("ordinal", "onehot")
 
-# Flags are parsed before the slow imports.
 # A seed is that of a split and its draws.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, sets=list(FILES), categories=ENCODINGS,
-    seeds=range(10), results="classify_by_kernel_regression.jsonl",
+    seeds=range(10),
 )  # fmt: skip
 parser.set_defaults(sigmas=10)
 args = parse(parser, sigmas=2)
 
 import numpy as np
-from common.results import interval, record, report
 from keras import ops
+from scipy import stats
 from scipy.io import arff
 from scipy.spatial.distance import cdist
 
@@ -81,18 +65,7 @@ MAPS = {
     "PoisRF+": ("poisson_positive", M),
     "GeomRF+": ("geometric_positive", M),
 }
-CONTROLS = {"conjugated": ("favor", M // 2), "exact": (None, None)}
-ALL = (*MAPS, *CONTROLS)
-# Table 1: accuracy in percent, in the order of MAPS.
-PAPER = {
-    "abalone": (12.0, 16.0, 17.0, 18.0, 18.3, 17.1, 14.0, 15.1),
-    "banknote": (66.2, 83.4, 92.4, 84.4, 94.5, 92.6, 80.1, 85.6),
-    "car": (66.3, 69.2, 70.9, 66.3, 66.3, 69.5, 66.3, 67.2),
-    "yeast": (29.7, 34.4, 42.9, 36.9, 35.9, 44.4, 29.7, 31.0),
-    "cmc": (46.6, 45.1, 47.8, 46.6, 47.3, 46.3, 35.5, 43.5),
-    "nursery": (31.3, 77.4, 63.8, 77.1, 77.1, 78.9, 77.3, 71.0),
-    "chess": (16.5, 20.2, 20.4, 19.1, 19.5, 20.2, 19.2, 22.5),
-}
+ALL = (*MAPS, "exact")
 
 
 def main(args):
@@ -105,19 +78,26 @@ def main(args):
         for encoding in args.categories if has_categories else args.categories[:1]:
             rows = []
             for seed in args.seeds:
-                start = time.time()
                 row = {"set": name, "categories": encoding, "seed": seed}
-                row |= evaluate(split(columns, labels, encoding, seed), sigmas, seed)
-                row["minutes"] = round((time.time() - start) / 60, 2)
-                record(args, row)
-                rows.append(row)
+                parts = split(columns, labels, encoding, seed)
+                rows.append(row | evaluate(parts, sigmas, seed))
+                tell(args, rows[-1])
             found = {k: 100 * np.array([r[k] - r["guess"] for r in rows]) for k in ALL}
-            print(f"{name}, {encoding}: {sum(r['minutes'] for r in rows):.1f} minutes")
             gains[encoding][name] = found
         for encoding in args.categories:
             gains[encoding].setdefault(name, found)
     for encoding, table in gains.items():
-        print_table(encoding, table)
+        average = {k: np.mean([row[k] for row in table.values()], 0) for k in ALL}
+        for name in ALL:
+            gap = interval(average["OPRF"] - average[name])
+            row = {"categories": encoding, "map": name, "OPRF above it": gap}
+            tell(args, row | {"above the guess": interval(average[name])})
+
+
+def interval(values):
+    """Returns the mean and half the width of its 95 % interval (Student's t)."""
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return round(float(np.mean(values)), 2), round(float(half), 2)
 
 
 def load(args, name):
@@ -164,12 +144,10 @@ def evaluate(parts, sigmas, seed):
     """Returns test accuracies of the guess and of every map (mean over draws)."""
     train, *others = parts
     row = {"guess": float(np.mean(others[1][1] == np.bincount(train[1]).argmax()))}
-    for name, (registered, count) in (MAPS | CONTROLS).items():
-        sign = -1 if name == "conjugated" else 1
-        validation, test = [(sign * x, labels) for x, labels in others]
-        score = exact if name == "exact" else partial(estimated, registered, count)
-        best = max((score(s, *train, *validation, 2 * seed), -s) for s in sigmas)
-        row[name] = score(-best[1], *train, *test, 2 * seed + 1)
+    for name in ALL:
+        score = exact if name == "exact" else partial(estimated, *MAPS[name])
+        best = max((score(s, *train, *others[0], 2 * seed), -s) for s in sigmas)
+        row[name] = score(-best[1], *train, *others[1], 2 * seed + 1)
     return row
 
 
@@ -206,29 +184,6 @@ def features(feature_map, method, x):
     found = method(tiled, feature_map.statistics(tiled, tiled, causal=True))
     norms = ops.sum(ops.square(tiled), axis=-1, keepdims=True) / 2
     return heads_first(Features(found.values, found.log_scale - norms), DRAWS)
-
-
-def print_table(encoding, table):
-    print(f"\n{encoding}: accuracy minus that of the majority guess, in percent,")
-    print("± 95 % over splits (the paper's minus its TrigRF's)")
-    print(f"{'':>9}" + "".join(f"{name:>20}" for name in ALL))
-    average = {k: np.mean([row[k] for row in table.values()], 0) for k in ALL}
-    paper = {k: dict(zip(MAPS, v, strict=True)) for k, v in PAPER.items() if k in table}
-    paper["average"] = {k: np.mean([row[k] for row in paper.values()]) for k in MAPS}
-    for name, row in (table | {"average": average}).items():
-        line = f"{name:>9}"
-        for k in ALL:
-            mean, half = interval(row[k])
-            cell = f"{mean:.1f} ±{half:.1f}"
-            if k in paper[name]:
-                cell += f" ({paper[name][k] - paper[name]['TrigRF']:.1f})"
-            line += f"{cell:>20}"
-        print(line)
-    for other in ALL:
-        if other != "OPRF":
-            mean, half = interval(average["OPRF"] - average[other])
-            text = f"{encoding}: OPRF above {other}, {mean:.2f} ± {half:.2f}"
-            report(text, mean > half)
 
 
 if __name__ == "__main__":

@@ -2,27 +2,19 @@
 
 Hybrid Random Features (Choromanski et al., 2022), H.1, H.3, table 3 and figure 6. There
 are two clusters of 1000 queries and two of keys in 50 dimensions. Four data sets differ
-in σ of the clusters and in `s = l(A)` (equation 21), the error that a real diagonal A
-leaves at the centers. The hybrid has a real A for each pair of clusters (zero-one
-coefficients). FAVOR+ and trigonometric features do not adapt to the data.
+in σ of the clusters and in the signs of their centers. The hybrid has a real A for each
+pair of clusters (zero-one coefficients). FAVOR+ and trigonometric features do not adapt
+to the data. `ours` is this package's `HybridClustered`: equation 88 gets root mean
+squares of a cluster's entries instead of centers, so that entries near 0 do not amplify
+noise.
 
     python recipes/papers/cluster_adapted_features.py
 
 Details that the paper leaves open follow its authors' notebook (HL-hanlin/HRF_ICLR2022,
-Cluster_Estimator). Queries have length 0.1 and keys length 1. Centers have entries of 3
-to 4 and of ±2 to ±5, rotated at random. Centers of keys have the opposite sign of those
-of queries, except in the first 12 or 25 coordinates, which keep theirs. Clusters come
-from k-means on standardized data, and A from the centers (equation 88). Seed 0 uses the
-notebook's seeds and random vectors, so it should reproduce table 3 to the digit. Other
-seeds are other draws.
-
-`ours` is this package's `HybridClustered`, which improves on the paper: equation 88
-gets root mean squares of a cluster's entries instead of centers, so that entries near
-0 do not amplify noise. All methods have the same number m of random vectors, as in the
-paper. Hybrids are then 4 m wide, and half of these features are 0 for each token. The
-last checks compare methods of equal width.
-
-Cost: 10 minutes for five draws on one core. Expected: see docs/pages/lab/hrf.md.
+Cluster_Estimator). Seed 0 uses the notebook's seeds and random vectors, so it should
+reproduce table 3 to the digit. All methods have m random vectors; hybrids are then 4 m
+wide. Rows have the mean and the range of the MSE in 1e-4 over repetitions.
+Cost: 10 minutes for five draws on one core. Seen: docs/pages/reproductions/hrf.md.
 """
 
 import pathlib
@@ -30,17 +22,14 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
-name = "cluster_adapted_features.jsonl"
-parser = make_parser(__doc__, seeds=range(5), results=name)
+parser = make_parser(__doc__, seeds=range(5))
 parser.set_defaults(size=1000, repetitions=20)
 args = parse(parser, size=50, repetitions=2)
 
 import numpy as np
 from common import hybrids
-from common.results import record, report
 from keras import ops
 from sklearn.cluster import KMeans
 from sklearn.preprocessing import StandardScaler
@@ -48,18 +37,11 @@ from sklearn.preprocessing import StandardScaler
 from keras_rfattn import feature_maps, papers
 from keras_rfattn.kernels import values
 from keras_rfattn.papers.clustered import Clusters
-from keras_rfattn.papers.complex_exponential import diagonal
 
 DIM = 50
 NUM_FEATURES = (20, 50, 80, 100, 120, 150, 200)
-# From name to σ², how many coordinates of keys' centers keep their sign, and s of the
-# paper.
-DATA_SETS = {
-    "s1": (1, 12, (0.08, 0.05, 0.04, 0.03)),
-    "s2": (1, 25, (0.11, 0.09, 0.08, 0.07)),
-    "s3": (10, 12, (0.05, 0.03, 0.03, 0.02)),
-    "s4": (10, 25, (0.07, 0.06, 0.05, 0.04)),
-}
+# From name to σ², and how many coordinates of keys' centers keep their sign.
+DATA_SETS = {"s1": (1, 12), "s2": (1, 25), "s3": (10, 12), "s4": (10, 25)}
 # Table 3 in units of 1e-4: smallest and largest MSE of 20 repetitions, for each m.
 PAPER = {
     ("s1", "hybrid"): "16-183 11-81 5-52 6-36 4-25 3-20 2-10",
@@ -78,24 +60,21 @@ PAPER = {
 
 
 def main(args):
-    # Maps (seed, data set, method, m) to the MSEs of all repetitions.
-    results = {}
     for seed in args.seeds:
-        for name, (variance, kept, targets) in DATA_SETS.items():
+        for name, (variance, kept) in DATA_SETS.items():
             data = draw_data(seed, variance, kept, args.size)
-            s, found = at_centers(build("hybrid", 1, data)), {}
             for m in NUM_FEATURES:
                 plus, others = draw_vectors(seed, m, args.repetitions)
                 for method in METHODS:
                     vectors = plus if method == "FAVOR+" else others
-                    mse = errors(build(method, m, data), vectors, *data)
-                    found[f"{method}, m = {m}"] = [mse.mean(), mse.min(), mse.max()]
-                    results[seed, name, method, m] = mse
-            cells = [", ".join(f"{x:.2f}" for x in row) for row in (s, targets)]
-            print(f"\nSeed {seed}, {name}: s = {cells[0]} (the paper: {cells[1]})")
-            print_table(seed, name, results)
-            record(args, {"seed": seed, "set": name, "s": s.tolist(), **found})
-    check(results, list(args.seeds))
+                    mse = 1e4 * errors(build(method, m, data), vectors, *data)
+                    row = {"seed": seed, "set": name, "m": m, "method": method}
+                    row |= {"mean": float(mse.mean().round(2))}
+                    row["range"] = f"{mse.min():.0f}-{mse.max():.0f}"
+                    if seed == 0 and (name, method) in PAPER:
+                        at = NUM_FEATURES.index(m)
+                        row["the paper's"] = PAPER[name, method].split()[at]
+                    tell(args, row)
 
 
 def generator(seed, draw):
@@ -183,60 +162,6 @@ def errors(feature_map, vectors, query, key):
 def dense(method, x):
     features = method(ops.convert_to_tensor(x[None, :, None].astype("float32")))
     return ops.convert_to_numpy(hybrids.dense(features))[0, :, 0]
-
-
-def at_centers(feature_map):
-    """Returns s for the four pairs of centers."""
-    sides = feature_map.query_centers, feature_map.key_centers
-    x, y = (ops.convert_to_numpy(c)[0].astype("float64") for c in sides)
-    a = diagonal(x[:, None], y[None], is_real=True).real
-    return -np.sort(-np.sum((a * x[:, None] + y[None] / a) ** 2, -1).ravel())
-
-
-def print_table(seed, name, results):
-    print("MSE in 1e-4 over repetitions: mean [smallest-largest] (the paper's range)")
-    print(f"{'m':>5}" + "".join(f"{method:>30}" for method in METHODS))
-    for row, m in enumerate(NUM_FEATURES):
-        line = f"{m:5d}"
-        for method in METHODS:
-            mse = results[seed, name, method, m]
-            low, high = extremes(mse)
-            cell = f"{1e4 * mse.mean():.1f} [{low}-{high}]"
-            if (name, method) in PAPER:
-                cell += f" ({PAPER[name, method].split()[row]})"
-            line += f"{cell:>30}"
-        print(line, flush=True)
-
-
-def extremes(mse):
-    return [round(1e4 * value) for value in (mse.min(), mse.max())]
-
-
-def check(results, seeds):
-    count = len(NUM_FEATURES)
-    if 0 in seeds:
-        ours = [extremes(results[0, *key, m]) for key in PAPER for m in NUM_FEATURES]
-        paper = [cell.split("-") for row in PAPER.values() for cell in row.split()]
-        gaps = np.abs(np.array(ours) - np.array(paper, int)).max(-1)
-        text = f"seed 0: the paper's digits in {np.sum(gaps == 0)} of {len(gaps)} cells"
-        report(f"{text}, at most {gaps.max()} in the last one off", gaps.max() <= 1)
-    print(f"Mean MSEs; in brackets, at how many of the {count} m, by seed")
-    at = NUM_FEATURES.index
-    for name in DATA_SETS:
-        mean = {k: np.array([[results[seed, name, k, m].mean() for m in NUM_FEATURES]
-                             for seed in seeds]) for k in METHODS}  # fmt: skip
-        mean["both"] = np.minimum(mean["FAVOR+"], mean["trig"])
-        for low, high in (("hybrid", "both"), ("ours", "hybrid")):
-            wins = np.sum(mean[low] < mean[high], -1)
-            text = f"{name}: {low} below {high} {wins.tolist()}"
-            report(text.replace("both", "FAVOR+ and trig"), np.all(wins == count))
-        # Width 200 means m = 50 for hybrids (four estimators), 200 for FAVOR+ and 100
-        # for trig (a cosine and a sine).
-        best = np.minimum(mean["FAVOR+"][:, at(200)], mean["trig"][:, at(100)])
-        for k in ("hybrid", "ours"):
-            wins = np.sum(mean[k][:, at(50)] < best)
-            text = f"{name}: {k} lowest at width 200 in {wins} of {len(seeds)}"
-            report(text, wins == len(seeds))
 
 
 if __name__ == "__main__":

@@ -7,18 +7,11 @@ The angular hybrid of both is exact at both ends.
 
     python recipes/papers/compare_pointwise_error.py [--estimates 10000]
 
-Cost: a minute on one core. Expected: at every radius the hybrid has the smallest
-maximum of the relative error over the angles, and measurements follow the closed forms
-of lemma 3.4 and theorem 3.1. At large radii and small angles the error of positive
-features comes from rare large values, which 10,000 estimates mostly miss. There, the
-measured errors of positive features and of the hybrid are too small.
-
-All estimators have equal cost. A regular map of M vectors takes M d multiplications per
-token. The hybrid takes m d for the vectors that both base estimators share, n d for its
-coefficient, and one for each of its 4 m (n + 1) products. The paper gives neither m nor
-n; this recipe chooses n so that theorem 3.5's bound is smallest at that cost. Sharing
-vectors costs no accuracy: for inputs of equal length the term it adds to the variance
-is 0.
+All estimators have equal cost (common/hybrids.py); the hybrid's n has the smallest
+bound of theorem 3.5. Rows have errors relative to the kernel, of draws and in closed
+form (lemma 3.4, theorem 3.1). At large radii and small angles the error of positive
+features comes from rare large values, which 10,000 estimates mostly miss.
+Cost: a minute on one core. Seen: docs/pages/reproductions/hrf.md.
 """
 
 import pathlib
@@ -26,17 +19,13 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
-parser = make_parser(__doc__, seed=0)
-parser.add_argument("--plot", metavar="FILE", help="save a plot")
-parser.add_argument("--estimates", type=int, default=10000, help="estimates per point")
+parser = make_parser(__doc__, seed=0, estimates=10_000)
 args = parse(parser, estimates=100)
 
 import numpy as np
-from common.hybrids import cost, dense, equal_cost
-from common.results import report
+from common.hybrids import dense, equal_cost
 from keras import ops
 
 from keras_rfattn import feature_maps, papers
@@ -54,24 +43,24 @@ BATCH = 100
 
 def main(args):
     m, n = equal_cost(NUM_FEATURES, DIM)
-    print(f"{args.estimates} estimates a point, dimension {DIM}, seed {args.seed}")
-    regular = f"{NUM_FEATURES} vectors, {NUM_FEATURES * DIM} multiplications"
-    print(f"favor, favorplus: {regular}, width {2 * NUM_FEATURES}")
-    print(f"hybrid: m = {m}, n = {n}, {cost(m, n, DIM)} multiplications, ", end="")
-    print(f"width {4 * m * (n + 1)}\n")
-
-    # Estimates divided by the kernel, `(radii, angles, estimates)`.
-    ratios = {
-        name: estimate(build(name, m, n, args.seed), args.estimates, args.seed)
-        for name in ESTIMATORS
-    }
-    measured = {k: np.sqrt(np.mean((r - 1) ** 2, -1)) for k, r in ratios.items()}
-    for row, radius in enumerate(RADII):
-        print_radius(row, radius, ratios, measured, m, n)
-    maxima = print_maxima(measured, m, n)
-    check(measured, maxima)
-    if args.plot:
-        plot(ratios, measured, m, n, args.plot)
+    measured = {}
+    for name in ESTIMATORS:
+        feature_map = build(name, m, n, args.seed)
+        ratios = estimate(feature_map, args.estimates, args.seed)
+        measured[name] = np.sqrt(np.mean((ratios - 1) ** 2, -1))
+    theta = np.radians(np.arange(181))
+    for i, radius in enumerate(RADII):
+        bound = hybrid_variance.angular_relative_error_bound(radius, m, n)
+        row = {"r": radius, "m": m, "n": n, "theorem 3.5's bound": float(bound)}
+        for name in ESTIMATORS:
+            exact = closed_form(name, radius, theta, m, n)
+            row[name] = {
+                "largest": float(exact.max()),
+                "largest, measured": float(measured[name][i].max()),
+                "by angle": exact[DEGREES].round(4).tolist(),
+                "by angle, measured": measured[name][i].round(4).tolist(),
+            }
+        tell(args, row)
 
 
 def build(name, m, n, seed):
@@ -102,7 +91,7 @@ def estimate(feature_map, count, seed):
     queries = broadcast(scale * x)
     keys = broadcast((scale[..., None] * y).reshape(-1, DIM))
     kernel = np.exp(scale**2 * (y @ x))[..., None]
-    found = []
+    batches = []
     for batch in range(-(-count // BATCH)):
         if batch:
             feature_map.redraw()
@@ -110,8 +99,8 @@ def estimate(feature_map, count, seed):
         right = dense(feature_map.key_features(keys))
         right = ops.reshape(right, (len(RADII), len(DEGREES), *right.shape[2:]))
         products = ops.einsum("rkm,rakm->rak", left[0], right)
-        found.append(ops.convert_to_numpy(products))
-    return np.concatenate(found, -1)[..., :count] / kernel
+        batches.append(ops.convert_to_numpy(products))
+    return np.concatenate(batches, -1)[..., :count] / kernel
 
 
 def broadcast(x):
@@ -130,87 +119,6 @@ def closed_form(name, radius, theta, m, n):
     moments = hybrid_variance.angular_moments(x, y, n)
     mse = hybrid_variance.bipolar_hybrid(x, y, m, moments, shared=True)
     return np.sqrt(np.maximum(mse, 0)) / np.exp(np.sum(x * y, -1))
-
-
-def print_radius(row, radius, ratios, measured, m, n):
-    print(f"r = {radius}: relative error, its closed form, and the 5th and 95th")
-    print("quantile of the estimates over the kernel's value")
-    header = "".join(f"{name:^33}" for name in ESTIMATORS)
-    print(f"{'angle':>6}{'SM':>7}{header}".rstrip())
-    for column, degrees in enumerate(DEGREES):
-        theta = np.radians(degrees)
-        line = f"{degrees:5d}°{np.exp(radius**2 * np.cos(theta)):7.3f}"
-        for name in ESTIMATORS:
-            low, high = np.quantile(ratios[name][row, column], (0.05, 0.95))
-            exact = closed_form(name, radius, theta[None], m, n)[0]
-            line += f"{measured[name][row, column]:9.4f}{exact:8.4f}"
-            line += f" {low:7.3f}{high:7.3f} "
-        print(line)
-    print()
-
-
-def print_maxima(measured, m, n):
-    """Prints maximum relative errors; returns those of the closed forms by radius."""
-    print("Largest relative error: measured, closed form at every degree")
-    header = "".join(f"{name:^20}" for name in ESTIMATORS)
-    print(f"{'r':>6}{header}{'lemma 3.4':>10}{'theorem 3.5':>13}")
-    maxima = []
-    for row, radius in enumerate(RADII):
-        theta = np.radians(np.arange(181))
-        exact = {k: closed_form(k, radius, theta, m, n).max() for k in ESTIMATORS}
-        cells = "".join(
-            f"{measured[k][row].max():11.4f}{exact[k]:8.4f} " for k in ESTIMATORS
-        )
-        exact["lemma"] = hybrid_variance.max_relative_error(radius, NUM_FEATURES)
-        exact["theorem"] = hybrid_variance.angular_relative_error_bound(radius, m, n)
-        print(f"{radius:6.2f}{cells}{exact['lemma']:10.4f}{exact['theorem']:13.4f}")
-        maxima.append(exact)
-    print()
-    return maxima
-
-
-def check(measured, maxima):
-    # The tolerance allows for float32 rounding of terms that cancel.
-    ends = measured["hybrid"][:, [0, -1]].max()
-    report(f"the hybrid is exact at 0 and π (error {ends:.1e} < 1e-4)", ends < 1e-4)
-    for row, (radius, exact) in enumerate(zip(RADII, maxima, strict=True)):
-        found = {name: measured[name][row].max() for name in ESTIMATORS}
-        for kind, values in (("closed form", exact), ("measured", found)):
-            others = min(values["favor"], values["favorplus"])
-            text = f"r = {radius}: the hybrid's largest error is the smallest, {kind}"
-            report(text, values["hybrid"] < others)
-        report(
-            f"r = {radius}: the hybrid's closed form is within theorem 3.5's bound",
-            exact["hybrid"] <= exact["theorem"],
-        )
-
-
-def plot(ratios, measured, m, n, path):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 9), layout="constrained")
-    axes = figure.subplots(len(RADII), len(ESTIMATORS), sharex=True)
-    theta = np.radians(np.arange(181))
-    for row, radius in enumerate(RADII):
-        kernel = np.exp(radius**2 * np.cos(np.radians(DEGREES)))
-        for axis, name in zip(axes[row], ESTIMATORS, strict=True):
-            exact = closed_form(name, radius, theta, m, n)
-            low, high = np.quantile(ratios[name][row], (0.05, 0.95), axis=-1) * kernel
-            axis.plot(DEGREES, kernel, "k", label="SM")
-            axis.fill_between(DEGREES, low, high, alpha=0.3, label="5 % to 95 %")
-            axis.axhline(0, color="r", linestyle=":")
-            axis.set(title=f"{name}, r = {radius}")
-            error = axis.twinx()
-            error.plot(DEGREES, measured[name][row], "C1o", label="relative error")
-            error.plot(exact, "C1", label="closed form")
-            error.set_ylim(0, 1.05 * max(v[row].max() for v in measured.values()))
-            if (row, name) == (0, "favorplus"):
-                axis.legend(loc="upper right", fontsize="small")
-                error.legend(loc="center right", fontsize="small")
-    for axis in axes[-1]:
-        axis.set_xlabel("angle in degrees")
-    figure.savefig(path, dpi=120)
-    print(f"plot: {path}")
 
 
 if __name__ == "__main__":

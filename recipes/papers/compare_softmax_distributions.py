@@ -6,27 +6,14 @@ with tied embeddings: table 4 with figures 3 and 7 (vector lengths unchanged), a
 
     python recipes/papers/compare_softmax_distributions.py --data-dir DIR [--seeds 0]
 
-DIR holds `wikitext2/{valid,test}.txt`. The model is trained on the first 90 % of valid
-(until the loss on its last 10 % stops falling) and tested on test. The paper uses
-PennTree Bank for table 4 and all of WikiText-2 for table 5, with 10000 and 33278 words
-and hidden sizes 200 and 650.
-
-Distances compare distributions over classes, in the order in which words appear, as in
-the authors' notebooks (HL-hanlin/HRF_ICLR2022): Kolmogorov-Smirnov and, divided by the
-number of classes, Wasserstein. `multiset` is the Kolmogorov-Smirnov distance of the
-probabilities without their classes (`scipy.stats.ks_2samp`). Estimates below 0 count as
-0. The control is the uniform distribution, which estimates nothing.
-
-The paper does not say how τ is shared between states and classes; here each has √τ.
-The other arms:
-- `as published` does what the notebooks do beyond the paper: states come from
-  embeddings normalized to length 1, unlike in training. In table 5, τ is on states
-  alone, and hybrids divide both sides by d^¼, so they estimate another kernel.
-- `opposite` multiplies classes by -1, which turns obtuse angles into acute ones.
-- `products over 4` and 16 make states and classes shorter, by factors of 2 and 4 each;
-  64 vectors there are as many as a hybrid of 512 has.
-
-Cost: 12 minutes a seed on one core. Seen: docs/pages/lab/hrf.md.
+DIR holds `wikitext2/{valid,test}.txt`; the paper uses PennTree Bank and all of
+WikiText-2, with larger models. Distances compare distributions over classes, in the
+order in which words appear, as in the authors' notebooks (HL-hanlin/HRF_ICLR2022):
+Kolmogorov-Smirnov and, divided by the number of classes, Wasserstein. "negative" is the
+share of estimates below 0, which count as 0. The control is the uniform distribution.
+Products of states and classes are also made smaller, by 4 and 16; 64 vectors there are
+as many as a hybrid of 512 has.
+Cost: 12 minutes a seed on one core. Seen: docs/pages/reproductions/hrf.md.
 """
 
 import pathlib
@@ -35,11 +22,9 @@ import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, tell
 
-# Flags are parsed before the slow imports.
-name = "compare_softmax_distributions.jsonl"
-parser = make_parser(__doc__, data_dir=pathlib.Path, seeds=[0, 1, 2], results=name)
+parser = make_parser(__doc__, data_dir=pathlib.Path, seeds=[0, 1, 2])
 parser.set_defaults(
     vocabulary=4000, epochs=8, rows=None, draws=10, widths=(64, 128, 256, 512)
 )
@@ -48,10 +33,8 @@ args = parse(parser, vocabulary=20, epochs=1, rows=64, draws=1, widths=(64,))
 import keras
 import numpy as np
 from common import words
-from common.results import record
 from keras import ops
 from scipy import special
-from scipy.stats import ks_2samp
 
 from keras_rfattn import feature_maps
 from keras_rfattn.diagnostics import errors
@@ -67,23 +50,7 @@ MAPS = {
     "hybrid_angular": (8, {"num_coefficients": 8}),
     "favorpp": (1, {}),
 }
-FIELDS = ("ks", "wasserstein", "multiset", "negative")
-# Tables 4 and 5 at 512 vectors; Wasserstein is divided by the number of classes. Table
-# 5 does not give fractions of estimates below 0.
-PAPER = {
-    "table 4": {
-        "favorplus": {"ks": 0.551, "wasserstein": 0.299},
-        "favor": {"ks": 0.424, "wasserstein": 0.158, "negative": 0.257},
-        "hybrid_gaussian": {"ks": 0.410, "wasserstein": 0.152, "negative": 0.151},
-        "hybrid_angular": {"ks": 0.414, "wasserstein": 0.143, "negative": 0.157},
-    },
-    "table 5": {
-        "favorplus": {"ks": 0.686, "wasserstein": 0.389},
-        "favor": {"ks": 0.685, "wasserstein": 0.388},
-        "hybrid_gaussian": {"ks": 0.682, "wasserstein": 0.385},
-        "hybrid_angular": {"ks": 0.678, "wasserstein": 0.377},
-    },
-}
+FIELDS = ("ks", "wasserstein", "negative")
 
 
 def main(args):
@@ -97,24 +64,19 @@ def main(args):
             model = make_model(vocabulary, tau, seed)
             data = [(x[:, :-1], x[:, 1:]) for x in (train, watched)]
             words.fit(model, *data, args.epochs)
-            minutes = round((time.time() - start) / 60, 2)
             classes = model.get_layer("classes").get_weights()[0].astype("float64")
             states = encode(model, test)
             perplexity = words.perplexity(tau * states, classes, test[:, 1:])
-            row = {"table": table, "seed": seed, "perplexity": perplexity}
-            row["minutes of training"] = minutes
-            print(f"\n{row}", flush=True)
-
+            minutes = round((time.time() - start) / 60, 2)
+            row = {"table": table, "seed": seed}
+            tell(args, {**row, "perplexity": perplexity, "minutes": minutes})
             chosen = np.random.default_rng(seed).permutation(test[:, 1:].size)[:QUERIES]
             states = tau**0.5 * states.reshape(-1, DIM)[chosen]
-            compare(args, row | {"arm": ""}, states, tau**0.5 * classes)
-            compare(args, row | {"arm": "opposite"}, states, -(tau**0.5) * classes)
+            compare(args, {**row, "arm": ""}, states, tau**0.5 * classes, args.widths)
             for factor in SHORTER:
                 short = states / factor**0.5, tau**0.5 * classes / factor**0.5
-                compare(args, row | {"arm": f"products over {factor}"}, *short)
-            states = tau * encode(model, test, unit=True).reshape(-1, DIM)[chosen]
-            scale = 1.0 if tau == 1 else DIM**-0.25
-            compare(args, row | {"arm": "as published"}, states, classes, scale)
+                arm = {"arm": f"products over {factor}"}
+                compare(args, row | arm, *short, args.widths[::3])
 
 
 def make_model(vocabulary, tau, seed):
@@ -149,47 +111,30 @@ def make_model(vocabulary, tau, seed):
     return model
 
 
-def encode(model, rows, unit=False):
-    """Returns the states of all words; with `unit`, embeddings get length 1."""
-    x = inputs = keras.Input((LENGTH,), dtype="int32")
-    for layer in model.layers[1:]:
-        x = layer(x)
-        if unit and layer.name == "classes":
-            x = keras.layers.UnitNormalization()(x)
-        if layer.name == "states":
-            break
-    encoder = keras.Model(inputs, x)
+def encode(model, rows):
+    """Returns the states of all words."""
+    encoder = keras.Model(model.inputs, model.get_layer("states").output)
     return encoder.predict(rows[:, :-1], verbose=0).astype("float64")
 
 
-def compare(args, row, query, key, scale_of_hybrids=1.0):
-    """Prints and records the distances of all maps for given states and classes."""
-    table, arm = row["table"], row["arm"]
-    logits = query @ key.T
-    exact = special.softmax(logits, axis=-1)
-    for name, x in (("states", query), ("classes", key)):
-        quantiles = np.quantile(np.linalg.norm(x, axis=-1), (0.05, 0.5, 0.95))
-        row[f"lengths of {name}"] = quantiles.round(3).tolist()
-    row["obtuse"] = float(np.mean(logits < 0))
-    print(f"\n{table} {arm}: lengths of states {row['lengths of states']}, of classes")
-    print(f"{row['lengths of classes']}, {row['obtuse']:.3f} of angles obtuse")
-    header = "".join(f"{field:>24}" for field in FIELDS)
-    print(f"{'':<16}{'width':>6}{header}")
-    found = {"uniform": [distances(exact, np.ones_like(exact))]}
-    print_row("uniform", "", found["uniform"], {})
-    widths = args.widths
+def compare(args, row, query, key, widths):
+    """Records the distances of all maps for given states and classes."""
+    exact = special.softmax(query @ key.T, axis=-1)
+    uniform = distances(exact, np.ones_like(exact))
+    tell(args, {**row, "map": "uniform", **summary([uniform])})
     for name in MAPS:
-        for width in widths[::3] if "over" in arm else widths[-1:] if arm else widths:
-            rows = []
-            for draw in range(args.draws):
-                scale = scale_of_hybrids if name.startswith("hybrid") else 1.0
-                estimates = estimate(name, width, scale * query, scale * key, draw)
-                rows.append(distances(exact, estimates))
-            paper = PAPER[table].get(name, {}) if width == 512 else {}
-            print_row(name, width, rows, paper if arm != "opposite" else {})
-            found[f"{name}, {width}"] = rows
-    means = {k: np.mean(rows, 0).round(4).tolist() for k, rows in found.items()}
-    record(args, row | {"fields": FIELDS, **means})
+        for width in widths:
+            draws = [
+                distances(exact, estimate(name, width, query, key, draw))
+                for draw in range(args.draws)
+            ]
+            tell(args, {**row, "map": name, "width": width, **summary(draws)})
+
+
+def summary(draws):
+    """Returns means over draws by the name of the distance."""
+    means = np.mean(draws, 0).round(4).tolist()
+    return dict(zip(FIELDS, means, strict=True))
 
 
 def estimate(name, width, query, key, draw):
@@ -209,19 +154,7 @@ def distances(exact, estimates):
     positive = np.maximum(estimates, 0)
     positive /= np.maximum(positive.sum(-1, keepdims=True), 1e-300)
     gaps = np.abs(np.cumsum(positive - exact, -1))
-    multisets = [
-        ks_2samp(*pair, method="asymp").statistic
-        for pair in zip(positive, exact, strict=True)
-    ]
-    return gaps.max(-1).mean(), gaps.mean(), np.mean(multisets), np.mean(estimates < 0)
-
-
-def print_row(name, width, rows, paper):
-    cells = []
-    for field, mean, std in zip(FIELDS, np.mean(rows, 0), np.std(rows, 0), strict=True):
-        cell = f"{mean:.3f} ±{std:.3f}"
-        cells.append(cell + (f" ({paper[field]:.3f})" if field in paper else ""))
-    print(f"{name:<16}{width:>6}" + "".join(f"{c:>24}" for c in cells), flush=True)
+    return gaps.max(-1).mean(), gaps.mean(), np.mean(estimates < 0)
 
 
 if __name__ == "__main__":

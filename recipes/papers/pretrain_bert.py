@@ -1,25 +1,16 @@
 """Train a masked language model with softmax and linear attention, also uptrained.
 
 Chefs' Random Tables, table 2 (Likhosherstov et al., 2022), at a size for one core: a
-BERT of KerasHub learns to predict masked characters, 15 % of them, with softmax and
-with the paper's mechanisms. Each mechanism is trained from scratch for as many steps as
-softmax, from scratch for a tenth of them, and from the softmax model ("Uptrain") for a
-tenth of the steps: half of these are `uptrain`, half are training on masked characters
-again. All share learning rates, batches and masks.
+BERT of KerasHub learns to predict masked characters. Each mechanism is trained from
+scratch for as many steps as softmax, from scratch for a tenth of them, and from the
+softmax model for a tenth of the steps, half of them by `uptrain`.
 
     python recipes/papers/pretrain_bert.py --data-dir DIR --seeds 0 1 2
 
-DIR holds `wikitext2/{valid,test}.txt` (WikiText-2). The first 90 % of valid are for
-training, and test is for loss and accuracy on masked characters. FAVOR++ takes its A
-from the current batch ("batch", as in the paper) or from an average that training
-maintains ("stored").
-
-Controls are uniform attention (the mean of V) and no attention, trained in the same
-way. Each trained model is also evaluated with these two controls and its own weights.
-Cost: 25 minutes a seed on one core (PyTorch). Seen in three seeds (crt.md in
-docs/pages/lab): from scratch, only softmax learns to attend in these steps. It
-predicts 0.43 to 0.47 correctly, compared with 0.27 without attention. Uptrained for a
-tenth of the steps, FAVOR+ and FAVOR++ reach 0.38 to 0.41.
+DIR holds `wikitext2/{valid,test}.txt` (WikiText-2): valid is for training. FAVOR++
+takes its A from the current batch, as in the paper. Controls are uniform attention (the
+mean of V) and no attention, trained in the same way, and in place of each model's own.
+Cost: 15 minutes a seed on one core (PyTorch). Seen: docs/pages/reproductions/crt.md.
 """
 
 import pathlib
@@ -28,44 +19,31 @@ import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, tell
 
 WIDTH = {"num_features": 256}
 MECHANISMS = {
     "softmax": None,
-    "favorpp, batch": ("favorpp", {"statistics": "batch", **WIDTH}, {}),
-    "favorpp, stored": ("favorpp", {"statistics": "stored", **WIDTH}, {}),
+    "favorpp": ("favorpp", {"statistics": "batch", **WIDTH}, {}),
     "favorplus": ("favorplus", WIDTH, {}),
-    "relu": ("relu", WIDTH, {}),
-    "elu": ("elu", {}, {}),
     "uniform": None,
     "no_attention": None,
 }
 STARTS = ("scratch", "scratch, a tenth", "uptrained")
-FULL = {
-    "context": 128, "tested": 2048, "steps": 1600,
-    "model": {"num_layers": 2, "num_heads": 2, "hidden_dim": 128,
-              "intermediate_dim": 512},
-}  # fmt: skip
-SMOKE = {
-    "context": 16, "tested": 16, "steps": 40,
-    "model": {"num_layers": 1, "num_heads": 1, "hidden_dim": 8, "intermediate_dim": 8},
-}  # fmt: skip
+SIZES = {"num_layers": 2, "num_heads": 2, "hidden_dim": 128, "intermediate_dim": 512}
+TINY = {"num_layers": 1, "num_heads": 1, "hidden_dim": 8, "intermediate_dim": 8}
 BATCH, RATE, WEIGHT_DECAY, MASKED = 8, 1e-3, 0.05, 0.15
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanisms=list(MECHANISMS), seeds=[0],
-    results="pretrain_bert.jsonl",
 )  # fmt: skip
-parser.set_defaults(**FULL)
-args = parse(parser, **SMOKE)
+parser.set_defaults(context=128, tested=2048, steps=1600, model=SIZES)
+args = parse(parser, context=16, tested=16, steps=40, model=TINY)
 
 import keras
 import keras_hub
 import numpy as np
-from common import characters, controls, narrow
-from common.results import tell
+from common import characters, controls
 
 import keras_rfattn
 from keras_rfattn import diagnostics
@@ -120,10 +98,8 @@ def bert(args, vocabulary, seed):
         vocabulary + 1, max_sequence_length=args.context, dropout=0.0, **args.model
     )
     model = keras_hub.models.BertMaskedLM(backbone)
-    # Positions are sinusoids, because each row of a trained table would learn only from
-    # the few masks near it.
     positions = backbone.get_layer("position_embedding")
-    narrow.prepare(model, backbone.hidden_dim, positions, args.context)
+    characters.prepare(model, backbone.hidden_dim, positions, args.context)
     return model
 
 

@@ -6,22 +6,15 @@ softmax distribution, and the loss is over them and the right class.
 
     python recipes/papers/sample_softmax.py --data-dir DIR [--seeds 0 1 2 3 4]
 
-DIR holds `wikitext2/{valid,test}.txt`. The model is trained on the first 90 % of valid
-(until the loss on its last 10 % has not improved for three epochs), and tested on test
-under full softmax. The rate and the epochs were chosen by that loss of `full`, seed
-100. As in the paper, the model is a 2-layer LSTM whose embeddings are not tied.
-Sampling is with replacement and uses states and classes of length 1; the loss uses both
-as they are. As in Rawat et al., the right class is never drawn and its logit is
-unchanged. The logits of drawn classes are reduced by the logarithm of how often they
-are expected, so that the exact distribution gives the sum over wrong classes exactly.
-The recipe is smaller than the paper (PennTree Bank, 10000 classes, 1024 features,
-hybrids of m = 128 and n = 8, 25 runs): the sizes are below.
+DIR holds `wikitext2/{valid,test}.txt`. The model, a 2-layer LSTM as in the paper but
+smaller, is tested under full softmax. Sampling is with replacement and uses states and
+classes of length 1; the loss uses both as they are. The right class is never drawn. The
+logits of drawn classes are reduced by the logarithm of how often they are expected.
 
 Controls are `uniform` sampling, the `exact` distribution, `normalized`, which is the
 exact distribution of vectors of length 1 that the maps estimate, and `full`, the
-softmax without sampling. Once `full` is trained, "gradients" shows how far the
-gradients of every sampler are from those of `full`.
-Cost: 15 to 30 minutes a seed. Seen: docs/pages/lab/hrf.md.
+softmax without sampling.
+Cost: 15 to 30 minutes a seed. Seen: docs/pages/reproductions/hrf.md.
 """
 
 import pathlib
@@ -30,7 +23,7 @@ import time
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse, tell
 
 MAPS = {
     "favor": {"num_features": 256},
@@ -40,10 +33,8 @@ MAPS = {
 }
 CONTROLS = ("full", "exact", "normalized", "uniform")
 
-# Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, seeds=range(5), samplers=[*CONTROLS, *MAPS],
-    results="sample_softmax.jsonl",
 )  # fmt: skip
 parser.set_defaults(vocabulary=2000, epochs=15, rows=None)
 args = parse(parser, vocabulary=20, epochs=1, rows=64)
@@ -51,12 +42,10 @@ args = parse(parser, vocabulary=20, epochs=1, rows=64)
 import keras
 import numpy as np
 from common import words
-from common.results import interval, report, tell
 from keras import ops
-from scipy import special
 
 from keras_rfattn import feature_maps
-from keras_rfattn.layers import KernelFeatures
+from keras_rfattn.papers import KernelFeatures
 
 DIM, LENGTH, PATIENCE = 64, 35, 3
 NEGATIVES, LEARNING_RATE, DROPOUT = 40, 6e-3, 0.2
@@ -67,7 +56,6 @@ def main(args):
     parts = words.load(args.data_dir, vocabulary, LENGTH)
     train, watched, test = (part[: args.rows] for part in parts)
     print(f"{train.size} words of training, {test.size} of test, {vocabulary} classes")
-    found = {sampler: [] for sampler in args.samplers}
     for seed in args.seeds:
         for sampler in args.samplers:
             start = time.time()
@@ -80,10 +68,6 @@ def main(args):
             row = {"sampler": sampler, "seed": seed, "perplexity": perplexity}
             row |= {"epochs": epoch, "minutes": (time.time() - start) / 60}
             tell(args, row)
-            found[sampler].append(perplexity)
-            if sampler == "full":
-                tell_gradients(args, seed, states, test[:, 1:], classes)
-    summarize({k: np.array(v) for k, v in found.items()})
 
 
 class SampledSoftmax(keras.layers.Layer):
@@ -118,15 +102,6 @@ class SampledSoftmax(keras.layers.Layer):
             )
         states = ops.reshape(states, (-1, DIM))
         targets = ops.reshape(targets, (-1, 1))
-        _, logits = self.compare(states, classes, targets)
-        return ops.logsumexp(logits, axis=-1) - logits[:, 0]
-
-    def compare(self, states, classes, targets):
-        """Returns the right class and the drawn ones, and their logits.
-
-        The sum of e^logit over drawn classes is an unbiased estimate of the sum over
-        all wrong classes.
-        """
         # No gradient goes through the sampler.
         q = self.probabilities(ops.stop_gradient(states), ops.stop_gradient(classes))
         q = ops.where(ops.arange(self.vocabulary)[None] == targets, 0.0, q)
@@ -136,10 +111,12 @@ class SampledSoftmax(keras.layers.Layer):
         compared = ops.concatenate([targets, drawn], axis=-1)
         logits = ops.einsum("nd,nkd->nk", states, ops.take(classes, compared, axis=0))
         expected = NEGATIVES * ops.take_along_axis(q, drawn, axis=-1)
+        # The sum of e^wrong is an unbiased estimate of the sum over all wrong classes.
         wrong = logits[:, 1:] - ops.log(expected)
         # Due to rounding, the last class may be drawn although it is the right one.
         wrong = ops.where(drawn == targets, -1e9, wrong)
-        return compared, ops.concatenate([logits[:, :1], wrong], axis=-1)
+        logits = ops.concatenate([logits[:, :1], wrong], axis=-1)
+        return ops.logsumexp(logits, axis=-1) - logits[:, 0]
 
     def probabilities(self, states, classes):
         """Returns the sampler's distribution over classes for each state."""
@@ -171,32 +148,6 @@ def draw(q, uniform):
     return found
 
 
-def tell_gradients(args, seed, states, targets, classes, draws=200):
-    """Records how far gradients with respect to states are from those of full softmax.
-
-    "error" is the error of a single draw and "bias" the error of the mean over all
-    draws. Both are relative (roots of sums of squares). "distinct" is the number of
-    different classes in a draw.
-    """
-    chosen = np.random.default_rng(seed).permutation(targets.size)[:200]
-    states, targets = states.reshape(-1, DIM)[chosen], targets.reshape(-1, 1)[chosen]
-    exact = (special.softmax(states @ classes.T, -1) @ classes)[:, None]
-    size = np.sum((exact - classes[targets]) ** 2)
-    tensors = [ops.convert_to_tensor(x) for x in (states, classes, targets)]
-    for sampler in (x for x in args.samplers if x != "full"):
-        layer, errors, distinct = SampledSoftmax(sampler, len(classes), seed), [], []
-        layer.build(states.shape)
-        for _ in range(draws):
-            compared, logits = map(ops.convert_to_numpy, layer.compare(*tensors))
-            found = special.softmax(logits, -1)[:, None] @ classes[compared]
-            errors.append(found - exact)
-            distinct += [len(set(row[1:])) for row in compared]
-        row = {"gradients": sampler, "seed": seed, "distinct": float(np.mean(distinct))}
-        row["error"] = np.sqrt(np.square(errors).sum() / draws / size).item()
-        row["bias"] = np.sqrt(np.sum(np.mean(errors, 0) ** 2) / size).item()
-        tell(args, row)
-
-
 def make_model(sampler, vocabulary, seed):
     """Builds the encoder of words into states, and the loss that owns the classes."""
     inputs = keras.Input((LENGTH,), dtype="int32")
@@ -215,22 +166,6 @@ def fit(encoder, loss, train, watched, epochs):
     model.compile(optimizer, loss=lambda _, value: ops.mean(value))
     data = [([x[:, :-1], x[:, 1:]], np.zeros(len(x))) for x in (train, watched)]
     return words.fit(model, *data, epochs, PATIENCE)
-
-
-def summarize(found):
-    """Prints test perplexities, and paired differences from uniform and exact."""
-    print(f"\n{'negatives from':<16}{'test perplexity':>18}{'minus uniform':>18}")
-    for sampler, values in found.items():
-        cells = [values, *(values - found[k] for k in ("uniform",) if k in found)]
-        cells = "".join(f"{m:>11.2f} ±{h:5.2f}" for m, h in map(interval, cells))
-        print(f"{sampler:<16}{cells}")
-    for sampler in MAPS:
-        if {sampler, "exact", "uniform"} <= found.keys():
-            above, a = interval(found[sampler] - found["exact"])
-            below, b = interval(found["uniform"] - found[sampler])
-            text = f"{above:.2f} ± {a:.2f} above exact, {below:.2f} ± {b:.2f} below"
-            text = f"{sampler} {text} uniform sampling"
-            report(text, above > a and below > b)
 
 
 if __name__ == "__main__":

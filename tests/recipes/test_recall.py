@@ -1,0 +1,109 @@
+"""Texts that test recall can be answered from them, and scores are those of logits."""
+
+import re
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from recipes.common import recall
+
+ESSAY = " ".join(f"Essay number {i} has a sentence of its own." for i in range(40))
+TESTS = {
+    "passkey": (recall.passkey, {}, r"The pass key is (\d{5})\. Remember"),
+    "needle 1": (recall.needle, {}, r"magic numbers for [a-z-]+ is: (\d{7})\."),
+    "needle 2": (
+        recall.needle, {"kind": 2, "text": ESSAY},
+        r"magic numbers for [a-z-]+ is: (\d{7})\.",
+    ),
+    "needle 3": (
+        recall.needle, {"kind": 3, "text": ESSAY},
+        r"magic uuids for [a-z-]+ is: ([0-9a-f-]{36})\.",
+    ),
+}  # fmt: skip
+
+
+def characters(text):
+    return [ord(x) for x in text]
+
+
+def text_of(ids):
+    return "".join(map(chr, ids))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", TESTS)
+def test_answers_are_in_prompts_that_fill_the_length(name):
+    make, options, pattern = TESTS[name]
+    examples = make(characters, 1500, 3, seed=1, **options)
+    places = []
+    for prompt, answer in examples:
+        found = re.search(pattern, text_of(prompt))
+        assert text_of(answer) == f" {found[1]}"
+        # No sentence is longer than this.
+        assert 1500 - 110 < len(prompt) + len(answer) <= 1500
+        places.append(found.start() / len(prompt))
+    assert places[0] < 0.3 < places[1] < 0.7 < places[2]
+    assert len({text_of(answer) for _, answer in examples}) == 3
+    again = make(characters, 1500, 3, seed=1, **options)
+    assert text_of(again[2][0]) == text_of(examples[2][0])
+    with pytest.raises(ValueError, match="`length` must be at least"):
+        make(characters, 100, 1, **options)
+
+
+@pytest.fixture(scope="module")
+def model():
+    keras.utils.set_random_seed(0)
+    backbone = keras_hub.models.GPT2Backbone(
+        130, num_layers=1, num_heads=2, hidden_dim=16, intermediate_dim=16,
+        max_sequence_length=64,
+    )  # fmt: skip
+    # Logits that are far from uniform.
+    embedding = backbone.token_embedding
+    embedding.embeddings.assign(20 * embedding.embeddings)
+    return keras_hub.models.GPT2CausalLM(backbone)
+
+
+def log_probs(model, ids):
+    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    logits = keras.ops.convert_to_numpy(model(inputs)).astype("float64")
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logits
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_scores_are_those_of_logits(model, chunk, monkeypatch):
+    monkeypatch.setattr(recall, "CHUNK", chunk)
+    ids = np.random.default_rng(0).integers(0, 130, (2, 40)).astype("int32")
+    logits = log_probs(model, ids)[:, 4:-1]
+    expected = np.take_along_axis(logits, ids[:, 5:, None], axis=2)[..., 0]
+    assert expected.std() > 0.5
+    found, is_right = recall.score(model, ids, 5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(is_right, logits.argmax(-1) == ids[:, 5:])
+
+
+@pytest.mark.once
+def test_an_answer_is_right_if_all_of_its_tokens_are(model):
+    prompt = np.arange(10, dtype="int32")
+    first = log_probs(model, prompt[None])[0, -1].argmax()
+    ids = np.append(prompt, first).astype("int32")
+    second = log_probs(model, ids[None])[0, -1].argmax()
+    right = prompt, np.array([first, second])
+    wrong = prompt, np.array([first, (second + 1) % 130])
+    found = recall.evaluate(model, [right, wrong, right, right])
+    assert found["accuracy"] == 0.75
+    assert found["log_likelihood"] < recall.evaluate(model, [right])["log_likelihood"]
+
+
+@pytest.mark.once
+def test_perplexity_by_position(model):
+    rows = np.random.default_rng(1).integers(0, 130, (3, 30)).astype("int32")
+    logits = log_probs(model, rows)[:, :-1]
+    expected = np.take_along_axis(logits, rows[:, 1:, None], axis=2)[..., 0]
+    found = recall.perplexity_by_position(model, rows, (0, 1, 8, 50))
+    assert [*found] == [(1, 8), (8, 30)]
+    by_hand = [np.exp(-expected[:, :7].mean()), np.exp(-expected[:, 7:].mean())]
+    np.testing.assert_allclose([*found.values()], by_hand, rtol=1e-4)
+    assert abs(by_hand[0] / by_hand[1] - 1) > 0.01
