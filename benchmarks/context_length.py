@@ -14,7 +14,9 @@ at the longest length divided by that at 1024.
 
 import argparse
 import os
+import pathlib
 import statistics
+import sys
 import time
 
 MECHANISMS = {
@@ -59,7 +61,9 @@ import jax
 import keras
 import numpy as np
 
-from keras_rfattn.models import transformer_pp
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "recipes"))
+
+from common.transformer_pp import transformer_pp
 
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 BUDGET = 0.4 * MEMORY

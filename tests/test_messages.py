@@ -303,14 +303,3 @@ def test_sensitivity():
     found = diagnostics.sensitivity(model, X, lambda m, d: 1.0, heads=True)
     for count in (0, -1, "1", 2.5, None, 99, True):
         refused(partial(found.softmax_heads, count), "`count` must be")
-
-
-def test_transformer_pp():
-    sizes = {"vocabulary_size": 10, "num_layers": 1, "num_heads": 1, "head_dim": 8}
-    for arguments in (
-        {"size": "huge"}, {"attention": "performer"}, {"attention": 3},
-        {"attention": feature_maps.FavorPlus}, {"num_layers": "1"}, {"num_heads": 1.5},
-        {"head_dim": 8.0}, {"head_dim": 7},
-    ):  # fmt: skip
-        given = {**sizes, **arguments}
-        refused(partial(models.transformer_pp, **given), next(iter(arguments)))

@@ -6,7 +6,6 @@ from keras_rfattn.models.gguf import from_gguf
 from keras_rfattn.models.matching import Plan
 from keras_rfattn.models.replace import replace_attention, restore_attention
 from keras_rfattn.models.report import AttentionReport, describe_attention
-from keras_rfattn.models.transformer_pp import transformer_pp
 
 __all__ = [
     "AttentionReport",
@@ -17,5 +16,4 @@ __all__ = [
     "from_gguf",
     "replace_attention",
     "restore_attention",
-    "transformer_pp",
 ]

@@ -45,7 +45,6 @@ CASES = {
     "every_map.keras": (archive("every_map.keras"), lambda: make.X),
     "own.keras": (archive("own.keras"), lambda: make.X),
     "bert.keras": (archive("bert.keras"), make.segments),
-    "transformer_pp.keras": (archive("transformer_pp.keras"), lambda: make.TOKENS),
     "gpt2": (preset, padded),
     "own.weights.h5": (weights("own", make.replaced_own), lambda: make.X),
     "functional.weights.h5": (

@@ -175,12 +175,6 @@ def main(folder):
     inputs = {k: segments()[k] for k in ("token_ids", "padding_mask")}
     outputs["gpt2"] = output(gpt2_task(folder / "gpt2"), inputs)
 
-    model = keras_rfattn.models.transformer_pp(
-        attention="polysketch", vocabulary_size=10, num_layers=1, num_heads=1,
-        head_dim=4, num_features=3, window=2, seed=1,
-    )  # fmt: skip
-    model.save(folder / "transformer_pp.keras")
-    outputs["transformer_pp"] = output(model, TOKENS)
     for path in folder.glob("*.keras"):
         compress(path)
     np.savez(folder / "outputs.npz", **outputs)
