@@ -20,7 +20,15 @@ HOOK = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]
 VERSION = keras_rfattn.__version__
 FILES = f"{HOOK['repository']}/blob/v{VERSION}/"
 PICTURES = f"{HOOK['repository']}/raw/v{VERSION}/"
-GENERATED = {".git", ".ruff_cache", ".pytest_cache", "__pycache__", "site", "dist"}
+GENERATED = {
+    "PKG-INFO",
+    ".git",
+    ".ruff_cache",
+    ".pytest_cache",
+    "__pycache__",
+    "site",
+    "dist",
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +68,8 @@ def test_the_address_has_one_place():
     found = []
     for folder, folders, files in os.walk(ROOT):
         folders[:] = [x for x in folders if x not in GENERATED and "venv" not in x]
-        for file in map(pathlib.Path(folder).joinpath, files):
+        for name in set(files) - GENERATED:
+            file = pathlib.Path(folder, name)
             text = file.read_text(encoding="utf-8", errors="ignore")
             found += [str(file.relative_to(ROOT))] * text.count(address)
     assert found == ["pyproject.toml"]
