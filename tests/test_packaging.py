@@ -3,14 +3,11 @@
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import tomllib
 
 import pytest
 
 import keras_rfattn
-from tests.environment import environment
 
 pytestmark = pytest.mark.once
 
@@ -20,7 +17,15 @@ HOOK = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]
 VERSION = keras_rfattn.__version__
 FILES = f"{HOOK['repository']}/blob/v{VERSION}/"
 PICTURES = f"{HOOK['repository']}/raw/v{VERSION}/"
-GENERATED = {".git", ".ruff_cache", ".pytest_cache", "__pycache__", "site", "dist"}
+GENERATED = {
+    "PKG-INFO",
+    ".git",
+    ".ruff_cache",
+    ".pytest_cache",
+    "__pycache__",
+    "site",
+    "dist",
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,7 @@ def test_urls(metadata):
 def test_links_of_the_readme_work_on_an_index(metadata):
     readme = (ROOT / "README.md").read_text()
     links = re.findall(r"\]\(([^)]+)\)", metadata.readme)
-    assert len(links) == len(re.findall(r"\]\(", readme)) > 20
+    assert len(links) == len(re.findall(r"\]\(", readme)) > 5
     assert len([x for x in links if x.startswith(PICTURES)]) >= 1
     for link in links:
         assert link.startswith((FILES, PICTURES)), link
@@ -60,7 +65,8 @@ def test_the_address_has_one_place():
     found = []
     for folder, folders, files in os.walk(ROOT):
         folders[:] = [x for x in folders if x not in GENERATED and "venv" not in x]
-        for file in map(pathlib.Path(folder).joinpath, files):
+        for name in set(files) - GENERATED:
+            file = pathlib.Path(folder, name)
             text = file.read_text(encoding="utf-8", errors="ignore")
             found += [str(file.relative_to(ROOT))] * text.count(address)
     assert found == ["pyproject.toml"]
@@ -79,23 +85,3 @@ def test_public_functions_are_annotated():
         missing = arguments - set(function.__annotations__)
         assert not missing, f"{name} has no annotation of {sorted(missing)}"
         assert isinstance(call, type) or "return" in function.__annotations__, name
-
-
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_a_backend_that_is_not_installed_is_named(backend):
-    script = (
-        "import sys, importlib.abc\n"
-        "class Missing(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, *args):\n"
-        f"        if name.partition('.')[0] == {backend!r}:\n"
-        f"            raise ModuleNotFoundError('missing', name={backend!r})\n"
-        "sys.meta_path.insert(0, Missing())\n"
-        "import keras_rfattn\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(backend),
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    sentence = f"The backend of Keras must be installed. Received: backend={backend!r}"
-    assert sentence in done.stderr.splitlines()[-1]
-    assert "Use `export KERAS_BACKEND=" in done.stderr

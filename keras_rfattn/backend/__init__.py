@@ -8,8 +8,6 @@ chooses the operations once. No other folder, except `fused`, asks for the backe
 import importlib
 import types
 
-from keras_rfattn.backend import installed  # noqa: F401  (before Keras)
-
 # isort: split
 import keras
 
