@@ -61,7 +61,7 @@ def save_maps(
             the weights.
         report: The `UptrainingReport` of the training, whose numbers go into the card.
         metrics: Dict from names to numbers or texts, the quality of the maps for the
-            card, such as `{"share_of_softmax": 0.997, "mean_of_v": 0.90}`.
+            card, such as `{"share_of_softmax": 0.997}`.
         base_model: Name of the checkpoint, as its users know it.
         data: Description of the data that the maps were trained on.
         command: Command that trained the maps.
