@@ -148,6 +148,26 @@ def test_padding_enters_no_state(family, mechanism):
 
 @pytest.mark.full
 @pytest.mark.once
+def test_padding_on_the_left_changes_features_of_rotated_tokens():
+    # As docs/pages/guides/generation.md says. Softmax is what a wide window computes.
+    ids, found = tokens(rows=1, length=8), {}
+    for window in (4, LENGTH):
+        model, _ = families.build("llama")
+        keras_rfattn.replace_attention(
+            model, "favorplus", num_features=64, seed=0, window=window
+        )
+        alone = full_pass(model, ids)
+        for side in ("left", "right"):
+            pad = (0, 0), (4, 0) if side == "left" else (0, 4)
+            real = np.pad(np.ones_like(ids), pad)
+            padded = full_pass(model, np.pad(ids, pad), real)[:, real[0] > 0]
+            found[window, side] = np.abs(padded - alone).max() / np.abs(alone).max()
+    assert found.pop((4, "left")) > 0.01
+    assert max(found.values()) < 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.once
 def test_rows_are_copied_dropped_and_joined():
     model, ids = linear(), tokens()
     expected = full_pass(model, ids[[2, 0, 0]])
@@ -249,7 +269,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", first_on_jax(CHANGES))
 def test_states_belong_to_the_weights(tmp_path, change):
     model, ids = linear("gpt2" if change == "bias" else "llama"), tokens()
     if change == "lora":
