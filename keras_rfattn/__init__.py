@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from keras_rfattn import feature_maps, layers, models, ops, projections
+from keras_rfattn import feature_maps, generation, layers, models, ops, projections
 from keras_rfattn.maps import load_maps, pretrained_maps, save_maps, upload_maps
 from keras_rfattn.models import (
     describe_attention,
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 # Folders that are imported when they are first used.
-LATER = ("diagnostics", "distribution", "experimental", "generation", "papers")
+LATER = ("diagnostics", "distribution", "experimental", "papers")
 
 
 def __getattr__(name):

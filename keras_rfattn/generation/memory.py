@@ -59,13 +59,10 @@ def state_bytes(model, length, batch_size=1):
     state = stream.blank()
     per_token = sum(map(_size, keys_and_values(state)))
     layers = [x for x in stream.sites if decodes(x)]
-    # Qwen 3.5 has other layers with a state.
-    others = state.layers.keys() - {f"{x.index}" for x in layers}
-    others = [state.layers[i] for i in others]
     cached = sum(_cache_size(x) for x in layers)
     return StateBytes(
         batch_size * (_size(state) + (length - 1) * per_token),
-        batch_size * (_size(others) + length * cached),
+        batch_size * length * cached,
     )
 
 

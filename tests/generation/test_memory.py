@@ -12,7 +12,6 @@ FEATURES = {"feature_map": "favorplus", "num_features": 16, "seed": 0}
 CASES = {
     "llama": FEATURES | {"window": 3, "sliding": True, "sinks": 2},
     "gpt2": FEATURES,
-    "qwen3_5": FEATURES,
 }
 
 
@@ -32,12 +31,8 @@ def test_bytes_are_those_of_the_state(family):
     found = generation.state_bytes(model, length, rows)
     assert found.state == size(state) > 0
 
-    # Qwen 3.5 has one layer of attention, and one whose state does not change.
-    layers, heads, head_dim = {
-        "llama": (2, 2, 4), "gpt2": (2, 2, 8), "qwen3_5": (1, 2, 8)
-    }[family]  # fmt: skip
-    cache = layers * 2 * rows * length * heads * head_dim * 4
-    assert found.softmax_cache == cache + size(state.layers.get("delta", ()))
+    layers, heads, head_dim = {"llama": (2, 2, 4), "gpt2": (2, 2, 8)}[family]
+    assert found.softmax_cache == layers * 2 * rows * length * heads * head_dim * 4
 
     # Only the excluded layer keeps more for more tokens.
     longer = generation.state_bytes(model, length + 7, rows)

@@ -18,8 +18,6 @@ DECODERS = (
     "gpt2", "opt", "llama", "llama3", "mistral", "mixtral", "qwen", "qwen_moe", "qwen3",
     "qwen3_moe", "phi3", "gpt_neo_x", "smollm3", "gemma",
 )  # fmt: skip
-# With layers of its own that keep a state.
-BESIDE = ["qwen3_5"]
 MECHANISMS = {
     "favorpp": {"feature_map": "favorpp", "num_features": 16},
     "window": {"feature_map": "favorplus", "num_features": 16, "window": 3},
@@ -95,11 +93,7 @@ def assert_near(found, expected, tolerance=1e-4):
     ]
     # KerasHub turns queries of GPT-NeoX as if they came first in its cache.
     + [pytest.param("gpt_neo_x", x, marks=ONE_BACKEND) for x in ("mixed", "exact")]
-    + [
-        pytest.param(x, "window", marks=ONE_BACKEND)
-        for x in [*DECODERS, *BESIDE]
-        if x != "llama"
-    ],
+    + [pytest.param(x, "window", marks=ONE_BACKEND) for x in DECODERS if x != "llama"],
 )
 def test_any_split_is_one_pass(family, mechanism):
     model, ids = linear(family, mechanism), tokens()
@@ -129,8 +123,7 @@ def masks():
 @slow_on_jax
 @pytest.mark.parametrize(
     ("family", "mechanism"),
-    first([("gpt2", x) for x in ("window", "favorpp", "sliding")])
-    + [pytest.param(x, "favorpp", marks=ONE_BACKEND) for x in BESIDE],
+    first([("gpt2", x) for x in ("window", "favorpp", "sliding")]),
 )
 def test_padding_enters_no_state(family, mechanism):
     model, ids, mask = linear(family, mechanism), tokens(), masks()
@@ -183,8 +176,7 @@ def test_rows_are_copied_dropped_and_joined():
 
 @pytest.mark.parametrize(
     ("family", "mechanism"),
-    first([("gpt2", x) for x in ("sliding", "favorpp", "mixed")])
-    + [pytest.param(x, "favorpp", marks=ONE_BACKEND) for x in BESIDE],
+    first([("gpt2", x) for x in ("sliding", "favorpp", "mixed")]),
 )
 def test_states_are_saved_bit_for_bit(tmp_path, family, mechanism):
     model, ids = linear(family, mechanism), tokens()
@@ -333,11 +325,6 @@ def greedy(model, ids, mask):
         for family in DECODERS
         for mechanism in (MECHANISMS if family == "llama" else ["favorpp"])
         if (family, mechanism) not in [("gpt2", "favorpp"), ("llama", "window")]
-    ]
-    + [
-        pytest.param(family, mechanism, marks=ONE_BACKEND)
-        for family in BESIDE
-        for mechanism in ("favorpp", "exact")
     ],
 )
 def test_greedy_generation(family, mechanism):
