@@ -205,6 +205,33 @@ def test_state_that_a_layer_derives_from_its_weights_is_copied():
     assert np.abs(expected - raw).max() > 1e-2
 
 
+@keras.saving.register_keras_serializable("test_positions")
+class Offset(keras.layers.Layer):
+    """A layer whose state is no weight."""
+
+    value = 0.0
+
+    def call(self, x):
+        return x + self.value
+
+    def save_own_variables(self, store):
+        store["value"] = np.float32(self.value)
+
+    def load_own_variables(self, store):
+        self.value = float(store["value"])
+
+
+def test_state_that_is_no_weight_is_copied():
+    backbone = keras_hub.models.BertBackbone(**SIZES)
+    offset = Offset()
+    pooled = backbone(backbone.input)["pooled_output"]
+    model = keras.Model(backbone.input, offset(pooled))
+    offset.value = 5.0
+    longer = keras_rfattn.extend_positions(model, 15)
+    layer = next(x for x in longer.layers if isinstance(x, Offset))
+    assert layer is not offset and layer.value == 5.0
+
+
 def test_a_task_of_images_resizes_to_its_new_size():
     converter = keras_hub.layers.ViTImageConverter(image_size=(16, 16), scale=0.1)
     model, _ = families.build("vit")
