@@ -13,8 +13,9 @@ pytestmark = pytest.mark.once
 def blip2():
     models = keras_hub.models
     language_model = models.BLIP2CustomOPT(
-        vocabulary_size=30, num_layers=1, num_heads=2, hidden_dim=16,
+        vocabulary_size=30, num_layers=1, num_heads=2, hidden_dim=16, dropout=0.0,
         intermediate_dim=16, max_sequence_length=12, num_query_tokens=0,
+        qformer_hidden_dim=8,
     )  # fmt: skip
     backbone = models.BLIP2Backbone(
         vision_encoder=None, qformer=None, language_model=language_model
