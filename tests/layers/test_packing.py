@@ -159,7 +159,7 @@ def test_bad_packing():
     with pytest.raises(ValueError, match=r"shape \(B, T\).*Received: shape \(2, 14\)"):
         layer(x, x, segment_ids=IDS[:, 1:])
     with pytest.raises(ValueError, match="need self-attention.*cross-attention"):
-        layer(x, x + 1, segment_ids=IDS)
+        made(max_segments=2, self_attention=False)(x, x + 1, segment_ids=IDS)
     with pytest.raises(ValueError, match="`max_segments` must be a positive integer"):
         made(max_segments=0)
     if keras.backend.backend() != "torch":

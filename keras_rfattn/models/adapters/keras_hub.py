@@ -65,7 +65,7 @@ def _save_to_preset(self, preset_dir, *args, **kwargs):
 
 
 def _export_to_transformers(self, path):
-    """Raises `ValueError`, because Hugging Face has only softmax attention."""
+    """Raises `ValueError`, because it would write a softmax model."""
     raise ValueError(
         "`export_to_transformers` would write a softmax model. Received: "
         f"{title(self)}, whose attention is linear. Call `restore_attention` first, or "
