@@ -34,7 +34,7 @@ parser.add_argument("--num-features", type=int)
 parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 parser.add_argument("--load", help="maps to evaluate, as in `load_maps`; no training")
-parser.set_defaults(stride=1)  # evaluates every n-th pair
+parser.add_argument("--stride", type=int, default=1, help="evaluates every n-th pair")
 args = parse(parser, steps=4, stride=100)
 
 from common import controls, sentences  # noqa: F401 (registers "one_feature")
