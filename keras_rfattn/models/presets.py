@@ -34,6 +34,7 @@ def from_preset(
         task: A KerasHub task class or its name (`"TextClassifier"`, `"CausalLM"`).
             `None` loads only the backbone.
         num_features: Number of random vectors per head, for a map given by name.
+            Defaults to twice the head dim for most maps.
         include: Layers to replace; see `replace_attention`.
         exclude: Layers to keep softmax; see `replace_attention`.
         seed: Seed of the random vectors; see `replace_attention`.
