@@ -66,7 +66,9 @@ def build(attention):
     dim = HEADS * HEAD_DIM
     inputs = keras.Input((64,))
     x = keras.layers.Dense(dim)(keras.layers.Reshape((64, 1))(inputs))
-    x = x + keras.layers.Embedding(64, dim)(np.arange(64)[None])
+    positions = keras.layers.Embedding(64, dim)(np.arange(64)[None])
+    # Constants: positions are random and not trained.
+    x = x + keras.ops.convert_to_numpy(positions)
     for _ in range(2):
         y = keras.layers.LayerNormalization()(x)
         if attention == "no attention":

@@ -133,7 +133,7 @@ def compare_similarities(model, tokenizer, args):
     keras_rfattn.restore_attention(model)
     pairs = "cosine similarity of six sentence pairs (three alike, three not)"
     print(f"all-MiniLM-L6-v2 on {keras.backend.backend()}, {pairs}")
-    print(f"{'':77}mean difference from softmax")
+    print(f"{'mean difference from softmax':>93}")
     for name, row in rows.items():
         moved = np.abs(row - rows["softmax"]).mean()
         numbers = "".join(f"{x:7.3f}" for x in row)

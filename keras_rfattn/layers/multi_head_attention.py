@@ -28,8 +28,8 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         *args: Further arguments of `keras.layers.MultiHeadAttention`.
         feature_map: A registered name, a `FeatureMap` or its config. Defaults to
             `"favorpp"`.
-        num_features: Number of random vectors of a map given by name. If `None`, the
-            map's default.
+        num_features: Number of random vectors of a map given by name. Defaults to twice
+            the head dim for most maps.
         seed: Seed of the random vectors (and of the inactive dropout).
         self_attention: Whether queries, keys and values are the same tokens. Statistics
             of the sequence, windows without a causal mask and packed texts need to

@@ -64,6 +64,7 @@ def replace_attention(
             assigns a map to each layer, or keeps the layer softmax; an object with a
             `plan` attribute, such as the result of `diagnostics.recommend`, works too.
         num_features: Number of random vectors per head, for a map given by name.
+            Defaults to twice the head dim for most maps.
             `None` uses the map's default.
         include: Layers to replace: a path or pattern (`fnmatch`), a list of these, or
             a callable `(path, layer) -> bool`. `None` selects all layers except those

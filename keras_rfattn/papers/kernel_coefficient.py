@@ -45,7 +45,7 @@ class KernelCoefficient(Sided, Coefficient, MapOfMap):
         >>> coefficient.build((None, None, 2, 8))
         >>> features = coefficient.key_features(np.ones((1, 10, 2, 8), "float32"))
         >>> tuple(features.values.shape)
-        (1, 10, 2, 512)
+        (1, 10, 2, 32)
     """
 
     def __init__(

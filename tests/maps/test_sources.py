@@ -154,6 +154,15 @@ def test_shipped_maps_fit_their_checkpoint(shipped):
     assert shipped.size <= 1e6
 
 
+def test_a_shipped_set_names_the_measure_of_its_quality():
+    qualities = {x.name: x.quality for x in keras_rfattn.pretrained_maps()}
+    assert qualities == {
+        "minilm_favorpp_learned_64": "rank correlation 0.7629, softmax 0.7649",
+        "minilm_hedgehog_64": "rank correlation 0.7603, softmax 0.7649",
+        "smollm2_favorpp_learned_64": "perplexity 27.35, softmax 20.26",
+    }
+
+
 def test_shipped_maps_of_a_decoder():
     # The checkpoint is no test dependency, so that this one has its shapes alone.
     keras.utils.set_random_seed(0)
