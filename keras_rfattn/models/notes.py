@@ -16,14 +16,12 @@ class Notes:
         shared_with: Class and name of each other task that changed too when the
             model's attention was replaced.
         stream: The `generation.streaming.Stream` of the model, or `None`.
-        steps: The `backend.traced.Programs` that decode one token, or `None`.
     """
 
     token_limits: dict = dataclasses.field(default_factory=dict)
     pending_attention: Any = None
     shared_with: tuple = ()
     stream: Any = None
-    steps: Any = None
 
 
 def notes_of(model):
