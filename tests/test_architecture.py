@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "uptraining": {
         "backend", "models", "layers", "feature_maps", "projections", "ops",
     },
+    "experimental": {"backend", "models", "layers"},
     "maps": {"backend", "models", "layers", "feature_maps", "ops", "uptraining"},
     "diagnostics": {
         "backend", "models", "layers", "feature_maps", "projections", "ops", "kernels",
@@ -42,7 +43,7 @@ FOREIGN = {
     "backend/jax.py": {"jax"},
     "backend/tensorflow.py": {"tensorflow"},
     "backend/torch.py": {"torch"},
-    "backend/traced.py": {"torch"},
+    "experimental/compiled_step.py": {"torch"},
     "fused/torch_cpu.py": {"torch"},
     **{
         f"fused/triton/{path.name}": {"torch", "triton"}
