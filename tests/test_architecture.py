@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "uptraining": {
         "backend", "models", "layers", "feature_maps", "projections", "ops",
     },
+    "experimental": {"backend", "models", "layers"},
     "maps": {"backend", "models", "layers", "feature_maps", "ops", "uptraining"},
     "diagnostics": {
         "backend", "models", "layers", "feature_maps", "projections", "ops", "kernels",
@@ -53,6 +54,7 @@ FOREIGN = {
     "backend/jax.py": {"jax"},
     "backend/tensorflow.py": {"tensorflow"},
     "backend/torch.py": {"torch"},
+    "experimental/compiled_step.py": {"torch"},
     "fused/torch_cpu.py": {"torch"},
     **{
         f"experimental/triton/{path.name}": {"torch", "triton"}

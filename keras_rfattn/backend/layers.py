@@ -43,8 +43,7 @@ def compiled_for_inference(function, model):
         model: A Keras model. If its `run_eagerly` is set, the function is not compiled.
 
     Returns:
-        A function with the same arguments and results. PyTorch does not compile it, but
-        may compile steps within it (`compiles_steps`).
+        A function with the same arguments and results. PyTorch does not compile it.
     """
     backend = keras.backend.backend()
     if backend == "torch":
@@ -67,20 +66,3 @@ def compiled_for_inference(function, model):
         return compiled([x.value for x in model.variables], *args)
 
     return call
-
-
-def compiles_steps(model):
-    """Returns whether the decoding of one token is compiled: on PyTorch, if wanted.
-
-    JAX and TensorFlow compile the whole loop of `generate`. On PyTorch,
-    `model.compile(jit_compile=True)` asks for it.
-    """
-    is_torch = keras.backend.backend() == "torch"
-    return is_torch and bool(model.jit_compile) and not model.run_eagerly
-
-
-def programs():
-    """Returns new `traced.Programs`, on PyTorch."""
-    from keras_rfattn.backend.traced import Programs
-
-    return Programs()

@@ -16,7 +16,6 @@ import keras_rfattn.models.survey as survey
 from keras_rfattn.layers.call_context import PerObject
 from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.models.carried import carried, empty_layers, kept
-from keras_rfattn.models.compiled_step import run_step, weights_of_steps
 from keras_rfattn.ops.recurrent import State
 from keras_rfattn.ops.windowed_state import LocalState
 
@@ -65,14 +64,12 @@ class Generating(NamedTuple):
         origin: Position of the first column of `hidden`.
         end: Position where generation begins, which is the first position at which
             some row has no token. `None` outside `generate`.
-        weights: See `compiled_step.weights_of_steps`.
     """
 
     sites: Any
     hidden: Any = None
     end: Any = None
     origin: Any = 0
-    weights: Any = None
 
     def padding(self, positions, batch):
         """Returns which tokens at the given positions are padding, `(B, T)`.
@@ -102,12 +99,7 @@ def overriding(name):
             known = context(task)
             if not has_states(known.sites):
                 return original(*args, **kwargs)
-            given = task, original, known
-            if name == "call_with_cache":
-                token_ids = args[0] if args else kwargs["token_ids"]
-                if ops.shape(token_ids)[1] == 1:
-                    return run_step(function, given, *args, **kwargs)
-            return function(*given, *args, **kwargs)
+            return function(task, original, known, *args, **kwargs)
 
         return method
 
@@ -274,8 +266,8 @@ def make_generate_step(mask_name="padding_mask", before=None):
         last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
         filled = positions <= last
         hidden = filled & ~mask
-        end, weights = origin + ops.min(last) + 1, weights_of_steps(task)
-        known = Generating(known.sites, hidden, end, origin, weights)
+        end = origin + ops.min(last) + 1
+        known = Generating(known.sites, hidden, end, origin)
         with generating(task, known):
             outputs = original({**inputs, mask_name: filled}, stop_token_ids)
         # Gemma 3 returns images that it did not get, and then cannot join batches.

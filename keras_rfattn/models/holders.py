@@ -66,7 +66,7 @@ def refresh(layer):
     for name in COMPILED:
         if getattr(layer, f"{name}_function", None) is not None:
             setattr(layer, f"{name}_function", None)
-    notes_of(layer).stream = notes_of(layer).steps = None
+    notes_of(layer).stream = None
     track_variables_anew(layer)
 
 

@@ -18,7 +18,6 @@ class Notes:
         optimizer: The optimizer that `optimizers` gave other slots, with the numbers of
             weights that came and went; or `None`.
         stream: The `generation.streaming.Stream` of the model, or `None`.
-        steps: The `backend.traced.Programs` that decode one token, or `None`.
     """
 
     token_limits: dict = dataclasses.field(default_factory=dict)
@@ -26,7 +25,6 @@ class Notes:
     shared_with: tuple = ()
     optimizer: Any = None
     stream: Any = None
-    steps: Any = None
 
 
 def notes_of(model):
