@@ -37,7 +37,6 @@ MAY_IMPORT = {
     "uptraining": {
         "backend", "models", "layers", "feature_maps", "projections", "ops",
     },
-    "experimental": {"backend", "models", "layers"},
     "maps": {"backend", "models", "layers", "feature_maps", "ops", "uptraining"},
     "diagnostics": {
         "backend", "models", "layers", "feature_maps", "projections", "ops", "kernels",

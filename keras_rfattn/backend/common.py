@@ -23,10 +23,7 @@ def wide_dtype(*arrays):
 
 
 def representable(value):
-    """Returns `value` in a dtype that can hold features: float16 becomes float32.
-
-    The smallest float16 number is exp(-17), and features span far more.
-    """
+    """Returns `value` in a dtype that can hold features: float16 becomes float32."""
     if keras.backend.standardize_dtype(value.dtype) == "float16":
         return ops.cast(value, "float32")
     return value
@@ -36,14 +33,7 @@ def representable(value):
 
 
 def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=False):
-    """Returns `a @ b`, with operands in their own dtype and sums in float32.
-
-    Keras exposes neither the precision nor the accumulation dtype of a product. Both
-    decide whether linear attention is correct: a running sum in bfloat16 stops growing
-    at 256. The result is float32 (float64 for float64 operands). With `is_precise` no
-    operand is rounded, as in `precise_einsum`. `a` and `b`, which have the same dtype,
-    may be given with their last two axes transposed.
-    """
+    """Returns `a @ b`, with operands in their own dtype and sums in float32."""
     dtype = wide_dtype(a, b)
     a, b = ops.cast(a, dtype), ops.cast(b, dtype)
     a = ops.swapaxes(a, -1, -2) if transpose_a else a
@@ -52,12 +42,7 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
 
 
 def precise_einsum(equation, a, b):
-    """Computes `einsum` in full float32 precision, where a TPU or GPU would round.
-
-    The result is about to be exponentiated, so its absolute error is the relative error
-    of a feature: a TPU's default single bfloat16 pass is off by 0.04 at an exponent of
-    10.
-    """
+    """Computes `einsum` in full float32 precision, where a TPU or GPU would round."""
     dtype = wide_dtype(a, b)
     return ops.einsum(equation, ops.cast(a, dtype), ops.cast(b, dtype))
 
@@ -104,10 +89,7 @@ def clip(x, low, high):
 
 
 def bounded(x, limit):
-    """Returns x limited to the range from `-limit` to `limit`.
-
-    Entries outside get no gradient, which costs less than computing that of `clip`.
-    """
+    """Returns x limited to the range from `-limit` to `limit`."""
     cut = clip(ops.stop_gradient(x), -limit, limit)
     return where(ops.abs(x) < limit, x, cut)
 
@@ -154,10 +136,7 @@ def last_apart(x, axis=-1):
 
 
 def take_along(x, index, axis):
-    """Gathers the entries `index` of x along an axis.
-
-    The other sizes of `index` are those of x, or 1.
-    """
+    """Gathers the entries `index` of x along an axis."""
     return ops.take_along_axis(x, index, axis=axis)
 
 
@@ -173,10 +152,7 @@ def leading(x, length, axis):
 
 
 def shifted(blocks, offset):
-    """Returns blocks, along axis 2, of which block i is the former block `i + offset`.
-
-    A block that has no former one is zeros.
-    """
+    """Returns blocks along axis 2; block i is the former block `i + offset`."""
     if offset == 0:
         return blocks
     zeros = ops.zeros_like(blocks[:, :, : abs(offset)])
@@ -219,19 +195,7 @@ def default_block_size():
 
 
 def compiled(function, /, **options):
-    """Returns `function` with its `options` set, compiled once for each input shape.
-
-    Without it JAX would compile a loop again in every call outside of `jax.jit`, and
-    TensorFlow would trace the same graph and gradient in every layer of a model.
-
-    Args:
-        function: Module-level function that takes pytrees of arrays.
-        **options: Hashable keyword arguments of `function`. Calls with equal options
-            share a compiled program.
-
-    Returns:
-        A function of the array arguments.
-    """
+    """Returns `function` with its `options` set, compiled once for each input shape."""
     return lambda *arrays: function(*arrays, **options)
 
 
@@ -241,13 +205,7 @@ def loops_over_blocks(count):
 
 
 def exclusive_scan(combine, start, elements):
-    """Folds `elements` along axis 0, and returns the carry before each of them.
-
-    `combine`, a function `(carry, element) -> carry` of tuples of arrays, must be
-    associative, and accept any leading axes before those of a carry. The n `elements`
-    may be of unknown number. The result is the carry after all of them, and a tuple of
-    arrays `(n, ...)` with the carry before each.
-    """
+    """Folds `elements` along axis 0, and returns the carry before each of them."""
     if elements[0].shape[0] == 1:
         after = combine(start, tuple(x[0] for x in elements))
         return after, tuple(x[None] for x in start)
@@ -267,38 +225,17 @@ def scan_by_doubling(combine, start, elements):
 
 
 def fold(step, carry, blocks):
-    """Runs `step` over blocks, one at a time where that saves memory and time.
-
-    `step` is a function `(carry, *blocks) -> (carry, result)` for any number of blocks.
-    `blocks` are pytrees of arrays with the blocks along axis 2, as `layout.cut_blocks`
-    and `layout.cut_tokens` return them. The result is the last carry, and the results
-    as pytrees with the blocks along axis 2.
-    """
+    """Runs `step` over blocks, one at a time where that saves memory and time."""
     return step(carry, *blocks)
 
 
 def by_rows(function, arrays, size):
-    """Applies `function` to a few batch rows at a time where that is faster.
-
-    The arguments are pytrees of arrays of shape `(B, ...)` or `(1, ...)`, or `None`;
-    the result is an array of shape `(B, ...)`. `size` is the number of floats held for
-    each batch row; all rows are taken at once if it is `None`.
-    """
+    """Applies `function` to a few batch rows at a time where that is faster."""
     return function(*arrays)
 
 
 def by_heads(function, arrays, size, are_weights=False):
-    """Applies `function` to a few heads at a time if a CPU's cache cannot hold all.
-
-    Args:
-        function: Hashable function of arrays that returns an array of shape
-            `(B, K, ...)`. Equal functions share a compiled program.
-        arrays: Arguments of the function: pytrees of arrays of shape `(·, K, ...)` or
-            `(·, 1, ...)`, or `None`.
-        size: Floats held per head; all heads are taken at once if `None`.
-        are_weights: Whether these floats are the weights of pairs of tokens, which are
-            read twice, and not features, which are read more often.
-    """
+    """Applies `function` to a few heads at a time if a CPU's cache cannot hold all."""
     return function(*arrays)
 
 
@@ -311,10 +248,7 @@ def heads_at_once(arrays, size, limit):
 
 
 def run_if(condition, function, otherwise, operands):
-    """Returns `function(*operands)` if the boolean scalar holds, else zeros.
-
-    The function returns a tuple of arrays, of the shapes and dtypes of `otherwise`.
-    """
+    """Returns `function(*operands)` if the boolean scalar holds, else zeros."""
     return ops.cond(
         condition,
         lambda: function(*operands),
@@ -328,12 +262,7 @@ def sums_weights_apart(size):
 
 
 def fused_softmax(query, key, value, visible, is_causal):
-    """Returns softmax attention by an operation of the backend, or `None`.
-
-    Queries have shape `(B, K, R, H)`. `visible` broadcasts to `(B, K, R, S)`, and is
-    `None` if all keys are visible; a row that sees no key is 0. `is_causal` says that
-    `visible` is causality alone.
-    """
+    """Returns softmax attention by an operation of the backend, or `None`."""
     return None
 
 
@@ -343,11 +272,7 @@ def without_gradients():
 
 
 def with_gradient(function, variables, tensors):
-    """Returns `function(*tensors)`; only its first result can be differentiated.
-
-    The function returns a tuple of tensors, the first a scalar, and reads the Keras
-    `variables`.
-    """
+    """Returns `function(*tensors)`; only its first result can be differentiated."""
     return function(*tensors)
 
 

@@ -31,15 +31,7 @@ def forget_gradients(variables):
 
 
 def dataset_of(batches):
-    """Returns an iterator over batches in a form that `keras.Model.fit` accepts.
-
-    From a plain iterator, Keras on TensorFlow infers shapes from the first two batches
-    and refuses longer sequences afterwards. There the result is a `tf.data.Dataset` of
-    variable batch size and sequence length; elsewhere it is the iterator itself.
-
-    Args:
-        batches: Iterator over nested structures of NumPy arrays.
-    """
+    """Returns an iterator over batches in a form that `keras.Model.fit` accepts."""
     if keras.backend.backend() != "tensorflow":
         return batches
     import tensorflow as tf
@@ -61,10 +53,7 @@ def dataset_of(batches):
 
 
 def peak_memory():
-    """Returns the peak memory of the process in bytes, or `None` if it is unknown.
-
-    It is the memory of the accelerator if there is one, otherwise main memory.
-    """
+    """Returns the peak memory of the process in bytes, or `None` if it is unknown."""
     backend = keras.backend.backend()
     if backend == "jax":
         import jax

@@ -52,10 +52,7 @@ def is_plain(*arrays):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def quotient(numerator, denominator, dtype):
-    """Returns `numerator / denominator`; the gradient keeps output and denominator.
-
-    Otherwise JAX would keep the numerator, which is V float32 numbers for each query.
-    """
+    """Returns `numerator / denominator`; the gradient keeps output and denominator."""
     return (numerator / denominator).astype(dtype)
 
 
@@ -100,10 +97,7 @@ def exclusive_scan(combine, start, elements):
 
 
 def fold(step, carry, blocks):
-    """Loops over blocks; the gradient computes a block again and keeps none of it.
-
-    On a GPU each step takes as many blocks as fill it.
-    """
+    """Loops over blocks; the gradient computes a block again and keeps none of it."""
     leaves = [x for x in jax.tree.leaves(blocks) if x is not None]
     count = leaves[0].shape[2]
     sizes = [product(*x.shape[:2], *x.shape[3:-1]) for x in leaves]

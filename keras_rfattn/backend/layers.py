@@ -6,25 +6,13 @@ from keras_rfattn.backend import without_gradients
 
 
 def track_variables_anew(layer):
-    """Updates PyTorch's own list of a layer's variables after variables changed.
-
-    JAX and TensorFlow keep no such list.
-    """
+    """Updates PyTorch's own list of a layer's variables after variables changed."""
     if keras.backend.backend() == "torch" and layer.built:
         layer._track_variables()
 
 
 def strategies(variable):
-    """Returns the TensorFlow strategies of a variable and of the current scope.
-
-    Args:
-        variable: A `keras.Variable`.
-
-    Returns:
-        `(own, current)`: the `tf.distribute.Strategy` in whose scope the variable was
-        created, and the one whose scope is active. Each is `None` if there is none,
-        and both are `None` on other backends.
-    """
+    """Returns the TensorFlow strategies of a variable and of the current scope."""
     if keras.backend.backend() != "tensorflow":
         return None, None
     import tensorflow as tf
@@ -35,16 +23,7 @@ def strategies(variable):
 
 
 def compiled_for_inference(function, model):
-    """Compiles a function of a model like Keras compiles `predict`, without gradients.
-
-    Args:
-        function: Function of tensors that reads, but does not change, variables of the
-            model.
-        model: A Keras model. If its `run_eagerly` is set, the function is not compiled.
-
-    Returns:
-        A function with the same arguments and results. PyTorch does not compile it.
-    """
+    """Compiles a function of a model as Keras compiles `predict`, without gradients."""
     backend = keras.backend.backend()
     if backend == "torch":
         return without_gradients()(function)

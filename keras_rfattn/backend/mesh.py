@@ -5,12 +5,7 @@ JAX is imported when a function is called, because no other backend divides sequ
 
 
 def on_each_device(function, mesh, axis, divided, whole):
-    """Calls a function on each device, with its stretch of tokens.
-
-    The function takes `divided`, a pytree of arrays whose axis 1 is divided over an
-    axis of the mesh, and `whole`, a pytree of arrays that each device has whole. The
-    outputs are divided like the arrays. The compiler handles other axes of the mesh.
-    """
+    """Calls a function on each device, with its stretch of tokens."""
     import jax
     from jax.sharding import PartitionSpec
 

@@ -47,10 +47,7 @@ def is_plain(*arrays):
 
 
 def compiled(function, /, **options):
-    """Returns a `tf.function` cached for the current graph, or in eager mode a partial.
-
-    A function of another graph may refer to a feature map that no longer exists.
-    """
+    """Returns a `tf.function` cached for the current graph; a partial if eager."""
     if tf.executing_eagerly():
         return functools.partial(function, **options)
     graph = tf.compat.v1.get_default_graph()

@@ -129,13 +129,7 @@ def leading(x, length, axis):
 
 
 def num_blocks(length, size):
-    """Returns the number of blocks; a program for any length takes one too many.
-
-    Otherwise the program would not accept a single block, because PyTorch treats a size
-    of 1 as a constant. PyTorch cannot decide inequalities of quotients such as
-    `8 * ((T + 7) // 8) >= T` either, and would bind the program to what it cannot
-    decide. The result is a new symbol without a formula, the same for equal lengths.
-    """
+    """Returns the number of blocks; a program for any length takes one too many."""
     count = common.num_blocks(length, size)
     if is_known(length):
         return count
@@ -237,11 +231,7 @@ def by_heads(function, arrays, size, are_weights=False):
 
 
 def run_if(condition, function, otherwise, operands):
-    """Runs the function if needed, and always where the condition cannot be read.
-
-    Reading it would break the graph of `torch.compile` into pieces, in every active
-    function, and compiling these takes minutes.
-    """
+    """Runs the function if needed, and always where the condition cannot be read."""
     if not is_plain(condition) or condition:
         return function(*operands)
     return tuple(torch.zeros_like(x) for x in otherwise)
@@ -264,10 +254,7 @@ def without_gradients():
 
 
 def with_gradient(function, variables, tensors):
-    """Computes the gradient at once, and keeps it instead of what it is computed from.
-
-    XLA and TensorFlow schedule their compiled programs themselves.
-    """
+    """Computes the gradient at once, and keeps it instead of its inputs."""
     weights = [variable.value for variable in variables]
     inputs = (*weights, *tensors)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
@@ -340,11 +327,7 @@ def _has_memory(x):
 
 @functools.cache
 def _modes():
-    """Returns functions that say whether PyTorch observes all computations.
-
-    The observer is `torch.jit.trace` or a dispatch mode. Only a private name of PyTorch
-    tells about the latter; a release without it is treated as if there were a mode.
-    """
+    """Returns functions that say whether PyTorch observes all computations."""
     try:
         from torch.jit import is_tracing
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode

@@ -61,10 +61,7 @@ class HeadErrors(NamedTuple):
 
     @classmethod
     def mean(cls, errors):
-        """Averages several `HeadErrors`.
-
-        `measured` and `predicted` are root mean squares over all covered pairs.
-        """
+        """Averages several `HeadErrors`."""
         rows = np.array(errors)
         result = rows.mean(axis=0)
         covered = rows[:, cls._fields.index("covered")]
@@ -95,19 +92,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(feature_map, sequence):
-    """Estimates the kernel for all pairs of queries and keys of one sequence.
-
-    Args:
-        feature_map: A built `FeatureMap`.
-        sequence: A `keras_rfattn.layers.recording.Sequence`.
-
-    Returns:
-        An `Estimate`.
-
-    Raises:
-        ValueError: If the map belongs to polynomial attention, which does not estimate
-            softmax.
-    """
+    """Estimates the kernel for all pairs of queries and keys of one sequence."""
     if feature_map.is_preparing:
         raise ValueError(
             "`feature_map` must estimate softmax attention. Received: feature_map="
@@ -143,18 +128,7 @@ def _array(x):
 
 
 def head_errors(feature_map, sequences):
-    """Measures the errors of each key/value head of one layer.
-
-    Args:
-        feature_map: A built `FeatureMap`.
-        sequences: List of `keras_rfattn.layers.recording.Sequence`.
-
-    Returns:
-        List of `HeadErrors`, one for each head, averaged over sequences.
-
-    Raises:
-        ValueError: If the map belongs to polynomial attention.
-    """
+    """Measures the errors of each key/value head of one layer."""
     estimates = [estimate(feature_map, sequence) for sequence in sequences]
     return [
         HeadErrors.mean(
@@ -211,10 +185,7 @@ def _relative_error(approximate, exact):
 
 
 def _kernel_errors(feature_map, head, query, key, ratio, visible, stats):
-    """Returns four fields of `HeadErrors`, `kernel` to `predicted`.
-
-    `ratio` is `estimate / kernel` for each pair.
-    """
+    """Returns four fields of `HeadErrors`, `kernel` to `predicted`."""
     if feature_map.kernel != "softmax":
         return np.nan, np.nan, np.nan, np.nan
     covered = visible & _is_covered(feature_map, query, key, head)
@@ -273,14 +244,6 @@ def predicted_variance(feature_map, head=0, stats=None):
     Raises:
         TypeError: If `feature_map` is not a `FeatureMap`.
         ValueError: If it is not built, or has no such head.
-
-    Examples:
-        >>> from keras_rfattn import diagnostics, feature_maps
-        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 1, 4))
-        >>> variance = diagnostics.predicted_variance(feature_map)
-        >>> float(variance(np.ones(4), -np.ones(4)))
-        0.0
     """
     moment = log_moment(feature_map, head, stats)
     if moment is None:
@@ -323,14 +286,6 @@ def log_moment(feature_map, head=0, stats=None):
     Raises:
         TypeError: If `feature_map` is not a `FeatureMap`.
         ValueError: If it is not built, or has no such head.
-
-    Examples:
-        >>> from keras_rfattn import diagnostics, feature_maps
-        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 1, 4))
-        >>> log_moment = diagnostics.log_moment(feature_map)
-        >>> round(float(log_moment(np.ones(4) / 2, np.ones(4) / 2)), 4)
-        6.0
     """
     _check_map(feature_map, head)
     return feature_map.log_moment(head, stats)

@@ -40,20 +40,6 @@ class Attribution:
         mean_of_values: Metric with uniform attention.
         no_attention: Metric with attention that outputs 0.
         softmax: Metric with softmax attention and the current weights.
-
-    Examples:
-        >>> from keras_rfattn import diagnostics
-        >>> result = diagnostics.Attribution(
-        ...     as_it_is=0.9, window_only=0.7, features_only=0.8, mean_of_values=0.5,
-        ...     no_attention=0.4, softmax=0.95)
-        >>> print(result)
-        as it is            0.9000
-        window only         0.7000
-        features only       0.8000
-        mean of values      0.5000
-        no attention        0.4000
-        softmax             0.9500
-        features carry 80% of the way from window-only to softmax
     """
 
     as_it_is: float
@@ -108,18 +94,6 @@ def attribute(model, data, metric, verbose="auto"):
         TypeError: If `model` is not a Keras layer, or `metric` is not callable.
         ValueError: If the model has no linear attention, or if `metric` generates or
             does not return a number.
-
-    Examples:
-        >>> from keras_rfattn import diagnostics
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorplus")
-        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
-        >>> metric = lambda model, x: float(np.mean(model.predict_on_batch(x)))
-        >>> result = diagnostics.attribute(model, x, metric, verbose=0)
-        >>> result.as_it_is == metric(model, x)
-        True
     """
     layers = _check_arguments(model, metric)
     has_windows = any(layer.options.window is not None for layer in layers)
@@ -141,12 +115,6 @@ class Part(NamedTuple):
         head: Index of a query head, or `None` for the whole layer.
         restored: Metric with softmax in this part and linear attention elsewhere.
         alone: Metric with linear attention in this part and softmax elsewhere.
-
-    Examples:
-        >>> from keras_rfattn import diagnostics
-        >>> part = diagnostics.Part("layer", head=1, restored=0.9, alone=0.7)
-        >>> part.path, part.head
-        ('layer', 1)
     """
 
     path: str
@@ -164,13 +132,6 @@ class Sensitivity:
         softmax: Metric with softmax attention everywhere and the current weights.
         parts: Tuple with a `Part` for each linear layer, or for each of its heads, in
             the order of the model.
-
-    Examples:
-        >>> from keras_rfattn import diagnostics
-        >>> part = diagnostics.Part("layer", head=1, restored=0.9, alone=0.7)
-        >>> result = diagnostics.Sensitivity(0.6, softmax=0.95, parts=(part,))
-        >>> result.softmax_heads(1)
-        {'layer': [1]}
     """
 
     as_it_is: float
@@ -311,10 +272,7 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
 
 
 def _within(head, answer, rest):
-    """Returns a function that answers by `answer` for a head, by `rest` for others.
-
-    If `head` is `None`, it answers by `answer` for all heads.
-    """
+    """Returns a function that answers by `answer` for a head, by `rest` for others."""
     if head is None:
         return answer
 
@@ -343,11 +301,7 @@ def _check_arguments(model, metric):
 
 
 def _evaluated(model, data, metric, answers):
-    """Returns a metric while layers compute their attention by given functions.
-
-    `answers` is a dict from layers to functions that take an `Attention` and return its
-    output; with `None`, a layer computes its own attention.
-    """
+    """Returns a metric while layers compute their attention by given functions."""
     try:
         with recording(answers.items()):
             _refresh_holders(answers)

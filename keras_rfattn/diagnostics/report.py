@@ -44,17 +44,6 @@ class ApproximationReport:
     Attributes:
         model: Class and name of the model.
         heads: Tuple of `HeadReport`, layer by layer.
-
-    Examples:
-        >>> from keras_rfattn import diagnostics
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorplus")
-        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
-        >>> report = diagnostics.approximation_report(model, [x], verbose=0)
-        >>> [head.head for head in report.heads]
-        [0, 1]
     """
 
     model: str

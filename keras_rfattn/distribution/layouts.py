@@ -28,16 +28,6 @@ def layout_map(model, mesh, axis="model"):
     Raises:
         TypeError: If `model` is not a Keras layer, or `mesh` is not a mesh.
         ValueError: If the model is not built, or `mesh` has no such axis.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorplus")
-        >>> mesh = keras.distribution.DeviceMesh((1,), ["model"], ["cpu:0"])
-        >>> layouts = keras_rfattn.distribution.layout_map(model, mesh)
-        >>> len(list(layouts)) > 0
-        True
     """
     check_model(model)
     if not isinstance(mesh, keras.distribution.DeviceMesh):
@@ -144,10 +134,7 @@ def _of_attention(site, size):
 
 
 def _of_dense(block, attention, size):
-    """Returns a dict from weight path to split axis for a block's dense layers.
-
-    Only layers whose input and output sizes differ are split, along the larger one.
-    """
+    """Returns a dict from weight path to split axis for a block's dense layers."""
     own, found = {id(x) for x in attention._flatten_layers()}, {}
     for layer in block._flatten_layers():
         if not isinstance(layer, keras.layers.Dense) or id(layer) in own:

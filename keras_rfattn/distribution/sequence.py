@@ -32,14 +32,6 @@ class SequenceParallel(keras.distribution.ModelParallel):
         ValueError: If the mesh has no axis `sequence_dim_name`, or this axis is also
             the batch axis.
         NotImplementedError: If the backend is not JAX.
-
-    Examples:
-        >>> mesh = keras.distribution.DeviceMesh(
-        ...     (1, 1), ["batch", "sequence"], keras.distribution.list_devices()[:1])
-        >>> layouts = keras.distribution.LayoutMap(mesh)
-        >>> parallel = keras_rfattn.distribution.SequenceParallel(layout_map=layouts)
-        >>> parallel.sequence_dim_name
-        'sequence'
     """
 
     def __init__(

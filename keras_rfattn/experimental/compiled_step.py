@@ -38,17 +38,7 @@ KEPT_KINDS = 4
 
 @contextlib.contextmanager
 def compiled_steps(model):
-    """Context manager in which a model decodes single tokens by compiled programs.
-
-    The first token compiles; the programs are dropped when the `with` block ends. They
-    serve the current thread. Prompts and softmax layers run as they do outside.
-
-    Args:
-        model: A KerasHub `CausalLM` with linear attention, on PyTorch.
-
-    Raises:
-        ValueError: If the backend is not PyTorch, or no causal attention is linear.
-    """
+    """Context manager in which a model decodes single tokens by compiled programs."""
     backend = keras.backend.backend()
     if backend != "torch":
         raise ValueError(

@@ -38,13 +38,6 @@ class Elementwise(OfActivation, FeatureMap):
     Args:
         seed: Unused.
         **kwargs: Arguments of `keras.layers.Layer`.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers
-        >>> class Sigmoid(feature_maps.Elementwise):
-        ...     def log_activation(self, z):
-        ...         return keras.ops.log_sigmoid(z)
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=Sigmoid())
     """
 
     def key_features(self, x, stats=None):
@@ -123,14 +116,6 @@ class Elu(OfElu, Elementwise):
 
     Reference:
         Katharopoulos et al., "Transformers are RNNs" (2020), equation 7.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers
-        >>> feature_map = feature_maps.Elu()
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
-        >>> x = np.ones((1, 10, 16), "float32")
-        >>> tuple(layer(x, x).shape), feature_map.output_dim
-        ((1, 10, 16), 8)
     """
 
     kernel = "elu"
@@ -170,14 +155,6 @@ class ProjectedElu(OfElu, Activation):
         Katharopoulos et al., "Transformers are RNNs" (2020), equation 7, for the
         activation; Choromanski et al., "Rethinking Attention with Performers" (2021),
         section 4.2, for random vectors.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers
-        >>> feature_map = feature_maps.ProjectedElu(num_features=32, seed=0)
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
-        >>> x = np.ones((1, 10, 16), "float32")
-        >>> tuple(layer(x, x).shape), feature_map.output_dim
-        ((1, 10, 16), 32)
     """
 
 
@@ -204,14 +181,6 @@ class Relu(OfRelu, Activation):
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), section
         4.2, generalized attention.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers
-        >>> feature_map = feature_maps.Relu(num_features=32, seed=0)
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
-        >>> x = np.ones((1, 10, 16), "float32")
-        >>> tuple(layer(x, x).shape), feature_map.output_dim
-        ((1, 10, 16), 32)
     """
 
     kernel = "relu"
@@ -238,14 +207,6 @@ class PlainRelu(OfRelu, Elementwise):
 
     Raises:
         ValueError: If `epsilon` is not positive.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers
-        >>> feature_map = feature_maps.PlainRelu(epsilon=0.01)
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
-        >>> x = np.ones((1, 10, 16), "float32")
-        >>> tuple(layer(x, x).shape), feature_map.output_dim
-        ((1, 10, 16), 8)
     """
 
     @classmethod

@@ -25,21 +25,6 @@ class Adaptive:
     samples after it. In a map with trained weights, `updates` is instead a checksum of
     these weights, from which `was_trained` later tells whether training has changed
     them.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> class Centered(feature_maps.Adaptive, feature_maps.FavorPlus):
-        ...     def build(self, input_shape):
-        ...         super().build(input_shape)
-        ...         self.center = self.add_fixed("center", "zeros", input_shape[-2:])
-        ...     def fit(self, samples):
-        ...         means = [keys.mean(axis=1) for _, keys in samples]
-        ...         self.center.assign(np.mean(means, axis=0))
-        >>> feature_map = Centered(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 1, 4))
-        >>> feature_map.adapt([(np.ones((1, 50, 4)), np.ones((1, 50, 4)))])
-        >>> feature_map.is_calibrated
-        True
     """
 
     is_adaptive = True

@@ -52,10 +52,7 @@ def check_num_features(num_features):
 
 
 def refuse_vectors(cls, num_features, projection, other):
-    """Raises `ValueError` if a map without random vectors is given such arguments.
-
-    The message recommends the map `other` in place of the class `cls`.
-    """
+    """Raises `ValueError` if a map without random vectors is given such arguments."""
     if num_features is not None or projection is not None:
         raise ValueError(
             f"`num_features` and `projection` must be `None` for {cls.__name__}, which "

@@ -95,15 +95,6 @@ class Conditioned(Sided, MapOfMap):
     Raises:
         ValueError: If the map estimates another kernel than softmax, or `up_to` is
             unknown.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> feature_map = feature_maps.Conditioned("favorplus", up_to="center", seed=0)
-        >>> feature_map.build((None, None, 1, 4))
-        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
-        >>> feature_map.adapt([(tokens, tokens)])
-        >>> feature_map.is_calibrated
-        True
     """
 
     is_symmetric = False
@@ -249,15 +240,6 @@ class FavorPPDense(Conditioned):
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), equation 7, in each
         direction.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> feature_map = feature_maps.FavorPPDense(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 1, 4))
-        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
-        >>> feature_map.adapt([(tokens, tokens)])
-        >>> feature_map.is_calibrated, feature_map.output_dim
-        (True, 32)
     """
 
     def __init__(

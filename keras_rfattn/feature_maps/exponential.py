@@ -16,14 +16,6 @@ class Exponential(Sided):
     subclass that overrides `query_features` or `key_features` must override `exponents`
     too. Otherwise `has_exponents` becomes `False`, and every algorithm calls the
     overridden feature methods.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> issubclass(
-        ...     feature_maps.FavorPlus, feature_maps.Exponential)
-        True
-        >>> feature_maps.FavorPlus(num_features=32, seed=0).has_exponents
-        True
     """
 
     has_exponents = True

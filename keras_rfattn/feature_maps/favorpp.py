@@ -66,14 +66,6 @@ class FavorPP(Exponential, Adaptive, ProjectedFeatureMap):
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), equations 4 to 8.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers
-        >>> feature_map = feature_maps.FavorPP(32, statistics="batch", seed=0)
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
-        >>> x = np.ones((1, 10, 16), "float32")
-        >>> tuple(layer(x, x).shape), feature_map.output_dim
-        ((1, 10, 16), 32)
     """
 
     def __init__(
@@ -264,10 +256,7 @@ def masked_moments(x, mask):
 
 
 def mean_over_rows(measured, query_mask, key_mask):
-    """Averages `(B, ...)` over rows with real queries and keys, if there are any.
-
-    The second result is a boolean tensor that says whether there are.
-    """
+    """Averages `(B, ...)` over rows with real queries and keys, if there are any."""
     real = ops.ones_like(ops.reshape(measured, (ops.shape(measured)[0], -1))[:, 0])
     for mask in (query_mask, key_mask):
         if mask is not None:

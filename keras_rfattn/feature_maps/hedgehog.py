@@ -31,14 +31,6 @@ class Hedgehog(Sided, FeatureMap):
     Reference:
         Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with
         Softmax Mimicry" (2024).
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers
-        >>> feature_map = feature_maps.Hedgehog()
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
-        >>> x = np.ones((1, 10, 16), "float32")
-        >>> tuple(layer(x, x).shape), feature_map.output_dim
-        ((1, 10, 16), 16)
     """
 
     is_unbiased = False

@@ -22,14 +22,7 @@ def second_moments(samples):
 
 
 def balance(query_covariance, key_covariance, ridge=1e-3):
-    """Returns the symmetric A for which `A C_q A = A⁻¹ C_k A⁻¹`, for each head.
-
-    `A² = C_q⁻¹ # C_k`, where # is the geometric mean of two positive matrices.
-
-    All matrices have shape `(K, d, d)`. `ridge` is added to the diagonals, as a
-    fraction of their mean, so that A hardly changes directions in which the data does
-    not vary.
-    """
+    """Returns the symmetric A for which `A C_q A = A⁻¹ C_k A⁻¹`, for each head."""
 
     def regular(c):
         size = np.trace(c, axis1=-2, axis2=-1)[:, None, None] / c.shape[-1]

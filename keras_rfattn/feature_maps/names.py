@@ -14,10 +14,7 @@ OF_BACKENDS = "_layers", "_self_"
 
 
 def fix_name(layer, name):
-    """Names a layer that has an automatic name, and all layers inside it.
-
-    A built layer keeps its name, because its weights have their paths already.
-    """
+    """Names a layer that has an automatic name, and all layers inside it."""
     automatic = rf"{to_snake_case(type(layer).__name__)}(_\d+)?"
     if not layer.built and re.fullmatch(automatic, layer.name):
         layer.name = name

@@ -66,14 +66,6 @@ class PolySketchLearned(Sketch):
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, appendix D, algorithm 2.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers
-        >>> feature_map = feature_maps.PolySketchLearned(num_features=4, seed=0)
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
-        >>> x = np.ones((1, 10, 16), "float32")
-        >>> tuple(layer(x, x).shape), feature_map.output_dim
-        ((1, 10, 16), 16)
     """
 
     def __init__(

@@ -28,19 +28,6 @@ class RandomFeatureMap(FeatureMap):
 
     Raises:
         ValueError: If `num_features` is not a positive integer.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, ops, projections
-        >>> class Signs(feature_maps.RandomFeatureMap):
-        ...     kernel = "signs"
-        ...     is_unbiased = is_positive = False
-        ...     def initializer(self, draw, *which):
-        ...         return projections.Gaussian(seed=self.seed + draw)
-        ...     def key_features(self, x, stats=None):
-        ...         values = keras.ops.sign(self.project(x))
-        ...         return ops.Features(values, 0 * values[..., :1])
-        >>> Signs(num_features=32, seed=0).num_features
-        32
     """
 
     # The default, or `None` for twice the head dim.
@@ -132,15 +119,6 @@ class ProjectedFeatureMap(RandomFeatureMap):
     Raises:
         ValueError: If `num_features` is not a positive integer, or `projection` is
             unknown.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers, ops
-        >>> class Positive(feature_maps.ProjectedFeatureMap):
-        ...     def key_features(self, x, stats=None):
-        ...         half_square = keras.ops.sum(x**2, -1, keepdims=True) / 2
-        ...         return ops.Features(None, self.project(x) - half_square)
-        >>> feature_map = Positive(num_features=32, projection="gaussian", seed=0)
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
     """
 
     # Whether features are `D exp(A‖w‖² + B w·x + C‖x‖²)` with one A for all directions.

@@ -109,12 +109,6 @@ def resolve(identifier, num_features=None, seed=None, name=None):
         ValueError: If the name is unknown, `seed` is not a non-negative integer, or
             `num_features` is given together with a map or a config.
         TypeError: If `identifier` is of another type.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> feature_map = feature_maps.resolve("favorplus", 32, seed=0)
-        >>> feature_maps.resolve(feature_map) is feature_map
-        True
     """
     if isinstance(identifier, str):
         check_seed(seed)
@@ -174,11 +168,6 @@ def list():
 
     Returns:
         List of strings, each of which `replace_attention` takes as `feature_map`.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> "favorplus" in feature_maps.list()
-        True
     """
     return sorted({*FEATURE_MAPS, *LATER})
 
@@ -191,12 +180,6 @@ def name_of(feature_map):
 
     Returns:
         A string.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
-        >>> feature_maps.name_of(feature_map)
-        'favorplus'
     """
     names = {cls: name for name, cls in FEATURE_MAPS.items()}
     return names.get(type(feature_map), type(feature_map).__name__)
@@ -216,13 +199,6 @@ def serialize(feature_map):
 
     Raises:
         TypeError: If `feature_map` is not a `FeatureMap`.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
-        >>> config = feature_maps.serialize(feature_map)
-        >>> config["class_name"], config["config"]["num_features"]
-        ('FavorPlus', 32)
     """
     if not isinstance(feature_map, FeatureMap):
         raise TypeError(
@@ -247,13 +223,6 @@ def deserialize(config):
 
     Raises:
         TypeError: If `config` is not such a dict.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
-        >>> config = feature_maps.serialize(feature_map)
-        >>> feature_maps.deserialize(config).num_features
-        32
     """
     is_config = isinstance(config, dict) and isinstance(config.get("class_name"), str)
     if not is_config or not isinstance(config.get("config"), dict):

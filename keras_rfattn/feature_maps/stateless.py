@@ -61,11 +61,7 @@ class FeatureFunction:
         return feature_map, stats, keras.StatelessScope(pairs)
 
     def heads_first(self, x, parameters):
-        """Computes features `(B, K, R, M)` of x, `(B, K, R, H)`, with heads first.
-
-        R counts rows: each token has G adjacent rows, one for each query head of the
-        group. A map that has `Exponents` returns these, which are yet to be computed.
-        """
+        """Computes features `(B, K, R, M)` of x, `(B, K, R, H)`, with heads first."""
         if not self.has_exponents:
             features = self(ops.swapaxes(x, 1, 2), parameters)
             return features.of_tokens(lambda x: ops.swapaxes(x, 1, 2))
@@ -99,11 +95,7 @@ def _essence(config):
 
 
 def complete(cls):
-    """Wraps the feature methods of a `FeatureMap` subclass, so that it keeps law 5.
-
-    It also clears `has_exponents` if the class overrides a feature method, but not
-    `exponents`.
-    """
+    """Wraps the feature methods of a `FeatureMap` subclass, so that it keeps law 5."""
     names = "query_features", "key_features"
     for name in names:
         # `getattr`, because the method may come from a mixin.

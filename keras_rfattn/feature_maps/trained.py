@@ -38,11 +38,7 @@ def mark_of(feature_map):
 
 
 def mark(feature_map):
-    """Records that the trained weights have the values that the library set.
-
-    Each calibrated map with trained weights, including inner maps, stores its own
-    checksum.
-    """
+    """Records that the trained weights have the values that the library set."""
     for part in feature_map._flatten_layers():
         updates = getattr(part, "updates", None)
         if updates is not None and trained_weights(part) and integer(updates):

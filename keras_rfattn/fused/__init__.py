@@ -24,20 +24,7 @@ def kernels(name):
 
 
 def attention(tokens, deferred, value, local, key_mask, is_causal, options):
-    """Computes attention by fused programs, if the options and the device allow it.
-
-    Args:
-        tokens: Scaled queries `(B, T, N, H)` and keys `(B, S, K, H)`, all finite.
-        deferred: The `Deferred` features of the queries and the keys, without sinks.
-        value: Array of shape `(B, S, K, V)`, finite.
-        local: The `ops.Local` if the options have a window, else `None`.
-        key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
-        is_causal: Whether query i sees only keys `j <= i`.
-        options: `ops.Options`.
-
-    Returns:
-        Array of shape `(B, T, N, V)`, or `None` if ordinary operations should be used.
-    """
+    """Computes attention by fused programs, if the options and the device allow it."""
     name = options.implementation
     if name in KERNELS:
         module = kernels(name)

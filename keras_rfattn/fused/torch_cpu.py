@@ -53,18 +53,7 @@ HAS_OPERATION = _has_operation()
 
 
 def attention(query, key, value, local=None, key_mask=None):
-    """Computes attention by exponential features, without causality.
-
-    Args:
-        query: `Deferred` features of shape `(B, T, N, M)`.
-        key: `Deferred` features of shape `(B, S, K, M)`.
-        value: Array of shape `(B, S, K, V)`.
-        local: `ops.Local` for attention with a window, or `None`.
-        key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
-
-    Returns:
-        Array of shape `(B, T, N, V)`, or `None` if the operation cannot compute it.
-    """
+    """Computes attention by exponential features, without causality."""
     # Attention is exact if all keys are in one window.
     is_exact = local is not None and local.window >= value.shape[1]
     if is_exact or not _is_possible(query, key, value, local):
@@ -168,11 +157,7 @@ class Averages(NamedTuple):
 
 
 def read_beside(averages, features, query, key, value, visible):
-    """Returns what queries read of `Averages` and, by softmax, of keys nearby.
-
-    `features` are the `Exponents` of the queries `(..., R, H)`. `visible` are booleans
-    that broadcast to `(..., R, S)`, or `None` if all keys nearby are visible.
-    """
+    """Returns what queries read of `Averages` and, by softmax, of keys nearby."""
     far, far_log = _look_up(features, averages.means, averages.logs)
     far_log = far_log if features.common is None else far_log + features.common[..., 0]
     mask = None
@@ -207,12 +192,7 @@ def _parameters(exponents):
 
 
 def _softmax(query, key, value, bias):
-    """Computes softmax attention `(..., R, V)`, and logs `(..., R)` of its normalizers.
-
-    The arguments broadcast to `(B, K, R, H)`, `(B, K, S, H)` and `(B, K, S, V)` for V
-    at most H, with an axis of n blocks after K if there are any. `bias`, which is added
-    to the exponents, broadcasts to `(..., R, S)`; `None` stands for 0.
-    """
+    """Computes softmax attention `(..., R, V)`, and logs `(..., R)` of normalizers."""
     size = value.shape[-1]
     if size < key.shape[-1]:
         # The operation needs values as wide as keys.

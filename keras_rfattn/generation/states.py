@@ -27,18 +27,6 @@ def take_rows(state, rows):
     Raises:
         TypeError: If `state` is not a `Cache`.
         ValueError: If `rows` are not integers, or `state` has no such rows.
-
-    Examples:
-        >>> from keras_rfattn import generation
-        >>> import keras_hub
-        >>> model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(
-        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
-        ...     intermediate_dim=16, max_sequence_length=8))
-        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
-        >>> state = generation.take_rows(state, [1, 1, 0])
-        >>> tuple(state.seen.shape)
-        (3,)
     """
     check_type(state)
     rows, count = np.asarray(rows), ops.shape(state.seen)[0]
@@ -64,18 +52,6 @@ def join_rows(states):
     Raises:
         TypeError: If `states` is not a list of `Cache`.
         ValueError: If `states` is empty, or the states belong to different models.
-
-    Examples:
-        >>> from keras_rfattn import generation
-        >>> import keras_hub
-        >>> model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(
-        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
-        ...     intermediate_dim=16, max_sequence_length=8))
-        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
-        >>> state = generation.join_rows([state, state])
-        >>> tuple(state.seen.shape)
-        (4,)
     """
     if isinstance(states, Cache) or not isinstance(states, (list, tuple)):
         raise TypeError(
@@ -109,16 +85,6 @@ def save(path, state):
 
     Raises:
         TypeError: If `state` is not a `Cache`.
-
-    Examples:
-        >>> from keras_rfattn import generation
-        >>> import keras_hub
-        >>> model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(
-        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
-        ...     intermediate_dim=16, max_sequence_length=8))
-        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
-        >>> generation.save("state.npz", state)
     """
     check_type(state)
     arrays = {"format": np.array(FORMAT), "seen": _array(state.seen),
@@ -147,19 +113,6 @@ def load(path, model):
         TypeError: If `model` cannot be decoded with a state.
         ValueError: If the file does not hold a state, has another format version, or
             belongs to another model.
-
-    Examples:
-        >>> from keras_rfattn import generation
-        >>> import keras_hub
-        >>> model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(
-        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
-        ...     intermediate_dim=16, max_sequence_length=8))
-        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> logits, state = generation.prefill(model, np.array([[1, 2], [3, 4]]))
-        >>> generation.save("state.npz", state)
-        >>> state = generation.load("state.npz", model)
-        >>> tuple(state.seen.shape)
-        (2,)
     """
     stream = check(model)
     try:

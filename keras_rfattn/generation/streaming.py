@@ -100,18 +100,6 @@ def step(model, tokens, state, padding_mask=None):
             not a `Cache`.
         ValueError: If the state belongs to another model or batch size, or its rows
             have seen different numbers of positions.
-
-    Examples:
-        >>> from keras_rfattn import generation
-        >>> import keras_hub
-        >>> model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(
-        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
-        ...     intermediate_dim=16, max_sequence_length=8))
-        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> logits, state = generation.prefill(model, np.array([[1, 2, 3]]))
-        >>> logits, state = generation.step(model, np.array([[4]]), state)
-        >>> tuple(logits.shape)
-        (1, 1, 20)
     """
     stream = check(model)
     tokens = _tokens(tokens)
@@ -126,11 +114,7 @@ def step(model, tokens, state, padding_mask=None):
 
 
 def check(model):
-    """Returns the `Stream` of a model, which is created once.
-
-    Raises:
-        TypeError: If the model cannot be decoded with a state.
-    """
+    """Returns the `Stream` of a model, which is created once."""
     check_model(model)
     stream = notes_of(model).stream
     if stream is not None and stream.parts == parts_of(model):
@@ -162,12 +146,7 @@ def check_type(state):
 
 
 def check_state(stream, state, batch_size):
-    """Checks that a state belongs to a stream's model and has a given batch size.
-
-    Raises:
-        TypeError: If `state` is not a `Cache`.
-        ValueError: If it belongs to another model, or has another batch size.
-    """
+    """Checks that a state belongs to a stream's model and has a given batch size."""
     check_type(state)
     model, wanted, received = stream.model, stream.shapes, _shapes(state)
     if wanted != received:
@@ -201,11 +180,7 @@ def keys_and_values(cache):
 
 
 def parts_of(model):
-    """Returns the ids of a model's variables, and the dtypes of its layers.
-
-    LoRA adapters, quantization and other dtype policies change them, and so invalidate
-    a compiled program.
-    """
+    """Returns the ids of a model's variables, and the dtypes of its layers."""
     dtypes = [x.dtype_policy.name for x in model._flatten_layers()]
     return [id(x) for x in model.variables], dtypes
 
@@ -275,11 +250,7 @@ class Stream:
             )
 
     def mark(self):
-        """Returns the checksum by which states of the model, as it is now, are known.
-
-        It covers options, and a sample of every weight; all weights would take longer
-        to read than a token takes to decode.
-        """
+        """Returns the checksum that states of the model, as it is now, carry."""
         sample = ops.convert_to_numpy(self.sample())
         return np.int32(zlib.crc32(sample.tobytes(), self.options) & 0x7FFFFFFF)
 

@@ -22,13 +22,6 @@ def variance(log_moment, x, y):
 
     Args:
         log_moment: `log E[Z²]`, array of shape `(...)`.
-
-    Examples:
-        >>> from keras_rfattn.kernels import variance
-        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
-        >>> log_moment = variance.log_moment_generalized_exponential(x, y)
-        >>> round(float(variance.variance(log_moment, x, y)), 4)
-        6.3891
     """
     kernel = np.sum(x * y, -1)
     return np.exp(2 * kernel) * np.expm1(np.maximum(log_moment - 2 * kernel, 0))
@@ -39,13 +32,6 @@ def log_variance(log_moment, x, y):
 
     Args:
         log_moment: `log E[Z²]`, array of shape `(...)`.
-
-    Examples:
-        >>> from keras_rfattn.kernels import variance
-        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
-        >>> log_moment = variance.log_moment_generalized_exponential(x, y)
-        >>> round(float(variance.log_variance(log_moment, x, y)), 4)
-        1.8546
     """
     excess = np.maximum(log_moment - 2 * np.sum(x * y, -1), 0)
     with np.errstate(divide="ignore"):
@@ -62,11 +48,6 @@ def log_moment_of_z(z, dim, a, s=1):
         dim: The dimension d.
         a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
         s: 1 or -1.
-
-    Examples:
-        >>> from keras_rfattn.kernels import variance
-        >>> round(float(variance.log_moment_of_z(z=2.0, dim=2, a=-0.1)), 4)
-        3.1963
     """
     a = np.asarray(a, dtype=complex)
     real = 1 - 8 * a.real
@@ -97,13 +78,6 @@ def log_moment_generalized_exponential(x, y, a=0.0, s=1):
     Args:
         a: The parameter A, real or complex.
         s: 1 or -1.
-
-    Examples:
-        >>> from keras_rfattn.kernels import variance
-        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
-        >>> log_moment = variance.log_moment_generalized_exponential(x, y, a=-0.1)
-        >>> round(float(log_moment), 4)
-        1.1963
     """
     z = np.sum((x + s * y) ** 2, -1)
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
@@ -119,12 +93,6 @@ def generalized_exponential(x, y, a=0.0, s=1):
     Args:
         a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
         s: 1 or -1.
-
-    Examples:
-        >>> from keras_rfattn.kernels import variance
-        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
-        >>> round(float(variance.generalized_exponential(x, y, a=0.0, s=-1)), 4)
-        2.7622
     """
     return variance(log_moment_generalized_exponential(x, y, a, s), x, y)
 
@@ -136,14 +104,6 @@ def log_moment_per_direction(x, y, a):
 
     Args:
         a: Array of shape `(d,)`, below 1/8.
-
-    Examples:
-        >>> from keras_rfattn.kernels import variance
-        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
-        >>> a = np.array([0.0, -0.1])
-        >>> log_moment = variance.log_moment_per_direction(x, y, a)
-        >>> round(float(log_moment), 4)
-        1.5981
     """
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
     return np.sum(log_moment_of_z((x + y) ** 2, 1, a), -1) - squares
@@ -169,12 +129,6 @@ def orthogonal_covariance(x, y, s=1):
         x: Array of shape `(..., d)`, d at least 2.
         y: Array of shape `(..., d)`.
         s: 1, or -1 for trigonometric features.
-
-    Examples:
-        >>> from keras_rfattn.kernels import variance
-        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
-        >>> round(float(variance.orthogonal_covariance(x, y)), 4)
-        -0.2642
     """
     from scipy import special
 
@@ -189,12 +143,6 @@ def log_moment_positive_pair(x, y):
     The estimator is `½ Σ_± exp(±w · (x + y)) exp(-(‖x‖² + ‖y‖²)/2)`, with features of
     width 2. Its second moment is `½ (1 + exp(2 ‖x + y‖²)) exp(-‖x‖² - ‖y‖²)` (HRF,
     lemma 2.2).
-
-    Examples:
-        >>> from keras_rfattn.kernels import variance
-        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
-        >>> round(float(variance.log_moment_positive_pair(x, y)), 4)
-        1.325
     """
     z = np.sum((x + y) ** 2, -1)
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
@@ -205,12 +153,6 @@ def positive_pair(x, y):
     """Returns the variance of one ± pair; see `log_moment_positive_pair`.
 
     It is `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, which is accurate near 0 too.
-
-    Examples:
-        >>> from keras_rfattn.kernels import variance
-        >>> x, y = np.array([1.0, 0.0]), np.array([0.0, 1.0])
-        >>> round(float(variance.positive_pair(x, y)), 4)
-        2.7622
     """
     z = np.sum((x + y) ** 2, -1)
     softmax = np.exp(np.sum(x * y, -1))

@@ -40,10 +40,7 @@ PLAIN = Softmax()
 
 
 def of_finite_tokens(method):
-    """Decorator that hides tokens that are not finite from a method of `Attention`.
-
-    Rows of the output that see such a token become NaN.
-    """
+    """Decorator that hides tokens that are not finite from a method of `Attention`."""
 
     @functools.wraps(method)
     def output(self):
@@ -123,11 +120,7 @@ class Attention:
         return dataclasses.replace(self, **changes)
 
     def with_finite_tokens(self):
-        """Returns a copy in which 0 replaces the tokens that are not finite.
-
-        The second value is a `Finite` that is true for finite tokens, or `None` if all
-        are. The others do not enter the statistics that training stores.
-        """
+        """Returns a copy in which 0 replaces the tokens that are not finite."""
         *tokens, finite = judge(self.query, self.key, self.value)
         call = self.replace(**dict(zip(("query", "key", "value"), tokens, strict=True)))
         if finite is not None and self.training:
@@ -184,14 +177,7 @@ class Attention:
         )
 
     def with_sinks(self, features, query, key, key_mask):
-        """Adds the features of sinks, if the options have any.
-
-        Args:
-            features: Query features and key features, computed or `Deferred`.
-            query: Queries as returned by `prepared`, one for each query feature.
-            key: Keys as returned by `prepared`, of shape `(B, S, K, H)`.
-            key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
-        """
+        """Adds the features of sinks, if the options have any."""
         if not self.options.sinks:
             return features
         first, position = first_tokens(key, self.options.sinks, key_mask)
@@ -200,11 +186,7 @@ class Attention:
         return sinks.of_queries(queries, query), sinks.of_keys(keys, position)
 
     def _narrow(self, deferred):
-        """Makes deferred features keep 16-bit inputs, if backend or kernels want them.
-
-        They stay as they are if the inputs are wider, if the map or the options change
-        the inputs first, or if sinks add columns to them, which kernels do not need.
-        """
+        """Keeps 16-bit inputs of deferred features, if backend or kernels want them."""
         options, tokens = self.options, (self.query, self.key)
         for_gpu = options.implementation == "triton"
         is_changed = self.feature_map.is_preparing or options.temperature
@@ -243,10 +225,7 @@ class Attention:
 
     @of_finite_tokens
     def window_alone(self):
-        """Computes attention to the window and the sinks only.
-
-        The output is 0 if there is no window.
-        """
+        """Computes attention to the window and the sinks only."""
         window, mask = self.options.window, self.mask
         if window is None:
             return self.zero()

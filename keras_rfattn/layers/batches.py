@@ -29,11 +29,7 @@ def check_batches(data):
 
 
 def refusal(model, batch, error=None, data=None):
-    """Returns a `ValueError` that says why a model did not run on a batch.
-
-    `error` is the exception that the model raised, or `None` if it was not called, and
-    `data` is the iterable that yielded the batch, or `None`.
-    """
+    """Returns a `ValueError` that says why a model did not run on a batch."""
     inputs = getattr(model, "input", None) if hasattr(model, "inputs") else None
     wanted = "an array" if inputs is None else described(inputs)
     received, hint = described(batch), too_long(model, batch)
@@ -66,10 +62,7 @@ def refusal(model, batch, error=None, data=None):
 
 
 def too_long(model, batch):
-    """Returns advice for a batch with more tokens than the model has positions.
-
-    The text is empty if the model has enough positions.
-    """
+    """Returns advice for a batch with more tokens than the model has positions."""
     layers = model._flatten_layers()
     limits = (getattr(layer, "max_sequence_length", None) for layer in layers)
     limits = [x for x in limits if isinstance(x, int)]
@@ -95,10 +88,7 @@ def preprocessor_hint(model):
 
 
 def _preprocessor_name(model):
-    """Returns the name of the preprocessor class of a KerasHub model, or `None`.
-
-    If the model itself has none, this looks for a backbone among its layers.
-    """
+    """Returns the name of the preprocessor class of a KerasHub model, or `None`."""
     hub = sys.modules.get("keras_hub")
     if hub is None:
         return None

@@ -8,23 +8,7 @@ from keras import ops
 
 
 def among_keys(query, key, value, mask, window=None):
-    """Rewrites causal attention to a cache as attention without an offset.
-
-    Query i is at position `offset + i` of the cache and sees keys up to that position.
-
-    Args:
-        query: Queries of shape `(B, T, N, H)`.
-        key: Keys of the cache, `(B, S, K, H)`. They include those of the queries.
-        value: Values of the cache, `(B, S, K, V)`.
-        mask: A causal `AttentionMask` with an offset.
-        window: The `window` of the layer's options, or `None`.
-
-    Returns:
-        `(query, key, value, mask, function)`. The new mask has no offset and no query
-        mask. The new attention is either causal with as many queries as keys, or has a
-        single query that is not causal. `function` extracts the output of the given
-        queries from the output of the new attention.
-    """
+    """Rewrites attention to a cache without an offset: tokens, mask, output's reader."""
     length, plain = ops.shape(query)[1], mask.replace(offset=None, query_mask=None)
     if isinstance(mask.offset, int) and mask.offset == 0:
         if mask.key_mask is not None:

@@ -62,28 +62,10 @@ class Interceptor(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, call):
-        """Returns the output of the layer's linear heads, or `None` to compute it.
-
-        Args:
-            call: The `layers.attention.Attention`, after projections and masks.
-
-        Returns:
-            Array of shape `(B, T, N, V)`. With `None`, the layer computes linear
-            attention.
-        """
+        """Returns the output of the layer's linear heads, or `None` to compute it."""
 
     def around(self, layer, function, args, kwargs):
-        """Calls the layer; a subclass may change its arguments and its output.
-
-        Args:
-            layer: The `LinearAttention`.
-            function: The layer's own `__call__`.
-            args: Tuple of the positional arguments of the call.
-            kwargs: Dict of the keyword arguments of the call.
-
-        Returns:
-            The output of the layer.
-        """
+        """Calls the layer; a subclass may change its arguments and its output."""
         return function(*args, **kwargs)
 
 
@@ -122,11 +104,7 @@ _HANDED = PerThread()
 
 
 def context_of(layer, self_attention=False):
-    """Returns the active `CallContext` of a layer, or a new one if there is none.
-
-    Only a new context uses `self_attention`, which is needed where `call` runs without
-    `__call__`.
-    """
+    """Returns the active `CallContext` of a layer, or a new one if there is none."""
     context = _CONTEXTS.get(layer)
     if context is None:
         return CallContext(layer, self_attention, recorder=layer.recorder)
@@ -134,12 +112,7 @@ def context_of(layer, self_attention=False):
 
 
 def hand_over(array, mask):
-    """Makes `array` stand for `mask` in this thread.
-
-    An attention layer that receives `array` as its mask uses `mask` instead. Other
-    arrays are not affected, so that this need not be undone if no layer receives
-    `array`.
-    """
+    """Makes `array` stand for `mask` in this thread."""
     _HANDED.value = array, mask
 
 

@@ -33,25 +33,7 @@ CACHES = ("cache", "self_attention_cache")
 
 
 def onward(call, state=None, passed=None):
-    """Computes attention of new tokens to a state and to earlier new tokens.
-
-    Args:
-        call: A causal `layers.attention.Attention` of T new tokens. Its `mask.key_mask`
-            says which of them enter the state.
-        state: An `ops.State`, or an `ops.LocalState` if the layer has a window. `None`
-            is the state before any token.
-        passed: Boolean array of shape `(B, T)`, true for tokens that windows count as
-            positions: those that enter the state, and padding between them. `None` for
-            all tokens.
-
-    Returns:
-        `(output, state)`. `output` has shape `(B, T, N, V)`: each token attends to the
-        tokens of the given state and to the new tokens up to itself. The returned state
-        includes the new tokens.
-
-    Raises:
-        ValueError: If the map computes its kernel exactly and has no features.
-    """
+    """Returns the output `(B, T, N, V)` of T new tokens, and the state after them."""
     feature_map, window = call.feature_map, call.options.window
     if feature_map.is_exact:
         raise ValueError(
@@ -84,13 +66,7 @@ def onward(call, state=None, passed=None):
 
 
 def after_prompt(call, enters, passed):
-    """Returns the state after a prompt, without computing attention.
-
-    Args:
-        call: A causal `layers.attention.Attention` of T tokens.
-        enters: Boolean array of shape `(B, T)`, true for tokens that enter the state.
-        passed: As in `onward`.
-    """
+    """Returns the state after a prompt, without computing attention."""
     call, finite = call.with_finite_tokens()
     _, key, stats = call.prepared()
     state = _extended(call, key, stats, _empty_of(call), enters, passed)
@@ -183,12 +159,7 @@ class Decoder(Interceptor):
         self.is_prefix = is_prefix
 
     def around(self, layer, function, args, kwargs):
-        """Calls the layer without the cache that the enclosing block passes.
-
-        Returns:
-            The layer's output. If there was a cache, `(output, cache)` with the cache
-            unchanged, as the block expects it.
-        """
+        """Calls the layer without the cache that the enclosing block passes."""
         cache, kwargs = without_cache(kwargs)
         if cache is None:
             # The layer is not part of the decoder, but of an image encoder, for
@@ -244,10 +215,7 @@ class CrossDecoder(Interceptor):
 
 
 def looked_up(call, state=None):
-    """Returns attention `(B, T, N, V)` to all tokens of an `ops.State`, and the state.
-
-    If the state is `None`, it is computed from all keys of the call.
-    """
+    """Returns attention `(B, T, N, V)` to the tokens of an `ops.State`, and the state."""
     call, finite = call.with_finite_tokens()
     query, key, stats = call.prepared()
     if state is not None and finite is not None:
@@ -271,10 +239,7 @@ def without_cache(kwargs):
 
 @contextlib.contextmanager
 def turned_from(layer, start, count=None):
-    """Context manager in which rotary embeddings of a layer start at a position.
-
-    Only the first `count` calls of an embedding are shifted; `None` shifts all of them.
-    """
+    """Context manager in which rotary embeddings of a layer start at a position."""
     rotary = [getattr(layer, x) for x in ROTARY if getattr(layer, x, None) is not None]
 
     def shifted(call):

@@ -34,10 +34,7 @@ POLICY = {"class_name": "", "config": {"name": ""}, "module": "", "registered_na
 
 
 def fingerprint(layer):
-    """Returns `[format, checksum]` for the function that a layer computes.
-
-    Seeds, weights, and names of layers and modules do not change it.
-    """
+    """Returns `[format, checksum]` for the function that a layer computes."""
     return np.array([FORMAT, checksum(layer)])
 
 
@@ -111,12 +108,7 @@ class Presence:
         self.seen = {}
 
     def compare(self, part, found):
-        """Returns why a file with only some of the parts is refused, or `None`.
-
-        Args:
-            part: Hashable key of a part that the file may have.
-            found: Whether the file has the part.
-        """
+        """Returns why a file with only some of the parts is refused, or `None`."""
         # Keras may load parts again after a failure. It loads the first part from
         # every file, so that this part begins a new comparison.
         if part == next(iter(self.seen), part):

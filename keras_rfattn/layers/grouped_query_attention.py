@@ -44,13 +44,6 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
     Raises:
         ValueError: If a size is not a positive integer, or for the other reasons of
             `keras_rfattn.layers.MultiHeadAttention`.
-
-    Examples:
-        >>> layer = keras_rfattn.layers.GroupedQueryAttention(
-        ...     head_dim=8, num_query_heads=4, num_key_value_heads=2, num_features=32)
-        >>> x = np.ones((1, 10, 16), "float32")
-        >>> tuple(layer(x, x).shape)
-        (1, 10, 16)
     """
 
     # `restore_attention` turns the layer into one of this class.

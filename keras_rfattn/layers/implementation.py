@@ -5,11 +5,7 @@ from keras_rfattn import fused
 
 
 def check_options(options, feature_map):
-    """Raises `ValueError` for options that a map does not support.
-
-    A window needs a map whose kernel can be computed exactly. Kernels need a map whose
-    features are exponentials of products.
-    """
+    """Raises `ValueError` for options that a map does not support."""
     name, reason = options.implementation, None
     if name in fused.KERNELS:
         reason = fused.kernels(name).obstacle(options, feature_map)

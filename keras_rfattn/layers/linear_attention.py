@@ -47,10 +47,7 @@ NO_SCORES = (
 
 
 def set_saved(layer, config):
-    """Sets what `LinearAttention.saved_config` returned for a saved layer.
-
-    The layer may still be softmax attention. Older files lack some entries.
-    """
+    """Sets what `LinearAttention.saved_config` returned for a saved layer."""
     layer.trained = tuple(config.get("trained", ()))
     layer.origin = config.get("origin", "")
     layer.checkpoint = config.get("checkpoint", "")
@@ -63,14 +60,6 @@ class LinearAttention:
     In the bases, the mixin must come before a class that has `_compute_attention`. The
     layer then owns a feature map (sublayer `feature_map`). Its saved weights contain a
     fingerprint of the map, so that loading weights of another mechanism raises.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorplus")
-        >>> [isinstance(x, keras_rfattn.layers.LinearAttention) for x in model.layers]
-        [False, True]
     """
 
     # Whether the layer is linear because of a saved config, not `replace_attention`.
@@ -274,16 +263,7 @@ class Packable(LinearAttention):
         use_causal_mask=False,
         segment_ids=None,
     ):
-        """Computes attention from the Keras layer's arguments and `segment_ids`.
-
-        Args:
-            segment_ids: Integers of shape `(B, T)`, for rows that hold several texts.
-                Tokens see only tokens with the same integer, as if each text were a
-                separate row; key padding still applies. Sums, windows and statistics
-                restart with each text. Inside a compiled function, the cost is that of
-                `max_segments` rows for each row; elsewhere, that of the actual number
-                of texts.
-        """
+        """Computes attention from the Keras layer's arguments and `segment_ids`."""
         if return_attention_scores:
             # This is raised early, because Keras' grouped layer would first store the
             # argument.
@@ -338,11 +318,7 @@ def soft_cap(layer):
 
 
 def refusal(layer, with_cap=True):
-    """Returns why a layer's arguments rule linear attention out, or `None`.
-
-    A soft cap on the logits is such a reason if `with_cap` is true. A sliding window is
-    none: a layer with one is linear in length already.
-    """
+    """Returns why a layer's arguments rule linear attention out, or `None`."""
     cap = soft_cap(layer)
     if with_cap and cap is not None:
         return f"soft cap of {cap:g} on its logits (`drop_soft_cap=True` ignores it)"

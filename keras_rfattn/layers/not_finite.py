@@ -41,12 +41,7 @@ class Finite(NamedTuple):
 
 
 def judge(query, key, value):
-    """Makes queries, keys and values finite, and says which of them were.
-
-    Returns:
-        `(query, key, value, finite)`: arrays of finite numbers, and a `Finite`, or
-        `None` if all tokens were found to be finite.
-    """
+    """Returns finite queries, keys and values, and `Finite` (`None` if all were)."""
     query, key, value = map(ops.convert_to_tensor, (query, key, value))
     infinity = float("inf")
     if known_finite(query, key, limit=LARGEST) and known_finite(value, limit=infinity):
@@ -61,11 +56,7 @@ def judge(query, key, value):
 
 
 def marked(output, finite, mask):
-    """Turns the rows of an output `(B, T, N, V)` into NaN that see a bad token.
-
-    The tokens are bad that `finite`, a `Finite` or `None`, tells of. `mask` is an
-    `AttentionMask` without an offset and without segments.
-    """
+    """Turns the rows of an output `(B, T, N, V)` into NaN that see a bad token."""
     if finite is None:
         return output
     spoiled = _hidden_to_false(ops.logical_not(finite.key), mask.key_mask)
@@ -87,11 +78,7 @@ def marked(output, finite, mask):
 
 
 def remembered(state, finite, key_mask):
-    """Returns a state whose readers become NaN if it has taken in a bad token.
-
-    `finite` is the `Finite` of the tokens that have entered the state, or `None`, and
-    `key_mask`, `(B, S)`, is true for tokens in the state.
-    """
+    """Returns a state whose readers become NaN if it has taken in a bad token."""
     if finite is None:
         return state
     spoiled = _hidden_to_false(ops.logical_not(finite.key), key_mask)

@@ -16,13 +16,7 @@ from keras_rfattn.layers.linear_attention import LinearAttention
 
 
 def progress(items, verbose):
-    """Yields `items` and shows Keras' progress bar.
-
-    Args:
-        items: An iterable.
-        verbose: 0 for no output, 1 or `"auto"` for a progress bar, 2 for a line at the
-            end, as in Keras.
-    """
+    """Yields `items` and shows Keras' progress bar."""
     if verbose not in ("auto", 0, 1, 2):
         raise ValueError(
             f"`verbose` must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
@@ -42,14 +36,7 @@ def progress(items, verbose):
 
 
 def run(model, batch, function=None, data=None):
-    """Returns what a model, or a function of the batch, computes without gradients.
-
-    `data` is the iterable that yielded the batch, for the error message, or `None`.
-
-    Raises:
-        ValueError: If the model cannot run on the batch. The message says what a batch
-            must be.
-    """
+    """Returns what a model, or a function of the batch, computes without gradients."""
     if any(map(is_text, keras.tree.flatten(batch))):
         raise refusal(model, batch, data=data)
     try:
@@ -145,10 +132,7 @@ class Recorder(Interceptor):
         return call.softmax() if self.exact else None
 
     def _tokens(self, x, mask):
-        """Yields evenly spaced real tokens of each row, as `(K, n · G, ·)`.
-
-        If `x` is `None`, this yields `None` without end.
-        """
+        """Yields evenly spaced real tokens of each row, as `(K, n · G, ·)`."""
         if x is None:
             yield from itertools.repeat(None)
         for row in self._real(x, mask):
@@ -179,12 +163,7 @@ class Recorder(Interceptor):
 
 @contextlib.contextmanager
 def recording(recorders):
-    """Context manager that sets the `recorder` of layers.
-
-    Args:
-        recorders: List of pairs `(layer, recorder)`; a recorder is an `Interceptor` or
-            a function.
-    """
+    """Context manager that sets the `recorder` of layers."""
     try:
         for layer, recorder in recorders:
             layer.recorder = recorder

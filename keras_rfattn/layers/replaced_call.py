@@ -32,10 +32,7 @@ class ReplacedCall:
 
 @contextlib.contextmanager
 def replacing_call(layer, around):
-    """Context manager that replaces a layer's `call` in the current thread.
-
-    `around` is a function that takes the current `call` and returns its replacement.
-    """
+    """Context manager that replaces a layer's `call` in the current thread."""
     with _LOCK:
         replaced = vars(layer).get("call")
         if not isinstance(replaced, ReplacedCall):

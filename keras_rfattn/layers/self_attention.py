@@ -21,10 +21,7 @@ def tokens_of(args, kwargs):
 
 
 def in_graph(layer):
-    """Returns whether all calls in models' graphs are self-attention.
-
-    The result is `None` for a layer that is in no graph.
-    """
+    """Returns whether all calls in models' graphs are self-attention."""
     calls = [node.arguments for node in layer._inbound_nodes]
     same = [_are_same(*tokens_of(call.args, call.kwargs)) for call in calls]
     return all(same) if same else None

@@ -9,15 +9,7 @@ from keras import ops
 
 
 def with_softmax_heads(call, output):
-    """Replaces the output of heads that stay softmax by softmax attention.
-
-    `output`, `(B, T, N, V)`, may come from features or from a recorder. Its entries for
-    softmax heads are ignored.
-
-    Raises:
-        ValueError: If the option `softmax_heads` names heads that do not exist, or all
-            heads.
-    """
+    """Replaces the output of heads that stay softmax by softmax attention."""
     heads = call.options.softmax_heads
     if not heads:
         return output
@@ -47,11 +39,7 @@ def _taken(x, heads):
 
 
 def check_softmax_heads(heads, count, whose):
-    """Raises `ValueError` unless `softmax_heads` are some, but not all, of the heads.
-
-    `heads` are sorted, `count` is the number of query heads, and `whose` describes the
-    layer or tensor, for the error message.
-    """
+    """Raises `ValueError` unless `softmax_heads` are some of the heads, but not all."""
     if heads and heads[-1] >= count:
         raise ValueError(
             f"`softmax_heads` must be head indices of {whose}, from 0 to {count - 1}. "

@@ -4,14 +4,7 @@ import re
 
 
 def training(report, data, command, license):
-    """Returns the entry "training" of a manifest: how the maps were trained.
-
-    Args:
-        report: `UptrainingReport` or `None`.
-        data: Description of the data, or `None`.
-        command: Command that trained the maps, or `None`.
-        license: Identifier of a licence, or `None`.
-    """
+    """Returns the entry "training" of a manifest: how the maps were trained."""
     found = {"data": data, "command": command, "license": license}
     if report is not None:
         found |= {
@@ -26,12 +19,7 @@ def training(report, data, command, license):
 
 
 def summary(entry, manifest):
-    """Returns one line on the training of a layer's map, empty if there was none.
-
-    Args:
-        entry: The layer's entry in a manifest.
-        manifest: The manifest.
-    """
+    """Returns one line on the training of a layer's map, empty if there was none."""
     if not entry["is_trained"]:
         return ""
     parts = [str(entry["origin"])] if entry.get("origin") else []
@@ -42,10 +30,7 @@ def summary(entry, manifest):
 
 
 def quality_of(manifest):
-    """Returns a measure and its values as text, empty if no quality is known.
-
-    The measure is the metric beside which stand `"softmax"` and the controls.
-    """
+    """Returns a measure and its values as text, empty if no quality is known."""
     metrics = manifest["metrics"]
     numbers = {k: x for k, x in metrics.items() if not isinstance(x, str)}
     softmax, share = (numbers.pop(x, None) for x in ("softmax", "share_of_softmax"))
@@ -58,13 +43,7 @@ def quality_of(manifest):
 
 
 def card(manifest, report, arrays):
-    """Returns the text of the model card.
-
-    Args:
-        manifest: The manifest of the maps.
-        report: `UptrainingReport` or `None`.
-        arrays: Dict of the saved arrays.
-    """
+    """Returns the text of the model card."""
     base, found = manifest["base"], manifest["training"]
     mechanisms = dict.fromkeys(x["mechanism"] for x in manifest["layers"])
     widths = dict.fromkeys(str(x["width"]) for x in manifest["layers"])

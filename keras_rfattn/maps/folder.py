@@ -24,14 +24,7 @@ WEIGHTS_OF_BASE = "checkpoint_weights", "adapters"
 
 
 def write(folder, manifest, arrays, card):
-    """Writes the three files of a set of maps.
-
-    Args:
-        folder: Path of the folder, which is created if it does not exist.
-        manifest: Dict with `KEYS`, without the format, tensors and checksum.
-        arrays: Dict from names to NumPy arrays.
-        card: Text of the model card.
-    """
+    """Writes the three files of a set of maps."""
     from safetensors.numpy import save
 
     folder = pathlib.Path(folder)
@@ -52,18 +45,7 @@ def write(folder, manifest, arrays, card):
 
 
 def read_manifest(folder):
-    """Reads and checks the manifest of a set of maps.
-
-    Args:
-        folder: Path of the folder.
-
-    Returns:
-        Dict with `KEYS`.
-
-    Raises:
-        ValueError: If there is no manifest, if it is damaged, foreign or newer than
-            this version of the library, or if the set holds more than maps.
-    """
+    """Reads and checks the manifest of a set of maps."""
     file = pathlib.Path(folder) / MANIFEST
     if not file.is_file():
         raise ValueError(
@@ -115,19 +97,7 @@ def read_manifest(folder):
 
 
 def read_arrays(folder, manifest):
-    """Reads and checks the weights of a set of maps.
-
-    Args:
-        folder: Path of the folder.
-        manifest: Its manifest, from `read_manifest`.
-
-    Returns:
-        Dict from names to NumPy arrays.
-
-    Raises:
-        ValueError: If the file is missing, torn or changed, its tensors differ from
-            those in the manifest, or they are not finite.
-    """
+    """Reads and checks the weights of a set of maps."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

@@ -133,12 +133,7 @@ class Matcher:
         self.layers = stable_names.layers_by_name(base, FeatureMap)
 
     def match_layers(self):
-        """Returns pairs of a site and its entry in the manifest.
-
-        Raises:
-            ValueError: If the model lacks a layer of the maps, has attention that they
-                do not know, or a layer cannot be changed as they need it.
-        """
+        """Returns pairs of a site and its entry in the manifest."""
         names = {id(layer): name for name, layer in self.layers.items()}
         sites = {names[id(site.layer)]: site for site in self.sites}
         entries = {entry["path"]: entry for entry in self.manifest["layers"]}
@@ -175,11 +170,7 @@ class Matcher:
         return pairs
 
     def check_checkpoint(self, accepts_any):
-        """Returns whether the model has the weights that the maps were trained with.
-
-        Raises:
-            ValueError: If it has others, unless `accepts_any` is true.
-        """
+        """Returns whether the model has the weights that the maps were trained with."""
         own = stable_names.checkpoint_hash(self.model)
         is_same = own == self.manifest["base"]["weights"]
         if not is_same and not accepts_any:

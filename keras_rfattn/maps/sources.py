@@ -11,17 +11,7 @@ HUBS = ("hf://", "kaggle://", "modelscope://")
 
 
 def find(source):
-    """Returns the local folder of a set of trained maps.
-
-    Args:
-        source: Path of a folder, name of a set that ships with the package, or URI of
-            a model hub, from which the files are downloaded into the hub's cache.
-
-    Raises:
-        ImportError: If a URI needs a package that is not installed.
-        FileNotFoundError: If the hub has no such maps.
-        ValueError: If `source` is none of these.
-    """
+    """Returns the local folder of a set of trained maps."""
     if isinstance(source, str) and source.startswith(HUBS):
         return _download(source)
     if isinstance(source, str) and source in shipped.names():

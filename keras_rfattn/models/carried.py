@@ -15,20 +15,7 @@ from keras_rfattn.ops.masks import AttentionMask
 
 @contextlib.contextmanager
 def carried(task, known, cache, decoder):
-    """Context manager in which attention layers compute from their own caches.
-
-    Args:
-        task: The task that holds the layers.
-        known: `generation.Generating`, whose sites are those of the layers.
-        cache: `generation.Cache` before the call.
-        decoder: Function from a state (or `None`) to the `Interceptor` of a linear
-            layer.
-
-    Yields:
-        `(parts, blank)`. `parts` is a dict from layer number to the object that
-        computes the layer's output and holds its new `state`. `blank` is a placeholder
-        for the task's own cache, which no layer reads.
-    """
+    """Context manager in which attention layers compute from their own caches."""
     parts, longest = {}, 1
     with contextlib.ExitStack() as stack:
         for site in known.sites:
@@ -114,10 +101,7 @@ class Exact:
 
 
 def also(mask, visible):
-    """Returns a mask that also hides keys where booleans `visible` `(B, S)` are false.
-
-    The mask is an `AttentionMask`, a dense array or `None`.
-    """
+    """Returns a mask that also hides keys where `visible`, `(B, S)`, is false."""
     if isinstance(mask, AttentionMask):
         known = mask.key_mask
         return mask.replace(key_mask=visible if known is None else known & visible)

@@ -13,10 +13,7 @@ FORMAT = 1
 
 
 def attention_config(container):
-    """Returns the "attention" entry that a container saves in its config.
-
-    It has the feature map and the options of every linear layer inside.
-    """
+    """Returns the "attention" entry that a container saves in its config."""
     base = swap.original_class(container)
     return {
         # Keras' error for an unknown class quotes the config, and so shows this hint.
@@ -52,10 +49,7 @@ def map_config(layer):
 
 
 def check_entry(entry, name):
-    """Raises `ValueError` unless an entry has the form of `attention_config`'s.
-
-    The name is that of the container's class, for error messages.
-    """
+    """Raises `ValueError` unless an entry has the form of `attention_config`'s."""
     if entry is None:
         raise ValueError(
             f"The config of {name} has no entry 'attention', so that its attention "

@@ -197,10 +197,7 @@ def _resize_preprocessors(config, new):
 
 
 def _layers_with_state(model):
-    """Returns the layers of a model and its preprocessors that keep more than weights.
-
-    Such state is a vocabulary, or a value that a layer derives from loaded weights.
-    """
+    """Returns layers of a model and its preprocessors that keep more than weights."""
     layers = list(model._flatten_layers())
     # Whether a task tracks its preprocessor depends on the backend.
     for preprocessor in [getattr(x, "preprocessor", None) for x in layers]:

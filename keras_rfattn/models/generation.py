@@ -36,17 +36,6 @@ class Cache(NamedTuple):
             values `(B, 2, S, K, H)` for S positions, K key heads and head dim H.
         model: Number that identifies the model of the cache, int32 `(B,)`. It is 0
             inside `generate`.
-
-    Examples:
-        >>> from keras_rfattn import generation
-        >>> import keras_hub
-        >>> model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(
-        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
-        ...     intermediate_dim=16, max_sequence_length=8))
-        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> logits, state = generation.prefill(model, np.array([[1, 2, 3]]))
-        >>> isinstance(state, generation.Cache), int(state.seen[0])
-        (True, 3)
     """
 
     seen: Any
@@ -72,10 +61,7 @@ class Generating(NamedTuple):
     origin: Any = 0
 
     def padding(self, positions, batch):
-        """Returns which tokens at the given positions are padding, `(B, T)`.
-
-        Samplers may repeat rows, so `hidden` may have fewer rows than the batch.
-        """
+        """Returns which tokens at the given positions are padding, `(B, T)`."""
         positions = positions - self.origin
         rows, length = ops.shape(self.hidden)
         hidden = ops.take(self.hidden, ops.clip(positions, 0, length - 1), axis=1)
@@ -86,12 +72,7 @@ class Generating(NamedTuple):
 
 
 def overriding(name):
-    """Returns a decorator that makes a function override the method `name` of tasks.
-
-    If no linear layer takes part in generation, the task's original method runs.
-    Otherwise the function is called with `task`, its bound `original` method, its
-    `Generating` as `known`, and the arguments of the method.
-    """
+    """Returns a decorator that makes a function override the method `name` of tasks."""
 
     def decorate(function):
         def method(task, *args, **kwargs):
@@ -107,10 +88,7 @@ def overriding(name):
 
 
 def context(task):
-    """Returns the `Generating` that `generating` set, or one without padding.
-
-    Inside `generate` this avoids a new survey of the task for each token.
-    """
+    """Returns the `Generating` that `generating` set, or one without padding."""
     return _GENERATING.get(task) or Generating(survey.survey(task))
 
 
@@ -146,25 +124,7 @@ def call_with_cache(
     before=0,
     **kwargs,
 ):
-    """Runs `CausalLM.call_with_cache` of a task with linear attention.
-
-    Args:
-        task, original, known: See `overriding`.
-        token_ids: Integers `(B, T)`, one or many tokens per row.
-        cache: The `Cache` before these tokens.
-        cache_update_index: Position of the first token; with `before`, position of
-            what comes before the tokens.
-        *args: Further arguments of the task's own method.
-        before: Number of positions, such as those of an image, that the task inserts
-            before the tokens.
-        **kwargs: Further keyword arguments of the task's own method.
-
-    Returns:
-        `(logits, hidden_states, cache)`, with the `Cache` after these tokens.
-
-    Raises:
-        ValueError: If `cache` is not a `Cache`.
-    """
+    """Runs `CausalLM.call_with_cache` of a task with linear attention."""
     check_cache(task, cache)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     length = before + ops.shape(token_ids)[1]
@@ -186,19 +146,7 @@ def check_cache(task, cache):
 
 
 def decoding(known, cache, length, start):
-    """Determines which new tokens enter the states.
-
-    Args:
-        known: `Generating`.
-        cache: The `Cache` before the new tokens.
-        length: Number T of new tokens per row.
-        start: Position of the first new token.
-
-    Returns:
-        `(decoder, enters, seen)`. `decoder` is a function from a layer's state to its
-        `Decoder`. `enters`, booleans `(B, T)`, is true for tokens that enter the
-        states. `seen`, int32 `(B,)`, is the new `Cache.seen`.
-    """
+    """Determines which new tokens enter the states."""
     positions = start + ops.arange(length, dtype="int32")
     passed = ops.expand_dims(positions, 0) >= ops.expand_dims(cache.seen, 1)
     after, visible = positions[-1] + 1, passed
@@ -226,11 +174,7 @@ def empty_cache(task, batch_size, max_length):
 
 @overriding("_build_cache")
 def build_cache(task, original, known, token_ids, *inputs, before=0, **options):
-    """Runs `CausalLM._build_cache`, which processes the prompt in parallel.
-
-    `inputs` and `options` are further arguments of the task's `call_with_cache`, which
-    inserts `before` positions before the tokens.
-    """
+    """Runs `CausalLM._build_cache`, which processes the prompt in parallel."""
     batch, length = ops.shape(token_ids)
     cache = empty_cache(task, batch, before + length)
     _, hidden_states, cache = task.call_with_cache(
@@ -240,21 +184,7 @@ def build_cache(task, original, known, token_ids, *inputs, before=0, **options):
 
 
 def make_generate_step(mask_name="padding_mask", before=None):
-    """Returns a `generate_step` for tasks whose prompts may have padding anywhere.
-
-    Padding before the last real token of a row, on the left or in between, keeps its
-    position and enters no state. A row without any real token starts from the token at
-    its first position.
-
-    Args:
-        mask_name: Key of the prompt's padding mask in the inputs.
-        before: Attribute of the backbone that holds the number of positions before the
-            prompt, such as those of an image. `None` if there are none.
-
-    Returns:
-        A method that runs the task's own `generate_step`, and leaves padding out of the
-        mask in its outputs.
-    """
+    """Returns a `generate_step` for tasks whose prompts may have padding anywhere."""
 
     @overriding("generate_step")
     def generate_step(task, original, known, inputs, stop_token_ids=None):

@@ -43,10 +43,7 @@ _remember_layers()
 
 
 def holders(layers):
-    """Returns the layers and models in this process that hold any of `layers`.
-
-    The list holds the direct parents and all their ancestors, once each.
-    """
+    """Returns the layers and models in this process that hold any of `layers`."""
     parents = {}
     for layer in list(_LAYERS.values()):
         # A layer that is being constructed may have no `_layers` yet.

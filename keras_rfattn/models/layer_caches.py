@@ -22,10 +22,7 @@ def build_cache(
 def call_with_cache(
     task, original, known, token_ids, cache, cache_update_index, *args, **kwargs
 ):
-    """Runs the task's `call_with_cache`.
-
-    `generation.call_with_cache` describes the arguments, results and errors.
-    """
+    """Runs the task's `call_with_cache`."""
     generation.check_cache(task, cache)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     length = ops.shape(token_ids)[1]

@@ -41,11 +41,7 @@ def _load_state(original, saveable, weights_store, *args, **kwargs):
 
 
 def _check_marks(load, model, weights_store, visited):
-    """Raises `ValueError` if a model and a file differ in attention.
-
-    It runs Keras' loader on a store that shows each layer only its mark, so no weight
-    is loaded.
-    """
+    """Raises `ValueError` if a model and a file differ in attention."""
     get, shown = weights_store.get, {}
 
     def get_marks(path):

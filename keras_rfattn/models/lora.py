@@ -48,12 +48,7 @@ def save_lora_weights(backbone, filepath):
 
 
 def load_lora_weights(backbone, filepath):
-    """Runs `Backbone.load_lora_weights` on a file from a softmax or a linear model.
-
-    Raises:
-        ValueError: If the file belongs to a model with other layers, or its adapters
-            belong to other layers or have other sizes. Nothing is changed in that case.
-    """
+    """Runs `Backbone.load_lora_weights` on a file from a softmax or a linear model."""
     with _without_maps(backbone):
         _check(backbone, filepath)
         type(backbone).original_class.load_lora_weights(backbone, filepath)

@@ -64,21 +64,7 @@ def check_mechanism(feature_map, num_features=None, seed=None):
 
 
 def lookup(argument, values, sites):
-    """Finds the value that a dict of patterns assigns to each attention layer.
-
-    Args:
-        argument: Name of the argument that holds the dict, for the error message.
-        values: Dict from paths or patterns (`fnmatch`) to values. If several patterns
-            match a layer, the first one counts.
-        sites: List of `survey.Site`.
-
-    Returns:
-        Dict from the index of a site to its value, without the sites that no pattern
-        matches.
-
-    Raises:
-        ValueError: If a key is not a string, or matches no site.
-    """
+    """Finds the value that a dict of patterns assigns to each attention layer."""
     found = {}
     for pattern, value in values.items():
         # A path may contain characters that are special in patterns.
@@ -100,21 +86,7 @@ def lookup(argument, values, sites):
 
 
 def select(sites, include, exclude):
-    """Selects the sites that `include` matches and `exclude` does not.
-
-    Args:
-        sites: List of `survey.Site`.
-        include: `None` (all sites), a path or pattern (`fnmatch`), a list of these, or
-            a callable `(path, layer) -> bool`.
-        exclude: Sites to leave out, in the same forms; `None` leaves out no site.
-
-    Returns:
-        List of `survey.Site`.
-
-    Raises:
-        ValueError: If a path or pattern matches no attention layer.
-        TypeError: If `include` or `exclude` has another type.
-    """
+    """Selects the sites that `include` matches and `exclude` does not."""
     indices = {site.index for site in sites}
     if include is not None:
         indices &= _chosen("include", include, sites)

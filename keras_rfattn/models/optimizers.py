@@ -19,14 +19,7 @@ from keras_rfattn.models.swap import strategy_scope
 
 @contextlib.contextmanager
 def following(layers):
-    """Context manager that changes the trained weights of layers.
-
-    Afterwards the optimizers of the models that hold the layers have slots for the
-    weights that are trained then.
-
-    Raises:
-        ValueError: Before anything changes, if an optimizer cannot have other slots.
-    """
+    """Context manager that changes the trained weights of layers."""
     if any(not _can_follow(model) for model in with_built_optimizer(layers)):
         # Models that nobody uses any more may still await garbage collection. They
         # must not cause an error.

@@ -10,11 +10,7 @@ TABLE = "PositionEmbedding"
 
 
 def token_limit(model, name="token_ids"):
-    """Returns the number of tokens for which a model has learned positions.
-
-    It is `None` if positions are not learned (rotary or relative positions) or their
-    table is not known. `name` is the key of the tokens in the model's inputs.
-    """
+    """Returns the number of tokens for which a model has learned positions."""
     # The result can be kept, because no table ever changes its size.
     known = notes_of(model).token_limits
     if name not in known:
@@ -62,20 +58,7 @@ class Sized:
 
 
 def check_size(model, args, kwargs):
-    """Checks that inputs are no larger than a model's table of positions.
-
-    Only static shapes are compared, so compiled functions do no extra work when they
-    run.
-
-    Args:
-        model: A KerasHub backbone or task. Other layers are not checked.
-        args: Arguments of the model's call, `fit`, `predict` or `generate_step`, of
-            which the first is the inputs.
-        kwargs: Keyword arguments of this method.
-
-    Raises:
-        ValueError: If tokens or images exceed the positions of the model.
-    """
+    """Checks that inputs are no larger than a model's table of positions."""
     if not isinstance(model, keras.Model):
         return
     inputs = args[0] if args else kwargs.get("x", kwargs.get("inputs"))

@@ -33,17 +33,7 @@ def call_with_cache(
     img_embeddings=None,
     padding_mask=None,
 ):
-    """Runs the task's `call_with_cache`.
-
-    A call with images processes the prompt; a call without images processes the tokens
-    after it. `generation.call_with_cache` describes the other arguments.
-
-    Args:
-        cache_update_index: Position of the first token. Positions count from the
-            beginning of the image.
-        img_embeddings: Embeddings `(B, S, D)` of the images, or `None`.
-        padding_mask: `(B, T)`, true for tokens of the prompt.
-    """
+    """Runs the task's `call_with_cache`."""
     if img_embeddings is None:
         logits, hidden_states, after = generation.call_with_cache(
             task, token_ids, cache, cache_update_index
@@ -65,11 +55,7 @@ def call_with_cache(
 
 
 def keeping_prompts(before, after):
-    """Returns a `Cache` with the keys and values that its prompts had before a call.
-
-    While rows with shorter prompts generate, the tokens of longer prompts pass again,
-    without the tokens of the prompt after them.
-    """
+    """Returns a `Cache` with the keys and values that its prompts had before a call."""
     layers = dict(after.layers)
     for i, x in layers.items():
         if not isinstance(x, tuple):

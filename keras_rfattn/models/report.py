@@ -109,15 +109,6 @@ class AttentionReport:
         others: Class and name of each other task that changed too, because it shares
             layers with the model.
         advice: Lines that say what to call next, and what generation needs.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorplus")
-        >>> report = keras_rfattn.describe_attention(model)
-        >>> [row.mechanism for row in report.rows], len(report.kept)
-        (['favorplus'], 0)
     """
 
     model: str
@@ -307,16 +298,7 @@ def local_note(site):
 
 
 def crossover(feature_map, layer):
-    """Computes the length above which linear attention takes fewer operations.
-
-    Softmax attention over S keys takes `S (H + V)` multiply-adds per query, with head
-    dim H and value size V; for V = H these are `4 S H` operations. Linear attention
-    takes `2 H m` multiply-adds to project a query and a key on m random vectors, and
-    `2 M V` for the sums of M features.
-
-    Returns:
-        Number of tokens S, or `None` for maps that compute their kernel exactly.
-    """
+    """Computes the length above which linear attention takes fewer operations."""
     if feature_map.is_exact:
         return None
     _, head_dim = layer._kv_shape()
@@ -328,13 +310,7 @@ def crossover(feature_map, layer):
 
 
 def multiplications(feature_map, head_dim, value_dim):
-    """Returns the multiplications `2 H m + 2 M V` of one linear head per token.
-
-    Args:
-        feature_map: `FeatureMap` with m random vectors and M features.
-        head_dim: Size H of a query or key.
-        value_dim: Size V of a value.
-    """
+    """Returns the multiplications `2 H m + 2 M V` of one linear head per token."""
     projected = feature_map.num_projections
     return 2 * (head_dim * projected + feature_map.output_dim * value_dim)
 

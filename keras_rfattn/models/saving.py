@@ -112,18 +112,7 @@ keras.saving.register_keras_serializable(PACKAGE, GENERIC)(
 
 
 def carrier_class(base, name=None, members=None):
-    """Returns the carrier of a container class, which is created once and registered.
-
-    Args:
-        base: The container's class.
-        name: Additional registered name, for classes that other code looks up by class
-            (KerasHub's backbones and tasks), or `None`. All carriers are saved under
-            the generic name.
-        members: Dict of further class attributes, or `None`.
-
-    Returns:
-        A subclass of `base` with the same name.
-    """
+    """Returns the carrier of a container class, created once and registered."""
     if base in CARRIERS:
         return CARRIERS[base]
     mixin = block_mixin(base)
@@ -153,10 +142,7 @@ def _save_as_generic(cls):
 
 @contextlib.contextmanager
 def saved_by_name(classes):
-    """Context manager that saves carriers under their own names.
-
-    Code that looks classes up by these names, such as `from_preset`, then finds them.
-    """
+    """Context manager that saves carriers under their own names."""
     for cls in classes:
         keras.saving.register_keras_serializable(PACKAGE, cls.__name__)(cls)
     try:
@@ -182,11 +168,7 @@ def holds_linear(container):
 
 
 def apply_config(container, entry):
-    """Replaces attention in a container that was just rebuilt from its config.
-
-    Raises:
-        ValueError: If the container has no attention layer at a saved position.
-    """
+    """Replaces attention in a container that was just rebuilt from its config."""
     sites, changes = survey(container), []
     for layer in entry["layers"]:
         if layer["index"] >= len(sites):
@@ -211,17 +193,7 @@ def apply_config(container, entry):
 
 
 def commit(model, sites, changes):
-    """Applies changes that have passed all checks.
-
-    Args:
-        model: The model to change.
-        sites: All its attention layers, a list of `Site`.
-        changes: List of `(site, feature_map, options)`.
-
-    Raises:
-        ValueError: If a model that holds one of the layers has a built optimizer that
-            cannot train the new weights. Nothing is changed in that case.
-    """
+    """Applies changes that have passed all checks."""
     for site, feature_map, _ in changes:
         if not feature_map.built:
             swap.build_map(site.layer, feature_map)
@@ -256,11 +228,7 @@ def uncarry(layers):
 
 
 def follow(model, sites):
-    """Updates everything that holds the attention layers of a changed model.
-
-    Containers become carriers if their configs need it, the companion hooks run, and
-    compiled functions are discarded.
-    """
+    """Updates everything that holds the attention layers of a changed model."""
     layers = [site.layer for site in sites]
     around = holders(layers)
     for container in around:

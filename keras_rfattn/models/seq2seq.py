@@ -22,15 +22,7 @@ from keras_rfattn.models.carried import (
 
 @generation.overriding("_initialize_cache")
 def initialize_cache(task, original, known, encoder_token_ids, decoder_token_ids):
-    """Runs `Seq2SeqLM._initialize_cache`.
-
-    The `Cache` also holds the cross-attention entries, because samplers repeat its
-    rows.
-
-    Returns:
-        `(cache, placeholder)`: a `Cache`, and an array in place of the cache of
-        cross-attention.
-    """
+    """Runs `Seq2SeqLM._initialize_cache`."""
     cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))
     crossing = [x for x in known.sites if generation.crosses(x)]
     batch, length = ops.shape(encoder_token_ids)
@@ -53,23 +45,7 @@ def call_decoder_with_cache(
     *args,
     **kwargs,
 ):
-    """Runs the task's `call_decoder_with_cache`.
-
-    Args:
-        task, original, known: See `generation.overriding`.
-        encoder_hidden_states: Encoder outputs `(B, S, D)`: batch size B, encoder length
-            S, width D.
-        encoder_padding_mask: `(B, S)`, true for real tokens of the encoder.
-        decoder_token_ids: Integers `(B, T)`, one or many tokens per row.
-        self_attention_cache: `Cache`, which also holds the cross-attention entries.
-        self_attention_cache_update_index: Position of the first of `decoder_token_ids`.
-        cross_attention_cache: Array, which is returned unchanged.
-        *args: Further arguments of the task's own method.
-        **kwargs: Further keyword arguments of the task's own method.
-
-    Returns:
-        `(logits, hidden_states, self_attention_cache, cross_attention_cache)`.
-    """
+    """Runs the task's `call_decoder_with_cache`."""
     start = ops.convert_to_tensor(self_attention_cache_update_index, dtype="int32")
     encoded, cache = (encoder_hidden_states, encoder_padding_mask), self_attention_cache
     with answered(task, known, cache, decoder_token_ids, start) as (blank, after):
@@ -80,14 +56,7 @@ def call_decoder_with_cache(
 
 @contextlib.contextmanager
 def answered(task, known, cache, token_ids, start):
-    """Context manager in which the decoder's attention layers compute from a `Cache`.
-
-    Tokens `(B, T)` begin at position `start`.
-
-    Yields:
-        `(blank, after)`: a placeholder for the cache of self-attention, and a function
-        that returns the `Cache` after the call.
-    """
+    """Context manager in which a decoder's attention layers compute from a `Cache`."""
     length = ops.shape(token_ids)[1]
     decoder, _, seen = generation.decoding(known, cache, length, start)
     own = known._replace(sites=[x for x in known.sites if generation.decodes(x)])

@@ -26,14 +26,7 @@ ADAPTERS = (
 
 
 def base_of(model):
-    """Returns the model that maps belong to: the backbone of a task, for instance.
-
-    This is the innermost `keras.Model` that holds all attention layers of `model`, so
-    that maps of a backbone fit every task and every user's model around it.
-
-    Args:
-        model: A built Keras model or layer.
-    """
+    """Returns the model that maps belong to: the backbone of a task, for instance."""
     sites = {id(site.layer) for site in survey(model)}
     models = [x for x in model._flatten_layers() if isinstance(x, keras.Model)]
     inner = {id(x): {id(y) for y in x._flatten_layers()} for x in models}
@@ -47,12 +40,7 @@ def checkpoint_hash(model):
 
 
 def layers_by_name(root, skip=()):
-    """Returns a dict from stable names to all layers inside a layer, `""` for itself.
-
-    Args:
-        root: A Keras layer.
-        skip: Class, or tuple of classes, of layers to leave out.
-    """
+    """Returns a dict from stable names to the layers inside a layer, `""` for itself."""
     found, seen = {"": root}, {id(root)}
 
     def visit(layer, name):
@@ -69,10 +57,7 @@ def layers_by_name(root, skip=()):
 
 
 def weights_by_name(root, skip=()):
-    """Returns a dict from stable names to all weights in a layer.
-
-    The arguments are those of `layers_by_name`.
-    """
+    """Returns a dict from stable names to all weights in a layer."""
     found, seen = {}, set()
     for name, layer in layers_by_name(root, skip).items():
         for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
@@ -84,17 +69,7 @@ def weights_by_name(root, skip=()):
 
 
 def hash_of(weights):
-    """Returns a hash of the values of weights, which identifies a checkpoint.
-
-    Values are rounded to bfloat16 first, so that a checkpoint that is loaded in
-    bfloat16 has the same hash. Adapters without effect do not count.
-
-    Args:
-        weights: Dict as `weights_by_name` returns it.
-
-    Returns:
-        String of hexadecimal digits.
-    """
+    """Returns a hash of the values of weights, which identifies a checkpoint."""
     digest, effective = hashlib.sha256(), adapters(weights)
     for name, variable in weights.items():
         if _is_adapter(name) and name not in effective:
@@ -116,11 +91,7 @@ def _is_adapter(name):
 
 
 def adapters(weights):
-    """Returns the names of the weights of all adapters (LoRA) that have an effect.
-
-    Args:
-        weights: Dict as `weights_by_name` returns it.
-    """
+    """Returns the names of the weights of all adapters (LoRA) that have an effect."""
     found = set()
     for first, second in ADAPTERS:
         owners = [x.removesuffix(second) for x in weights if x.endswith(second)]

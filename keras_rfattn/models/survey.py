@@ -63,13 +63,7 @@ class Site:
 
 
 def survey(model, drop_window=False, drop_cap=False):
-    """Returns a `Site` for each attention layer of a model, in a stable order.
-
-    Args:
-        model: A Keras model or layer.
-        drop_window: Whether sliding windows are ignored, so that no layer is local.
-        drop_cap: Whether soft caps on logits are ignored, so that they are no reason.
-    """
+    """Returns a `Site` for each attention layer of a model, in a stable order."""
     sites, seen = [], {id(model)}
 
     def visit(layer, path="", lasting=""):
@@ -152,10 +146,7 @@ def has_prefix(site):
 
 
 def unsupported(layer, with_cap=True):
-    """Returns why a softmax layer cannot be replaced, or `None` if it can.
-
-    A soft cap on its logits counts as a reason if `with_cap` is true.
-    """
+    """Returns why a softmax layer cannot be replaced, or `None` if it can."""
     cls = type(layer)
     if linear_class(cls) is not None:
         return refusal(layer, with_cap)

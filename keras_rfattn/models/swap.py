@@ -30,18 +30,12 @@ LINEAR_CLASSES = {
 
 
 def original_class(layer):
-    """Returns the class that a layer or model had before replacement.
-
-    This is its present class if nothing was replaced.
-    """
+    """Returns the class that a layer or model had before replacement."""
     return getattr(type(layer), "original_class", type(layer))
 
 
 def linear_class(cls):
-    """Returns the linear class for an attention class, or `None` if there is none.
-
-    A subclass of a known class qualifies if it does not override the computation.
-    """
+    """Returns the linear class for an attention class, or `None` if there is none."""
     if cls in LINEAR_CLASSES:
         return LINEAR_CLASSES[cls]
     names = ("call", "_compute_attention", "_compute_attention_mask")
@@ -55,17 +49,7 @@ def linear_class(cls):
 
 
 def make_linear_class(cls, mixin=LinearAttention, parent=None):
-    """Creates a subclass of `cls` with linear attention, for layers changed in place.
-
-    Args:
-        cls: The softmax class.
-        mixin: `LinearAttention`, or a subclass of it. Ignored if `parent` has a mixin.
-        parent: Linear class of the base class of `cls`, or `None`. If it has a mixin,
-            the new class uses that mixin.
-
-    Returns:
-        A subclass of `cls`.
-    """
+    """Creates a subclass of `cls` with linear attention, for changes in place."""
     mixin = getattr(parent, "mixin", mixin)
     members = {
         "mixin": mixin,
@@ -84,14 +68,7 @@ def make_linear_class(cls, mixin=LinearAttention, parent=None):
 
 
 def strategy_scope(layer):
-    """Returns the scope of TensorFlow's strategy in which a layer was built.
-
-    New weights of the layer must be created inside this scope. The scope does nothing
-    if there is no strategy, or if it is already active.
-
-    Raises:
-        ValueError: If the scope of a different strategy is active.
-    """
+    """Returns the scope of TensorFlow's strategy in which a layer was built."""
     if not layer.weights:
         return contextlib.nullcontext()
     own, current = strategies(layer.weights[0])

@@ -22,14 +22,6 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
         0.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
-        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
-        >>> tuple(ops.bidirectional(phi, phi, value).shape)
-        (1, 10, 2, 8)
     """
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     groups, dtype = num_heads // num_kv_heads, value.dtype

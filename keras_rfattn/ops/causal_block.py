@@ -73,12 +73,7 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
 
 
 def _reference(prefix, log_scale, mask):
-    """Returns a running maximum `(..., M)` that depends on keys all queries may see.
-
-    It includes the block's first visible key. If that key is not the first token, the
-    queries before it see at most the prefix; where there is a prefix, its maximum alone
-    is returned.
-    """
+    """Returns a running maximum `(..., M)` that depends on keys all queries may see."""
     log_scale = ops.stop_gradient(log_scale)
     if mask is None:
         return elementwise_max(prefix.maximum, log_scale[..., 0, :])
@@ -109,11 +104,7 @@ def _scaled_weights(query, key, excess, shift, visible, dtype):
 
 
 def _replace_rows(weights, shift, exceeds, features, groups, dtype, fallback):
-    """Replaces the rows whose exponents exceed the span by those of the fallback.
-
-    `exceeds`, `(..., R)`, marks these rows. `features` are the query features, the key
-    features and the mask. The result is the weights and the shift, `(..., R)`.
-    """
+    """Replaces the rows whose exponents exceed the span by those of the fallback."""
     query, key, mask = features
     operands = [x for x in (*query, *key) if x is not None]
 

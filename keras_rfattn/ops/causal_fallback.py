@@ -24,20 +24,7 @@ from keras_rfattn.ops.sums import Reading, query_shift
 
 
 def unbounded_weights(query, key, mask, groups, dtype):
-    """Returns the weights of every query for the keys of its block up to its own token.
-
-    Args:
-        query: `Features` of shape `(B, K, n, C · G, M)`.
-        key: `Features` of shape `(B, K, n, C, M)`.
-        mask: Booleans that broadcast to `(B, K, n, C)`, true for visible keys, or
-            `None` if all keys are visible.
-        groups: G, query heads per key head.
-        dtype: Compute dtype of the products.
-
-    Returns:
-        Tuple `(weights, shift)`. `weights` is a result of `weigh_keys`, of shape
-        `(B, K, n, C · G, C)` and relative to `exp(shift)`, which is `(B, K, n, C · G)`.
-    """
+    """Returns weights `(B, K, n, C · G, C)` of queries for keys of their block."""
     # `torch.jit.trace` records sizes as scalar tensors.
     size = int(key.log_scale.shape[-2])
     # The smallest power of two whose square is at least the length of the block.
@@ -91,12 +78,7 @@ def unbounded_weights(query, key, mask, groups, dtype):
 
 
 def _earlier_chunks(query, key, is_earlier, dtype):
-    """Returns the weights for the keys of earlier chunks, and their shift.
-
-    L is heads times blocks; a block has n chunks of c tokens. From queries
-    `(B, L, n, c · G, M)`, keys `(B, L, 1, n · c, M)` and booleans `(n, n · c)`, this
-    computes weights `(B, L, n, c · G, n · c)` and the shift `(B, L, n, c · G)`.
-    """
+    """Returns the weights for the keys of earlier chunks, and their shift."""
     log_scale = where(ops.expand_dims(is_earlier, -1), key.log_scale, LOWEST)
     maximum = ops.stop_gradient(largest_of(log_scale, axis=-2))
     shift = query_shift(query, maximum)
@@ -110,11 +92,7 @@ def _earlier_chunks(query, key, is_earlier, dtype):
 
 
 def _own_chunk(query, key):
-    """Returns weights `(B, L, c · G, c)` for keys of the own chunk, and their shift.
-
-    Queries have shape `(B, L, c · G, M)` and keys `(B, L, c, M)`, where L counts heads,
-    blocks and chunks.
-    """
+    """Returns weights `(B, L, c · G, c)` for keys of the own chunk, and their shift."""
     rows, columns = (int(x.log_scale.shape[-2]) for x in (query, key))
     token = repeat_each(ops.arange(columns), rows // columns)
     visible = ops.expand_dims(token, 1) >= ops.expand_dims(ops.arange(columns), 0)
@@ -132,12 +110,7 @@ def _own_chunk(query, key):
 
 
 def weigh_keys(query, rows, key, shift):
-    """Returns the weights of every query for every key, `(..., R, S)`.
-
-    Signed features give a tuple of the weights and their magnitudes, exponential ones a
-    tuple of the weights alone. `rows` are the query features expanded relative to
-    `exp(shift)`.
-    """
+    """Returns the weights of every query for every key, `(..., R, S)`."""
     columns = key.expand(0, rows.dtype)
     weights = accumulated_matmul(rows, columns, transpose_b=True)
     if query.is_exponential:

@@ -98,14 +98,6 @@ class Exponents(NamedTuple):
         bias: Array of shape `(B or 1, K, 1, M)`.
         common: Array of shape `(..., 1)`: the exponent term that all features of a
             token share. `None` for 0.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> exponents = ops.Exponents(
-        ...     x=np.ones((1, 10, 2, 8)), vectors=np.ones((1, 2, 8, 16)),
-        ...     bias=np.zeros((1, 2, 1, 16)))
-        >>> exponents.common is None
-        True
     """
 
     x: Any

@@ -137,13 +137,6 @@ class Squared(NamedTuple):
     Attributes:
         values: Array v of shape `(..., r)` with magnitudes at most 1.
         log_scale: Array of shape `(..., 1)`; float32 or float64.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> v = np.array([[1.0, -0.5]])
-        >>> features = ops.Squared(v, np.zeros((1, 1)))
-        >>> features.values.shape
-        (1, 2)
     """
 
     values: Any

@@ -45,15 +45,6 @@ class Softmax:
             `exp(c tanh(q · k / c))`. `None` leaves them unbounded.
         has_offset: Whether attention by the kernel has a 1 in its denominator, as that
             of queries with a sink does (`sink_logits.append_sinks`).
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> query, key, value = rng.standard_normal((3, 1, 10, 2, 8), "float32")
-        >>> kernel = ops.Softmax()
-        >>> output = ops.exact_attention(query, key, value, kernel)
-        >>> tuple(output.shape)
-        (1, 10, 2, 8)
     """
 
     soft_cap: float | None = None
@@ -126,10 +117,7 @@ def _exponentiate(exponent, visible):
 
 
 def unit(x):
-    """Returns `(x / ‖x‖, log ‖x‖)`, of shapes `(..., H)` and `(..., 1)`.
-
-    The zero vector gives 0 as its direction.
-    """
+    """Returns `(x / ‖x‖, log ‖x‖)`, of shapes `(..., H)` and `(..., 1)`."""
     size = largest_of(ops.abs(x), axis=-1, keepdims=True)
     size = ops.stop_gradient(elementwise_max(size, LEAST))
     x = x / size
@@ -139,11 +127,7 @@ def unit(x):
 
 
 def read_exactly(kernel, query, key, value, visible):
-    """Returns the `Reading` of queries `(..., R, H)` by a kernel.
-
-    `visible` are booleans that broadcast to `(..., R, S)`, or `None` if all S keys are
-    visible.
-    """
+    """Returns the `Reading` of queries `(..., R, H)` by a kernel."""
     weights, shift = kernel(query, key, visible)
     rounded = ops.cast(weights, value.dtype)
     if sums_weights_apart(product(*ops.shape(weights))):
@@ -180,15 +164,6 @@ def exact_attention(
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
         0.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> query, key, value = rng.standard_normal((3, 1, 10, 2, 8), "float32")
-        >>> kernel = ops.Polynomial(degree=2)
-        >>> output = ops.exact_attention(query, key, value, kernel, causal=True)
-        >>> tuple(output.shape)
-        (1, 10, 2, 8)
     """
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     groups, length = num_heads // num_kv_heads, ops.shape(query)[1]
@@ -229,13 +204,5 @@ def softmax_attention(query, key, value, key_mask=None, causal=False, prefix_mas
     """Computes `softmax(q · k) v` over the visible keys in O(T · S).
 
     The arguments and the result are those of `exact_attention` with `Softmax()`.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> query, key, value = rng.standard_normal((3, 1, 10, 2, 8), "float32")
-        >>> output = ops.softmax_attention(query, key, value, causal=True)
-        >>> bool(np.allclose(output[:, 0], value[:, 0], atol=1e-5))
-        True
     """
     return exact_attention(query, key, value, Softmax(), key_mask, causal, prefix_mask)

@@ -12,10 +12,7 @@ from keras_rfattn.ops.masks import heads_mask
 
 
 def heads_first(features, num_kv_heads):
-    """Converts features `(B, T, N, M)` to heads first, `(B, K, T · G, M)`.
-
-    `Deferred` features may remain to be computed, by their method `compute`.
-    """
+    """Converts features `(B, T, N, M)` to heads first, `(B, K, T · G, M)`."""
     if isinstance(features, Deferred):
         x = split_heads(features.x, num_kv_heads)
         return features.function.heads_first(x, features.parameters)
@@ -46,10 +43,7 @@ def merge_heads(x, num_heads, length):
 
 
 def cut_blocks(x, size, groups=1):
-    """Cuts `(B, K, T · G, ...)` into `(B, K, T / size, size · G, ...)`.
-
-    The end is padded with zeros to whole blocks, at least one.
-    """
+    """Cuts `(B, K, T · G, ...)` into `(B, K, T / size, size · G, ...)`."""
     shape = ops.shape(x)
     count = num_blocks(shape[2] // groups, size)
     size = size * groups
@@ -61,11 +55,7 @@ def cut_blocks(x, size, groups=1):
 
 
 def cut_tokens(x, size):
-    """Cuts `(B, T, N, ·)` into `(B, 1, T / size, size, N, ·)`, padded with zeros.
-
-    Tokens stay in place. `block_heads` puts heads first block by block, within a cache;
-    moving all of them at once would take fresh memory for each array.
-    """
+    """Cuts `(B, T, N, ·)` into `(B, 1, T / size, size, N, ·)`, padded with zeros."""
     return cut_blocks(ops.expand_dims(x, 1), size)
 
 
@@ -95,10 +85,7 @@ def join_tokens(blocks, length):
 
 
 def block_mask(key_mask, length, size):
-    """Returns which keys of each block exist and are visible; `None` if all are.
-
-    The result is a boolean array of shape `(B or 1, 1, T / C, C)`.
-    """
+    """Returns which keys of each block exist and are visible; `None` if all are."""
     if key_mask is not None:
         mask = heads_mask(key_mask)
     elif is_known(length) and length and length % size == 0:
@@ -117,11 +104,7 @@ def take_apart(features):
 
 
 def in_blocks(arrays, function, num_kv_heads, block_size, groups=1):
-    """Returns arrays in blocks along axis 2, and a function that gives their features.
-
-    The function takes the arrays of some blocks and returns `Features` of shape
-    `(B, K, n, C · G, ·)`. Features that are computed already are returned unchanged.
-    """
+    """Returns arrays in blocks along axis 2, and a function for their features."""
     if function is None:
         features = heads_first(arrays, num_kv_heads)
         blocks = features.of_tokens(lambda x: cut_blocks(x, block_size, groups))
@@ -145,10 +128,7 @@ def in_blocks(arrays, function, num_kv_heads, block_size, groups=1):
 
 
 def one_block(blocks):
-    """Returns one block of zeros for deferred features, to find out their shapes.
-
-    Blocks of computed features are returned unchanged.
-    """
+    """Returns one block of zeros for deferred features, to find out their shapes."""
     if isinstance(blocks, tuple):
         return blocks
     shape = ops.shape(blocks)

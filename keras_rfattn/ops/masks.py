@@ -81,13 +81,6 @@ def interpret_mask(mask, query_length, key_length, causal=False):
         ValueError: If the mask has another shape, is neither padding nor causal nor
             both, or depends on the query while being traced, so that its values are
             unknown.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> mask = np.array([[[True, True, False]]])
-        >>> found = ops.interpret_mask(mask, query_length=3, key_length=3)
-        >>> tuple(found.key_mask.shape), found.causal
-        ((1, 3), False)
     """
     if isinstance(mask, AttentionMask):
         return mask.replace(causal=mask.causal or causal)

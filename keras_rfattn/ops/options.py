@@ -44,12 +44,6 @@ class Options:
             or exceeds the window, `temperature` is not positive,
             `softmax_heads` are not distinct non-negative integers, or `implementation`
             is unknown.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> options = ops.Options(window=128, sliding=True)
-        >>> options.window, options.implementation
-        (128, 'auto')
     """
 
     block_size: int | None = None

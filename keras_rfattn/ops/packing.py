@@ -51,16 +51,7 @@ class Layout(NamedTuple):
 
 
 def layout(segment_ids, max_segments=None):
-    """Returns the `Layout` of packed rows.
-
-    Tokens of a row with the same id in `segment_ids`, `(B, T)`, form a text. Inside a
-    compiled function, where the ids are unknown, each row takes the room of
-    `max_segments` texts of T tokens.
-
-    Raises:
-        ValueError: If a row has more texts than `max_segments`, or if `max_segments` is
-            required and not given.
-    """
+    """Returns the `Layout` of packed rows."""
     length = ops.shape(segment_ids)[1]
     order = ops.argsort(segment_ids, axis=1)
     back = ops.argsort(order, axis=1)
@@ -113,22 +104,7 @@ def _sizes(rank, length, max_segments):
 
 
 def by_text(attend, tokens, mask, max_segments, **arguments):
-    """Computes attention of packed rows, separately for each text.
-
-    Args:
-        attend: Function `(query, key, value, mask=, **arguments) -> output`.
-        tokens: Tuple of queries, keys and values of shape `(B, T, ·, ·)`.
-        mask: `AttentionMask` with `segment_ids`.
-        max_segments: Largest number of texts in a row; see `layout`.
-        **arguments: Further arguments of `attend`.
-
-    Returns:
-        The output of shape `(B, T, ·, ·)`.
-
-    Raises:
-        ValueError: If queries and keys are not the same tokens of whole rows, or for
-            the reasons of `layout`.
-    """
+    """Computes attention of packed rows, separately for each text."""
     if not mask.self_attention or mask.offset is not None:
         raise ValueError(
             "`segment_ids` need self-attention over whole rows, where queries and keys "

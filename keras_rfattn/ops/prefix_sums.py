@@ -23,16 +23,7 @@ GROUP, LEVELS = 16, 4
 
 
 def prefix_sums(blocks, start):
-    """Returns the sums over all blocks before each block, and over all blocks.
-
-    Args:
-        blocks: `Sums` of n blocks along axis 2, `(B, K, n, ...)`.
-        start: `Sums` of what comes before all blocks, `(B, K, ...)`.
-
-    Returns:
-        `(prefix, last)`: `Sums` shaped like `blocks` and like `start`. `last` includes
-        all blocks.
-    """
+    """Returns the sums over all blocks before each block, and over all blocks."""
     if not loops_over_blocks(blocks[0].shape[2]):
         return _without_loop(blocks, start)
     moved = tuple(move_axis(x, 2, 0) for x in blocks)
@@ -46,11 +37,7 @@ def prefix_sums(blocks, start):
 
 
 def _without_loop(blocks, start):
-    """Computes `prefix_sums` without a loop, for any number of blocks.
-
-    Some formats of exported programs have no loops, and PyTorch would repeat the body
-    of a loop for every block.
-    """
+    """Computes `prefix_sums` without a loop, for any number of blocks."""
     batch, heads, count = ops.shape(blocks[0])[:3]
 
     def merged(x):
@@ -70,11 +57,7 @@ def _without_loop(blocks, start):
 
 
 def _before(blocks, start, count, levels):
-    """Returns the sums before each of `count` blocks along axis 1, including `start`.
-
-    Within a group, each block is added to all later blocks of the group. The totals of
-    the groups are then treated as blocks in the same way.
-    """
+    """Returns the sums before each of `count` blocks along axis 1, with `start`."""
     first = Sums(*(ops.expand_dims(x, 1) for x in start))
     is_last = is_known(count) and count <= GROUP
     groups, size = (1, count) if is_last else (num_blocks(count, GROUP), GROUP)

@@ -24,14 +24,6 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
         0.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
-        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
-        >>> tuple(ops.quadratic(phi, phi, value, causal=True).shape)
-        (1, 10, 2, 8)
     """
     value = ops.convert_to_tensor(value)
     query, key = query_features.dense(), key_features.dense()

@@ -36,12 +36,6 @@ class State(NamedTuple):
         magnitude: Array in the shape of `maximum`: Σ exp(log_scale) relative to
             `exp(maximum)`, float32. The guard of signed maps needs it.
         position: Array of shape `(B,)`: number of visible tokens so far, int32.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> state = ops.init_state(1, 2, feature_dim=16, value_dim=8)
-        >>> isinstance(state, ops.State), tuple(state.maximum.shape)
-        (True, (1, 2, 16))
     """
 
     maximum: Any
@@ -64,12 +58,6 @@ def init_state(batch_size, num_kv_heads, feature_dim, value_dim, scale_dim=None)
 
     Returns:
         A `State`.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> state = ops.init_state(1, 2, feature_dim=16, value_dim=8)
-        >>> tuple(state.numerator.shape), int(state.position[0])
-        ((1, 2, 8, 16), 0)
     """
     lead = batch_size, num_kv_heads
     sums = no_sums(lead, feature_dim, value_dim, scale_dim or feature_dim)
@@ -87,16 +75,6 @@ def extend_state(state, key_features, value, key_mask=None):
 
     Returns:
         The extended `State`.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
-        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
-        >>> state = ops.init_state(1, 2, feature_dim=16, value_dim=8)
-        >>> state = ops.extend_state(state, phi, value)
-        >>> int(state.position[0])
-        10
     """
     new = sum_tokens(key_features, value, key_mask)
     position = state.position + count_visible(value, key_mask)
@@ -114,16 +92,6 @@ def read_state(state, query_features, dtype=None):
 
     Returns:
         Array of shape `(B, T, N, V)` in `dtype`.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
-        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
-        >>> state = ops.init_state(1, 2, feature_dim=16, value_dim=8)
-        >>> state = ops.extend_state(state, phi, value)
-        >>> tuple(ops.read_state(state, phi).shape)
-        (1, 10, 2, 8)
     """
     num_kv_heads = state.numerator.shape[1]
     query = heads_first(query_features, num_kv_heads).compute()

@@ -18,32 +18,12 @@ LIFT, LEAST = 38.0, 1e-11
 
 
 def kernel_rows(kernel, query, key, visible):
-    """Returns the normalized attention weights `(B, K, R · G, S)` of a kernel.
-
-    The G query heads of a token are adjacent. A row that sees no key is 0.
-
-    Args:
-        kernel: `ops.kernel_attention.Softmax()` or `Polynomial(degree)`.
-        query: Scaled queries of shape `(B, R, N, H)`.
-        key: Scaled keys of shape `(B, S, K, H)`.
-        visible: Boolean array that broadcasts to `(B, K, R · G, S)`.
-    """
+    """Returns the normalized attention weights `(B, K, R · G, S)` of a kernel."""
     return normalize(_by_kernel(kernel, query, key, visible), kernel)
 
 
 def feature_rows(query_features, key_features, visible, key_mask=None, local=None):
-    """Returns the normalized attention weights that features imply, as `kernel_rows`.
-
-    Args:
-        query_features: `Features` of R queries, of shape `(B, R, N, M)`.
-        key_features: `Features` of shape `(B, S, K, M)`.
-        visible: Boolean array that broadcasts to `(B, K, R · G, S)`.
-        key_mask: Optional array of shape `(B, S)`, true for keys that some query sees.
-            Hidden keys may hold anything.
-        local: Optional tuple `(kernel, query, key, near)`. The first three are
-            arguments of `kernel_rows`; `near` is a boolean array that broadcasts to
-            `(B, K, R · G, S)`, true for keys that are weighed by the kernel itself.
-    """
+    """Returns the normalized attention weights of features, as `kernel_rows` does."""
     num_kv_heads, mask = key_features.num_heads, heads_mask(key_mask)
     query = heads_first(query_features, num_kv_heads).compute()
     key = heads_first(key_features, num_kv_heads).hidden(mask).compute()
@@ -94,19 +74,7 @@ def _by_features(query, key, visible):
 
 
 def nearby(key_mask, rows, length, window, sliding=False, causal=False):
-    """Returns which keys `local_attention` weighs by the kernel for each query.
-
-    Args:
-        key_mask: Array of shape `(B, T)`, true for visible keys, or `None`.
-        rows: Positions of the queries, integers of shape `(R,)`.
-        length: T, an integer or a scalar integer tensor.
-        window: Positive integer, the number of tokens in a window.
-        sliding: Whether the windows next to a query's own are exact too.
-        causal: Whether attention is causal, so that later windows are not seen.
-
-    Returns:
-        Boolean array of shape `(B or 1, R, T)`.
-    """
+    """Returns which keys `local_attention` weighs by the kernel for each query."""
     positions = ops.expand_dims(ops.arange(length, dtype="int32"), 0)
     rows = ops.expand_dims(ops.cast(rows, "int32"), 0)
     if key_mask is not None:

@@ -15,11 +15,7 @@ from keras_rfattn.ops.features import Features
 
 
 def append_sinks(query, sink_logits):
-    """Returns queries `(B, T, N, H + 1)` whose last coordinate is the negative sink.
-
-    There, it is moved and cut together with the query. The product with a key whose
-    last coordinate is 1 is `q · k - s`. `sink_logits` has shape `(N,)`.
-    """
+    """Returns queries `(B, T, N, H + 1)` whose last coordinate is the negative sink."""
     last = ops.reshape(ops.cast(sink_logits, query.dtype), (1, 1, -1, 1))
     last = ops.broadcast_to(-last, (*ops.shape(query)[:-1], 1))
     return ops.concatenate([query, last], axis=-1)

@@ -46,12 +46,7 @@ class Sinks(NamedTuple):
         return self.key.shape[1]
 
     def of_queries(self, features, query):
-        """Returns query features `(B, T, N, M + n)`.
-
-        Args:
-            features: `Features` or `Deferred` features of shape `(B, T, N, M)`.
-            query: Scaled queries of shape `(B, T, N, H)`.
-        """
+        """Returns query features `(B, T, N, M + n)`."""
         num_heads, num_kv_heads = query.shape[2], self.key.shape[2]
         rows, length = split_heads(query, num_kv_heads), ops.shape(query)[1]
         key = ops.cast(split_heads(self.key, num_kv_heads), rows.dtype)
@@ -60,13 +55,7 @@ class Sinks(NamedTuple):
         return _append(QueryFunction, features, weights)
 
     def of_keys(self, features, position):
-        """Returns key features `(B, S, K, M + n)`.
-
-        Args:
-            features: `Features` or `Deferred` features of shape `(B, S, K, M)`.
-            position: Integers of shape `(B or 1, S)`: the position of each key, counted
-                from the first visible key of its row.
-        """
+        """Returns key features `(B, S, K, M + n)`."""
         x = features.x if isinstance(features, Deferred) else features.log_scale
         number = ops.arange(self.count, dtype="int32")
         is_sink = ops.expand_dims(position, (2, 3)) == number
@@ -76,17 +65,7 @@ class Sinks(NamedTuple):
 
 
 def first_tokens(key, count, key_mask=None):
-    """Returns the keys of the sinks, and the positions of all keys.
-
-    Args:
-        key: Scaled keys of shape `(B, S, K, H)`, finite.
-        count: Number of sinks n.
-        key_mask: Optional array of shape `(B, S)`, true for visible keys.
-
-    Returns:
-        Tuple `(keys, position)`: keys of shape `(B, n, K, H)`, and integers of shape
-        `(B or 1, S)`, which are negative before the first visible key.
-    """
+    """Returns the keys of the sinks, and the positions of all keys."""
     batch, length = ops.shape(key)[:2]
     first = 0 if key_mask is None else first_visible(key_mask)
     position = ops.expand_dims(ops.arange(length, dtype="int32"), 0) - first

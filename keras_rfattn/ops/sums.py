@@ -53,19 +53,12 @@ class Reading(NamedTuple):
 
 
 def admit(key, value, mask=None):
-    """Computes key features `(..., S, M)` and hides masked rows, for `summarize`.
-
-    Keys and values that the booleans `mask`, `(..., S)`, hide may hold anything.
-    """
+    """Computes key features `(..., S, M)` and hides masked rows, for `summarize`."""
     return key.hidden(mask).compute(), hide(value, mask)
 
 
 def summarize(key, value, mask=None):
-    """Returns the `Sums` over S tokens, in float32 (float64 for float64 features).
-
-    `key` and `value` are results of `admit`, and `mask` is the mask given to it. The
-    dtype of `value` is the compute dtype.
-    """
+    """Returns the `Sums` over S tokens, in float32 (float64 for float64 features)."""
     maximum = ops.stop_gradient(largest_of(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
     rows = key.expand(shift, value.dtype)
@@ -115,10 +108,7 @@ def query_shift(query, maximum):
 
 
 def read(sums, query, dtype):
-    """Returns the `Reading` of `sums` by query `Features` `(..., R, M)`.
-
-    `dtype` is the compute dtype of the products.
-    """
+    """Returns the `Reading` of `sums` by query `Features` `(..., R, M)`."""
     raised = query.raised(ops.expand_dims(sums.maximum, -2))
     shift = ops.stop_gradient(largest_of(raised.log_scale, axis=-1))
     rows = raised.expand(ops.expand_dims(shift, -1), dtype)
@@ -126,11 +116,7 @@ def read(sums, query, dtype):
 
 
 def look_up(sums, query, rows, shift):
-    """Computes `read` for queries whose exponents already contain the sums' maxima.
-
-    `rows` are the features expanded relative to `exp(shift)`, in the compute dtype. The
-    exponents of `query` are used for signed features only.
-    """
+    """Computes `read` for queries whose exponents already contain the sums' maxima."""
     wide, dtype = wide_dtype(sums.numerator), rows.dtype
     last = ops.cast(ops.expand_dims(sums.normalizer, -2), wide)
     if keras.backend.standardize_dtype(dtype) == wide:
@@ -167,28 +153,13 @@ def combine(a, b):
 
 
 def normalize(reading, features, dtype=None):
-    """Divides the numerator by the `guarded` denominator: `(..., R, V)`.
-
-    A row that sees no key is 0. The dtype of the result is the numerator's by default.
-    """
+    """Divides the numerator by the `guarded` denominator: `(..., R, V)`."""
     dtype = reading.numerator.dtype if dtype is None else dtype
     return quotient(reading.numerator, guarded(reading, features), dtype)
 
 
 def guarded(reading, features):
-    """Returns the denominator of each row, `(..., R, 1)`; 1 for one that sees no key.
-
-    `features` are the features, or the kernel, of the reading. A positive map's
-    denominator is returned as it is. A signed map's denominator D can come near 0 by
-    cancellation. With `bound = Σ_j Σ_m exp(log_scale_i + log_scale_j)` (every |value|
-    taken as 1) it is replaced by
-
-        sign(D) · max(|D|, GUARD · bound),  sign(0) = 1
-
-    This needs only sums, so all algorithms agree. The 1 in the denominator of
-    polynomial attention becomes `exp(-shift)` here, because everything is relative to
-    `exp(shift)`.
-    """
+    """Returns the denominator of each row, `(..., R, 1)`; 1 if it sees no key."""
     denominator = reading.denominator
     if features.is_signed:
         floor = GUARD * ops.stop_gradient(reading.bound)
@@ -205,10 +176,7 @@ def guarded(reading, features):
 
 
 def no_sums(lead, width, value_dim, scale_dim, dtype="float32", scale_dtype="float32"):
-    """Returns the sums over no key, for leading sizes `lead`.
-
-    The maximum has `scale_dtype`, and the other arrays have `dtype`.
-    """
+    """Returns the sums over no key, for leading sizes `lead`."""
     return Sums(
         ops.zeros((*lead, scale_dim), dtype=scale_dtype) + LOWEST,
         ops.zeros((*lead, value_dim, width), dtype=dtype),

@@ -19,23 +19,7 @@ from keras_rfattn.ops.windows import in_windows
 def local_chunk(
     state, features, value, local, key_mask=None, passed=None, is_empty=False
 ):
-    """Computes causal `local_attention` of tokens after those of a state.
-
-    Args:
-        state: A `LocalState`.
-        features: Function of scaled queries, scaled keys, the keys of sinks
-            `(B, K, s, H)` and the positions of keys `(B, S)`. It returns the `Features`
-            of queries and keys, or `Deferred` features.
-        value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
-        local: `Local` of the new tokens.
-        key_mask: As in `extend_local_state`.
-        passed: As in `extend_local_state`.
-        is_empty: Whether no token has entered the state yet, which saves laying it out.
-
-    Returns:
-        `(output, state)`: the output of shape `(B, S, N, V)`, and the extended
-        `LocalState`.
-    """
+    """Computes causal `local_attention` of tokens after those of a state."""
     query, key, kernel, window, _ = local
     moved = Move(state, ops.shape(value)[:2], key_mask, passed)
     num_kv_heads = value.shape[2]

@@ -59,13 +59,6 @@ class LocalState(NamedTuple):
             are visible.
         position: Array of shape `(B,)`: number of tokens since the first visible one,
             int32.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> state = ops.init_local_state(
-        ...     1, 2, feature_dim=16, value_dim=8, head_dim=8, window=4)
-        >>> isinstance(state, ops.LocalState), int(state.position[0])
-        (True, 0)
     """
 
     maximum: Any
@@ -114,13 +107,6 @@ def init_local_state(
 
     Returns:
         A `LocalState`.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> state = ops.init_local_state(
-        ...     1, 2, feature_dim=16, value_dim=8, head_dim=8, window=4)
-        >>> tuple(state.numerator.shape), tuple(state.key.shape)
-        ((1, 2, 2, 8, 16), (1, 2, 4, 8))
     """
     near = 2 if sliding else 1
     lead = batch_size, num_kv_heads
@@ -152,17 +138,6 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
 
     Returns:
         The extended `LocalState`.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
-        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
-        >>> state = ops.init_local_state(
-        ...     1, 2, feature_dim=16, value_dim=8, head_dim=8, window=4)
-        >>> state = ops.extend_local_state(state, phi, value, key=value)
-        >>> int(state.position[0])
-        10
     """
     moved = Move(state, ops.shape(value)[:2], key_mask, passed)
     num_kv_heads, new = value.shape[2], moved.new
@@ -314,17 +289,6 @@ def read_local_state(state, query_features, query, kernel):
 
     Returns:
         Array of shape `(B, T, N, V)` in the dtype of the state's values.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng, kernel = np.random.default_rng(0), ops.Softmax()
-        >>> phi = ops.Features(None, rng.standard_normal((1, 1, 2, 16), "float32"))
-        >>> query = rng.standard_normal((1, 1, 2, 8), "float32")
-        >>> state = ops.init_local_state(
-        ...     1, 2, feature_dim=16, value_dim=8, head_dim=8, window=4)
-        >>> state = ops.extend_local_state(state, phi, query, key=query)
-        >>> tuple(ops.read_local_state(state, phi, query, kernel).shape)
-        (1, 1, 2, 8)
     """
     num_kv_heads, value = state.key.shape[1], representable(state.value)
     features = heads_first(query_features, num_kv_heads).compute()

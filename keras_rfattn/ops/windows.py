@@ -76,16 +76,6 @@ class Local(NamedTuple):
             estimate.
         window: Positive integer, the number of tokens in a window.
         sliding: Whether the windows next to a query's own are exact too.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
-        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
-        >>> local = ops.Local(
-        ...     query=value, key=value, kernel=ops.Softmax(), window=4)
-        >>> tuple(ops.local_attention(phi, phi, value, local).shape)
-        (1, 10, 2, 8)
     """
 
     query: Any
@@ -120,12 +110,7 @@ class Windows:
         return range(-1 if self.sliding else 0, 2 if after else 1)
 
     def cut(self, query, key, value, mask):
-        """Cuts tokens, heads first, into n windows: `(query, key, value, exists)`.
-
-        `mask` has shape `(B, 1, n, C)`. The results are queries `(B, K, n, C · G, H)`,
-        keys and values `(B, K, n, C, ·)` in which hidden rows are 0, and booleans
-        `(B, 1, n, C, 1)` of the keys that exist.
-        """
+        """Cuts tokens, heads first, into n windows: `(query, key, value, exists)`."""
         query = cut_blocks(query, self.size, self.groups)
         key, value = (hide(cut_blocks(x, self.size), mask) for x in (key, value))
         if mask is None:
@@ -138,11 +123,7 @@ class Windows:
         return found[0] if len(found) == 1 else ops.concatenate(found, axis=3)
 
     def answer(self, sums, features, query, key, value, mask, is_all, dtype):
-        """Returns the output in `dtype`, from `sums` of far windows and keys nearby.
-
-        `key`, `value` and `mask` are results of `beside`. `is_all` says that no key is
-        hidden.
-        """
+        """Returns the output in `dtype`, from `sums` of far windows and keys nearby."""
         far = read(sums, features, value.dtype)
         visible = self.visible(mask, is_all)
         near = read_exactly(self.kernel, query, key, value, visible)
@@ -191,16 +172,7 @@ class Windows:
 
 
 def from_first_visible(key_mask, causal=False):
-    """Returns functions that rotate rows so that the first visible key comes first.
-
-    Args:
-        key_mask: Array of shape `(B, T)`.
-        causal: Whether the output of queries before the first visible key is set to 0,
-            because they were rotated behind all keys.
-
-    Returns:
-        `(turn, turn_back)`: functions of arrays `(B, T, ...)`, and of an output.
-    """
+    """Returns functions that rotate rows so that the first visible key comes first."""
     length, first = ops.shape(key_mask)[1], first_visible(key_mask)
     positions = ops.expand_dims(ops.arange(length, dtype="int32"), 0)
     forward, back = (positions + first) % length, (positions - first) % length
@@ -236,17 +208,6 @@ def local_attention(
     Raises:
         ValueError: If the window is not a positive integer, or if queries and keys have
             different lengths.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> phi = ops.Features(None, rng.standard_normal((1, 10, 2, 16), "float32"))
-        >>> value = rng.standard_normal((1, 10, 2, 8), "float32")
-        >>> local = ops.Local(
-        ...     query=value, key=value, kernel=ops.Softmax(), window=4)
-        >>> output = ops.local_attention(phi, phi, value, local, causal=True)
-        >>> bool(np.allclose(output[:, 0], value[:, 0], atol=1e-5))
-        True
     """
     query, key, kernel, window, sliding = local
     Options(window=window, sliding=sliding)
@@ -271,23 +232,7 @@ def local_attention(
 def in_windows(
     features, value, local, is_causal, mask=None, earlier=None, far_mask=None
 ):
-    """Computes `local_attention` of rows whose first token begins a window.
-
-    Args:
-        features: Query features `(B, T, N, M)` and key features `(B, T, K, M)`.
-        value: Array of shape `(B, T, K, V)`.
-        local: `Local`.
-        is_causal: Whether query i sees only keys `j <= i`.
-        mask: Optional booleans of shape `(B, T)`, true for visible keys.
-        earlier: Optional `Sums` of keys outside all windows, which all queries see.
-        far_mask: Booleans of shape `(B, T)`, true for keys that may be summed; `mask`
-            if `None`. Only causal attention takes them.
-
-    Returns:
-        Tuple `(output, sums)`. The output has shape `(B, T, N, V)`. If attention is
-        causal, the `Sums` are over all keys except those that a window after the last
-        one would weigh exactly; otherwise they are `None`.
-    """
+    """Computes `local_attention` of rows whose first token begins a window."""
     arrays, functions = zip(*map(take_apart, features), strict=True)
     call = compiled(
         _causal_windows if is_causal else _all_windows, functions=functions,
@@ -340,10 +285,7 @@ def _causal_windows(
     rows = far_query, query, *map(windows.beside, (key, value, exists))
 
     def summed_before(offset):
-        """Returns keys, values and mask of window `i + offset`, for every window i.
-
-        They are added to the sums before window i answers.
-        """
+        """Returns keys, values and mask of window `i + offset`, for every window i."""
         keys = keras.tree.map_structure(
             lambda x: None if x is None else shifted(x, offset), far_key
         )

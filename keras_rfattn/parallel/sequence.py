@@ -27,12 +27,7 @@ from keras_rfattn.ops.windows import Local, in_windows
 
 
 def sequence_axis(query_length, key_length, options, is_causal):
-    """Returns the mesh and the axis over which Keras divides sequences.
-
-    The result is a `jax.sharding.Mesh` and the name of an axis. It is `None` if no
-    distribution divides sequences, if the lengths are not divisible by the number of
-    devices, or if a stretch does not hold the windows that its neighbours need.
-    """
+    """Returns the mesh and the axis over which Keras divides sequences."""
     distribution = keras.distribution.distribution()
     # Only `distribution.SequenceParallel`, which needs JAX, has such an axis.
     axis = getattr(distribution, "sequence_dim_name", None)
@@ -52,12 +47,7 @@ def sequence_axis(query_length, key_length, options, is_causal):
 
 
 def over_devices(query, key, value, local, key_mask, options, is_causal, mesh, axis):
-    """Computes `bidirectional`, `causal` or `local_attention` over an axis of a mesh.
-
-    `query` and `key` are `Deferred` features. `local` is `None` if the options have no
-    window. The output `(B, T, N, V)` is divided over the devices as the queries are.
-    The compiler handles the other axes of the `jax.sharding.Mesh`.
-    """
+    """Computes `bidirectional`, `causal` or `local_attention` over a mesh axis."""
     kernel, tokens = None, ()
     if local is not None:
         kernel, tokens = local.kernel, (local.query, local.key)
@@ -155,10 +145,7 @@ def _summed(features, value, mask):
 
 
 def _merged(states, which):
-    """Merges states, stacked to shape `(n, B, ...)`, into one `State` of position 0.
-
-    The booleans `which`, `(n,)`, are true for states to merge; `None` merges all.
-    """
+    """Merges states, stacked to shape `(n, B, ...)`, into one `State` of position 0."""
 
     def some(x, other):
         if which is None:

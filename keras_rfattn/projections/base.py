@@ -73,12 +73,6 @@ class Gaussian(Projection):
 
     Raises:
         ValueError: If `seed` is not a non-negative integer.
-
-    Examples:
-        >>> projection = keras_rfattn.projections.Gaussian(seed=0)
-        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
-        >>> tuple(vectors.shape)
-        (2, 8, 32)
     """
 
     def sample(self, generator, dim, count):

@@ -28,12 +28,6 @@ class Orthogonal(Projection):
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), section 2.4;
         Likhosherstov et al., "Chefs' Random Tables" (2022), theorem 4.1.
-
-    Examples:
-        >>> projection = keras_rfattn.projections.Orthogonal(norms="sqrt_dim", seed=0)
-        >>> vectors = keras.ops.convert_to_numpy(projection((2, 8, 8)))
-        >>> bool(np.allclose(vectors[0].T @ vectors[0], 8 * np.eye(8), atol=1e-5))
-        True
     """
 
     def __init__(self, norms="chi", seed=0):
@@ -70,12 +64,6 @@ class Simplex(Projection):
 
     Reference:
         Reid et al., "Simplex Random Features" (2023).
-
-    Examples:
-        >>> projection = keras_rfattn.projections.Simplex(seed=0)
-        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
-        >>> tuple(vectors.shape)
-        (2, 8, 32)
     """
 
     def sample(self, generator, dim, count):

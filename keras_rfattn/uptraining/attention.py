@@ -45,16 +45,7 @@ class AttentionStage(keras.Model):
         self.built = True
 
     def call(self, inputs):
-        """Returns errors of L layers with up to N heads, summed over the batch.
-
-        Args:
-            inputs: Dict with the model's inputs "x" and with "noise" `(B, count)` in
-                [0, 1), which selects windows to leave out and rows to compare.
-
-        Returns:
-            Dict with an array `(1, L, N)` for each of `QUANTITIES`, and with "loss",
-            `(1, L)`.
-        """
+        """Returns errors of L layers with up to N heads, summed over the batch."""
         x, noise = inputs["x"], inputs["noise"]
         watched = [(layer, Watcher()) for layer in self.learning]
         with self.teacher.weights(), recording(watched):
@@ -124,16 +115,7 @@ class Watcher(Interceptor):
 
 
 def relative(sums):
-    """Computes relative errors of L layers with N heads from sums over batches.
-
-    Args:
-        sums: Dict with an array `(rows, L, N)` for each of `QUANTITIES`.
-
-    Returns:
-        Tuple of four arrays `(L, N)`: relative squared error of outputs, mean
-        divergence of attention rows, relative squared error of uniform attention, and
-        1 for heads that were measured, else 0.
-    """
+    """Computes relative errors of L layers with N heads from sums over batches."""
     total = {name: ops.sum(ops.cast(x, "float32"), axis=0) for name, x in sums.items()}
     norm = ops.maximum(total["norm"], TINY)
     heads = ops.cast(total["norm"] > 0, "float32")
@@ -146,11 +128,7 @@ def relative(sums):
 
 
 def _compared(layer, calls, dropped, offset, max_rows):
-    """Returns the loss of a layer in a batch and a dict of `QUANTITIES`, `(1, N)`.
-
-    The sums run over rows here, because each layer may reshape the batch into a
-    different number of rows.
-    """
+    """Returns the loss of a layer in a batch and a dict of `QUANTITIES`, `(1, N)`."""
     if not calls:
         heads = layer._kv_shape()[0]
         return ops.zeros(()), {name: ops.zeros((1, heads)) for name in QUANTITIES}
@@ -173,24 +151,7 @@ def _compared(layer, calls, dropped, offset, max_rows):
 
 
 def layer_errors(teacher, student, dropped, offset, max_rows):
-    """Measures how far linear attention is from softmax attention.
-
-    Args:
-        teacher: `layers.attention.Attention` with the queries, keys and values of the
-            softmax model.
-        student: `layers.attention.Attention` with those of the linear model.
-        dropped: Booleans `(B,)`, true for sequences whose window is left out.
-        offset: Number in [0, 1) that selects which rows are compared if the sequence
-            has more than `max_rows` of them.
-        max_rows: Largest number of rows to compare.
-
-    Returns:
-        Dict of arrays `(B, N)`, sums over the compared rows: squared error of outputs,
-        squared norm of the softmax outputs, squared error of uniform attention (the
-        mean of the visible values), Kullback-Leibler divergence of attention rows (0
-        for maps that are not positive), and number of rows. All are 0 for heads that
-        stay softmax.
-    """
+    """Measures how far linear attention is from softmax attention."""
     query, key, kernel = teacher.softmax_terms()
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
     groups, dtype = num_heads // num_kv_heads, key.dtype
@@ -320,20 +281,7 @@ class Measuring:
         self.stage = AttentionStage(teacher, max_rows=max_rows)
 
     def __call__(self, must_be_finite=False):
-        """Measures the errors of L layers with up to N heads.
-
-        Args:
-            must_be_finite: Whether to raise if an error is not finite.
-
-        Returns:
-            Two arrays `(L, N)`: the relative squared errors of heads, and those of
-            uniform attention. They are NaN for heads that stay softmax, and for heads
-            that a layer lacks because other layers have more.
-
-        Raises:
-            ValueError: If a layer receives no real token, or if an error is not finite
-                although `must_be_finite` is true.
-        """
+        """Measures the errors of L layers with up to N heads."""
         total = dict.fromkeys(QUANTITIES, 0)
         for step, _ in enumerate(self.batches.first(HEAD)):
             sums = self._sums(step)

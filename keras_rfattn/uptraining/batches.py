@@ -109,11 +109,7 @@ class Batches:
                 return
 
     def with_noise(self, step, count):
-        """Returns a dict with the inputs "x" of a step, and with "noise".
-
-        The noise is a float32 array `(B, count)` of random numbers in [0, 1), which
-        depends only on the seed and the step.
-        """
+        """Returns a dict with the inputs "x" of a step, and with "noise"."""
         batch = self(step)
         seed = np.random.SeedSequence([self.seed, 1, step])
         generator = np.random.Generator(np.random.Philox(seed))

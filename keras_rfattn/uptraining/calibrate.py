@@ -140,11 +140,7 @@ def calibrate(
 def adapt(
     model, layers, data, exact=True, max_tokens=1024, verbose=0, discard_training=False
 ):
-    """Calibrates the maps of the given layers; if one fails, none is changed.
-
-    `layers` is a subset of `adaptive_layers(model)`; the other arguments are those of
-    `calibrate`.
-    """
+    """Calibrates the maps of the given layers; if one fails, none is changed."""
     recorded = record(model, data, exact, max_tokens, verbose)
     if not recorded:
         raise ValueError(
@@ -181,22 +177,7 @@ def check_untrained(layers):
 
 
 def calibrate_stage(model, layers, batches, before, measure):
-    """Calibrates the maps of a model that were not trained.
-
-    A map may have been calibrated before, or weights of the model may have been trained
-    with its current parameters. It is then calibrated again, but gets its old
-    parameters back if the new ones raise the error of its layer.
-
-    Args:
-        model: A model with linear attention.
-        layers: Its linear attention layers.
-        batches: List of batches to calibrate on.
-        before: Errors of heads before the calibration, as `Measuring` returns them.
-        measure: Function without arguments that measures these errors again.
-
-    Returns:
-        Text that says which maps were left unchanged; empty if none was.
-    """
+    """Calibrates the maps of a model that were not trained."""
     adaptive = [i for i, x in enumerate(layers) if x.feature_map.is_adaptive]
     trained = [i for i in adaptive if layers[i].feature_map.was_trained]
     untrained = [i for i in adaptive if i not in trained]

@@ -81,13 +81,7 @@ def holds_text(data):
 
 
 def as_arrays(inputs):
-    """Converts rows or a batch, without labels, to nested arrays.
-
-    Lists and tuples of texts become one array each; other lists stay lists.
-
-    Raises:
-        ValueError: If this is not possible.
-    """
+    """Converts rows or a batch, without labels, to nested arrays."""
     if isinstance(inputs, (list, tuple)) and (not inputs or holds_text(inputs)):
         # `np.array(inputs)` might nest deeper, as an element might be a list.
         texts = np.empty(len(inputs), dtype=object)
@@ -101,11 +95,7 @@ def as_arrays(inputs):
 
 
 def as_array(x):
-    """Converts to a NumPy array of numbers, or of strings only.
-
-    Raises:
-        ValueError: If this is not possible.
-    """
+    """Converts to a NumPy array of numbers, or of strings only."""
     is_one = isinstance(x, (str, bytes, int, float, np.generic))
     if x is None or is_one or getattr(x, "shape", None) == ():
         advice = ". A batch must be an array or a list of texts"

@@ -49,11 +49,7 @@ class FeaturesStage(keras.Model):
         self.built = True
 
     def outputs(self, x):
-        """Returns a list of `(output, mask)` for each output that is compared.
-
-        If the model has outputs with three axes (batch, tokens, features), only those
-        are compared.
-        """
+        """Returns a list of `(output, mask)` for each output that is compared."""
         model = self.model
         backbone = getattr(model, "backbone", None)
         if self.objective == "features" and backbone is not None:
@@ -84,12 +80,7 @@ class FeaturesStage(keras.Model):
         ]
 
     def call(self, inputs):
-        """Returns a list of `(wanted, given, mask)`, one for each compared output.
-
-        Args:
-            inputs: Dict with the model's inputs "x" and with "noise" `(B, count)` in
-                [0, 1), whose first row selects layers that leave their window out.
-        """
+        """Returns a list of `(wanted, given, mask)`, one for each compared output."""
         noise = inputs["noise"]
         recorders = [
             (layer, without_window(noise[0, i] < self.window_dropout))
@@ -131,11 +122,7 @@ class FeaturesStage(keras.Model):
 
 
 def mask_of(name, output, x):
-    """Returns which tokens of an output are real, `(B, T)`, or `None` for all.
-
-    KerasHub models receive the mask as a named input; other models propagate it with
-    the tensor, as Keras does.
-    """
+    """Returns which tokens of an output are real, `(B, T)`, or `None` for all."""
     prefix = name.partition("_sequence_output")[0]
     names = [f"{prefix}_padding_mask", "padding_mask", "decoder_padding_mask"]
     masks = [x[n] for n in names if n in x] if isinstance(x, dict) else []
@@ -157,10 +144,7 @@ def without_window(dropped):
 
 
 def distance(wanted, given, mask):
-    """Returns the relative squared error, and the loss.
-
-    The loss is that error plus one minus the mean cosine similarity.
-    """
+    """Returns the relative squared error, and the loss."""
     wanted, given = ops.cast(wanted, "float32"), ops.cast(given, "float32")
     real = _real(mask, wanted)
     squared = ops.sum(real * ops.sum(ops.square(given - wanted), axis=-1))

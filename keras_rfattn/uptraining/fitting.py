@@ -22,25 +22,7 @@ AHEAD = 8
 
 
 def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
-    """Trains a stage for its remaining steps.
-
-    Args:
-        trainer: A Keras model with its own loss, in which only the variables of the
-            stage train.
-        batches: Iterator over the batches of the remaining steps.
-        stage: The `training.Stage`.
-        optimizer: A fresh Keras optimizer.
-        settings: The `Settings` of the call.
-        save: Function called with `(steps done, errors, optimizer)` every `save_every`
-            steps, except after the last one.
-        resumed: `(steps done, values of the optimizer's variables, errors)`.
-
-    Returns:
-        List of the errors of all steps of the stage.
-
-    Raises:
-        ValueError: If a loss is not finite. The model then has its last good weights.
-    """
+    """Trains a stage for its remaining steps."""
     (done, optimizer_values, errors), steps = resumed, stage.steps
     variables = trainer.trainable_variables
     trainer.compile(optimizer=optimizer, jit_compile=settings.jit_compile)
@@ -204,14 +186,7 @@ class EndOfStep(keras.callbacks.Callback):
 
 
 def rate_for(stage, trainable, objective, layers):
-    """Returns the default learning rate of a stage.
-
-    Args:
-        stage: `"attention"` or `"features"`.
-        trainable: What trains in it, one of `settings.TRAINABLE`.
-        objective: What stage `"features"` compares: `"features"` or `"logits"`.
-        layers: The linear attention layers.
-    """
+    """Returns the default learning rate of a stage."""
     if trainable == "all" and stage == "features":
         return ALL_RATE
     if trainable != "maps":
@@ -222,14 +197,7 @@ def rate_for(stage, trainable, objective, layers):
 
 
 def optimizer_for(rate, steps, given, is_float16):
-    """Returns a fresh copy of the given optimizer, or the default one.
-
-    Args:
-        rate: Learning rate of the stage, for the default optimizer.
-        steps: Number of steps of the stage.
-        given: A Keras optimizer, or `None`.
-        is_float16: Whether layers compute in float16, which requires loss scaling.
-    """
+    """Returns a fresh copy of the given optimizer, or the default one."""
     if given is not None:
         optimizer = type(given).from_config(given.get_config())
     else:

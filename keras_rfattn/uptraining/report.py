@@ -106,17 +106,6 @@ class UptrainingReport:
         seed: Seed of the order of the data.
         peak_memory: Peak memory of the process in bytes: of the accelerator if there
             is one, otherwise of main memory. `None` if it is unknown.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorpp")
-        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
-        >>> report = keras_rfattn.uptrain(
-        ...     model, x, steps=1, stages=["calibrate"], batch_size=4, verbose=0)
-        >>> report.mechanism, len(report.layers)
-        ('favorpp', 1)
     """
 
     model: str

@@ -41,11 +41,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self):
-        """Context manager that holds an interrupt back until the `with` block ends.
-
-        Raises:
-            KeyboardInterrupt: At the end of the block, if there was an interrupt.
-        """
+        """Context manager that holds an interrupt back until the `with` block ends."""
         is_main = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if is_main else None
         # Only the main thread can set a handler, and a custom handler for Ctrl-C stays
@@ -92,14 +88,7 @@ class Checkpoints:
         self.identity = json.loads(json.dumps(identity, default=repr))
 
     def save(self, position, arrays, notes):
-        """Writes a checkpoint.
-
-        Args:
-            position: `(stage, step)`: the index of the stage, and the number of its
-                steps that are done.
-            arrays: Dict of NumPy arrays.
-            notes: Dict of JSON values that is saved with the arrays.
-        """
+        """Writes a checkpoint."""
         if self.folder is None:
             return
         stage, step = position
@@ -122,18 +111,7 @@ class Checkpoints:
             old.unlink(missing_ok=True)
 
     def load(self):
-        """Loads the newest checkpoint of this training.
-
-        A damaged file causes a warning and is skipped. A checkpoint of another training
-        is skipped with a warning if an older checkpoint belongs to this training.
-
-        Returns:
-            `(position, arrays, notes)` as they were saved, or `None` if the folder has
-            no checkpoint that can be read.
-
-        Raises:
-            ValueError: If the folder holds checkpoints of other trainings only.
-        """
+        """Loads the newest checkpoint of this training."""
         foreign = None
         for path in reversed(self._files()):
             try:
@@ -182,18 +160,7 @@ class Checkpoints:
 
 
 def extended(rounds, steps):
-    """Returns the rounds of a run that is extended to more steps.
-
-    Args:
-        rounds: List with the steps of the first call, then those of each extension.
-        steps: Total number of steps that this call asks for.
-
-    Returns:
-        List of steps by round. A new round is added if `steps` exceeds the old total.
-
-    Raises:
-        ValueError: If the run already has more steps.
-    """
+    """Returns the rounds of a run that is extended to more steps."""
     total = sum(rounds)
     if steps < total:
         raise ValueError(
@@ -215,14 +182,7 @@ def _read(path):
 
 
 def identity(model, layers, trained, batches, settings):
-    """Returns the values that a training shares with its checkpoints.
-
-    A checkpoint belongs to the training only if all of them are equal. The arguments
-    are those of `training.Training`, with a list of all variables that train.
-
-    Returns:
-        Nested dict of JSON values, and of values whose `repr` stands for them.
-    """
+    """Returns the values that a training shares with its checkpoints."""
     others = {id(v) for layer in layers for v in layer.feature_map.variables}
     shapes = [list(v.shape) for v in trained]
     if settings.adds_adapters:
@@ -244,11 +204,7 @@ def identity(model, layers, trained, batches, settings):
 
 
 def _differences(saved, given):
-    """Returns a list of lines that describe how two identities differ.
-
-    The list is empty if they are equal. Layers that differ in the same way share a
-    line.
-    """
+    """Returns a list of lines that describe how two identities differ."""
     saved, given = _flat(saved), _flat(given)
     # Dict from `(name, saved value, given value)` to the indices of layers.
     lines = {}

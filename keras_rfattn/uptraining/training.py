@@ -52,13 +52,7 @@ class Stage(NamedTuple):
 
 
 def planned(rounds, settings, layers):
-    """Returns the list of `Stage`s of a run that may have been extended.
-
-    Args:
-        rounds: List with the steps of the first call, then those of each extension.
-        settings: The `Settings` of the call; its `steps` are ignored.
-        layers: The linear attention layers.
-    """
+    """Returns the list of `Stage`s of a run that may have been extended."""
     plan, first = [], 0
     adapts = any(layer.feature_map.is_adaptive for layer in layers)
     # Later rounds do not calibrate, because the first one has trained the maps.
@@ -110,14 +104,7 @@ class Training:
         self.whole_model, self.no_attention = None, None
 
     def run(self):
-        """Runs the stages that are not done yet.
-
-        Returns:
-            An `UptrainingReport`.
-
-        Raises:
-            ValueError: See `uptrain`.
-        """
+        """Runs the stages that are not done yet."""
         if self.settings.verbose:
             print(headline(*self._heading()))
         values = values_of(self.state)
@@ -146,15 +133,7 @@ class Training:
         return self.report()
 
     def prepare(self):
-        """Finds the newest checkpoint, and measures the errors before training.
-
-        Returns:
-            `(position, arrays, notes)` of the checkpoint, or `None` if there is none.
-
-        Raises:
-            ValueError: If the checkpoint belongs to another training or has more steps,
-                or if the data or the outputs of the model cannot be trained on.
-        """
+        """Finds the newest checkpoint, and measures the errors before training."""
         checkpoint = self.checkpoints.load()
         if checkpoint is not None:
             _, _, notes = checkpoint
@@ -182,16 +161,7 @@ class Training:
         self.no_attention = other.no_attention
 
     def restore(self, checkpoint):
-        """Restores a checkpoint, and returns where the run resumes.
-
-        Args:
-            checkpoint: `(position, arrays, notes)`, or `None` to start anew.
-
-        Returns:
-            `(index, (done, optimizer_values, errors))`: the index of the stage in the
-            plan, the number of its steps that are done, the values of its optimizer's
-            variables and its errors by step.
-        """
+        """Restores a checkpoint, and returns where the run resumes."""
         if checkpoint is None:
             return 0, ANEW
         (index, done), arrays, notes = checkpoint
@@ -219,16 +189,7 @@ class Training:
         self.checkpoints.save((index, done), arrays, notes)
 
     def run_stage(self, stage, index, resumed):
-        """Runs a stage.
-
-        Args:
-            stage: The `Stage`.
-            index: Its index in the plan.
-            resumed: `(done, optimizer_values, errors)` as `restore` returns them.
-
-        Returns:
-            Dict of arguments of `StageResult.of`.
-        """
+        """Runs a stage."""
         if stage.name == "calibrate":
             note = calibrate_stage(
                 self.model,

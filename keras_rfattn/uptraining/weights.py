@@ -16,23 +16,7 @@ from keras_rfattn.models.optimizers import following
 
 
 def variables_to_train(model, layers, trainable, lora_rank, optimizer=None):
-    """Selects the variables that each stage trains, and adds adapters for `"lora"`.
-
-    Args:
-        model: A model with linear attention.
-        layers: Its linear attention layers.
-        trainable: Dict from names of stages to one of `settings.TRAINABLE`.
-        lora_rank: Rank of the adapters that `"lora"` adds to projections without one.
-        optimizer: The user's optimizer, or `None` for the default one.
-
-    Returns:
-        Dict from names of stages to lists of variables.
-
-    Raises:
-        ValueError: If nothing trains in a stage, a layer cannot take an adapter, or
-            the dtype of weights is too narrow for the default optimizer. No adapter
-            has been added then.
-    """
+    """Selects the variables that each stage trains, and adds adapters for `"lora"`."""
     maps = [v for layer in layers for v in _weights_of_map(layer)]
     selected = {
         stage: once([*maps, *_weights_of_model(model, layers, kind, stage)])
@@ -60,12 +44,7 @@ def variables_to_train(model, layers, trainable, lora_rank, optimizer=None):
 
 
 def _weights_of_map(layer):
-    """Returns the weights of a layer's map that uptraining trains.
-
-    Freezing a checkpoint freezes its maps too, but `uptrain` trains them nevertheless.
-    If only the map is frozen and its layer is not, the user froze it on purpose, and
-    it does not train.
-    """
+    """Returns the weights of a layer's map that uptraining trains."""
     feature_map = layer.feature_map
     if layer.trainable or feature_map.trainable:
         return [v for v in feature_map.variables if v.trainable]
@@ -74,10 +53,7 @@ def _weights_of_map(layer):
 
 
 def _weights_of_model(model, layers, kind, stage):
-    """Returns the variables that train in a stage besides those of maps.
-
-    In stage `"attention"` these are at most the query and key projections.
-    """
+    """Returns the variables that train in a stage besides those of maps."""
     if kind == "maps":
         return []
     if kind == "all" and stage == "features":

@@ -65,16 +65,7 @@ def reset(state):
 
 
 def add(state, exponent, rows, weights, among, dtype):
-    """Adds `exp(exponent)` of the rows that are `among`, at the running maximum.
-
-    Args:
-        state: `State` to update.
-        exponent: Array of shape `(C, M)`.
-        rows: Array of shape `(C, V)`, summed in the numerator.
-        weights: Array of shape `(C, 1)`, summed in the normalizer.
-        among: Booleans of shape `(C, 1)`, true for rows to add.
-        dtype: Dtype of the products.
-    """
+    """Adds `exp(exponent)` of the rows that are `among`, at the running maximum."""
     exponent = jnp.where(among, exponent, LOWEST)
     old = state.maximum[...]
     new = jnp.maximum(old, jnp.max(exponent, axis=0, keepdims=True))
@@ -113,11 +104,7 @@ def visible_keys(term):
 
 
 def reference_of(maximum, exponent, among, first):
-    """Returns the maximum `(1, M)` that all queries from token `first` on may use.
-
-    It is the maximum before them. It includes the first key that is `among` if that key
-    is the first token, or if no key comes before.
-    """
+    """Returns the maximum `(1, M)` that all queries from token `first` on may use."""
     place = lax.broadcasted_iota(jnp.int32, among.shape, 0)
     earliest = jnp.min(jnp.where(among, place, among.shape[0]))
     row = jnp.where(place == earliest, exponent, LOWEST)
@@ -170,10 +157,7 @@ def clear(*refs):
 
 
 def backward(x, slope, vectors, of_vectors, of_bias):
-    """Returns the gradient of tokens, and adds to those of their vectors and bias.
-
-    `slope`, `(·, M)`, is the gradient of the exponents of the tokens `x`, `(·, H)`.
-    """
+    """Returns the gradient of tokens, and adds to those of their vectors and bias."""
     of_vectors[...] += dot(x[...].astype(jnp.float32), slope, (0, 0))
     of_bias[...] += jnp.sum(slope, axis=0, keepdims=True)
     return dot(slope, vectors[...], (1, 1))
@@ -186,10 +170,7 @@ def backward_of_queries(gradient, delta, numerator, normalizer, dtype):
 
 
 def backward_of_keys(exponent, value, among, seen):
-    """Returns the gradients of values and exponents of the keys that are `among`.
-
-    `seen` is the `State` of the queries that see these keys.
-    """
+    """Returns the gradients of values and exponents of the keys that are `among`."""
     features = jnp.where(among, jnp.exp(exponent + seen.maximum[...]), 0)
     of_output = seen.numerator[...].astype(value.dtype)
     slope = features * (dot(value, of_output, (1, 0)) - seen.normalizer[...])

@@ -150,10 +150,7 @@ def _query_kernel(rows, columns, parameters, found, state):
 
 
 def _key_kernel(rows, columns, parameters, found, state):
-    """Computes the gradients of a block of keys and values, of vectors and bias.
-
-    Blocks run from the last to the first, and `state` sums over later queries.
-    """
+    """Computes the gradients of a block of keys and values, of vectors and bias."""
     (rows, _), (columns, _) = rows[0], columns[0]
     of_key, of_value, of_term, *of_parameters = found
     queries, keys = _exponents(rows, columns, parameters)

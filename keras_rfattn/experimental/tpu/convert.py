@@ -17,21 +17,7 @@ BLOCK_SIZE, ROWS = 256, 16
 
 
 def attention(tokens, deferred, value, key_mask, is_causal, options):
-    """Computes linear attention by exponential features.
-
-    Args:
-        tokens: Scaled queries `(B, T, N, H)` and keys `(B, S, K, H)`, all finite.
-        deferred: The `Deferred` features of the queries and the keys.
-        value: Array of shape `(B, S, K, V)`, finite; its dtype is the compute dtype.
-        key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
-        is_causal: Whether query i sees only keys `j <= i`.
-        options: `ops.Options`. `window`, or else `block_size`, a multiple of 16 tokens
-            (256 by default), is used.
-
-    Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
-        0.
-    """
+    """Computes linear attention by exponential features."""
     dtype, turn_back = value.dtype, None
     if options.window is not None and key_mask is not None:
         # Windows are counted from the first visible key.

@@ -97,26 +97,7 @@ class Columns(NamedTuple):
 
 def run(kernel, size, is_reversed, rows, row_windows, columns, key_windows, parameters,
         of_tokens, shared):  # fmt: skip
-    """Runs a kernel over windows or blocks, from the first or from the last on.
-
-    Args:
-        kernel: Function that takes a dict by offset of `Rows` and of `Columns`, each
-            with a boolean that says whether the sequence has that window, then the
-            references to the parameters and outputs, and the `State`.
-        size: Number of tokens in a window.
-        is_reversed: Whether the loop begins with the last window.
-        rows: `Rows` of arrays `(B, K, T · G, ·)`, or `(B, K, windows, 1, ·)` for one
-            row per window.
-        row_windows: Offsets of the windows whose rows are read, from the window of the
-            step.
-        columns: `Columns` of arrays `(B, K, T, ·)`.
-        key_windows: Offsets of the windows whose columns are read, from the window of
-            the step.
-        parameters: Vectors and biases.
-        of_tokens: Shapes of outputs for each token or window, as those of `rows`.
-        shared: Shapes of outputs that all windows of a sequence share; the kernel adds
-            to them.
-    """
+    """Runs a kernel over windows or blocks, from the first or from the last on."""
     batch, heads, length = columns.key.shape[:3]
     count = length // size
 
@@ -171,22 +152,7 @@ def run(kernel, size, is_reversed, rows, row_windows, columns, key_windows, para
 
 def run_backward(kernels, size, is_reversed, rows, known, row_windows, columns,
                  key_windows, parameters):  # fmt: skip
-    """Runs a kernel over queries, and one in the other direction over keys.
-
-    Args:
-        kernels: The two kernels, for the gradients of `rows` and of `columns`.
-        size: As in `run`.
-        is_reversed: Whether the loop over queries begins with the last window.
-        rows: `Rows` of the arrays that have a gradient.
-        known: `Rows` of all arrays that the kernels read.
-        row_windows: Offsets of the windows of rows that a step over keys reads.
-        columns: `Columns` of arrays.
-        key_windows: Offsets of the windows of keys that a step over queries reads.
-        parameters: As in `run`.
-
-    Returns:
-        The gradients of `(rows, columns, parameters)`.
-    """
+    """Runs a kernel over queries, and one in the other direction over keys."""
     shared = [float32(*rows.query.shape[:2], *x.shape[2:]) for x in parameters]
     like_rows, like_columns = (
         [float32(*x.shape) for x in jax.tree.leaves(side)] for side in (rows, columns)

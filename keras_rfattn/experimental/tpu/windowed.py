@@ -31,20 +31,7 @@ from keras_rfattn.ops.features import LOWEST
 
 
 def windowed(rows, columns, parameters, size, is_causal, is_sliding):
-    """Computes attention that is exact within windows and uses features beyond.
-
-    Args:
-        rows: `Rows` with `query`, `near` and `common`, each `(B, K, T · G, ·)`.
-        columns: `Columns` of arrays `(B, K, T, ·)`.
-        parameters: `(query_vectors, key_vectors, query_bias, key_bias)`, as `causal`
-            takes them.
-        size: Number of tokens in a window; it must divide T.
-        is_causal: Whether query i sees only keys `j <= i`.
-        is_sliding: Whether the windows next to a query's own are exact too.
-
-    Returns:
-        Array of shape `(B, K, T · G, V)`, float32. A row that sees no key is 0.
-    """
+    """Computes attention that is exact within windows and uses features beyond."""
     lag = 1 if is_sliding else 0
     after = () if is_causal else tuple(range(1, lag + 1))
     first = Pass(size, (*range(-lag, 1), *after), -lag - 1, is_causal)

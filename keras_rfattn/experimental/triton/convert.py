@@ -16,24 +16,7 @@ SIZES = {True: Sizes(tokens=32, warps=8), False: Sizes(tokens=64, warps=8)}
 
 
 def attention(deferred, value, key_mask, is_causal, options):
-    """Computes linear attention by exponential features.
-
-    Args:
-        deferred: The `Deferred` features of queries `(B, T, N, H)` and keys
-            `(B, S, K, H)`, both finite.
-        value: Array of shape `(B, S, K, V)`, finite; its dtype is the compute dtype.
-        key_mask: Optional booleans of shape `(B, S)`, true for visible keys.
-        is_causal: Whether query i sees only keys `j <= i`.
-        options: `ops.Options`. Its `block_size` is rounded up to a power of two in
-            [16, 128].
-
-    Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
-        0.
-
-    Raises:
-        ValueError: If the dtype is float64.
-    """
+    """Computes linear attention by exponential features."""
     if value.dtype == torch.float64:
         raise ValueError(
             "The Triton kernels add in float32. Received: values of dtype float64. Use "
@@ -67,10 +50,7 @@ def _factor(features):
 
 
 def _affine(features, num_kv_heads):
-    """Returns vectors and bias of exponents `x · vectors + bias` of unscaled tokens.
-
-    A feature map may scale and center its tokens first. The token 0 shows the center.
-    """
+    """Returns vectors and bias of exponents `x · vectors + bias` of unscaled tokens."""
     zero = features.x.new_zeros((1, num_kv_heads, 1, features.x.shape[-1]))
     at_zero = features.function.exponents(zero, features.parameters)
     bias = at_zero.bias + at_zero.x @ at_zero.vectors

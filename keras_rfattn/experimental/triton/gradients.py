@@ -118,10 +118,7 @@ def key_gradients(
     BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Computes gradients of keys, values and terms, and each part's of the key map.
-
-    Blocks run from last to first, and the sums are those over later queries.
-    """
+    """Computes gradients of keys, values and terms, and each part's of the key map."""
     lane, part, batch, head, index = program(K, SHARED)
     queries_map, query_base = load_map(query_vectors, query_bias, index, H, M, HP, MP)
     keys_map, key_base = load_map(key_vectors, key_bias, index, H, M, HP, MP)

@@ -93,11 +93,7 @@ def scan(
     maximum, numerator, normalizer, to_maximum, to_numerator, to_normalizer, count,
     MODE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the sums of parts: of those before each part, after it, or of all.
-
-    A program adds `SIZE` of the V columns of the numerators. `MODE` is "before",
-    "after" or "all", which stores one total per lane.
-    """
+    """Adds up the sums of parts: of those before each part, after it, or of all."""
     lane, columns = tl.program_id(0), tl.program_id(1)
     row, column = tl.arange(0, M), columns * SIZE + tl.arange(0, SIZE)
     offset = row[:, None] * V + column[None, :]
@@ -134,10 +130,7 @@ def outputs(
     BLOCKS: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, MP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Computes outputs, and what gradients need: logs and references.
-
-    A log is that of the denominator of a query, `UNSEEN` if the query sees no key.
-    """
+    """Computes outputs, and what gradients need: logs and references."""
     lane, part, batch, head, index = program(K, SHARED)
     of_query, query_base = load_map(query_vectors, query_bias, index, H, M, HP, MP)
     of_key, key_base = load_map(key_vectors, key_bias, index, H, M, HP, MP)

@@ -7,22 +7,7 @@ from keras_rfattn.experimental.triton.plan import Plan, Sums
 
 
 def linear_attention(tokens, maps, term, value, causal, sizes):
-    """Computes linear attention by exponential features.
-
-    Args:
-        tokens: Queries `(B, T, N, H)` and keys `(B, S, K, H)`, finite.
-        maps: Vectors of queries and of keys, `(B or 1, K, H, M)`, and their biases,
-            `(B or 1, K, 1, M)`, float32.
-        term: Array of shape `(B, S, K)`, float32, added to exponents of a key:
-            `LOWEST` if it is hidden. The terms of queries cancel.
-        value: Array of shape `(B, S, K, V)`, finite; its dtype is that of products.
-        causal: Whether query i sees only keys `j <= i`.
-        sizes: `Sizes`, how the kernels divide the work.
-
-    Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
-        0.
-    """
+    """Computes linear attention by exponential features."""
     arrays = [x.contiguous() for x in (*tokens, *maps, term, value)]
     return _LinearAttention.apply(*arrays, causal, sizes)
 

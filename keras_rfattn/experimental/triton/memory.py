@@ -14,10 +14,7 @@ def blocks_of(part, length, BLOCKS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def program(K, SHARED: tl.constexpr):
-    """Returns the lane, part, row of the batch, head and index of the map of a program.
-
-    A lane is a key/value head of a row of the batch.
-    """
+    """Returns a program's lane, part, row of the batch, head and index of its map."""
     lane, part = tl.program_id(0), tl.program_id(1)
     batch, head = lane // K, lane % K
     return lane, part, batch, head, head if SHARED else lane
@@ -80,10 +77,7 @@ def load_queries(
 
 @triton.jit
 def load_map(vectors, bias, index, H, M, HP: tl.constexpr, MP: tl.constexpr):
-    """Loads vectors `(HP, MP)` and the bias `(MP,)` of a head's features.
-
-    Features beyond M, which fill a power of two, have the bias `LOWEST`.
-    """
+    """Loads vectors `(HP, MP)` and the bias `(MP,)` of a head's features."""
     row, column = tl.arange(0, HP), tl.arange(0, MP)
     is_own = column < M
     inside = (row < H)[:, None] & is_own[None, :]

@@ -30,10 +30,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def dot(a, b):
-    """Returns the matrix product of two arrays of one dtype, in float32.
-
-    Three products of tensor cores give one in float32.
-    """
+    """Returns the matrix product of two arrays of one dtype, in float32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -42,10 +39,7 @@ def dot(a, b):
 
 @triton.jit
 def dot_like(a, b, like):
-    """Returns the product of float32 arrays, precise enough for the dtype of `like`.
-
-    TF32 has as many digits as float16 and more than bfloat16, with float32's range.
-    """
+    """Returns the product of float32 arrays, precise enough for the dtype of `like`."""
     if INTERPRETED or like.dtype == tl.float32:
         return dot(a, b)
     else:
@@ -54,11 +48,7 @@ def dot_like(a, b, like):
 
 @triton.jit
 def exponents(x, vectors, bias):
-    """Returns exponents `(C, M)` of tokens `(C, H)`, float32.
-
-    Half-precision tokens are multiplied by the float32 vectors in two parts, whose sum
-    has at least 16 bits of precision. The features, of 8 or 11 bits, need no more.
-    """
+    """Returns exponents `(C, M)` of tokens `(C, H)`, float32."""
     if x.dtype == tl.float32:
         products = dot(x, vectors)
     else:
@@ -77,14 +67,7 @@ def no_tokens(M: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def add(maximum, numerator, normalizer, exponent, visible, value, weight):
-    """Returns the sums after the tokens of a block.
-
-    Args:
-        exponent: Array of shape `(C, M)`.
-        visible: Booleans of shape `(C,)`, true for tokens to add.
-        value: Array of shape `(C, V)`, summed in the numerator.
-        weight: Array of shape `(C,)`, summed in the normalizer.
-    """
+    """Returns the sums after the tokens of a block."""
     exponent = tl.where(visible[:, None], exponent, LOWEST)
     new = tl.maximum(maximum, tl.max(exponent, 0))
     scale = tl.exp(maximum - new)
@@ -116,11 +99,7 @@ def look_up(queries, maximum, numerator, normalizer, dtype: tl.constexpr):
 
 @triton.jit
 def reference_of(maximum, keys, visible, C: tl.constexpr):
-    """Returns the maximum `(M,)` that all queries of the block may use.
-
-    It is the maximum before the block. It includes the first visible key if that is the
-    first token, or if no key comes before.
-    """
+    """Returns the maximum `(M,)` that all queries of the block may use."""
     place = tl.arange(0, C)
     first = tl.min(tl.where(visible, place, C), 0)
     row = tl.max(tl.where((place == first)[:, None], keys, LOWEST), 0)
@@ -153,11 +132,7 @@ def number_of(x, i, C: tl.constexpr):
 
 @triton.jit
 def products_of_row(query, keys, shift, visible, i, C: tl.constexpr):
-    """Returns the products `(C, M)` of the features of query i with those of keys.
-
-    No exponent of a key that the query does not see enters, so the products need no
-    bound. They cost as many exponentials as there are keys times features.
-    """
+    """Returns the products `(C, M)` of the features of query i with those of keys."""
     seen = visible & (tl.arange(0, C) <= i)
     return tl.exp(tl.where(seen[:, None], query[None, :] + keys - shift, LOWEST))
 
@@ -167,15 +142,7 @@ def read(
     queries, reference, maximum, numerator, normalizer, keys, visible, value,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Returns what queries read of earlier sums and of the keys of their own block.
-
-    The exponent of a key over the reference is its excess. The product of features
-    holds excesses up to `SPAN`; rows that see a larger one are computed one by one.
-    Which rows these are depends only on keys that they see.
-
-    Returns:
-        Tuple of numerators `(C, V)`, denominators `(C,)` and shifts `(C,)`.
-    """
+    """Returns what queries read of earlier sums and of the keys of their own block."""
     place = tl.arange(0, C)
     excess, exceeds = excess_of(keys, reference, visible, C)
     raised = queries + reference[None, :]

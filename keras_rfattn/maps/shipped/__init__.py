@@ -98,11 +98,7 @@ def _described(name):
 
 
 def sets_for(model):
-    """Returns the `ShippedMaps` that were trained with the weights of a model.
-
-    Args:
-        model: A built model.
-    """
+    """Returns the `ShippedMaps` that were trained with the weights of a model."""
     if not survey(model):
         return []
     base, found, own = stable_names.base_of(model), [], None

@@ -41,10 +41,7 @@ class RoformerAttention(EncoderAttention):
         return self.rotary_embedding_layer([query, key])
 
     def call(self, x, attention_mask=None):
-        """Maps `(B, T, D)` to `(B, T, D)`; `attention_mask` `(B, T)` hides keys.
-
-        On JAX and TensorFlow, the original class hides padded queries instead.
-        """
+        """Maps `(B, T, D)` to `(B, T, D)`; `attention_mask` `(B, T)` hides keys."""
         query, key, value = self._split(x)
         query, key = self._turned(query, key)
         mask = AttentionMask(self_attention=True)

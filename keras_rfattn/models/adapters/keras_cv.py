@@ -27,16 +27,6 @@ def convert_vit(source: keras.Model) -> keras.Model:
         ImportError: If KerasHub is not installed.
         TypeError: If `source` is not a KerasCV ViT.
         ValueError: If the attention of `source` was replaced.
-
-    Examples:
-        >>> from keras_cv.src.models.legacy import vit
-        >>> source = vit.ViT(
-        ...     include_rescaling=True, include_top=False, input_shape=(16, 16, 3),
-        ...     patch_size=8, transformer_layer_num=1, num_heads=2, mlp_dropout=0.0,
-        ...     attention_dropout=0.0, activation=keras.activations.gelu,
-        ...     project_dim=16, mlp_dim=16)
-        >>> keras_rfattn.models.convert_vit(source).hidden_dim
-        16
     """
     try:
         import keras_hub

@@ -74,10 +74,7 @@ def _export_to_transformers(self, path):
 
 
 def _of_known_size(method):
-    """Wraps a method, which then checks the size of its inputs before it begins.
-
-    On JAX, an error inside `fit` or `predict` leaves a Keras model without weights.
-    """
+    """Wraps a method, which then checks the size of its inputs before it begins."""
 
     @functools.wraps(method)
     def checked(self, *args, **kwargs):
@@ -109,11 +106,7 @@ def model_carrier(cls):
 
 
 def register_all():
-    """Registers the carriers of every backbone, task, tokenizer and preprocessor.
-
-    `from_preset` first looks a class up by its registered name, so all carriers must
-    be registered beforehand.
-    """
+    """Registers the carriers of every backbone, task, tokenizer and preprocessor."""
     for cls in set(keras.saving.get_custom_objects().values()):
         is_class = isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
         if not is_class or cls in (Backbone, Task) or hasattr(cls, "original_class"):

@@ -234,11 +234,7 @@ class GPTNeoXAttention(RotaryAttention):
 
     @staticmethod
     def placed(layer, kwargs):
-        """Returns a context in which queries are rotated by their cache positions.
-
-        KerasHub rotates them as if the first query were at the first position of the
-        cache.
-        """
+        """Returns a context in which queries are rotated by their cache positions."""
         start = kwargs.get("cache_update_index")
         if kwargs.get("cache") is None or start is None:
             return contextlib.nullcontext()
