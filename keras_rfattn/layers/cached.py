@@ -8,7 +8,7 @@ from keras import ops
 
 
 def among_keys(query, key, value, mask, window=None):
-    """Rewrites attention to a cache without an offset: tokens, mask, output's reader."""
+    """Rewrites attention to a cache as attention without an offset."""
     length, plain = ops.shape(query)[1], mask.replace(offset=None, query_mask=None)
     if isinstance(mask.offset, int) and mask.offset == 0:
         if mask.key_mask is not None:

@@ -215,7 +215,7 @@ class CrossDecoder(Interceptor):
 
 
 def looked_up(call, state=None):
-    """Returns attention `(B, T, N, V)` to the tokens of an `ops.State`, and the state."""
+    """Returns attention `(B, T, N, V)` to the tokens of a `State`, and the state."""
     call, finite = call.with_finite_tokens()
     query, key, stats = call.prepared()
     if state is not None and finite is not None:

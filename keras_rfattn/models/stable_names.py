@@ -40,7 +40,7 @@ def checkpoint_hash(model):
 
 
 def layers_by_name(root, skip=()):
-    """Returns a dict from stable names to the layers inside a layer, `""` for itself."""
+    """Returns a dict from stable names to all layers in a layer, `""` for itself."""
     found, seen = {"": root}, {id(root)}
 
     def visit(layer, name):
