@@ -12,7 +12,7 @@ attention: its layers return zeros.
 `sentences` uptrains the MiniLM checkpoint, whose heads have 32 numbers, for a short
 while on the sentences of replace_bert_attention.py. It prints the rank correlation on
 STS 2012 to 2016 (every `--stride`-th pair), also relative to softmax. DIR is that of
-evaluate_maps.py. The times of a forward pass are printed by
+uptrain_bert.py. The times of a forward pass are printed by
 
     python benchmarks/models.py --models bert --shapes 8x128 2x512 \
         --mechanisms "favorpp_learned 32" "favorpp_learned 64" ...
@@ -24,7 +24,7 @@ Expected: docs/pages/guides/choose.md#how-many-features.
 import pathlib
 import time
 
-from common.flags import make_parser, parse
+from common.program import make_parser, parse
 
 # Flags are parsed before the slow imports.
 parser = make_parser(__doc__, epochs=30, steps=100, batch=16, stride=10, seed=0)
