@@ -101,14 +101,14 @@ def names():
     return found
 
 
-# One of each family shows how it is used; users call the functions of the top level first.
+# One of each family shows how it is used, and so does each function of the top level.
 FAMILIES = (
     "diagnostics.approximation_report", "diagnostics.sensitivity",
     "distribution.distribute", "feature_maps.Activation", "feature_maps.FavorPlus",
     "feature_maps.FavorPPLearned", "feature_maps.FeatureMap", "feature_maps.get",
     "generation.prefill", "generation.state_bytes", "layers.MultiHeadAttention",
-    "layers.attend", "layers.record", "models.Plan", "ops.AttentionMask", "ops.Features",
-    "ops.causal", "papers.Gerf", "papers.Hybrid", "papers.KernelFeatures",
+    "layers.attend", "layers.record", "models.Plan", "ops.AttentionMask",
+    "ops.Features", "ops.causal", "papers.Gerf", "papers.Hybrid", "papers.KernelFeatures",
     "projections.Projection",
 )  # fmt: skip
 
