@@ -108,7 +108,8 @@ FAMILIES = (
     "feature_maps.FavorPPLearned", "feature_maps.FeatureMap", "feature_maps.get",
     "generation.prefill", "generation.state_bytes", "layers.MultiHeadAttention",
     "layers.attend", "layers.record", "models.Plan", "ops.AttentionMask",
-    "ops.Features", "ops.causal", "papers.Gerf", "papers.Hybrid", "papers.KernelFeatures",
+    "ops.Features", "ops.causal", "papers.Gerf", "papers.Hybrid",
+    "papers.KernelFeatures",
     "projections.Projection",
 )  # fmt: skip
 
