@@ -13,7 +13,7 @@ ONE_BACKEND = (pytest.mark.full, pytest.mark.once)
 SLOW_ON_JAX = (pytest.mark.full,) if os.environ.get("KERAS_BACKEND") == "jax" else ()
 
 # One map for each form of features; see `tests/forms.py`.
-MAP_FORMS = ("favor", "favorpp", "hybrid_angular", "polysketch")
+MAP_FORMS = ("favor", "favorpp", "polysketch")
 # Maps from outside the package: their names, each with the file that `--map` named, or
 # `None` for CONTRIBUTING's example.
 OWN = {}

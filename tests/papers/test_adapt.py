@@ -9,6 +9,8 @@ from keras_rfattn.papers import second_moments
 from keras_rfattn.papers.gerf import optimal_parameters
 from tests import helpers as h
 
+pytestmark = pytest.mark.once
+
 DIM = 8
 
 

@@ -12,6 +12,8 @@ from tests import helpers as h
 from tests.feature_maps.cases import case
 from tests.marks import each_map
 
+pytestmark = pytest.mark.once
+
 SOFTMAX = h.names(kernel="softmax")
 X = (0.4 * np.random.default_rng(0).normal(size=(12, 3))).astype("float32")
 
