@@ -78,7 +78,7 @@ MUTANTS = {
         "layers/test_attention_layers.py::test_wide_features_approach_softmax",
     ),
     "a sketch without its root of r": Mutant(
-        "feature_maps/polysketch.py", "key_features",
+        "papers/sketch.py", "key_features",
         "sketch / math.sqrt(self.num_features)", "sketch",
         "feature_maps/test_polynomial.py"
         "::test_products_of_a_degree_two_sketch_have_its_mean_and_variance",

@@ -72,7 +72,7 @@ TAKE_A_MODEL = {
 }
 NO_MODELS = {
     "nothing": (None, "of type NoneType"),
-    "a preset's name": ("bert_base_en", r"keras_rfattn\.from_preset\('bert_base_en'\)"),
+    "a preset's name": ("bert_base_en", r"Backbone\.from_preset\('bert_base_en'\)"),
     "a number": (3, "of type int"),
     "a list": ([], "of type list"),
     "a class": (keras.Sequential, r"Make a model of the class first: `Sequential\("),

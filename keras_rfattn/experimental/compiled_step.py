@@ -196,7 +196,7 @@ class Operations(TorchDispatchMode):
 
 def _decodes_one_token(recorder):
     is_step = isinstance(recorder, Decoder) and recorder.state is not None
-    return is_step and recorder.enters.shape[1] == 1
+    return is_step and recorder.enters is None and recorder.visible.shape[1] == 1
 
 
 # What programs would ignore.

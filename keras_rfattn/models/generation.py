@@ -146,7 +146,7 @@ def check_cache(task, cache):
 
 
 def decoding(known, cache, length, start):
-    """Determines which new tokens enter the states."""
+    """Returns a factory of decoders, and which new tokens enter states, and `seen`."""
     positions = start + ops.arange(length, dtype="int32")
     passed = ops.expand_dims(positions, 0) >= ops.expand_dims(cache.seen, 1)
     after, visible = positions[-1] + 1, passed

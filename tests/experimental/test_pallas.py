@@ -260,7 +260,7 @@ def model():
 )
 def test_what_the_kernels_cannot_do_is_refused(arguments, reason):
     if keras.backend.backend() != "jax":
-        reason = f"on the backend 'jax', not on {keras.backend.backend()!r}"
+        reason = f"run on JAX, not on the backend {keras.backend.backend()!r}"
     softmax = model()
     arguments = {"feature_map": "favorpp", **arguments}
     with pytest.raises(ValueError, match=reason):

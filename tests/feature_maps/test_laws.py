@@ -73,7 +73,7 @@ def test_exponents_of_pairs(pair):
 @pytest.mark.parametrize("name", h.EACH_MAP)
 def test_exponents_are_those_of_features(name, side):
     feature_map = h.build(name)
-    if feature_map.exponent_groups:
+    if feature_map.has_exponents:
         check_exponents(feature_map, side)
     else:
         with pytest.raises(NotImplementedError, match="has no `exponents`"):
@@ -96,9 +96,7 @@ def check_exponents(feature_map, side):
     rows = split_heads(found.x, h.KV_HEADS)
     common = feature_map.common_exponent(side, rows, stats)
     common = merge_heads(common, h.HEADS, h.LENGTH)
-    assert common.shape[-1] == max(1, feature_map.exponent_groups)
-    width = feature_map.output_dim // common.shape[-1]
-    common = ops.repeat(common, width, axis=-1)
+    assert common.shape[-1] == 1
     actual = products + ops.swapaxes(bias, 1, 2) + common
     expected = getattr(feature_map, side)(x, stats)
     assert expected.values is None

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn import feature_maps as maps
+from keras_rfattn import papers
 from keras_rfattn.layers import MultiHeadAttention
 from keras_rfattn.layers.fingerprint import agrees, checksum, fingerprint
 
@@ -14,13 +15,13 @@ def layer(feature_map, **options):
     return made
 
 
-def conditioned(cls=maps.Gerf, seed=0):
+def conditioned(cls=papers.Gerf, seed=0):
     return layer(maps.Conditioned(cls(3, seed=seed)))
 
 
 def test_a_map_that_moves_to_another_file_keeps_its_fingerprint(monkeypatch):
     before = checksum(conditioned())
-    monkeypatch.setattr(maps.Gerf, "__module__", "keras_rfattn.elsewhere")
+    monkeypatch.setattr(papers.Gerf, "__module__", "keras_rfattn.elsewhere")
     assert checksum(conditioned()) == before
     assert checksum(conditioned(seed=1)) == before
     assert checksum(conditioned(maps.FavorPlus)) != before
@@ -29,7 +30,7 @@ def test_a_map_that_moves_to_another_file_keeps_its_fingerprint(monkeypatch):
 @pytest.mark.parametrize(
     "other",
     [
-        lambda: layer(maps.Favor(4)),
+        lambda: layer(papers.Favor(4)),
         lambda: layer(maps.FavorPlus(4, projection="hadamard")),
         lambda: layer(maps.FavorPlus(4), window=3),
         lambda: layer(maps.FavorPlus(4), temperature=0.5),

@@ -208,7 +208,7 @@ def test_packed_texts_have_sinks_of_their_own():
         ({"sinks": 4}, "`sinks` need a `window`"),
         (
             {"window": 4, "sinks": 4, "implementation": "pallas"},
-            "at most 0 sinks|on the backend 'jax'",
+            "they have no sinks, and 4 are asked for|run on JAX",
         ),
     ],
 )

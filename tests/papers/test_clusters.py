@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_rfattn import feature_maps as maps
+from keras_rfattn import papers
 from keras_rfattn.papers.complex_exponential import diagonal
 from tests import helpers as h
 from tests.feature_maps.draws import DIM, DRAWS, LIMIT, estimates
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.once
 
 
 def test_pair_coefficient_is_one_at_its_centers():
-    coefficient = maps.PairCoefficient(16, tau=1.5, projection="gaussian", seed=5)
+    coefficient = papers.PairCoefficient(16, tau=1.5, projection="gaussian", seed=5)
     coefficient.build((None, None, DRAWS, DIM))
     x, y = np.float32([[0.5, -0.3, 0.2, 0.4]]), np.float32([[-0.6, 0.3, -0.1, -0.5]])
     a = diagonal(x, y, is_real=True)
@@ -43,7 +43,7 @@ def clusters(spread=0.05, heads=1):
 
 def test_complex_clusters_are_exact_at_their_centers():
     sample, _ = clusters()
-    feature_map = maps.HybridClustered(2, form="complex", seed=1)
+    feature_map = papers.HybridClustered(2, form="complex", seed=1)
     feature_map.build((None, None, 1, DIM))
     feature_map.adapt([sample])
     centers = h.to_numpy(feature_map.query_centers), h.to_numpy(feature_map.key_centers)
@@ -60,13 +60,13 @@ def test_complex_clusters_are_exact_at_their_centers():
 def test_clustered_is_unbiased(form, num_pairs):
     draws = 4000
     sample, centers = clusters(0.1, heads=draws)
-    feature_map = maps.HybridClustered(
+    feature_map = papers.HybridClustered(
         8, form=form, num_pairs=num_pairs, projection="gaussian", seed=1
     )
     feature_map.build((None, None, draws, DIM))
     queries, keys = sample
     # Of many equal heads: the clusters of one.
-    one = maps.HybridClustered(8, form=form, num_pairs=num_pairs, seed=1)
+    one = papers.HybridClustered(8, form=form, num_pairs=num_pairs, seed=1)
     one.build((None, None, 1, DIM))
     one.adapt([(queries[:1], keys[:1])])
     for name in (
@@ -90,11 +90,11 @@ def test_clustered_is_unbiased(form, num_pairs):
 def test_gaussian_mixture_is_unbiased():
     draws = 4000
     sample, _ = clusters(0.1)
-    feature_map = maps.HybridGaussianMixture(
+    feature_map = papers.HybridGaussianMixture(
         8, 4, tau=2.0, projection="gaussian", seed=1
     )
     feature_map.build((None, None, draws, DIM))
-    one = maps.HybridGaussianMixture(8, 4, tau=2.0, seed=1)
+    one = papers.HybridGaussianMixture(8, 4, tau=2.0, seed=1)
     one.build((None, None, 1, DIM))
     one.adapt([sample])
     for parts in ("estimators", "coefficients"):
@@ -112,12 +112,12 @@ def test_gaussian_mixture_is_unbiased():
 
 def test_errors_of_clusters():
     with pytest.raises(ValueError, match="`num_clusters` must be two positive"):
-        maps.HybridClustered(num_clusters=(2, 0))
+        papers.HybridClustered(num_clusters=(2, 0))
     with pytest.raises(ValueError, match="`num_pairs` from 1 to 4"):
-        maps.HybridClustered(num_pairs=5)
+        papers.HybridClustered(num_pairs=5)
     with pytest.raises(ValueError, match="`tau` must be positive"):
-        maps.PairCoefficient(tau=-1)
-    feature_map = maps.HybridClustered(2, num_clusters=(9, 2))
+        papers.PairCoefficient(tau=-1)
+    feature_map = papers.HybridClustered(2, num_clusters=(9, 2))
     feature_map.build((None, None, 1, DIM))
     with pytest.raises(ValueError, match="at most the number of tokens. Received: 9 c"):
         feature_map.adapt([(np.zeros((1, 4, DIM)), np.zeros((1, 4, DIM)))])

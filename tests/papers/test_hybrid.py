@@ -10,6 +10,7 @@ from keras import ops
 
 import keras_rfattn
 from keras_rfattn import feature_maps as maps
+from keras_rfattn import papers
 from keras_rfattn.kernels import variance
 from keras_rfattn.papers import hybrid_variance
 from tests import helpers as h
@@ -22,11 +23,11 @@ M, N = 3, 2
 
 
 def angular(**arguments):
-    return maps.HybridAngular(M, N, projection="gaussian", seed=1, **arguments)
+    return papers.HybridAngular(M, N, projection="gaussian", seed=1, **arguments)
 
 
 def gaussian(**arguments):
-    return maps.HybridGaussian(
+    return papers.HybridGaussian(
         M, N, sigma=1.5, radius=0.4, projection="gaussian", seed=2, **arguments
     )
 
@@ -54,10 +55,10 @@ def test_bipolar_variance_is_theorem_3_1(kind, shared):
 
 def test_coefficients_have_their_moments():
     x, y = pairs(radius=0.7)
-    gauss = maps.GaussianCoefficient(N, 0.8, 0.7, projection="gaussian", seed=4)
+    gauss = papers.GaussianCoefficient(N, 0.8, 0.7, projection="gaussian", seed=4)
     for coefficient, moments in (
         (
-            maps.AngularCoefficient(N, projection="gaussian", seed=3),
+            papers.AngularCoefficient(N, projection="gaussian", seed=3),
             hybrid_variance.angular_moments(x, y, N),
         ),
         (gauss, hybrid_variance.gaussian_moments(x, y, N, 0.8, gauss.rho)),
@@ -119,8 +120,8 @@ def test_max_relative_error_on_a_sphere():
 @slow_on_jax
 def test_a_hybrid_may_hold_a_hybrid():
     x, y = pairs(radius=0.7)
-    nested = maps.Hybrid(
-        ["favorplus", angular()], [maps.AngularCoefficient(N, seed=0)], seed=9
+    nested = papers.Hybrid(
+        ["favorplus", angular()], [papers.AngularCoefficient(N, seed=0)], seed=9
     )
     nested = maps.get(maps.serialize(nested))
     found = estimates(nested, x, y, draws=400)
@@ -133,11 +134,11 @@ def test_a_hybrid_may_hold_a_hybrid():
 
 
 def test_parts_have_seeds_of_their_own():
-    hybrid = maps.HybridAngular(4, 3, shared=False, seed=5)
+    hybrid = papers.HybridAngular(4, 3, shared=False, seed=5)
     hybrid.build((None, None, 1, DIM))
     plus, trig = (h.to_numpy(e.vectors) for e in hybrid.estimators)
     assert not np.any(plus == trig)
-    shared = maps.HybridAngular(4, 3, shared=True, seed=5)
+    shared = papers.HybridAngular(4, 3, shared=True, seed=5)
     shared.build((None, None, 1, DIM))
     h.assert_same(shared.estimators[0].vectors, shared.estimators[1].vectors)
     shared.redraw()
@@ -153,13 +154,13 @@ def test_parts_have_seeds_of_their_own():
 
 def test_errors():
     with pytest.raises(ValueError, match="one more than `coefficients`"):
-        maps.Hybrid(["favor"], [maps.AngularCoefficient(2)])
+        papers.Hybrid(["favor"], [papers.AngularCoefficient(2)])
     with pytest.raises(ValueError, match="softmax estimators"):
-        maps.Hybrid(["favor", "elu"], [maps.AngularCoefficient(2)])
+        papers.Hybrid(["favor", "elu"], [papers.AngularCoefficient(2)])
     with pytest.raises(ValueError, match="`sigma` and `radius` must be positive"):
-        maps.HybridGaussian(sigma=0.0)
+        papers.HybridGaussian(sigma=0.0)
     with pytest.raises(ValueError, match="cannot adapt"):
-        maps.HybridAngular(2, 2).adapt([(np.zeros((1, 4, DIM)),) * 2])
+        papers.HybridAngular(2, 2).adapt([(np.zeros((1, 4, DIM)),) * 2])
 
 
 def linear_model(feature_map, seed):
@@ -174,8 +175,8 @@ def linear_model(feature_map, seed):
 @pytest.mark.parametrize(
     "feature_map",
     [
-        maps.Conditioned(maps.Gerf(3, seed=5)),
-        maps.Hybrid(["favor", "favorplus"], [maps.AngularCoefficient(2, seed=1)]),
+        maps.Conditioned(papers.Gerf(3, seed=5)),
+        papers.Hybrid(["favor", "favorplus"], [papers.AngularCoefficient(2, seed=1)]),
     ],
     ids=["conditioned", "hybrid"],
 )
@@ -195,9 +196,9 @@ def test_weights_of_maps_inside_maps_load_whatever_the_seed(feature_map, tmp_pat
 @slow_on_jax
 @pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_hybrids_learn_and_save_together(tmp_path):
-    hybrid = maps.Hybrid(
-        [maps.HybridClustered(3), maps.Gerf(3), maps.Favor(3)],
-        [maps.AngularCoefficient(2), maps.GaussianCoefficient(2)],
+    hybrid = papers.Hybrid(
+        [papers.HybridClustered(3), papers.Gerf(3), papers.Favor(3)],
+        [papers.AngularCoefficient(2), papers.GaussianCoefficient(2)],
     )
     model = linear_model(hybrid, 0)
     x = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn import feature_maps as maps
+from keras_rfattn import papers
 from tests.feature_maps.draws import DIM, LIMIT, estimates, pairs
 
 pytestmark = pytest.mark.once
@@ -14,7 +15,7 @@ MATRIX = np.random.default_rng(9).normal(size=(DIM, DIM)) / 2
 
 
 def coefficient(feature_map, matrix=None, seed=3):
-    return maps.KernelCoefficient(
+    return papers.KernelCoefficient(
         feature_map, matrix, width=1.3, constant=0.9, factor=-0.7, seed=seed
     )
 
@@ -26,7 +27,7 @@ def base(cls, **arguments):
 @pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("matrix", [None, MATRIX])
-@pytest.mark.parametrize("cls", [maps.FavorPlus, maps.Favor, maps.HybridAngular])
+@pytest.mark.parametrize("cls", [maps.FavorPlus, papers.Favor, papers.HybridAngular])
 def test_a_kernel_coefficient_averages_to_its_gaussian(cls, matrix):
     x, y = pairs()
     part = coefficient(base(cls), matrix)
@@ -41,9 +42,9 @@ def test_a_kernel_coefficient_averages_to_its_gaussian(cls, matrix):
 @pytest.mark.parametrize(
     ("cls", "equal", "opposite"),
     [
-        (maps.Favor, True, False),
+        (papers.Favor, True, False),
         (maps.FavorPlus, False, True),
-        (maps.HybridAngular, True, True),
+        (papers.HybridAngular, True, True),
     ],
 )
 def test_where_a_kernel_coefficient_has_no_variance(cls, equal, opposite):
@@ -58,9 +59,9 @@ def test_where_a_kernel_coefficient_has_no_variance(cls, equal, opposite):
 @pytest.mark.once
 def test_a_hybrid_of_kernel_coefficients_is_unbiased_and_saved():
     x, y = pairs(radius=0.8)
-    parts = [base(maps.FavorPlus, pair=True), base(maps.Favor)]
-    nested = coefficient(base(maps.HybridAngular), MATRIX)
-    hybrid = maps.Hybrid(parts, [nested], seed=5)
+    parts = [base(maps.FavorPlus, pair=True), base(papers.Favor)]
+    nested = coefficient(base(papers.HybridAngular), MATRIX)
+    hybrid = papers.Hybrid(parts, [nested], seed=5)
     found = estimates(hybrid, x, y, draws=SOME)
     error = found.std(0) / np.sqrt(SOME)
     assert np.all(np.abs(found.mean(0) - np.exp(np.sum(x * y, -1))) < LIMIT * error)
@@ -82,6 +83,6 @@ def test_a_hybrid_of_kernel_coefficients_is_unbiased_and_saved():
 )
 def test_wrong_kernel_coefficients_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        maps.KernelCoefficient(**arguments)
+        papers.KernelCoefficient(**arguments)
     with pytest.raises(ValueError, match="`matrix` must have shape"):
-        maps.KernelCoefficient(matrix=np.eye(3)).build((None, None, 2, DIM))
+        papers.KernelCoefficient(matrix=np.eye(3)).build((None, None, 2, DIM))

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.kernels import values
-from keras_rfattn.layers import KernelFeatures
+from keras_rfattn.papers import KernelFeatures
 from tests import helpers as h
 from tests.feature_maps.cases import case
 from tests.marks import each_map

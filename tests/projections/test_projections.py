@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from keras_rfattn import papers, projections
+from keras_rfattn.papers.hadamard import hadamard_transform
 from tests import helpers as h
 from tests.marks import first
 
@@ -145,7 +146,7 @@ def test_hadamard_blocks_are_orthogonal_and_nearly_normal():
     from scipy.linalg import hadamard
 
     x = np.random.default_rng(0).normal(size=(3, 16))
-    transform = projections.papers.hadamard.hadamard_transform(x)
+    transform = hadamard_transform(x)
     h.assert_close(transform, x @ hadamard(16) / 4, 1e-12)
     assert h.to_numpy(papers.Hadamard(seed=1)((1, 5, 11))).shape == (1, 5, 11)
 
