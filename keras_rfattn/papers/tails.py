@@ -7,7 +7,7 @@ Pairs `x`, `y` have shape `(..., d)`.
 Source: Likhosherstov et al., "Chefs' Random Tables" (2022), theorems 4.2 and 4.3. The
 paper leaves the factor `D² = (1 - 4A)^{d/2}` of a draw out of its largest value. With
 this factor the exponents are `D⁴ = (1 - 4A)^d` times smaller. As printed, theorem 4.2
-is violated (`tests/kernels/papers/test_tails.py`); the bounds here are not.
+is violated (`tests/papers/test_tails.py`); the bounds here are not.
 """
 
 import numpy as np

@@ -19,20 +19,14 @@ NEGATIVES, TEMPERATURE, WEIGHT = 4096, 0.05, 5.0
 
 
 class Bank:
-    """The sentences of a `Corpus` with the teacher's embeddings, kept in a file."""
+    """The sentences of a `Corpus` with the teacher's embeddings."""
 
-    def __init__(self, corpus, teacher, tokenizer, path=None):
+    def __init__(self, corpus, teacher, tokenizer):
         documents = [x.sentences for x in (*corpus.articles, *corpus.messages)]
         documents = [[s[:SHORT] for s in x] for x in documents if len(x) > COMPARED]
         self.sentences = [s for x in documents for s in x]
         self.ends = np.cumsum([len(x) for x in documents])
-        if path is not None and path.exists():
-            self.embeddings = np.load(path)
-        else:
-            self.embeddings = embed(teacher, self.sentences, tokenizer)
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                np.save(path, self.embeddings)
+        self.embeddings = embed(teacher, self.sentences, tokenizer)
 
     def draw(self, length, generator):
         """Draws a run of sentences of one document, with planted ones of others.

