@@ -73,7 +73,8 @@ def attend(
     options = Options() if options is None else options
     # Around a rematerialized model, JAX and TensorFlow trace this argument too, and
     # what runs again must have no side effects.
-    training = is_plain(training) and bool(training)
+    is_traced = ops.is_tensor(training) and not is_plain(training)
+    training = not is_traced and bool(training)
     check_options(options, feature_map)
     mask = interpret_mask(mask, query.shape[1], key.shape[1])
     if any(is_zero(x) for x in (*query.shape[:2], key.shape[1])):

@@ -32,7 +32,7 @@ from keras_rfattn.ops.masks import interpret_mask
 # Attributes that a layer has only while its attention is linear.
 STATE = (
     "options", "is_from_config", "refusal", "trained", "origin", "checkpoint",
-    "self_attention",
+    "self_attention", "kinds_of_calls",
 )  # fmt: skip
 # Those of them that configs hold, unless they are empty.
 SAVED = ("trained", "origin", "checkpoint", "self_attention")
@@ -73,8 +73,10 @@ class LinearAttention:
     # Hash of the checkpoint's weights before `uptrain` changed any; else empty.
     checkpoint = ""
     # Whether queries, keys and values are the same tokens wherever they are of one
-    # number; `None` until the graph of a model or the first call tells.
+    # number; `None` if only the graph of a model or the calls tell.
     self_attention = None
+    # Which of these kinds, `True` or `False`, calls outside of compiled functions had.
+    kinds_of_calls = frozenset()
     # An `Interceptor` or a function. It applies in all threads, because replicas of a
     # model run in separate threads.
     recorder = None

@@ -33,8 +33,9 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         seed: Seed of the random vectors (and of the inactive dropout).
         self_attention: Whether queries, keys and values are the same tokens. Statistics
             of the sequence, windows without a causal mask and packed texts need to
-            know. `None` lets the graph of a Functional model tell, or else the layer's
-            first call. Calls with fewer or more keys than queries are cross-attention.
+            know. `None` lets the graph of a Functional model tell, or else the objects
+            of the call; a compiled call of separate arguments is like earlier calls.
+            Calls with fewer or more keys than queries are cross-attention.
         **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
             `sinks`, `block_size`, `max_segments`, `temperature`, `softmax_heads` and
             `implementation`; and further arguments of

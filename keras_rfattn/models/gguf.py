@@ -248,6 +248,8 @@ def _assign(file, backbone):
         except NotImplementedError:
             kind = tensor.tensor_type.name
             file.refuse("of types that `gguf` reads", f"where {name} has type {kind}")
+        if not np.all(np.isfinite(weight)):
+            file.refuse("finite", f"where {name} holds NaN or infinities")
         if name.endswith(("attn_q", "attn_k")):
             # Rotary embeddings rotate pairs of rows of a head: neighbors in the file,
             # row i of each half in KerasHub.

@@ -18,6 +18,7 @@ from keras_rfattn.feature_maps.arguments import check_flag, check_seed, derive_s
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
+from keras_rfattn.layers.self_attention import kinds_in_graph
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.models.matching import Plan, lookup, select
 from keras_rfattn.models.report import local_note
@@ -337,11 +338,16 @@ def check_sinks(template, options, sites):
         )
 
 
+def _may_cross(site):
+    known = site.self_attention
+    return not known and (known is False or False in kinds_in_graph(site.layer))
+
+
 def check_sites(options, sites):
     """Raises `ValueError` for options that the attention of some sites rules out."""
     cross = []
     if options.window is not None:
-        cross = [x for x in sites if x.self_attention is False and not x.causal]
+        cross = [x for x in sites if _may_cross(x) and not x.causal]
     if cross:
         raise ValueError(
             "A `window` needs self-attention, in which queries and keys belong to the "

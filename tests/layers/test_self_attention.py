@@ -105,16 +105,43 @@ def test_the_graph_knows_cross_attention():
         )
 
 
-def test_a_layer_of_both_kinds_is_cross_attention():
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_graph_may_use_a_layer_in_both_ways(is_traced):
     one, two = keras.Input((12, 16)), keras.Input((12, 16))
     made = MultiHeadAttention(2, 8, feature_map="favorpp", num_features=8, seed=0)
     model = keras.Model([one, two], [made(one, one), made(one, two)])
     x, other = tensors(X, OTHER)
-    first, second = (to_numpy(y) for y in model([x, other]))
-    cross = layer(feature_map="favorpp", self_attention=False)
-    cross.set_weights(made.get_weights())
-    assert_close(cross(x, x), first)
-    assert_close(cross(x, other), second)
+    call = traced(lambda *a: model(list(a))[0]) if is_traced else None
+    first, second = model([x, other])
+    first = first if call is None else call(x, other)
+    for choice, arguments, found in (
+        (True, (x, x), first),
+        (False, (x, other), second),
+    ):
+        alone = layer(feature_map="favorpp", self_attention=choice)
+        alone.set_weights(made.get_weights())
+        assert_close(alone(*arguments), found, rtol=1e-5)
+    softmax = keras.layers.MultiHeadAttention(2, 8)
+    both = keras.Model([one, two], [softmax(one, one), softmax(one, two)])
+    with pytest.raises(ValueError, match="A `window` needs self-attention"):
+        keras_rfattn.replace_attention(both, "favorplus", window=4)
+    assert not hasattr(softmax, "feature_map")
+
+
+@pytest.mark.parametrize("first", ["itself", "other"])
+def test_earlier_calls_change_no_other_call(first):
+    x, copy, other = tensors(X, X, OTHER)
+    expected = [layer(feature_map="favorpp", self_attention=True)(x, x)]
+    expected.append(layer(feature_map="favorpp", self_attention=False)(x, other))
+    made = layer(feature_map="favorpp")
+    made(x, x if first == "itself" else other)
+    for pair in ((x, x), (x, other), (x, copy)):
+        assert_close(made(*pair), expected[pair[1] is other], rtol=1e-5)
+    assert_close(made(x, x, key=other), layer(feature_map="favorpp")(x, x, key=other))
+    itself = layer(window=4)
+    itself(x, x)
+    with pytest.raises(ValueError, match="A `window` needs self-attention"):
+        itself(x, other)
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="`vmap` is not a compiled function")
@@ -190,6 +217,17 @@ def test_training_may_be_traced(name):
             assert_close(found, expected, rtol=1e-5)
     for weight, value in zip(model.weights, before, strict=True):
         np.testing.assert_array_equal(to_numpy(weight), value)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="of PyTorch")
+def test_observed_training_updates_statistics():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    made, (x,) = layer(feature_map="favorpp"), tensors(X)
+    with FlopCounterMode(display=False):
+        made(x, x, training=True)
+    assert int(made.feature_map.updates) == 1
+    assert to_numpy(made.feature_map.mean_square).min() > 0
 
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="Keras fails with softmax too")

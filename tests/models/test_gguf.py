@@ -220,6 +220,12 @@ def without(name):
     return lambda path: write(path, weights)
 
 
+def not_finite(name, number):
+    weights = draw_weights(True)
+    weights[name].flat[-1] = number
+    return lambda path: write(path, weights)
+
+
 def truncated(size):
     def make(path):
         changed()(path)
@@ -343,6 +349,14 @@ BAD = {
     "further tensors": (
         changed(**{"llama.block_count": 1}),
         "the further tensors blk.1.attn_k, ",
+    ),
+    "a weight that is no number": (
+        not_finite("blk.1.attn_k", np.nan),
+        "finite. Received: .*where blk.1.attn_k holds NaN or infinities",
+    ),
+    "an infinite weight": (
+        not_finite("output_norm", -np.inf),
+        "finite. Received: .*where output_norm holds NaN or infinities",
     ),
     "other shape": (
         changed(**{"llama.feed_forward_length": 96}),
