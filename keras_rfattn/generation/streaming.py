@@ -266,12 +266,16 @@ class Stream:
 
 def _checksum_of_options(model, sites):
     """Returns a checksum of what determines a state beside weights and tokens."""
-    config = model.backbone.get_config()
-    values = {
-        k: x
-        for k, x in config.items()
-        if k not in ("name", "trainable") and not isinstance(x, dict)
-    }
+    # Backbones leave the scale of rotary positions out of their configs.
+    turning = [x for x in model._flatten_layers() if "Rotary" in type(x).__name__]
+    values = [
+        {
+            k: x
+            for k, x in layer.get_config().items()
+            if k not in ("name", "trainable") and not isinstance(x, dict)
+        }
+        for layer in (model.backbone, *turning)
+    ]
     mechanisms = [checksum(x.layer) if x.is_linear else None for x in sites]
     described = [original_class(model).__name__, values, mechanisms]
     described = json.dumps(
