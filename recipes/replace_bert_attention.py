@@ -122,7 +122,7 @@ def compare_similarities(model, tokenizer, args):
         numbers = "".join(f"{x:7.3f}" for x in row)
         print(f"  {name:41s}{numbers}{f'{moved:8.3f}' * (name != 'softmax')}")
     for maps in shipped:
-        print(f"{maps.mechanism} against people's judgments (STS): {maps.quality}")
+        print(f"{maps.mechanism} against people's judgments, stored: {maps.quality}")
     print()
     return rows["softmax"]
 
@@ -164,7 +164,7 @@ def compare_times(model, args):
         scores = 2 * 4 * model.num_heads * length**2  # bytes of two matrices
         own = times["linear"][length] = seconds(linear, length)
         if guess > PATIENCE or scores > 0.4 * memory:
-            other, note = guess, "  (softmax not run: predicted, quadratic in length)"
+            other, note = guess, "  (softmax predicted from its last time, not run)"
         else:
             other, note = seconds(softmax, length), ""
             measured[length] = other
@@ -214,12 +214,13 @@ def uptrain(model, tokenizer, softmax, args):
     model.predict_function = None
     after = np.abs(similarities(model, tokenizer) - softmax).mean()
     print(
-        f"Training new maps (favorpp_learned, 64 features) for {args.steps} steps; "
+        f"Training new maps (favorpp_learned, 64 features) in {args.steps} steps; "
         "the shipped ones had 900:"
     )
     for stage in [x for x in report.stages if x.steps]:
         print(
-            f"  {stage.steps} steps: {stage.measure} {stage.last:.3f} "
+            f"  stage {stage.name}, {stage.steps} steps: {stage.measure} "
+            f"{stage.last:.3f} "
             f"(no attention {stage.no_attention:.3f})"
         )
     print(f"  similarities differ from softmax's by {after:.3f}, before {before:.3f}")

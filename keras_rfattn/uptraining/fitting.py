@@ -167,7 +167,7 @@ class Progress(keras.callbacks.Callback):
             left = round(seconds * (self.steps - done) / max(1, done - self.timed))
             print(
                 f"step {done}/{self.steps}, {self.name} {error:.4f}, "
-                f"{left // 60}:{left % 60:02d} minutes left",
+                f"{left // 60} min {left % 60:02d} s left",
                 flush=True,
             )
 

@@ -80,7 +80,6 @@ FAMILIES = [
     pytest.param("opt", "favorpp", marks=pytest.mark.full),
     pytest.param("gemma", "favorpp", marks=pytest.mark.full),
     pytest.param("smollm3", "window", marks=pytest.mark.full),
-    pytest.param("qwen3_5", "favorpp", marks=pytest.mark.full),
 ]
 
 

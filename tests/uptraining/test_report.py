@@ -56,7 +56,7 @@ def test_lines_name_the_measure_and_its_controls(capsys):
         del lines[:4]
         named = f"{MEASURES[stage.name]} (no attention {controls[stage.name]})"
         assert head == f"Stage '{stage.name}', 22 steps: {named}"
-        pattern = r"step (\d+)/22, relative squared error (0\.\d+), 0:\d\d minutes left"
+        pattern = r"step (\d+)/22, relative squared error (0\.\d+), 0 min \d\d s left"
         found = [re.fullmatch(pattern, line).groups() for line in steps]
         assert [int(step) for step, _ in found] == [10, 20, 22]
         # The last figure is the report's.
