@@ -21,7 +21,18 @@ class Weights:
         super().__setattr__(name, value)
 
     def add_trained(self, name, value, shape=None, dtype="float32", **kwargs):
-        """Adds a weight that training changes and no dtype policy casts."""
+        """Adds a weight that training changes and no dtype policy casts.
+
+        Args:
+            name: Name of the weight.
+            value: Initial value, as a NumPy array, or an initializer.
+            shape: Shape of the weight. Needed only if `value` is an initializer.
+            dtype: `"float32"` (default) or `"int32"`.
+            **kwargs: Further arguments of `keras.layers.Layer.add_weight`.
+
+        Returns:
+            The `keras.Variable`.
+        """
         if isinstance(value, np.ndarray):
             shape, value = value.shape, keras.initializers.Constant(value)
         return self.add_weight(
@@ -35,11 +46,28 @@ class Weights:
 
     @property
     def was_trained(self):
-        """Whether training changed a weight of the map since the library set it."""
+        """Whether training changed a weight of the map since the library set it.
+
+        The library sets weights in `build`, `redraw` and `adapt`. The answer is
+        computed from the weights, so that it is the same after saving and loading.
+        """
         return self.built and not is_as_drawn(self)
 
     def redraw(self, discard_training=False):
-        """Replaces the random vectors by the next draw of the same seed."""
+        """Replaces the random vectors by the next draw of the same seed.
+
+        The number of draws is saved with the model. The library never calls this
+        method by itself.
+
+        Args:
+            discard_training: Whether to redraw a map even if its vectors were trained.
+                All of its weights are then reset to their initial values, and it is no
+                longer calibrated. Defaults to `False`.
+
+        Raises:
+            ValueError: If the map has no random vectors, is not built, or its vectors
+                were trained and `discard_training` is false. The map is then unchanged.
+        """
         if not self.built:
             raise ValueError(
                 f"{type(self).__name__} has no random vectors to redraw yet. Received: "

@@ -24,7 +24,13 @@ def kernels(name):
 
 
 def attention(tokens, deferred, value, local, key_mask, is_causal, options):
-    """Computes attention by fused programs, if the options and the device allow it."""
+    """Computes attention by fused programs, if the options and the device allow it.
+
+    `tokens` are scaled queries `(B, T, N, H)` and keys `(B, S, K, H)`, `deferred` their
+    `Deferred` features without sinks, `value` is `(B, S, K, V)`, all finite. `local` is
+    the `ops.Local` of a window or `None`, and `key_mask`, booleans `(B, S)`, may be
+    `None`. Returns `(B, T, N, V)`, or `None` if ordinary operations should be used.
+    """
     name = options.implementation
     if name in KERNELS:
         module = kernels(name)

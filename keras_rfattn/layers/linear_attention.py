@@ -265,7 +265,14 @@ class Packable(LinearAttention):
         use_causal_mask=False,
         segment_ids=None,
     ):
-        """Computes attention from the Keras layer's arguments and `segment_ids`."""
+        """Computes attention from the Keras layer's arguments and `segment_ids`.
+
+        Args:
+            segment_ids: Integers of shape `(B, T)`, for rows that hold several texts.
+                Tokens see only tokens with the same integer, as if each text were a
+                separate row; key padding still applies. Inside a compiled function, the
+                cost is that of `max_segments` rows for each row.
+        """
         if return_attention_scores:
             # This is raised early, because Keras' grouped layer would first store the
             # argument.

@@ -57,7 +57,7 @@ class Plan:
 
 def check_mechanism(feature_map, num_features=None, seed=None):
     """Raises the errors of `check_identifier`; of a plan, it checks only the seed."""
-    if isinstance(getattr(feature_map, "plan", feature_map), Plan):
+    if isinstance(feature_map, Plan):
         check_seed(seed)
     else:
         check_identifier(feature_map, num_features, seed)

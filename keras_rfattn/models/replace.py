@@ -62,11 +62,9 @@ def replace_attention(
             `keras.layers.GroupQueryAttention` inside.
         feature_map: Name of a mechanism (`keras_rfattn.feature_maps.list()`), a
             `FeatureMap`, or its config. Each layer gets its own copy. A `models.Plan`
-            assigns a map to each layer, or keeps the layer softmax; an object with a
-            `plan` attribute, such as the result of `diagnostics.recommend`, works too.
+            assigns a map to each layer, or keeps the layer softmax.
         num_features: Number of random vectors per head, for a map given by name.
-            Defaults to twice the head dim for most maps.
-            `None` uses the map's default.
+            `None` uses the map's default, which is twice the head dim for most maps.
         include: Layers to replace: a path or pattern (`fnmatch`), a list of these, or
             a callable `(path, layer) -> bool`. `None` selects all layers except those
             that pool with a single query, where softmax is already linear.
@@ -88,10 +86,10 @@ def replace_attention(
             normalized to unit length, and their cosine is divided by this number. The
             map then estimates softmax attention of normalized vectors, which differs
             from the checkpoint's attention. The hybrid maps are made for this.
-        implementation: `"xla"`, ordinary operations of the backend; or fused kernels
-            for maps whose features are exponentials: `"pallas"` (TPUs, JAX),
-            `"mosaic"` (NVIDIA's Hopper GPUs, JAX) or `"triton"` (NVIDIA GPUs,
-            PyTorch); or `"auto"`, which currently selects `"xla"`.
+        implementation: `"auto"`, the fastest that has been timed; `"xla"`, ordinary
+            operations of the backend; or kernels of `keras_rfattn.experimental` for
+            maps whose features are exponentials: `"pallas"` (TPUs, JAX) or `"triton"`
+            (NVIDIA GPUs, PyTorch).
         softmax_heads: Dict from a layer path or pattern (as in `models.Plan`) to the
             query heads, counted from 0, that stay softmax in this layer. These should
             be heads that compare tokens; `diagnostics.sensitivity(heads=True)` finds
@@ -273,10 +271,9 @@ def _global(model, selected):
 
 def _assigned(feature_map, selected):
     """Returns pairs `(sites, feature map)`; sites with the same map form one pair."""
-    plan = getattr(feature_map, "plan", feature_map)
-    if not isinstance(plan, Plan):
-        return [(selected, plan)]
-    maps = lookup("maps", plan.maps, selected)
+    if not isinstance(feature_map, Plan):
+        return [(selected, feature_map)]
+    maps = lookup("maps", feature_map.maps, selected)
     found = [
         ([site], maps[site.index])
         for site in selected
