@@ -282,7 +282,7 @@ def _assigned(feature_map, selected):
     if not found:
         raise ValueError(
             "`feature_map` must replace at least one layer. Received: a plan that "
-            f"keeps every layer softmax, {plan}."
+            f"keeps every layer softmax, {feature_map}."
         )
     return found
 
