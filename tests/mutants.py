@@ -106,7 +106,7 @@ MUTANTS = {
     ),
     "a call context that outlives its call": Mutant(
         "layers/call_context.py", "holding", "self.value = before", "pass",
-        "layers/test_call_context.py::test_segments_are_forgotten_when_a_call_raises",
+        "layers/test_interceptor.py::test_the_context_of_a_thread_comes_first",
     ),
     "weights that PyTorch does not count": Mutant(
         "models/holders.py", "refresh", "track_variables_anew(layer)", "None",
