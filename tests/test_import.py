@@ -1,4 +1,4 @@
-"""What a user reads who imports the package without the backend that Keras chooses."""
+"""The error of an import whose Keras backend is not installed says what to set."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What an index shows of the package, and that its address has one place."""
+"""The metadata that an index shows; the repository's address stands in one place."""
 
 import os
 import pathlib

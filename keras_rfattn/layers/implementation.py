@@ -1,4 +1,4 @@
-"""Says whether fused kernels or ordinary operations compute attention."""
+"""Raises errors for options of attention that a map, or kernels, do not support."""
 
 import keras_rfattn.feature_maps as feature_maps
 from keras_rfattn import fused
@@ -33,8 +33,3 @@ def check_options(options, feature_map):
             f"kernel is {feature_map.kernel!r}. Received: window={options.window}. "
             f"Use window=None, or one of {names}."
         )
-
-
-def told(options, feature_map):
-    """Returns the implementation as text for reports."""
-    return f"{options.implementation} as asked"

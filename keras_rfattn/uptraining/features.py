@@ -16,7 +16,7 @@ from keras_rfattn.layers.recording import recording
 TINY = 1e-9
 # KerasHub tasks whose head is part of the checkpoint.
 OWN_HEADS = ("CausalLM", "MaskedLM", "Seq2SeqLM")
-# What an error of the stage is, by objective.
+# The measure that a stage reports, by objective.
 MEASURES = {
     "features": "relative squared error of the model's outputs",
     "logits": "divergence of logits",
