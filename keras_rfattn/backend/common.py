@@ -274,8 +274,3 @@ def without_gradients():
 def with_gradient(function, variables, tensors):
     """Returns `function(*tensors)`; only its first result can be differentiated."""
     return function(*tensors)
-
-
-def narrow_inputs(tokens):
-    """Returns whether features keep tokens `(..., H)` in their own 16-bit dtype."""
-    return False

@@ -174,12 +174,6 @@ def sums_weights_apart(size):
     return size is not None and size <= WEIGHTS
 
 
-def narrow_inputs(tokens):
-    # JAX keeps the inputs of the features for the gradient. In 16 bits these need half
-    # the memory, and the features are the same.
-    return all(x.dtype != wide_dtype(x) for x in tokens)
-
-
 def _is_on_gpu():
     """Returns whether a loop on this device costs more than all its steps at once."""
     return jax.default_backend() == "gpu"

@@ -83,12 +83,12 @@ class Estimate(NamedTuple):
     Attributes:
         values: Array of shape `(K, T, S)`, 0 for keys that a row does not see.
         log_scale: Array of shape `(K, T, 1)`, the largest exponent of each row.
-        stats: The statistics of the sequence, from the map's `statistics`.
+        bound: The map, bound to the sequence.
     """
 
     values: np.ndarray
     log_scale: np.ndarray
-    stats: object
+    bound: object
 
 
 def estimate(feature_map, sequence):
@@ -103,9 +103,9 @@ def estimate(feature_map, sequence):
         ops.convert_to_tensor(x.swapaxes(0, 1)[None].astype("float32"))
         for x in (sequence.query, sequence.key)
     )
-    stats = feature_map.statistics(query, key, causal=sequence.causal)
-    q, q_scale = _parts(feature_map.query_features(query, stats))
-    k, k_scale = _parts(feature_map.key_features(key, stats))
+    bound = feature_map.bind(query, key, causal=sequence.causal)
+    q, q_scale = _parts(bound.query_features(query))
+    k, k_scale = _parts(bound.key_features(key))
     # Each query and each key is relative to its own largest exponent. A maximum over
     # keys would include keys that a row does not see.
     q_top, k_top = (x.max(axis=-1, keepdims=True) - LIFT for x in (q_scale, k_scale))
@@ -114,7 +114,7 @@ def estimate(feature_map, sequence):
     with np.errstate(divide="ignore"):
         exponents = np.log(np.abs(products)) + q_top + k_top.mT
     shift = np.maximum(exponents.max(axis=-1, keepdims=True), -1e300)  # if all are 0
-    return Estimate(np.sign(products) * np.exp(exponents - shift), shift, stats)
+    return Estimate(np.sign(products) * np.exp(exponents - shift), shift, bound)
 
 
 def _parts(features):
@@ -170,7 +170,7 @@ def _errors(feature_map, sequence, head, estimated):
     with np.errstate(over="ignore", invalid="ignore"):
         ratio = values * np.exp(shift - products)
     return HeadErrors(
-        *_kernel_errors(feature_map, head, query, key, ratio, visible, estimated.stats),
+        *_kernel_errors(estimated.bound, head, query, key, ratio, visible),
         attention=_relative_error(weights, attention),
         output=_relative_error(weights @ value, output),
         mean_of_values=_relative_error(uniform @ value, output),
@@ -184,13 +184,13 @@ def _relative_error(approximate, exact):
     return np.linalg.norm(approximate - exact) / np.linalg.norm(exact)
 
 
-def _kernel_errors(feature_map, head, query, key, ratio, visible, stats):
+def _kernel_errors(feature_map, head, query, key, ratio, visible):
     """Returns four fields of `HeadErrors`, `kernel` to `predicted`."""
     if feature_map.kernel != "softmax":
         return np.nan, np.nan, np.nan, np.nan
     covered = visible & _is_covered(feature_map, query, key, head)
     rows, keys = np.nonzero(covered)
-    predict = predicted_variance(feature_map, head, stats)
+    predict = _predicted_variance(feature_map, head)
     variances = np.full(len(rows), np.nan)
     if predict is not None:
         variances = predict(query[rows], key[keys])
@@ -224,7 +224,7 @@ def visibility(sequence):
     return np.repeat(visible, rows // keys, axis=0)
 
 
-def predicted_variance(feature_map, head=0, stats=None):
+def predicted_variance(feature_map, head=0):
     """Predicts the relative variance of a map's estimates, from its closed form.
 
     The prediction is exact for independent vectors, and for orthogonal vectors of
@@ -234,8 +234,6 @@ def predicted_variance(feature_map, head=0, stats=None):
     Args:
         feature_map: A built `FeatureMap`.
         head: Index of the key/value head.
-        stats: The result of `feature_map.statistics`, for maps that do not store
-            their parameters; otherwise `None`.
 
     Returns:
         A function `(queries, keys) -> variance / kernel²`, which takes two arrays
@@ -245,7 +243,12 @@ def predicted_variance(feature_map, head=0, stats=None):
         TypeError: If `feature_map` is not a `FeatureMap`.
         ValueError: If it is not built, or has no such head.
     """
-    moment = log_moment(feature_map, head, stats)
+    _check_map(feature_map, head)
+    return _predicted_variance(feature_map, head)
+
+
+def _predicted_variance(feature_map, head):
+    moment = feature_map.log_moment(head)
     if moment is None:
         return None
     covariance = feature_map.relative_covariance(head)
@@ -269,14 +272,12 @@ def predicted_variance(feature_map, head=0, stats=None):
     return in_slices
 
 
-def log_moment(feature_map, head=0, stats=None):
+def log_moment(feature_map, head=0):
     """Returns the second moment of a map's softmax estimates, from its closed form.
 
     Args:
         feature_map: A built `FeatureMap`.
         head: Index of the key/value head.
-        stats: The result of `feature_map.statistics`, for maps that do not store
-            their parameters; otherwise `None`.
 
     Returns:
         A function `(x, y) -> log E[Z²]`, where Z is the estimate of one random draw,
@@ -288,7 +289,7 @@ def log_moment(feature_map, head=0, stats=None):
         ValueError: If it is not built, or has no such head.
     """
     _check_map(feature_map, head)
-    return feature_map.log_moment(head, stats)
+    return feature_map.log_moment(head)
 
 
 def _check_map(feature_map, head):

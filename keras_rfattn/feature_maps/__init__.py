@@ -10,11 +10,13 @@ from keras_rfattn.feature_maps.activation import (
 )
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.conditioned import Conditioned, FavorPPDense
-from keras_rfattn.feature_maps.exponential import Exponential
-from keras_rfattn.feature_maps.favorplus import FavorPlus
-from keras_rfattn.feature_maps.favorpp import FavorPP
-from keras_rfattn.feature_maps.favorpp_learned import FavorPPLearned
+from keras_rfattn.feature_maps.exponential import (
+    Exponential,
+    FavorPlus,
+    FavorPP,
+    FavorPPDense,
+    FavorPPLearned,
+)
 from keras_rfattn.feature_maps.hedgehog import Hedgehog
 from keras_rfattn.feature_maps.polynomial import Polynomial
 from keras_rfattn.feature_maps.polysketch import PolySketchLearned
@@ -47,7 +49,6 @@ FEATURE_MAPS.update({
 __all__ = [
     "Activation",
     "Adaptive",
-    "Conditioned",
     "Elementwise",
     "Elu",
     "Exponential",

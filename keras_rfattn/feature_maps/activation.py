@@ -40,7 +40,7 @@ class Elementwise(OfActivation, FeatureMap):
         **kwargs: Arguments of `keras.layers.Layer`.
     """
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         return Features(None, self.log_activation(x))
 
 
@@ -71,7 +71,7 @@ class Activation(OfActivation, ProjectedFeatureMap):
         32
     """
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         log_scale = self.log_activation(self.project(x))
         return Features(None, log_scale - math.log(self.num_features) / 2)
 

@@ -6,16 +6,15 @@ length, K for key/value heads, G for query heads per key/value head, N = K · G 
 heads, H for the head dim and M for the number of features. Every registered map is
 tested for these laws:
 
-1. Callers first compute `stats = map.statistics(query, key, ...)`. They then call
-   `query_features(x, stats)` and `key_features(x, stats)`, each of which maps
-   `(..., N, H)` to `Features`. These methods reduce over the last axis only, so that
-   a token's features depend on other tokens only through `stats`.
+1. `query_features(x)` and `key_features(x)` map scaled tokens `(..., N, H)` to
+   `Features` of shape `(..., N, M)`. They reduce over the last axis only, so that a
+   token's features do not depend on other tokens. A map that depends on the sequence
+   at hand is bound to it first: `map.bind(query, key, ...)` has the same two methods.
 2. A map does not stabilize its features: it subtracts no maximum and adds no epsilon.
-   It returns exponents as `log_scale`, and the algorithm shifts them. Exponential maps
-   return their whole exponent as `log_scale`, with `values=None`.
+   It returns exponents as `log_scale`, and the algorithm shifts them. Positive maps
+   return the whole feature as an exponent, with `values=None`.
 3. If `is_unbiased`, then `E[φ_q(x) · φ_k(y)] = kernel(x, y)`. If `is_positive`,
-   features are positive. A map is `is_causal_safe` unless a statistic of the current
-   sequence enters its features.
+   features are positive.
 4. Random vectors are a float32 weight. It is saved with the model and is the same on
    every backend for the same seed (`projected.py`). A call draws nothing at random.
 5. Projections and exponents are computed in float32.
@@ -25,17 +24,16 @@ tested for these laws:
    `ops.features.LOWEST`. Layers replace other tokens before a map receives them.
 """
 
+import functools
 import math
 
 import keras
 from keras import ops
 
-from keras_rfattn.backend import repeat_each
+from keras_rfattn.backend import repeat_each, wide_dtype
 from keras_rfattn.feature_maps.arguments import check_seed
-from keras_rfattn.feature_maps.stateless import FeatureFunction, complete
 from keras_rfattn.feature_maps.weights import Weights
 from keras_rfattn.kernels import values
-from keras_rfattn.ops.deferred import Deferred
 from keras_rfattn.ops.kernel_attention import Softmax
 
 
@@ -60,7 +58,7 @@ class FeatureMap(Weights, keras.layers.Layer):
         >>> class Sigmoid(feature_maps.FeatureMap):
         ...     kernel = "sigmoid"
         ...     is_unbiased = False
-        ...     def key_features(self, x, stats=None):
+        ...     def key_features(self, x):
         ...         return ops.Features(None, keras.ops.log_sigmoid(x))
         >>> layer = layers.MultiHeadAttention(2, 8, feature_map=Sigmoid())
     """
@@ -72,15 +70,15 @@ class FeatureMap(Weights, keras.layers.Layer):
     is_positive = True
     # Whether a query and a key with equal entries have equal features.
     is_symmetric = True
-    # Whether a token's features never depend on other tokens of its row.
-    is_causal_safe = True
+    # Whether `bind` measures the sequence of bidirectional self-attention.
+    measures_sequence = False
     # Whether the map has parameters that `adapt` measures on data.
     is_adaptive = False
     # Whether products of features equal the kernel, without error.
     has_exact_features = False
     # Whether attention always evaluates the kernel itself, without features.
     is_exact = False
-    # Whether features are exponentials of products, which `exponents` returns.
+    # Whether features are `ops.Exponents`, which fused kernels take.
     has_exponents = False
     # Whether `prepare` changes queries and keys.
     is_preparing = False
@@ -96,7 +94,9 @@ class FeatureMap(Weights, keras.layers.Layer):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        complete(cls)
+        for name in ("query_features", "key_features"):
+            if name in vars(cls):
+                setattr(cls, name, _in_float32(vars(cls)[name]))
 
     def __init__(self, *, seed=None, **kwargs):
         super().__init__(**kwargs)
@@ -106,11 +106,6 @@ class FeatureMap(Weights, keras.layers.Layer):
             # `keras.utils.set_random_seed`.
             seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
         self.seed = int(seed)
-
-    @property
-    def measures_sequence(self):
-        """Whether `statistics` may measure the sequence at hand, if not causal."""
-        return not self.is_causal_safe
 
     @property
     def exact_kernel(self):
@@ -155,93 +150,48 @@ class FeatureMap(Weights, keras.layers.Layer):
         """Returns an unbuilt copy of the map with another seed."""
         return type(self).from_config({**self.get_config(), "seed": int(seed)})
 
-    def statistics(
-        self, query, key, query_mask=None, key_mask=None, causal=False, training=False
-    ):
-        """Returns the statistics that the features need, which is `None` for most maps.
+    def bind(self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False):
+        """Returns the map for one call, with the same two methods.
+
+        They take tokens before they are scaled, and multiply them by `side`.
 
         Args:
-            query: Scaled queries of shape `(B, T, N, H)`.
-            key: Scaled keys of shape `(B, S, K, H)`.
+            query: Queries of shape `(B, T, N, H)`, not scaled.
+            key: Keys of shape `(B, S, K, H)`, not scaled.
+            side: Square root of the factor on `q · k`.
             query_mask: Optional boolean mask of shape `(B, T)`, true for real tokens.
             key_mask: Optional boolean mask of shape `(B, S)`, true for real tokens.
             causal: Whether a query may see only part of the tokens. If so, the result
                 must not depend on `query` and `key`.
-            training: Whether stored moving averages are updated.
 
         Returns:
-            The argument `stats` of `query_features` and `key_features`: a pytree of
-            arrays whose first axis is B (or 1), or `None`.
+            A `Bound`.
         """
-        return None
+        return Bound(self, side)
 
-    def query_features(self, x, stats=None):
+    def query_features(self, x):
         """Computes the features of queries.
 
         Args:
             x: Scaled queries of shape `(..., N, H)`.
-            stats: The result of `statistics`.
 
         Returns:
             `Features` of shape `(..., N, M)`.
         """
-        return self.key_features(x, stats)
+        return self.key_features(x)
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         """Computes the features of keys.
 
         Args:
             x: Scaled keys of shape `(..., K, H)`.
-            stats: The result of `statistics`.
 
         Returns:
             `Features` of shape `(..., K, M)`.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} must implement `key_features(x, stats)`."
+            f"{type(self).__name__} must implement `key_features(x)`."
         )
-
-    def deferred(self, method, x, stats=None):
-        """Returns features that an algorithm computes later, when it needs them.
-
-        Args:
-            method: `"query_features"` or `"key_features"`.
-            x: Scaled queries or keys, the argument of that method.
-            stats: The result of `statistics`.
-
-        Returns:
-            A `keras_rfattn.ops.deferred.Deferred`.
-        """
-        weights = [v.value for v in self.variables]
-        return Deferred(FeatureFunction(self, method), x, (stats, weights))
-
-    def exponents(self, method, x, stats=None):
-        """Returns the exponents of the features as `ops.Exponents`.
-
-        Args:
-            method: `"query_features"` or `"key_features"`.
-            x: Scaled queries or keys of shape `(B, ..., N, H)`, finite, in float32 or
-                float64.
-            stats: The result of `statistics`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
-
-    def common_exponent(self, method, x, stats=None):
-        """Returns the exponent term that all features of a token share.
-
-        It is separate from `exponents` because attention does not depend on this term
-        of a query, so that algorithms can skip it.
-
-        Args:
-            method: `"query_features"` or `"key_features"`.
-            x: The `x` of the result of `exponents`, with heads first: `(..., K, R, H)`,
-                where R counts the tokens of all G query heads of a group.
-            stats: The result of `statistics`.
-
-        Returns:
-            Array of shape `(..., K, R, 1)`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no `exponents`.")
 
     def status(self, causal):
         """Returns text for reports that says where parameters come from.
@@ -269,13 +219,11 @@ class FeatureMap(Weights, keras.layers.Layer):
         """
         return getattr(values, self.kernel)(query, key)
 
-    def log_moment(self, head=0, stats=None):
+    def log_moment(self, head=0):
         """Returns a function for the second moment of one draw Z of the estimate.
 
         Args:
             head: Index of the key/value head.
-            stats: The result of `statistics`, for maps that do not store their
-                parameters.
 
         Returns:
             A function `(x, y) -> log E[Z²]`, where x and y are NumPy arrays of shape
@@ -344,17 +292,43 @@ class FeatureMap(Weights, keras.layers.Layer):
         return {**super().get_config(), "seed": self.seed}
 
 
-class Sided:
-    """Mixin of maps that compute both sides in `_features(x, stats, is_key)`.
+class Bound:
+    """A feature map for one call: its two methods take tokens before they are scaled.
 
-    The mixin must come before `FeatureMap` in the bases.
+    Args:
+        feature_map: A built `FeatureMap`. Other attributes are those of the map.
+        side: Number by which tokens are multiplied.
     """
 
-    def query_features(self, x, stats=None):
-        return self._features(x, stats, is_key=False)
+    def __init__(self, feature_map, side):
+        self.feature_map, self.side = feature_map, side
 
-    def key_features(self, x, stats=None):
-        return self._features(x, stats, is_key=True)
+    def __getattr__(self, name):
+        return getattr(self.feature_map, name)
+
+    def query_features(self, x):
+        """Computes the features of queries `(B, T, N, H)`, not scaled."""
+        return self.feature_map.query_features(self.side * ops.cast(x, wide_dtype(x)))
+
+    def key_features(self, x):
+        """Computes the features of keys `(B, S, K, H)`, not scaled."""
+        return self.feature_map.key_features(self.side * ops.cast(x, wide_dtype(x)))
+
+
+def _in_float32(method):
+    """Wraps `query_features` or `key_features`, so that x is float32 or wider."""
+
+    @functools.wraps(method)
+    def features(self, x):
+        if not self.built:
+            raise ValueError(
+                f"`{type(self).__name__}` must be built before it computes features. "
+                "Received: built=False. Call `build((None, None, num_heads, "
+                "head_dim))` first."
+            )
+        return method(self, ops.cast(x, wide_dtype(x)))
+
+    return features
 
 
 def half_square(x):

@@ -6,13 +6,13 @@ from keras import ops
 
 from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.arguments import check_num_features
-from keras_rfattn.feature_maps.base import FeatureMap, Sided
+from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.ops.features import Features
 from keras_rfattn.projections.orthogonal import haar
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Hedgehog(Sided, FeatureMap):
+class Hedgehog(FeatureMap):
     """Features `[softmax(Wx), softmax(-Wx)]`, with a trained matrix W per head.
 
     Queries and keys have separate matrices. A square W starts as the identity, any
@@ -67,14 +67,17 @@ class Hedgehog(Sided, FeatureMap):
         start = haar(generator, *tall)
         return start.swapaxes(-1, -2) if tall == shape else start
 
-    def _features(self, x, stats, is_key):
-        kernel = self.per_head(self._kernel(is_key), x)
+    def query_features(self, x):
+        return self._features(x, self.query_kernel)
+
+    def key_features(self, x):
+        return self._features(x, self.key_kernel)
+
+    def _features(self, x, kernel):
+        kernel = self.per_head(ops.convert_to_tensor(kernel), x)
         z = precise_einsum("...nh,nhm->...nm", x, kernel)
         halves = [ops.log_softmax(z, axis=-1), ops.log_softmax(-z, axis=-1)]
         return Features(None, ops.concatenate(halves, axis=-1))
-
-    def _kernel(self, is_key):
-        return ops.convert_to_tensor(self.key_kernel if is_key else self.query_kernel)
 
     def get_config(self):
         return {**super().get_config(), "num_features": self.num_features}

@@ -141,7 +141,7 @@ class Polynomial(PolynomialFeatureMap):
     def output_dim(self):
         return self.head_dim**self.degree
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         x, log_norm = unit(x)
         power = x
         for _ in range(self.degree // 2 - 1):

@@ -98,7 +98,7 @@ class PolySketchLearned(Sketch):
                 network.build((None, dim))
             dim = self.num_features
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         x, log_norm = unit(x)
         if not self.networks:
             return Squared(x, self.degree * log_norm)

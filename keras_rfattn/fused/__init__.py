@@ -23,22 +23,22 @@ def kernels(name):
     return importlib.import_module(KERNELS[name])
 
 
-def attention(tokens, deferred, value, local, key_mask, is_causal, options):
+def attention(features, value, local, key_mask, is_causal, options):
     """Computes attention by fused programs, if the options and the device allow it.
 
-    `tokens` are scaled queries `(B, T, N, H)` and keys `(B, S, K, H)`, `deferred` their
-    `Deferred` features without sinks, `value` is `(B, S, K, V)`, all finite. `local` is
-    the `ops.Local` of a window or `None`, and `key_mask`, booleans `(B, S)`, may be
-    `None`. Returns `(B, T, N, V)`, or `None` if ordinary operations should be used.
+    `features` are those of queries `(B, T, N, H)` and keys `(B, S, K, H)`, without
+    sinks, `value` is `(B, S, K, V)`, all finite. `local` is the `ops.Local` of a window
+    or `None`, and `key_mask`, booleans `(B, S)`, may be `None`. Returns
+    `(B, T, N, V)`, or `None` if ordinary operations should be used.
     """
     name = options.implementation
     if name in KERNELS:
-        module = kernels(name)
-        return module.attention(tokens, deferred, value, key_mask, is_causal, options)
+        arguments = features, value, local, key_mask, is_causal, options
+        return kernels(name).attention(*arguments)
     is_plain = name == "xla" or is_causal or options.sinks
     if is_plain or keras.backend.backend() != "torch":
         return None
     # Imported here, because PyTorch may be missing.
     from keras_rfattn.fused import torch_cpu
 
-    return torch_cpu.attention(*deferred, value, local, key_mask)
+    return torch_cpu.attention(*features, value, local, key_mask)

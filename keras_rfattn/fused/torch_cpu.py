@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
-from keras_rfattn.backend import representable
+from keras_rfattn.backend import representable, wide_dtype
 from keras_rfattn.backend.torch import are_values_at_hand, is_differentiated
+from keras_rfattn.ops.exponents import Exponents
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.kernel_attention import Softmax
 from keras_rfattn.ops.layout import (
@@ -54,6 +55,9 @@ HAS_OPERATION = _has_operation()
 
 def attention(query, key, value, local=None, key_mask=None):
     """Computes attention by exponential features, without causality."""
+    if not (isinstance(query, Exponents) and isinstance(key, Exponents)):
+        return None
+    query, key = (x.of_tokens(lambda y: y.to(_wide(y))) for x in (query, key))
     # Attention is exact if all keys are in one window.
     is_exact = local is not None and local.window >= value.shape[1]
     if is_exact or not _is_possible(query, key, value, local):
@@ -85,18 +89,20 @@ def attention(query, key, value, local=None, key_mask=None):
     return output if turn_back is None else turn_back(output)
 
 
+def _wide(x):
+    return getattr(torch, wide_dtype(x))
+
+
 def _is_possible(query, key, value, local):
     """Returns whether the operation takes these arrays."""
     sides = query, key
-    if not all(x.function.has_exponents for x in sides):
-        return False
     if local is not None and local.kernel != Softmax():
         return False
     if torch.is_autocast_enabled("cpu") or not HAS_OPERATION:
         return False
     tokens = [x.x for x in sides] + ([] if local is None else [local.query, local.key])
-    arrays = [*tokens, value, *keras.tree.flatten([x.parameters for x in sides])]
-    arrays = [x for x in arrays if isinstance(x, torch.Tensor)]
+    arrays = [*tokens, value, *keras.tree.flatten([x.shared() for x in sides])]
+    arrays = [x for x in arrays if x is not None]
     # The operation supports neither transformations nor gradients.
     if not are_values_at_hand(*arrays) or is_differentiated(*arrays):
         return False
@@ -159,7 +165,8 @@ class Averages(NamedTuple):
 def read_beside(averages, features, query, key, value, visible):
     """Returns what queries read of `Averages` and, by softmax, of keys nearby."""
     far, far_log = _look_up(features, averages.means, averages.logs)
-    far_log = far_log if features.common is None else far_log + features.common[..., 0]
+    common = features.common()
+    far_log = far_log if common is None else far_log + common[..., 0]
     mask = None
     if visible is not None:
         mask = torch.where(visible, 0.0, LOWEST).to(query.dtype)
@@ -173,7 +180,8 @@ def read_beside(averages, features, query, key, value, visible):
 def _average(key, value):
     """Returns each feature's average over the keys, and the log of its normalizer."""
     vectors, bias = _parameters(key)
-    common = None if key.common is None else key.common.mT
+    common = key.common()
+    common = None if common is None else common.mT
     means, logs = _softmax(vectors, key.x, value.to(key.x.dtype), common)
     return means, logs + bias
 
@@ -186,8 +194,8 @@ def _look_up(query, means, logs):
 
 def _parameters(exponents):
     """Returns vectors `(..., M, H)` and bias `(..., M)`, shared by all blocks."""
-    x, vectors, bias, _ = exponents
-    found = vectors.to(x.dtype).mT.contiguous(), bias.to(x.dtype)[..., 0, :]
+    x, bias = exponents.x, exponents.bias
+    found = exponents.matrix.to(x.dtype).mT.contiguous(), bias.to(x.dtype)[..., 0, :]
     return tuple(y.unsqueeze(2) for y in found) if x.ndim == 5 else found
 
 

@@ -7,7 +7,7 @@ size of values.
 
 from keras import ops
 
-from keras_rfattn.backend import is_plain, is_zero, where
+from keras_rfattn.backend import is_zero, where
 from keras_rfattn.layers.attention import PLAIN, Attention
 from keras_rfattn.layers.cached import among_keys
 from keras_rfattn.layers.implementation import check_options
@@ -26,7 +26,6 @@ def attend(
     mask=None,
     scale=None,
     options=None,
-    training=False,
     recorder=None,
     softmax_kernel=PLAIN,
     sink_logits=None,
@@ -44,8 +43,6 @@ def attend(
             that estimate softmax attention.
         options: `keras_rfattn.ops.Options`, such as the window, the block size and the
             heads that stay softmax. If `None`, their defaults.
-        training: Whether stored statistics of the map are updated. They are not if
-            this is an array without a value, inside of a compiled function.
         recorder: Optional function that is called with the `Attention`. If it returns
             an array `(B, T, N, V)`, that is used as the output of the linear heads.
         softmax_kernel: `ops.Softmax` that softmax heads and teachers use; it holds the
@@ -57,8 +54,7 @@ def attend(
         that sees no key is 0.
 
     Raises:
-        ValueError: If the mask is not supported (see `interpret_mask`), the map's
-            statistics would leak the future, or a window is given and the map's kernel
+        ValueError: If the mask is not supported (see `interpret_mask`), or a window is given and the map's kernel
             cannot be computed exactly.
 
     Examples:
@@ -71,10 +67,6 @@ def attend(
         (1, 10, 2, 8)
     """
     options = Options() if options is None else options
-    # Around a rematerialized model, JAX and TensorFlow trace this argument too, and
-    # what runs again must have no side effects.
-    is_traced = ops.is_tensor(training) and not is_plain(training)
-    training = not is_traced and bool(training)
     check_options(options, feature_map)
     mask = interpret_mask(mask, query.shape[1], key.shape[1])
     if any(is_zero(x) for x in (*query.shape[:2], key.shape[1])):
@@ -87,14 +79,14 @@ def attend(
         tokens, limit = (query, key, value), options.max_segments
         return by_text(
             attend, tokens, mask, limit, feature_map=feature_map, scale=scale,
-            options=options, training=training, recorder=recorder,
-            softmax_kernel=softmax_kernel, sink_logits=sink_logits,
+            options=options, recorder=recorder, softmax_kernel=softmax_kernel,
+            sink_logits=sink_logits,
         )  # fmt: skip
     if mask.causal and mask.offset is not None:
         *tokens, plain, taken = among_keys(query, key, value, mask, options.window)
         output = attend(
-            *tokens, feature_map, plain, scale, options, training, recorder,
-            softmax_kernel, sink_logits,
+            *tokens, feature_map, plain, scale, options, recorder, softmax_kernel,
+            sink_logits,
         )  # fmt: skip
         return _hidden(taken(output), mask.query_mask)
     if mask.key_mask is not None:
@@ -108,8 +100,8 @@ def attend(
     if sink_logits is not None:
         feature_map = SinkMap(feature_map, sink_logits)
     call = Attention(
-        query, key, value, mask, scale, feature_map, options, training,
-        softmax_kernel=softmax_kernel, sink_logits=sink_logits,
+        query, key, value, mask, scale, feature_map, options, softmax_kernel,
+        sink_logits,
     )  # fmt: skip
     output = None if recorder is None else recorder(call)
     output = call.linear() if output is None else output

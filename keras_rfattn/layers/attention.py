@@ -13,18 +13,10 @@ from typing import Any
 from keras import ops
 
 from keras_rfattn import fused
-from keras_rfattn.backend import (
-    by_rows,
-    fits,
-    narrow_inputs,
-    product,
-    smaller,
-    wide_dtype,
-)
+from keras_rfattn.backend import by_rows, fits, product, smaller, wide_dtype
 from keras_rfattn.layers.not_finite import judge, marked
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.deferred import Deferred, Scaled
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.kernel_attention import Softmax, exact_attention, unit
 from keras_rfattn.ops.masks import AttentionMask, needed
@@ -63,9 +55,6 @@ class Attention:
         scale: Factor on `q · k`.
         feature_map: A `FeatureMap` that is built for K heads of dim H.
         options: The `ops.Options`.
-        training: Whether stored statistics are updated.
-        counted: Boolean masks `(B, T)` and `(B, S)` of the queries and keys that may
-            enter statistics, or `None` for all.
         softmax_kernel: `ops.Softmax`, the kernel of the layer's own softmax attention.
         sink_logits: Array of shape `(N,)`, a logit per query head whose weight is in
             the denominator of softmax only. `None` if the layer has none. The
@@ -79,8 +68,6 @@ class Attention:
     scale: float
     feature_map: Any
     options: Options
-    training: bool = False
-    counted: tuple | None = None
     softmax_kernel: Softmax = PLAIN
     sink_logits: Any = None
 
@@ -123,8 +110,6 @@ class Attention:
         """Returns a copy in which 0 replaces the tokens that are not finite."""
         *tokens, finite = judge(self.query, self.key, self.value)
         call = self.replace(**dict(zip(("query", "key", "value"), tokens, strict=True)))
-        if finite is not None and self.training:
-            call = call.replace(counted=[ops.all(x, axis=(2, 3)) for x in finite])
         return call, finite
 
     def without_window(self):
@@ -139,8 +124,8 @@ class Attention:
         return call.replace(options=options).linear()
 
     def prepared(self):
-        """Returns `(query, key, stats)`, the inputs of the feature methods."""
-        query, key = self.feature_map.prepare(*self.wide())
+        """Returns `(query, key, bound)`: tokens before scaling, and the bound map."""
+        query, key = self.query, self.key
         mask, temperature = self.mask, self.options.temperature
         is_open = mask.self_attention is None and not mask.causal
         if is_open and self.feature_map.measures_sequence:
@@ -153,52 +138,30 @@ class Attention:
                 "`False`, or call it once outside of the function."
             )
         side = math.sqrt(self.scale)
+        if self.feature_map.is_preparing:
+            query, key = self.feature_map.prepare(*self.wide())
         if temperature is not None:
-            (query, _), (key, _), side = unit(query), unit(key), temperature**-0.5
-        query, key = query * side, key * side
-        masks = self.query_mask, mask.key_mask
-        if self.counted is not None:
-            pairs = zip(masks, self.counted, strict=True)
-            masks = [x if m is None else ops.logical_and(m, x) for m, x in pairs]
-        stats = self.feature_map.statistics(
-            query,
-            key,
-            *masks,
-            causal=mask.causal or not mask.self_attention,
-            training=self.training,
-        )
-        return query, key, stats
+            query, key = (unit(ops.cast(x, wide_dtype(x)))[0] for x in (query, key))
+            side = temperature**-0.5
+        masks, causal = (self.query_mask, mask.key_mask), mask.causal
+        causal = causal or not mask.self_attention
+        bound = self.feature_map.bind(query, key, side, *masks, causal)
+        return query, key, bound
 
-    def deferred(self, query, key, stats):
-        """Returns the `Deferred` features of the results of `prepared`."""
-        return (
-            self.feature_map.deferred("query_features", query, stats),
-            self.feature_map.deferred("key_features", key, stats),
-        )
+    def local(self, query, key, bound):
+        """Returns the `Local` of the options' window, for results of `prepared`."""
+        query, key = (bound.side * ops.cast(x, wide_dtype(x)) for x in (query, key))
+        options, kernel = self.options, self.feature_map.exact_kernel
+        return Local(query, key, kernel, options.window, options.sliding)
 
     def with_sinks(self, features, query, key, key_mask):
-        """Adds the features of sinks, if the options have any."""
+        """Adds the features of sinks to those of scaled tokens, if there are any."""
         if not self.options.sinks:
             return features
         first, position = first_tokens(key, self.options.sinks, key_mask)
         sinks = Sinks(first, self.feature_map.exact_kernel)
         queries, keys = features
         return sinks.of_queries(queries, query), sinks.of_keys(keys, position)
-
-    def _narrow(self, deferred):
-        """Keeps 16-bit inputs of deferred features, if backend or kernels want them."""
-        options, tokens = self.options, (self.query, self.key)
-        for_gpu = options.implementation == "triton"
-        is_changed = self.feature_map.is_preparing or options.temperature
-        if is_changed or not (for_gpu or narrow_inputs(tokens)):
-            return deferred
-        if options.sinks and not for_gpu:
-            return deferred
-        side = math.sqrt(self.scale)
-        return tuple(
-            Deferred(Scaled(x.function, side), token, x.parameters)
-            for x, token in zip(deferred, tokens, strict=True)
-        )
 
     @of_finite_tokens
     def softmax(self):
@@ -226,74 +189,75 @@ class Attention:
     @of_finite_tokens
     def window_alone(self):
         """Computes attention to the window and the sinks only."""
-        window, mask = self.options.window, self.mask
-        if window is None:
+        mask = self.mask
+        if self.options.window is None:
             return self.zero()
-        query, key, _ = self.prepared()
-        kernel = self.feature_map.exact_kernel
-        local = Local(query, key, kernel, window, self.options.sliding)
-        features = _one_feature(query, 0.0), _one_feature(key, NEGLIGIBLE)
-        features = self.with_sinks(features, query, key, mask.key_mask)
+        local = self.local(*self.prepared())
+        features = _one_feature(local.query, 0.0), _one_feature(local.key, NEGLIGIBLE)
+        features = self.with_sinks(features, local.query, local.key, mask.key_mask)
         return local_attention(*features, self.value, local, mask.key_mask, mask.causal)
 
     @of_finite_tokens
     def linear(self):
         """Computes linear attention, by the algorithm for the mask and the options."""
-        query, key, stats = self.prepared()
-        masks = self.mask.key_mask, self.mask.prefix_mask
-        arrays = query, key, self.value, *masks, stats
-        length, heads = query.shape[1], query.shape[2]
-        if self.mask.causal:
-            length = smaller(length, self.options.block_length)
-        elif self.options.window is None:
-            heads = 1  # because the algorithm processes heads in turn
-        size = product(heads, length, self.feature_map.output_dim)
+        query, key, bound = self.prepared()
+        feature_map, mask, window = self.feature_map, self.mask, self.options.window
         # If products of features equal the kernel, and there are no more keys than
         # features, then the kernel gives the same output at no greater cost.
-        is_equal = self.feature_map.has_exact_features and self.options.window is None
-        is_short = is_equal and fits(key.shape[1], self.feature_map.output_dim)
-        is_exact = self.feature_map.is_exact or is_short
-        return by_rows(self._by_kernel if is_exact else self._by_features, arrays, size)
+        is_equal = feature_map.has_exact_features and window is None
+        is_short = is_equal and fits(key.shape[1], feature_map.output_dim)
+        is_exact, local = feature_map.is_exact or is_short, None
+        if is_exact or window is not None:
+            local = self.local(query, key, bound)
+        length, heads = query.shape[1], query.shape[2]
+        if mask.causal:
+            length = smaller(length, self.options.block_length)
+        elif window is None:
+            heads = 1  # because the algorithm processes heads in turn
+        size = product(heads, length, feature_map.output_dim)
+        arrays = self.value, mask.key_mask, mask.prefix_mask
+        if is_exact:
+            return by_rows(self._by_kernel, (*local[:2], *arrays), size)
+        if window is not None and not (mask.causal or mask.self_attention):
+            raise ValueError(
+                "A `window` needs self-attention, where queries and keys are the same "
+                f"tokens. Received: window={window} in cross-attention. Leave such "
+                "layers out (`exclude=`), or set the layer's `self_attention` if the "
+                "arguments of the call are copies of the same tokens."
+            )
+        features = bound.query_features(query), bound.key_features(key)
+        near = None if local is None else local[:2]
+        return by_rows(self._by_features, (features, near, *arrays), size)
 
-    def _by_kernel(self, query, key, value, visible, prefix, _):
+    def _by_kernel(self, query, key, value, visible, prefix):
         """Computes `linear` from the kernel of each query and key."""
         masks = needed(visible), self.mask.causal, prefix
         kernel = self.feature_map.exact_kernel
         return exact_attention(query, key, value, kernel, *masks)
 
-    def _by_features(self, query, key, value, visible, prefix, stats):
-        """Computes `linear` from features of the results of `prepared`."""
-        causal_mask, window = self.mask.causal, self.options.window
-        key_mask, lengths = needed(visible), (query.shape[1], key.shape[1])
-        deferred, local = self._narrow(self.deferred(query, key, stats)), None
-        if window is not None:
-            if not (causal_mask or self.mask.self_attention):
-                raise ValueError(
-                    "A `window` needs self-attention, where queries and keys are the "
-                    f"same tokens. Received: window={window} in cross-attention. Leave "
-                    "such layers out (`exclude=`), or set the layer's `self_attention` "
-                    "if the arguments of the call are copies of the same tokens."
-                )
+    def _by_features(self, features, near, value, visible, prefix):
+        """Computes `linear` from features, and from scaled tokens if near ones count."""
+        options, is_causal, local = self.options, self.mask.causal, None
+        key_mask, lengths = needed(visible), [x.num_tokens for x in features]
+        if near is not None:
             kernel = self.feature_map.exact_kernel
-            local = Local(query, key, kernel, window, self.options.sliding)
-        tokens = query, key
-        output = fused.attention(
-            tokens, deferred, value, local, key_mask, causal_mask, self.options
-        )
+            local = Local(*near, kernel, options.window, options.sliding)
+        output = fused.attention(features, value, local, key_mask, is_causal, options)
         if output is not None:
             return output
-        deferred = self.with_sinks(deferred, query, key, key_mask)
-        devices = sequence_axis(*lengths, self.options, causal_mask)
+        if local is not None:
+            features = self.with_sinks(features, *near, key_mask)
+        devices = sequence_axis(*lengths, options, is_causal)
         if devices is not None and prefix is None:
             return over_devices(
-                *deferred, value, local, key_mask, self.options, causal_mask, *devices
+                *features, value, local, key_mask, options, is_causal, *devices
             )
         if local is not None:
-            return local_attention(*deferred, value, local, key_mask, causal_mask)
-        if causal_mask:
-            size = self.options.block_size
-            return causal(*deferred, value, key_mask, size, prefix_mask=prefix)
-        return bidirectional(*deferred, value, key_mask)
+            return local_attention(*features, value, local, key_mask, is_causal)
+        if is_causal:
+            size = options.block_size
+            return causal(*features, value, key_mask, size, prefix_mask=prefix)
+        return bidirectional(*features, value, key_mask)
 
 
 def _one_feature(x, log_scale):

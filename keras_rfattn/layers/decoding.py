@@ -9,6 +9,7 @@ from functools import partial
 
 from keras import ops
 
+from keras_rfattn.backend import wide_dtype
 from keras_rfattn.layers.call_context import Interceptor, context_of
 from keras_rfattn.layers.not_finite import marked, remembered
 from keras_rfattn.layers.replaced_call import replacing_call
@@ -24,7 +25,6 @@ from keras_rfattn.ops.windowed_state import (
     init_local_state,
     read_local_state,
 )
-from keras_rfattn.ops.windows import Local
 
 # Names under which attention classes store their rotary embedding layer.
 ROTARY = ("rotary_embedding_layer", "rotary_embedding", "rope_layer")
@@ -44,20 +44,18 @@ def onward(call, state=None, passed=None):
     call, finite = call.with_finite_tokens()
     if is_fresh:
         state = _empty_of(call)
-    query, key, stats = call.prepared()
+    query, key, bound = call.prepared()
     key_mask = call.mask.key_mask
     if call.key.shape[1] == 1:
-        output, state = _one_more(call, query, key, stats, state, passed)
+        output, state = _one_more(call, query, key, bound, state, passed)
     elif window is None:
         output, state = causal(
-            *call.deferred(query, key, stats), call.value, key_mask,
+            bound.query_features(query), bound.key_features(key), call.value, key_mask,
             call.options.block_size, state=state, return_state=True,
         )  # fmt: skip
     else:
-        local = Local(
-            query, key, feature_map.exact_kernel, window, call.options.sliding
-        )
-        features = partial(_local_features, call, stats)
+        local = call.local(query, key, bound)
+        features = partial(_local_features, call)
         output, state = local_chunk(
             state, features, call.value, local, key_mask, passed, is_fresh
         )
@@ -68,14 +66,15 @@ def onward(call, state=None, passed=None):
 def after_prompt(call, enters, passed):
     """Returns the state after a prompt, without computing attention."""
     call, finite = call.with_finite_tokens()
-    _, key, stats = call.prepared()
-    state = _extended(call, key, stats, _empty_of(call), enters, passed)
+    _, key, bound = call.prepared()
+    state = _extended(call, key, bound, _empty_of(call), enters, passed)
     return remembered(state, finite, enters)
 
 
-def _local_features(call, stats, query, key, sink, position):
-    """Returns the `Deferred` features that `local_chunk` asks for."""
-    queries, keys = call.deferred(query, key, stats)
+def _local_features(call, query, key, sink, position):
+    """Returns the features of scaled tokens that `local_chunk` asks for."""
+    queries = call.feature_map.query_features(query)
+    keys = call.feature_map.key_features(key)
     if not call.options.sinks:
         return queries, keys
     sinks = _sinks(call, sink)
@@ -87,23 +86,24 @@ def _sinks(call, key):
     return Sinks(ops.transpose(key, (0, 2, 1, 3)), call.feature_map.exact_kernel)
 
 
-def _one_more(call, query, key, stats, state, passed):
+def _one_more(call, query, key, bound, state, passed):
     """Computes `onward` of a single token."""
-    state = _extended(call, key, stats, state, call.mask.key_mask, passed)
-    features = call.feature_map.query_features(query, stats)
+    state = _extended(call, key, bound, state, call.mask.key_mask, passed)
+    features = bound.query_features(query)
     if call.options.window is None:
         return read_state(state, features, call.value.dtype), state
+    local = call.local(query, key, bound)
     if call.options.sinks:
-        features = _sinks(call, state.sink_key).of_queries(features, query)
-    kernel = call.feature_map.exact_kernel
-    return read_local_state(state, features, query, kernel), state
+        features = _sinks(call, state.sink_key).of_queries(features, local.query)
+    return read_local_state(state, features, local.query, local.kernel), state
 
 
-def _extended(call, key, stats, state, key_mask, passed):
+def _extended(call, key, bound, state, key_mask, passed):
     """Returns a state with the tokens of a call added."""
-    features, value = call.feature_map.key_features(key, stats), call.value
+    features, value = bound.key_features(key), call.value
     if call.options.window is None:
         return extend_state(state, features, value, key_mask)
+    key = bound.side * ops.cast(key, wide_dtype(key))
     if call.options.sinks:
         moved = Move(state, ops.shape(value)[:2], key_mask, passed)
         new = hide(split_heads(key, value.shape[2]), heads_mask(moved.new))
@@ -217,15 +217,15 @@ class CrossDecoder(Interceptor):
 def looked_up(call, state=None):
     """Returns attention `(B, T, N, V)` to the tokens of a `State`, and the state."""
     call, finite = call.with_finite_tokens()
-    query, key, stats = call.prepared()
+    query, key, bound = call.prepared()
     if state is not None and finite is not None:
         # The keys of this call are not read.
         finite = finite._replace(key=ops.ones_like(finite.key))
     if state is None:
-        features = call.feature_map.key_features(key, stats)
+        features = bound.key_features(key)
         state = extend_state(_empty_of(call), features, call.value, call.mask.key_mask)
         state = remembered(state, finite, call.mask.key_mask)
-    features = call.feature_map.query_features(query, stats)
+    features = bound.query_features(query)
     output = read_state(state, features, call.value.dtype)
     return marked(output, finite, AttentionMask(call.mask.key_mask)), state
 

@@ -15,14 +15,10 @@ import zlib
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.stateless import essence
 from keras_rfattn.layers.checks import projection
 
 KEY = "attention_fingerprint"
-FORMAT = 3
-# Fingerprints of format 2 cannot be compared for these classes: they covered names of
-# modules and classes that have changed since.
-CHANGED_SINCE_2 = ("Conditioned", "Hybrid", "PlainRelu", "ProjectedElu")
+FORMAT = 4
 OF_ANOTHER = (
     "the weights were saved with another mechanism, other arguments or another "
     "window. Replace attention as it was when the weights were saved"
@@ -31,6 +27,8 @@ OF_ANOTHER = (
 MEANING = ("window", "sliding")
 # Entries of the config of a plain dtype policy.
 POLICY = {"class_name": "", "config": {"name": ""}, "module": "", "registered_name": ""}
+# Config entries of a map that do not change the function of its weights.
+IGNORED = ("name", "trainable", "dtype", "seed", "projection", "module")
 
 
 def fingerprint(layer):
@@ -48,8 +46,21 @@ def checksum(layer):
     if layer.options.sinks:
         options.append(("sinks", layer.options.sinks))
     projections = _projections(feature_maps.serialize(layer.feature_map))
-    described = essence(layer.feature_map), options, projections
+    feature_map = layer.feature_map
+    essence = type(feature_map).__name__, _essence(feature_map.get_config())
+    described = essence, options, projections
     return zlib.crc32(repr(described).encode()) & 0x7FFFFFFF
+
+
+def _essence(config):
+    """Returns what decides a map's function besides its weights, seeds and names."""
+    if isinstance(config, dict):
+        kept = sorted(key for key in config if key not in IGNORED)
+        return [(key, _essence(config[key])) for key in kept]
+    if isinstance(config, (list, tuple)):
+        return [_essence(item) for item in config]
+    # A saved file turns NumPy scalars into Python numbers, which must compare equal.
+    return config.item() if isinstance(config, np.generic) else config
 
 
 def _projections(config):
@@ -77,10 +88,7 @@ def agrees(layer, found):
     found = np.asarray(found)
     if found.shape != (2,):
         return False
-    version, saved = found.tolist()
-    if version == 2 and type(layer.feature_map).__name__ in CHANGED_SINCE_2:
-        return True
-    return version in (2, FORMAT) and saved == checksum(layer)
+    return found.tolist() == [FORMAT, checksum(layer)]
 
 
 class Marks(dict):

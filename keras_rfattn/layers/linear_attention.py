@@ -183,9 +183,6 @@ class LinearAttention:
             value,
             self.feature_map,
             mask=attention_mask,
-            # A rematerialized call runs twice and must have no side effects. It
-            # therefore does not update stored statistics.
-            training=training if getattr(self, "_remat_mode", None) is None else False,
             recorder=context_of(self).recorder,
             options=self.options,
             softmax_kernel=Softmax(soft_cap(self)),

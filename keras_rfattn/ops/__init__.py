@@ -15,7 +15,7 @@ gradient of `quadratic`.
 
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.deferred import Exponents
+from keras_rfattn.ops.exponents import Exponents
 from keras_rfattn.ops.features import Features, Squared
 from keras_rfattn.ops.kernel_attention import (
     Polynomial,

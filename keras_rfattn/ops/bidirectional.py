@@ -12,9 +12,9 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     """Computes linear attention without causality in O((T + S) · M · V).
 
     Args:
-        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred` features of
-            that shape.
-        key_features: `Features` or `Deferred` features of shape `(B, S, K, M)`.
+        query_features: `Features` of shape `(B, T, N, M)`, or `Exponents` of that
+            width.
+        key_features: `Features` or `Exponents` of shape `(B, S, K, M)`.
         value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
         key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden keys
             and values may hold anything.

@@ -19,8 +19,6 @@ from keras_rfattn.ops.layout import (
     cut_tokens,
     in_blocks,
     join_tokens,
-    one_block,
-    take_apart,
 )
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
@@ -43,10 +41,9 @@ def causal(
     """Computes linear attention in which query i sees keys `j <= i`.
 
     Args:
-        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred` features,
-            which JAX computes block by block, so that it never holds more than one
-            block.
-        key_features: `Features` or `Deferred` features of shape `(B, T, K, M)`.
+        query_features: `Features` of shape `(B, T, N, M)`, or `Exponents`, which
+            are computed block by block.
+        key_features: `Features` or `Exponents` of shape `(B, T, K, M)`.
         value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
         key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden keys
             and values may hold anything.
@@ -81,13 +78,10 @@ def causal(
             others = ops.logical_and(others, key_mask)
         sums, key_mask = sum_tokens(key_features, value, prefix_mask), others
         state = to_state(sums, count_visible(value, prefix_mask))
-    features = query_features, key_features
-    arrays, functions = zip(*(take_apart(x) for x in features), strict=True)
     call = compiled(
-        _causal, num_heads=query_features.num_heads, functions=functions,
-        block_size=block_size, span=SPAN, fallback=unbounded_weights,
-    )  # fmt: skip
-    output, sums = call(*arrays, value, key_mask, state)
+        _causal, block_size=block_size, span=SPAN, fallback=unbounded_weights
+    )
+    output, sums = call(query_features, key_features, value, key_mask, state)
     if not return_state:
         return output
     position = count_visible(value, key_mask)
@@ -96,19 +90,19 @@ def causal(
     return output, to_state(sums, position)
 
 
-def _causal(
-    query, key, value, key_mask, state, num_heads, functions, block_size, span, fallback
-):
+def _causal(query, key, value, key_mask, state, block_size, span, fallback):
     """Returns the output, and the sums after the last token."""
-    num_kv_heads, length = value.shape[2], ops.shape(value)[1]
+    (batch, length), num_kv_heads = ops.shape(value)[:2], value.shape[2]
+    num_heads = query.num_heads
     groups = num_heads // num_kv_heads
     block_size = max(smaller(length, block_size), 1)
     dtype, value = value.dtype, representable(value)
 
-    query, query_features = in_blocks(
-        query, functions[0], num_kv_heads, block_size, groups
-    )
-    key, key_features = in_blocks(key, functions[1], num_kv_heads, block_size)
+    start = no_sums_of(key, (batch, num_kv_heads), value)
+    start = start if state is None else cast_sums(to_sums(state), start)
+    query = query.relative()
+    query, query_features = in_blocks(query, num_kv_heads, block_size, groups)
+    key, key_features = in_blocks(key, num_kv_heads, block_size)
     blocks = cut_tokens(value, block_size)
     mask = block_mask(key_mask, length, block_size)
 
@@ -123,9 +117,5 @@ def _causal(
         output = quotient(reading.numerator, guarded(reading, query), dtype)
         return tuple(last), block_tokens(output, num_heads)
 
-    first = block_heads(one_block(blocks), num_kv_heads)
-    start = no_sums_of(key_features(one_block(key)), first)
-    if state is not None:
-        start = cast_sums(to_sums(state), start)
     last, found = fold(step, tuple(start), (query, key, blocks, mask))
     return join_tokens(found, length), Sums(*last)

@@ -74,8 +74,30 @@ class Features(NamedTuple):
         """Returns features with a function of token arrays applied to all parts."""
         return type(self)(*(None if x is None else function(x) for x in self))
 
+    @property
+    def scale_width(self):
+        """The size of the last axis of `log_scale`: M or 1."""
+        return self.log_scale.shape[-1]
+
+    @property
+    def scale_dtype(self):
+        """The dtype of the exponents."""
+        return self.log_scale.dtype
+
     def compute(self):
-        """Returns the features unchanged: unlike `Deferred` ones they are computed."""
+        """Returns the features unchanged: unlike `Exponents` they are computed."""
+        return self
+
+    def tokens(self):
+        """Returns the part that has an entry for each token: all of it."""
+        return self
+
+    def shared(self):
+        """Returns the part that all tokens share: none, see `Exponents`."""
+        return ()
+
+    def joined(self, shared):
+        """Returns the features unchanged; see `Exponents`."""
         return self
 
     def relative(self):
@@ -148,7 +170,12 @@ class Squared(NamedTuple):
     shares_scale = True
     num_heads = Features.num_heads
     num_tokens = Features.num_tokens
+    scale_width = Features.scale_width
+    scale_dtype = Features.scale_dtype
     compute = Features.compute
+    tokens = Features.tokens
+    shared = Features.shared
+    joined = Features.joined
     of_tokens = Features.of_tokens
     hidden = Features.hidden
     raised = Features.raised

@@ -7,15 +7,12 @@ adjacent rows of their token.
 from keras import ops
 
 from keras_rfattn.backend import is_known, is_zero, leading, num_blocks
-from keras_rfattn.ops.deferred import Deferred
+from keras_rfattn.ops.exponents import Exponents
 from keras_rfattn.ops.masks import heads_mask
 
 
 def heads_first(features, num_kv_heads):
     """Converts features `(B, T, N, M)` to heads first, `(B, K, T · G, M)`."""
-    if isinstance(features, Deferred):
-        x = split_heads(features.x, num_kv_heads)
-        return features.function.heads_first(x, features.parameters)
     return features.of_tokens(lambda x: split_heads(x, num_kv_heads))
 
 
@@ -95,44 +92,26 @@ def block_mask(key_mask, length, size):
     return ops.squeeze(cut_blocks(ops.expand_dims(mask, -1), size), -1)
 
 
-def take_apart(features):
-    """Returns `(arrays, function)`; `function` is `None` for computed features."""
-    if not isinstance(features, Deferred):
-        return features, None
-    function, *arrays = features
-    return arrays, function
-
-
-def in_blocks(arrays, function, num_kv_heads, block_size, groups=1):
-    """Returns arrays in blocks along axis 2, and a function for their features."""
-    if function is None:
-        features = heads_first(arrays, num_kv_heads)
+def in_blocks(features, num_kv_heads, block_size, groups=1):
+    """Returns per-token arrays in blocks on axis 2, and a function for `Features`."""
+    if not isinstance(features, Exponents):
+        features = heads_first(features, num_kv_heads)
         blocks = features.of_tokens(lambda x: cut_blocks(x, block_size, groups))
         return blocks, lambda blocks: blocks
-    x, parameters = arrays
 
-    def compute(block):
-        # The function takes rows of tokens, so the blocks are joined for it.
-        block = block_heads(block, num_kv_heads)
-        rows = ops.reshape(block, (*ops.shape(block)[:2], -1, block.shape[-1]))
-        features = function.heads_first(rows, parameters).compute()
-        count = ops.shape(block)[2]
+    def compute(x):
+        # The product takes rows of tokens, so the blocks are joined for it.
+        x = block_heads(x, num_kv_heads)
+        count = ops.shape(x)[2]
+        x = ops.reshape(x, (*ops.shape(x)[:2], -1, x.shape[-1]))
 
         def cut(x):
             lead = ops.shape(x)[:2]
             return ops.reshape(x, (*lead, count, block_size * groups, x.shape[-1]))
 
-        return features.of_tokens(cut)
+        return features._replace(x=x).compute().of_tokens(cut)
 
-    return cut_tokens(x, block_size), compute
-
-
-def one_block(blocks):
-    """Returns one block of zeros for deferred features, to find out their shapes."""
-    if isinstance(blocks, tuple):
-        return blocks
-    shape = ops.shape(blocks)
-    return ops.zeros((*shape[:2], 1, *shape[3:]), dtype=blocks.dtype)
+    return cut_tokens(features.x, block_size), compute
 
 
 def move_axis(x, source, destination):

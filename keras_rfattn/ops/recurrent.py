@@ -94,7 +94,7 @@ def read_state(state, query_features, dtype=None):
         Array of shape `(B, T, N, V)` in `dtype`.
     """
     num_kv_heads = state.numerator.shape[1]
-    query = heads_first(query_features, num_kv_heads).compute()
+    query = heads_first(query_features, num_kv_heads).relative().compute()
     dtype = dtype or "float32"
     products = "float32" if dtype == "float16" else dtype
     output = normalize(read(to_sums(state), query, products), query)

@@ -6,11 +6,8 @@ weights `exp(q · k - s)` and a 1 in the denominator. Polynomial attention has s
 too, so every algorithm knows it (`has_offset`).
 """
 
-from typing import Any, NamedTuple
-
 from keras import ops
 
-from keras_rfattn.ops.deferred import Deferred
 from keras_rfattn.ops.features import Features
 
 
@@ -32,40 +29,13 @@ class Lowered(Features):
     has_offset = True
 
 
-class LoweredFunction(NamedTuple):
-    """A function for `Deferred`, of queries that `append_sinks` returned.
-
-    Attributes:
-        function: The function of the queries themselves; see `Deferred`.
-    """
-
-    function: Any
-    has_exponents = False
-
-    def __call__(self, x, parameters):
-        return _lowered(self.function(x[..., :-1], parameters), x)
-
-    def heads_first(self, x, parameters):
-        """Returns the features of queries `(B, K, R, H + 1)`."""
-        features = self.function.heads_first(x[..., :-1], parameters)
-        return _lowered(features.compute(), x)
-
-
-def _lowered(features, x):
-    last = ops.cast(x[..., -1:], features.log_scale.dtype)
-    return Lowered(features.values, features.log_scale + last)
-
-
 class SinkMap:
     """A feature map whose queries see a sink; everything else is the map's own.
 
     Args:
-        feature_map: A built `FeatureMap`.
+        feature_map: A built `FeatureMap`, or one that is bound to a call.
         sink_logits: Array of shape `(N,)`, the sinks of the query heads.
     """
-
-    # The queries of `deferred` have one coordinate more than the layer's.
-    is_preparing = True
 
     def __init__(self, feature_map, sink_logits):
         self.feature_map, self.sink_logits = feature_map, sink_logits
@@ -73,16 +43,13 @@ class SinkMap:
     def __getattr__(self, name):
         return getattr(self.feature_map, name)
 
-    def query_features(self, x, stats=None):
-        """Returns the features of queries `(..., N, H)`."""
-        features = self.feature_map.query_features(x, stats)
-        sink = ops.cast(ops.reshape(self.sink_logits, (-1, 1)), x.dtype)
-        return Lowered(features.values, features.log_scale - sink)
+    def bind(self, *args, **kwargs):
+        """Binds the map to a call, as `FeatureMap.bind` does."""
+        return SinkMap(self.feature_map.bind(*args, **kwargs), self.sink_logits)
 
-    def deferred(self, method, x, stats=None):
-        """Returns `Deferred` features, as `FeatureMap.deferred` does."""
-        found = self.feature_map.deferred(method, x, stats)
-        if method != "query_features":
-            return found
-        x = append_sinks(found.x, self.sink_logits)
-        return Deferred(LoweredFunction(found.function), x, found.parameters)
+    def query_features(self, x):
+        """Returns the features of queries `(..., N, H)`."""
+        features = self.feature_map.query_features(x).dense()
+        scale = features.log_scale
+        sink = ops.cast(ops.reshape(self.sink_logits, (-1, 1)), scale.dtype)
+        return Lowered(features.values, scale - sink)

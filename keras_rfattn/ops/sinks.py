@@ -16,13 +16,11 @@ Reference:
     keep the first tokens beside a sliding window.
 """
 
-import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from keras import ops
 
 from keras_rfattn.backend import clip, take_tokens, where
-from keras_rfattn.ops.deferred import Deferred
 from keras_rfattn.ops.features import LOWEST, Features
 from keras_rfattn.ops.layout import merge_heads, split_heads
 from keras_rfattn.ops.masks import first_visible
@@ -52,16 +50,13 @@ class Sinks(NamedTuple):
         key = ops.cast(split_heads(self.key, num_kv_heads), rows.dtype)
         weights = self.kernel.log_weights(rows, key)
         weights = merge_heads(weights, num_heads, length)
-        return _append(QueryFunction, features, weights)
+        return _with_query_columns(features, weights)
 
     def of_keys(self, features, position):
         """Returns key features `(B, S, K, M + n)`."""
-        x = features.x if isinstance(features, Deferred) else features.log_scale
         number = ops.arange(self.count, dtype="int32")
         is_sink = ops.expand_dims(position, (2, 3)) == number
-        shape = (*ops.shape(x)[:-1], self.count)
-        flags = ops.broadcast_to(ops.cast(is_sink, x.dtype), shape)
-        return _append(KeyFunction, features, flags)
+        return _with_key_columns(features, is_sink)
 
 
 def first_tokens(key, count, key_mask=None):
@@ -75,66 +70,29 @@ def first_tokens(key, count, key_mask=None):
     return take_tokens(key, source), position
 
 
-def _append(cls, features, columns):
-    """Appends arrays `(..., n)`, from which `cls` computes n features."""
-    if not isinstance(features, Deferred):
-        return cls.joined(features, columns)
-    function = cls(features.function, columns.shape[-1])
-    x = ops.concatenate([features.x, ops.cast(columns, features.x.dtype)], axis=-1)
-    return Deferred(function, x, features.parameters)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Function:
-    """A function for `Deferred` whose input ends in `count` appended columns."""
-
-    function: Any
-    count: int
-
-    # `heads_first` returns computed features.
-    has_exponents: ClassVar = False
-
-    def __call__(self, x, parameters):
-        features = self.function(x[..., : -self.count], parameters)
-        return self.joined(features, x[..., -self.count :])
-
-    def heads_first(self, x, parameters):
-        """Computes features of rows in heads-first layout; see `Deferred`."""
-        features = self.function.heads_first(x[..., : -self.count], parameters)
-        return self.joined(features.compute(), x[..., -self.count :])
-
-
-@dataclasses.dataclass(frozen=True)
-class QueryFunction(_Function):
+def _with_query_columns(features, weights):
     """Appends the logarithms of weights to the exponents of query features."""
-
-    @staticmethod
-    def joined(features, weights):
-        """Returns the features of queries with those of sinks."""
-        dense, values = features.dense(), None
-        if dense.values is not None:
-            ones = ops.ones_like(ops.cast(weights, dense.values.dtype))
-            values = ops.concatenate([dense.values, ones], axis=-1)
-        return _features(features, values, dense.spread_scale(), weights)
+    dense, values = features.dense(), None
+    if dense.values is not None:
+        ones = ops.ones_like(ops.cast(weights, dense.values.dtype))
+        values = ops.concatenate([dense.values, ones], axis=-1)
+    return _features(features, values, dense.spread_scale(), weights)
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyFunction(_Function):
+def _with_key_columns(features, is_sink):
     """Appends features that are 1 for the key of a sink, and 0 for other keys."""
-
-    @staticmethod
-    def joined(features, flags):
-        """Returns the features of keys with those of sinks."""
-        dense, values, is_sink = features.dense(), None, flags > 0
-        is_any = ops.any(is_sink, axis=-1, keepdims=True)
-        if dense.values is not None:
-            values = where(is_any, ops.zeros_like(dense.values), dense.values)
-            flags = ops.cast(flags, values.dtype)
-            values = ops.concatenate([values, flags], axis=-1)
-        scale = dense.spread_scale()
-        lowest = ops.zeros_like(scale[..., :1]) + LOWEST
-        own = where(is_sink, ops.zeros_like(lowest), lowest)
-        return _features(features, values, where(is_any, lowest, scale), own)
+    dense, values = features.dense(), None
+    scale = dense.spread_scale()
+    shape = (*ops.shape(scale)[:-1], is_sink.shape[-1])
+    is_sink = ops.broadcast_to(is_sink, shape)
+    is_any = ops.any(is_sink, axis=-1, keepdims=True)
+    if dense.values is not None:
+        values = where(is_any, ops.zeros_like(dense.values), dense.values)
+        flags = ops.cast(is_sink, values.dtype)
+        values = ops.concatenate([values, flags], axis=-1)
+    lowest = ops.zeros_like(scale[..., :1]) + LOWEST
+    own = where(is_sink, ops.zeros_like(lowest), lowest)
+    return _features(features, values, where(is_any, lowest, scale), own)
 
 
 class OffsetFeatures(Features):

@@ -185,11 +185,10 @@ def no_sums(lead, width, value_dim, scale_dim, dtype="float32", scale_dtype="flo
     )
 
 
-def no_sums_of(key, value):
-    """Returns the sums over no key, in the shapes and dtypes of those over `key`."""
-    scale, dtype = key.log_scale, wide_dtype(value)
-    sizes = key.width, value.shape[-1], scale.shape[-1]
-    return no_sums(ops.shape(value)[:2], *sizes, dtype, scale.dtype)
+def no_sums_of(key, lead, value):
+    """Returns the sums over no key, for leading sizes, features and values."""
+    sizes = key.width, value.shape[-1], key.scale_width
+    return no_sums(lead, *sizes, wide_dtype(value), key.scale_dtype)
 
 
 def emptied(sums):

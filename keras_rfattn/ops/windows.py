@@ -35,7 +35,6 @@ from keras_rfattn.backend import (
     take_tokens,
     where,
 )
-from keras_rfattn.ops.deferred import Deferred
 from keras_rfattn.ops.kernel_attention import exact_attention, read_exactly
 from keras_rfattn.ops.layout import (
     block_mask,
@@ -45,9 +44,7 @@ from keras_rfattn.ops.layout import (
     in_blocks,
     join_tokens,
     merge_heads,
-    one_block,
     split_heads,
-    take_apart,
 )
 from keras_rfattn.ops.masks import first_visible, hide, needed
 from keras_rfattn.ops.options import Options
@@ -192,8 +189,8 @@ def local_attention(
     """Computes self-attention that is exact within windows and uses features beyond.
 
     Args:
-        query_features: `Features` of shape `(B, T, N, M)`, or `Deferred` features.
-        key_features: `Features` of shape `(B, T, K, M)`, or `Deferred` features.
+        query_features: `Features` of shape `(B, T, N, M)`, or `Exponents`.
+        key_features: `Features` of shape `(B, T, K, M)`, or `Exponents`.
         value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
         local: `Local` with the scaled queries and keys, the kernel and the window.
         key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden keys
@@ -233,25 +230,22 @@ def in_windows(
     features, value, local, is_causal, mask=None, earlier=None, far_mask=None
 ):
     """Computes `local_attention` of rows whose first token begins a window."""
-    arrays, functions = zip(*map(take_apart, features), strict=True)
     call = compiled(
-        _causal_windows if is_causal else _all_windows, functions=functions,
-        kernel=local.kernel, window=local.window, sliding=local.sliding,
+        _causal_windows if is_causal else _all_windows, kernel=local.kernel,
+        window=local.window, sliding=local.sliding,
     )  # fmt: skip
-    arrays = *arrays, value, local.query, local.key, mask, earlier
+    arrays = *features, value, local.query, local.key, mask, earlier
     return call(*arrays, far_mask) if is_causal else (call(*arrays), None)
 
 
 def _all_windows(
     query_features, key_features, value, query, key, mask, earlier,
-    functions, kernel, window, sliding,
+    kernel, window, sliding,
 ):  # fmt: skip
-    """Computes `in_windows` without causality, of features that are taken apart."""
+    """Computes `in_windows` without causality."""
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
-    pairs = zip((query_features, key_features), functions, strict=True)
-    features = [x if f is None else Deferred(f, *x) for x, f in pairs]
-    features = [heads_first(x, num_kv_heads) for x in features]
+    features = [heads_first(x, num_kv_heads) for x in (query_features, key_features)]
     windows = Windows(kernel, window, groups, sliding, False)
     size = product(value.shape[0], length, groups, features[1].width)
     query, key, value = (
@@ -266,16 +260,14 @@ def _all_windows(
 
 def _causal_windows(
     query_features, key_features, value, query, key, mask, earlier, far_mask,
-    functions, kernel, window, sliding,
+    kernel, window, sliding,
 ):  # fmt: skip
-    """Computes causal `in_windows`, of features that are taken apart."""
+    """Computes causal `in_windows`."""
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
     windows = Windows(kernel, window, groups, sliding, True)
-    far_query, compute_query = in_blocks(
-        query_features, functions[0], num_kv_heads, window, groups
-    )
-    far_key, compute_key = in_blocks(key_features, functions[1], num_kv_heads, window)
+    far_query, compute_query = in_blocks(query_features, num_kv_heads, window, groups)
+    far_key, compute_key = in_blocks(key_features, num_kv_heads, window)
     hidden = block_mask(mask, length, window)
     tokens = [split_heads(x, num_kv_heads) for x in (query, key, representable(value))]
     query, key, value, exists = windows.cut(*tokens, hidden)
@@ -302,7 +294,7 @@ def _causal_windows(
         output = windows.answer(before, features, *rows, is_all, dtype)
         return tuple(last), block_tokens(output, num_heads)
 
-    start = no_sums_of(compute_key(one_block(far_key)), value)
+    start = no_sums_of(key_features, ops.shape(value)[:2], value)
     start = start if earlier is None else cast_sums(earlier, start)
     blocks = summed_before(windows.nearby[0]), rows
     last, found = fold(forward, tuple(start), blocks)

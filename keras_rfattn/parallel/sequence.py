@@ -19,7 +19,6 @@ from keras_rfattn.backend.mesh import (
     smallest_on,
 )
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.deferred import Deferred
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.recurrent import State, read_state, sum_tokens, to_state, to_sums
 from keras_rfattn.ops.sums import Sums, no_sums, rebase
@@ -52,32 +51,29 @@ def over_devices(query, key, value, local, key_mask, options, is_causal, mesh, a
     if local is not None:
         kernel, tokens = local.kernel, (local.query, local.key)
     call = compiled(
-        _over_devices, functions=(query.function, key.function), kernel=kernel,
-        options=options, is_causal=is_causal, mesh=mesh, axis=axis,
+        _over_devices, kernel=kernel, options=options, is_causal=is_causal, mesh=mesh,
+        axis=axis,
     )  # fmt: skip
-    arrays = query.x, key.x, value, key_mask, *tokens
-    return call(arrays, (query.parameters, key.parameters))
+    arrays = query.tokens(), key.tokens(), value, key_mask, *tokens
+    return call(arrays, (query.shared(), key.shared()))
 
 
-def _over_devices(
-    arrays, parameters, functions, kernel, options, is_causal, mesh, axis
-):
-    def on_a_device(arrays, parameters):
-        query, key, *arrays = arrays
-        sides = zip(functions, (query, key), parameters, strict=True)
-        arrays = [*(Deferred(*side) for side in sides), *arrays]
+def _over_devices(arrays, shared, kernel, options, is_causal, mesh, axis):
+    def on_a_device(arrays, shared):
+        features = [x.joined(y) for x, y in zip(arrays[:2], shared, strict=True)]
+        arrays = *features, *arrays[2:]
         if kernel is None:
             return _stretch(*arrays, options, is_causal, axis)
         return _windowed_stretch(*arrays, kernel, options, is_causal, axis)
 
-    return on_each_device(on_a_device, mesh, axis, arrays, parameters)
+    return on_each_device(on_a_device, mesh, axis, arrays, shared)
 
 
 def _stretch(query, key, value, mask, options, is_causal, axis):
     """Returns the output for the queries of one device."""
-    every = gathered(_summed(key.compute(), value, mask), axis)
+    every = gathered(_summed(key, value, mask), axis)
     if not is_causal:
-        return read_state(_merged(every, None), query.compute(), value.dtype)
+        return read_state(_merged(every, None), query, value.dtype)
     place, count = place_of(axis)
     before = ops.arange(count) < place
     state, size = _merged(every, before), options.block_size
@@ -96,13 +92,13 @@ def _windowed_stretch(
 
     # The stretch is summed in three parts: the tokens that the left neighbour gets,
     # those between, and those that the right neighbour gets.
-    features, parts = key.compute(), []
+    parts = []
     for part in (slice(0, right), slice(right, length - left), slice(-left, None)):
 
         def cut(x, part=part):
             return x[:, part]
 
-        parts.append(_summed(features.of_tokens(cut), cut(value), cut(mask)))
+        parts.append(_summed(key.of_tokens(cut), cut(value), cut(mask)))
     parts = [ops.stack(x) for x in zip(*parts, strict=True)]
     every = [gathered(x, axis, tiled=True) for x in parts]
     number = ops.arange(3 * size)
@@ -139,7 +135,7 @@ def _windowed_stretch(
 def _summed(features, value, mask):
     """Returns the `Sums` of some tokens, or of no token, in float32."""
     if not value.shape[1]:
-        sizes = features.width, value.shape[-1], features.log_scale.shape[-1]
+        sizes = features.width, value.shape[-1], features.scale_width
         return no_sums((ops.shape(value)[0], value.shape[2]), *sizes)
     return to_state(sum_tokens(features, value, mask), None)[:4]
 

@@ -241,26 +241,24 @@ def _mean(value, visible):
 
 def _student_rows(call, rows, taken, visible, dropped):
     """Returns the attention rows of the linear model, `(B, K, R · G, S)`."""
-    query, key, stats = call.prepared()
+    query, key, bound = call.prepared()
     feature_map, options, mask = call.feature_map, call.options, call.mask
+    near = call.local(taken(query), key, bound)
     if feature_map.is_exact:
-        return kernel_rows(feature_map.exact_kernel, taken(query), key, visible)
+        return kernel_rows(near.kernel, near.query, near.key, visible)
     local = None
     if options.window is not None:
         batch, given = ops.shape(key)[0], ops.shape(dropped)[0]
         if not isinstance(batch, int) or batch != given:
             dropped = ops.repeat(dropped, batch // given)
-        near = nearby(
+        is_near = nearby(
             mask.key_mask, rows, ops.shape(key)[1], options.window, options.sliding,
             mask.causal,
         ) & ~dropped[:, None, None]  # fmt: skip
-        near = ops.repeat(near, query.shape[2] // key.shape[2], axis=1)[:, None]
-        local = feature_map.exact_kernel, taken(query), key, near
-    features = (
-        feature_map.query_features(taken(query), stats),
-        feature_map.key_features(key, stats),
-    )
-    features = call.with_sinks(features, taken(query), key, mask.key_mask)
+        is_near = ops.repeat(is_near, query.shape[2] // key.shape[2], axis=1)[:, None]
+        local = near.kernel, near.query, near.key, is_near
+    features = bound.query_features(taken(query)), bound.key_features(key)
+    features = call.with_sinks(features, near.query, near.key, mask.key_mask)
     return feature_rows(*features, visible, mask.key_mask, local)
 
 

@@ -25,7 +25,7 @@ def obstacle(options, feature_map):
     return None
 
 
-def attention(tokens, deferred, value, key_mask, is_causal, options):
+def attention(features, value, local, key_mask, is_causal, options):
     """Computes attention; see `keras_rfattn.fused.attention`."""
     if keras.distribution.distribution() is not None:
         raise ValueError(
@@ -36,4 +36,4 @@ def attention(tokens, deferred, value, key_mask, is_causal, options):
     # Imported here, because JAX may be missing.
     from keras_rfattn.experimental.tpu import convert
 
-    return convert.attention(tokens, deferred, value, key_mask, is_causal, options)
+    return convert.attention(features, value, local, key_mask, is_causal, options)

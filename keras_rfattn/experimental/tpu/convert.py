@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from keras_rfattn.backend import representable
+from keras_rfattn.backend import representable, wide_dtype
 from keras_rfattn.experimental.tpu.bidirectional import bidirectional
 from keras_rfattn.experimental.tpu.causal import causal
 from keras_rfattn.experimental.tpu.passes import Columns, Rows
@@ -16,25 +16,25 @@ from keras_rfattn.ops.windows import from_first_visible
 BLOCK_SIZE, ROWS = 256, 16
 
 
-def attention(tokens, deferred, value, key_mask, is_causal, options):
+def attention(features, value, local, key_mask, is_causal, options):
     """Computes linear attention by exponential features."""
     dtype, turn_back = value.dtype, None
+    features = [x.of_tokens(lambda y: y.astype(wide_dtype(y))) for x in features]
+    tokens = [x.x for x in features] if local is None else local[:2]
     if options.window is not None and key_mask is not None:
         # Windows are counted from the first visible key.
         turn, turn_back = from_first_visible(key_mask, is_causal)
-        deferred = [x.of_tokens(turn) for x in deferred]
+        features = [x.of_tokens(turn) for x in features]
         *tokens, value, key_mask = map(turn, (*tokens, value, key_mask))
     (length, num_heads), num_kv_heads = tokens[0].shape[1:3], value.shape[2]
     groups, mask = num_heads // num_kv_heads, heads_mask(key_mask)
     value = hide(split_heads(representable(value), num_kv_heads), mask)
-    query, key = (heads_first(x, num_kv_heads) for x in deferred)
+    query, key = (heads_first(x, num_kv_heads) for x in features)
     near_query, near_key = (split_heads(x, num_kv_heads) for x in tokens)
-    term = (
-        key.common if mask is None else jnp.where(mask[..., None], key.common, LOWEST)
-    )
-    rows = Rows(query.x, near_query, query.common)
+    term = key._replace(mask=None if mask is None else mask[..., None]).common()
+    rows = Rows(query.x, near_query, query.common())
     columns = Columns(key.x, near_key, value, term)
-    parameters = query.vectors, key.vectors, query.bias, key.bias
+    parameters = query.matrix, key.matrix, query.bias, key.bias
     if options.window is not None:
         output = _in_windows(rows, columns, parameters, is_causal, options)
     else:

@@ -42,9 +42,9 @@ def obstacle(options, feature_map):
     return "PyTorch finds no CUDA device here"
 
 
-def attention(tokens, deferred, value, key_mask, is_causal, options):
+def attention(features, value, local, key_mask, is_causal, options):
     """Computes attention; see `keras_rfattn.fused.attention`."""
     # Imported here, because Triton may be missing.
     from keras_rfattn.experimental.triton import convert
 
-    return convert.attention(deferred, value, key_mask, is_causal, options)
+    return convert.attention(features, value, key_mask, is_causal, options)

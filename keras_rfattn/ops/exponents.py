@@ -1,0 +1,147 @@
+"""Exponential features `exp(x · matrix + bias + common)` that are computed when needed.
+
+They have the interface of `Features`, so algorithms need not tell them apart: call
+`layout.heads_first`, then `hidden`, and `compute` right before the features are read.
+An algorithm that goes block by block never holds the features of more than one block.
+"""
+
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from keras_rfattn.backend import add_into, affine, exp_into, where, wide_dtype
+from keras_rfattn.ops.features import LOWEST, Features
+
+
+class Fresh(Features):
+    """Exponential features that no other object holds, so that they are overwritten.
+
+    An algorithm that reads them twice makes `Features` of them first.
+    """
+
+    def raised(self, maximum):
+        """Returns features whose exponents are larger by an array that broadcasts."""
+        return self._replace(log_scale=add_into(self.log_scale, maximum))
+
+    def expand(self, shift, dtype):
+        """Returns `exp(log_scale - shift)`, rounded once, to `dtype`."""
+        return ops.cast(exp_into(self.log_scale, shift), dtype)
+
+
+class Form(NamedTuple):
+    """The quadratic term `-‖x · matrix + offset‖² / 2` that a token's features share.
+
+    Attributes:
+        matrix: Array of shape `(1, K, H, H)`, or a number as an array `(1, 1, 1, 1)`.
+        offset: Array of shape `(1, K, 1, H)`, or `None` for 0.
+    """
+
+    matrix: Any
+    offset: Any = None
+
+    def __call__(self, x):
+        """Returns the term of tokens `(B, K, R, H)`, of shape `(B, K, R, 1)`."""
+        if self.offset is None:
+            factor = -ops.square(self.matrix) / 2
+            return factor * ops.sum(ops.square(x), axis=-1, keepdims=True)
+        z = affine(x, _fitting(self.matrix, x), _fitting(self.offset, x))
+        return ops.sum(ops.square(z), axis=-1, keepdims=True) / -2
+
+
+class Exponents(NamedTuple):
+    """Exponential features before they are computed: `x · matrix + bias + common`.
+
+    Attributes:
+        x: Tokens of shape `(B, T, N, H)`, or `(B, K, R, H)` in heads-first layout, in
+            any float dtype.
+        matrix: Array of shape `(B or 1, K, H, M)`; the N / K query heads of a key head
+            share it.
+        bias: Array of shape `(B or 1, K, 1, M)`.
+        form: `Form` of the exponent that all features of a token share. `None` for 0.
+        mask: Booleans that broadcast to `(B, K, R, 1)`, false for hidden tokens, or
+            `None`.
+    """
+
+    x: Any
+    matrix: Any
+    bias: Any
+    form: Any = None
+    mask: Any = None
+
+    is_exponential = True
+    is_signed = False
+    has_offset = False
+    num_heads = property(lambda self: self.x.shape[-2])
+    num_tokens = property(lambda self: self.x.shape[1])
+    width = scale_width = property(lambda self: self.matrix.shape[-1])
+
+    @property
+    def scale_dtype(self):
+        """The dtype of the exponents."""
+        return wide_dtype(self.x)
+
+    def of_tokens(self, function):
+        """Returns `Exponents` of tokens that a function has moved."""
+        return self._replace(x=function(self.x))
+
+    def tokens(self):
+        """Returns the part that has an entry for each token."""
+        return self._replace(matrix=None, bias=None, form=None)
+
+    def shared(self):
+        """Returns the part that all tokens share, for `joined`."""
+        return self.matrix, self.bias, self.form
+
+    def joined(self, shared):
+        """Returns the whole of which this is the part `tokens`."""
+        matrix, bias, form = shared
+        return self._replace(matrix=matrix, bias=bias, form=form)
+
+    def hidden(self, mask):
+        """Returns `Exponents`, heads first, in which hidden keys are at `LOWEST`."""
+        if mask is None:
+            return self
+        mask = ops.expand_dims(mask, -1)
+        return self._replace(x=where(mask, self.x, 0), mask=mask)
+
+    def relative(self):
+        """Returns features without the factor that all features of a token share.
+
+        It cancels between the numerator and the denominator of a query.
+        """
+        return self._replace(form=None)
+
+    def common(self):
+        """Returns the exponent that all features of a token share, or `None` for 0."""
+        common = None
+        if self.form is not None:
+            common = self.form(ops.cast(self.x, self.scale_dtype))
+        if self.mask is not None:
+            visible = 0.0 if common is None else common
+            hidden = ops.cast(LOWEST, self.scale_dtype)
+            common = ops.where(self.mask, visible, hidden)
+        return common
+
+    def compute(self):
+        """Returns `Fresh` features of shape `(B, K, R, M)`, heads first."""
+        x, common = ops.cast(self.x, self.scale_dtype), self.common()
+        matrix, bias = _fitting(self.matrix, x), _fitting(self.bias, x)
+        terms = (bias,) if common is None else (bias, common)
+        return Fresh(None, affine(x, matrix, *terms))
+
+    def dense(self):
+        """Returns `Features` of tokens `(..., N, H)`, in the layout of the tokens."""
+        shape, num_kv_heads = ops.shape(self.x), self.matrix.shape[1]
+        groups = self.num_heads // num_kv_heads
+        x = ops.reshape(self.x, (shape[0], -1, num_kv_heads, groups * shape[-1]))
+        x = ops.transpose(x, (0, 2, 1, 3))
+        x = ops.reshape(x, (*ops.shape(x)[:2], -1, shape[-1]))
+        scale = self._replace(x=x).compute().log_scale
+        scale = ops.reshape(scale, (*ops.shape(x)[:2], -1, groups * self.width))
+        scale = ops.transpose(scale, (0, 2, 1, 3))
+        return Features(None, ops.reshape(scale, (*shape[:-1], self.width)))
+
+
+def _fitting(weight, x):
+    """Returns a weight with one more axis if tokens are cut into blocks."""
+    return ops.expand_dims(weight, 2) if len(x.shape) > len(weight.shape) else weight
