@@ -54,8 +54,8 @@ def attend(
         that sees no key is 0.
 
     Raises:
-        ValueError: If the mask is not supported (see `interpret_mask`), or a window is given and the map's kernel
-            cannot be computed exactly.
+        ValueError: If the mask is not supported (see `interpret_mask`), or a window is
+            given and the kernel of the map cannot be computed exactly.
 
     Examples:
         >>> from keras_rfattn import feature_maps, layers, ops
