@@ -30,8 +30,8 @@ import math
 import keras
 from keras import ops
 
+from keras_rfattn.arguments import check_seed
 from keras_rfattn.backend import repeat_each
-from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.stateless import FeatureFunction, complete
 from keras_rfattn.feature_maps.weights import Weights
 from keras_rfattn.kernels import values

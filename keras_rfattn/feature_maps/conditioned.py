@@ -9,9 +9,9 @@ import numpy as np
 from keras import ops
 
 import keras_rfattn.feature_maps.registry as registry
+from keras_rfattn.arguments import check_choice
 from keras_rfattn.backend import accumulated_matmul, precise_einsum, wide_dtype
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.arguments import check_choice
 from keras_rfattn.feature_maps.base import FeatureMap, Sided, number
 from keras_rfattn.feature_maps.favorpp import FavorPP
 from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments

@@ -5,7 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.feature_maps.arguments import check_flag
+from keras_rfattn.arguments import check_flag
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap

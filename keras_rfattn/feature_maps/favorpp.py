@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.arguments import check_choice, check_flag, is_number
 from keras_rfattn.backend import (
     accumulated_matmul,
     elementwise_max,
@@ -14,7 +15,6 @@ from keras_rfattn.backend import (
     where,
 )
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.arguments import check_choice, check_flag, is_number
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.exponential import Exponential
 from keras_rfattn.feature_maps.moments import mean_of

@@ -4,10 +4,10 @@ import keras
 from keras import ops
 
 import keras_rfattn.feature_maps.registry as registry
-from keras_rfattn.feature_maps.arguments import check_choice
+from keras_rfattn.arguments import check_choice
 from keras_rfattn.feature_maps.conditioned import Conditioned
 from keras_rfattn.feature_maps.favorpp import FavorPP
-from keras_rfattn.feature_maps.trained import mark
+from keras_rfattn.feature_maps.weights import mark
 
 STARTS = ("favorplus", "favorpp", "favorpp_dense")
 
