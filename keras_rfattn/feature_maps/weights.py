@@ -20,7 +20,7 @@ class Weights:
     """Mixin of Keras layers with fixed weight paths and random weights to redraw."""
 
     def __setattr__(self, name, value):
-        fix_names(name, value)
+        fix_name(value, name)
         super().__setattr__(name, value)
 
     def add_trained(self, name, value, shape=None, dtype="float32", **kwargs):
@@ -53,13 +53,14 @@ class Weights:
 
         The library sets weights in `build`, `redraw` and `adapt`.
         """
-        weights = trained_weights(self) if self.built else []
-        if not weights:
+        if not self.built or not trained_weights(self):
             return False
-        drawn = trained_weights(as_drawn(self))
-        pairs = zip(weights, drawn, strict=True)
-        # Weights that became NaN were trained too.
-        return not all(is_close(as_numpy(a.value), as_numpy(b.value)) for a, b in pairs)
+        weights, first = (values_of(x) for x in (self, as_drawn(self)))
+        # Platforms round random draws differently. Weights that are NaN were trained.
+        return not all(
+            np.allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b), initial=0))
+            for a, b in zip(weights, first, strict=True)
+        )
 
     def redraw(self, discard_training=False):
         """Replaces the random vectors by the next draw of the same seed.
@@ -104,6 +105,11 @@ def trained_weights(feature_map):
     return [v for layer in layers for v in layer._trainable_variables]
 
 
+def values_of(feature_map):
+    """Returns the values of `trained_weights` as NumPy arrays."""
+    return [as_numpy(v.value) for v in trained_weights(feature_map)]
+
+
 def as_drawn(feature_map):
     """Returns a copy of a built map as it was before training and calibration."""
     copy = type(feature_map).from_config(feature_map.get_config())
@@ -115,11 +121,6 @@ def as_drawn(feature_map):
             part.assign_vectors(integer(draws))
             part.draws.assign(draws)
     return copy
-
-
-def is_close(a, b):
-    """Whether two arrays are equal except for the rounding of another platform."""
-    return np.max(np.abs(a - b), initial=0) <= 1e-5 * np.max(np.abs(b), initial=0)
 
 
 def reset_trained(feature_map, discard_training, method):
@@ -139,8 +140,7 @@ def reset_trained(feature_map, discard_training, method):
 
 def mark_of(feature_map):
     """Returns a positive int32 that changes if a trained weight of the map changes."""
-    weights = trained_weights(feature_map)
-    return checksum(v.value for v in weights) & 0x7FFFFFFF or 1
+    return checksum(values_of(feature_map)) & 0x7FFFFFFF or 1
 
 
 def mark(feature_map):
@@ -186,33 +186,27 @@ def integer(variable):
     return int(as_numpy(variable.value))
 
 
-def fix_name(layer, name):
-    """Names a layer that has an automatic name, and all layers inside it.
+def fix_name(value, name):
+    """Names a layer that has an automatic name, and all inside it; or those of a list.
 
     Keras numbers automatic names in order of creation, so that the path of a weight
     would depend on which layers were created before.
     """
-    automatic = rf"{to_snake_case(type(layer).__name__)}(_\d+)?"
-    if not layer.built and re.fullmatch(automatic, layer.name):
-        layer.name = name
-    attributes = dict(vars(layer))
+    name = name.lstrip("_")
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for key, item in value.items():
+            fix_name(item, f"{name}_{key}")
+    if not isinstance(value, keras.layers.Layer):
+        return
+    automatic = rf"{to_snake_case(type(value).__name__)}(_\d+)?"
+    if not value.built and re.fullmatch(automatic, value.name):
+        value.name = name
+    attributes = dict(vars(value))
     # PyTorch keeps sublayers apart from the other attributes.
     attributes.update(attributes.pop("_modules", {}))
     # Lists of all sublayers, which Keras and TensorFlow keep, give worse names.
-    for attribute in sorted(
-        attributes, key=lambda x: x.startswith(("_layers", "_self_"))
-    ):
-        fix_names(attribute, attributes[attribute])
-
-
-def fix_names(attribute, value):
-    """Names the layers of an attribute after it: one, or a list or dict of them."""
-    attribute = attribute.lstrip("_")
-    if isinstance(value, keras.layers.Layer):
-        fix_name(value, attribute)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            fix_names(f"{attribute}_{i}", item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            fix_names(f"{attribute}_{key}", item)
+    last = "_layers", "_self_"
+    for attribute in sorted(attributes, key=lambda x: x.startswith(last)):
+        fix_name(attributes[attribute], attribute)
