@@ -85,19 +85,21 @@ def get(identifier, **arguments):
         if "num_features" in arguments:
             check_num_features(arguments["num_features"])
         return cls(**arguments)
-    found = deserialize(identifier) if isinstance(identifier, dict) else identifier
-    if not isinstance(found, FeatureMap):
+    feature_map = identifier
+    if isinstance(identifier, dict):
+        feature_map = deserialize(identifier)
+    if not isinstance(feature_map, FeatureMap):
         raise TypeError(
             f"`feature_map` must be a name ({', '.join(list())}), a `FeatureMap` or "
-            f"its config. Received: feature_map={found!r:.200} of type "
-            f"{type(found).__name__}. {WAY_OUT}"
+            f"its config. Received: feature_map={feature_map!r:.200} of type "
+            f"{type(feature_map).__name__}. {WAY_OUT}"
         )
     if arguments:
         raise ValueError(
             f"{sorted(arguments)} must be set on the feature map itself. Received: "
-            f"feature_map={found!r} and {arguments}."
+            f"feature_map={feature_map!r} and {arguments}."
         )
-    return found
+    return feature_map
 
 
 def class_of(name):
