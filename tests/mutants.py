@@ -114,7 +114,7 @@ MUTANTS = {
         "::test_pytorch_counts_the_weights_of_the_models_around",
     ),
     "a trained map fitted again": Mutant(
-        "feature_maps/trained.py", "check_untrained", "feature_map.was_trained",
+        "feature_maps/weights.py", "reset_trained", "not discard_training",
         "False", "uptraining/test_trained_maps.py"
         "::test_a_trained_map_adapts_only_if_training_is_discarded",
     ),

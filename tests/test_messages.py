@@ -196,7 +196,6 @@ def test_masks_of_layers():
 
 
 NUMBERS = {
-    "relu": ("epsilon",),
     "favorpp": ("momentum", "per_direction"),
     "favorplus": ("pair",),
     "geometric": ("parameter",),

@@ -6,8 +6,8 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
+from keras_rfattn.arguments import is_integer
 from keras_rfattn.feature_maps import FeatureMap
-from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.kernels import variance
 
 # Number of pairs whose variance is computed at once, which limits memory.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from keras import ops
 
-from keras_rfattn.feature_maps.arguments import is_integer
+from keras_rfattn.arguments import is_integer
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.recording import linear_layers, progress, recording

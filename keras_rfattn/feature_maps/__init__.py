@@ -1,13 +1,6 @@
 """Feature maps, and the registry that finds them by their names in the literature."""
 
-from keras_rfattn.feature_maps.activation import (
-    Activation,
-    Elementwise,
-    Elu,
-    PlainRelu,
-    ProjectedElu,
-    Relu,
-)
+from keras_rfattn.feature_maps.activation import Activation, Elu, Relu
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.exponential import (
@@ -49,7 +42,6 @@ FEATURE_MAPS.update({
 __all__ = [
     "Activation",
     "Adaptive",
-    "Elementwise",
     "Elu",
     "Exponential",
     "FEATURE_MAPS",
@@ -59,10 +51,8 @@ __all__ = [
     "FavorPlus",
     "FeatureMap",
     "Hedgehog",
-    "PlainRelu",
     "PolySketchLearned",
     "Polynomial",
-    "ProjectedElu",
     "ProjectedFeatureMap",
     "RandomFeatureMap",
     "Relu",

@@ -1,51 +1,25 @@
-"""Maps of generalized attention: an activation of a token or of its projection."""
+"""Maps of a positive function of a token ("elu") or of its projections ("relu").
+
+They do not estimate softmax attention, so that a softmax model needs training after its
+attention is replaced. As in the papers, queries and keys are not scaled by the factor
+`1/√head_dim` of softmax attention.
+"""
 
 import math
 
 import keras
 from keras import ops
 
-from keras_rfattn.feature_maps.arguments import is_number, refuse_vectors
-from keras_rfattn.feature_maps.base import FeatureMap, without
+from keras_rfattn.arguments import check_no_num_features
+from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Features
 
 
-class OfActivation:
-    """Mixin of maps that apply a positive function f, given by its logarithm.
+class Activation(ProjectedFeatureMap):
+    """Features `f(w · x) / √m` of a positive function f.
 
-    These maps do not estimate softmax attention, so that a softmax model needs
-    uptraining after its attention is replaced. As in the papers, queries and keys are
-    not scaled by the factor `1/√head_dim` of softmax attention.
-    """
-
-    kernel = "activation"
-    is_unbiased = False
-
-    def default_scale(self, head_dim):
-        return 1.0
-
-    def log_activation(self, z):
-        """Returns `log f(z)`, elementwise: a finite number for every `z`."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must implement `log_activation(z)`."
-        )
-
-
-class Elementwise(OfActivation, FeatureMap):
-    """Features `f(x)` of width head_dim. Subclasses implement `log_activation(z)`.
-
-    Args:
-        seed: Unused.
-        **kwargs: Arguments of `keras.layers.Layer`.
-    """
-
-    def key_features(self, x):
-        return Features(None, self.log_activation(x))
-
-
-class Activation(OfActivation, ProjectedFeatureMap):
-    """Features `f(w · x) / √m`. Subclasses implement `log_activation(z)`.
+    Subclasses implement `log_activation(z)`, the logarithm of f.
 
     Args:
         num_features: Number m of random vectors w, twice the head dim by default.
@@ -71,149 +45,62 @@ class Activation(OfActivation, ProjectedFeatureMap):
         32
     """
 
+    kernel = "activation"
+    is_unbiased = False
+
+    def default_scale(self, head_dim):
+        return 1.0
+
+    def log_activation(self, z):
+        """Returns `log f(z)`, elementwise: a finite number for every `z`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement `log_activation(z)`."
+        )
+
     def key_features(self, x):
         log_scale = self.log_activation(self.project(x))
         return Features(None, log_scale - math.log(self.num_features) / 2)
 
 
-class OfElu:
-    """Mixin for the activation `f(z) = elu(z) + 1`."""
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Relu(Activation):
+    """Performer-ReLU features `(relu(w · x) + 0.001) / √m`.
+
+    The constant is part of the kernel, as in the paper's code, and not a numerical
+    stabilizer. Without it, a query may share no nonzero feature with any key, which
+    leaves its attention undefined. Arguments, errors and reference are those of
+    `Activation`.
+    """
+
+    kernel = "relu"
 
     def log_activation(self, z):
-        return ops.where(z > 0, ops.log1p(ops.relu(z)), -ops.relu(-z))
-
-
-class OfRelu:
-    """Mixin for the activation `f(z) = relu(z) + epsilon`."""
-
-    def __init__(self, *args, epsilon=1e-3, **kwargs):
-        super().__init__(*args, **kwargs)
-        if not is_number(epsilon) or not epsilon > 0:
-            raise ValueError(
-                f"`epsilon` must be positive. Received: epsilon={epsilon!r}."
-            )
-        self.epsilon = epsilon
-
-    def log_activation(self, z):
-        return ops.log(ops.relu(z) + self.epsilon)
-
-    def get_config(self):
-        return {**super().get_config(), "epsilon": self.epsilon}
+        return ops.log(ops.relu(z) + 1e-3)
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Elu(OfElu, Elementwise):
+class Elu(FeatureMap):
     """Features `elu(x) + 1` of the linear transformer, of width head_dim.
 
     Args:
         num_features: Must be `None`, because the head dim decides the width.
-            `ProjectedElu` takes a number of features.
-        projection: Must be `None`, because the map has no random vectors.
         seed: Unused.
 
     Raises:
-        ValueError: If `num_features` or `projection` is given.
+        ValueError: If `num_features` is given.
 
     Reference:
         Katharopoulos et al., "Transformers are RNNs" (2020), equation 7.
     """
 
     kernel = "elu"
-    is_unbiased = True
 
-    def __init__(self, num_features=None, projection=None, **kwargs):
-        refuse_vectors(type(self), num_features, projection, "`ProjectedElu`")
+    def __init__(self, num_features=None, **kwargs):
+        check_no_num_features(type(self), num_features)
         super().__init__(**kwargs)
 
-    @classmethod
-    def from_config(cls, config):
-        if config.get("projection") is not None:
-            # The file was saved when `Elu` also had random vectors.
-            return ProjectedElu.from_config(config)
-        return cls(**without(config, "projection"))
+    def default_scale(self, head_dim):
+        return 1.0
 
-    def get_config(self):
-        return {**super().get_config(), "num_features": None}
-
-
-@keras.saving.register_keras_serializable("keras_rfattn")
-class ProjectedElu(OfElu, Activation):
-    """Features `(elu(w · x) + 1) / √m`.
-
-    Args:
-        num_features: Number m of random vectors w, twice the head dim by default.
-        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
-            `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `projection` is
-            unknown.
-
-    Reference:
-        Katharopoulos et al., "Transformers are RNNs" (2020), equation 7, for the
-        activation; Choromanski et al., "Rethinking Attention with Performers" (2021),
-        section 4.2, for random vectors.
-    """
-
-
-@keras.saving.register_keras_serializable("keras_rfattn")
-class Relu(OfRelu, Activation):
-    """Performer-ReLU features `(relu(w · x) + epsilon) / √m`.
-
-    Epsilon is part of the kernel, not a numerical stabilizer. Without it, a query may
-    share no nonzero feature with any key, which leaves its attention undefined.
-
-    Args:
-        num_features: Number m of random vectors w, twice the head dim by default.
-        epsilon: Positive number added to each activation, 0.001 by default as in the
-            paper's code.
-        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
-            `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, `epsilon` is not
-            positive, or `projection` is unknown.
-
-    Reference:
-        Choromanski et al., "Rethinking Attention with Performers" (2021), section
-        4.2, generalized attention.
-    """
-
-    kernel = "relu"
-
-    def __init__(self, num_features=None, epsilon=1e-3, **kwargs):
-        super().__init__(num_features, epsilon=epsilon, **kwargs)
-
-    @classmethod
-    def from_config(cls, config):
-        if "projection" in config and config["projection"] is None:
-            # The file was saved when `Relu` could also lack random vectors.
-            return PlainRelu.from_config(config)
-        return cls(**config)
-
-
-@keras.saving.register_keras_serializable("keras_rfattn")
-class PlainRelu(OfRelu, Elementwise):
-    """Features `relu(x) + epsilon` of width head_dim, without random vectors.
-
-    Args:
-        epsilon: Positive number added to each activation, 0.001 by default. `Relu`
-            explains why it is needed.
-        seed: Unused.
-
-    Raises:
-        ValueError: If `epsilon` is not positive.
-    """
-
-    @classmethod
-    def from_config(cls, config):
-        return cls(**without(config, "projection", "num_features"))
-
-    def get_config(self):
-        # Fingerprints include `num_features`. `None` keeps them equal to those of files
-        # saved when this class was part of `Relu`.
-        return {**super().get_config(), "num_features": None}
+    def key_features(self, x):
+        return Features(None, ops.where(x > 0, ops.log1p(ops.relu(x)), -ops.relu(-x)))

@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from keras_rfattn.feature_maps.trained import (
-    check_untrained,
+from keras_rfattn.feature_maps.weights import (
     integer,
     mark,
     mark_of,
-    start_anew,
+    reset_trained,
     trained_weights,
     unchanged_on_error,
 )
@@ -75,10 +74,8 @@ class Adaptive:
                 f"{type(self).__name__} cannot adapt to queries and keys that are not "
                 "finite. Received: samples with NaN or infinity."
             )
-        check_untrained(self, discard_training, "adapt")
         with unchanged_on_error([self]):
-            if self.was_trained:
-                start_anew(self)
+            reset_trained(self, discard_training, "adapt")
             self.fit(samples)
             self.updates.assign(len(samples))
             mark(self)

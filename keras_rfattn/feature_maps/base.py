@@ -30,8 +30,8 @@ import math
 import keras
 from keras import ops
 
+from keras_rfattn.arguments import check_seed
 from keras_rfattn.backend import repeat_each, wide_dtype
-from keras_rfattn.feature_maps.arguments import check_seed
 from keras_rfattn.feature_maps.weights import Weights
 from keras_rfattn.kernels import values
 from keras_rfattn.ops.kernel_attention import Softmax
@@ -339,8 +339,3 @@ def half_square(x):
 def number(weight, head):
     """Returns a weight of one head as a float64 NumPy array, for closed forms."""
     return ops.convert_to_numpy(weight)[head].astype("float64")
-
-
-def without(config, *names):
-    """Returns a config without those of the named entries that are `None`."""
-    return {k: v for k, v in config.items() if k not in names or v is not None}

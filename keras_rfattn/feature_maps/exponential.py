@@ -11,9 +11,10 @@ from keras_rfattn.feature_maps import fits
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import Bound, number
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.feature_maps.trained import as_numpy, integer
+from keras_rfattn.feature_maps.weights import as_numpy, integer
 from keras_rfattn.kernels.variance import log_moment_per_direction
 from keras_rfattn.ops.exponents import Exponents, Form
+
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Exponential(Adaptive, ProjectedFeatureMap):

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_rfattn.arguments import check_num_features
 from keras_rfattn.backend import precise_einsum
-from keras_rfattn.feature_maps.arguments import check_num_features
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.ops.features import Features
 from keras_rfattn.projections.orthogonal import haar

@@ -5,8 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.feature_maps.arguments import check_num_features, derive_seed
-from keras_rfattn.feature_maps.base import without
+from keras_rfattn.arguments import check_num_features, derive_seed
 from keras_rfattn.feature_maps.polynomial import DEFAULT_DEGREE, PolynomialFeatureMap
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import unit
@@ -37,11 +36,8 @@ class Sketch(PolynomialFeatureMap):
         return (self.head_dim if self.degree == 2 else self.num_features) ** 2
 
     def levels(self):
-        """Yields the number of transformations of each level: p/2, p/4, ... 2."""
-        count = self.degree // 2
-        while count > 1:
-            yield count
-            count //= 2
+        """Returns the number of transformations of each level: p/2, p/4, ... 2."""
+        return [2**i for i in range(self.degree.bit_length() - 2, 0, -1)]
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -56,38 +52,29 @@ class PolySketchLearned(Sketch):
     Args:
         num_features: Sketch size r, 32 by default. Features have width r².
         degree: Degree p of the kernel, a power of 2 that is at least 2. Defaults to 4.
-        projection: Must be `None`, because the map has no random vectors.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
+        seed: Seed of the networks, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
     Raises:
-        ValueError: If `num_features` is not a positive integer, `degree` is not a power
-            of 2 that is at least 2, or `projection` is given.
+        ValueError: If `num_features` is not a positive integer, or `degree` is not a
+            power of 2 that is at least 2.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, appendix D, algorithm 2.
     """
 
     def __init__(
-        self, num_features=None, degree=DEFAULT_DEGREE, projection=None, **kwargs
+        self, num_features=DEFAULT_SKETCH_SIZE, degree=DEFAULT_DEGREE, **kwargs
     ):
-        if projection is not None:
-            raise ValueError(
-                "`projection` must be `None`, because a learned sketch has no random "
-                f"vectors. Received: projection={projection!r}. Use 'polysketch'."
-            )
         super().__init__(degree, **kwargs)
-        size = DEFAULT_SKETCH_SIZE if num_features is None else num_features
-        check_num_features(size)
-        self.num_features = size
+        check_num_features(num_features)
+        self.num_features = num_features
         self.networks = [
             [
-                SketchNetwork(
-                    size, derive_seed(self.seed, level, i), name=f"{level}_{i}"
-                )
-                for i in range(count)
+                SketchNetwork(num_features, derive_seed(self.seed, i, j))
+                for j in range(c)
             ]
-            for level, count in enumerate(self.levels())
+            for i, c in enumerate(self.levels())
         ]
 
     def build(self, input_shape):
@@ -111,28 +98,15 @@ class PolySketchLearned(Sketch):
         values = ops.cast(sketches[0] / root, x.dtype)
         return Squared(values, math.log(self.num_features) + ops.zeros_like(log_norm))
 
-    @classmethod
-    def from_config(cls, config):
-        return cls(**without(config, "projection"))
-
     def get_config(self):
         return {**super().get_config(), "num_features": self.num_features}
 
 
-@keras.saving.register_keras_serializable("keras_rfattn")
 class SketchNetwork(keras.layers.Layer):
-    """Four dense layers of 8r, r, 8r and r units, for sketch size r.
+    """Two blocks of a layer normalization and dense layers of 8r and r units."""
 
-    A layer normalization comes before the first and before the third dense layer.
-
-    Args:
-        size: The sketch size r.
-        seed: Seed of the initial weights, a non-negative integer.
-    """
-
-    def __init__(self, size, seed, **kwargs):
-        super().__init__(**{**kwargs, "dtype": "float32"})
-        self.size, self.seed = size, seed
+    def __init__(self, size, seed):
+        super().__init__(dtype="float32")
         self.steps = []
         for i, (units, activation) in enumerate([(8 * size, "gelu"), (size, None)] * 2):
             if i % 2 == 0:
@@ -145,19 +119,12 @@ class SketchNetwork(keras.layers.Layer):
             )
 
     def build(self, input_shape):
-        shape = input_shape
         for step in self.steps:
-            step.build(shape)
-            shape = step.compute_output_shape(shape)
+            step.build(input_shape)
+            input_shape = step.compute_output_shape(input_shape)
 
     def call(self, x):
         """Transforms x: `(..., H) -> (..., r)`."""
         for step in self.steps:
             x = step(x)
         return x
-
-    def compute_output_shape(self, input_shape):
-        return (*input_shape[:-1], self.size)
-
-    def get_config(self):
-        return {**super().get_config(), "size": self.size, "seed": self.seed}

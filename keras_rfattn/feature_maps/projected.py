@@ -7,10 +7,10 @@ import keras
 from keras import ops
 
 from keras_rfattn import projections
+from keras_rfattn.arguments import check_num_features, derive_seed
 from keras_rfattn.backend import precise_einsum
-from keras_rfattn.feature_maps.arguments import check_num_features, derive_seed
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.trained import integer
+from keras_rfattn.feature_maps.weights import integer
 from keras_rfattn.kernels.variance import orthogonal_covariance
 
 

@@ -4,28 +4,52 @@
 table itself is filled in `keras_rfattn/feature_maps/__init__.py`, and by `register`.
 """
 
+import difflib
 import importlib
+import re
 
 import keras
 
-from keras_rfattn.feature_maps.arguments import check_num_features, check_seed
+from keras_rfattn.arguments import check_num_features, check_seed
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.spelling import hint, way_out
 from keras_rfattn.projections import PAPERS, known
 
 # Maps each registered name to its class.
 FEATURE_MAPS = {}
 
-# The names that a module adds to the table. It is imported when one is first asked for.
-LATER = dict.fromkeys(
-    (
-        "complex_exponential", "favor", "geometric", "geometric_positive", "gerf",
-        "hybrid_angular", "hybrid_clustered", "hybrid_gaussian",
-        "hybrid_gaussian_mixture", "poisson", "poisson_positive", "polysketch",
-        "polysketch_linear",
-    ),
-    PAPERS,
+# The names that `keras_rfattn.papers` adds, which is imported when one is asked for.
+LATER = (
+    "complex_exponential", "favor", "geometric", "geometric_positive", "gerf",
+    "hybrid_angular", "hybrid_clustered", "hybrid_gaussian", "hybrid_gaussian_mixture",
+    "poisson", "poisson_positive", "polysketch", "polysketch_linear",
 )  # fmt: skip
+
+# What papers and other libraries call the maps, in the form of `_plain`. Only errors
+# use it: a name that is not registered never selects a map.
+ALIASES = {
+    alias: names.split()
+    for aliases, names in {
+        "fourier randomfourier rff rfa trig trigonometric": "favor",
+        "performer performers prf positiverandom": "favorplus",
+        "oprf optimalpositiverandom": "favorpp",
+        "random": "favorplus favorpp",
+        "favorsharp derf": "favorpp_dense",
+        "crt chefsrandomtables": "favorpp gerf poisson_positive geometric_positive",
+        "hrf hybrid hybridrandom": "hybrid_angular hybrid_gaussian hybrid_clustered",
+        "poly": "polynomial",
+        "polysketchformer": "polysketch polysketch_learned",
+        "linear eluplus1 katharopoulos": "elu",
+        "generalized performerrelu": "relu",
+        "lolcats": "hedgehog",
+    }.items()
+    for alias in aliases.split()
+}
+# Words at the end of a name that do not change what it means.
+GENERIC = re.compile(r"(attention|transformer|features|kernel|map)+$")
+WAY_OUT = (
+    "Use an instance of a subclass of `FeatureMap`, or a `keras_rfattn.models.Plan` to "
+    "give each layer its own map."
+)
 
 
 def get(identifier, **arguments):
@@ -54,34 +78,34 @@ def get(identifier, **arguments):
     if isinstance(identifier, str):
         cls = class_of(identifier)
         if cls is None:
-            found = hint(identifier, list())
             raise ValueError(
-                f"`feature_map` must be one of {list()}. "
-                f"Received: feature_map={identifier!r}. "
-                f"{found or 'The Mechanisms page of the documentation describes them.'}"
+                f"`feature_map` must be one of {list()}. Received: "
+                f"feature_map={identifier!r}. {hint(identifier)}"
             )
         if "num_features" in arguments:
             check_num_features(arguments["num_features"])
         return cls(**arguments)
-    found = deserialize(identifier) if isinstance(identifier, dict) else identifier
-    if not isinstance(found, FeatureMap):
+    feature_map = identifier
+    if isinstance(identifier, dict):
+        feature_map = deserialize(identifier)
+    if not isinstance(feature_map, FeatureMap):
         raise TypeError(
             f"`feature_map` must be a name ({', '.join(list())}), a `FeatureMap` or "
-            f"its config. Received: feature_map={found!r:.200} of type "
-            f"{type(found).__name__}.{way_out(found)}"
+            f"its config. Received: feature_map={feature_map!r:.200} of type "
+            f"{type(feature_map).__name__}. {WAY_OUT}"
         )
     if arguments:
         raise ValueError(
             f"{sorted(arguments)} must be set on the feature map itself. Received: "
-            f"feature_map={found!r} and {arguments}."
+            f"feature_map={feature_map!r} and {arguments}."
         )
-    return found
+    return feature_map
 
 
 def class_of(name):
     """Returns the class registered under a name, or `None`."""
     if name in LATER and name not in FEATURE_MAPS:
-        importlib.import_module(LATER[name])
+        importlib.import_module(PAPERS)
     return FEATURE_MAPS.get(name)
 
 
@@ -96,19 +120,8 @@ def check_identifier(identifier, num_features=None, seed=None):
 def resolve(identifier, num_features=None, seed=None, name=None):
     """Returns the map that a user asked for; used wherever a map is accepted.
 
-    Args:
-        identifier: A registered name, a `FeatureMap` or its serialized config.
-        num_features: Number of random vectors, for a map given by name.
-        seed: Seed of a map given by name. A map or config keeps its own seed.
-        name: Layer name of a map given by name. A map or config keeps its own name.
-
-    Returns:
-        A `FeatureMap`. If `identifier` is a `FeatureMap`, it is returned unchanged.
-
-    Raises:
-        ValueError: If the name is unknown, `seed` is not a non-negative integer, or
-            `num_features` is given together with a map or a config.
-        TypeError: If `identifier` is of another type.
+    It is `get`, but `seed` and `name` are those of a map given by name only: a map or
+    config keeps its own.
     """
     if isinstance(identifier, str):
         check_seed(seed)
@@ -117,30 +130,17 @@ def resolve(identifier, num_features=None, seed=None, name=None):
 
 
 def register(name, cls=None):
-    """Adds a feature map to the registry, as a call or as a class decorator.
+    """Adds a feature map to the registry and returns it; a call or a decorator.
 
     Args:
         name: The name by which users select the map.
-        cls: A subclass of `FeatureMap`, or `None` to get a decorator. If it is not yet
-            registered with `keras.saving.register_keras_serializable`, this function
-            registers it as `keras_rfattn>ClassName`.
-
-    Returns:
-        The class, or the decorator if `cls` is `None`.
+        cls: A subclass of `FeatureMap`, or `None` to get a decorator. If Keras does not
+            know it yet, it becomes serializable as `keras_rfattn>ClassName`.
 
     Raises:
         ValueError: If another class has this name.
         TypeError: If `name` is not a non-empty string, or `cls` is not a subclass of
             `FeatureMap`.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> @feature_maps.register("sigmoid")
-        ... class Sigmoid(feature_maps.Elementwise):
-        ...     def log_activation(self, z):
-        ...         return keras.ops.log_sigmoid(z)
-        >>> type(feature_maps.get("sigmoid")).__name__
-        'Sigmoid'
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"`name` must be a non-empty string. Received: name={name!r}.")
@@ -164,38 +164,21 @@ def register(name, cls=None):
 
 
 def list():
-    """Returns the registered names, sorted.
-
-    Returns:
-        List of strings, each of which `replace_attention` takes as `feature_map`.
-    """
+    """Returns the registered names, sorted: all that `replace_attention` takes."""
     return sorted({*FEATURE_MAPS, *LATER})
 
 
 def name_of(feature_map):
-    """Returns the registered name of a map's class, or the class name if it has none.
-
-    Args:
-        feature_map: A `FeatureMap`, built or not.
-
-    Returns:
-        A string.
-    """
+    """Returns the registered name of a map, or its class name if it has none."""
     names = {cls: name for name, cls in FEATURE_MAPS.items()}
     return names.get(type(feature_map), type(feature_map).__name__)
 
 
 def serialize(feature_map):
-    """Converts a `FeatureMap` to a config dict.
+    """Returns the config of a `FeatureMap`, a dict of plain Python values.
 
-    The config holds no build config, because the layer that owns the map builds it.
-
-    Args:
-        feature_map: A `FeatureMap`. Its weights are not part of the config.
-
-    Returns:
-        A dict of plain Python values, as `keras.saving.serialize_keras_object` returns
-        it.
+    The config holds no weights, and no build config, because the layer that owns the
+    map builds it.
 
     Raises:
         TypeError: If `feature_map` is not a `FeatureMap`.
@@ -203,9 +186,8 @@ def serialize(feature_map):
     if not isinstance(feature_map, FeatureMap):
         raise TypeError(
             "`feature_map` must be a `FeatureMap`. Received: "
-            f"feature_map={feature_map!r:.200} of type {type(feature_map).__name__}."
-            f"{way_out(feature_map)} Use `keras_rfattn.feature_maps.get` to create one "
-            "from a name."
+            f"feature_map={feature_map!r:.200} of type {type(feature_map).__name__}. "
+            "Use `keras_rfattn.feature_maps.get` to create one from a name."
         )
     config = keras.saving.serialize_keras_object(feature_map)
     config.pop("build_config", None)
@@ -213,13 +195,7 @@ def serialize(feature_map):
 
 
 def deserialize(config):
-    """Creates a `FeatureMap` from its config dict.
-
-    Args:
-        config: A dict that `serialize` returned.
-
-    Returns:
-        A `FeatureMap` that is not built.
+    """Returns a `FeatureMap`, not built, from a dict that `serialize` returned.
 
     Raises:
         TypeError: If `config` is not such a dict.
@@ -228,7 +204,32 @@ def deserialize(config):
     if not is_config or not isinstance(config.get("config"), dict):
         raise TypeError(
             "`feature_map` must be a config from `keras_rfattn.feature_maps.serialize` "
-            f"if it is a dict. Received: feature_map={config!r:.200}. Use a "
-            "`keras_rfattn.models.Plan` to give each layer its own map."
+            f"if it is a dict. Received: feature_map={config!r:.200}. {WAY_OUT}"
         )
     return keras.saving.deserialize_keras_object(known(config))
+
+
+def hint(name):
+    """Returns a sentence for errors about an unknown name."""
+    plain = _plain(name)
+    if plain in ("softmax", "none", "vanilla", "exact"):
+        return (
+            "Attention that is not replaced stays softmax: name its layers in "
+            "`exclude`, or give them `None` in a `Plan`."
+        )
+    # A registered name comes before an equal alias.
+    meanings = ALIASES | {_plain(x): [x] for x in list()}
+    for spelling in (plain, GENERIC.sub("", plain)):
+        # "eluu" is a misspelled "elu", but "gelu" is another function. With a lower
+        # cutoff, "reformer" would count as a misspelled "performer".
+        candidates = [x for x in meanings if x[:1] == spelling[:1]]
+        for close in difflib.get_close_matches(spelling, candidates, 1, cutoff=0.85):
+            return f"Did you mean {' or '.join(map(repr, meanings[close]))}?"
+    return "The Mechanisms page of the documentation describes them."
+
+
+def _plain(name):
+    """Returns a name in lower case without punctuation; + and # become words."""
+    name = name.lower().replace("++", "pp").replace("+", "plus").replace("#", "sharp")
+    name = re.sub(r"plus[\W_]*plus", "pp", name)
+    return re.sub(r"[\W_]", "", name).replace("favour", "favor")

@@ -1,23 +1,26 @@
-"""Weights of feature maps, which are float32 under every dtype policy."""
+"""Weights of feature maps: float32, with fixed paths, and aware of training.
+
+Training sets no flag. Whether it changed a map is computed from the weights, so that
+the answer is the same after saving and loading: a map that measured data keeps a
+checksum of its trained weights, and the weights of any other map are compared with
+those that its seed and its number of draws determine.
+"""
+
+import contextlib
+import re
+import zlib
 
 import keras
 import numpy as np
-
-from keras_rfattn.feature_maps.names import fix_names
-from keras_rfattn.feature_maps.trained import (
-    check_untrained,
-    is_as_drawn,
-    mark,
-    start_anew,
-    unchanged_on_error,
-)
+from keras import ops
+from keras.src.utils.naming import to_snake_case
 
 
 class Weights:
     """Mixin of Keras layers with fixed weight paths and random weights to redraw."""
 
     def __setattr__(self, name, value):
-        fix_names(name, value)
+        fix_name(value, name)
         super().__setattr__(name, value)
 
     def add_trained(self, name, value, shape=None, dtype="float32", **kwargs):
@@ -48,10 +51,16 @@ class Weights:
     def was_trained(self):
         """Whether training changed a weight of the map since the library set it.
 
-        The library sets weights in `build`, `redraw` and `adapt`. The answer is
-        computed from the weights, so that it is the same after saving and loading.
+        The library sets weights in `build`, `redraw` and `adapt`.
         """
-        return self.built and not is_as_drawn(self)
+        if not self.built or not trained_weights(self):
+            return False
+        weights, first = (values_of(x) for x in (self, as_drawn(self)))
+        # Platforms round random draws differently. Weights that are NaN were trained.
+        return not all(
+            np.allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b), initial=0))
+            for a, b in zip(weights, first, strict=True)
+        )
 
     def redraw(self, discard_training=False):
         """Replaces the random vectors by the next draw of the same seed.
@@ -74,15 +83,12 @@ class Weights:
                 "built=False. Build it first."
             )
         parts = self._flatten_layers()
-        replaces = any(getattr(x, "draws_trained", False) for x in parts)
-        if replaces:
-            check_untrained(self, discard_training, "redraw")
-        is_untrained = not self.was_trained
+        replaces_trained = any(getattr(x, "draws_trained", False) for x in parts)
         with unchanged_on_error([self]):
-            if replaces and not is_untrained:
-                start_anew(self)
+            if replaces_trained:
+                reset_trained(self, discard_training, "redraw")
             self.draw_again()
-            if replaces or is_untrained:
+            if replaces_trained:
                 mark(self)
 
     def draw_again(self):
@@ -91,3 +97,116 @@ class Weights:
             f"{type(self).__name__} has no random vectors to redraw. Received: "
             "a map that draws none. Use a map with random vectors, such as 'favorpp'."
         )
+
+
+def trained_weights(feature_map):
+    """Returns the trained variables of a map and its inner maps, even if frozen."""
+    layers = feature_map._flatten_layers()
+    return [v for layer in layers for v in layer._trainable_variables]
+
+
+def values_of(feature_map):
+    """Returns the values of `trained_weights` as NumPy arrays."""
+    return [as_numpy(v.value) for v in trained_weights(feature_map)]
+
+
+def as_drawn(feature_map):
+    """Returns a copy of a built map as it was before training and calibration."""
+    copy = type(feature_map).from_config(feature_map.get_config())
+    copy.build((None, None, feature_map.num_heads, feature_map.head_dim))
+    parts = zip(copy._flatten_layers(), feature_map._flatten_layers(), strict=True)
+    for part, original in parts:
+        draws = getattr(original, "draws", None)
+        if draws is not None and integer(draws):
+            part.assign_vectors(integer(draws))
+            part.draws.assign(draws)
+    return copy
+
+
+def reset_trained(feature_map, discard_training, method):
+    """Sets a map that was trained back to `as_drawn`, or raises `ValueError`."""
+    if not feature_map.was_trained:
+        return
+    if not discard_training:
+        raise ValueError(
+            f"`{method}` would replace weights of {type(feature_map).__name__} that "
+            f"were trained. Received: discard_training={discard_training!r}. Use "
+            "discard_training=True to discard the training."
+        )
+    pairs = zip(feature_map.weights, as_drawn(feature_map).weights, strict=True)
+    for weight, first in pairs:
+        weight.assign(first)
+
+
+def mark_of(feature_map):
+    """Returns a positive int32 that changes if a trained weight of the map changes."""
+    return checksum(values_of(feature_map)) & 0x7FFFFFFF or 1
+
+
+def mark(feature_map):
+    """Records that the trained weights have the values that the library set."""
+    for part in feature_map._flatten_layers():
+        updates = getattr(part, "updates", None)
+        if updates is not None and trained_weights(part) and integer(updates):
+            updates.assign(mark_of(part))
+
+
+def checksum(arrays):
+    """Returns a 32-bit checksum of the entries of all arrays."""
+    total = 0
+    for array in arrays:
+        array = np.ascontiguousarray(as_numpy(array))
+        total = zlib.crc32(array.reshape(-1).view(np.uint8), total)
+    return total
+
+
+@contextlib.contextmanager
+def unchanged_on_error(feature_maps):
+    """Context manager that restores the weights of built maps if its block raises."""
+    weights = [w for feature_map in feature_maps for w in feature_map.weights]
+    before = [np.array(as_numpy(w.value)) for w in weights]
+    try:
+        yield
+    except BaseException:
+        for weight, value in zip(weights, before, strict=True):
+            weight.assign(value)
+        raise
+
+
+def as_numpy(array):
+    """Converts a tensor, or the value of a variable, to a NumPy array."""
+    if array.shape == ():
+        # NumPy cannot convert scalar variables of TensorFlow's distribution strategies.
+        return ops.convert_to_numpy(ops.reshape(array, (1,)))[0]
+    return ops.convert_to_numpy(array)
+
+
+def integer(variable):
+    """Returns the value of a scalar variable as an integer."""
+    return int(as_numpy(variable.value))
+
+
+def fix_name(value, name):
+    """Names a layer that has an automatic name, and all inside it; or those of a list.
+
+    Keras numbers automatic names in order of creation, so that the path of a weight
+    would depend on which layers were created before.
+    """
+    name = name.lstrip("_")
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for key, item in value.items():
+            fix_name(item, f"{name}_{key}")
+    if not isinstance(value, keras.layers.Layer):
+        return
+    automatic = rf"{to_snake_case(type(value).__name__)}(_\d+)?"
+    if not value.built and re.fullmatch(automatic, value.name):
+        value.name = name
+    attributes = dict(vars(value))
+    # PyTorch keeps sublayers apart from the other attributes.
+    attributes.update(attributes.pop("_modules", {}))
+    # Lists of all sublayers, which Keras and TensorFlow keep, give worse names.
+    last = "_layers", "_self_"
+    for attribute in sorted(attributes, key=lambda x: x.startswith(last)):
+        fix_name(attributes[attribute], attribute)

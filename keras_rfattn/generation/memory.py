@@ -6,8 +6,8 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_rfattn.arguments import check_sizes
 from keras_rfattn.generation.streaming import check, is_decoder, keys_and_values
-from keras_rfattn.layers.checks import check_sizes
 from keras_rfattn.models.generation import decodes
 from keras_rfattn.models.report import ADVISERS
 

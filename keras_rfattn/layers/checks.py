@@ -5,8 +5,6 @@ Every function that takes a model uses `check_model`.
 
 import keras
 
-from keras_rfattn.feature_maps.arguments import is_integer
-
 
 def check_model(model):
     """Raises `TypeError` unless `model` is a Keras layer, `ValueError` unless built."""
@@ -32,15 +30,6 @@ def _way_out(found):
     if isinstance(found, type) and issubclass(found, keras.layers.Layer):
         return f" Make a model of the class first: `{found.__name__}(...)`."
     return ""
-
-
-def check_sizes(**sizes):
-    """Raises `ValueError` unless all arguments are positive integers."""
-    for name, size in sizes.items():
-        if not is_integer(size) or size <= 0:
-            raise ValueError(
-                f"`{name}` must be a positive integer. Received: {name}={size!r}."
-            )
 
 
 def title(model):

@@ -2,8 +2,8 @@
 
 import keras
 
+from keras_rfattn.arguments import check_sizes
 from keras_rfattn.feature_maps import resolve
-from keras_rfattn.layers.checks import check_sizes
 from keras_rfattn.layers.linear_attention import Packable
 from keras_rfattn.ops.options import Options
 

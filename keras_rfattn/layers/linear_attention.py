@@ -12,8 +12,8 @@ import warnings
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.arguments import check_flag
-from keras_rfattn.feature_maps.names import fix_name
+from keras_rfattn.arguments import check_flag
+from keras_rfattn.feature_maps.weights import fix_name
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.layers.call_context import (
     CallContext,

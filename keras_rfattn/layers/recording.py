@@ -8,10 +8,10 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_rfattn.arguments import check_sizes
 from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.batches import check_batches, is_text, refusal
 from keras_rfattn.layers.call_context import Interceptor
-from keras_rfattn.layers.checks import check_sizes
 from keras_rfattn.layers.linear_attention import LinearAttention
 
 

@@ -15,10 +15,10 @@ import keras_rfattn.maps.card as cards
 import keras_rfattn.maps.folder as folders
 import keras_rfattn.models.stable_names as stable_names
 from keras_rfattn import feature_maps
+from keras_rfattn.arguments import check_flag
 from keras_rfattn.backend.devices import backend_name
-from keras_rfattn.feature_maps.arguments import check_flag
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.trained import as_numpy
+from keras_rfattn.feature_maps.weights import as_numpy
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.fingerprint import fingerprint
 from keras_rfattn.models.entry import map_config

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.feature_maps.arguments import is_integer
+from keras_rfattn.arguments import is_integer
 from keras_rfattn.layers.checks import check_model, title
 
 METHODS = ("tile", "interpolate")

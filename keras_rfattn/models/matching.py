@@ -8,7 +8,7 @@ import fnmatch
 import inspect
 from dataclasses import dataclass
 
-from keras_rfattn.feature_maps.arguments import check_seed
+from keras_rfattn.arguments import check_seed
 from keras_rfattn.feature_maps.registry import check_identifier
 
 

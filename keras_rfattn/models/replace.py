@@ -14,7 +14,7 @@ import keras
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.arguments import check_flag, check_seed, derive_seed
+from keras_rfattn.arguments import check_flag, check_seed, derive_seed
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import keras
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.trained import trained_weights
+from keras_rfattn.feature_maps.weights import trained_weights
 from keras_rfattn.layers.checks import check_model, num_heads, title
 from keras_rfattn.layers.linear_attention import sliding_window, soft_cap
 from keras_rfattn.models.notes import notes_of

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.trained import as_numpy
+from keras_rfattn.feature_maps.weights import as_numpy
 from keras_rfattn.models.survey import lasting_name, survey
 
 # Name of the sublayer that is the feature map of an attention layer.

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from keras_rfattn.arguments import check_flag, is_integer, is_number, is_positive
 from keras_rfattn.backend import default_block_size
 
 # Implementations by fused kernels, and all of them.
@@ -57,14 +58,14 @@ class Options:
 
     def __post_init__(self):
         kinds = {
-            "block_size": ("integer", _is_positive_integer),
-            "window": ("number of tokens", _is_positive_integer),
-            "max_segments": ("integer", _is_positive_integer),
-            "temperature": ("number", _is_positive),
+            "block_size": ("integer", is_integer),
+            "window": ("number of tokens", is_integer),
+            "max_segments": ("integer", is_integer),
+            "temperature": ("number", is_number),
         }
-        for name, (kind, is_valid) in kinds.items():
+        for name, (kind, is_kind) in kinds.items():
             value = getattr(self, name)
-            if value is not None and not is_valid(value):
+            if value is not None and not (is_kind(value) and is_positive(value)):
                 raise ValueError(
                     f"`{name}` must be a positive {kind} or `None`. "
                     f"Received: {name}={value!r}."
@@ -75,17 +76,13 @@ class Options:
                 f"`implementation` must be one of {IMPLEMENTATIONS}. "
                 f"Received: implementation={self.implementation!r}."
             )
-        if not isinstance(self.sliding, (bool, np.bool_)):
-            raise ValueError(
-                "`sliding` must be `True` or `False`. "
-                f"Received: sliding={self.sliding!r}."
-            )
+        check_flag("sliding", self.sliding)
         if self.sliding and self.window is None:
             raise ValueError(
                 "`sliding` needs a `window`. Received: sliding=True, window=None. Pass "
                 "a number of tokens as `window`, or sliding=False."
             )
-        if not _is_integer(self.sinks) or self.sinks < 0:
+        if not is_integer(self.sinks) or self.sinks < 0:
             raise ValueError(
                 "`sinks` must be a number of tokens, 0 for none. "
                 f"Received: sinks={self.sinks!r}."
@@ -130,23 +127,10 @@ class Options:
 def _heads(given):
     is_listed = isinstance(given, (list, tuple, range, np.ndarray))
     heads = list(given) if is_listed else []
-    are_heads = all(_is_integer(x) and x >= 0 for x in heads)
+    are_heads = all(is_integer(x) and x >= 0 for x in heads)
     if not is_listed or not are_heads or len({*heads}) < len(heads):
         raise ValueError(
             "`softmax_heads` must be distinct non-negative integers. "
             f"Received: softmax_heads={given!r:.80}."
         )
     return tuple(sorted(int(x) for x in heads))
-
-
-def _is_positive(x):
-    is_number = isinstance(x, (int, float, np.number)) and not isinstance(x, bool)
-    return is_number and 0 < x < float("inf")
-
-
-def _is_integer(x):
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def _is_positive_integer(x):
-    return _is_integer(x) and x > 0

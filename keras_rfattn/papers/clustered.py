@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
+from keras_rfattn.arguments import derive_seed, is_integer
 from keras_rfattn.backend import where
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.arguments import derive_seed, is_integer
 from keras_rfattn.feature_maps.base import Sided
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import LOWEST, Features

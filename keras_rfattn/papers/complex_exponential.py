@@ -5,9 +5,9 @@ import math
 import numpy as np
 from keras import ops
 
+from keras_rfattn.arguments import check_choice
 from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.arguments import check_choice
 from keras_rfattn.feature_maps.base import Sided, half_square, number
 from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap

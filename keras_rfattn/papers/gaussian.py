@@ -6,7 +6,7 @@ from functools import partial
 import keras
 from keras import ops
 
-from keras_rfattn.feature_maps.arguments import is_number
+from keras_rfattn.arguments import is_positive
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.papers.algebra import scale
 from keras_rfattn.papers.coefficients import Coefficient
@@ -53,7 +53,7 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
     def __init__(self, num_features=None, sigma=1.0, radius=None, **kwargs):
         super().__init__(num_features, **kwargs)
         given = [sigma] if radius is None else [sigma, radius]
-        if not all(is_number(x) and x > 0 for x in given):
+        if not all(is_positive(x) for x in given):
             raise ValueError(
                 "`sigma` and `radius` must be positive. Received: "
                 f"sigma={sigma!r}, radius={radius!r}."

@@ -5,7 +5,7 @@ import math
 import keras
 import numpy as np
 
-from keras_rfattn.feature_maps.arguments import is_number
+from keras_rfattn.arguments import is_positive
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.papers.clustered import check_clusters, find_clusters
 from keras_rfattn.papers.coefficients import Coefficient
@@ -55,7 +55,7 @@ class PairCoefficient(Coefficient, MatrixExponential):
 
     def __init__(self, num_features=None, tau=1.0, **kwargs):
         super().__init__(num_features, **kwargs)
-        if not is_number(tau) or not tau > 0:
+        if not is_positive(tau):
             raise ValueError(f"`tau` must be positive. Received: tau={tau!r}.")
         self.tau = tau
 

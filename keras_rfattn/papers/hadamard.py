@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 
+from keras_rfattn.arguments import is_integer
 from keras_rfattn.projections.base import Projection, gaussian_lengths
 
 
@@ -38,7 +39,7 @@ class Hadamard(Projection):
     is_gaussian = False
 
     def __init__(self, num_factors=3, seed=0):
-        if not isinstance(num_factors, int) or num_factors < 1:
+        if not is_integer(num_factors) or num_factors < 1:
             raise ValueError(
                 "`num_factors` of a Hadamard projection must be a positive integer. "
                 f"Received: num_factors={num_factors!r}."

@@ -5,8 +5,8 @@ from keras import ops
 
 import keras_rfattn.feature_maps.registry as registry
 import keras_rfattn.papers.algebra as algebra
+from keras_rfattn.arguments import derive_seed
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.arguments import derive_seed
 from keras_rfattn.feature_maps.base import FeatureMap, Sided
 from keras_rfattn.feature_maps.favorplus import FavorPlus
 from keras_rfattn.ops.features import Features

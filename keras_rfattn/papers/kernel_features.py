@@ -7,9 +7,9 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.arguments import is_number
+from keras_rfattn.arguments import is_positive
 from keras_rfattn.feature_maps.base import half_square
-from keras_rfattn.feature_maps.names import fix_name
+from keras_rfattn.feature_maps.weights import fix_name
 
 KERNELS = ("gaussian", "softmax")
 
@@ -68,8 +68,8 @@ class KernelFeatures(keras.layers.Layer):
         super().__init__(**kwargs)
         arguments = {"num_features": num_features, "seed": seed}
         feature_map = feature_maps.get(feature_map, **arguments)
-        is_positive = is_number(gamma) and gamma > 0
-        if kernel not in KERNELS or not is_positive or feature_map.kernel != "softmax":
+        is_softmax = feature_map.kernel == "softmax"
+        if kernel not in KERNELS or not is_positive(gamma) or not is_softmax:
             raise ValueError(
                 f"`kernel` must be one of {KERNELS}, `gamma` must be positive, and "
                 "`feature_map` must estimate the softmax kernel. Received: "

@@ -5,13 +5,13 @@ import math
 import numpy as np
 from keras import ops
 
+from keras_rfattn.arguments import derive_seed, is_number, is_positive
 from keras_rfattn.backend import elementwise_max
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.arguments import derive_seed, is_number
 from keras_rfattn.feature_maps.base import number
 from keras_rfattn.feature_maps.moments import mean_of
 from keras_rfattn.feature_maps.projected import RandomFeatureMap
-from keras_rfattn.feature_maps.trained import integer
+from keras_rfattn.feature_maps.weights import integer
 from keras_rfattn.ops.features import Features
 from keras_rfattn.papers.counts import GeometricCounts, PoissonCounts
 from keras_rfattn.papers.second_moments import (
@@ -159,7 +159,7 @@ class Poisson(Monomials):
     power = 2
 
     def _check(self, rate):
-        if not is_number(rate) or not 0 < rate < np.inf:
+        if not is_positive(rate):
             raise ValueError(
                 "`parameter` (the rate) must be positive and finite. Received: "
                 f"parameter={rate!r}."

@@ -3,8 +3,6 @@
 This module needs scikit-learn, which `import keras_rfattn` does not import.
 """
 
-import numbers
-
 import numpy as np
 from keras import ops
 from sklearn.base import (
@@ -16,6 +14,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from keras_rfattn import feature_maps
+from keras_rfattn.arguments import is_positive
 from keras_rfattn.papers.kernel_features import KernelFeatures
 
 BLOCK = 1024
@@ -26,7 +25,7 @@ def _gamma(gamma, X):
     if isinstance(gamma, str) and gamma in ("scale", "auto"):
         variance = float(X.var()) if gamma == "scale" else 1.0
         return 1 / (X.shape[1] * (variance or 1.0))
-    if isinstance(gamma, bool) or not isinstance(gamma, numbers.Real) or not gamma > 0:
+    if not is_positive(gamma):
         raise ValueError(
             "`gamma` must be a positive number, 'scale' or 'auto'. "
             f"Received: gamma={gamma!r}."

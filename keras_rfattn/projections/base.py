@@ -14,6 +14,8 @@ numbers on every backend.
 import keras
 import numpy as np
 
+from keras_rfattn.arguments import is_integer
+
 
 class Projection(keras.initializers.Initializer):
     """Base class of random projections.
@@ -40,8 +42,7 @@ class Projection(keras.initializers.Initializer):
     is_gaussian = True
 
     def __init__(self, seed=0):
-        is_integer = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
-        if not is_integer or seed < 0:
+        if not is_integer(seed) or seed < 0:
             raise ValueError(
                 f"`seed` must be a non-negative integer. Received: seed={seed!r:.80}."
             )

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable
 import keras
 import numpy as np
 
-from keras_rfattn.feature_maps.trained import trained_weights, unchanged_on_error
+from keras_rfattn.arguments import check_sizes
+from keras_rfattn.feature_maps.weights import trained_weights, unchanged_on_error
 from keras_rfattn.layers import record
-from keras_rfattn.layers.checks import check_model, check_sizes, title
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.uptraining.weights import assign, values_of
 

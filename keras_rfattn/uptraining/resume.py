@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_rfattn import feature_maps
 from keras_rfattn.backend.devices import backend_name
-from keras_rfattn.feature_maps.trained import checksum
+from keras_rfattn.feature_maps.weights import checksum
 from keras_rfattn.uptraining.weights import fresh_adapters
 
 FORMAT = 3

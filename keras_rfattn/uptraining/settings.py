@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import keras
 from keras import ops
 
-from keras_rfattn.feature_maps.arguments import check_seed, is_number
-from keras_rfattn.layers.checks import check_sizes
+from keras_rfattn.arguments import check_seed, check_sizes, is_number
 
 STAGES = ("calibrate", "attention", "features")
 # The stages that train, in the order in which they run.

@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_rfattn import feature_maps
 from keras_rfattn.backend.devices import peak_memory
-from keras_rfattn.feature_maps.trained import checksum
+from keras_rfattn.feature_maps.weights import checksum
 from keras_rfattn.layers.checks import title
 from keras_rfattn.uptraining.attention import AttentionStage, Measuring
 from keras_rfattn.uptraining.batches import HEAD

@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.backend import without_gradients
-from keras_rfattn.feature_maps.trained import as_numpy, trained_weights
+from keras_rfattn.feature_maps.weights import as_numpy, trained_weights
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.checks import projection, title
 from keras_rfattn.layers.recording import recording

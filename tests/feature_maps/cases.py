@@ -163,15 +163,15 @@ CASES = {
         config={"num_coefficients": 3, "num_clusters": [1, 2], "tau": 2.0},
         **HYBRID,
     ),
-    "polynomial": Case({"degree": 2}, config={"degree": 6, "is_scaled": False}),
+    "polynomial": Case({"degree": 2}, config={"degree": 6}),
     "polysketch": Case({"num_features": 4}, config={"degree": 8}),
-    "polysketch_linear": Case({"num_features": 4}, config={"shares_norm": True}),
+    "polysketch_linear": Case({"num_features": 4}, config={"degree": 8}),
     "polysketch_learned": Case(
         {"num_features": 4}, prepare=louder, config={"degree": 8}
     ),
     # Their features grow with the token, not exponentially.
     "elu": Case(is_sharp=False),
-    "relu": Case(is_sharp=False, config={"epsilon": 0.5}),
+    "relu": Case(is_sharp=False),
 }
 DEFAULT = Case()
 

@@ -191,41 +191,21 @@ def test_num_features_must_be_a_positive_integer(wrong):
         with pytest.raises(ValueError, match="`num_features` must be"):
             feature_maps.get(name, num_features=wrong)
     with pytest.raises(ValueError, match="`num_features` must be a positive integer"):
-        feature_maps.ProjectedElu(num_features=wrong)
+        feature_maps.Relu(num_features=wrong)
 
 
 def test_maps_without_vectors_take_none():
-    for arguments in ({"num_features": 8}, {"projection": "gaussian"}):
-        with pytest.raises(ValueError, match="must be `None` for Elu.*ProjectedElu"):
-            feature_maps.Elu(**arguments)
-    assert feature_maps.ProjectedElu(8, projection="gaussian").num_features == 8
+    with pytest.raises(ValueError, match="must be `None` for Elu.*num_features=8"):
+        feature_maps.get("elu", num_features=8)
+    with pytest.raises(ValueError, match="projection"):
+        feature_maps.get("elu", projection="gaussian")
     with pytest.raises(ValueError, match="`projection` must be one of"):
         feature_maps.Relu(projection=None)
-
-
-def test_maps_of_older_files_are_what_they_were():
-    old = {"num_features": None, "projection": None, "seed": 3}
-    assert type(feature_maps.Elu.from_config(old)) is feature_maps.Elu
-    plain = feature_maps.Relu.from_config({**old, "epsilon": 0.5})
-    assert type(plain) is feature_maps.PlainRelu and plain.epsilon == 0.5
-    projection = feature_maps.get("favor", projection="gaussian", seed=3).get_config()
-    old = {**old, "projection": projection["projection"], "num_features": 4}
-    assert type(feature_maps.Elu.from_config(old)) is feature_maps.ProjectedElu
-    for name in ("polynomial", "polysketch_learned"):
-        config = feature_maps.get(name, seed=3).get_config()
-        cls = feature_maps.FEATURE_MAPS[name]
-        assert cls.from_config({**config, "projection": None}).get_config() == config
-        # Nothing is dropped in silence.
-        with pytest.raises((TypeError, ValueError), match="projection|random"):
-            cls.from_config({**config, "projection": "gaussian"})
 
 
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="`projection` must be one of"):
         feature_maps.get("favor", projection="orthogonl")
-    for epsilon in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="`epsilon` must be positive"):
-            feature_maps.get("relu", epsilon=epsilon)
     with pytest.raises(ValueError, match="`statistics` must be one of"):
         feature_maps.get("favorpp", statistics="running")
     for momentum in (-0.1, 1, 1.5):

@@ -89,6 +89,19 @@ def test_every_map_of_the_registry_knows(name):
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("is_calibrated", [True, False])
+def test_weights_that_became_nan_were_trained(is_calibrated):
+    feature_map = built("favorpp_learned")
+    if is_calibrated:
+        feature_map.adapt(sample())
+    weight = feature_map.trainable_variables[0]
+    weight.assign(weight * float("nan"))
+    assert feature_map.was_trained
+    with pytest.raises(ValueError, match="that were trained"):
+        feature_map.redraw()
+
+
+@pytest.mark.once
 def test_vectors_that_do_not_train_are_redrawn_beside_weights_that_do():
     feature_map = feature_maps.get("polysketch", num_features=4, seed=0)
     feature_map.build((None, None, 2, 4))

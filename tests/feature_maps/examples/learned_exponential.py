@@ -24,14 +24,12 @@ class LearnedExponential(feature_maps.FeatureMap):
 
     def build(self, input_shape):
         super().build(input_shape)
-        self.w = self.add_weight(
-            name="w",
-            shape=(self.num_heads, self.head_dim, self.num_features),
-            initializer=keras.initializers.RandomNormal(0.2, seed=self.seed),
-        )
+        start = keras.initializers.RandomNormal(0.2, seed=self.seed)
+        shape = self.num_heads, self.head_dim, self.num_features
+        self.w = self.add_trained("w", start, shape)
 
     def key_features(self, x, stats=None):
-        w = ops.cast(self.per_head(self.w, x), x.dtype)
+        w = self.per_head(self.w, x)
         return Features(None, ops.einsum("...nh,nhm->...nm", x, w))
 
     def get_config(self):

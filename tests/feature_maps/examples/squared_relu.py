@@ -9,8 +9,5 @@ from keras_rfattn import feature_maps
 class SquaredRelu(feature_maps.Activation):
     """Features `(relu(w · x)² + 0.001) / √m`."""
 
-    kernel = "squared_relu"
-    is_unbiased = False
-
     def log_activation(self, z):
         return ops.log(ops.relu(z) ** 2 + 1e-3)

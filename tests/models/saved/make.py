@@ -15,67 +15,9 @@ import keras
 import numpy as np
 
 import keras_rfattn
-from keras_rfattn import feature_maps as maps
 
 X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
 TOKENS = np.array([[5, 7, 9, 4, 2, 0], [3, 8, 6, 2, 0, 0]], "int32")
-MECHANISMS = {
-    name: {"num_features": 3}
-    for name in (
-        "favor",
-        "favorplus",
-        "favorpp",
-        "favorpp_dense",
-        "favorpp_learned",
-        "hedgehog",
-        "gerf",
-        "poisson",
-        "poisson_positive",
-        "geometric",
-        "geometric_positive",
-        "complex_exponential",
-        "hybrid_angular",
-        "hybrid_gaussian",
-        "hybrid_clustered",
-        "hybrid_gaussian_mixture",
-        "polysketch",
-        "polysketch_learned",
-        "polysketch_linear",
-        "relu",
-    )
-} | {"elu": {}, "polynomial": {"degree": 2}}
-NOT_BY_NAME = {
-    "pair": lambda: maps.FavorPlus(3, pair=True, projection="hadamard", seed=1),
-    "per_direction": lambda: maps.FavorPP(3, per_direction=True, seed=2),
-    "full": lambda: maps.ComplexExponential(3, form="full", seed=3),
-    "conditioned": lambda: maps.Conditioned(maps.Gerf(3, seed=5)),
-    "hybrid": lambda: maps.Hybrid(
-        ["favor", maps.FavorPlus(2, seed=0)], [maps.AngularCoefficient(2, seed=1)]
-    ),
-    "elu_projected": lambda: maps.ProjectedElu(4, projection="gaussian", seed=6),
-    "relu_plain": lambda: maps.PlainRelu(),
-}
-
-
-def every_map():
-    """A model with a layer for each map, calibrated; some with a window."""
-    inputs = keras.Input((6, 8))
-    outputs = []
-    chosen = {n: maps.get(n, seed=4, **a) for n, a in MECHANISMS.items()}
-    chosen |= {n: make() for n, make in NOT_BY_NAME.items()}
-    for i, (name, feature_map) in enumerate(chosen.items()):
-        windowed = feature_map.exact_kernel is not None and i % 2
-        options = {"window": 2, "sliding": i % 4 == 1} if windowed else {}
-        kind = (keras_rfattn.layers.GroupedQueryAttention, (2, 2, 1))
-        if i % 3:
-            kind = (keras_rfattn.layers.MultiHeadAttention, (1, 2))
-        layer = kind[0](*kind[1], feature_map=feature_map, name=name, **options)
-        outputs.append(layer(inputs, inputs, use_causal_mask=i % 2 == 0))
-    model = keras.Model(inputs, keras.layers.Concatenate()(outputs))
-    generator = np.random.default_rng(1)
-    return keras_rfattn.calibrate(
-        model, [generator.normal(size=(2, 6, 8)).astype("float32")], verbose=0
-    )
 
 
 @keras.saving.register_keras_serializable("saved")
@@ -153,10 +95,6 @@ def main(folder):
     folder = pathlib.Path(folder)
     keras.utils.set_random_seed(0)
     outputs = {}
-
-    model = every_map()
-    model.save(folder / "every_map.keras")
-    outputs["every_map"] = output(model, X)
 
     model = replaced_own()
     model.save(folder / "own.keras")

@@ -1,4 +1,6 @@
-"""Checks of arguments that several maps share, such as sizes and seeds."""
+"""Checks of arguments that several folders share. Imports nothing of the package."""
+
+import math
 
 import numpy as np
 
@@ -18,6 +20,11 @@ def is_number(x):
     return isinstance(x, (int, float, np.number)) and not isinstance(x, bool)
 
 
+def is_positive(x):
+    """Whether x is a positive finite number."""
+    return is_number(x) and 0 < x < math.inf
+
+
 def check_flag(name, value):
     """Raises `ValueError` unless an argument is `True` or `False`."""
     if not isinstance(value, (bool, np.bool_)):
@@ -34,6 +41,20 @@ def check_choice(name, value, choices):
         )
 
 
+def check_sizes(**sizes):
+    """Raises `ValueError` unless all arguments are positive integers."""
+    for name, size in sizes.items():
+        if not is_integer(size) or size <= 0:
+            raise ValueError(
+                f"`{name}` must be a positive integer. Received: {name}={size!r}."
+            )
+
+
+def check_num_features(num_features):
+    """Raises `ValueError` unless `num_features` is a positive integer."""
+    check_sizes(num_features=num_features)
+
+
 def check_seed(seed):
     """Raises `ValueError` unless `seed` is a non-negative integer or `None`."""
     if seed is not None and not (is_integer(seed) and seed >= 0):
@@ -42,21 +63,11 @@ def check_seed(seed):
         )
 
 
-def check_num_features(num_features):
-    """Raises `ValueError` unless `num_features` is a positive integer."""
-    if not is_integer(num_features) or num_features <= 0:
+def check_no_num_features(cls, num_features):
+    """Raises `ValueError` if a map that takes no `num_features` is given any."""
+    if num_features is not None:
         raise ValueError(
-            "`num_features` must be a positive integer or `None`. "
-            f"Received: num_features={num_features!r}."
-        )
-
-
-def refuse_vectors(cls, num_features, projection, other):
-    """Raises `ValueError` if a map without random vectors is given such arguments."""
-    if num_features is not None or projection is not None:
-        raise ValueError(
-            f"`num_features` and `projection` must be `None` for {cls.__name__}, which "
-            "has no random vectors, and whose width follows from the head dim. "
-            f"Received: num_features={num_features!r}, projection={projection!r}. Use "
-            f"{other} to set both."
+            f"`num_features` must be `None` for {cls.__name__}, which has no random "
+            "vectors, and whose width follows from the head dim. Received: "
+            f"num_features={num_features!r}. Use `None`, or a map with random vectors."
         )
