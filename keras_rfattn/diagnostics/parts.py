@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_rfattn.feature_maps.arguments import is_integer
 from keras_rfattn.layers.attention import Attention
-from keras_rfattn.layers.checks import check_model, num_heads, title
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import linear_layers, progress, recording
 from keras_rfattn.models.holders import holders, refresh
 from keras_rfattn.models.survey import survey
@@ -112,7 +112,8 @@ class Part(NamedTuple):
 
     Attributes:
         path: Path of the layer.
-        head: Index of a query head, or `None` for the whole layer.
+        head: Index of a key/value head, which stands for the query heads that read it,
+            or `None` for the whole layer.
         restored: Metric with softmax in this part and linear attention elsewhere.
         alone: Metric with linear attention in this part and softmax elsewhere.
     """
@@ -145,8 +146,8 @@ class Sensitivity:
             count: Number of heads to select.
 
         Returns:
-            Dict from layer paths to lists of head indices, which `replace_attention`
-            takes as `softmax_heads`.
+            Dict from layer paths to lists of indices of key/value heads, the option
+            `softmax_heads` of these layers in a `models.Plan`.
 
         Raises:
             ValueError: If the parts are layers (`heads=False`), or if there are fewer
@@ -221,7 +222,8 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
         data: Data that is passed to `metric`.
         metric: A function `(model, data) -> number`. It must run `model` itself and
             must not generate text, as for `attribute`.
-        heads: Whether a part is one head; by default it is a whole layer.
+        heads: Whether a part is one key/value head with its query heads; by default it
+            is a whole layer.
         verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
             end, as in Keras.
 
@@ -255,7 +257,7 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
     pairs = [
         (site, head)
         for site in sites
-        for head in (range(num_heads(site.layer)) if heads else (None,))
+        for head in (range(site.layer.feature_map.num_heads) if heads else (None,))
     ]
     parts = []
     for site, head in progress(pairs, verbose):
@@ -272,12 +274,13 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
 
 
 def _within(head, answer, rest):
-    """Returns a function that answers by `answer` for a head, by `rest` for others."""
+    """Returns a function that answers by `answer` for a key/value head, else `rest`."""
     if head is None:
         return answer
 
     def mixed(call):
-        is_head = ops.arange(call.query.shape[2])[:, None] == head
+        groups = call.query.shape[2] // call.key.shape[2]
+        is_head = ops.arange(call.query.shape[2])[:, None] // groups == head
         return ops.where(is_head, answer(call), rest(call))
 
     return mixed

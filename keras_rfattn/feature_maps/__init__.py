@@ -20,6 +20,7 @@ from keras_rfattn.feature_maps.polynomial import Polynomial
 from keras_rfattn.feature_maps.polysketch import PolySketchLearned
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap, RandomFeatureMap
 from keras_rfattn.feature_maps.registry import (
+    DEFAULT,
     FEATURE_MAPS,
     class_of,
     deserialize,
@@ -48,6 +49,7 @@ __all__ = [
     "Activation",
     "Adaptive",
     "Conditioned",
+    "DEFAULT",
     "Elementwise",
     "Elu",
     "Exponential",

@@ -15,6 +15,8 @@ from keras_rfattn.projections import PAPERS, known
 
 # Maps each registered name to its class.
 FEATURE_MAPS = {}
+# The map of `replace_attention` and of the layers if a user names none.
+DEFAULT = "favorpp_learned"
 
 # The names that a module adds to the table. It is imported when one is first asked for.
 LATER = dict.fromkeys(

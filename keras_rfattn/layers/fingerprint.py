@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.stateless import essence
-from keras_rfattn.layers.checks import projection
+from keras_rfattn.layers.checks import num_heads, projection
 
 KEY = "attention_fingerprint"
 FORMAT = 3
@@ -43,8 +43,11 @@ def checksum(layer):
     options = [getattr(layer.options, name) for name in MEANING]
     if layer.options.temperature is not None:
         options.append(float(layer.options.temperature))
-    if layer.options.softmax_heads:
-        options.append(layer.options.softmax_heads)
+    heads = layer.options.softmax_heads
+    if heads:
+        # Older files of grouped queries counted query heads.
+        is_grouped = num_heads(layer) > layer.feature_map.num_heads
+        options.append(("key/value", heads) if is_grouped else heads)
     if layer.options.sinks:
         options.append(("sinks", layer.options.sinks))
     projections = _projections(feature_maps.serialize(layer.feature_map))
