@@ -96,8 +96,9 @@ def load_maps(
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if chosen and any(site.is_linear for site, _ in pairs):
         raise ValueError(
-            f"{title(model)} must have softmax attention to be given options. Received: "
-            f"linear attention, and {chosen}. Call `restore_attention(model)` first."
+            f"{title(model)} must have softmax attention to be given options. "
+            f"Received: linear attention, and the options {chosen}. Call "
+            "`restore_attention(model)` first."
         )
     is_same = matcher.check_checkpoint(base == "any")
     changes = [(site, *matcher.build(site, entry, chosen)) for site, entry in pairs]

@@ -5,6 +5,8 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import diagnostics
+from keras_rfattn.models import Plan
+from keras_rfattn.ops import Options
 from tests import helpers as h
 from tests.diagnostics.test_attribute import first_output
 from tests.marks import slow_on_jax
@@ -60,12 +62,11 @@ def test_each_head():
     assert "attention_1, head 1" in str(found)
     gaps = [abs(x.restored - found.softmax) for x in found.parts]
     best = int(np.argmin(gaps))
-    heads = found.softmax_heads(1)
-    assert heads == {"attention_1": [best]}
+    assert found.softmax_heads(1) == {"attention_1": [best]}
+    plan = Plan({"attention_1": ("favorpp", Options(softmax_heads=[best]))})
     kept = keras_rfattn.replace_attention(
-        m.softmax_model(), "favorpp", num_features=8, seed=0, include="attention_1",
-        softmax_heads=heads,
-    )  # fmt: skip
+        m.softmax_model(), plan, num_features=8, seed=0
+    )
     h.assert_close(first_output(kept, data), found.parts[best].restored, 1e-5)
     assert found.softmax_heads(2) == {"attention_1": [0, 1]}
     for count in (0, 3):

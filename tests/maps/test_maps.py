@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import keras_rfattn
-from keras_rfattn.models import stable_names
+from keras_rfattn.models import Plan, stable_names
+from keras_rfattn.ops import Options
 from tests.helpers import assert_close, assert_same, to_numpy
 
 X = np.random.default_rng(0).normal(size=(2, 9, 16)).astype("float32")
@@ -56,7 +57,8 @@ def edit(folder, function):
     "options",
     [
         {"mechanism": "favorpp_learned"},
-        {"window": 4, "sliding": True, "softmax_heads": {"first": [1]}},
+        {"window": 4, "sliding": True, "softmax_heads": [1]},
+        {"mechanism": Plan({"first": ("favorplus", Options(softmax_heads=[0]))})},
         {"exclude": "first"},
         {"mechanism": "favorplus"},
     ],

@@ -13,6 +13,8 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import feature_maps, papers
+from keras_rfattn.models import Plan
+from keras_rfattn.ops import Options
 from tests.marks import first
 
 LAYERS = keras.layers
@@ -276,22 +278,33 @@ BAD = {
     "block size": (dict(block_size=0), ValueError, "block_size"),
     "pattern": (dict(include="nowhere*"), ValueError, "first"),
     "include type": (dict(include=3), TypeError, "include"),
-    "softmax heads of no layer": (
-        dict(softmax_heads={"nowhere": [0]}),
+    "no such layer": (
+        dict(feature_map=Plan({"nowhere": Options()})),
         ValueError,
-        "`softmax_heads` must have paths.*Received: .nowhere., which matches none",
-    ),
-    "softmax heads of all layers": (
-        dict(softmax_heads=[0]),
-        ValueError,
-        "must be a dict that maps layer",
+        "`maps` must have paths.*Received: .nowhere., which matches none",
     ),
     "no such head": (
-        dict(softmax_heads={"*": [3]}),
+        dict(softmax_heads=[3]),
         ValueError,
-        "indices of first, from 0 to 1. Received: softmax_heads=.3,",
+        "heads of first, from 0 to 1. Received: softmax_heads=.3,",
     ),
-    "every head": (dict(softmax_heads={"first": [0, 1]}), ValueError, "all 2 of first"),
+    "no such head of a plan": (
+        dict(feature_map=Plan({"second": Options(softmax_heads=[2]), "*": "elu"})),
+        ValueError,
+        "heads of second, from 0 to 1. Received: softmax_heads=.2,",
+    ),
+    "every head": (
+        dict(softmax_heads=[0, 1]),
+        ValueError,
+        "all 2 key/value heads of first",
+    ),
+    "window of a plan": (
+        dict(feature_map=Plan({"*": ("elu", Options(window=3))})),
+        ValueError,
+        "`window` must be `None` for 'elu'",
+    ),
+    "an option's name": (dict(windw=3), TypeError, "windw=3. Did you mean `window`"),
+    "an argument's name": (dict(excude="a"), TypeError, "Did you mean `exclude`"),
     "nothing left": (dict(exclude="*"), ValueError, "must leave layers to replace"),
     "map and width": (
         dict(feature_map=papers.Favor(8), num_features=8),
