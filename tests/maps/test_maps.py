@@ -456,3 +456,37 @@ def test_rounding_is_that_of_bfloat16():
     expected = keras.ops.cast(keras.ops.convert_to_tensor(x), "bfloat16")
     bits = stable_names._as_bfloat16(x).astype("uint32") << 16
     assert_same(bits.view("float32"), to_numpy(keras.ops.cast(expected, "float32")))
+
+
+def test_options_of_cost_may_differ_from_the_saved_ones(tmp_path):
+    model = trained(block_size=3, max_segments=2, window=4)
+    folder = keras_rfattn.save_maps(model, tmp_path)
+    fresh = keras_rfattn.load_maps(
+        two_layers(), folder, block_size=5, implementation="xla"
+    )
+    options = Options(block_size=5, max_segments=2, window=4, implementation="xla")
+    assert [x.options for x in fresh.layers[1:]] == [options, options]
+    assert_close(output(fresh), output(model), 1e-5)
+    with pytest.raises(ValueError, match="softmax attention to be given options"):
+        keras_rfattn.load_maps(fresh, folder, block_size=2)
+    for wrong in ({"block_size": 0}, {"implementation": "cuda"}):
+        softmax = two_layers()
+        with pytest.raises(ValueError, match="`{}` must".format(*wrong)):
+            keras_rfattn.load_maps(softmax, folder, **wrong)
+        assert not keras_rfattn.describe_attention(softmax).replaced
+
+
+def test_a_set_for_a_device_loads_where_there_is_none(tmp_path):
+    folder = keras_rfattn.save_maps(trained("favorplus"), tmp_path)
+    # Kernels of another backend.
+    name = "triton" if keras.backend.backend() == "jax" else "pallas"
+
+    def for_a_device(manifest):
+        for entry in manifest["layers"]:
+            entry["options"]["implementation"] = name
+
+    edit(folder, for_a_device)
+    with pytest.raises(ValueError, match="kernels cannot answer"):
+        keras_rfattn.load_maps(two_layers(), folder)
+    fresh = keras_rfattn.load_maps(two_layers(), folder, implementation="xla")
+    assert_same(output(fresh), output(trained("favorplus")))

@@ -534,3 +534,53 @@ def test_a_path_with_brackets_is_found():
     model = keras.Model(x, layer(x, x))
     keras_rfattn.replace_attention(model, "favorplus", include="block[0]")
     assert len(keras_rfattn.describe_attention(model).replaced) == 1
+
+
+def planned(values, **arguments):
+    """Mechanism and options of both layers of a model."""
+    model = make("functional_causal")
+    keras_rfattn.replace_attention(model, Plan(values), **arguments)
+    layers = [model.get_layer(name) for name in ("first", "second")]
+    names = [row.mechanism for row in keras_rfattn.describe_attention(model).rows]
+    return names, [getattr(x, "options", None) for x in layers]
+
+
+def test_plans_give_maps_and_options():
+    window, heads = Options(window=3), Options(softmax_heads=[1])
+    assert planned({"first": "elu"}) == (["elu", "softmax"], [Options(), None])
+    assert planned({"s*": None, "*": "elu"}) == (["elu", "softmax"], [Options(), None])
+    # The first pattern counts, and the call's options are for those without their own.
+    assert planned({"first": ("favorplus", window), "*": "relu"}, block_size=2) == (
+        ["favorplus", "relu"], [window, Options(block_size=2)]
+    )  # fmt: skip
+    # Options alone leave the map to later patterns, or to the default.
+    assert planned({"first": heads, "*": ("favorplus", window)}) == (
+        ["favorplus"] * 2, [heads, window]
+    )  # fmt: skip
+    assert planned({"first": heads, "s*": window, "*": None}) == (
+        [feature_maps.DEFAULT] * 2, [heads, window]
+    )  # fmt: skip
+
+
+def test_include_and_exclude_are_short_for_plans():
+    model, outputs = make(), []
+    for arguments in (
+        {"feature_map": Plan({"first": None, "*": "favorplus"})},
+        {"feature_map": Plan({"second": "favorplus"})},
+        {"feature_map": "favorplus", "exclude": "first"},
+        {"feature_map": "favorplus", "include": "second"},
+    ):
+        keras_rfattn.replace_attention(model, seed=0, **arguments)
+        outputs.append(output(model))
+        keras_rfattn.restore_attention(model)
+        np.testing.assert_array_equal(outputs[-1], outputs[0])
+    assert np.abs(outputs[0] - output(model)).max() > 1e-4
+
+
+def test_one_default_map_for_models_and_layers():
+    model = keras_rfattn.replace_attention(make())
+    layer = keras_rfattn.layers.MultiHeadAttention(2, 4)
+    grouped = keras_rfattn.layers.GroupedQueryAttention(4, 4, 2)
+    for made in (model.get_layer("first"), layer, grouped):
+        name = feature_maps.name_of(made.feature_map)
+        assert name == feature_maps.DEFAULT == "favorpp_learned"
