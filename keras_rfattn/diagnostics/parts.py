@@ -153,13 +153,7 @@ class Sensitivity:
             ValueError: If the parts are layers (`heads=False`), or if there are fewer
                 than `count` heads.
         """
-        parts = [part for part in self.parts if part.head is not None]
-        if not is_integer(count) or not 1 <= count <= len(parts):
-            raise ValueError(
-                f"`count` must be from 1 to the number of heads, {len(parts)}. "
-                f"Received: count={count!r}. Use `sensitivity(..., heads=True)` to "
-                "evaluate heads."
-            )
+        parts = self._parts(count, heads=True)
         nearest = sorted(parts, key=lambda part: abs(part.restored - self.softmax))
         by_layer = {}
         for part in nearest[:count]:
@@ -180,16 +174,22 @@ class Sensitivity:
             ValueError: If the parts are heads (`heads=True`), or if there are fewer
                 than `count` layers.
         """
-        parts = [part for part in self.parts if part.head is None]
-        if not is_integer(count) or not 1 <= count <= len(parts):
-            raise ValueError(
-                f"`count` must be from 1 to the number of layers, {len(parts)}. "
-                f"Received: count={count!r}. Use `sensitivity(..., heads=False)` to "
-                "evaluate layers."
-            )
+        parts = self._parts(count, heads=False)
         order = sorted(parts, key=lambda part: -abs(part.alone - self.softmax))
         chosen = {part.path for part in order[:count]}
         return [part.path for part in parts if part.path in chosen]
+
+    def _parts(self, count, heads):
+        """Returns the parts that are heads, or layers, if there are `count` of them."""
+        parts = [part for part in self.parts if (part.head is not None) == heads]
+        if not is_integer(count) or not 1 <= count <= len(parts):
+            kind = "heads" if heads else "layers"
+            raise ValueError(
+                f"`count` must be from 1 to the number of {kind}, {len(parts)}. "
+                f"Received: count={count!r}. Use `sensitivity(..., heads={heads})` to "
+                f"evaluate {kind}."
+            )
+        return parts
 
     def __str__(self):
         names = [

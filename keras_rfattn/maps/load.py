@@ -1,5 +1,6 @@
 """Applies a folder of trained maps to a model: `load_maps`."""
 
+import dataclasses
 import os
 import pathlib
 from types import SimpleNamespace
@@ -94,12 +95,6 @@ def load_maps(
         "implementation": implementation,
     }
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    if chosen and any(site.is_linear for site, _ in pairs):
-        raise ValueError(
-            f"{title(model)} must have softmax attention to be given options. "
-            f"Received: linear attention, and the options {chosen}. Call "
-            "`restore_attention(model)` first."
-        )
     is_same = matcher.check_checkpoint(base == "any")
     changes = [(site, *matcher.build(site, entry, chosen)) for site, entry in pairs]
     for site, feature_map, options in changes:
@@ -113,7 +108,10 @@ def load_maps(
     # The checks are complete: from here on, the model changes.
     new = [change for change in changes if not change[0].is_linear]
     saving.commit(model, matcher.sites, new)
-    for (site, _), weights, origin in zip(pairs, values, origins, strict=True):
+    for (site, _, options), weights, origin in zip(
+        changes, values, origins, strict=True
+    ):
+        site.layer.options = options
         for variable, array in weights:
             variable.assign(array)
         site.layer.origin = origin
@@ -201,7 +199,8 @@ class Matcher:
     def build(self, site, entry, chosen):
         """Returns the built map of a layer, and its options, some of them chosen."""
         if site.is_linear:
-            return site.layer.feature_map, site.layer.options
+            own = site.layer
+            return own.feature_map, dataclasses.replace(own.options, **chosen)
         try:
             feature_map = feature_maps.get(entry["feature_map"])
         except (AttributeError, TypeError, ValueError) as error:

@@ -3,9 +3,9 @@
 All arguments that name layers use this file: `include`, `exclude` and `Plan`.
 """
 
-import fnmatch
 import inspect
 from dataclasses import dataclass
+from fnmatch import fnmatch
 
 from keras_rfattn.feature_maps import DEFAULT
 from keras_rfattn.feature_maps.registry import check_identifier
@@ -49,17 +49,13 @@ class Plan:
     maps: dict
 
     def __post_init__(self):
-        if not isinstance(self.maps, dict) or not self.maps:
+        is_dict = isinstance(self.maps, dict) and self.maps
+        if not is_dict or not all(isinstance(path, str) for path in self.maps):
             raise ValueError(
-                "`maps` must be a dict that maps layer paths to feature maps. "
-                f"Received: maps={self.maps!r}."
+                "`maps` must be a dict from layer paths or patterns, as strings, to "
+                f"feature maps. Received: maps={self.maps!r}."
             )
         for path, value in self.maps.items():
-            if not isinstance(path, str):
-                raise ValueError(
-                    "`maps` must be a dict whose keys are layer paths, as strings. "
-                    f"Received: the key {path!r} of type {type(path).__name__}."
-                )
             if isinstance(value, tuple):
                 if len(value) != 2 or not isinstance(value[1], Options):
                     raise TypeError(
@@ -103,11 +99,7 @@ def lookup(argument, values, sites):
     found = {}
     for pattern, value in values.items():
         # A path may contain characters that are special in patterns.
-        hits = [
-            site
-            for site in sites
-            if site.path == pattern or fnmatch.fnmatch(site.path, pattern)
-        ]
+        hits = [x for x in sites if x.path == pattern or fnmatch(x.path, pattern)]
         if not hits:
             paths = "\n".join(f"  {site.path}" for site in sites)
             raise ValueError(

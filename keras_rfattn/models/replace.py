@@ -232,76 +232,61 @@ def _global(model, selected):
 
 
 def check_change(feature_map, options, sites):
-    """Raises `ValueError` for a map and options that the attention of sites rules out.
-
-    Args:
-        feature_map: A `FeatureMap`, built or not.
-        options: The `Options`.
-        sites: Sites that get this map and these options.
-    """
+    """Raises `ValueError` for a map and options that some sites rule out."""
     check_options(options, feature_map)
-    _check_statistics(feature_map, sites)
-    _check_sink_logits(feature_map, options, sites)
-    _check_masks(options, sites)
+    _check_map(feature_map, sites)
+    _check_window(options, sites)
     for site in sites:
         count, _ = site.linear_class._kv_shape(site.layer)
         check_softmax_heads(options.softmax_heads, count, site.path)
 
 
-def _check_statistics(template, selected):
-    """Raises `ValueError` if a map would leak the future into causal attention."""
-    unsafe = [site for site in selected if site.causal]
-    if unsafe and not template.is_causal_safe:
+def _check_map(feature_map, sites):
+    """Raises `ValueError` for a map that cannot compute the attention of some sites."""
+    unsafe = [site for site in sites if site.causal]
+    if unsafe and not feature_map.is_causal_safe:
         raise ValueError(
             "Statistics of the current sequence would leak the future into causal "
-            f"attention. Received: feature_map={template.get_config()} for:\n"
+            f"attention. Received: feature_map={feature_map.get_config()} for:\n"
             f"{_listing(unsafe)}\nUse statistics='stored' or 'auto'."
+        )
+    sinks = [site for site in sites if site.linear_class.sink_logits]
+    kernel = feature_map.exact_kernel
+    if sinks and kernel is not None and kernel.has_offset:
+        raise ValueError(
+            "Attention sinks, logits in the denominator of softmax, need features of "
+            f"softmax. Received: feature_map={feature_map.get_config()} for:\n"
+            f"{_listing(sinks)}\nUse a map of softmax such as 'favorpp', or leave "
+            "these out with `exclude`."
         )
 
 
-def _check_sink_logits(template, options, sites):
-    """Raises `ValueError` for what cannot be combined with attention sinks."""
-    sinks = [site for site in sites if site.linear_class.sink_logits]
-    kernel = template.exact_kernel
-    has_offset = kernel is not None and kernel.has_offset
-    is_plain = options.window is None and not options.asks_for_kernels
-    if sinks and (has_offset or not is_plain):
+def _check_window(options, sites):
+    """Raises `ValueError` for a window, or kernels, that some sites cannot have."""
+    if options.window is None and not options.asks_for_kernels:
+        return
+    received = f"Received: window={options.window}, "
+    cross = [x for x in sites if _may_cross(x) and not x.causal]
+    if cross and options.window is not None:
         raise ValueError(
-            "Attention sinks, logits in the denominator of softmax, need features of "
-            "softmax, without windows and fused kernels. Received: feature_map="
-            f"{template.get_config()}, window={options.window}, implementation="
-            f"{options.implementation!r} for:\n{_listing(sinks)}\nUse a map of "
-            "softmax such as 'favorpp', window=None and implementation='xla', or "
-            "leave these out with `exclude`."
+            "A `window` needs self-attention, in which queries and keys belong to the "
+            f"same tokens. {received}but query and value are different tensors at:\n"
+            f"{_listing(cross)}\nLeave these out with `exclude`."
+        )
+    special = [x for x in sites if x.linear_class.sink_logits or has_prefix(x)]
+    if special:
+        raise ValueError(
+            "Attention with sinks, logits in the denominator of softmax, or in which "
+            "all tokens see a prompt (prefix-LM) has no windows and no fused kernels. "
+            f"{received}implementation={options.implementation!r} for:\n"
+            f"{_listing(special)}\nUse window=None and implementation='xla', or leave "
+            "these out with `exclude`."
         )
 
 
 def _may_cross(site):
     known = site.self_attention
     return not known and (known is False or False in kinds_in_graph(site.layer))
-
-
-def _check_masks(options, sites):
-    """Raises `ValueError` for options that the attention of some sites rules out."""
-    cross = []
-    if options.window is not None:
-        cross = [x for x in sites if _may_cross(x) and not x.causal]
-    if cross:
-        raise ValueError(
-            "A `window` needs self-attention, in which queries and keys belong to the "
-            f"same tokens. Received: window={options.window}, but query and value are "
-            "different tensors at:\n"
-            f"{_listing(cross)}\nLeave these out with `exclude`."
-        )
-    prefix = [site for site in sites if has_prefix(site)]
-    is_plain = options.window is None and not options.asks_for_kernels
-    if prefix and not is_plain:
-        raise ValueError(
-            "Attention in which all tokens see a prompt (prefix-LM) has no windows and "
-            f"no fused kernels. Received: window={options.window}, implementation="
-            f"{options.implementation!r} for:\n{_listing(prefix)}\nUse window=None and "
-            "implementation='xla', or leave these out with `exclude`."
-        )
 
 
 def _copy(template, seed, site):
