@@ -28,14 +28,16 @@ MASKS = {
 KEPT = {2: [1], 4: [3, 0]}
 
 
-def answered(options, mask, name="favorplus", recorder=None, kv_heads=h.KV_HEADS):
+def answered(
+    options, mask, name="favorplus", recorder=None, kv_heads=h.KV_HEADS, sinks=None
+):
     width = {"num_features": h.NUM_FEATURES} if name == "favorplus" else {}
     feature_map = h.build(name, kv_heads=kv_heads, **width)
 
     def function(query, key, value):
         return attend(
             query, key, value, feature_map, mask=mask, options=options,
-            recorder=recorder,
+            recorder=recorder, sink_logits=sinks,
         )  # fmt: skip
 
     return h.compiled(function)
@@ -90,14 +92,15 @@ def test_each_head_has_its_attention_and_gradient(kv_heads, mask, options):
     )
 
 
-def test_they_stay_softmax_under_every_control():
+@pytest.mark.parametrize("sinks", [None, np.float32([0, 1, 2, 3])])
+def test_they_stay_softmax_under_every_control(sinks):
     problem, mask = h.problem(), MASKS["none"]
-    softmax = answered(Options(), mask, recorder=Attention.softmax)
+    softmax = answered(Options(), mask, recorder=Attention.softmax, sinks=sinks)
     expected = h.to_numpy(softmax(*problem))
     for answer in (Attention.zero, Attention.mean_of_values, Attention.window_alone):
         options = Options(softmax_heads=KEPT[h.KV_HEADS])
-        found = answered(options, mask, recorder=answer)(*problem)
-        control = answered(Options(), mask, recorder=answer)(*problem)
+        found = answered(options, mask, recorder=answer, sinks=sinks)(*problem)
+        control = answered(Options(), mask, recorder=answer, sinks=sinks)(*problem)
         h.assert_close(
             h.to_numpy(heads_of(found, True)), h.to_numpy(heads_of(expected, True))
         )
