@@ -133,12 +133,12 @@ class Options:
 
     @classmethod
     def of_call(cls, function, keywords):
-        """Returns the `Options` in the `**keywords` of a call, which has no others."""
+        """Returns the `Options` in the `**keywords` of a call, or refuses a keyword."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name, value in keywords.items():
             if name not in names:
-                known = [*inspect.signature(function).parameters, *names]
-                close = difflib.get_close_matches(name, known, 1)
+                *others, _ = inspect.signature(function).parameters
+                close = difflib.get_close_matches(name, [*others, *names], 1)
                 raise TypeError(
                     f"`{name}` must be an argument of `{function.__name__}`, or one of "
                     f"the options {names}. Received: {name}={value!r:.80}."
