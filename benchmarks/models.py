@@ -48,6 +48,8 @@ import numpy as np
 from keras import ops
 
 import keras_rfattn
+from keras_rfattn.models import Plan
+from keras_rfattn.ops import Options
 
 
 def softmax_model(name, length, dropout):
@@ -79,9 +81,10 @@ def build(name, mechanism, length, dropout):
         kind, *numbers = mechanism.replace("window", "").split()
         numbers = [int(x) for x in numbers] + [None, None]
         third = keras_rfattn.describe_attention(model).rows[2].path
+        kept = Options(window=numbers[1], softmax_heads=range(int(heads or 0)))
         keras_rfattn.replace_attention(
-            model, kind, num_features=numbers[0], window=numbers[1], seed=0,
-            softmax_heads={third: range(int(heads or 0))},
+            model, Plan({third: kept, "*": kind}), num_features=numbers[0],
+            window=numbers[1], seed=0,
         )  # fmt: skip
     return model
 

@@ -39,6 +39,7 @@ from keras import ops
 import keras_rfattn
 from keras_rfattn import diagnostics, feature_maps
 from keras_rfattn.models import Plan
+from keras_rfattn.ops import Options
 
 # Maximum number of tokens of a text or pair; hardly any is longer.
 TOKENS = {"sst2": 48, "mrpc": 96}
@@ -118,15 +119,14 @@ def make_linear(args, model, mechanism, seed):
     paths = [row.path for row in keras_rfattn.describe_attention(model).rows]
     widths = args.num_features or [None]
     widths = len(paths) * widths if len(widths) == 1 else widths
-    maps, heads = dict.fromkeys(paths), {}
-    for path, width in zip(paths, widths, strict=True):
+    heads = [tuple(map(int, name.split(":"))) for name in args.softmax_heads]
+    maps = dict.fromkeys(paths)
+    for layer, (path, width) in enumerate(zip(paths, widths, strict=True)):
         if width != 0:
             width = {} if mechanism == "one_feature" else {"num_features": width}
-            maps[path] = feature_maps.get(mechanism, **width)
-    for name in args.softmax_heads:
-        layer, head = map(int, name.split(":"))
-        heads.setdefault(paths[layer], []).append(head)
-    keras_rfattn.replace_attention(model, Plan(maps), seed=seed, softmax_heads=heads)
+            kept = Options(softmax_heads=[head for i, head in heads if i == layer])
+            maps[path] = feature_maps.get(mechanism, **width), kept
+    keras_rfattn.replace_attention(model, Plan(maps), seed=seed)
 
 
 def columns(texts):

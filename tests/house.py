@@ -63,14 +63,6 @@ def public_names(file):
     return []
 
 
-def arguments_of_public_functions(file):
-    """Yields the name and the number of arguments of each exported function."""
-    exported = {name for x in files() for name in public_names(x)}
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name in exported:
-            yield node.name, len(node.args.args) + len(node.args.kwonlyargs)
-
-
 def module(file):
     """Returns the dotted name of a file of the package."""
     parts = ["keras_rfattn", *file.relative_to(ROOT).with_suffix("").parts]

@@ -15,6 +15,7 @@ from keras_rfattn import (
     generation,
     layers,
     models,
+    ops,
     papers,
     projections,
 )
@@ -111,8 +112,7 @@ WRONG = {
     "temperature": ["1", 0, -1, float("nan"), float("inf"), True],
     "implementation": [None, "cuda", 3],
     "softmax_heads": [
-        [0], {"a": 0}, {"a": [5]}, {"a": "0"}, {"a": [-1]}, {"a": [0, 1]}, {"b": [0]},
-        {3: [0]}, {"a": None},
+        0, [5], "0", [-1], [0, 1], {"a": [0]}, None, [[0]],
     ],
     "drop_sliding_window": ["yes", 3, None],
     "drop_soft_cap": ["yes", 3, None],
@@ -139,7 +139,7 @@ ACCEPTED = {
     "temperature": np.float32(0.5),
     "include": ("a",),
     "exclude": [],
-    "softmax_heads": {"a": np.array([0])},
+    "softmax_heads": np.array([0]),
 }
 
 
@@ -252,6 +252,10 @@ def test_plans():
         refused(partial(models.Plan, wrong), "`maps` must be")
     for wrong in (3, "performer", feature_maps.FavorPlus, ["favor"]):
         refused(partial(models.Plan, {"a": wrong}), "`feature_map` must be")
+    options = ops.Options()
+    refused(partial(models.Plan, {"a": (3, options)}), "`feature_map` must be")
+    for wrong in ((), ("favor",), ("favor", {}), ("favor", options, 3)):
+        refused(partial(models.Plan, {"a": wrong}), "`maps` must have pairs")
     plan = models.Plan({"nowhere": "favor"})
     refused(partial(keras_rfattn.replace_attention, softmax_model(), plan), "nowhere")
     # To check a name draws nothing.

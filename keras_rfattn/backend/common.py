@@ -277,5 +277,5 @@ def with_gradient(function, variables, tensors):
 
 
 def kept(owner, settings, arrays, function):
-    """Returns `function(settings, arrays)`, kept while nothing changes if that is known."""
+    """Returns `function(settings, arrays)`, kept if it is known that nothing changes."""
     return function(settings, arrays)

@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_rfattn.arguments import is_integer
 from keras_rfattn.layers.attention import Attention
-from keras_rfattn.layers.checks import check_model, num_heads, title
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import linear_layers, progress, recording
 from keras_rfattn.models.holders import holders, refresh
 from keras_rfattn.models.survey import survey
@@ -112,7 +112,8 @@ class Part(NamedTuple):
 
     Attributes:
         path: Path of the layer.
-        head: Index of a query head, or `None` for the whole layer.
+        head: Index of a key/value head, which stands for the query heads that read it,
+            or `None` for the whole layer.
         restored: Metric with softmax in this part and linear attention elsewhere.
         alone: Metric with linear attention in this part and softmax elsewhere.
     """
@@ -145,20 +146,14 @@ class Sensitivity:
             count: Number of heads to select.
 
         Returns:
-            Dict from layer paths to lists of head indices, which `replace_attention`
-            takes as `softmax_heads`.
+            Dict from layer paths to lists of indices of key/value heads, the option
+            `softmax_heads` of these layers in a `models.Plan`.
 
         Raises:
             ValueError: If the parts are layers (`heads=False`), or if there are fewer
                 than `count` heads.
         """
-        parts = [part for part in self.parts if part.head is not None]
-        if not is_integer(count) or not 1 <= count <= len(parts):
-            raise ValueError(
-                f"`count` must be from 1 to the number of heads, {len(parts)}. "
-                f"Received: count={count!r}. Use `sensitivity(..., heads=True)` to "
-                "evaluate heads."
-            )
+        parts = self._parts(count, heads=True)
         nearest = sorted(parts, key=lambda part: abs(part.restored - self.softmax))
         by_layer = {}
         for part in nearest[:count]:
@@ -179,16 +174,22 @@ class Sensitivity:
             ValueError: If the parts are heads (`heads=True`), or if there are fewer
                 than `count` layers.
         """
-        parts = [part for part in self.parts if part.head is None]
-        if not is_integer(count) or not 1 <= count <= len(parts):
-            raise ValueError(
-                f"`count` must be from 1 to the number of layers, {len(parts)}. "
-                f"Received: count={count!r}. Use `sensitivity(..., heads=False)` to "
-                "evaluate layers."
-            )
+        parts = self._parts(count, heads=False)
         order = sorted(parts, key=lambda part: -abs(part.alone - self.softmax))
         chosen = {part.path for part in order[:count]}
         return [part.path for part in parts if part.path in chosen]
+
+    def _parts(self, count, heads):
+        """Returns the parts that are heads, or layers, if there are `count` of them."""
+        parts = [part for part in self.parts if (part.head is not None) == heads]
+        if not is_integer(count) or not 1 <= count <= len(parts):
+            kind = "heads" if heads else "layers"
+            raise ValueError(
+                f"`count` must be from 1 to the number of {kind}, {len(parts)}. "
+                f"Received: count={count!r}. Use `sensitivity(..., heads={heads})` to "
+                f"evaluate {kind}."
+            )
+        return parts
 
     def __str__(self):
         names = [
@@ -221,7 +222,8 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
         data: Data that is passed to `metric`.
         metric: A function `(model, data) -> number`. It must run `model` itself and
             must not generate text, as for `attribute`.
-        heads: Whether a part is one head; by default it is a whole layer.
+        heads: Whether a part is one key/value head with its query heads; by default it
+            is a whole layer.
         verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
             end, as in Keras.
 
@@ -255,7 +257,7 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
     pairs = [
         (site, head)
         for site in sites
-        for head in (range(num_heads(site.layer)) if heads else (None,))
+        for head in (range(site.layer.feature_map.num_heads) if heads else (None,))
     ]
     parts = []
     for site, head in progress(pairs, verbose):
@@ -272,12 +274,13 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
 
 
 def _within(head, answer, rest):
-    """Returns a function that answers by `answer` for a head, by `rest` for others."""
+    """Returns a function that answers by `answer` for a key/value head, else `rest`."""
     if head is None:
         return answer
 
     def mixed(call):
-        is_head = ops.arange(call.query.shape[2])[:, None] == head
+        groups = call.query.shape[2] // call.key.shape[2]
+        is_head = ops.arange(call.query.shape[2])[:, None] // groups == head
         return ops.where(is_head, answer(call), rest(call))
 
     return mixed

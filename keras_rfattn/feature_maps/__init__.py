@@ -15,6 +15,7 @@ from keras_rfattn.feature_maps.polynomial import Polynomial
 from keras_rfattn.feature_maps.polysketch import PolySketchLearned
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap, RandomFeatureMap
 from keras_rfattn.feature_maps.registry import (
+    DEFAULT,
     FEATURE_MAPS,
     class_of,
     deserialize,
@@ -42,6 +43,7 @@ FEATURE_MAPS.update({
 __all__ = [
     "Activation",
     "Adaptive",
+    "DEFAULT",
     "Elu",
     "Exponential",
     "FEATURE_MAPS",

@@ -16,6 +16,8 @@ from keras_rfattn.projections import PAPERS, known
 
 # Maps each registered name to its class.
 FEATURE_MAPS = {}
+# The map of `replace_attention` and of the layers if a user names none.
+DEFAULT = "favorpp_learned"
 
 # The names that `keras_rfattn.papers` adds, which is imported when one is asked for.
 LATER = (

@@ -51,18 +51,6 @@ PROJECTIONS = {
 }  # fmt: skip
 
 
-# Names under which attention classes store their number of query heads.
-NUM_HEADS = (
-    "num_query_heads", "_num_query_heads", "num_attention_heads", "num_heads",
-    "_num_heads", "heads",
-)  # fmt: skip
-
-
-def num_heads(layer):
-    """Returns the number of query heads of an attention layer."""
-    return next(getattr(layer, x) for x in NUM_HEADS if hasattr(layer, x))
-
-
 def projection(layer, side):
     """Returns a projection of an attention layer; `side` is a key of `PROJECTIONS`."""
     return next(getattr(layer, x) for x in PROJECTIONS[side] if hasattr(layer, x))

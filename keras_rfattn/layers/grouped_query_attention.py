@@ -3,7 +3,7 @@
 import keras
 
 from keras_rfattn.arguments import check_sizes
-from keras_rfattn.feature_maps import resolve
+from keras_rfattn.feature_maps import DEFAULT, resolve
 from keras_rfattn.layers.linear_attention import Packable
 from keras_rfattn.ops.options import Options
 
@@ -28,7 +28,7 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
         num_features: As in `keras_rfattn.layers.MultiHeadAttention`.
         seed: Seed of the random vectors (and of the inactive dropout).
         self_attention: As in `keras_rfattn.layers.MultiHeadAttention`.
-        **kwargs: The fields of `keras_rfattn.ops.Options`, and further arguments of
+        **kwargs: The options of `keras_rfattn.ops.Options`, and further arguments of
             `keras.layers.GroupQueryAttention`.
 
     Call arguments:
@@ -55,7 +55,7 @@ class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
         num_query_heads,
         num_key_value_heads,
         *args,
-        feature_map="favorpp",
+        feature_map=DEFAULT,
         num_features=None,
         seed=None,
         self_attention=None,

@@ -21,7 +21,7 @@ from keras_rfattn.layers.call_context import (
     context_of,
     taken_over,
 )
-from keras_rfattn.layers.checks import num_heads, title
+from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.fingerprint import mark
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.self_attention import is_self_attention, tokens_of
@@ -88,7 +88,7 @@ class LinearAttention:
     def _set_mechanism(self, feature_map, options, self_attention=None):
         """Checks and stores what makes the layer linear."""
         check_options(options, feature_map)
-        check_softmax_heads(options.softmax_heads, num_heads(self), title(self))
+        check_softmax_heads(options.softmax_heads, self._kv_shape()[0], title(self))
         fix_name(feature_map, "feature_map")
         self.feature_map, self.options = feature_map, options
         if self_attention is not None:

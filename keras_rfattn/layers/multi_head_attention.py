@@ -3,7 +3,7 @@
 import keras
 
 from keras_rfattn.arguments import check_sizes
-from keras_rfattn.feature_maps import resolve
+from keras_rfattn.feature_maps import DEFAULT, resolve
 from keras_rfattn.layers.linear_attention import Packable
 from keras_rfattn.ops.options import Options
 
@@ -27,7 +27,7 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         key_dim: Size of each head for query and key.
         *args: Further arguments of `keras.layers.MultiHeadAttention`.
         feature_map: A registered name, a `FeatureMap` or its config. Defaults to
-            `"favorpp"`.
+            `feature_maps.DEFAULT`, the map of `replace_attention`.
         num_features: Number of random vectors of a map given by name. Defaults to twice
             the head dim for most maps.
         seed: Seed of the random vectors (and of the inactive dropout).
@@ -36,10 +36,8 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
             know. `None` lets the graph of a Functional model tell, or else the objects
             of the call; a compiled call of separate arguments is like earlier calls.
             Calls with fewer or more keys than queries are cross-attention.
-        **kwargs: The fields of `keras_rfattn.ops.Options`: `window`, `sliding`,
-            `sinks`, `block_size`, `max_segments`, `temperature`, `softmax_heads` and
-            `implementation`; and further arguments of
-            `keras.layers.MultiHeadAttention`.
+        **kwargs: The options of `keras_rfattn.ops.Options`, such as `window`, and
+            further arguments of `keras.layers.MultiHeadAttention`.
 
     Call arguments:
         query: Array of shape `(B, T, D)`.
@@ -73,7 +71,7 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         num_heads,
         key_dim,
         *args,
-        feature_map="favorpp",
+        feature_map=DEFAULT,
         num_features=None,
         seed=None,
         self_attention=None,

@@ -1,5 +1,6 @@
 """Applies a folder of trained maps to a model: `load_maps`."""
 
+import dataclasses
 import os
 import pathlib
 from types import SimpleNamespace
@@ -13,12 +14,10 @@ import keras_rfattn.models.stable_names as stable_names
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.layers.checks import check_model, num_heads, title
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.fingerprint import agrees
-from keras_rfattn.layers.implementation import check_options
-from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.maps.card import summary
-from keras_rfattn.models.replace import check_sinks, check_sites
+from keras_rfattn.models.replace import check_change
 from keras_rfattn.models.stable_names import MAP
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
@@ -26,7 +25,13 @@ from keras_rfattn.ops.options import Options
 
 
 def load_maps(
-    model: keras.layers.Layer, source: str | os.PathLike, *, base: str | None = None
+    model: keras.layers.Layer,
+    source: str | os.PathLike,
+    *,
+    base: str | None = None,
+    block_size: int | None = None,
+    max_segments: int | None = None,
+    implementation: str | None = None,
 ) -> keras.layers.Layer:
     """Makes a softmax checkpoint linear with maps that someone has trained, in place.
 
@@ -48,6 +53,11 @@ def load_maps(
             also accepts another checkpoint of the same class and shapes, a fine-tuned
             one for instance. `describe_attention` then marks the maps as trained for
             another checkpoint.
+        block_size: This and the following are `keras_rfattn.ops.Options` that maps can
+            be given anew, because they do not change what was trained, for example on
+            another device. `None` keeps the saved one.
+        max_segments: As `block_size`.
+        implementation: As `block_size`.
 
     Returns:
         The model.
@@ -79,9 +89,16 @@ def load_maps(
     arrays = folders.read_arrays(folder, manifest)
     matcher = Matcher(model, source, manifest, arrays)
     pairs = matcher.match_layers()
+    chosen = {
+        "block_size": block_size,
+        "max_segments": max_segments,
+        "implementation": implementation,
+    }
+    chosen = {name: value for name, value in chosen.items() if value is not None}
     is_same = matcher.check_checkpoint(base == "any")
-    changes = [(site, *matcher.build(site, entry)) for site, entry in pairs]
-    _check_as_replaced(changes)
+    changes = [(site, *matcher.build(site, entry, chosen)) for site, entry in pairs]
+    for site, feature_map, options in changes:
+        check_change(feature_map, options, [site])
     values = [
         matcher.weights_of_map(feature_map, entry)
         for (_, feature_map, _), (_, entry) in zip(changes, pairs, strict=True)
@@ -91,20 +108,14 @@ def load_maps(
     # The checks are complete: from here on, the model changes.
     new = [change for change in changes if not change[0].is_linear]
     saving.commit(model, matcher.sites, new)
-    for (site, _), weights, origin in zip(pairs, values, origins, strict=True):
+    for (site, _, options), weights, origin in zip(
+        changes, values, origins, strict=True
+    ):
+        site.layer.options = options
         for variable, array in weights:
             variable.assign(array)
         site.layer.origin = origin
     return model
-
-
-def _check_as_replaced(changes):
-    """Makes the checks of `replace_attention` on layers, their maps and options."""
-    for site, feature_map, options in changes:
-        check_sinks(feature_map, options, [site])
-        check_sites(options, [site])
-        heads = num_heads(site.layer)
-        check_softmax_heads(options.softmax_heads, heads, site.path)
 
 
 class Matcher:
@@ -185,10 +196,11 @@ class Matcher:
             )
         return is_same
 
-    def build(self, site, entry):
-        """Returns the feature map and the options of a layer; the map is built."""
+    def build(self, site, entry, chosen):
+        """Returns the built map of a layer, and its options, some of them chosen."""
         if site.is_linear:
-            return site.layer.feature_map, site.layer.options
+            own = site.layer
+            return own.feature_map, dataclasses.replace(own.options, **chosen)
         try:
             feature_map = feature_maps.get(entry["feature_map"])
         except (AttributeError, TypeError, ValueError) as error:
@@ -197,8 +209,7 @@ class Matcher:
                 f"{entry['mechanism']!r}, which cannot be made here. Import the "
                 f"package that defines it first. The error was: {error}"
             ) from error
-        options = Options.take(dict(entry["options"]))
-        check_options(options, feature_map)
+        options = Options.take(entry["options"] | chosen)
         swap.build_map(site.layer, feature_map)
         described = SimpleNamespace(feature_map=feature_map, options=options)
         if not agrees(described, entry["fingerprint"]):

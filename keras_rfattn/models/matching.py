@@ -1,79 +1,105 @@
-"""Selects attention layers by their paths, and assigns feature maps to them.
+"""Selects attention layers by their paths, and assigns maps and options to them.
 
-All arguments that name layers use this file: `include`, `exclude`, `softmax_heads` and
-the maps of a `Plan`.
+All arguments that name layers use this file: `include`, `exclude` and `Plan`.
 """
 
-import fnmatch
 import inspect
 from dataclasses import dataclass
+from fnmatch import fnmatch
 
-from keras_rfattn.arguments import check_seed
+from keras_rfattn.feature_maps import DEFAULT
 from keras_rfattn.feature_maps.registry import check_identifier
+from keras_rfattn.ops.options import Options
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Assignment of feature maps to attention layers.
+    """Assignment of feature maps and options to attention layers.
 
     Attributes:
-        maps: Dict from a layer's path, or a pattern (`fnmatch`), to a feature map in
-            any form that `replace_attention` accepts, or to `None` to keep softmax. If
-            several patterns match a layer, the first one counts. A layer that no
-            pattern matches keeps softmax.
+        maps: Dict from a layer's path, or a pattern (`fnmatch`), to one of these:
+
+            - a feature map in any form that `replace_attention` accepts
+            - `None`, to keep softmax
+            - an `ops.Options`, for the map that a later pattern gives the layer, or
+              else `feature_maps.DEFAULT`
+            - a pair `(feature map, Options)`
+
+            If several patterns match a layer, the first one counts. A layer that no
+            pattern matches keeps softmax. `Options` of a plan stand in place of those
+            in the call of `replace_attention`.
 
     Raises:
         ValueError: If `maps` is not a dict with string keys, is empty, or names an
             unknown feature map.
-        TypeError: If `replace_attention` does not accept the type of a value.
+        TypeError: If a value has another type.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
         >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
         >>> model = keras.Model(inputs, outputs)
-        >>> plan = keras_rfattn.models.Plan({"multi_head_*": "favorplus"})
+        >>> options = keras_rfattn.ops.Options(softmax_heads=[1])
+        >>> plan = keras_rfattn.models.Plan({"multi_head_*": ("favorplus", options)})
         >>> model = keras_rfattn.replace_attention(model, plan)
-        >>> keras_rfattn.describe_attention(model).rows[0].mechanism
-        'favorplus'
+        >>> row = keras_rfattn.describe_attention(model).rows[0]
+        >>> row.mechanism, row.note
+        ('favorplus', 'softmax in key/value heads 1 of 2')
     """
 
     maps: dict
 
     def __post_init__(self):
-        if not isinstance(self.maps, dict) or not self.maps:
+        is_dict = isinstance(self.maps, dict) and self.maps
+        if not is_dict or not all(isinstance(path, str) for path in self.maps):
             raise ValueError(
-                "`maps` must be a dict that maps layer paths to feature maps. "
-                f"Received: maps={self.maps!r}."
+                "`maps` must be a dict from layer paths or patterns, as strings, to "
+                f"feature maps. Received: maps={self.maps!r}."
             )
-        for path, feature_map in self.maps.items():
-            if not isinstance(path, str):
-                raise ValueError(
-                    "`maps` must be a dict whose keys are layer paths, as strings. "
-                    f"Received: the key {path!r} of type {type(path).__name__}."
-                )
-            if feature_map is not None:
-                check_identifier(feature_map)
+        for path, value in self.maps.items():
+            if isinstance(value, tuple):
+                if len(value) != 2 or not isinstance(value[1], Options):
+                    raise TypeError(
+                        "`maps` must have pairs `(feature map, keras_rfattn.ops."
+                        f"Options)`. Received: {value!r:.200} for {path!r}."
+                    )
+                check_identifier(value[0])
+            elif value is not None and not isinstance(value, Options):
+                check_identifier(value)
 
 
-def check_mechanism(feature_map, num_features=None, seed=None):
-    """Raises the errors of `check_identifier`; of a plan, it checks only the seed."""
-    if isinstance(feature_map, Plan):
-        check_seed(seed)
-    else:
-        check_identifier(feature_map, num_features, seed)
+def assign(feature_map, options, sites):
+    """Returns triples of sites, the feature map for them, and their options."""
+    if not isinstance(feature_map, Plan):
+        return [(sites, feature_map, options)]
+    found = lookup("maps", feature_map.maps, sites)
+    changes = []
+    for site in sites:
+        values = found.get(site.index, [None])
+        if values[0] is not None:
+            pairs = [_pair(value) for value in values]
+            identifier = next((x for x, _ in pairs if x is not None), DEFAULT)
+            changes.append(([site], identifier, pairs[0][1] or options))
+    if not changes:
+        raise ValueError(
+            "`feature_map` must replace at least one layer. Received: a plan that "
+            f"keeps every layer softmax, {feature_map}."
+        )
+    return changes
+
+
+def _pair(value):
+    """Returns the feature map and the options in a value, `None` for what it lacks."""
+    if isinstance(value, Options):
+        return None, value
+    return value if isinstance(value, tuple) else (value, None)
 
 
 def lookup(argument, values, sites):
-    """Finds the value that a dict of patterns assigns to each attention layer."""
+    """Returns the values whose patterns match each layer, as a dict from indices."""
     found = {}
     for pattern, value in values.items():
         # A path may contain characters that are special in patterns.
-        hits = [
-            site
-            for site in sites
-            if site.path == pattern
-            or (isinstance(pattern, str) and fnmatch.fnmatch(site.path, pattern))
-        ]
+        hits = [x for x in sites if x.path == pattern or fnmatch(x.path, pattern)]
         if not hits:
             paths = "\n".join(f"  {site.path}" for site in sites)
             raise ValueError(
@@ -81,7 +107,7 @@ def lookup(argument, values, sites):
                 f"Received: {pattern!r}, which matches none. Use some of:\n{paths}"
             )
         for site in hits:
-            found.setdefault(site.index, value)
+            found.setdefault(site.index, []).append(value)
     return found
 
 

@@ -4,7 +4,6 @@ All checks run, and all new weights are built, before the first layer changes. `
 changes a single layer; `saving` changes the containers that hold it.
 """
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +14,12 @@ import keras_rfattn.models.saving as saving
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.arguments import check_flag, check_seed, derive_seed
-from keras_rfattn.layers.checks import check_model, num_heads, title
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.self_attention import kinds_in_graph
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
-from keras_rfattn.models.matching import Plan, lookup, select
+from keras_rfattn.models.matching import assign, select
 from keras_rfattn.models.report import local_note
 from keras_rfattn.models.survey import has_prefix, is_pooling, survey
 from keras_rfattn.ops.options import Options
@@ -28,22 +27,15 @@ from keras_rfattn.ops.options import Options
 
 def replace_attention(
     model: keras.layers.Layer,
-    feature_map: Any = "favorpp_learned",
+    feature_map: Any = feature_maps.DEFAULT,
     *,
     num_features: int | None = None,
+    seed: int | None = None,
     include: str | list | Callable | None = None,
     exclude: str | list | Callable | None = None,
-    seed: int | None = None,
-    block_size: int | None = None,
-    window: int | None = None,
-    sliding: bool = False,
-    max_segments: int | None = None,
-    temperature: float | None = None,
-    implementation: str = "auto",
-    softmax_heads: dict | None = None,
     drop_sliding_window: bool = False,
     drop_soft_cap: bool = False,
-    sinks: int = 0,
+    **options: Any,
 ) -> keras.layers.Layer:
     """Makes the attention of a model linear in sequence length, in place.
 
@@ -62,38 +54,17 @@ def replace_attention(
             `keras.layers.GroupQueryAttention` inside.
         feature_map: Name of a mechanism (`keras_rfattn.feature_maps.list()`), a
             `FeatureMap`, or its config. Each layer gets its own copy. A `models.Plan`
-            assigns a map to each layer, or keeps the layer softmax.
+            gives each layer its own map and options, or keeps it softmax.
         num_features: Number of random vectors per head, for a map given by name.
             `None` uses the map's default, which is twice the head dim for most maps.
-        include: Layers to replace: a path or pattern (`fnmatch`), a list of these, or
-            a callable `(path, layer) -> bool`. `None` selects all layers except those
-            that pool with a single query, where softmax is already linear.
-        exclude: Layers to keep softmax, in the same forms as `include`. `None`
-            excludes no layer.
         seed: Seed of the random vectors, from which each layer derives its own seed.
             `None` uses the seed of the feature map.
-        block_size: Number of tokens per block in causal attention. `None` uses a
-            default for the device. The result does not depend on it.
-        window: Number of tokens per window. The sequence is cut into windows, and
-            attention within a window is exact; the feature map covers the tokens
-            outside. Needs a map whose kernel is softmax or polynomial. `None` uses
-            the feature map for all tokens.
-        sliding: Whether attention to the preceding window (and, without a causal
-            mask, to the following one) is exact too.
-        max_segments: Maximum number of texts packed into one row. Compiled functions
-            need it for `segment_ids`; see `layers.MultiHeadAttention.call`.
-        temperature: Positive number or `None`. If set, queries and keys are
-            normalized to unit length, and their cosine is divided by this number. The
-            map then estimates softmax attention of normalized vectors, which differs
-            from the checkpoint's attention. The hybrid maps are made for this.
-        implementation: `"auto"`, the fastest that has been timed; `"xla"`, ordinary
-            operations of the backend; or kernels of `keras_rfattn.experimental` for
-            maps whose features are exponentials: `"pallas"` (TPUs, JAX) or `"triton"`
-            (NVIDIA GPUs, PyTorch).
-        softmax_heads: Dict from a layer path or pattern (as in `models.Plan`) to the
-            query heads, counted from 0, that stay softmax in this layer. These should
-            be heads that compare tokens; `diagnostics.sensitivity(heads=True)` finds
-            them. Their time and memory stay quadratic in sequence length.
+        include: Layers to replace, in short for a plan that keeps the others softmax: a
+            path or pattern (`fnmatch`), a list of these, or a callable
+            `(path, layer) -> bool`. `None` selects all layers except those that pool
+            with a single query, where softmax is already linear.
+        exclude: Layers to keep softmax, in the same forms, in short for a plan with
+            `None` for them. `None` excludes no layer.
         drop_sliding_window: Whether to replace layers with a sliding window too. They
             see only the last tokens; the linear attention in their place sees all
             tokens. If every layer has a window (Mistral), there is nothing else to
@@ -101,16 +72,14 @@ def replace_attention(
         drop_soft_cap: Whether to replace layers with a soft cap on their logits (Gemma
             2), which linear attention ignores. `uptrain` and `diagnostics` still
             compare with the capped softmax of the checkpoint.
-        sinks: Number of first tokens of a row, counted from its first visible token,
-            that all later queries weigh exactly, beside the window. Pretrained decoders
-            often put a large share of their attention on the first tokens, so 4 is a
-            good choice for them. Needs a `window`.
+        **options: The options of `keras_rfattn.ops.Options`, such as `window` or
+            `softmax_heads`, for all layers to which a plan gives no others.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: If `model` is not a Keras layer.
+        TypeError: If `model` is not a Keras layer, or a keyword is unknown.
         ValueError: If an argument is invalid, the model has no attention, all selected
             layers are local, or one of them has attention that linear attention cannot
             express, or a built optimizer cannot train the new weights. The model is
@@ -126,24 +95,18 @@ def replace_attention(
         ('favorplus', 32)
     """
     check_model(model)
+    options = Options.of_call(replace_attention, options)
     check_flag("drop_sliding_window", drop_sliding_window)
     check_flag("drop_soft_cap", drop_soft_cap)
-    options = Options(
-        block_size, window, sliding, max_segments, temperature, implementation,
-        sinks=sinks,
-    )  # fmt: skip
     sites = survey(model, drop_sliding_window, drop_soft_cap)
     selected = _replaceable(model, sites, include, exclude)
     check_seed(seed)
     changes = []
-    for group, identifier in _assigned(feature_map, selected):
+    for group, identifier, choice in assign(feature_map, options, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
-        check_sinks(template, options, group)
-        check_options(options, template)
+        check_change(template, choice, group)
         base_seed = template.seed if seed is None else seed
-        changes += [(site, _copy(template, base_seed, site), options) for site in group]
-    changes = _with_softmax_heads(changes, softmax_heads)
-    check_sites(options, [site for site, _, _ in changes])
+        changes += [(site, _copy(template, base_seed, site), choice) for site in group]
     saving.commit(model, sites, changes)
     return model
 
@@ -268,87 +231,55 @@ def _global(model, selected):
     return found
 
 
-def _assigned(feature_map, selected):
-    """Returns pairs `(sites, feature map)`; sites with the same map form one pair."""
-    if not isinstance(feature_map, Plan):
-        return [(selected, feature_map)]
-    maps = lookup("maps", feature_map.maps, selected)
-    found = [
-        ([site], maps[site.index])
-        for site in selected
-        if maps.get(site.index) is not None
-    ]
-    if not found:
-        raise ValueError(
-            "`feature_map` must replace at least one layer. Received: a plan that "
-            f"keeps every layer softmax, {feature_map}."
-        )
-    return found
+def check_change(feature_map, options, sites):
+    """Raises `ValueError` for a map and options that some sites rule out."""
+    check_options(options, feature_map)
+    _check_map(feature_map, sites)
+    _check_window(options, sites)
+    for site in sites:
+        count, _ = site.linear_class._kv_shape(site.layer)
+        check_softmax_heads(options.softmax_heads, count, site.path)
 
 
-def _with_softmax_heads(changes, softmax_heads):
-    """Adds the softmax heads of each layer to the options in its change."""
-    if softmax_heads is None:
-        return changes
-    if not isinstance(softmax_heads, dict):
-        raise ValueError(
-            "`softmax_heads` must be a dict that maps layer paths or patterns to lists "
-            f"of heads. Received: softmax_heads={softmax_heads!r:.80}."
-        )
-    sites = [site for site, _, _ in changes]
-    kept = lookup("softmax_heads", softmax_heads, sites)
-    found = []
-    for site, feature_map, options in changes:
-        heads = kept.get(site.index, ())
-        options = dataclasses.replace(options, softmax_heads=heads)
-        check_softmax_heads(options.softmax_heads, num_heads(site.layer), site.path)
-        found.append((site, feature_map, options))
-    return found
-
-
-def check_sinks(template, options, sites):
-    """Raises `ValueError` for what cannot be combined with attention sinks."""
+def _check_map(feature_map, sites):
+    """Raises `ValueError` for a map that cannot compute the attention of some sites."""
     sinks = [site for site in sites if site.linear_class.sink_logits]
-    kernel = template.exact_kernel
-    has_offset = kernel is not None and kernel.has_offset
-    is_plain = options.window is None and not options.asks_for_kernels
-    if sinks and (has_offset or not is_plain):
+    kernel = feature_map.exact_kernel
+    if sinks and kernel is not None and kernel.has_offset:
         raise ValueError(
             "Attention sinks, logits in the denominator of softmax, need features of "
-            "softmax, without windows and fused kernels. Received: feature_map="
-            f"{template.get_config()}, window={options.window}, implementation="
-            f"{options.implementation!r} for:\n{_listing(sinks)}\nUse a map of "
-            "softmax such as 'favorpp', window=None and implementation='xla', or "
-            "leave these out with `exclude`."
+            f"softmax. Received: feature_map={feature_map.get_config()} for:\n"
+            f"{_listing(sinks)}\nUse a map of softmax such as 'favorpp', or leave "
+            "these out with `exclude`."
+        )
+
+
+def _check_window(options, sites):
+    """Raises `ValueError` for a window, or kernels, that some sites cannot have."""
+    if options.window is None and not options.asks_for_kernels:
+        return
+    received = f"Received: window={options.window}, "
+    cross = [x for x in sites if _may_cross(x) and not x.causal]
+    if cross and options.window is not None:
+        raise ValueError(
+            "A `window` needs self-attention, in which queries and keys belong to the "
+            f"same tokens. {received}but query and value are different tensors at:\n"
+            f"{_listing(cross)}\nLeave these out with `exclude`."
+        )
+    special = [x for x in sites if x.linear_class.sink_logits or has_prefix(x)]
+    if special:
+        raise ValueError(
+            "Attention with sinks, logits in the denominator of softmax, or in which "
+            "all tokens see a prompt (prefix-LM) has no windows and no fused kernels. "
+            f"{received}implementation={options.implementation!r} for:\n"
+            f"{_listing(special)}\nUse window=None and implementation='xla', or leave "
+            "these out with `exclude`."
         )
 
 
 def _may_cross(site):
     known = site.self_attention
     return not known and (known is False or False in kinds_in_graph(site.layer))
-
-
-def check_sites(options, sites):
-    """Raises `ValueError` for options that the attention of some sites rules out."""
-    cross = []
-    if options.window is not None:
-        cross = [x for x in sites if _may_cross(x) and not x.causal]
-    if cross:
-        raise ValueError(
-            "A `window` needs self-attention, in which queries and keys belong to the "
-            f"same tokens. Received: window={options.window}, but query and value are "
-            "different tensors at:\n"
-            f"{_listing(cross)}\nLeave these out with `exclude`."
-        )
-    prefix = [site for site in sites if has_prefix(site)]
-    is_plain = options.window is None and not options.asks_for_kernels
-    if prefix and not is_plain:
-        raise ValueError(
-            "Attention in which all tokens see a prompt (prefix-LM) has no windows and "
-            f"no fused kernels. Received: window={options.window}, implementation="
-            f"{options.implementation!r} for:\n{_listing(prefix)}\nUse window=None and "
-            "implementation='xla', or leave these out with `exclude`."
-        )
 
 
 def _copy(template, seed, site):

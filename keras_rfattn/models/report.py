@@ -8,7 +8,7 @@ import keras
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.weights import trained_weights
-from keras_rfattn.layers.checks import check_model, num_heads, title
+from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.linear_attention import sliding_window, soft_cap
 from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.survey import is_pooling, survey
@@ -300,10 +300,10 @@ def crossover(feature_map, layer):
     """Computes the length above which linear attention takes fewer operations."""
     if feature_map.is_exact:
         return None
-    _, head_dim = layer._kv_shape()
+    num_heads, head_dim = layer._kv_shape()
     value_dim = getattr(layer, "_value_dim", head_dim)
     # Heads that stay softmax save nothing at any length.
-    share = 1 - len(layer.options.softmax_heads) / num_heads(layer)
+    share = 1 - len(layer.options.softmax_heads) / num_heads
     cost = multiplications(feature_map, head_dim, value_dim)
     return math.ceil(cost / (share * (head_dim + value_dim)))
 
@@ -328,7 +328,8 @@ def _notes(site):
         notes.append(f"normalized, temperature {options.temperature:g}")
     if options.softmax_heads:
         heads = ", ".join(map(str, options.softmax_heads))
-        notes.append(f"softmax in heads {heads} of {num_heads(site.layer)}")
+        count = feature_map.num_heads
+        notes.append(f"softmax in key/value heads {heads} of {count}")
     dropped = sliding_window(site.layer), soft_cap(site.layer)
     names = "sliding window of {:g} tokens dropped", "soft cap of {:g} dropped"
     notes += [x.format(n) for x, n in zip(names, dropped, strict=True) if n is not None]

@@ -1,6 +1,8 @@
 """Options of the attention algorithms, which users choose in addition to the map."""
 
 import dataclasses
+import difflib
+import inspect
 
 import numpy as np
 
@@ -16,28 +18,39 @@ IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
 class Options:
     """Options of an attention algorithm, checked on construction.
 
+    `replace_attention` and the layers take the options as keywords, and `models.Plan`
+    gives them to single layers of a model.
+
     Attributes:
         block_size: Number of tokens in a block of causal attention. `None` chooses 64
             on a CPU, 128 on a GPU and 512 on a TPU. It does not change the result.
         window: Number of tokens in a window of exact attention. The sequence is cut
             into windows, counted from a row's first visible token. Attention within a
-            window is exact, and features take over beyond it. `None` uses features
-            alone.
+            window is exact, and features take over beyond it. Needs self-attention, and
+            a map whose kernel is softmax or polynomial. `None` uses features alone.
         sliding: Whether the window before a query's own is exact too (and the window
             after it, without causality).
+        max_segments: Largest number of texts in a packed row. `segment_ids` need it
+            inside compiled functions, where their values are unknown (see
+            `layers.MultiHeadAttention.call`).
+        temperature: Positive number. Queries and keys are divided by their norms, and
+            their product, a cosine, by the temperature. The map then estimates softmax
+            attention of normalized vectors, which differs from the checkpoint's. The
+            hybrid maps are made for this. `None` keeps the model's own queries, keys
+            and scale.
+        implementation: `"auto"`, the fastest that has been timed; `"xla"`, the
+            backend's ordinary operations; or kernels of `keras_rfattn.experimental`
+            for maps whose features are exponentials: `"pallas"` for TPUs on JAX,
+            `"triton"` for NVIDIA GPUs on PyTorch.
+        softmax_heads: Indices of key/value heads, counted from 0, that stay softmax
+            attention, as in the model, with all query heads that read them. They should
+            be heads that look up single tokens; `diagnostics.sensitivity(heads=True)`
+            finds them. They take time quadratic in the length, and a layer with any of
+            them keeps keys and values when it generates.
         sinks: Number of first tokens of a row that every later query weighs exactly,
             beside the window. They are counted from the row's first visible token.
-        max_segments: Largest number of texts in a packed row. `segment_ids` need it
-            inside compiled functions, where their values are unknown.
-        implementation: `"auto"`, the fastest that has been timed; `"xla"`, the
-            backend's ordinary operations; or kernels of `keras_rfattn.experimental`:
-            `"pallas"` for TPUs on JAX, `"triton"` for NVIDIA GPUs on PyTorch.
-        temperature: Positive number. Queries and keys are divided by their norms, and
-            their product, a cosine, by the temperature. `None` keeps the model's own
-            queries, keys and scale.
-        softmax_heads: Indices of query heads that stay softmax attention, as in the
-            model. These heads take time quadratic in the length, and a layer with any
-            of them keeps keys and values when it generates.
+            Pretrained decoders often attend to the first tokens a lot, so 4 is a good
+            choice for them. Needs a window.
 
     Raises:
         ValueError: If a number is not a positive integer, `sliding` is not a boolean,
@@ -115,6 +128,21 @@ class Options:
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: arguments.pop(name) for name in names if name in arguments})
 
+    @classmethod
+    def of_call(cls, function, keywords):
+        """Returns the `Options` in the `**keywords` of a call, or refuses a keyword."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name, value in keywords.items():
+            if name not in names:
+                *others, _ = inspect.signature(function).parameters
+                close = difflib.get_close_matches(name, [*others, *names], 1)
+                raise TypeError(
+                    f"`{name}` must be an argument of `{function.__name__}`, or one of "
+                    f"the options {names}. Received: {name}={value!r:.80}."
+                    + (f" Did you mean `{close[0]}`?" if close else "")
+                )
+        return cls(**keywords)
+
     def config(self):
         """Returns the options as a dict, for configs."""
         found = dataclasses.asdict(self)
@@ -131,6 +159,7 @@ def _heads(given):
     if not is_listed or not are_heads or len({*heads}) < len(heads):
         raise ValueError(
             "`softmax_heads` must be distinct non-negative integers. "
-            f"Received: softmax_heads={given!r:.80}."
+            f"Received: softmax_heads={given!r:.80}. Use a `keras_rfattn.models.Plan` "
+            "with `Options` to choose the heads of single layers."
         )
     return tuple(sorted(int(x) for x in heads))

@@ -194,7 +194,9 @@ def layer_errors(teacher, student, dropped, offset, max_rows):
     kept = student.options.softmax_heads
     if kept:
         # These heads learn nothing and must not enter the means.
-        learns = ops.convert_to_tensor([head not in kept for head in range(num_heads)])
+        learns = ops.convert_to_tensor(
+            [i // groups not in kept for i in range(num_heads)]
+        )
         sums = {name: ops.where(learns, x, 0) for name, x in sums.items()}
     return sums
 

@@ -1,10 +1,13 @@
 import dataclasses
 
+import keras
 import numpy as np
 import pytest
 
 import keras_rfattn
 from keras_rfattn import diagnostics
+from keras_rfattn.models import Plan
+from keras_rfattn.ops import Options
 from tests import helpers as h
 from tests.diagnostics.test_attribute import first_output
 from tests.marks import slow_on_jax
@@ -60,12 +63,11 @@ def test_each_head():
     assert "attention_1, head 1" in str(found)
     gaps = [abs(x.restored - found.softmax) for x in found.parts]
     best = int(np.argmin(gaps))
-    heads = found.softmax_heads(1)
-    assert heads == {"attention_1": [best]}
+    assert found.softmax_heads(1) == {"attention_1": [best]}
+    plan = Plan({"attention_1": ("favorpp", Options(softmax_heads=[best]))})
     kept = keras_rfattn.replace_attention(
-        m.softmax_model(), "favorpp", num_features=8, seed=0, include="attention_1",
-        softmax_heads=heads,
-    )  # fmt: skip
+        m.softmax_model(), plan, num_features=8, seed=0
+    )
     h.assert_close(first_output(kept, data), found.parts[best].restored, 1e-5)
     assert found.softmax_heads(2) == {"attention_1": [0, 1]}
     for count in (0, 3):
@@ -84,3 +86,27 @@ def test_refusals():
     with pytest.raises(ZeroDivisionError):
         diagnostics.sensitivity(model, None, lambda model, data: 1 / 0)
     assert model.get_layer("attention_0").recorder is None
+
+
+def test_heads_are_those_of_keys_and_values():
+    keras.utils.set_random_seed(0)
+    x = keras.Input((6, 8))
+    layer = keras.layers.GroupQueryAttention(4, 4, 2, name="grouped")
+    softmax = keras.Model(x, layer(x, x))
+    data = 3 * np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
+    weights = softmax.get_weights()
+    arguments = {"num_features": 8, "seed": 0}
+    keras_rfattn.replace_attention(softmax, "favorplus", **arguments)
+    found = diagnostics.sensitivity(softmax, data, first_output, heads=True)
+    assert [part.head for part in found.parts] == [0, 1]
+    keras_rfattn.restore_attention(softmax)
+    softmax.set_weights(weights)
+    for part in found.parts:
+        kept = [part.head]
+        keras_rfattn.replace_attention(
+            softmax, "favorplus", softmax_heads=kept, **arguments
+        )
+        h.assert_close(first_output(softmax, data), part.restored, 1e-5)
+        keras_rfattn.restore_attention(softmax)
+    numbers = [found.as_it_is, found.softmax, *(x.restored for x in found.parts)]
+    assert len(set(np.round(numbers, 6))) == 4

@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import keras_rfattn
-from keras_rfattn.models import stable_names
+from keras_rfattn.models import Plan, stable_names
+from keras_rfattn.ops import Options
 from tests.helpers import assert_close, assert_same, to_numpy
 
 X = np.random.default_rng(0).normal(size=(2, 9, 16)).astype("float32")
@@ -56,7 +57,8 @@ def edit(folder, function):
     "options",
     [
         {"mechanism": "favorpp_learned"},
-        {"window": 4, "sliding": True, "softmax_heads": {"first": [1]}},
+        {"window": 4, "sliding": True, "softmax_heads": [1]},
+        {"mechanism": Plan({"first": ("favorplus", Options(softmax_heads=[0]))})},
         {"exclude": "first"},
         {"mechanism": "favorplus"},
     ],
@@ -454,3 +456,38 @@ def test_rounding_is_that_of_bfloat16():
     expected = keras.ops.cast(keras.ops.convert_to_tensor(x), "bfloat16")
     bits = stable_names._as_bfloat16(x).astype("uint32") << 16
     assert_same(bits.view("float32"), to_numpy(keras.ops.cast(expected, "float32")))
+
+
+def test_options_of_cost_may_differ_from_the_saved_ones(tmp_path):
+    model = trained(block_size=3, max_segments=2, window=4)
+    folder = keras_rfattn.save_maps(model, tmp_path)
+    fresh = keras_rfattn.load_maps(
+        two_layers(), folder, block_size=5, implementation="xla"
+    )
+    options = Options(block_size=5, max_segments=2, window=4, implementation="xla")
+    assert [x.options for x in fresh.layers[1:]] == [options, options]
+    assert_close(output(fresh), output(model), 1e-5)
+    keras_rfattn.load_maps(fresh, folder, block_size=2)
+    assert {x.options.block_size for x in fresh.layers[1:]} == {2}
+    assert_close(output(fresh), output(model), 1e-5)
+    for wrong in ({"block_size": 0}, {"implementation": "cuda"}):
+        softmax = two_layers()
+        with pytest.raises(ValueError, match="`{}` must".format(*wrong)):
+            keras_rfattn.load_maps(softmax, folder, **wrong)
+        assert not keras_rfattn.describe_attention(softmax).replaced
+
+
+def test_a_set_for_a_device_loads_where_there_is_none(tmp_path):
+    folder = keras_rfattn.save_maps(trained("favorplus"), tmp_path)
+    # Kernels of another backend.
+    name = "triton" if keras.backend.backend() == "jax" else "pallas"
+
+    def for_a_device(manifest):
+        for entry in manifest["layers"]:
+            entry["options"]["implementation"] = name
+
+    edit(folder, for_a_device)
+    with pytest.raises(ValueError, match="kernels cannot answer"):
+        keras_rfattn.load_maps(two_layers(), folder)
+    fresh = keras_rfattn.load_maps(two_layers(), folder, implementation="xla")
+    assert_same(output(fresh), output(trained("favorplus")))

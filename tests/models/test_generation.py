@@ -8,6 +8,8 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import diagnostics, generation
+from keras_rfattn.models import Plan
+from keras_rfattn.ops import Options
 from tests import helpers as h
 from tests.marks import ONE_BACKEND, first, first_on_jax, slow_on_jax
 from tests.models import families
@@ -29,7 +31,7 @@ MECHANISMS = {
     "polynomial": {"feature_map": "polysketch"},
     "exact": {"feature_map": "polynomial"},
     "mixed": {"feature_map": "favorpp", "num_features": 16, "exclude": "*_0/*"},
-    "heads": {"feature_map": "favorplus", "softmax_heads": {"*": [1]}},
+    "heads": {"feature_map": "favorplus", "softmax_heads": [1]},
 }  # fmt: skip
 LENGTH = 12
 CHUNKS = [(4, 4, 4)]
@@ -416,7 +418,9 @@ def assert_beams(model):
 AFTER = {
     "last": lambda paths: {"exclude": paths[-1]},
     "window": lambda paths: {"exclude": paths[-1], "window": 3, "sinks": 2},
-    "heads": lambda paths: {"softmax_heads": {paths[-1]: [1]}},
+    "heads": lambda paths: {
+        "feature_map": Plan({paths[-1]: Options(softmax_heads=[1]), "*": "favorplus"})
+    },
 }
 
 
@@ -427,9 +431,8 @@ def mixed(family, kind):
     arguments = AFTER[kind](
         [x.path for x in keras_rfattn.describe_attention(model).kept]
     )
-    return keras_rfattn.replace_attention(
-        model, "favorplus", num_features=16, seed=0, **arguments
-    )
+    arguments = {"feature_map": "favorplus", "num_features": 16, **arguments}
+    return keras_rfattn.replace_attention(model, seed=0, **arguments)
 
 
 MIXED = first(

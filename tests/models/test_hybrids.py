@@ -187,7 +187,7 @@ def test_soft_caps_are_refused_unless_dropped(tmp_path):
     assert [type(x) for x in model._flatten_layers()] == types
     note = keras_rfattn.describe_attention(model).rows[1].note
     assert "soft cap of 2 on its logits" in note
-    replace(model, "gemma2", softmax_heads={"*": [0]})
+    replace(model, "gemma2", softmax_heads=[0])
     assert (
         "soft cap of 2 dropped" in keras_rfattn.describe_attention(model).rows[1].note
     )
@@ -202,7 +202,7 @@ def test_soft_caps_are_refused_unless_dropped(tmp_path):
 
 def test_softmax_heads_keep_the_cap():
     model, _ = softmax("gemma2")
-    replace(model, "gemma2", softmax_heads={"*": [0, 3]})
+    replace(model, "gemma2", softmax_heads=[1])
     (layer,) = linear_layers(model)
     calls = []
     with recording([(layer, lambda call: calls.append(call))]):

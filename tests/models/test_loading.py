@@ -50,7 +50,7 @@ CONFIGURATIONS = {
     "favor": {"feature_map": "favor", **SIZE},
     "window": {"feature_map": "favorplus", "window": 3, **SIZE},
     "temperature": {"feature_map": "favorplus", "temperature": 0.5, **SIZE},
-    "softmax head": {"feature_map": "favorplus", "softmax_heads": {"*": [1]}, **SIZE},
+    "softmax head": {"feature_map": "favorplus", "softmax_heads": [1], **SIZE},
 }
 # Without any weight, so that even the number of arrays is that of softmax.
 STATELESS = {"softmax": None, "elu": {"feature_map": "elu"}}

@@ -13,6 +13,8 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import feature_maps, papers
+from keras_rfattn.models import Plan
+from keras_rfattn.ops import Options
 from tests.marks import first
 
 LAYERS = keras.layers
@@ -276,22 +278,33 @@ BAD = {
     "block size": (dict(block_size=0), ValueError, "block_size"),
     "pattern": (dict(include="nowhere*"), ValueError, "first"),
     "include type": (dict(include=3), TypeError, "include"),
-    "softmax heads of no layer": (
-        dict(softmax_heads={"nowhere": [0]}),
+    "no such layer": (
+        dict(feature_map=Plan({"nowhere": Options()})),
         ValueError,
-        "`softmax_heads` must have paths.*Received: .nowhere., which matches none",
-    ),
-    "softmax heads of all layers": (
-        dict(softmax_heads=[0]),
-        ValueError,
-        "must be a dict that maps layer",
+        "`maps` must have paths.*Received: .nowhere., which matches none",
     ),
     "no such head": (
-        dict(softmax_heads={"*": [3]}),
+        dict(softmax_heads=[3]),
         ValueError,
-        "indices of first, from 0 to 1. Received: softmax_heads=.3,",
+        "heads of first, from 0 to 1. Received: softmax_heads=.3,",
     ),
-    "every head": (dict(softmax_heads={"first": [0, 1]}), ValueError, "all 2 of first"),
+    "no such head of a plan": (
+        dict(feature_map=Plan({"second": Options(softmax_heads=[2]), "*": "elu"})),
+        ValueError,
+        "heads of second, from 0 to 1. Received: softmax_heads=.2,",
+    ),
+    "every head": (
+        dict(softmax_heads=[0, 1]),
+        ValueError,
+        "all 2 key/value heads of first",
+    ),
+    "window of a plan": (
+        dict(feature_map=Plan({"*": ("elu", Options(window=3))})),
+        ValueError,
+        "`window` must be `None` for 'elu'",
+    ),
+    "an option's name": (dict(windw=3), TypeError, "windw=3. Did you mean `window`"),
+    "an argument's name": (dict(excude="a"), TypeError, "Did you mean `exclude`"),
     "nothing left": (dict(exclude="*"), ValueError, "must leave layers to replace"),
     "map and width": (
         dict(feature_map=papers.Favor(8), num_features=8),
@@ -521,3 +534,53 @@ def test_a_path_with_brackets_is_found():
     model = keras.Model(x, layer(x, x))
     keras_rfattn.replace_attention(model, "favorplus", include="block[0]")
     assert len(keras_rfattn.describe_attention(model).replaced) == 1
+
+
+def planned(values, **arguments):
+    """Mechanism and options of both layers of a model."""
+    model = make("functional_causal")
+    keras_rfattn.replace_attention(model, Plan(values), **arguments)
+    layers = [model.get_layer(name) for name in ("first", "second")]
+    names = [row.mechanism for row in keras_rfattn.describe_attention(model).rows]
+    return names, [getattr(x, "options", None) for x in layers]
+
+
+def test_plans_give_maps_and_options():
+    window, heads = Options(window=3), Options(softmax_heads=[1])
+    assert planned({"first": "elu"}) == (["elu", "softmax"], [Options(), None])
+    assert planned({"s*": None, "*": "elu"}) == (["elu", "softmax"], [Options(), None])
+    # The first pattern counts, and the call's options are for those without their own.
+    assert planned({"first": ("favorplus", window), "*": "relu"}, block_size=2) == (
+        ["favorplus", "relu"], [window, Options(block_size=2)]
+    )  # fmt: skip
+    # Options alone leave the map to later patterns, or to the default.
+    assert planned({"first": heads, "*": ("favorplus", window)}) == (
+        ["favorplus"] * 2, [heads, window]
+    )  # fmt: skip
+    assert planned({"first": heads, "s*": window, "*": None}) == (
+        [feature_maps.DEFAULT] * 2, [heads, window]
+    )  # fmt: skip
+
+
+def test_include_and_exclude_are_short_for_plans():
+    model, outputs = make(), []
+    for arguments in (
+        {"feature_map": Plan({"first": None, "*": "favorplus"})},
+        {"feature_map": Plan({"second": "favorplus"})},
+        {"feature_map": "favorplus", "exclude": "first"},
+        {"feature_map": "favorplus", "include": "second"},
+    ):
+        keras_rfattn.replace_attention(model, seed=0, **arguments)
+        outputs.append(output(model))
+        keras_rfattn.restore_attention(model)
+        np.testing.assert_array_equal(outputs[-1], outputs[0])
+    assert np.abs(outputs[0] - output(model)).max() > 1e-4
+
+
+def test_one_default_map_for_models_and_layers():
+    model = keras_rfattn.replace_attention(make())
+    layer = keras_rfattn.layers.MultiHeadAttention(2, 4)
+    grouped = keras_rfattn.layers.GroupedQueryAttention(4, 4, 2)
+    for made in (model.get_layer("first"), layer, grouped):
+        name = feature_maps.name_of(made.feature_map)
+        assert name == feature_maps.DEFAULT == "favorpp_learned"

@@ -42,8 +42,10 @@ def test_no_argument_is_swallowed():
     x = keras.Input((6, 8))
     layer = keras.layers.MultiHeadAttention(2, 4, name="attention")
     model = keras.Model(x, layer(x, x))
-    with pytest.raises(TypeError, match="windw"):
+    with pytest.raises(TypeError, match="windw.*Did you mean `window`"):
         keras_rfattn.replace_attention(model, "favorplus", windw=4)
+    with pytest.raises(TypeError, match=r"options=Options.*\.$"):
+        keras_rfattn.replace_attention(model, options=Options(window=4))
     assert type(layer) is keras.layers.MultiHeadAttention
     with pytest.raises((TypeError, ValueError), match="windw"):
         keras_rfattn.layers.MultiHeadAttention(2, 4, windw=4)
