@@ -277,5 +277,5 @@ def with_gradient(function, variables, tensors):
 
 
 def kept(owner, settings, arrays, function):
-    """Returns `function(settings, arrays)`, kept if it is known that nothing changes."""
+    """Returns `function(settings, arrays)`, kept where changes of arrays are known."""
     return function(settings, arrays)
