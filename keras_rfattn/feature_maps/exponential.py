@@ -162,7 +162,7 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         else:
             vectors = [ops.cast(measured["vectors"], dtype)] * 2
             bias = ops.cast(measured["bias"], dtype)
-        bias = ops.expand_dims((bias - math.log(self.num_features)) / 2, -2)
+        bias = ops.expand_dims((bias - math.log(self.output_dim)) / 2, -2)
         if not self.is_conditioned:
             form = Form(ops.full((1, 1, 1, 1), side, dtype))
             return [Exponents(None, side * x, bias, form) for x in vectors]

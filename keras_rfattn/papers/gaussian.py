@@ -75,10 +75,10 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
     def constant(self):
         return 1 / self.rho
 
-    def query_features(self, x, stats=None):
+    def query_features(self, x):
         return scale(self.key_features(x), -1 / self.rho)
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         angles = self.sigma * self.project(x)
         values = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
         return self.averaged(values)

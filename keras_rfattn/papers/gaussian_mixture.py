@@ -59,10 +59,9 @@ class PairCoefficient(Coefficient, MatrixExponential):
             raise ValueError(f"`tau` must be positive. Received: tau={tau!r}.")
         self.tau = tau
 
-    def _features(self, x, stats, is_key):
-        u, _ = diagonal_parts(x / self.tau, self.per_head(self.matrix, x), is_key)
-        u = -u if is_key else u
-        return exponential(self.project(u) - 2 * half_square(u), None, is_key)
+    def _features(self, x, matrix, conjugation):
+        u = conjugation * diagonal_parts(x / self.tau, matrix)[0]
+        return exponential(self.project(u) - 2 * half_square(u))
 
     def get_config(self):
         return {**super().get_config(), "tau": self.tau}

@@ -4,15 +4,22 @@ import keras
 import numpy as np
 from keras import ops
 
+import keras_rfattn.feature_maps.registry as registry
 from keras_rfattn.backend import precise_einsum, wide_dtype
-from keras_rfattn.feature_maps.base import Sided, half_square
-from keras_rfattn.feature_maps.conditioned import MapOfMap, of_inner
+from keras_rfattn.feature_maps.adaptive import Adaptive
+from keras_rfattn.feature_maps.base import Bound, FeatureMap, half_square
 from keras_rfattn.papers.algebra import scale
 from keras_rfattn.papers.coefficients import Coefficient
 
 
+def of_inner(name):
+    """Returns a property of `KernelCoefficient` whose value the inner map has."""
+    # `torch.compile` cannot trace an `operator.attrgetter`.
+    return property(lambda self: getattr(self.inner, name))
+
+
 @keras.saving.register_keras_serializable("keras_rfattn")
-class KernelCoefficient(Sided, Coefficient, MapOfMap):
+class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
     """The coefficient `λ = constant + factor · exp(-‖x + M y‖² / (2 c²))`.
 
     The matrix M and the width c are arbitrary. The Gaussian equals the softmax kernel
@@ -48,11 +55,26 @@ class KernelCoefficient(Sided, Coefficient, MapOfMap):
         (1, 10, 2, 32)
     """
 
+    is_adaptive = of_inner("is_adaptive")
+    measures_sequence = of_inner("measures_sequence")
+    is_unbiased = of_inner("is_unbiased")
+    assumes_equal_lengths = of_inner("assumes_equal_lengths")
+    num_features = of_inner("num_features")
+    output_dim = of_inner("output_dim")
+    features_per_scale = of_inner("features_per_scale")
+
     def __init__(
         self, feature_map="favorplus", matrix=None, width=1.0, constant=0.0,
         factor=1.0, seed=None, **kwargs,
     ):  # fmt: skip
-        super().__init__(feature_map, seed, **kwargs)
+        inner = registry.get(feature_map)
+        if inner.kernel != "softmax":
+            raise ValueError(
+                "`feature_map` must estimate softmax attention. Received: "
+                f"feature_map={feature_map!r} with kernel {inner.kernel!r}."
+            )
+        super().__init__(seed=inner.seed if seed is None else seed, **kwargs)
+        self.inner = inner.reseeded(self.seed)
         if not width > 0 or factor == 0:
             raise ValueError(
                 "`width` must be positive, and `factor` must not be 0. Received: "
@@ -68,10 +90,9 @@ class KernelCoefficient(Sided, Coefficient, MapOfMap):
         self.matrix, self.width = matrix, width
         self.constant, self.factor = constant, factor
 
-    is_adaptive = of_inner("is_adaptive")
-
     def build(self, input_shape):
         super().build(input_shape)
+        self.inner.build(input_shape)
         shape = self.num_heads, self.head_dim, self.head_dim
         found = -np.eye(self.head_dim) if self.matrix is None else self.matrix
         if found.shape not in (shape, shape[1:]):
@@ -89,31 +110,57 @@ class KernelCoefficient(Sided, Coefficient, MapOfMap):
         ]
         self.inner.adapt(samples)
 
-    def statistics(self, query, key, *args, **kwargs):
-        return self.inner.statistics(
-            self._placed(query, False), self._placed(key, True), *args, **kwargs
-        )
+    def draw_again(self):
+        self.inner.draw_again()
 
-    def _features(self, x, stats, is_key):
-        inner = self.inner.key_features if is_key else self.inner.query_features
-        x = self._placed(x, is_key)
-        features = inner(x, stats)
-        features = features._replace(log_scale=features.log_scale - half_square(x))
-        return features if is_key else scale(features, self.factor)
+    def bind(self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False):
+        query, key = self.placed_query(query), self.placed_key(key)
+        inner = self.inner.bind(query, key, side, query_mask, key_mask, causal)
+        return BoundCoefficient(self, side, inner)
 
-    def _placed(self, x, is_key):
-        """Returns `x / c` for queries and `-M x / c` for keys."""
+    def query_features(self, x):
+        return self.bind(x, x, causal=True).query_features(x)
+
+    def key_features(self, x):
+        return self.bind(x, x, causal=True).key_features(x)
+
+    def placed_query(self, x):
+        """Returns `x / c`."""
+        return ops.cast(x, wide_dtype(x)) / self.width
+
+    def placed_key(self, x):
+        """Returns `-M x / c`."""
         x = ops.cast(x, wide_dtype(x)) / self.width
-        if is_key:
-            x = -precise_einsum("...nh,nih->...ni", x, self.per_head(self.weight, x))
-        return x
+        return -precise_einsum("...nh,nih->...ni", x, self.per_head(self.weight, x))
 
     def get_config(self):
         matrix = self.matrix if self.matrix is None else self.matrix.tolist()
         return {
             **super().get_config(),
+            "feature_map": registry.serialize(self.inner),
             "matrix": matrix,
             "width": self.width,
             "constant": self.constant,
             "factor": self.factor,
         }
+
+
+class BoundCoefficient(Bound):
+    """A `KernelCoefficient` whose inner map is bound to a call."""
+
+    def __init__(self, coefficient, side, inner):
+        super().__init__(coefficient, side)
+        self.inner = inner
+
+    def query_features(self, x):
+        x = self.placed_query(x)
+        return scale(self._gaussian(self.inner.query_features(x), x), self.factor)
+
+    def key_features(self, x):
+        x = self.placed_key(x)
+        return self._gaussian(self.inner.key_features(x), x)
+
+    def _gaussian(self, features, x):
+        features = features.dense()
+        factor = half_square(self.side * x)
+        return features._replace(log_scale=features.log_scale - factor)

@@ -9,7 +9,7 @@ from keras_rfattn.backend import elementwise_max
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed, is_number
 from keras_rfattn.feature_maps.base import number
-from keras_rfattn.feature_maps.moments import mean_of
+from keras_rfattn.feature_maps.fits import mean_of
 from keras_rfattn.feature_maps.projected import RandomFeatureMap
 from keras_rfattn.feature_maps.trained import integer
 from keras_rfattn.ops.features import Features
@@ -106,11 +106,11 @@ class Monomials(Adaptive, RandomFeatureMap):
         parameter = np.array([self.optimum(row) for row in products])
         self._set(parameter, integer(self.draws))
 
-    def log_moment(self, head=0, stats=None):
+    def log_moment(self, head=0):
         parameter = number(self.parameter, head)
         return lambda x, y: self.log_moment_of_products(x * y, parameter)
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         log_scale = self._log_monomials(elementwise_max(ops.abs(x), TINY))
         odd = ops.mod(self.project(ops.cast(x < 0, x.dtype)), 2)
         return Features(1 - 2 * odd, log_scale)
@@ -265,7 +265,7 @@ class Shifted:
         super().fit([(q - below, k - below) for q, k in samples])
         self.shift.assign(shift)
 
-    def log_moment(self, head=0, stats=None):
+    def log_moment(self, head=0):
         parameter, c = number(self.parameter, head), number(self.shift, head)
 
         def shifted(x, y):
@@ -274,7 +274,7 @@ class Shifted:
 
         return shifted
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         shift = self.per_head(self.shift, x)
         log_scale = self._log_monomials(elementwise_max(x - shift, EPSILON))
         factor = ops.sum(shift * (x - shift / 2), axis=-1, keepdims=True)

@@ -72,7 +72,7 @@ class PolySketch(Sketch, ProjectedFeatureMap):
         for level, matrices in enumerate(self.matrices):
             matrices.assign(self.initializer(draw, level)(matrices.shape))
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         x, log_norm = unit(x)
         sketch = repeat_each(ops.expand_dims(x, -2), self.degree // 2, axis=-2)
         for matrices in self.matrices:
