@@ -75,30 +75,10 @@ class Favor(ProjectedFeatureMap):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class FavorPlusPair(FavorPlus):
-    """FAVOR+ with both signs of each vector: `exp(±w·x - ‖x‖²/2) / √(2m)`.
+    """FAVOR+ with both signs of each of m vectors: `exp(±w·x - ‖x‖²/2) / √(2m)`.
 
-    This is the hyperbolic estimator. Features have width `2 m`.
-
-    Args:
-        num_features: Number m of random vectors w, twice the head dim by default.
-        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
-            `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `projection` is
-            unknown.
-
-    Reference:
-        Choromanski et al., "Hybrid Random Features" (2022), equation 3.
-
-    Examples:
-        >>> from keras_rfattn import papers
-        >>> feature_map = papers.FavorPlusPair(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 2, 8))
-        >>> feature_map.output_dim
-        64
+    This is the hyperbolic estimator, "Hybrid Random Features" (2022), equation 3. The
+    width is `2 m`. The arguments are those of `FavorPlus`.
     """
 
     @property

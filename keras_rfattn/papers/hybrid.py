@@ -5,19 +5,18 @@ from keras import ops
 
 import keras_rfattn.feature_maps.registry as registry
 import keras_rfattn.papers.algebra as algebra
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.arguments import derive_seed
-from keras_rfattn.feature_maps.base import Bound, FeatureMap
 from keras_rfattn.ops.features import Features
 from keras_rfattn.papers.coefficients import AngularCoefficient
 from keras_rfattn.papers.favor import Favor, FavorPlusPair
+from keras_rfattn.papers.map_of_maps import MapOfMaps
 
 # Defaults of hybrids given by name. Their width is a product: 8 · (2 + 2) · 16 = 512.
 NUM_FEATURES, NUM_COEFFICIENTS = 16, 7
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Hybrid(Adaptive, FeatureMap):
+class Hybrid(MapOfMaps):
     """Hybrid `Σ_k λ_k SM_k + (1 - Σ_k λ_k) SM_{p+1}` of p + 1 softmax estimators.
 
     SM_k are the estimators, and λ_k are coefficients. The estimate is unbiased,
@@ -82,29 +81,13 @@ class Hybrid(Adaptive, FeatureMap):
         ]
 
     @property
-    def is_adaptive(self):
-        return any(part.is_adaptive for part in self._parts())
-
-    @property
-    def measures_sequence(self):
-        return any(part.measures_sequence for part in self._parts())
-
-    @property
-    def is_unbiased(self):
-        return all(part.is_unbiased for part in self._parts())
-
-    @property
-    def assumes_equal_lengths(self):
-        return any(part.assumes_equal_lengths for part in self._parts())
-
-    @property
     def output_dim(self):
         weights = [c.output_dim for c in self.coefficients]
         weights = [*weights, sum(weights)]
         parts = zip(self.constants(), weights, self.estimators, strict=True)
         return sum(((c != 0) + width) * e.output_dim for c, width, e in parts)
 
-    def _parts(self):
+    def parts(self):
         return [*self.estimators, *self.coefficients]
 
     def constants(self):
@@ -112,29 +95,20 @@ class Hybrid(Adaptive, FeatureMap):
         constants = [c.constant for c in self.coefficients]
         return [*constants, 1 - sum(constants)]
 
-    def build(self, input_shape):
-        super().build(input_shape)
-        for part in self._parts():
-            part.build(input_shape)
-
-    def draw_again(self):
-        for part in self._parts():
-            part.draw_again()
-
     def fit(self, samples):
-        for part in self._parts():
+        for part in self.parts():
             if part.is_adaptive:
                 part.adapt(samples)
 
-    def bind(self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False):
-        arguments = query, key, side, query_mask, key_mask, causal
-        return BoundHybrid(self, side, [p.bind(*arguments) for p in self._parts()])
+    def queries(self, parts, x):
+        features = [part.query_features(x).dense() for part in parts]
+        return combined(features, self.constants(), -1)
 
-    def query_features(self, x):
-        return self.bind(x, x, causal=True).query_features(x)
-
-    def key_features(self, x):
-        return self.bind(x, x, causal=True).key_features(x)
+    def keys(self, parts, x):
+        # Constants and the sign of the last weight are factors of queries.
+        ones = [float(constant != 0) for constant in self.constants()]
+        features = [part.key_features(x).dense() for part in parts]
+        return combined(features, ones, 1)
 
     def get_config(self):
         return {
@@ -143,24 +117,6 @@ class Hybrid(Adaptive, FeatureMap):
             "coefficients": [registry.serialize(c) for c in self.coefficients],
             "shared": self.shared,
         }
-
-
-class BoundHybrid(Bound):
-    """A `Hybrid` whose parts are bound to a call."""
-
-    def __init__(self, hybrid, side, parts):
-        super().__init__(hybrid, side)
-        self.parts = parts
-
-    def query_features(self, x):
-        features = [part.query_features(x).dense() for part in self.parts]
-        return combined(features, self.constants(), -1)
-
-    def key_features(self, x):
-        # Constants and the sign of the last weight are factors of queries.
-        ones = [float(constant != 0) for constant in self.constants()]
-        features = [part.key_features(x).dense() for part in self.parts]
-        return combined(features, ones, 1)
 
 
 def combined(features, constants, sign):

@@ -6,20 +6,14 @@ from keras import ops
 
 import keras_rfattn.feature_maps.registry as registry
 from keras_rfattn.backend import precise_einsum, wide_dtype
-from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import Bound, FeatureMap, half_square
+from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.papers.algebra import scale
 from keras_rfattn.papers.coefficients import Coefficient
-
-
-def of_inner(name):
-    """Returns a property of `KernelCoefficient` whose value the inner map has."""
-    # `torch.compile` cannot trace an `operator.attrgetter`.
-    return property(lambda self: getattr(self.inner, name))
+from keras_rfattn.papers.map_of_maps import MapOfMaps
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
+class KernelCoefficient(Coefficient, MapOfMaps):
     """The coefficient `λ = constant + factor · exp(-‖x + M y‖² / (2 c²))`.
 
     The matrix M and the width c are arbitrary. The Gaussian equals the softmax kernel
@@ -55,14 +49,6 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
         (1, 10, 2, 32)
     """
 
-    is_adaptive = of_inner("is_adaptive")
-    measures_sequence = of_inner("measures_sequence")
-    is_unbiased = of_inner("is_unbiased")
-    assumes_equal_lengths = of_inner("assumes_equal_lengths")
-    num_features = of_inner("num_features")
-    output_dim = of_inner("output_dim")
-    features_per_scale = of_inner("features_per_scale")
-
     def __init__(
         self, feature_map="favorplus", matrix=None, width=1.0, constant=0.0,
         factor=1.0, seed=None, **kwargs,
@@ -90,9 +76,15 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
         self.matrix, self.width = matrix, width
         self.constant, self.factor = constant, factor
 
+    @property
+    def output_dim(self):
+        return self.inner.output_dim
+
+    def parts(self):
+        return [self.inner]
+
     def build(self, input_shape):
         super().build(input_shape)
-        self.inner.build(input_shape)
         shape = self.num_heads, self.head_dim, self.head_dim
         found = -np.eye(self.head_dim) if self.matrix is None else self.matrix
         if found.shape not in (shape, shape[1:]):
@@ -110,27 +102,21 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
         ]
         self.inner.adapt(samples)
 
-    def draw_again(self):
-        self.inner.draw_again()
+    def bind(self, query, key, *args, **kwargs):
+        query = ops.cast(query, wide_dtype(query)) / self.width
+        return super().bind(query, self._moved(key), *args, **kwargs)
 
-    def bind(self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False):
-        query, key = self.placed_query(query), self.placed_key(key)
-        inner = self.inner.bind(query, key, side, query_mask, key_mask, causal)
-        return BoundCoefficient(self, side, inner)
+    def queries(self, parts, x):
+        x = x / self.width
+        return scale(_of_gaussian(parts[0].query_features(x), x), self.factor)
 
-    def query_features(self, x):
-        return self.bind(x, x, causal=True).query_features(x)
+    def keys(self, parts, x):
+        x = self._moved(x)
+        return _of_gaussian(parts[0].key_features(x), x)
 
-    def key_features(self, x):
-        return self.bind(x, x, causal=True).key_features(x)
-
-    def placed_query(self, x):
-        """Returns `x / c`."""
-        return ops.cast(x, wide_dtype(x)) / self.width
-
-    def placed_key(self, x):
-        """Returns `-M x / c`."""
-        x = ops.cast(x, wide_dtype(x)) / self.width
+    def _moved(self, key):
+        """Returns `-M k / c` for keys k."""
+        x = ops.cast(key, wide_dtype(key)) / self.width
         return -precise_einsum("...nh,nih->...ni", x, self.per_head(self.weight, x))
 
     def get_config(self):
@@ -145,22 +131,7 @@ class KernelCoefficient(Coefficient, Adaptive, FeatureMap):
         }
 
 
-class BoundCoefficient(Bound):
-    """A `KernelCoefficient` whose inner map is bound to a call."""
-
-    def __init__(self, coefficient, side, inner):
-        super().__init__(coefficient, side)
-        self.inner = inner
-
-    def query_features(self, x):
-        x = self.placed_query(x)
-        return scale(self._gaussian(self.inner.query_features(x), x), self.factor)
-
-    def key_features(self, x):
-        x = self.placed_key(x)
-        return self._gaussian(self.inner.key_features(x), x)
-
-    def _gaussian(self, features, x):
-        features = features.dense()
-        factor = half_square(self.side * x)
-        return features._replace(log_scale=features.log_scale - factor)
+def _of_gaussian(features, x):
+    """Returns features of the Gaussian kernel of x, from those of softmax."""
+    features = features.dense()
+    return features._replace(log_scale=features.log_scale - half_square(x))
