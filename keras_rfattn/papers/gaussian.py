@@ -38,14 +38,6 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 67 to 70.
-
-    Examples:
-        >>> from keras_rfattn import papers
-        >>> feature_map = papers.GaussianCoefficient(16, radius=2.0, seed=0)
-        >>> feature_map.build((None, None, 2, 8))
-        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
-        >>> tuple(features.values.shape)
-        (1, 10, 2, 32)
     """
 
     assumes_equal_lengths = True

@@ -40,14 +40,6 @@ class PairCoefficient(Coefficient, MatrixExponential):
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 93 to 96.
-
-    Examples:
-        >>> from keras_rfattn import papers
-        >>> feature_map = papers.PairCoefficient(num_features=16, seed=0)
-        >>> feature_map.build((None, None, 2, 8))
-        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
-        >>> tuple(features.log_scale.shape)
-        (1, 10, 2, 16)
     """
 
     is_adaptive = False

@@ -244,9 +244,7 @@ class Shifted:
 
     If c is below every entry, `x - c` and `y - c` are positive. Since
     `x · y = (x-c)·(y-c) + c·x + c·y - ‖c‖²`, the map adds the last three terms to the
-    exponent. `adapt` sets c to the data's minimum minus 1e-8. Until then, c is four
-    standard deviations below 0 for standard normal entries. Entries of new data below
-    c are raised to 1e-8 above c. The estimate is biased only for these.
+    exponent. `PoissonPositive` says how c is chosen.
     """
 
     is_positive = True
@@ -286,59 +284,20 @@ class PoissonPositive(Shifted, Poisson):
 
     `adapt` sets c below every entry of its data. Until then, c is four standard
     deviations below 0 for standard normal entries. Entries of new data below c are
-    raised to 1e-8 above c. The estimate is biased only for these.
-
-    Args:
-        num_features: Number m of random vectors ω, twice the head dim by default.
-        parameter: Mean λ > 0 of the Poisson distribution. If `None`, the optimum for
-            entries of unit variance before scaling. `adapt` replaces it.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `parameter` is not
-            positive and finite.
+    raised to 1e-8 above c. The estimate is biased only for these. The arguments are
+    those of `Poisson`.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
-
-    Examples:
-        >>> from keras_rfattn import papers
-        >>> feature_map = papers.PoissonPositive(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 1, 4))
-        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
-        >>> feature_map.adapt([(tokens, tokens)])
-        >>> tuple(feature_map.shift.shape)
-        (1, 4)
     """
 
 
 class GeometricPositive(Shifted, Geometric):
     """GeomRF+: geometric features of `x - c`, whose entries are positive.
 
-    `adapt` sets c below every entry of its data, as `PoissonPositive` describes.
-
-    Args:
-        num_features: Number m of random vectors ω, twice the head dim by default.
-        parameter: Success probability p in (0, 1) of the geometric distribution. If
-            `None`, the optimum for entries of unit variance before scaling. `adapt`
-            replaces it.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `parameter` is not
-            between 0 and 1.
+    `adapt` sets c below every entry of its data, as `PoissonPositive` describes. The
+    arguments are those of `Geometric`.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
-
-    Examples:
-        >>> from keras_rfattn import papers
-        >>> feature_map = papers.GeometricPositive(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 1, 4))
-        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
-        >>> feature_map.adapt([(tokens, tokens)])
-        >>> tuple(feature_map.shift.shape)
-        (1, 4)
     """
