@@ -89,6 +89,6 @@ class FavorPlusPair(FavorPlus):
         vectors = super().random_vectors(draw)
         return np.concatenate([vectors, -vectors], axis=-1)
 
-    def log_moment(self, head=0, vectors=None):
+    def log_moment(self, head=0):
         # A draw is a pair.
         return log_moment_positive_pair

@@ -190,7 +190,7 @@ def test_parts_that_measure_the_sequence_are_bound_to_it(causal):
 def vectors_of(hybrid):
     """The vectors of both estimators of a bipolar hybrid: w of the pairs ±w, and w."""
     pair, trigonometric = (h.to_numpy(e.vectors) for e in hybrid.estimators)
-    return pair[..., : trigonometric.shape[-1]], trigonometric
+    return pair[:, 0, :, : trigonometric.shape[-1]], trigonometric
 
 
 def test_parts_have_seeds_of_their_own():
