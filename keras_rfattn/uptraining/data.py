@@ -1,12 +1,10 @@
 """Converts the data that `uptrain` receives to nested NumPy arrays."""
 
-import unicodedata
-
 import keras
 import numpy as np
 
 from keras_rfattn.backend.devices import compiles_each_length
-from keras_rfattn.layers.batches import described, is_text
+from keras_rfattn.layers.batches import described
 
 # Minimum number of tokens that a batch of texts is padded to. Longer batches are padded
 # to a multiple of it. Where every new length must be compiled, the length doubles until
@@ -122,47 +120,6 @@ def _no_array(reason):
     return ValueError(
         f"Batches of `data` must hold arrays of numbers or texts. Received: {reason}."
     )
-
-
-class Excluded:
-    """Texts that must not be trained on, and the number of rows dropped for them.
-
-    Args:
-        exclude: The argument `exclude` of `uptrain`.
-    """
-
-    def __init__(self, exclude):
-        exclude = () if exclude is None else exclude
-        if isinstance(exclude, (str, bytes)) or not is_iterable(exclude):
-            raise ValueError(
-                "`exclude` must be a list of texts. Received: "
-                f"exclude={exclude!r:.80}. Put a single text into a list."
-            )
-        self.texts, self.dropped = {normalized(x) for x in exclude}, 0
-
-    def filtered(self, arrays):
-        """Returns nested arrays without excluded rows, and the number of these."""
-        columns = keras.tree.flatten(arrays)
-        if not all(map(is_text, columns)):
-            raise ValueError(
-                "`exclude` must be `None`, because `data` is not text. Received: "
-                f"{[getattr(x, 'dtype', type(x)) for x in columns]}. Pass the texts "
-                "themselves, or drop them beforehand."
-            )
-        rows = zip(*(map(normalized, x) for x in columns), strict=True)
-        kept = [i for i, row in enumerate(rows) if not self.texts.intersection(row)]
-        kept = np.array(kept, "int64")
-        dropped = len(columns[0]) - len(kept)
-        return keras.tree.map_structure(lambda x: x[kept], arrays), dropped
-
-
-def normalized(text):
-    """Normalizes a text so that case, spaces and punctuation make no difference."""
-    text = text.decode() if isinstance(text, bytes) else str(text)
-    text = unicodedata.normalize("NFKC", text).casefold()
-    # Unicode categories: letters, marks (such as accents) and numbers.
-    kept = (x if unicodedata.category(x)[0] in "LMN" else " " for x in text)
-    return " ".join("".join(kept).split())
 
 
 def trimmed(batch):

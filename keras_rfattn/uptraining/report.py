@@ -102,7 +102,6 @@ class UptrainingReport:
         layers: Tuple of `LayerResult`.
         trained: Paths of the trained weights, except those of feature maps.
         parameters: Number of trained parameters, including those of feature maps.
-        dropped: Number of texts that `exclude` dropped.
         seed: Seed of the order of the data.
         peak_memory: Peak memory of the process in bytes: of the accelerator if there
             is one, otherwise of main memory. `None` if it is unknown.
@@ -116,7 +115,6 @@ class UptrainingReport:
     layers: tuple
     trained: tuple
     parameters: int
-    dropped: int
     seed: int
     peak_memory: int | None
 
@@ -174,8 +172,6 @@ class UptrainingReport:
                 f"{len(self.trained)} of the checkpoint's own weights among them: "
                 f"{', '.join(self.trained[:4])}{', ...' * (len(self.trained) > 4)}"
             )
-        if self.dropped:
-            lines.append(f"{self.dropped} texts dropped because of `exclude`")
         if self.peak_memory is not None:
             lines.append(f"peak memory {self.peak_memory / 2**30:.2f} GiB")
         return "\n".join(lines)
