@@ -29,15 +29,13 @@ def fit_stage(trainer, batches, planned_stage, optimizer, settings, save, resume
         assign(optimizer.variables, optimizer_values)
     monitor, interrupts = LossMonitor(variables, done, list(errors)), Interrupts()
 
+    checkpoint = settings.checkpoint
+
     def save_step():
         # The last step is not saved here: the optimizer may still change weights when
         # the stage ends.
-        checkpoint = settings.checkpoint
-        if (
-            checkpoint
-            and monitor.done % checkpoint.every == 0
-            and monitor.done != steps
-        ):
+        is_due = checkpoint is not None and monitor.done % checkpoint.every == 0
+        if is_due and monitor.done != steps:
             save(monitor.done, monitor.errors, optimizer)
 
     callbacks = [monitor, *settings.callbacks, EndOfStep(save_step, interrupts)]
@@ -55,11 +53,12 @@ def fit_stage(trainer, batches, planned_stage, optimizer, settings, save, resume
             monitor.check_weights()
     except NotFinite:
         assign(variables, monitor.good)
+        step, name = monitor.done, planned_stage.stage.name
         raise ValueError(
-            f"The loss of stage '{planned_stage.stage.name}' is not finite at its step "
-            f"{monitor.done} (batch {planned_stage.first + monitor.done} of the data). The "
-            f"weights of step {max(monitor.done - 1, 0)}, the last good ones, are "
-            "kept. Look for NaN in that batch, or use a smaller learning rate."
+            f"The loss of stage '{name}' is not finite at its step {step} (batch "
+            f"{planned_stage.first + step} of the data). The weights of step "
+            f"{max(step - 1, 0)}, the last good ones, are kept. Look for NaN in that "
+            "batch, or use a smaller learning rate."
         ) from None
     except Exception as error:
         # TensorFlow replaces errors of the data iterator by errors of its own.

@@ -120,7 +120,7 @@ class Checkpoint(keras.callbacks.Callback):
         os.replace(partial, self.path)
 
     def load(self, identity):
-        """Returns `(position, arrays, notes)` of the same run, `None` if none is saved."""
+        """Returns `(position, arrays, notes)` of this run, `None` if none is saved."""
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)

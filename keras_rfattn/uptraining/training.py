@@ -84,7 +84,7 @@ class Training:
         self.selected, self.settings, self.clock = selected, settings, clock
         self.trained = once(v for stage in selected.values() for v in stage)
         of_maps = [v for layer in layers for v in layer.feature_map.variables]
-        # A checkpoint holds these; all other weights are the teacher's and never change.
+        # Checkpoints hold these; all other weights are the teacher's and never change.
         self.state = once([*self.trained, *of_maps])
         changing = {id(v) for v in self.state}
         self.frozen = [v for v in model.weights if id(v) not in changing]
