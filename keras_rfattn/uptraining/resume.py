@@ -109,7 +109,6 @@ class Checkpoint(keras.callbacks.Callback):
             "identity": identity,
             "position": position,
             "notes": notes,
-            "arrays": [*arrays],
         }
         header = np.frombuffer(json.dumps(header).encode(), np.uint8)
         partial = self.path.with_suffix(".partial")
@@ -158,10 +157,7 @@ def _read(path):
     # Reading a member of the archive completely also verifies its checksum.
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
-    header = json.loads(arrays.pop("header").tobytes())
-    if header["arrays"] != [*arrays]:
-        raise ValueError("arrays are missing")
-    return header, arrays
+    return json.loads(arrays.pop("header").tobytes()), arrays
 
 
 def identity(model, layers, trained, batches, settings):

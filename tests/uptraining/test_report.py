@@ -66,5 +66,6 @@ def test_lines_name_the_measure_and_its_controls(capsys):
 
 
 def test_the_measure_of_logits_is_named():
-    report = m.uptrain(m.linear_model(), steps=2, objective="logits")
+    stages = m.stages(objective="logits")
+    report = m.uptrain(m.linear_model(), steps=2, stages=stages)
     assert report.stages[1].measure == "divergence of logits"
