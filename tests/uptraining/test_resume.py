@@ -117,9 +117,7 @@ def test_a_torn_checkpoint_is_named_and_refused(tmp_path):
     np.save(other, np.zeros(3))
     for damaged in (content[:-100], b"", bytes(turned), other.getvalue()):
         checkpoint.path.write_bytes(damaged)
-        with pytest.raises(
-            ValueError, match="uptrain.npz', which is damaged"
-        ):
+        with pytest.raises(ValueError, match="uptrain.npz', which is damaged"):
             checkpoint.load({"seed": 0})
 
 
