@@ -32,21 +32,11 @@ class DataEnded(ValueError):
 class Batches:
     """Batches of inputs without labels, from any data that `keras.Model.fit` takes.
 
-    Args:
-        data: Rows or batches. Rows are an array, a dict or list of arrays, texts, or
-            `(x, y)` or `(x, y, weight)` of these. Batches are a
-            `keras.utils.PyDataset`, a `tf.data.Dataset`, a generator or a function that
-            makes one, or a list of batches. A list of arrays is not a list of batches
-            but the several inputs of a model.
-        batch_size: Number of rows per batch if `data` holds rows. Texts of similar
-            lengths share a batch.
-        seed: Non-negative integer, the seed of the order.
-        preprocessor: Preprocessor of the model, for texts and images, or `None`.
-        hint: Text for error messages that says where to find a preprocessor.
-
-    Raises:
-        ValueError: If the data is empty, or if it holds texts and there is no
-            preprocessor.
+    Rows are an array, a dict or list of arrays, texts, or `(x, y)` or `(x, y, weight)`
+    of these; `batch_size` is for them. Batches are a `keras.utils.PyDataset`, a
+    `tf.data.Dataset`, a generator or a function that makes one, or a list of batches. A
+    list of arrays is not a list of batches but the several inputs of a model. Texts and
+    images go through the preprocessor; `hint` says in errors where to find one.
     """
 
     def __init__(
@@ -225,11 +215,8 @@ class Stream:
 class Order:
     """The random order of rows or batches, a pure function of the seed and the epoch.
 
-    Args:
-        seed: Non-negative integer.
-        batch_size: Number of rows per batch, if there are `lengths`.
-        lengths: Array with the lengths of texts. Texts of similar lengths then share a
-            batch, and these batches come in random order. `None` for other data.
+    If there are `lengths` of texts, texts of similar lengths share a batch, and these
+    batches come in random order.
     """
 
     def __init__(self, seed, batch_size=None, lengths=None):

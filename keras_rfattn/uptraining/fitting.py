@@ -31,14 +31,14 @@ def fit_stage(trainer, batches, planned_stage, optimizer, settings, save, resume
 
     checkpoint = settings.checkpoint
 
-    def save_step():
+    def save_step(batch, logs):
         # The last step is not saved here: the optimizer may still change weights when
         # the stage ends.
         is_due = checkpoint is not None and monitor.done % checkpoint.every == 0
         if is_due and monitor.done != steps:
             save(monitor.done, monitor.errors, optimizer)
 
-    callbacks = [monitor, *settings.callbacks, EndOfStep(save_step, interrupts)]
+    saving = keras.callbacks.LambdaCallback(on_train_batch_end=save_step)
     recent, failures = [], []
     try:
         if done < steps:
@@ -47,7 +47,7 @@ def fit_stage(trainer, batches, planned_stage, optimizer, settings, save, resume
                     dataset_of(_remembering(batches, recent, failures)),
                     steps_per_epoch=steps - done,
                     shuffle=False,
-                    callbacks=callbacks,
+                    callbacks=[monitor, *settings.callbacks, saving, interrupts],
                     verbose=settings.verbose,
                 )
             monitor.check_weights()
@@ -94,21 +94,13 @@ class NotFinite(Exception):
 
 
 class LossMonitor(keras.callbacks.Callback):
-    """Stops training if a loss is not finite, and collects the errors of steps.
-
-    Args:
-        variables: The variables that train.
-        done: Number of steps of the stage done before, by an interrupted run.
-        errors: List with the errors of those steps.
-
-    Attributes:
-        good: Values of `variables` with which the last finite loss was computed.
-        latest: Values of `variables` after the last step, whose loss is unknown yet.
-    """
+    """Stops training if a loss is not finite, and collects the errors of steps."""
 
     def __init__(self, variables, done, errors):
         super().__init__()
         self.variables, self.done, self.errors = variables, done, errors
+        # Values with which the last finite loss was computed, and values after the last
+        # step, whose loss is unknown yet.
         self.good = self.latest = values_of(variables)
         self.seen, self.totals = 0, {"loss": 0.0, "error": 0.0}
 
@@ -131,19 +123,6 @@ class LossMonitor(keras.callbacks.Callback):
         """Raises `NotFinite` if the last step left weights that are not finite."""
         if not all(np.all(np.isfinite(x)) for x in self.latest):
             raise NotFinite
-
-
-class EndOfStep(keras.callbacks.Callback):
-    """Saves a step after the user's callbacks, then lets an interrupt take effect."""
-
-    def __init__(self, save, interrupts):
-        super().__init__()
-        self.save, self.interrupts = save, interrupts
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.save()
-        if self.interrupts.is_pending:
-            raise KeyboardInterrupt
 
 
 def rate_for(stage, objective, layers):

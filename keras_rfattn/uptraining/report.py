@@ -13,11 +13,7 @@ OVERHEAD = PREPARING, BEFORE, SAVING, AFTER
 
 
 class Clock:
-    """Assigns all of the time since its creation to names.
-
-    Attributes:
-        seconds: Dict from names to seconds, which are 0 for names that it lacks.
-    """
+    """Assigns all of the time since its creation to names."""
 
     def __init__(self):
         self.seconds, self.last = collections.Counter(), time.perf_counter()

@@ -21,17 +21,18 @@ FORMAT, FILE = 4, "uptrain.npz"
 LONGEST = 300  # maximum number of characters of a value in an error message
 
 
-class Interrupts:
-    """Holds back the first interrupt; a second one raises at once.
+class Interrupts(keras.callbacks.Callback):
+    """Holds back the first interrupt to the end of a step; a second raises at once.
 
     On JAX, a step that is interrupted leaves the model without weights, because JAX
     reuses (donates) their memory for the new ones.
-
-    Attributes:
-        is_pending: Whether an interrupt is being held back.
     """
 
     is_pending = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.is_pending:
+            raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def held(self):

@@ -1,6 +1,6 @@
 """The settings of one call of `uptrain`, validated in one place."""
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import keras
 from keras import ops
@@ -14,62 +14,39 @@ from keras_rfattn.uptraining.stages import OPTIONS, Stage
 SAVING_CALLBACKS = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of `uptrain`, except the model and its data.
-
-    The constructor takes the arguments as users pass them to `uptrain`, and stores them
-    in one form.
-
-    Attributes:
-        stages: Tuple of the `Stage`s to run, in order.
-        optimizer: A Keras optimizer, or `None` for the default one.
-        seed: Integer, the seed of the order of the data and of window dropout.
-        callbacks: Tuple of Keras callbacks, without the `Checkpoint`.
-        checkpoint: The `Checkpoint` among the callbacks, or `None`.
-
-    The other attributes are arguments of `uptrain` as they are.
-
-    Raises:
-        ValueError: If an argument is invalid.
-    """
+class Settings(NamedTuple):
+    """The arguments of `uptrain`, except the model and its data, each in one form."""
 
     steps: int
-    stages: tuple
+    stages: tuple  # of `Stage`
     batch_size: int
-    optimizer: object
+    optimizer: object  # `None` for the default one
     seed: int
-    callbacks: tuple
+    callbacks: tuple  # without the checkpoint
+    checkpoint: object  # `None` if nothing is saved
     verbose: object
-    checkpoint: object = field(init=False)
 
-    def __post_init__(self):
-        check_sizes(steps=self.steps, batch_size=self.batch_size)
-        if self.verbose not in ("auto", 0, 1, 2):
+    @classmethod
+    def of(cls, steps, stages, batch_size, optimizer, seed, callbacks, verbose):
+        """Checks the arguments of `uptrain`, and returns its settings."""
+        check_sizes(steps=steps, batch_size=batch_size)
+        if verbose not in ("auto", 0, 1, 2):
             raise ValueError(
-                "`verbose` must be 'auto', 0, 1 or 2. "
-                f"Received: verbose={self.verbose!r}."
+                f"`verbose` must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
             )
-        check_seed(self.seed)
-        callbacks, checkpoint = _callbacks(self.callbacks)
-        seed, given = self.seed, self.optimizer
+        check_seed(seed)
+        stages, (callbacks, checkpoint) = _stages(stages), _callbacks(callbacks)
+        if optimizer is not None:
+            optimizer = keras.optimizers.get(optimizer)
         if seed is None and checkpoint is not None:
             seed = 0
         elif seed is None:
             seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
-        normal = {
-            # Checkpoints and reports store plain Python numbers.
-            "steps": int(self.steps),
-            "stages": _stages(self.stages),
-            "batch_size": int(self.batch_size),
-            "optimizer": None if given is None else keras.optimizers.get(given),
-            "seed": int(seed),
-            "callbacks": callbacks,
-            "checkpoint": checkpoint,
-        }
-        for name, value in normal.items():
-            # Assignment to a frozen dataclass must bypass its own check.
-            object.__setattr__(self, name, value)
+        # Checkpoints and reports store plain Python numbers.
+        steps, batch_size, seed = int(steps), int(batch_size), int(seed)
+        return cls(
+            steps, stages, batch_size, optimizer, seed, callbacks, checkpoint, verbose
+        )
 
     @property
     def training_stages(self):

@@ -39,17 +39,11 @@ ANEW = 0, (), ()
 
 
 class PlannedStage(NamedTuple):
-    """A stage with its place among the steps of a run.
-
-    Attributes:
-        stage: The `Stage`.
-        steps: Number of steps; 0 for `"calibrate"`.
-        first: Number of steps of the stages before.
-    """
+    """A stage with its place among the steps of a run."""
 
     stage: Stage
-    steps: int
-    first: int
+    steps: int  # 0 for "calibrate"
+    first: int  # number of steps of the stages before
 
 
 def planned(settings, layers):
@@ -70,13 +64,7 @@ def planned(settings, layers):
 class Training:
     """Carries out one call of `uptrain` whose arguments were checked.
 
-    Args:
-        model: A model with linear attention.
-        layers: Its linear attention layers.
-        selected: Dict from names of stages to lists of the variables they train.
-        batches: The data, as `Batches`.
-        settings: The `Settings` of the call.
-        clock: The `Clock` that was started with the call.
+    `selected` is a dict from the name of a stage to the variables that it trains.
     """
 
     def __init__(self, model, layers, selected, batches, settings, clock):

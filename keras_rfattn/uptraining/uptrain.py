@@ -95,7 +95,9 @@ def uptrain(
             f"`model` has no linear attention to train. Received: {title(model)}. "
             "Call `keras_rfattn.replace_attention(model, 'hedgehog')` first."
         )
-    settings = Settings(steps, stages, batch_size, optimizer, seed, callbacks, verbose)
+    settings = Settings.of(
+        steps, stages, batch_size, optimizer, seed, callbacks, verbose
+    )
     _warn_of_another_teacher(model, layers)
     preprocessor, hint = getattr(model, "preprocessor", None), preprocessor_hint(model)
     batches = Batches(data, settings.batch_size, settings.seed, preprocessor, hint)

@@ -153,17 +153,8 @@ class Teacher:
     """The model with its first weights, and with softmax instead of linear attention.
 
     Weights that do not train are shared with the model. For weights that train, the
-    teacher keeps a copy of their first values. Weights of maps need no copy, as
-    softmax attention does not use them.
-
-    Args:
-        model: A model with linear attention.
-        layers: Its linear attention layers.
-        trained: Variables that train.
-
-    Attributes:
-        copies: Dict from the `id` of a trained variable to a `keras.Variable` with its
-            first value.
+    teacher keeps a copy of their first values, by `id` of the variable. Weights of maps
+    need no copy, as softmax attention does not use them.
     """
 
     def __init__(self, model, layers, trained):
