@@ -30,9 +30,10 @@ def check_data(data):
     elif isinstance(data, list) and isinstance(data[0], list) and data[0]:
         if not is_array(data[0][0]) and not holds_text(data[0]):
             reason = "a list of lists. Pass an array with rows padded to one length"
-    elif not (
-        isinstance(data, keras.utils.PyDataset) or callable(data) or is_iterable(data)
-    ):
+    elif isinstance(data, keras.utils.PyDataset) or callable(data):
+        pass
+    elif not hasattr(data, "__iter__") or getattr(data, "shape", None) == ():
+        # Arrays of NumPy without axes have the method, too.
         reason = f"data={data!r:.80} of type {type(data).__name__}"
     if reason is not None:
         raise ValueError(
@@ -54,11 +55,6 @@ def _is_scalar_text(x):
 def is_array(x):
     """Returns whether `x` is an array or tensor of any library."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def is_iterable(x):
-    """Returns whether `x` can be iterated over; NumPy scalars cannot."""
-    return hasattr(x, "__iter__") and getattr(x, "shape", None) != ()
 
 
 def is_image(x):

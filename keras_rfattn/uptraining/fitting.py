@@ -28,7 +28,6 @@ def fit_stage(trainer, batches, planned_stage, optimizer, settings, save, resume
     if done:
         assign(optimizer.variables, optimizer_values)
     monitor, interrupts = LossMonitor(variables, done, list(errors)), Interrupts()
-
     checkpoint = settings.checkpoint
 
     def save_step(batch, logs):

@@ -102,16 +102,16 @@ class Training:
             assign(self.state, values)
             raise
         plan = planned(self.settings, self.layers)
-        for i in range(index, len(plan)):
-            result = self.run_stage(plan[i], i, resumed)
-            resumed, name = ANEW, plan[i].stage.name
+        for i, planned_stage in enumerate(plan[index:], index):
+            result = self.run_stage(planned_stage, i, resumed)
+            resumed, name = ANEW, planned_stage.stage.name
             if checksum(v.value for v in self.frozen) != frozen:
                 raise ValueError(
                     f"Weights of the teacher changed during stage {name!r}, "
                     "which does not train them. Received: other values than at its "
                     "start. Remove the callback, or other code, that changes them."
                 )
-            seconds = self.clock.lap(_lap(i))
+            seconds = self.clock.lap(name)
             self.results.append(StageResult.of(name, seconds, **result))
             # A stage that a callback stopped early counts as done too.
             self.save(i + 1, 0, [])
@@ -214,7 +214,7 @@ class Training:
             print(f"Stage '{stage.name}', {count}: {trainer.measure} ({controls})")
 
         def save(*progress):
-            self.clock.lap(_lap(index))
+            self.clock.lap(stage.name)
             self.save(index, *progress)
 
         batches = (
@@ -262,8 +262,3 @@ class Training:
 def _measured(errors):
     """Returns the errors of a layer's heads that were measured, as a tuple."""
     return tuple(errors[~np.isnan(errors)].tolist())
-
-
-def _lap(index):
-    """Returns the name under which the clock adds up the time of a planned stage."""
-    return f"stage {index}"
