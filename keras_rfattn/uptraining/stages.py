@@ -72,7 +72,8 @@ class Stage:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(
-                    f"`{name}` must be one of {choices}. Received: {name}={value!r}."
+                    f"`{name}` of a `Stage` must be one of {choices}. "
+                    f"Received: {name}={value!r}."
                 )
         for field in fields(self)[1:]:
             value = getattr(self, field.name)

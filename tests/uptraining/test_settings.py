@@ -52,9 +52,9 @@ def test_arguments_have_one_form():
 
 def test_stages_are_checked_when_they_are_made():
     for arguments, message in (
-        ({"name": "logits"}, "`name` must be one of .*'calibrate'"),
-        ({"name": "features", "trainable": "query"}, "`trainable` must be one of"),
-        ({"name": "features", "objective": "loss"}, "`objective` must be one of"),
+        ({"name": "logits"}, "`name` of a `Stage` .*'calibrate'"),
+        ({"name": "features", "trainable": "query"}, "`trainable` of a `Stage`"),
+        ({"name": "features", "objective": "loss"}, "`objective` of a `Stage`"),
         ({"name": "attention", "trainable": "all"}, "'maps', 'query_key' or 'lora'"),
         ({"name": "attention", "window_dropout": 1}, r"must be in \[0, 1\)"),
         ({"name": "features", "lora_rank": 0}, "`lora_rank` must be a positive"),
