@@ -48,6 +48,9 @@ from common import characters, controls
 
 import keras_rfattn
 from keras_rfattn import diagnostics
+from keras_rfattn.uptraining import Stage
+
+TRAINING = [Stage(x, trainable="query_key") for x in ("attention", "features")]
 
 
 def main(args):
@@ -116,8 +119,8 @@ def trained(model, name, start, args, text, test, seed):
         first = steps // 2
         some = {k: x[: first * BATCH] for k, x in inputs.items()}
         report = keras_rfattn.uptrain(
-            model, some, steps=first, batch_size=BATCH, trainable="query_key",
-            stages=["attention", "features"], seed=seed, verbose=2,
+            model, some, steps=first, batch_size=BATCH, seed=seed,
+            stages=TRAINING, verbose=2,
         )  # fmt: skip
         print(report, flush=True)
     left = steps - first
