@@ -229,7 +229,7 @@ def fold(step, carry, blocks):
     return step(carry, *blocks)
 
 
-def by_rows(function, arrays, size):
+def by_rows(function, arrays, size, batch):
     """Applies `function` to a few batch rows at a time where that is faster."""
     return function(*arrays)
 

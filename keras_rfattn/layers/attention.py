@@ -215,9 +215,9 @@ class Attention:
         elif window is None:
             heads = 1  # because the algorithm processes heads in turn
         size = product(heads, length, feature_map.output_dim)
-        arrays = self.value, mask.key_mask, mask.prefix_mask
+        arrays, batch = (self.value, mask.key_mask, mask.prefix_mask), query.shape[0]
         if is_exact:
-            return by_rows(self._by_kernel, (*local[:2], *arrays), size)
+            return by_rows(self._by_kernel, (*local[:2], *arrays), size, batch)
         if window is not None and not (mask.causal or mask.self_attention):
             raise ValueError(
                 "A `window` needs self-attention, where queries and keys are the same "
@@ -227,7 +227,7 @@ class Attention:
             )
         features = bound.query_features(query), bound.key_features(key)
         near = None if local is None else local[:2]
-        return by_rows(self._by_features, (features, near, *arrays), size)
+        return by_rows(self._by_features, (features, near, *arrays), size, batch)
 
     def _by_kernel(self, query, key, value, visible, prefix):
         """Computes `linear` from the kernel of each query and key."""
