@@ -226,8 +226,3 @@ def test_wrong_arguments():
     for epsilon in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="`epsilon` must be positive"):
             feature_maps.get("relu", epsilon=epsilon)
-    with pytest.raises(ValueError, match="`statistics` must be one of"):
-        feature_maps.get("favorpp", statistics="running")
-    for momentum in (-0.1, 1, 1.5):
-        with pytest.raises(ValueError, match=r"`momentum` must be in \[0, 1\)"):
-            feature_maps.get("favorpp", momentum=momentum)

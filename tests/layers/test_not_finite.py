@@ -186,24 +186,6 @@ def test_controls_know_too(way):
     np.testing.assert_array_equal(lost, expected)
 
 
-def test_statistics_of_training_leave_it_out():
-    mask = np.ones((h.BATCH, h.LENGTH), bool)
-    mask[:, 5] = False
-    stored = []
-    for query_mask, content in ((None, np.nan), (ops.convert_to_tensor(mask), 1.0)):
-        feature_map = feature_maps.get("favorpp", num_features=8, seed=0)
-        feature_map.build((None, None, h.KV_HEADS, h.HEAD_DIM))
-        x = h.problem()
-        x.query[:, 5, 0] = content
-        call = Attention(
-            *map(ops.convert_to_tensor, x), AttentionMask(query_mask=query_mask), 0.2,
-            feature_map, Options(), training=True,
-        )  # fmt: skip
-        call.linear()
-        stored.append(h.to_numpy(feature_map.mean_square))
-    h.assert_close(*stored)
-
-
 @functools.cache
 def stretch(name, window):
     """`(query, key, value, state) -> output, state` of some tokens after others."""

@@ -30,7 +30,7 @@ class LearnedExponential(feature_maps.FeatureMap):
             initializer=keras.initializers.RandomNormal(0.2, seed=self.seed),
         )
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         w = ops.cast(self.per_head(self.w, x), x.dtype)
         return Features(None, ops.einsum("...nh,nhm->...nm", x, w))
 

@@ -45,10 +45,8 @@ MECHANISMS = {
     )
 } | {"elu": {}, "polynomial": {"degree": 2}}
 NOT_BY_NAME = {
-    "pair": lambda: maps.FavorPlus(3, pair=True, projection="hadamard", seed=1),
-    "per_direction": lambda: maps.FavorPP(3, per_direction=True, seed=2),
+    "hadamard": lambda: maps.FavorPlus(3, projection="hadamard", seed=1),
     "full": lambda: maps.ComplexExponential(3, form="full", seed=3),
-    "conditioned": lambda: maps.Conditioned(maps.Gerf(3, seed=5)),
     "hybrid": lambda: maps.Hybrid(
         ["favor", maps.FavorPlus(2, seed=0)], [maps.AngularCoefficient(2, seed=1)]
     ),
