@@ -18,7 +18,7 @@ from keras_rfattn.layers.fingerprint import agrees
 from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.maps.card import summary
-from keras_rfattn.models.replace import check_sinks, check_sites, check_statistics
+from keras_rfattn.models.replace import check_sinks, check_sites
 from keras_rfattn.models.stable_names import MAP
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
@@ -101,7 +101,6 @@ def load_maps(
 def _check_as_replaced(changes):
     """Makes the checks of `replace_attention` on layers, their maps and options."""
     for site, feature_map, options in changes:
-        check_statistics(feature_map, [site])
         check_sinks(feature_map, options, [site])
         check_sites(options, [site])
         heads = num_heads(site.layer)

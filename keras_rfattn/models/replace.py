@@ -138,7 +138,6 @@ def replace_attention(
     changes = []
     for group, identifier in _assigned(feature_map, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
-        check_statistics(template, group)
         check_sinks(template, options, group)
         check_options(options, template)
         base_seed = template.seed if seed is None else seed
@@ -305,17 +304,6 @@ def _with_softmax_heads(changes, softmax_heads):
         check_softmax_heads(options.softmax_heads, num_heads(site.layer), site.path)
         found.append((site, feature_map, options))
     return found
-
-
-def check_statistics(template, selected):
-    """Raises `ValueError` if a map would leak the future into causal attention."""
-    unsafe = [site for site in selected if site.causal]
-    if unsafe and not template.is_causal_safe:
-        raise ValueError(
-            "Statistics of the current sequence would leak the future into causal "
-            f"attention. Received: feature_map={template.get_config()} for:\n"
-            f"{_listing(unsafe)}\nUse statistics='stored' or 'auto'."
-        )
 
 
 def check_sinks(template, options, sites):
