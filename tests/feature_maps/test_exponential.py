@@ -2,6 +2,7 @@
 
 import functools
 import textwrap
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -27,6 +28,11 @@ PRESETS = {
 }
 ADAPTIVE = [name for name in PRESETS if name != "favorplus"]
 BOUND = ["favorpp", "favorpp_dense"]
+# The weights that the function in `Exponential`'s docstring takes, in its order.
+ARGUMENTS = (
+    "query_vectors", "key_vectors", "bias", "query_matrix", "key_matrix",
+    "query_center", "key_center",
+)  # fmt: skip
 STATES = [(name, "drawn") for name in PRESETS]
 STATES += [(name, "calibrated") for name in ADAPTIVE] + [("favorpp_learned", "trained")]
 
@@ -68,7 +74,7 @@ def weights_of(feature_map):
 # --- The function in the docstring
 
 
-def documented():
+def documented(numpy=np):
     """The function and the expression of attention in `Exponential`'s docstring."""
     lines = textwrap.dedent(maps.Exponential.__doc__.partition("\n")[2]).splitlines()
     start = next(i for i, x in enumerate(lines) if x.strip().startswith("def features"))
@@ -76,7 +82,7 @@ def documented():
     code = textwrap.dedent("\n".join(lines[start : stop + 1]))
     function, call, attention = code.rpartition("phi_q, phi_k = features(...)\n")
     assert function and call, "the docstring has another form"
-    names = {"np": np}
+    names = {"np": numpy}
     exec(function, names)
     return names["features"], attention.partition("=")[2].strip()
 
@@ -88,12 +94,8 @@ def oracle(query, key, value, weights, is_causal):
     output = np.zeros((*query.shape[:2], value.shape[-1]))
     for head in range(query.shape[1]):
         k = head // (query.shape[1] // key.shape[1])
-        names = (
-            "query_vectors", "key_vectors", "bias", "query_matrix", "key_matrix",
-            "query_center", "key_center",
-        )  # fmt: skip
         phi_q, phi_k = features(
-            query[:, head], key[:, k], *(weights[x][k] for x in names)
+            query[:, head], key[:, k], *(weights[x][k] for x in ARGUMENTS)
         )
         for i in range(len(query)):
             seen = slice(0, i + 1 if is_causal else len(key))
@@ -179,16 +181,12 @@ def test_features_of_tokens_are_those_of_the_docstring():
             feature_map.key_features(ops.convert_to_tensor(SIDE * x.key)),
         )
     ]
-    names = (
-        "query_vectors", "key_vectors", "bias", "query_matrix", "key_matrix",
-        "query_center", "key_center",
-    )  # fmt: skip
     for head in range(h.HEADS):
         k = head // GROUPS
         expected = features(
             SIDE * x.query[0, :, head].astype("float64"),
             SIDE * x.key[0, :, k].astype("float64"),
-            *(weights[name][k] for name in names),
+            *(weights[name][k] for name in ARGUMENTS),
         )
         for array, one, n in zip(found, expected, (head, k), strict=True):
             h.assert_close(np.log(array[:, n]), np.log(one))
@@ -217,10 +215,7 @@ def test_the_learned_map_starts_as_another_bit_for_bit(name):
 def test_every_weight_of_the_learned_map_trains():
     learned = build("favorpp_learned")
     names = {w.path.split("/")[-1] for w in learned.trainable_weights}
-    assert names == {
-        "query_vectors", "key_vectors", "bias", "query_matrix", "key_matrix",
-        "query_center", "key_center",
-    }  # fmt: skip
+    assert names == set(ARGUMENTS)
     tensors = [ops.convert_to_tensor(x) for x in h.problem()]
     mask = AttentionMask(causal=True, self_attention=True)
     learned.adapt([h.sample()])
@@ -571,11 +566,28 @@ def test_gradients_of_a_bound_call_hold_its_statistic_fixed(name):
 # --- Folded weights
 
 
-def conditioned_by(norm, condition):
-    """A map of centers of a norm and matrices of a condition number, and tokens.
+def log_attention(query, key, value, weights, is_causal):
+    """`oracle` by the logarithms of features, where features overflow."""
+    features = documented(SimpleNamespace(exp=lambda x: x, log=np.log))[0]
+    query, key, value = (x.astype("float64") for x in (query, key, value))
+    output = np.zeros((*query.shape[:2], value.shape[-1]))
+    for head in range(query.shape[1]):
+        k = head // (query.shape[1] // key.shape[1])
+        log_q, log_k = features(
+            query[:, head], key[:, k], *(weights[x][k] for x in ARGUMENTS)
+        )
+        logs = log_q[:, None] + log_k[None]
+        if is_causal:
+            logs = np.where(np.tri(len(query), dtype=bool)[..., None], logs, -np.inf)
+        sums = np.exp(logs - logs.max(axis=(1, 2), keepdims=True)).sum(-1)
+        output[:, head] = sums @ value[:, k] / sums.sum(-1, keepdims=True)
+    return output
 
-    The tokens are such that the conditioned ones are of the usual size, and that none
-    of the keys outweighs all others.
+
+def far_from_center(norms, condition, length=30):
+    """A map with centers of these norms and matrices of a condition number, and tokens.
+
+    Conditioned tokens have the usual size, and no key outweighs all others.
     """
     feature_map, generator = build("favorpp_learned"), np.random.default_rng(8)
     feature_map.adapt([h.sample()])
@@ -585,9 +597,93 @@ def conditioned_by(norm, condition):
     matrix = (turns[0] * sizes) @ turns[1]
     inverse = np.linalg.inv(matrix)
     centers = generator.normal(size=(2, heads, dim))
-    centers *= norm / np.linalg.norm(centers, axis=-1, keepdims=True)
+    centers /= np.linalg.norm(centers, axis=-1, keepdims=True)
+    centers *= np.reshape(norms, (2, 1, 1))
     feature_map.query_matrix.assign(matrix)
     feature_map.key_matrix.assign(inverse.swapaxes(-1, -2))
     feature_map.query_center.assign(centers[0])
     feature_map.key_center.assign(centers[1])
-    return feature_map, centers, matrix, inverse
+    query = 0.5 * generator.normal(size=(length, h.HEADS, dim))
+    key = 0.5 * generator.normal(size=(length, heads, dim))
+    # The center of queries would make some keys far likelier than others.
+    along = np.einsum("khi,ki->kh", matrix, centers[0])
+    along /= np.linalg.norm(along, axis=-1, keepdims=True)
+    key = key - np.einsum("tkh,kh->tk", key, along)[..., None] * along
+    query = np.einsum("nhi,tni->tnh", np.repeat(inverse, GROUPS, 0), query)
+    query = query + np.repeat(centers[0], GROUPS, 0)
+    key = np.einsum("kih,tki->tkh", matrix, key) + centers[1]
+    value = generator.normal(size=(length, heads, h.VALUE_DIM))
+    return feature_map, [x.astype("float32") for x in (query, key, value)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("norms", "condition"),
+    [((100, 0.1), 1), ((0.1, 100), 1), ((1, 1), 1e3), ((100, 100), 1e3)],
+)
+def test_folded_weights_are_as_exact_as_the_tokens(norms, condition, is_causal):
+    feature_map, tokens = far_from_center(norms, condition)
+    weights, (query, key, value) = weights_of(feature_map), tokens
+    mask = AttentionMask(causal=is_causal, self_attention=True)
+    found = attend(
+        *(ops.convert_to_tensor(x[None]) for x in tokens), feature_map, mask, scale=1.0
+    )
+    expected = log_attention(query, key, value, weights, is_causal)
+    # What the last bit of each token changes: no float32 number says more.
+    generator, changes = np.random.default_rng(0), []
+    for _ in range(3):
+        near = (
+            x * (1 + 2.0**-24 * generator.choice([-1, 1], size=x.shape))
+            for x in (query.astype("float64"), key.astype("float64"))
+        )
+        changed = log_attention(*near, value, weights, is_causal)
+        changes.append(np.abs(changed - expected).max() / np.abs(expected).max())
+    # Sums of 24 products round some more often than their terms.
+    rtol = max(1e-5, 8 * max(changes))
+    assert rtol < 1e-3
+    h.assert_close(h.to_numpy(found)[0], expected, rtol)
+
+
+# --- The exponent that all features of a query share
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("name", "state"), STATES)
+def test_attention_needs_no_common_exponent_of_queries(name, state, is_causal):
+    feature_map, x = in_state(name, state), h.problem()
+    query, key, value = (ops.convert_to_tensor(a) for a in x)
+    query, key = h.featurized(feature_map, query, key, SIDE, causal=is_causal)
+    without = query.relative()
+    a, b = (h.to_numpy(f.dense().log_scale) for f in (query, without))
+    shared = a - b
+    assert np.ptp(shared, axis=-1).max() < 1e-4 and np.ptp(shared) > 1
+    algorithm = functools.partial(causal, block_size=8) if is_causal else bidirectional
+    call = h.one_program(algorithm)
+    expected = h.reference(query, key, x.value, causal=is_causal)
+    for features in (query, without, query.dense(), without.dense()):
+        h.assert_close(call(features, key, value), expected.output)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("options", [{"sliding": True}, {"sinks": 2}])
+@pytest.mark.parametrize("state", ["calibrated", "drawn"])
+def test_windows_weigh_features_as_they_weigh_the_kernel(state, options, is_causal):
+    # There the common exponents of queries count.
+    feature_map = in_state("favorpp_learned", state)
+    x = h.problem(size=0.5)
+    found = attention_of(feature_map, x, is_causal, options=Options(window=5, **options))
+    tokens = np.arange(h.LENGTH) // 5
+    ahead = tokens[None] - tokens[:, None]
+    is_sliding = options.get("sliding", False)
+    near = (ahead >= -int(is_sliding)) & (ahead <= int(is_sliding and not is_causal))
+    near = near | (np.arange(h.LENGTH) < options.get("sinks", 0))
+    near = np.broadcast_to(near, (h.BATCH, *near.shape))
+    visible = np.ones_like(near) & (np.tri(h.LENGTH, dtype=bool) | (not is_causal))
+    query, key, value = (ops.convert_to_tensor(a) for a in x)
+    query, key = SIDE * query, SIDE * key
+    expected = weighed(feature_map, query, key, value, near, visible)
+    h.assert_close(found, expected)
+    # Features alone, or the window alone, would give something else.
+    for changed in (visible & ~near, near & visible):
+        other = weighed(feature_map, query, key, value, near, changed)
+        assert np.abs(h.to_numpy(other) - found).max() > 1e-2 * np.abs(found).max()
