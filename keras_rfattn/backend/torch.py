@@ -10,6 +10,7 @@ tensors of `torch.func`, of a dispatch mode or of a subclass such as `FakeTensor
 """
 
 import functools
+import weakref
 
 import keras
 import torch
@@ -291,6 +292,27 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx, factor, *_):
         gradients = (None if x is None else factor * x for x in ctx.gradients)
         return None, None, *gradients
+
+
+# Results of `kept` by their owner.
+KEPT = weakref.WeakKeyDictionary()
+
+
+def kept(owner, settings, arrays, function):
+    # The counter of a tensor's changes is the one by which autograd itself finds out
+    # that a tensor was overwritten.
+    if not is_plain(*arrays) or is_differentiated(*arrays):
+        return function(settings, arrays)
+    if any(x.is_inference() for x in arrays):
+        return function(settings, arrays)
+    mode = torch.is_inference_mode_enabled()
+    versions = [(x.data_ptr(), x._version) for x in arrays]
+    key = settings, mode, versions
+    known = KEPT.get(owner)
+    if known is None or known[0] != key:
+        known = key, arrays, function(settings, arrays)
+        KEPT[owner] = known
+    return known[-1]
 
 
 def _tensor(x):

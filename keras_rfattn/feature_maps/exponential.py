@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend import accumulated_matmul, known_true, wide_dtype
+from keras_rfattn.backend import accumulated_matmul, kept, known_true, wide_dtype
 from keras_rfattn.feature_maps import fits
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import Bound, number
@@ -14,9 +14,6 @@ from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.feature_maps.trained import as_numpy, integer
 from keras_rfattn.kernels.variance import log_moment_per_direction
 from keras_rfattn.ops.exponents import Exponents, Form
-
-CONDITIONING = ("query_center", "key_center", "query_matrix", "key_matrix")
-
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Exponential(Adaptive, ProjectedFeatureMap):
@@ -48,10 +45,10 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     one bias a side, once a call. Attention leaves out the common exponent of a query,
     which cancels. Without conditioning (`is_conditioned`), M is 1 and μ is 0.
 
-    Its weights, for K key/value heads, are `vectors` V `(K, H, m)` or, if they train,
-    separate `query_vectors` and `key_vectors`; `bias` b `(K, m)`, the logarithm of each
-    feature's weight; and, if the map is conditioned, `query_center` and `key_center` μ
-    `(K, H)`, and `query_matrix` and `key_matrix` M `(K, H, H)`.
+    Its weights, for K key/value heads: `vectors` V `(K, 2, H, m)`, of queries and of
+    keys (`(K, 1, H, m)`, the same for both, unless they train); `bias` b `(K, m)`, the
+    logarithm of each feature's weight; and, if the map is conditioned, `centers` μ
+    `(K, 2, H)` and `matrices` M `(K, 2, H, H)`, of queries and of keys.
 
     A subclass chooses the fit, a function in `fits.py` or of your own, that sets the
     weights: at first from random vectors alone, then, by `keras_rfattn.calibrate`, from
@@ -89,100 +86,104 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     directions = None
 
     def add_vectors(self):
-        weights = self.fitted(self.random_vectors(0))
+        weights = self._weights(self.fitted(self.random_vectors(0)))
         add = self.add_trained if self.trains else self.add_fixed
-        names = ("query_vectors", "key_vectors") if self.trains else ("vectors",)
-        for name in names:
-            setattr(self, name, add(name, np.array(weights["vectors"], "float32")))
-        for name in ("bias", *(CONDITIONING if self.is_conditioned else ())):
-            setattr(self, name, add(name, np.array(weights[name], "float32")))
+        for name, value in weights.items():
+            setattr(self, name, add(name, np.array(value, "float32")))
 
     def random_vectors(self, draw):
         """Returns draw number `draw` of the vectors w, a NumPy array `(K, H, m)`."""
         shape = self.num_heads, self.head_dim, self.num_features
         return as_numpy(self.initializer(draw)(shape))
 
-    def sides(self):
-        """Returns the variables of the vectors of queries and of keys."""
-        if self.trains:
-            return self.query_vectors, self.key_vectors
-        return self.vectors, self.vectors
-
-    def _set(self, weights):
-        for side in self.sides():
-            side.assign(weights["vectors"])
-        for name in weights.keys() - {"vectors"}:
-            getattr(self, name).assign(weights[name])
+    def _weights(self, fit):
+        """Returns the result of a fit with vectors of one or of both sides."""
+        copies = 2 if self.trains else 1
+        return {**fit, "vectors": np.stack([fit["vectors"]] * copies, axis=1)}
 
     def fit(self, samples):
-        self._set(self.fitted(self.random_vectors(integer(self.draws)), samples))
+        draws = self.random_vectors(integer(self.draws))
+        for name, value in self._weights(self.fitted(draws, samples)).items():
+            getattr(self, name).assign(value)
 
     def assign_vectors(self, draw):
         # A is kept, and conditioning with it.
-        self._set(fits.oprf(self.random_vectors(draw), self.a()))
+        weights = fits.oprf(self.random_vectors(draw), self.a()[:, 0])
+        weights = {name: as_numpy(x) for name, x in weights.items()}
+        for name, value in self._weights(weights).items():
+            getattr(self, name).assign(value)
 
-    def a(self, vectors=None):
-        """Returns A of each head and direction, a NumPy array `(..., K, H)`."""
-        vectors = as_numpy(self.sides()[0].value) if vectors is None else vectors
-        return fits.a_of(vectors, self.random_vectors(integer(self.draws)))
+    def a(self):
+        """Returns A of each side and direction, a NumPy array `(K, 1 or 2, H)`."""
+        draws = self.random_vectors(integer(self.draws))[:, None]
+        return fits.a_of(as_numpy(self.vectors.value), draws)
 
     def query_features(self, x):
-        return self._folded(1.0, x.dtype)[0]._replace(x=x)
+        return self.bind(x, x, causal=True).query_features(x)
 
     def key_features(self, x):
-        return self._folded(1.0, x.dtype)[1]._replace(x=x)
+        return self.bind(x, x, causal=True).key_features(x)
 
     def bind(self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False):
-        dtype, measured = wide_dtype(query, key), None
+        settings = side, wide_dtype(query, key)
+        weights = self.vectors, self.bias
+        if self.is_conditioned:
+            weights += self.centers, self.matrices
+        weights = [x.value for x in weights]
         if self.measures_sequence and not causal:
             is_stored = ops.convert_to_tensor(self.updates) > 0
             if not known_true(is_stored):
                 z = fits.mean_square_of_rows(query, key, query_mask, key_mask)
-                measured = self._measured(z * side**2, is_stored)
-        return BoundExponential(self, side, self._folded(side, dtype, measured))
+                a = self._best_a(side**2 * z)
+                folded = self._fold(settings, weights, a, is_stored)
+                return BoundExponential(self, side, folded, a)
+        return BoundExponential(self, side, kept(self, settings, weights, self._fold))
 
-    def _measured(self, z, is_stored):
-        """Returns vectors and bias for the mean square z of each row `(B, K, H)`."""
+    def _best_a(self, z):
+        """Returns A `(B, K, 1 or H)` for the mean squares z of rows, `(B, K, H)`."""
         if self.directions is None:
             z = ops.sum(z, axis=-1, keepdims=True)
-        a = fits.best_a(z, self.directions or self.head_dim)
-        stored = {"vectors": self.vectors, "bias": self.bias}
-        weights = fits.oprf(self.vectors, a)
-        return {x: ops.where(is_stored, stored[x], weights[x]) for x in stored}
+        return fits.best_a(z, self.directions or self.head_dim)
 
-    def _folded(self, side, dtype, measured=None):
-        """Returns the `Exponents` of queries and of keys, without tokens."""
+    def _fold(self, settings, weights, a=None, is_stored=True):
+        """Returns the `Exponents` of queries and of keys, without tokens.
 
-        def array(weight):
-            weight = ops.cast(ops.convert_to_tensor(weight), dtype)
-            return ops.expand_dims(weight, 0)
-
-        if measured is None:
-            vectors, bias = [array(x) for x in self.sides()], array(self.bias)
-        else:
-            vectors = [ops.cast(measured["vectors"], dtype)] * 2
-            bias = ops.cast(measured["bias"], dtype)
-        bias = ops.expand_dims((bias - math.log(self.num_features)) / 2, -2)
-        if not self.is_conditioned:
+        `V z + ν·(x - μ/2)` is `x · (MᵀV + ν) - μ · (MᵀV + ν/2)`.
+        """
+        side, dtype = settings
+        vectors, bias, *conditioning = (ops.cast(x, dtype)[None] for x in weights)
+        if a is not None:
+            rows = fits.oprf(vectors[0, :, 0], a)
+            vectors = ops.where(is_stored, vectors, rows["vectors"][:, :, None])
+            bias = ops.where(is_stored, bias, rows["bias"])
+        bias = bias[:, :, None, None] - math.log(self.num_features)
+        if not conditioning:
+            matrix, bias = side * vectors, bias / 2
             form = Form(ops.full((1, 1, 1, 1), side, dtype))
-            return [Exponents(None, side * x, bias, form) for x in vectors]
-        conditioning = [array(getattr(self, name)) for name in CONDITIONING]
-        centers, matrices = conditioning[:2], conditioning[2:]
-        sides = zip(vectors, matrices, centers, centers[::-1], strict=True)
-        return [_fold(side, bias, *weights) for weights in sides]
+            return [
+                Exponents(None, matrix[:, :, i], bias[:, :, 0], form) for i in (0, -1)
+            ]
+        centers, matrices = conditioning
+        products = accumulated_matmul(
+            matrices, vectors, transpose_a=True, is_precise=True
+        )
+        linear = products + ops.flip(centers, axis=2)[..., None]
+        row = -centers[..., None, :]
+        bias = bias + accumulated_matmul(row, products + linear, is_precise=True)
+        offset = accumulated_matmul(row, matrices, transpose_b=True, is_precise=True)
+        arrays = side * linear, bias / 2, side * ops.swapaxes(matrices, -1, -2), offset
+        sides = [[x[:, :, i] for x in arrays] for i in (0, 1)]
+        return [Exponents(None, x, y, Form(*form)) for x, y, *form in sides]
 
     def before_projection(self, query, key, head=0):
         if not self.is_conditioned:
             return query, key
-        c_q, c_k, m_q, m_k = (number(getattr(self, x), head) for x in CONDITIONING)
-        return (query - c_q) @ m_q.T, (key - c_k) @ m_k.T
+        centers, matrices = number(self.centers, head), number(self.matrices, head)
+        query, key = query - centers[0], key - centers[1]
+        return query @ matrices[0].T, key @ matrices[1].T
 
-    def log_moment(self, head=0, vectors=None):
-        if self.trains:
-            return None
-        a = self.a(vectors)
-        a = a.reshape(-1, *a.shape[-2:])[:, head].mean(axis=0).astype("float64")
-        return lambda x, y: log_moment_per_direction(x, y, a)
+    def log_moment(self, head=0):
+        return None if self.trains else _log_moment(self.a()[head, 0])
 
     def status(self, causal):
         if not self.is_calibrated and self.measures_sequence and causal is False:
@@ -191,38 +192,37 @@ class Exponential(Adaptive, ProjectedFeatureMap):
 
 
 class BoundExponential(Bound):
-    """An `Exponential` map whose weights are folded for one call."""
+    """An `Exponential` map whose weights are folded for one call.
 
-    def __init__(self, feature_map, side, folded):
+    Args:
+        feature_map: A built `Exponential`.
+        side: Number by which tokens are multiplied.
+        folded: The `Exponents` of queries and of keys, without tokens.
+        a: A of each row `(B, K, 1 or H)`, if it was measured, or `None`.
+    """
+
+    def __init__(self, feature_map, side, folded, a=None):
         super().__init__(feature_map, side)
-        self.query, self.key = folded
+        self.folded, self.measured_a = folded, a
 
     def query_features(self, x):
-        return self.query._replace(x=x)
+        """Returns the `Exponents` of queries `(B, T, N, H)`, not scaled."""
+        return self.folded[0]._replace(x=x)
 
     def key_features(self, x):
-        return self.key._replace(x=x)
+        """Returns the `Exponents` of keys `(B, S, K, H)`, not scaled."""
+        return self.folded[1]._replace(x=x)
 
     def log_moment(self, head=0):
         """Returns `FeatureMap.log_moment` for the weights of this call."""
-        vectors = None
-        if self.feature_map.measures_sequence:
-            vectors = as_numpy(self.query.matrix) / self.side
-        return self.feature_map.log_moment(head, vectors)
+        if self.measured_a is None or self.feature_map.is_calibrated:
+            return self.feature_map.log_moment(head)
+        return _log_moment(as_numpy(self.measured_a)[:, head].mean(axis=0))
 
 
-def _fold(side, bias, vectors, matrix, center, other):
-    """Returns the `Exponents` of one side, without tokens, from weights `(1, K, ...)`.
-
-    `V z + ν·(x - μ/2)` is `x · (MᵀV + ν) - μ · (MᵀV + ν/2)`.
-    """
-    matrix = ops.swapaxes(matrix, -1, -2)
-    center, other = ops.expand_dims(center, -2), ops.expand_dims(other, -1)
-    products = accumulated_matmul(matrix, vectors, is_precise=True)
-    constant = accumulated_matmul(center, products + other / 2, is_precise=True)
-    offset = accumulated_matmul(center, matrix, is_precise=True)
-    form = Form(side * matrix, -offset)
-    return Exponents(None, side * (products + other), bias - constant, form)
+def _log_moment(a):
+    a = a.astype("float64")
+    return lambda x, y: log_moment_per_direction(x, y, np.broadcast_to(a, x.shape[-1:]))
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

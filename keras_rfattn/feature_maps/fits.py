@@ -3,8 +3,9 @@
 A fit takes `vectors`, Gaussian draws w of shape `(K, H, m)`, and `samples`, a list of
 pairs `(queries, keys)`, one for each sequence: scaled NumPy arrays of shape
 `(K, n, H)`. `None` stands for no samples. It returns the weights of an `Exponential`
-map by name, as NumPy arrays: `vectors`, `bias`, and, if the fit conditions queries and
-keys, `query_center`, `key_center`, `query_matrix` and `key_matrix`.
+map by name, as NumPy arrays: `vectors` `(K, H, m)`, `bias` `(K, m)`, and, if the fit
+conditions queries and keys, `centers` `(K, 2, H)` and `matrices` `(K, 2, H, H)`, of
+queries first, then of keys.
 
 OPRF, optimal positive random features, have a parameter A of each direction, which
 changes the variance of the estimate but not its mean: V = √(1 - 4A) w, and the bias is
@@ -43,32 +44,27 @@ def dense(vectors, samples=None):
 
     Softmax attention does not depend on the centers and matrices, but the variance of
     its estimate grows with `exp(‖x + y‖²)`, where x and y are the conditioned query and
-    key. Both are centered; then `query_matrix` A and `key_matrix` A⁻ᵀ give them equal
+    key. Both are centered; then a matrix M for queries and M⁻ᵀ for keys give them equal
     covariances; a rotation onto the eigenvectors of `E (x + y)(x + y)ᵀ` follows. Each
     entry of A is the optimum of CRT, equation 7, with d = 1. It is related to DERF,
     whose matrices are chosen in closed form without centers.
     """
     heads, dim = vectors.shape[:2]
     if samples is None:
-        centers = np.zeros((2, heads, dim))
-        query_matrix = key_matrix = np.broadcast_to(np.eye(dim), (heads, dim, dim))
-        weights = favorplus(vectors)
-    else:
-        centers = mean_of(lambda q, k: np.stack([q.mean(1), k.mean(1)]), samples)
-        c_q, c_k = centers[:, :, None]
-        centered = [(q - c_q, k - c_k) for q, k in samples]
-        query_matrix = balance(*second_moments(centered))
-        rotation = _eigenvectors(_through(query_matrix, centered))
-        query_matrix = rotation.swapaxes(-1, -2) @ query_matrix
-        key_matrix = np.linalg.inv(query_matrix).swapaxes(-1, -2)
-        z = mean_of(mean_square, _through(query_matrix, centered))
-        weights = _as_arrays(oprf(vectors, best_a(z, 1)))
+        identity = np.broadcast_to(np.eye(dim), (heads, 2, dim, dim))
+        conditioning = {"centers": np.zeros((heads, 2, dim)), "matrices": identity}
+        return favorplus(vectors) | conditioning
+    centers = mean_of(lambda q, k: np.stack([q.mean(1), k.mean(1)]), samples)
+    c_q, c_k = centers[:, :, None]
+    centered = [(q - c_q, k - c_k) for q, k in samples]
+    matrix = balance(*second_moments(centered))
+    matrix = _eigenvectors(_through(matrix, centered)).swapaxes(-1, -2) @ matrix
+    z = mean_of(mean_square, _through(matrix, centered))
+    inverse = np.linalg.inv(matrix).swapaxes(-1, -2)
     return {
-        **weights,
-        "query_center": centers[0],
-        "key_center": centers[1],
-        "query_matrix": query_matrix,
-        "key_matrix": key_matrix,
+        **_as_arrays(oprf(vectors, best_a(z, 1))),
+        "centers": centers.swapaxes(0, 1),
+        "matrices": np.stack([matrix, inverse], axis=1),
     }
 
 
