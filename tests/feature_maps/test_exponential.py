@@ -30,8 +30,8 @@ ADAPTIVE = [name for name in PRESETS if name != "favorplus"]
 BOUND = ["favorpp", "favorpp_dense"]
 # The weights that the function in `Exponential`'s docstring takes, in its order.
 ARGUMENTS = (
-    "query_vectors", "key_vectors", "bias", "query_matrix", "key_matrix",
-    "query_center", "key_center",
+    "query_vectors", "key_vectors", "bias", "query_matrices", "key_matrices",
+    "query_centers", "key_centers",
 )  # fmt: skip
 STATES = [(name, "drawn") for name in PRESETS]
 STATES += [(name, "calibrated") for name in ADAPTIVE] + [("favorpp_learned", "trained")]
@@ -56,19 +56,20 @@ def in_state(name, state):
 
 
 def weights_of(feature_map):
-    """The weights of all heads by their names, in float64."""
-    query, key = feature_map.sides()
-    weights = {"query_vectors": query, "key_vectors": key, "bias": feature_map.bias}
-    for side in ("query", "key"):
-        for part in ("center", "matrix"):
-            name = f"{side}_{part}"
-            if feature_map.is_conditioned:
-                weights[name] = getattr(feature_map, name)
-            else:
-                shape = (h.HEAD_DIM,) * (2 if part == "matrix" else 1)
-                one = np.eye(*shape) if part == "matrix" else np.zeros(shape)
-                weights[name] = np.stack([one] * h.KV_HEADS)
-    return {k: h.to_numpy(x).astype("float64") for k, x in weights.items()}
+    """The arguments of `documented`, each for all heads, in float64."""
+    dim = h.HEAD_DIM
+    weights = {
+        "centers": np.zeros((h.KV_HEADS, 2, dim)),
+        "matrices": np.broadcast_to(np.eye(dim), (h.KV_HEADS, 2, dim, dim)),
+    }
+    for weight in feature_map.weights:
+        weights[weight.name] = h.to_numpy(weight)
+    bias = {"bias": weights["bias"].astype("float64")}
+    return bias | {
+        f"{side}_{name}": weights[name][:, i].astype("float64")
+        for name in ("vectors", "centers", "matrices")
+        for side, i in (("query", 0), ("key", -1))
+    }
 
 
 # --- The function in the docstring
@@ -215,7 +216,7 @@ def test_the_learned_map_starts_as_another_bit_for_bit(name):
 def test_every_weight_of_the_learned_map_trains():
     learned = build("favorpp_learned")
     names = {w.path.split("/")[-1] for w in learned.trainable_weights}
-    assert names == set(ARGUMENTS)
+    assert names == {"vectors", "bias", "centers", "matrices"}
     tensors = [ops.convert_to_tensor(x) for x in h.problem()]
     mask = AttentionMask(causal=True, self_attention=True)
     learned.adapt([h.sample()])
@@ -223,11 +224,15 @@ def test_every_weight_of_the_learned_map_trains():
     before = h.to_numpy(attend(*tensors, learned, mask))
     for weight in variables:
         value = h.to_numpy(weight).copy()
-        step = np.random.default_rng(0).normal(size=value.shape)
-        weight.assign(value + 0.3 * step)
-        # A weight of which the output does not depend would train for nothing.
-        assert np.abs(h.to_numpy(attend(*tensors, learned, mask)) - before).max() > 1e-3
-        weight.assign(value)
+        for side in range(value.shape[1] if weight.name != "bias" else 1):
+            step = np.random.default_rng(0).normal(size=value.shape)
+            if weight.name != "bias":
+                step[:, 1 - side] = 0
+            weight.assign(value + 0.3 * step)
+            # A weight that the output does not depend on would train for nothing.
+            moved = h.to_numpy(attend(*tensors, learned, mask)) - before
+            assert np.abs(moved).max() > 1e-3
+            weight.assign(value)
     for name in ("favorplus", *BOUND):
         assert not build(name).trainable_variables
 
@@ -302,7 +307,7 @@ def test_redraw_keeps_the_fit_and_draws_other_vectors(name):
     def state():
         kept = {k: x for k, x in weights_of(feature_map).items() if "vec" not in k}
         bias = kept.pop("bias")
-        return feature_map.a(), kept, h.to_numpy(feature_map.sides()[0]).copy(), bias
+        return feature_map.a(), kept, h.to_numpy(feature_map.vectors).copy(), bias
 
     a, kept, vectors, bias = state()
     assert np.max(a) < -0.001
@@ -316,8 +321,9 @@ def test_redraw_keeps_the_fit_and_draws_other_vectors(name):
     assert np.all(draws != feature_map.random_vectors(1))
     assert feature_map.is_calibrated and int(h.to_numpy(feature_map.draws)) == 1
     # The bias is that of the new vectors, so that the estimate stays unbiased.
-    expected = fits.oprf(feature_map.random_vectors(1), a)
-    h.assert_close(others, expected["vectors"], 1e-4)
+    expected = fits.oprf(feature_map.random_vectors(1), a[:, 0])
+    for side in range(others.shape[1]):
+        h.assert_close(others[:, side], expected["vectors"], 1e-4)
     h.assert_close(other_bias, expected["bias"], 1e-4)
 
 
@@ -349,7 +355,7 @@ def test_weights_are_saved(name, state, tmp_path):
     # Another draw of the copy keeps its fit too.
     feature_map.redraw(**({} if state != "trained" else {"discard_training": True}))
     loaded.redraw(**({} if state != "trained" else {"discard_training": True}))
-    h.assert_same(loaded.sides()[0], feature_map.sides()[0])
+    h.assert_same(loaded.vectors, feature_map.vectors)
     h.assert_same(h.forward(other)(x), h.forward(one)(x))
 
 
@@ -599,10 +605,9 @@ def far_from_center(norms, condition, length=30):
     centers = generator.normal(size=(2, heads, dim))
     centers /= np.linalg.norm(centers, axis=-1, keepdims=True)
     centers *= np.reshape(norms, (2, 1, 1))
-    feature_map.query_matrix.assign(matrix)
-    feature_map.key_matrix.assign(inverse.swapaxes(-1, -2))
-    feature_map.query_center.assign(centers[0])
-    feature_map.key_center.assign(centers[1])
+    both = np.stack([matrix, inverse.swapaxes(-1, -2)], axis=1)
+    feature_map.matrices.assign(both)
+    feature_map.centers.assign(centers.swapaxes(0, 1))
     query = 0.5 * generator.normal(size=(length, h.HEADS, dim))
     key = 0.5 * generator.normal(size=(length, heads, dim))
     # The center of queries would make some keys far likelier than others.

@@ -73,18 +73,17 @@ def test_samples_have_equal_weights(fit):
         z = np.mean([square_by_pairs(*pair) for pair in moved], axis=0)
         a = h.to_numpy(fits.best_a(z, 1))
         centers = np.mean([[x.mean(1) for x in pair] for pair in samples], axis=0)
-        h.assert_close(weights["query_center"], centers[0])
-        h.assert_close(weights["key_center"], centers[1])
+        h.assert_close(weights["centers"], centers.swapaxes(0, 1))
     found = fits.a_of(fit(draws(), samples)["vectors"], draws())
     assert np.max(a) < -0.01
     h.assert_close(found, a, 1e-5)
 
 
 def conditioned(weights, pair):
+    centers, matrices = weights["centers"][:, :, None], weights["matrices"]
     return [
-        (x - weights[f"{side}_center"][:, None])
-        @ weights[f"{side}_matrix"].swapaxes(-1, -2)
-        for side, x in zip(("query", "key"), pair, strict=True)
+        (x - centers[:, i]) @ matrices[:, i].swapaxes(-1, -2)
+        for i, x in enumerate(pair)
     ]
 
 
@@ -113,8 +112,8 @@ def test_dense_makes_sums_uncorrelated():
 
 
 def test_dense_keeps_products():
-    weights = fits.dense(draws(), [sample()])
-    product = weights["query_matrix"].swapaxes(-1, -2) @ weights["key_matrix"]
+    matrices = fits.dense(draws(), [sample()])["matrices"]
+    product = matrices[:, 0].swapaxes(-1, -2) @ matrices[:, 1]
     h.assert_close(product, np.broadcast_to(np.eye(DIM), product.shape), 1e-5)
 
 
