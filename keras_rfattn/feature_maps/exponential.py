@@ -119,12 +119,20 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         return fits.a_of(as_numpy(self.vectors.value), draws)
 
     def query_features(self, x):
-        return self.bind(x, x, causal=True).query_features(x)
+        return self._bound(x, x, causal=True).query_features(x)
 
     def key_features(self, x):
-        return self.bind(x, x, causal=True).key_features(x)
+        return self._bound(x, x, causal=True).key_features(x)
 
     def bind(self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False):
+        names = "query_features", "key_features"
+        if any(getattr(type(self), x) is not getattr(Exponential, x) for x in names):
+            # Of a subclass with features of its own, which take scaled tokens.
+            return super().bind(query, key, side)
+        return self._bound(query, key, side, query_mask, key_mask, causal)
+
+    def _bound(self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False):
+        """Returns the map for one call, by the weights alone."""
         settings = side, wide_dtype(query, key)
         weights = self.vectors, self.bias
         if self.is_conditioned:
