@@ -15,6 +15,7 @@ from keras_rfattn.feature_maps.trained import as_numpy, integer
 from keras_rfattn.kernels.variance import log_moment_per_direction
 from keras_rfattn.ops.exponents import Exponents, Form
 
+
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Exponential(Adaptive, ProjectedFeatureMap):
     """Features `exp(V z + b/2 - ‖z‖²/2 + ν·x) / √m` of the conditioned `z = M (x - μ)`.
@@ -131,7 +132,9 @@ class Exponential(Adaptive, ProjectedFeatureMap):
             return super().bind(query, key, side)
         return self._bound(query, key, side, query_mask, key_mask, causal)
 
-    def _bound(self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False):
+    def _bound(
+        self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False
+    ):
         """Returns the map for one call, by the weights alone."""
         settings = side, wide_dtype(query, key)
         weights = self.vectors, self.bias

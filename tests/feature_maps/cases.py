@@ -80,10 +80,10 @@ HYBRID = {"size": 0.25, "estimators": {}, "wide": 200}
 CASES = {
     "favor": Case(size=0.5, low_precision=0.4),
     "favorpp": Case(
-        estimators={"A = 0": Estimator({}), "A = -0.1": Estimator({}, a=-0.1)},
+        estimators={"A = 0": Estimator({}), "A = -0.1": Estimator({}, a=-0.1)}
     ),
     "favorpp_dense": Case(
-        estimators={"A = 0": Estimator({}), "A = -0.1": Estimator({}, a=-0.1)},
+        estimators={"A = 0": Estimator({}), "A = -0.1": Estimator({}, a=-0.1)}
     ),
     "gerf": Case(
         size=0.5,

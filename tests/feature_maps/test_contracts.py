@@ -31,9 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarnin
 
 def token_by_token(query, key, value, mask):
     """Causal attention by the recurrent state, from features."""
-    state = init_state(
-        h.BATCH, h.KV_HEADS, key.width, h.VALUE_DIM, key.scale_width
-    )
+    state = init_state(h.BATCH, h.KV_HEADS, key.width, h.VALUE_DIM, key.scale_width)
     extend, read = h.compiled(extend_state), h.compiled(read_state)
     outputs = []
     for t in range(value.shape[1]):

@@ -458,9 +458,7 @@ def traced(function, *arrays):
     if backend == "tensorflow":
         import tensorflow as tf
 
-        shapes = [
-            tf.TensorSpec([None, None, *x.shape[2:]], x.dtype) for x in tensors
-        ]
+        shapes = [tf.TensorSpec([None, None, *x.shape[2:]], x.dtype) for x in tensors]
         return [
             tf.function(function)(*tensors),
             tf.function(function, input_signature=shapes)(*tensors),
@@ -676,7 +674,9 @@ def test_windows_weigh_features_as_they_weigh_the_kernel(state, options, is_caus
     # There the common exponents of queries count.
     feature_map = in_state("favorpp_learned", state)
     x = h.problem(size=0.5)
-    found = attention_of(feature_map, x, is_causal, options=Options(window=5, **options))
+    found = attention_of(
+        feature_map, x, is_causal, options=Options(window=5, **options)
+    )
     tokens = np.arange(h.LENGTH) // 5
     ahead = tokens[None] - tokens[:, None]
     is_sliding = options.get("sliding", False)

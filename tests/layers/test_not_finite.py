@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn import feature_maps
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.decoding import looked_up, onward

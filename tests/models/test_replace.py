@@ -432,7 +432,7 @@ def test_compiled_models_keep_training(when):
     assert loss[-1] < loss[0]
     # Self-attention in training fills the stored statistics of FAVOR++.
     notes = [row.note for row in keras_rfattn.describe_attention(model).rows]
-    assert notes == ["calibrated"] * 2
+    assert notes == ["statistics per sequence"] * 2
     keras_rfattn.restore_attention(model)
     model.fit(data(), target, verbose=0)
 

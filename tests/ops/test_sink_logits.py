@@ -123,7 +123,9 @@ def test_gradients(causal):
 
     def dense(query, key, value, sinks):
         side = H**-0.25
-        query = keras.ops.exp(feature_map.query_features(side * query).dense().log_scale)
+        query = keras.ops.exp(
+            feature_map.query_features(side * query).dense().log_scale
+        )
         key = keras.ops.exp(feature_map.key_features(side * key).dense().log_scale)
         key, value = (keras.ops.repeat(x, N // K, axis=2) for x in (key, value))
         weights = keras.ops.einsum("btnm,bsnm->bnts", query, key) * visible

@@ -1,9 +1,9 @@
-"""Makes the files beside this one, which show that files of an older commit still load.
+"""Makes the files beside this one, which guard the format of saved models.
 
     KERAS_BACKEND=jax python tests/models/saved/make.py FOLDER
 
-They were made with the package as it was at commit 2f1860e. Do not make them again with
-a later one.
+A file that no longer loads, or gives other outputs, shows that the format has changed.
+Make the files again only for a change that is meant, before a release.
 """
 
 import json
@@ -16,6 +16,7 @@ import numpy as np
 
 import keras_rfattn
 from keras_rfattn import feature_maps as maps
+from keras_rfattn import papers
 
 X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
 TOKENS = np.array([[5, 7, 9, 4, 2, 0], [3, 8, 6, 2, 0, 0]], "int32")
@@ -46,9 +47,9 @@ MECHANISMS = {
 } | {"elu": {}, "polynomial": {"degree": 2}}
 NOT_BY_NAME = {
     "hadamard": lambda: maps.FavorPlus(3, projection="hadamard", seed=1),
-    "full": lambda: maps.ComplexExponential(3, form="full", seed=3),
-    "hybrid": lambda: maps.Hybrid(
-        ["favor", maps.FavorPlus(2, seed=0)], [maps.AngularCoefficient(2, seed=1)]
+    "full": lambda: papers.ComplexExponential(3, form="full", seed=3),
+    "hybrid": lambda: papers.Hybrid(
+        ["favor", maps.FavorPlus(2, seed=0)], [papers.AngularCoefficient(2, seed=1)]
     ),
     "elu_projected": lambda: maps.ProjectedElu(4, projection="gaussian", seed=6),
     "relu_plain": lambda: maps.PlainRelu(),
