@@ -236,7 +236,7 @@ class Attention:
         return exact_attention(query, key, value, kernel, *masks)
 
     def _by_features(self, features, near, value, visible, prefix):
-        """Computes `linear` from features, and from scaled tokens if near ones count."""
+        """Computes `linear` from features, and from scaled tokens if some are near."""
         options, is_causal, local = self.options, self.mask.causal, None
         key_mask, lengths = needed(visible), [x.num_tokens for x in features]
         if options.window is not None:

@@ -138,7 +138,8 @@ def by_definition(query, key, query_mask=None, key_mask=None):
     groups = query.shape[2] // key.shape[2]
     rows = []
     for b in range(len(key)):
-        q, k = (x[b, m[b]].astype("float64") for x, m in zip((query, key), masks))
+        q = query[b, masks[0][b]].astype("float64")
+        k = key[b, masks[1][b]].astype("float64")
         q = q.reshape(len(q), key.shape[2], groups, -1).transpose(1, 0, 2, 3)
         q = q.reshape(key.shape[2], -1, query.shape[-1])
         rows.append(square_by_pairs(q, k.swapaxes(0, 1)))

@@ -430,7 +430,7 @@ def test_compiled_models_keep_training(when):
     np.testing.assert_allclose(linear, output(model), rtol=1e-4, atol=1e-5)
     loss = model.fit(data(), target, epochs=3, verbose=0).history["loss"]
     assert loss[-1] < loss[0]
-    # Self-attention in training fills the stored statistics of FAVOR++.
+    # Training stores no statistics of FAVOR++.
     notes = [row.note for row in keras_rfattn.describe_attention(model).rows]
     assert notes == ["statistics per sequence"] * 2
     keras_rfattn.restore_attention(model)
