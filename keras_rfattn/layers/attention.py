@@ -207,7 +207,7 @@ class Attention:
         is_equal = feature_map.has_exact_features and window is None
         is_short = is_equal and fits(key.shape[1], feature_map.output_dim)
         is_exact, local = feature_map.is_exact or is_short, None
-        if is_exact or window is not None:
+        if is_exact or window is not None or self.options.sinks:
             local = self.local(query, key, bound)
         length, heads = query.shape[1], query.shape[2]
         if mask.causal:
@@ -239,13 +239,13 @@ class Attention:
         """Computes `linear` from features, with `near` tokens if there is a window."""
         options, is_causal, local = self.options, self.mask.causal, None
         key_mask, lengths = needed(visible), [x.num_tokens for x in features]
-        if near is not None:
+        if options.window is not None:
             kernel = self.feature_map.exact_kernel
             local = Local(*near, kernel, options.window, options.sliding)
         output = fused.attention(features, value, local, key_mask, is_causal, options)
         if output is not None:
             return output
-        if local is not None:
+        if near is not None:
             features = self.with_sinks(features, *near, key_mask)
         devices = sequence_axis(*lengths, options, is_causal)
         if devices is not None and prefix is None:

@@ -206,8 +206,3 @@ def test_maps_without_vectors_take_none():
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="`projection` must be one of"):
         feature_maps.get("favor", projection="orthogonl")
-    with pytest.raises(ValueError, match="`statistics` must be one of"):
-        feature_maps.get("favorpp", statistics="running")
-    for momentum in (-0.1, 1, 1.5):
-        with pytest.raises(ValueError, match=r"`momentum` must be in \[0, 1\)"):
-            feature_maps.get("favorpp", momentum=momentum)
