@@ -212,11 +212,11 @@ def fold(step, carry, blocks):
 
 
 def by_rows(function, arrays, size, batch):
+    rows = batch if size is None else max(1, FLOATS // size)
     # Flattening the arrays costs more than a small layer.
-    if size is None or FLOATS // size >= batch or _is_traced() or _is_on_gpu(arrays):
+    if rows >= batch or _is_traced() or _is_on_gpu(arrays):
         return function(*arrays)
     leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
-    rows = max(1, FLOATS // size)
     if any(x.shape[0] not in (1, batch) for x in leaves):
         return function(*arrays)
     parts = [function(*part) for part in _cut(arrays, rows, 0)]
