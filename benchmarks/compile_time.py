@@ -19,6 +19,7 @@ import numpy as np
 MECHANISMS = [
     ("softmax", None),
     ("favorplus", None),
+    ("favorpp_learned", None),
     ("hedgehog", None),
     ("favorpp", None),
     ("polysketch", None),

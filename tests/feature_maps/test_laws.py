@@ -81,7 +81,7 @@ def test_exponents_are_those_of_features(name, side):
     matrix, bias = (ops.repeat(p, groups, axis=1) for p in (found.matrix, found.bias))
     products = ops.einsum("btnh,onhm->btnm", found.x, matrix)
     rows = heads_first(found, h.KV_HEADS)
-    common = merge_heads(rows.common(), h.HEADS, h.LENGTH)
+    common = merge_heads(rows.settled().common, h.HEADS, h.LENGTH)
     assert common.shape[-1] == 1
     actual = products + ops.swapaxes(bias, 1, 2) + common
     expected = found.dense()
