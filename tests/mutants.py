@@ -57,10 +57,9 @@ MUTANTS = {
         "::test_gradients_of_a_bound_call_hold_its_statistic_fixed",
     ),
     "one A for all rows of a batch": Mutant(
-        "feature_maps/exponential.py", "_best_a",
-        "fits.best_a(z, self.directions or self.head_dim)",
-        "fits.best_a(ops.mean(z, axis=0, keepdims=True), "
-        "self.directions or self.head_dim)",
+        "feature_maps/exponential.py", "bind",
+        "self.best_a(side**2 * z)",
+        "self.best_a(side**2 * ops.mean(z, axis=0, keepdims=True))",
         "feature_maps/test_exponential.py::test_rows_are_bound_one_by_one",
     ),
     "an A bound to tokens before they are scaled": Mutant(

@@ -47,7 +47,10 @@ class Adaptive:
     def status(self, causal):
         if not self.is_adaptive:
             return ""
-        return "calibrated" if self.is_calibrated else "uncalibrated"
+        if self.is_calibrated:
+            return "calibrated"
+        measures = self.measures_sequence and causal is False
+        return "statistics per sequence" if measures else "uncalibrated"
 
     def adapt(self, samples, discard_training=False):
         """Sets the parameters from data, and replaces earlier measurements.

@@ -1,5 +1,6 @@
 """The exponential map `exp(V z + b + c(x))`: FAVOR+, FAVOR++ and their learned kin."""
 
+import functools
 import math
 
 import keras
@@ -15,15 +16,26 @@ from keras_rfattn.feature_maps.weights import as_numpy, integer
 from keras_rfattn.kernels.variance import log_moment_per_direction
 from keras_rfattn.ops.exponents import Exponents, Form
 
+precise_matmul = functools.partial(accumulated_matmul, is_precise=True)
+
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Exponential(Adaptive, ProjectedFeatureMap):
-    """Features `exp(V z + b/2 - ‖z‖²/2 + ν·x) / √m` of the conditioned `z = M (x - μ)`.
+    """Features `exp(Vᵀz + b/2 - ‖z‖²/2 + ν·(x - μ/2)) / √m`, with `z = M (x - μ)`.
 
-    Theorem. Let the rows of V be `√(1 - 4A) w` with Gaussian w and a diagonal A <= 0,
-    the same for queries and keys, let `b = 2 wᵀA w + ½ log det(1 - 4A)`, and let
-    `M_q = M_k⁻ᵀ`. Then the products of query and key features average to the softmax
-    kernel `exp(q · k)`, for every A, M and μ ("Chefs' Random Tables", theorem 3.1, and
+    Here x is a query or a key, M and μ belong to its side, and ν is the μ of the other
+    side. The weights, for K key/value heads, are:
+
+    - `vectors` V `(K, 2, H, m)`: the columns are the features' vectors, of queries and
+      of keys; `(K, 1, H, m)`, the same for both, unless the map trains.
+    - `bias` b `(K, m)`: the logarithm of each feature's weight.
+    - `centers` μ `(K, 2, H)` and `matrices` M `(K, 2, H, H)`, of queries and of keys,
+      which condition the tokens, if `is_conditioned`. Otherwise M is 1 and μ is 0.
+
+    Theorem. Let V be `√(1 - 4A) w` for Gaussian vectors w and a diagonal A <= 0, the
+    same on both sides, let `b = 2 wᵀA w + ½ log det(1 - 4A)`, and let `M_q = M_k⁻ᵀ`.
+    Then products of query and key features average to the softmax kernel `exp(q · k)`
+    ("Chefs' Random Tables", 2022, theorem 3.1, and
     `q·k = z_q·z_k + μ_k·q + μ_q·k - μ_q·μ_k`). A, M and μ change only the variance.
 
     The map equals this function of one head's queries and keys, scaled, `(n, H)`:
@@ -41,38 +53,23 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         phi_q, phi_k = features(...)
         attention = phi_q @ (phi_k.T @ v) / (phi_q @ phi_k.sum(0))[:, None]
 
-    There are four differences from it. The exponents are returned, not applied, so that
-    nothing overflows. The scale of attention, M, μ and ν are folded into one matrix and
-    one bias a side, once a call. Attention leaves out the common exponent of a query,
-    which cancels. Without conditioning (`is_conditioned`), M is 1 and μ is 0.
+    There are three differences. Exponents are returned, not applied, so that nothing
+    overflows. The scale of attention, M, μ and ν are folded into one matrix and one
+    bias a side, once a call. Attention leaves out the exponent that all features of a
+    query share, because it cancels.
 
-    Its weights, for K key/value heads: `vectors` V `(K, 2, H, m)`, of queries and of
-    keys (`(K, 1, H, m)`, the same for both, unless they train); `bias` b `(K, m)`, the
-    logarithm of each feature's weight; and, if the map is conditioned, `centers` μ
-    `(K, 2, H)` and `matrices` M `(K, 2, H, H)`, of queries and of keys.
-
-    A subclass chooses the fit, a function in `fits.py` or of your own, that sets the
-    weights: at first from random vectors alone, then, by `keras_rfattn.calibrate`, from
-    samples of queries and keys.
+    A subclass chooses a fit, from `fits.py` or of its own, that sets the weights: at
+    first from random vectors alone, and in `calibrate` from queries and keys.
 
     Args:
         num_features: Number m of features, twice the head dim by default.
-        projection: How random vectors are drawn: `"orthogonal"` (default),
-            `"gaussian"` or a `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `projection` is
-            unknown.
+        **kwargs: The arguments `projection` and `seed` of `ProjectedFeatureMap`.
 
     Examples:
-        >>> from keras_rfattn import feature_maps, layers
-        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
-        >>> x = np.ones((1, 10, 16), "float32")
-        >>> tuple(layer(x, x).shape), feature_map.output_dim
-        ((1, 10, 16), 32)
+        >>> feature_map = keras_rfattn.feature_maps.FavorPlus(num_features=32, seed=0)
+        >>> feature_map.build((None, None, 2, 8))
+        >>> tuple(feature_map.vectors.shape)
+        (2, 1, 8, 32)
     """
 
     has_exponents = True
@@ -82,9 +79,11 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     trains = False
     # Whether the fit sets centers and matrices.
     is_conditioned = False
-    # The number of coordinates that share one A, for a map that measures the sequence
-    # at hand while it is not calibrated; `None` for the head dim.
-    directions = None
+    # The function in `fits.py` from mean squares to A, for a map that measures the
+    # sequence at hand while it is not calibrated.
+    best_a = None
+
+    measures_sequence = property(lambda self: self.best_a is not None)
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -93,9 +92,8 @@ class Exponential(Adaptive, ProjectedFeatureMap):
             cls.has_exponents = False
 
     def add_vectors(self):
-        weights = self._weights(self.fitted(self.random_vectors(0)))
         add = self.add_trained if self.trains else self.add_fixed
-        for name, value in weights.items():
+        for name, value in self._stacked(self.fitted(self.random_vectors(0))):
             setattr(self, name, add(name, np.array(value, "float32")))
 
     def random_vectors(self, draw):
@@ -103,22 +101,23 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         shape = self.num_heads, self.head_dim, self.num_features
         return self.initializer(draw).draw(shape)
 
-    def _weights(self, fit):
-        """Returns the result of a fit with vectors of one or of both sides."""
-        copies = 2 if self.trains else 1
-        return {**fit, "vectors": np.stack([fit["vectors"]] * copies, axis=1)}
+    def _stacked(self, fit):
+        """Yields the weights of a fit, with vectors of one or of both sides."""
+        sides = 2 if self.trains else 1
+        for name, value in fit.items():
+            yield name, np.stack([value] * sides, 1) if name == "vectors" else value
+
+    def _assign(self, fit):
+        for name, value in self._stacked(fit):
+            getattr(self, name).assign(value)
 
     def fit(self, samples):
-        draws = self.random_vectors(integer(self.draws))
-        for name, value in self._weights(self.fitted(draws, samples)).items():
-            getattr(self, name).assign(value)
+        self._assign(self.fitted(self.random_vectors(integer(self.draws)), samples))
 
     def assign_vectors(self, draw):
         # A is kept, and conditioning with it.
-        weights = fits.oprf(self.random_vectors(draw), self.a()[:, 0])
-        weights = {name: as_numpy(x) for name, x in weights.items()}
-        for name, value in self._weights(weights).items():
-            getattr(self, name).assign(value)
+        fit = fits.oprf(self.random_vectors(draw), self.a()[:, 0])
+        self._assign({name: as_numpy(x) for name, x in fit.items()})
 
     def a(self):
         """Returns A of each side and direction, a NumPy array `(K, 1 or 2, H)`."""
@@ -141,7 +140,7 @@ class Exponential(Adaptive, ProjectedFeatureMap):
             is_stored = ops.convert_to_tensor(self.updates) > 0
             if not known_true(is_stored):
                 z = fits.mean_square_of_rows(query, key, query_mask, key_mask)
-                a = self._best_a(side**2 * z)
+                a = self.best_a(side**2 * z)
                 folded = self._fold(settings, weights, a, is_stored)
                 return BoundExponential(self, side, folded, a)
         return BoundExponential(self, side, kept(self, settings, weights, self._fold))
@@ -149,15 +148,8 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     def _values(self):
         """Returns the values of the weights that `_fold` takes."""
         weights = self.vectors, self.bias
-        if self.is_conditioned:
-            weights += self.centers, self.matrices
-        return [x.value for x in weights]
-
-    def _best_a(self, z):
-        """Returns A `(B, K, 1 or H)` for the mean squares z of rows, `(B, K, H)`."""
-        if self.directions is None:
-            z = ops.sum(z, axis=-1, keepdims=True)
-        return fits.best_a(z, self.directions or self.head_dim)
+        conditioning = (self.centers, self.matrices) if self.is_conditioned else ()
+        return [x.value for x in (*weights, *conditioning)]
 
     def _fold(self, settings, weights, a=None, is_stored=True):
         """Returns the `Exponents` of queries and of keys, without tokens.
@@ -174,17 +166,14 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         if not conditioning:
             matrix, bias = side * vectors, bias / 2
             form = Form(ops.full((1, 1, 1, 1), side, dtype))
-            return [
-                Exponents(None, matrix[:, :, i], bias[:, :, 0], form) for i in (0, -1)
-            ]
+            sides = matrix[:, :, 0], matrix[:, :, -1]
+            return [Exponents(None, x, bias[:, :, 0], form) for x in sides]
         centers, matrices = conditioning
-        products = accumulated_matmul(
-            matrices, vectors, transpose_a=True, is_precise=True
-        )
+        products = precise_matmul(matrices, vectors, transpose_a=True)
         linear = products + ops.flip(centers, axis=2)[..., None]
         row = -centers[..., None, :]
-        bias = bias + accumulated_matmul(row, products + linear, is_precise=True)
-        offset = accumulated_matmul(row, matrices, transpose_b=True, is_precise=True)
+        bias = bias + precise_matmul(row, products + linear)
+        offset = precise_matmul(row, matrices, transpose_b=True)
         arrays = side * linear, bias / 2, side * ops.swapaxes(matrices, -1, -2), offset
         sides = [[x[:, :, i] for x in arrays] for i in (0, 1)]
         return [Exponents(None, x, y, Form(*form)) for x, y, *form in sides]
@@ -199,36 +188,21 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     def log_moment(self, head=0):
         return None if self.trains else _log_moment(self.a()[head, 0])
 
-    def status(self, causal):
-        if not self.is_calibrated and self.measures_sequence and causal is False:
-            return "statistics per sequence"
-        return super().status(causal)
-
 
 class BoundExponential(Bound):
-    """An `Exponential` map whose weights are folded for one call.
-
-    Args:
-        feature_map: A built `Exponential`.
-        side: Number by which tokens are multiplied.
-        folded: The `Exponents` of queries and of keys, without tokens.
-        a: A of each row `(B, K, 1 or H)`, if it was measured, or `None`.
-    """
+    """An `Exponential` whose weights are `folded` for one call, as `Exponents`."""
 
     def __init__(self, feature_map, side, folded, a=None):
         super().__init__(feature_map, side)
         self.folded, self.measured_a = folded, a
 
     def query_features(self, x):
-        """Returns the `Exponents` of queries `(B, T, N, H)`, not scaled."""
         return self.folded[0]._replace(x=x)
 
     def key_features(self, x):
-        """Returns the `Exponents` of keys `(B, S, K, H)`, not scaled."""
         return self.folded[1]._replace(x=x)
 
     def log_moment(self, head=0):
-        """Returns `FeatureMap.log_moment` for the weights of this call."""
         if self.measured_a is None or self.feature_map.is_calibrated:
             return self.feature_map.log_moment(head)
         return _log_moment(as_numpy(self.measured_a)[:, head].mean(axis=0))
@@ -257,7 +231,7 @@ class FavorPP(Exponential):
 
     fitted = staticmethod(fits.favorpp)
     is_generalized_exponential = True
-    measures_sequence = True
+    best_a = staticmethod(fits.best_a_of_head)
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -271,8 +245,7 @@ class FavorPPDense(Exponential):
     fitted = staticmethod(fits.dense)
     is_conditioned = True
     is_symmetric = False
-    measures_sequence = True
-    directions = 1
+    best_a = staticmethod(fits.best_a_of_directions)
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

@@ -35,8 +35,7 @@ def favorpp(vectors, samples=None):
     """FAVOR++ (CRT, equations 7 and 8): the best A of each head, 0 without samples."""
     if samples is None:
         return favorplus(vectors)
-    z = mean_of(mean_square, samples).sum(axis=-1, keepdims=True)
-    return _as_arrays(oprf(vectors, best_a(z, vectors.shape[1])))
+    return _as_arrays(oprf(vectors, best_a_of_head(mean_of(mean_square, samples))))
 
 
 def dense(vectors, samples=None):
@@ -62,7 +61,7 @@ def dense(vectors, samples=None):
     z = mean_of(mean_square, _through(matrix, centered))
     inverse = np.linalg.inv(matrix).swapaxes(-1, -2)
     return {
-        **_as_arrays(oprf(vectors, best_a(z, 1))),
+        **_as_arrays(oprf(vectors, best_a_of_directions(z))),
         "centers": centers.swapaxes(0, 1),
         "matrices": np.stack([matrix, inverse], axis=1),
     }
@@ -79,6 +78,16 @@ def best_a(z, dim):
     root = ops.sqrt(ops.square(2 * z + dim) + 8 * dim * z)
     rho = 2 * dim / (root + 2 * z + dim)
     return (1 - 1 / rho) / 8
+
+
+def best_a_of_head(z):
+    """Returns the A `(..., 1)` of heads with mean squares z `(..., H)`."""
+    return best_a(ops.sum(z, axis=-1, keepdims=True), z.shape[-1])
+
+
+def best_a_of_directions(z):
+    """Returns the A `(..., H)` of directions with mean squares z `(..., H)`."""
+    return best_a(z, 1)
 
 
 def oprf(vectors, a):

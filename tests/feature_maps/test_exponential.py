@@ -112,7 +112,7 @@ def bound_weights(feature_map, query, key):
     shape = len(query), h.KV_HEADS, -1, h.HEAD_DIM
     q = np.reshape(query, shape).transpose(1, 0, 2, 3).reshape(h.KV_HEADS, -1, shape[3])
     samples = [(q, key.swapaxes(0, 1))]
-    if feature_map.directions is None:
+    if feature_map.best_a is fits.best_a_of_head:
         fit = fits.favorpp(w, samples)
     else:
         # A of each direction; queries and keys are as they are.
