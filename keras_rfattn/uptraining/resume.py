@@ -12,9 +12,10 @@ import keras
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.arguments import check_sizes, title
+from keras_rfattn.arguments import check_sizes
 from keras_rfattn.backend.devices import backend_name
 from keras_rfattn.feature_maps.weights import checksum
+from keras_rfattn.layers.checks import title
 from keras_rfattn.uptraining.weights import fresh_adapters
 
 FORMAT, FILE = 4, "uptrain.npz"
