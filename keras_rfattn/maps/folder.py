@@ -14,7 +14,7 @@ KEYS = {
 }  # fmt: skip
 LAYER_KEYS = {
     "path": str, "mechanism": str, "feature_map": dict, "options": dict,
-    "fingerprint": list, "is_trained": bool,
+    "fingerprint": list,
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 from types import SimpleNamespace
 
 import keras
@@ -16,7 +15,6 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.fingerprint import agrees
-from keras_rfattn.maps.card import summary
 from keras_rfattn.models.replace import check_change
 from keras_rfattn.models.stable_names import MAP
 from keras_rfattn.models.survey import survey
@@ -51,8 +49,7 @@ def load_maps(
             `"kaggle://user/model/keras/variation"` or `"modelscope://user/name"` URI.
         base: `None` requires the weights of the model whose maps were saved. `"any"`
             also accepts another checkpoint of the same class and shapes, a fine-tuned
-            one for instance. `describe_attention` then marks the maps as trained for
-            another checkpoint.
+            one for instance.
         block_size: This and the following are `keras_rfattn.ops.Options` that maps can
             be given anew, because they do not change what was trained, for example on
             another device. `None` keeps the saved one.
@@ -95,7 +92,8 @@ def load_maps(
         "implementation": implementation,
     }
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    is_same = matcher.check_checkpoint(base == "any")
+    if base is None:
+        matcher.check_checkpoint()
     changes = [(site, *matcher.build(site, entry, chosen)) for site, entry in pairs]
     for site, feature_map, options in changes:
         check_change(feature_map, options, [site])
@@ -103,18 +101,14 @@ def load_maps(
         matcher.weights_of_map(feature_map, entry)
         for (_, feature_map, _), (_, entry) in zip(changes, pairs, strict=True)
     ]
-    origins = [_origin(source, entry, manifest, is_same) for _, entry in pairs]
 
     # The checks are complete: from here on, the model changes.
     new = [change for change in changes if not change[0].is_linear]
     saving.commit(model, matcher.sites, new)
-    for (site, _, options), weights, origin in zip(
-        changes, values, origins, strict=True
-    ):
+    for (site, _, options), weights in zip(changes, values, strict=True):
         site.layer.options = options
         for variable, array in weights:
             variable.assign(array)
-        site.layer.origin = origin
     return model
 
 
@@ -179,11 +173,10 @@ class Matcher:
             )
         return pairs
 
-    def check_checkpoint(self, accepts_any):
-        """Returns whether the model has the weights that the maps were trained with."""
+    def check_checkpoint(self):
+        """Raises `ValueError` unless the model has the weights of the maps."""
         own = stable_names.checkpoint_hash(self.model)
-        is_same = own == self.manifest["base"]["weights"]
-        if not is_same and not accepts_any:
+        if own != self.manifest["base"]["weights"]:
             name = self.manifest["base"].get("name")
             raise ValueError(
                 f"The maps of {self.source!r} were saved with the weights of "
@@ -194,7 +187,6 @@ class Matcher:
                 "weights first, or pass base='any' to use the maps with the model's "
                 "weights, and measure the quality."
             )
-        return is_same
 
     def build(self, site, entry, chosen):
         """Returns the built map of a layer, and its options, some of them chosen."""
@@ -248,10 +240,3 @@ class Matcher:
 
 def _names(text, names):
     return f"{text} {', '.join(sorted(names))}. " if names else ""
-
-
-def _origin(source, entry, manifest, is_same):
-    parts = [pathlib.PurePath(str(source)).name, summary(entry, manifest)]
-    if not is_same:
-        parts.append("trained for another checkpoint")
-    return ", ".join(part for part in parts if part)

@@ -50,9 +50,8 @@ def save_maps(
     it to the softmax checkpoint, on any backend, and `upload_maps` publishes it.
 
     Weights of the checkpoint itself are not saved, even if they were trained, and
-    `load_maps` expects them as they are now, adapters (LoRA) included. If `uptrain`
-    trained some, a warning says so. Save them as usual: by `save_lora_weights`,
-    `save_weights` or `save_to_preset`.
+    `load_maps` expects them as they are now, adapters (LoRA) included. Save them as
+    usual: by `save_lora_weights`, `save_weights` or `save_to_preset`.
 
     Args:
         model: A model with linear attention.
@@ -137,7 +136,7 @@ def save_maps(
         "metrics": metrics,
     }
     folders.write(folder, manifest, arrays, cards.card(manifest, report, arrays))
-    _warn_of_trained_weights(model, linear, weights)
+    _warn_of_adapters(model, weights)
     return folder
 
 
@@ -157,22 +156,17 @@ def _layer_entry(name, layer):
         "feature_map": map_config(layer),
         "options": layer.options.config(),
         "fingerprint": fingerprint(layer).tolist(),
-        "is_trained": bool(feature_map.was_trained),
-        "origin": layer.origin,
     }
 
 
-def _warn_of_trained_weights(model, linear, weights):
-    """Warns if weights of the checkpoint were trained, which a set does not hold."""
-    trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
-    trained |= dict.fromkeys(weights[x].path for x in stable_names.adapters(weights))
-    if trained:
+def _warn_of_adapters(model, weights):
+    """Warns of adapters (LoRA), which a set does not hold."""
+    adapters = sorted(stable_names.adapters(weights))
+    if adapters:
         warnings.warn(
-            f"The maps of {title(model)} are saved, but not the checkpoint's own "
-            f"weights, {len(trained)} of which were trained, such as "
-            f"{next(iter(trained))!r}. `load_maps` expects them as they are now. Save "
-            "adapters (LoRA) by `save_lora_weights`, and others by `save_weights` or "
-            "`save_to_preset`.",
+            f"The maps of {title(model)} are saved, but not its {len(adapters)} "
+            f"weights of adapters (LoRA), such as {adapters[0]!r}. `load_maps` expects "
+            "them as they are now. Save them by `save_lora_weights`.",
             stacklevel=3,
         )
 

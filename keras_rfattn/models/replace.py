@@ -4,7 +4,6 @@ All checks run, and all new weights are built, before the first layer changes. `
 changes a single layer; `saving` changes the containers that hold it.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +116,7 @@ def restore_attention(
     """Restores the softmax attention of a model, or of some of its layers, in place.
 
     All weights keep their values: they equal the checkpoint bit for bit, unless they
-    were trained in the meantime. A warning names the weights that `uptrain` trained.
+    were trained in the meantime (`trained` in the report of `uptrain` names these).
 
     Args:
         model: A model changed by `replace_attention`, or loaded from one.
@@ -160,13 +159,6 @@ def restore_attention(
                 f"include={include!r:.80}, which selects"
                 + (f":\n{_listing(softmax)}" if softmax else " no layer.")
             )
-    trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
-    if trained:
-        warnings.warn(
-            f"Softmax is restored in {title(model)}, but not the checkpoint: `uptrain` "
-            f"trained {len(trained)} of its own weights: {', '.join(trained)}.",
-            stacklevel=2,
-        )
     saving.revert(model, sites, linear)
     return model
 

@@ -341,8 +341,8 @@ def _notes(site):
 
 def _training(site):
     """Returns texts on how the map of a layer got its weights."""
-    feature_map, origin = site.layer.feature_map, site.layer.origin
-    if trained_weights(feature_map) and feature_map.was_trained:
-        return [f"trained ({origin})" if origin else "trained"]
+    feature_map = site.layer.feature_map
+    if feature_map.was_trained:
+        return ["trained"]
     status = feature_map.status(site.causal)
     return [status, NOT_TRAINED * bool(trained_weights(feature_map))]

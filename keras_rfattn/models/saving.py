@@ -18,7 +18,6 @@ import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.loading  # noqa: F401  (wraps Keras' loaders)
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
-from keras_rfattn.layers.linear_attention import set_saved
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.models.entry import attention_config, check_entry
 from keras_rfattn.models.holders import holders, refresh
@@ -181,7 +180,7 @@ def apply_config(container, entry):
         if site.is_linear:
             continue
         site.layer.is_from_config = True
-        set_saved(site.layer, layer)
+        site.layer.self_attention = layer.get("self_attention")
         feature_map = feature_maps.get(layer["feature_map"])
         change = site, feature_map, Options.take(dict(layer))
         if site.layer.built:

@@ -13,12 +13,7 @@ import keras_rfattn.models.adapters.known as known
 from keras_rfattn import feature_maps, layers
 from keras_rfattn.backend.layers import strategies
 from keras_rfattn.layers.fingerprint import unmark
-from keras_rfattn.layers.linear_attention import (
-    SAVED,
-    STATE,
-    LinearAttention,
-    set_saved,
-)
+from keras_rfattn.layers.linear_attention import STATE, LinearAttention
 from keras_rfattn.ops.options import Options
 
 # Softmax class -> linear class. An adapter adds the classes of its library when that
@@ -130,8 +125,8 @@ def make_softmax(layer):
 def _reduce(layer):
     """Serves as `__reduce__` for layers whose class cannot be imported by name."""
     config = layer.get_config()
-    saved = {name: config.pop(name) for name in SAVED if name in config}
     feature_map, options = config.pop("feature_map"), Options.take(config)
+    self_attention = config.pop("self_attention")
     return unpickle, (
         original_class(layer),
         _plain(config),
@@ -139,7 +134,7 @@ def _reduce(layer):
         _plain(feature_map),
         options,
         layer.get_weights(),
-        _plain(saved),
+        self_attention,
     )
 
 
@@ -153,13 +148,13 @@ def _plain(x):
     return x
 
 
-def unpickle(cls, config, build_config, feature_map, options, weights, saved):
+def unpickle(cls, config, build_config, feature_map, options, weights, same_tokens):
     """Rebuilds a layer from the arguments that `_reduce` returned."""
     layer = cls.from_config(config)
     layer.build_from_config(build_config)
     feature_map = feature_maps.get(feature_map)
     build_map(layer, feature_map)
     make_linear(layer, feature_map, options)
-    set_saved(layer, saved)
+    layer.self_attention = same_tokens
     layer.set_weights(weights)
     return layer

@@ -119,7 +119,7 @@ def sets_for(model):
 def _advise(model):
     """Returns lines for `describe_attention` that name the shipped maps that fit."""
     linear = [site.layer for site in survey(model) if site.is_linear]
-    if any(layer.origin for layer in linear):
+    if any(layer.feature_map.was_trained for layer in linear):
         return []
     lines = [f"  load_maps(model, {x.name!r})  # {x.quality}" for x in sets_for(model)]
     way = "after `keras_rfattn.restore_attention(model)`" if linear else "to load"
