@@ -84,47 +84,37 @@ def load_maps(
     folder = sources.find(source)
     manifest = folders.read_manifest(folder)
     arrays = folders.read_arrays(folder, manifest)
-    matcher = Matcher(model, source, manifest, arrays)
+    matcher = Matcher(model, source, manifest)
     pairs = matcher.match_layers()
+    if base is None:
+        matcher.check_checkpoint()
     chosen = {
         "block_size": block_size,
         "max_segments": max_segments,
         "implementation": implementation,
     }
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    if base is None:
-        matcher.check_checkpoint()
-    changes = [(site, *matcher.build(site, entry, chosen)) for site, entry in pairs]
-    for site, feature_map, options in changes:
+    changes, values = [], []
+    for site, entry in pairs:
+        feature_map, options = matcher.build(site, entry, chosen)
         check_change(feature_map, options, [site])
-    values = [
-        matcher.weights_of_map(feature_map, entry)
-        for (_, feature_map, _), (_, entry) in zip(changes, pairs, strict=True)
-    ]
+        changes.append((site, feature_map, options))
+        values += matcher.weights_of_map(feature_map, entry, arrays)
 
     # The checks are complete: from here on, the model changes.
-    new = [change for change in changes if not change[0].is_linear]
-    saving.commit(model, matcher.sites, new)
-    for (site, _, options), weights in zip(changes, values, strict=True):
+    saving.commit(model, matcher.sites, [x for x in changes if not x[0].is_linear])
+    for site, _, options in changes:
         site.layer.options = options
-        for variable, array in weights:
-            variable.assign(array)
+    for variable, array in values:
+        variable.assign(array)
     return model
 
 
 class Matcher:
-    """Checks that maps fit a model, and finds what they change.
+    """Checks that maps fit a model, and finds what they change."""
 
-    Args:
-        model: The model.
-        source: Where the maps come from, for messages.
-        manifest: The manifest of the maps.
-        arrays: Dict from names to the arrays of the maps.
-    """
-
-    def __init__(self, model, source, manifest, arrays):
-        self.model, self.source = model, str(source)
-        self.manifest, self.arrays = manifest, arrays
+    def __init__(self, model, source, manifest):
+        self.model, self.source, self.manifest = model, str(source), manifest
         base = stable_names.base_of(model)
         own, wanted = original_class(base).__name__, manifest["base"]["class"]
         if own != wanted:
@@ -141,20 +131,19 @@ class Matcher:
         names = {id(layer): name for name, layer in self.layers.items()}
         sites = {names[id(site.layer)]: site for site in self.sites}
         entries = {entry["path"]: entry for entry in self.manifest["layers"]}
-        known = entries.keys() | set(self.manifest["softmax"])
-        missing, surplus = known - sites.keys(), sites.keys() - known
+        entries |= dict.fromkeys(self.manifest["softmax"])
+        missing, surplus = entries.keys() - sites.keys(), sites.keys() - entries.keys()
         if missing or surplus:
             raise ValueError(
                 f"The attention layers of {title(self.model)} must be those of the "
                 f"maps of {self.source!r}. {_names('It lacks', missing)}"
                 f"{_names('The maps do not know its', surplus)}"
             )
-        linear = [name for name in self.manifest["softmax"] if sites[name].is_linear]
-        linear += [
+        linear = [
             name
             for name, entry in entries.items()
             if sites[name].is_linear
-            and not agrees(sites[name].layer, entry["fingerprint"])
+            and not (entry and agrees(sites[name].layer, entry["fingerprint"]))
         ]
         if linear:
             raise ValueError(
@@ -163,7 +152,7 @@ class Matcher:
                 f"mechanism, other arguments or another window at {', '.join(linear)}. "
                 "Call `restore_attention(model)` first."
             )
-        pairs = [(sites[name], entry) for name, entry in entries.items()]
+        pairs = [(sites[name], entry) for name, entry in entries.items() if entry]
         refused = [f"{x.path}: {x.reason}" for x, _ in pairs if x.reason]
         refused += [f"{x.path}: not built" for x, _ in pairs if not x.layer.built]
         if refused:
@@ -214,15 +203,13 @@ class Matcher:
             )
         return feature_map, options
 
-    def weights_of_map(self, feature_map, entry):
+    def weights_of_map(self, feature_map, entry, arrays):
         """Returns pairs of a variable of a map and the array to assign to it."""
-        found, prefix = (
-            stable_names.weights_by_name(feature_map),
-            f"{entry['path']}/{MAP}/",
-        )
+        found = stable_names.weights_by_name(feature_map)
+        prefix = f"{entry['path']}/{MAP}/"
         arrays = {
             name.removeprefix(prefix): array
-            for name, array in self.arrays.items()
+            for name, array in arrays.items()
             if name.startswith(prefix)
         }
         shapes = {name: tuple(variable.shape) for name, variable in found.items()}

@@ -108,7 +108,8 @@ def save_maps(
     sites = {
         id(x): name for name, x in stable_names.layers_by_name(base, FeatureMap).items()
     }
-    linear, softmax = _split(base)
+    linear = [site for site in survey(base) if site.is_linear]
+    softmax = [site for site in survey(base) if not site.is_linear]
     if not linear:
         raise ValueError(
             f"`model` has no linear attention to save. Received: {title(model)}. Call "
@@ -123,7 +124,7 @@ def save_maps(
         for name, weight in stable_names.weights_by_name(feature_map).items():
             arrays[f"{prefix}/{name}"] = _narrowed(f"{prefix}/{name}", weight, narrow)
     manifest = {
-        "versions": _versions(),
+        "versions": {x: _version(x) for x in ("keras-rfattn", "keras", backend_name())},
         "base": {
             "class": original_class(base).__name__,
             "name": base_model,
@@ -138,13 +139,6 @@ def save_maps(
     folders.write(folder, manifest, arrays, cards.card(manifest, report, arrays))
     _warn_of_adapters(model, weights)
     return folder
-
-
-def _split(base):
-    """Returns the sites with linear attention, and those with softmax attention."""
-    sites = survey(base)
-    linear = [site for site in sites if site.is_linear]
-    return linear, [site for site in sites if not site.is_linear]
 
 
 def _layer_entry(name, layer):
@@ -171,11 +165,6 @@ def _warn_of_adapters(model, weights):
         )
 
 
-def _versions():
-    """Returns a dict from packages to the versions that save the maps."""
-    return {x: _version(x) for x in ("keras-rfattn", "keras", backend_name())}
-
-
 def _version(package):
     try:
         return version(package)
@@ -186,22 +175,21 @@ def _version(package):
 def _narrowed(name, weight, dtype):
     """Returns a weight in the dtype of the file; integers keep theirs."""
     array = as_numpy(weight.value)
-    if not np.issubdtype(array.dtype, np.integer):
-        array = array.astype("float32")
-        if not np.all(np.isfinite(array)):
-            raise ValueError(
-                f"Weights must be finite. Received: {name!r}, which is not. Restore "
-                "weights from before training diverged."
-            )
-        with np.errstate(over="ignore"):
-            narrow = array.astype(dtype)
-        if not np.all(np.isfinite(narrow)):
-            raise ValueError(
-                f"Weights must fit {dtype}. Received: {name!r} with entries up to "
-                f"{np.max(np.abs(array)):.3g}. Use dtype='float32'."
-            )
-        array = narrow
-    return np.array(array, order="C")
+    if np.issubdtype(array.dtype, np.integer):
+        return np.array(array, order="C")
+    if not np.all(np.isfinite(array)):
+        raise ValueError(
+            f"Weights must be finite. Received: {name!r}, which is not. Restore "
+            "weights from before training diverged."
+        )
+    with np.errstate(over="ignore"):
+        narrow = np.array(array, dtype, order="C")
+    if not np.all(np.isfinite(narrow)):
+        raise ValueError(
+            f"Weights must fit {dtype}. Received: {name!r} with entries up to "
+            f"{np.max(np.abs(array)):.3g}. Use dtype='float32'."
+        )
+    return narrow
 
 
 def _checked_metrics(metrics):

