@@ -102,7 +102,7 @@ def load_maps(
         values += matcher.weights_of_map(feature_map, entry, arrays)
 
     # The checks are complete: from here on, the model changes.
-    saving.commit(model, matcher.sites, [x for x in changes if not x[0].is_linear])
+    saving.commit(matcher.sites, [x for x in changes if not x[0].is_linear])
     for site, _, options in changes:
         site.layer.options = options
     for variable, array in values:

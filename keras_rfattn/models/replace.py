@@ -106,7 +106,7 @@ def replace_attention(
         check_change(template, choice, group)
         base_seed = template.seed if seed is None else seed
         changes += [(site, _copy(template, base_seed, site), choice) for site in group]
-    saving.commit(model, sites, changes)
+    saving.commit(sites, changes)
     return model
 
 
@@ -159,7 +159,7 @@ def restore_attention(
                 f"include={include!r:.80}, which selects"
                 + (f":\n{_listing(softmax)}" if softmax else " no layer.")
             )
-    saving.revert(model, sites, linear)
+    saving.revert(sites, linear)
     return model
 
 

@@ -10,7 +10,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.weights import trained_weights
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.linear_attention import sliding_window, soft_cap
-from keras_rfattn.models.notes import notes_of
+from keras_rfattn.models.holders import holders
 from keras_rfattn.models.survey import is_pooling, survey
 from keras_rfattn.models.swap import original_class
 
@@ -128,10 +128,7 @@ class AttentionReport:
 
     @property
     def local(self):
-        """The rows of layers that were kept because a sliding window makes them local.
-
-        They are part of `kept`.
-        """
+        """The rows of `kept` that are local because of a sliding window."""
         return tuple(row for row in self.rows if row.window is not None)
 
     @property
@@ -169,10 +166,7 @@ class AttentionReport:
 
     @property
     def crossover(self):
-        """Length in tokens above which all linear layers take fewer operations.
-
-        `None` if that is not known for any layer.
-        """
+        """Length in tokens above which all linear layers save operations, or `None`."""
         crossovers = [x.crossover for x in self.replaced if x.crossover is not None]
         return max(crossovers, default=None)
 
@@ -235,7 +229,7 @@ def describe_attention(model: keras.layers.Layer) -> AttentionReport:
         title(model),
         tuple(_row(site) for site in sites),
         max_length=length if isinstance(length, int) else _fixed_length(model, sites),
-        others=tuple(notes_of(model).shared_with),
+        others=_sharing(model, sites),
     )
     advice = _advice(report.rows)
     if isinstance(length, int) and report.is_short:
@@ -244,6 +238,13 @@ def describe_attention(model: keras.layers.Layer) -> AttentionReport:
         )
     advice += [x for ask in ADVISERS for x in ask(model)]
     return replace(report, advice=tuple(advice))
+
+
+def _sharing(model, sites):
+    """Returns class and name of the other tasks that hold the linear layers."""
+    around = holders([site.layer for site in sites if site.is_linear])
+    tasks = (x for x in around if hasattr(x, "preprocessor") and x is not model)
+    return tuple(f"{type(x).__name__} '{x.name}'" for x in tasks)
 
 
 def _fixed_length(model, sites):

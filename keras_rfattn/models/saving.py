@@ -34,8 +34,8 @@ GENERIC = "Carrier"
 
 # Original class of a container -> its carrier.
 CARRIERS = {}
-# Callables `(model, holders)` that library adapters add. They update what belongs to
-# the models that hold changed layers, such as preprocessors.
+# Callables that library adapters add. Each gets the holders of changed layers, and
+# updates what belongs to them, such as preprocessors.
 COMPANION_HOOKS = []
 
 
@@ -186,12 +186,12 @@ def apply_config(container, entry):
         if site.layer.built:
             changes.append(change)
         else:
-            later = functools.partial(commit, container, sites, [change])
+            later = functools.partial(commit, sites, [change])
             _when_built(site.layer, later)
-    commit(container, sites, changes)
+    commit(sites, changes)
 
 
-def commit(model, sites, changes):
+def commit(sites, changes):
     """Applies changes that have passed all checks."""
     for site, feature_map, _ in changes:
         if not feature_map.built:
@@ -201,17 +201,17 @@ def commit(model, sites, changes):
             swap.make_linear(site.layer, feature_map, options)
             if site.self_attention is not None:
                 site.layer.self_attention = site.self_attention
-        follow(model, sites)
+        follow(sites)
 
 
-def revert(model, sites, linear):
+def revert(sites, linear):
     """Makes the layers of the sites in `linear` softmax again, as `commit` does."""
     changing = [x.layer for x in linear if trains(x, x.layer.feature_map)]
     with following(changing):
         for site in linear:
             swap.make_softmax(site.layer)
         uncarry([site.layer for site in linear])
-        follow(model, sites)
+        follow(sites)
 
 
 def trains(site, feature_map):
@@ -226,7 +226,7 @@ def uncarry(layers):
             container.__class__ = type(container).original_class
 
 
-def follow(model, sites):
+def follow(sites):
     """Updates everything that holds the attention layers of a changed model."""
     layers = [site.layer for site in sites]
     around = holders(layers)
@@ -234,7 +234,7 @@ def follow(model, sites):
         if holds_linear(container):
             carry(container)
     for hook in COMPANION_HOOKS:
-        hook(model, around)
+        hook(around)
     for layer in [*around, *layers]:
         refresh(layer)
 

@@ -74,17 +74,14 @@ class DecoderMasks:
 
 
 class SparseDecoderMasks(DecoderMasks):
-    """Mixin for mixture-of-experts blocks, which also pass the mask to their experts.
-
-    The mask is an array that marks the rows that see any key. The `AttentionMask` is
-    handed over to the attention layer separately.
-    """
+    """Mixin for mixture-of-experts blocks, whose experts get the mask too."""
 
     def _compute_self_attention_mask(self, decoder_sequence, **others):
         mask = super()._compute_self_attention_mask(decoder_sequence, **others)
         if not isinstance(mask, AttentionMask):
             return mask
-        # The experts only need to know of each row whether it sees any key.
+        # The experts only need to know of each row whether it sees any key. The
+        # `AttentionMask` is handed over to the attention layer separately.
         rows = keras.ops.ones_like(decoder_sequence[..., :1], dtype="bool")
         if mask.key_mask is not None:
             seen = keras.ops.cumsum(keras.ops.cast(mask.key_mask, "int32"), axis=1) > 0
