@@ -62,7 +62,9 @@ class LinearAttention:
     # model run in separate threads.
     recorder = None
     # Attributes that hold a sublayer that normalizes queries, in classes that have one.
-    query_normalizations = ("query_norm", "_query_norm", "q_norm")
+    query_normalizations = (
+        "query_norm", "_query_norm", "q_norm", "_query_dense_layer_norm",
+    )  # fmt: skip
     # Attribute that holds the logits of attention sinks, in classes that have them.
     sink_logits = None
 

@@ -15,7 +15,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.fingerprint import agrees
-from keras_rfattn.models.replace import check_change
+from keras_rfattn.models.replace import check_change, check_sites
 from keras_rfattn.models.stable_names import MAP
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
@@ -153,13 +153,7 @@ class Matcher:
                 "Call `restore_attention(model)` first."
             )
         pairs = [(sites[name], entry) for name, entry in entries.items() if entry]
-        refused = [f"{x.path}: {x.reason}" for x, _ in pairs if x.reason]
-        refused += [f"{x.path}: not built" for x, _ in pairs if not x.layer.built]
-        if refused:
-            raise ValueError(
-                f"{title(self.model)} must have attention that can be made linear. "
-                "Received:\n  " + "\n  ".join(refused)
-            )
+        check_sites(self.model, [site for site, _ in pairs])
         return pairs
 
     def check_checkpoint(self):

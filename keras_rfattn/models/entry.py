@@ -27,7 +27,7 @@ def attention_config(container):
         "layers": [
             {
                 "index": site.index,
-                "path": site.lasting,
+                "path": site.path,
                 "feature_map": map_config(site.layer),
                 **site.layer.options.config(),
                 "self_attention": site.layer.self_attention,

@@ -123,7 +123,13 @@ def select(sites, include, exclude):
 def _chosen(argument, choice, sites):
     """Returns the indices of the sites that `include` or `exclude` matches."""
     if callable(choice):
-        return {site.index for site in sites if choice(site.path, site.layer)}
+        try:
+            return {site.index for site in sites if choice(site.path, site.layer)}
+        except TypeError as error:
+            raise TypeError(
+                f"`{argument}` must be a callable `(path, layer) -> bool`. Received: "
+                f"{argument}={choice!r}, which raises: {error}."
+            ) from error
     patterns = [choice] if isinstance(choice, str) else choice
     if not isinstance(patterns, (list, tuple, set)) or not all(
         isinstance(pattern, str) for pattern in patterns

@@ -186,7 +186,19 @@ def _replaceable(model, sites, include, exclude):
     if include is None:
         selected = [site for site in selected if not is_pooling(site)]
     selected = _global(model, selected)
-    refused = [site for site in selected if site.reason]
+    check_sites(model, selected)
+    if not selected:
+        raise ValueError(
+            "`include` and `exclude` must leave layers to replace. Received: "
+            f"include={include!r}, exclude={exclude!r}, for {title(model)} with:\n"
+            f"{_listing(sites)}"
+        )
+    return selected
+
+
+def check_sites(model, sites):
+    """Raises `ValueError` for sites whose attention cannot be made linear."""
+    refused = [site for site in sites if site.reason]
     if refused:
         raise ValueError(
             "`model` must have attention that can be made linear. Received: "
@@ -194,19 +206,12 @@ def _replaceable(model, sites, include, exclude):
             f"{_listing(refused)}\nLeave these softmax with `exclude` (paths or "
             "patterns), or use another model."
         )
-    if not selected:
-        raise ValueError(
-            "`include` and `exclude` must leave layers to replace. Received: "
-            f"include={include!r}, exclude={exclude!r}, for {title(model)} with:\n"
-            f"{_listing(sites)}"
-        )
-    unbuilt = [site for site in selected if not site.layer.built]
+    unbuilt = [site for site in sites if not site.layer.built]
     if unbuilt:
         raise ValueError(
             "`model` must have built attention layers. Received: layers that are not "
             f"built:\n{_listing(unbuilt)}\nCall the model once on data first."
         )
-    return selected
 
 
 def _global(model, selected):

@@ -193,11 +193,17 @@ class AttentionReport:
             table.append((row.path, *(_cell(x, row) for x in shown), notes))
         if not any(line[-1] for line in table[1:]):
             table = [line[:-1] for line in table]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        table.insert(1, ["-" * width for width in widths])
-        return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+        head, *lines = aligned(table)
+        rule = ["-" * max(map(len, column)) for column in zip(*table, strict=True)]
+        return [head, "  ".join(rule), *lines]
 
     __repr__ = __str__
+
+
+def aligned(table):
+    """Returns the rows of a table as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
 
 
 def describe_attention(model: keras.layers.Layer) -> AttentionReport:

@@ -8,13 +8,16 @@ told apart by a suffix such as `#2`.
 
 import hashlib
 import math
+import re
 
 import keras
 import numpy as np
+from keras.src.utils.naming import to_snake_case
 
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.weights import as_numpy
-from keras_rfattn.models.survey import lasting_name, survey
+from keras_rfattn.models.survey import survey
+from keras_rfattn.models.swap import original_class
 
 # Name of the sublayer that is the feature map of an attention layer.
 MAP = "feature_map"
@@ -37,6 +40,14 @@ def base_of(model):
 def checkpoint_hash(model):
     """Returns `hash_of` all weights of a model's base, without its feature maps."""
     return hash_of(weights_by_name(base_of(model), FeatureMap))
+
+
+def lasting_name(layer):
+    """Returns the name of a layer; automatic names lose their number."""
+    # Keras makes automatic names from the class name.
+    automatic = to_snake_case(original_class(layer).__name__)
+    is_automatic = re.fullmatch(rf"{automatic}_\d+", layer.name)
+    return automatic if is_automatic else layer.name
 
 
 def layers_by_name(root, skip=()):

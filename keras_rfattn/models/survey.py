@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-from keras.src.utils.naming import to_snake_case
 
 import keras_rfattn.models.adapters.known as known
 from keras_rfattn.layers.linear_attention import (
@@ -27,7 +26,6 @@ class Site:
     """One attention layer of a model."""
 
     path: str  # layer names from the model (excluded) to this layer, joined by `/`
-    lasting: str  # `path` without the numbers of automatic names, which can change
     layer: Any
     parent: Any  # the layer or model that directly holds it
     index: int  # among all attention layers; seeds and saved configs use it
@@ -52,17 +50,14 @@ def survey(model, drop_window=False, drop_cap=False):
     """Returns a `Site` for each attention layer of a model, in a stable order."""
     sites, seen = [], {id(model)}
 
-    def visit(layer, path="", lasting=""):
+    def visit(layer, path=""):
         for child in layer._flatten_layers(include_self=False, recursive=False):
             if not isinstance(child, keras.layers.Layer) or id(child) in seen:
                 continue
             seen.add(id(child))
-            names = (
-                f"{path}/{child.name}".removeprefix("/"),
-                f"{lasting}/{lasting_name(child)}".removeprefix("/"),
-            )
+            name = f"{path}/{child.name}".removeprefix("/")
             if is_attention(child):
-                site = Site(*names, child, layer, len(sites))
+                site = Site(name, child, layer, len(sites))
                 site.causal = _causality(child, layer)
                 site.self_attention = _self_attention(child, layer)
                 if not site.is_linear:
@@ -72,18 +67,10 @@ def survey(model, drop_window=False, drop_cap=False):
                         site.window = sliding_window(child)
                 sites.append(site)
             else:
-                visit(child, *names)
+                visit(child, name)
 
     visit(model)
     return sites
-
-
-def lasting_name(layer):
-    """Returns the name of a layer; automatic names lose their number."""
-    # Keras makes automatic names from the class name.
-    automatic = to_snake_case(original_class(layer).__name__)
-    is_automatic = re.fullmatch(rf"{automatic}_\d+", layer.name)
-    return automatic if is_automatic else layer.name
 
 
 def block_mixin(cls):

@@ -9,7 +9,6 @@ import contextlib
 
 import keras
 
-import keras_rfattn.models.adapters.known as known
 from keras_rfattn import feature_maps, layers
 from keras_rfattn.backend.layers import strategies
 from keras_rfattn.layers.fingerprint import unmark
@@ -52,7 +51,6 @@ def make_linear_class(cls, mixin=LinearAttention, parent=None):
         "__doc__": cls.__doc__,
         "__reduce__": _reduce,
         "original_class": cls,
-        "query_normalizations": known.QUERY_NORMALIZATIONS,
     }
     if parent is not None and "_kv_shape" in vars(parent):
         members["_kv_shape"] = parent._kv_shape

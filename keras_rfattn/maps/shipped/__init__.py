@@ -10,7 +10,7 @@ import keras_rfattn.models.stable_names as stable_names
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.maps.card import quality_of
-from keras_rfattn.models.report import ADVISERS
+from keras_rfattn.models.report import ADVISERS, aligned
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
 
@@ -47,15 +47,11 @@ class ShippedTable(tuple):
     """A tuple of `ShippedMaps`, which prints as a table."""
 
     def __str__(self):
-        head = ("name", "base", "mechanism", "width", "quality", "size")
-        lines = [head]
+        table = [("name", "base", "mechanism", "width", "quality", "size")]
         for x in self:
             size = f"{x.size / 1e6:.2f} MB"
-            lines.append((x.name, x.base, x.mechanism, str(x.width), x.quality, size))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines
-        )
+            table.append((x.name, x.base, x.mechanism, str(x.width), x.quality, size))
+        return "\n".join(aligned(table))
 
     __repr__ = __str__
 

@@ -179,14 +179,6 @@ BLOCKS = {
     "PARSeqDecoderBlock": Known(HUB, builds_mask="whose meaning is unknown"),
 }
 
-# Attribute names of the query normalization in attention classes.
-QUERY_NORMALIZATIONS = (
-    "query_norm",
-    "_query_norm",
-    "q_norm",
-    "_query_dense_layer_norm",
-)
-
 # Library of a saved model -> requirement for pip that installs it.
 INSTALL = {HUB: "'keras-rfattn[hub]'", CV: "'keras-rfattn[cv]'"}
 

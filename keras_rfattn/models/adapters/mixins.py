@@ -48,7 +48,7 @@ class DecoderMasks:
     @staticmethod
     def is_cross(block, layer):
         """Returns whether `layer` of `block` attends to the encoder's tokens."""
-        return not DecoderMasks.is_causal(block, layer)
+        return layer is not self_attention(block)
 
     def _compute_self_attention_mask(
         self, decoder_sequence, decoder_padding_mask, **others
@@ -124,11 +124,6 @@ class Gemma3Masks(DecoderMasks):
     def is_causal(block, layer):
         """Returns whether `block` is causal."""
         return not block.use_bidirectional_attention
-
-    @staticmethod
-    def is_cross(block, layer):
-        """Returns `False`, because the blocks have self-attention only."""
-        return False
 
     def _compute_attention_mask(
         self, x, padding_mask, vision_mask, cache, cache_update_index
