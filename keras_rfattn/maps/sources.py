@@ -82,6 +82,6 @@ def _package(name, uri):
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"{uri!r} needs the packages of model hubs. Received: {error}. Use "
-            "`pip install 'keras-rfattn[hub]'`."
+            f"{uri!r} needs a package that is not installed: {error}. Install "
+            "`keras-hub` to download, `huggingface_hub` or `kagglehub` to upload."
         ) from error
