@@ -161,23 +161,19 @@ BLOCKS = {
     ),
     "Qwen3_5TransformerDecoder": _decoder("qwen3_5.qwen3_5_decoder"),
     "SmolLM3DecoderLayer": _decoder("smollm3.smollm3_layers"),
-    "DINOV2Attention": Known(HUB, causal=False),
-    "DINOV3Layer": Known(HUB, causal=False),
-    "ESMEncoder": Known(HUB, causal=False),
-    "RoformerV2Encoder": Known(HUB, causal=False),
-    "MoonshineEncoderBlock": Known(HUB, causal=False),
-    "DeiTEncoderBlock": Known(HUB, causal=False),
-    "PaliGemmaVitEncoderBlock": Known(HUB, causal=False),
-    "EdRecEncoderBlock": Known(HUB, causal=False),
-    # KerasCV has a class of this name too, for which the same holds.
-    "TransformerEncoder": Known(HUB, causal=False),
-    "ViTEncoderBlock": Known(HUB, causal=False),
-    "WhisperEncoder": Known(HUB, causal=False),
     "SigLIPMultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "MultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "EdRecDecoderBlock": Known(HUB, builds_mask="whose meaning is unknown"),
     "PARSeqDecoderBlock": Known(HUB, builds_mask="whose meaning is unknown"),
 }
+
+# Blocks of encoders. KerasCV has a `TransformerEncoder` too, for which the same holds.
+ENCODERS = (
+    "DINOV2Attention", "DINOV3Layer", "DeiTEncoderBlock", "ESMEncoder",
+    "EdRecEncoderBlock", "MoonshineEncoderBlock", "PaliGemmaVitEncoderBlock",
+    "RoformerV2Encoder", "TransformerEncoder", "ViTEncoderBlock", "WhisperEncoder",
+)  # fmt: skip
+BLOCKS |= {name: Known(HUB, causal=False) for name in ENCODERS}
 
 # Library of a saved model -> requirement for pip that installs it.
 INSTALL = {HUB: "'keras-rfattn[hub]'", CV: "'keras-rfattn[cv]'"}
