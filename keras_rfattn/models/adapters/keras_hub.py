@@ -151,8 +151,9 @@ def follow_backbones():
     Task.__init__ = __init__
 
 
+@functools.cache
 def install():
-    """Registers KerasHub's classes for attention replacement; called once."""
+    """Prepares KerasHub's classes for attention replacement, once."""
     follow_backbones()
     for cls, row in classes(known.ATTENTION):
         mixin = getattr(mixins, row.mixin, None) or getattr(encoders, row.mixin)
@@ -162,4 +163,3 @@ def install():
     for cls, row in classes(known.BLOCKS):
         survey.BLOCK_MIXINS[cls] = getattr(mixins, row.masks)
     saving.COMPANION_HOOKS.append(adjust_companions)
-    register_all()
