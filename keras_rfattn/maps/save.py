@@ -21,7 +21,7 @@ from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.weights import as_numpy
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.fingerprint import fingerprint
-from keras_rfattn.models.entry import map_config
+from keras_rfattn.models.saving import map_config
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
 from keras_rfattn.uptraining.report import UptrainingReport

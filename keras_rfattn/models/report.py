@@ -30,18 +30,14 @@ class Row:
         path: Layer names from the model (excluded) to this layer, joined by `/`.
         original_class: Name of the softmax class.
         mechanism: Registered name of the feature map, or "softmax".
-        width: Number of features M. `None` for softmax and for maps that compute their
-            kernel exactly.
+        width: Number of features M, `None` for softmax and for exact maps.
         causal: Whether the attention is causal, or `None` if each call decides.
         parameters_added: Number of parameters that the feature map owns.
-        crossover: Sequence length in tokens above which linear attention takes fewer
-            operations than softmax. `None` wherever `width` is `None`.
-        notes: Tuple of texts: why the layer was kept softmax, or remarks on its
-            mechanism.
-        implementation: Which kernels compute the layer, `None` unless some were asked
-            for.
-        window: Size in tokens of the sliding window because of which the layer was kept
-            softmax. `None` for other layers.
+        crossover: Length in tokens above which linear attention takes fewer operations
+            than softmax. `None` wherever `width` is `None`.
+        notes: Tuple of texts: why the layer was kept softmax, or remarks on its map.
+        implementation: Kernels that compute the layer, `None` if none were asked for.
+        window: Tokens of the sliding window because of which the layer was kept.
     """
 
     path: str
@@ -103,10 +99,8 @@ class AttentionReport:
     Attributes:
         model: Class and name of the model.
         rows: Tuple of `Row`, one for each attention layer.
-        max_length: Maximum sequence length of the model in tokens, or `None` if it is
-            not known.
-        others: Class and name of each other task that changed too, because it shares
-            layers with the model.
+        max_length: Maximum length of inputs in tokens, or `None` if it is not known.
+        others: Class and name of each other task that shares the linear layers.
         advice: Lines that say what to call next, and what generation needs.
     """
 
@@ -323,7 +317,9 @@ def multiplications(feature_map, head_dim, value_dim):
 
 def _notes(site):
     feature_map, options = site.layer.feature_map, site.layer.options
-    notes = _training(site)
+    notes = [feature_map.status(site.causal)]
+    if trained_weights(feature_map):
+        notes = ["trained"] if feature_map.was_trained else [*notes, NOT_TRAINED]
     if feature_map.is_exact:
         notes.append("quadratic in length")
     elif options.window is not None:
@@ -344,12 +340,3 @@ def _notes(site):
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")
     return tuple(x for x in notes if x)
-
-
-def _training(site):
-    """Returns texts on how the map of a layer got its weights."""
-    feature_map = site.layer.feature_map
-    if feature_map.was_trained:
-        return ["trained"]
-    status = feature_map.status(site.causal)
-    return [status, NOT_TRAINED * bool(trained_weights(feature_map))]

@@ -19,7 +19,6 @@ import keras_rfattn.models.loading  # noqa: F401  (wraps Keras' loaders)
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.models.entry import attention_config, check_entry
 from keras_rfattn.models.holders import holders, refresh
 from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.optimizers import following
@@ -27,6 +26,7 @@ from keras_rfattn.models.positions import Sized
 from keras_rfattn.models.survey import block_mixin, survey
 from keras_rfattn.ops.options import Options
 
+FORMAT = 1  # of the entry "attention"
 PACKAGE = "keras_rfattn"
 # Registered name under which carriers are saved. The "attention" entry holds the name
 # of the original class, from which loading finds the carrier.
@@ -37,6 +37,53 @@ CARRIERS = {}
 # Callables that library adapters add. Each gets the holders of changed layers, and
 # updates what belongs to them, such as preprocessors.
 COMPANION_HOOKS = []
+
+
+def attention_config(container):
+    """Returns the "attention" entry that a container saves in its config."""
+    base = swap.original_class(container)
+    return {
+        # Keras' error for an unknown class quotes the config, and so shows this hint.
+        "how_to_load": "import keras_rfattn",
+        "format": FORMAT,
+        "class": {
+            "module": base.__module__,
+            "class_name": base.__name__,
+            "registered_name": keras.saving.get_registered_name(base),
+        },
+        "layers": [
+            {
+                "index": site.index,
+                "path": site.path,
+                "feature_map": map_config(site.layer),
+                **site.layer.options.config(),
+                "self_attention": site.layer.self_attention,
+            }
+            for site in survey(container)
+            if site.is_linear
+        ],
+    }
+
+
+def map_config(layer):
+    """Returns the config of a layer's map, without the freeze of a frozen layer."""
+    config = feature_maps.serialize(layer.feature_map)
+    if not layer.trainable:
+        # Many containers do not save the `trainable` flags of their inner layers.
+        # After loading, only the map would still be frozen.
+        config["config"]["trainable"] = True
+    return config
+
+
+def check_entry(entry, name):
+    """Raises `ValueError` unless an entry is one that `attention_config` returns."""
+    is_known = isinstance(entry, dict) and entry.get("format") == FORMAT
+    if not is_known or not isinstance(entry.get("layers"), list):
+        raise ValueError(
+            f"The config of {name} must have an entry 'attention' of format {FORMAT}, "
+            f"which this version of keras_rfattn reads. Received: {entry!r:.200}. Use "
+            "the version that saved it, or save the model again."
+        )
 
 
 class Carrier(Sized):
