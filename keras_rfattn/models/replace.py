@@ -105,7 +105,9 @@ def replace_attention(
         template = feature_maps.resolve(identifier, num_features, seed)
         check_change(template, choice, group)
         base_seed = template.seed if seed is None else seed
-        changes += [(site, _copy(template, base_seed, site), choice) for site in group]
+        for site in group:
+            own = template.reseeded(derive_seed(base_seed, site.index))
+            changes.append((site, own, choice))
     saving.commit(sites, changes)
     return model
 
@@ -277,13 +279,6 @@ def _check_window(options, sites):
 def _may_cross(site):
     known = site.self_attention
     return not known and (known is False or False in kinds_in_graph(site.layer))
-
-
-def _copy(template, seed, site):
-    """Copies the map for one layer, with a seed derived for that layer."""
-    copy = template.reseeded(derive_seed(seed, site.index))
-    copy.name = "feature_map"
-    return copy
 
 
 def _listing(sites):

@@ -208,11 +208,6 @@ def carry(container):
         container.__class__ = carrier_class(type(container))
 
 
-def holds_linear(container):
-    """Returns whether any attention inside a container is linear."""
-    return bool(linear_layers(container))
-
-
 def apply_config(container, entry):
     """Replaces attention in a container that was just rebuilt from its config."""
     sites, changes = survey(container), []
@@ -257,7 +252,9 @@ def revert(sites, linear):
     with following(changing):
         for site in linear:
             swap.make_softmax(site.layer)
-        uncarry([site.layer for site in linear])
+        for container in holders([site.layer for site in linear]):
+            if isinstance(container, Carrier) and not linear_layers(container):
+                container.__class__ = type(container).original_class
         follow(sites)
 
 
@@ -266,19 +263,12 @@ def trains(site, feature_map):
     return site.layer.trainable and bool(feature_map.trainable_weights)
 
 
-def uncarry(layers):
-    """Restores the class of containers whose `layers` are all softmax again."""
-    for container in holders(layers):
-        if isinstance(container, Carrier) and not holds_linear(container):
-            container.__class__ = type(container).original_class
-
-
 def follow(sites):
     """Updates everything that holds the attention layers of a changed model."""
     layers = [site.layer for site in sites]
     around = holders(layers)
     for container in around:
-        if holds_linear(container):
+        if linear_layers(container):
             carry(container)
     for hook in COMPANION_HOOKS:
         hook(around)

@@ -1,9 +1,8 @@
 """Stable names of the layers and weights of a model.
 
-Keras numbers automatic layer names in order of creation, so that the paths of layers
-and weights can differ between two processes. The names here depend on the model alone:
-automatic names lose their number, and layers with the same name inside one parent are
-told apart by a suffix such as `#2`.
+Keras numbers automatic layer names in order of creation, so that paths can differ
+between two processes. The names here depend on the model alone: automatic names lose
+their number, and equal names inside one parent are told apart by a suffix such as `#2`.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """Changes one attention layer from softmax to linear in place, and back.
 
 The layer object changes its class and gains a feature map. Its projections, their
-names, the model graph and the parent layers stay as they are. Both `saving` and
-`replace` build on this module.
+names, the model graph and the parent layers stay as they are.
 """
 
 import contextlib

@@ -24,23 +24,14 @@ def names():
 
 @dataclass(frozen=True)
 class ShippedMaps:
-    """One set of trained maps that ships with the package.
+    """One set of trained maps that ships with the package."""
 
-    Attributes:
-        name: Name to pass to `load_maps`.
-        base: Name of the checkpoint that the maps belong to.
-        mechanism: Registered name of the feature map.
-        width: Number of features.
-        quality: A measure's name, its value and that of softmax attention.
-        size: Size of the weights in bytes.
-    """
-
-    name: str
-    base: str
-    mechanism: str
-    width: int
-    quality: str
-    size: int
+    name: str  # to pass to `load_maps`
+    base: str  # name of the checkpoint that the maps belong to
+    mechanism: str  # registered name of the feature map
+    width: int  # number of features
+    quality: str  # a measure's name, its value and that of softmax attention
+    size: int  # of the weights, in bytes
 
 
 class ShippedTable(tuple):
