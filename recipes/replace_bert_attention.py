@@ -147,9 +147,9 @@ def compare_times(model, args):
     longest = max(*args.lengths, model.max_sequence_length)
     # The maps belong to the checkpoint, so they are loaded before it is extended.
     keras_rfattn.load_maps(model, TIMED)
-    linear = keras_rfattn.extend_positions(model, longest, method="tile")
+    linear = keras_rfattn.extend_positions(model, longest)
     keras_rfattn.restore_attention(model)
-    softmax = keras_rfattn.extend_positions(model, longest, method="tile")
+    softmax = keras_rfattn.extend_positions(model, longest)
     times = {"softmax": {}, "linear": {}}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     print(

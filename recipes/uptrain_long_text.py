@@ -40,7 +40,7 @@ def main(args):
         model, tokenizer = load()
         longest = max(args.lengths)
         if longest > model.max_sequence_length:
-            model = keras_rfattn.extend_positions(model, longest, method="tile")
+            model = keras_rfattn.extend_positions(model, longest)
         texts = {
             n: chunks(args.data_dir, tokenizer, "test", n, max(1, args.tested // n))
             for n in args.lengths

@@ -137,7 +137,8 @@ MUTANTS = {
         "ops/test_isolation.py::test_the_future_changes_nothing",
     ),
     "one seed for all layers": Mutant(
-        "models/replace.py", "_copy", "derive_seed(seed, site.index)", "seed",
+        "models/replace.py", "replace_attention",
+        "derive_seed(base_seed, site.index)", "base_seed",
         "models/test_replace.py"
         "::test_layers_draw_different_vectors_and_seeds_reproduce",
     ),

@@ -33,15 +33,14 @@ MODULES = (
     *(x.name for x in pkgutil.walk_packages(kernels.__path__, "keras_rfattn.kernels.")),
 )
 
-# The one backend that can run an example. KerasCV's ViT needs TensorFlow.
+# The one backend that can run an example.
 ONLY_ON = {
-    "keras_rfattn.models.convert_vit": "tensorflow",
     "keras_rfattn.distribution.SequenceParallel": "jax",
     "keras_rfattn.distribution.distribute": "jax",
 }
 
 # Libraries that the package does not depend on.
-OPTIONAL = ("keras_hub", "keras_cv")
+OPTIONAL = ("keras_hub",)
 
 # mkdocstrings renders a section of this title, and no other, as code.
 TITLE = "\nExamples:\n"

@@ -30,12 +30,7 @@ from keras_rfattn.ops.kernel_attention import Softmax
 from keras_rfattn.ops.masks import interpret_mask
 
 # Attributes that a layer has only while its attention is linear.
-STATE = (
-    "options", "is_from_config", "refusal", "trained", "origin", "checkpoint",
-    "self_attention", "kinds_of_calls",
-)  # fmt: skip
-# Those of them that configs hold, unless they are empty.
-SAVED = ("trained", "origin", "checkpoint", "self_attention")
+STATE = ("options", "is_from_config", "refusal", "self_attention", "kinds_of_calls")
 
 # Names under which attention classes store the size of a sliding window.
 SLIDING_WINDOWS = ("_sliding_window", "sliding_window", "sliding_window_size")
@@ -44,14 +39,6 @@ NO_SCORES = (
     "Linear attention never forms attention scores. Received: "
     "return_attention_scores=True. Keep this layer softmax (`exclude=`)."
 )
-
-
-def set_saved(layer, config):
-    """Sets what `LinearAttention.saved_config` returned for a saved layer."""
-    layer.trained = tuple(config.get("trained", ()))
-    layer.origin = config.get("origin", "")
-    layer.checkpoint = config.get("checkpoint", "")
-    layer.self_attention = config.get("self_attention")
 
 
 class LinearAttention:
@@ -66,12 +53,6 @@ class LinearAttention:
     is_from_config = False
     # Why weights could not be loaded, or `None`.
     refusal = None
-    # Paths in the whole model of the checkpoint's own weights that `uptrain` changed.
-    trained = ()
-    # Text for reports that says how the map was trained; empty if it is not known.
-    origin = ""
-    # Hash of the checkpoint's weights before `uptrain` changed any; else empty.
-    checkpoint = ""
     # Whether queries, keys and values are the same tokens wherever they are of one
     # number; `None` if only the graph of a model or the calls tell.
     self_attention = None
@@ -81,7 +62,9 @@ class LinearAttention:
     # model run in separate threads.
     recorder = None
     # Attributes that hold a sublayer that normalizes queries, in classes that have one.
-    query_normalizations = ("query_norm", "_query_norm", "q_norm")
+    query_normalizations = (
+        "query_norm", "_query_norm", "q_norm", "_query_dense_layer_norm",
+    )  # fmt: skip
     # Attribute that holds the logits of attention sinks, in classes that have them.
     sink_logits = None
 
@@ -220,28 +203,16 @@ class LinearAttention:
 
     @classmethod
     def from_config(cls, config):
-        config = dict(config)
-        saved = {name: config.pop(name) for name in SAVED if name in config}
         layer = super().from_config(config)
         layer.is_from_config = True
-        set_saved(layer, saved)
         return layer
-
-    def saved_config(self):
-        """Returns what configs save of the layer beside its map and its options."""
-        return {
-            "trained": list(self.trained),
-            "origin": self.origin,
-            "checkpoint": self.checkpoint,
-            "self_attention": self.self_attention,
-        }
 
     def get_config(self):
         return {
             **super().get_config(),
             "feature_map": feature_maps.serialize(self.feature_map),
             **self.options.config(),
-            **{k: x for k, x in self.saved_config().items() if x or x is False},
+            "self_attention": self.self_attention,
         }
 
 

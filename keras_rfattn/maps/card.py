@@ -18,17 +18,6 @@ def training(report, data, command, license):
     return {name: value for name, value in found.items() if value is not None}
 
 
-def summary(entry, manifest):
-    """Returns one line on the training of a layer's map, empty if there was none."""
-    if not entry["is_trained"]:
-        return ""
-    parts = [str(entry["origin"])] if entry.get("origin") else []
-    steps, quality = manifest["training"].get("steps"), quality_of(manifest)
-    if not parts and steps:
-        parts.append(f"{steps} steps")
-    return ", ".join([*parts, *([quality] if quality else [])])
-
-
 def quality_of(manifest):
     """Returns a measure and its values as text, empty if no quality is known."""
     metrics = manifest["metrics"]

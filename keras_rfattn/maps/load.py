@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 from types import SimpleNamespace
 
 import keras
@@ -16,8 +15,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.fingerprint import agrees
-from keras_rfattn.maps.card import summary
-from keras_rfattn.models.replace import check_change
+from keras_rfattn.models.replace import check_change, check_sites
 from keras_rfattn.models.stable_names import MAP
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
@@ -51,8 +49,7 @@ def load_maps(
             `"kaggle://user/model/keras/variation"` or `"modelscope://user/name"` URI.
         base: `None` requires the weights of the model whose maps were saved. `"any"`
             also accepts another checkpoint of the same class and shapes, a fine-tuned
-            one for instance. `describe_attention` then marks the maps as trained for
-            another checkpoint.
+            one for instance.
         block_size: This and the following are `keras_rfattn.ops.Options` that maps can
             be given anew, because they do not change what was trained, for example on
             another device. `None` keeps the saved one.
@@ -87,50 +84,37 @@ def load_maps(
     folder = sources.find(source)
     manifest = folders.read_manifest(folder)
     arrays = folders.read_arrays(folder, manifest)
-    matcher = Matcher(model, source, manifest, arrays)
+    matcher = Matcher(model, source, manifest)
     pairs = matcher.match_layers()
+    if base is None:
+        matcher.check_checkpoint()
     chosen = {
         "block_size": block_size,
         "max_segments": max_segments,
         "implementation": implementation,
     }
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    is_same = matcher.check_checkpoint(base == "any")
-    changes = [(site, *matcher.build(site, entry, chosen)) for site, entry in pairs]
-    for site, feature_map, options in changes:
+    changes, values = [], []
+    for site, entry in pairs:
+        feature_map, options = matcher.build(site, entry, chosen)
         check_change(feature_map, options, [site])
-    values = [
-        matcher.weights_of_map(feature_map, entry)
-        for (_, feature_map, _), (_, entry) in zip(changes, pairs, strict=True)
-    ]
-    origins = [_origin(source, entry, manifest, is_same) for _, entry in pairs]
+        changes.append((site, feature_map, options))
+        values += matcher.weights_of_map(feature_map, entry, arrays)
 
     # The checks are complete: from here on, the model changes.
-    new = [change for change in changes if not change[0].is_linear]
-    saving.commit(model, matcher.sites, new)
-    for (site, _, options), weights, origin in zip(
-        changes, values, origins, strict=True
-    ):
+    saving.commit(matcher.sites, [x for x in changes if not x[0].is_linear])
+    for site, _, options in changes:
         site.layer.options = options
-        for variable, array in weights:
-            variable.assign(array)
-        site.layer.origin = origin
+    for variable, array in values:
+        variable.assign(array)
     return model
 
 
 class Matcher:
-    """Checks that maps fit a model, and finds what they change.
+    """Checks that maps fit a model, and finds what they change."""
 
-    Args:
-        model: The model.
-        source: Where the maps come from, for messages.
-        manifest: The manifest of the maps.
-        arrays: Dict from names to the arrays of the maps.
-    """
-
-    def __init__(self, model, source, manifest, arrays):
-        self.model, self.source = model, str(source)
-        self.manifest, self.arrays = manifest, arrays
+    def __init__(self, model, source, manifest):
+        self.model, self.source, self.manifest = model, str(source), manifest
         base = stable_names.base_of(model)
         own, wanted = original_class(base).__name__, manifest["base"]["class"]
         if own != wanted:
@@ -147,20 +131,19 @@ class Matcher:
         names = {id(layer): name for name, layer in self.layers.items()}
         sites = {names[id(site.layer)]: site for site in self.sites}
         entries = {entry["path"]: entry for entry in self.manifest["layers"]}
-        known = entries.keys() | set(self.manifest["softmax"])
-        missing, surplus = known - sites.keys(), sites.keys() - known
+        entries |= dict.fromkeys(self.manifest["softmax"])
+        missing, surplus = entries.keys() - sites.keys(), sites.keys() - entries.keys()
         if missing or surplus:
             raise ValueError(
                 f"The attention layers of {title(self.model)} must be those of the "
                 f"maps of {self.source!r}. {_names('It lacks', missing)}"
                 f"{_names('The maps do not know its', surplus)}"
             )
-        linear = [name for name in self.manifest["softmax"] if sites[name].is_linear]
-        linear += [
+        linear = [
             name
             for name, entry in entries.items()
             if sites[name].is_linear
-            and not agrees(sites[name].layer, entry["fingerprint"])
+            and not (entry and agrees(sites[name].layer, entry["fingerprint"]))
         ]
         if linear:
             raise ValueError(
@@ -169,21 +152,14 @@ class Matcher:
                 f"mechanism, other arguments or another window at {', '.join(linear)}. "
                 "Call `restore_attention(model)` first."
             )
-        pairs = [(sites[name], entry) for name, entry in entries.items()]
-        refused = [f"{x.path}: {x.reason}" for x, _ in pairs if x.reason]
-        refused += [f"{x.path}: not built" for x, _ in pairs if not x.layer.built]
-        if refused:
-            raise ValueError(
-                f"{title(self.model)} must have attention that can be made linear. "
-                "Received:\n  " + "\n  ".join(refused)
-            )
+        pairs = [(sites[name], entry) for name, entry in entries.items() if entry]
+        check_sites(self.model, [site for site, _ in pairs])
         return pairs
 
-    def check_checkpoint(self, accepts_any):
-        """Returns whether the model has the weights that the maps were trained with."""
+    def check_checkpoint(self):
+        """Raises `ValueError` unless the model has the weights of the maps."""
         own = stable_names.checkpoint_hash(self.model)
-        is_same = own == self.manifest["base"]["weights"]
-        if not is_same and not accepts_any:
+        if own != self.manifest["base"]["weights"]:
             name = self.manifest["base"].get("name")
             raise ValueError(
                 f"The maps of {self.source!r} were saved with the weights of "
@@ -194,7 +170,6 @@ class Matcher:
                 "weights first, or pass base='any' to use the maps with the model's "
                 "weights, and measure the quality."
             )
-        return is_same
 
     def build(self, site, entry, chosen):
         """Returns the built map of a layer, and its options, some of them chosen."""
@@ -222,15 +197,13 @@ class Matcher:
             )
         return feature_map, options
 
-    def weights_of_map(self, feature_map, entry):
+    def weights_of_map(self, feature_map, entry, arrays):
         """Returns pairs of a variable of a map and the array to assign to it."""
-        found, prefix = (
-            stable_names.weights_by_name(feature_map),
-            f"{entry['path']}/{MAP}/",
-        )
+        found = stable_names.weights_by_name(feature_map)
+        prefix = f"{entry['path']}/{MAP}/"
         arrays = {
             name.removeprefix(prefix): array
-            for name, array in self.arrays.items()
+            for name, array in arrays.items()
             if name.startswith(prefix)
         }
         shapes = {name: tuple(variable.shape) for name, variable in found.items()}
@@ -248,10 +221,3 @@ class Matcher:
 
 def _names(text, names):
     return f"{text} {', '.join(sorted(names))}. " if names else ""
-
-
-def _origin(source, entry, manifest, is_same):
-    parts = [pathlib.PurePath(str(source)).name, summary(entry, manifest)]
-    if not is_same:
-        parts.append("trained for another checkpoint")
-    return ", ".join(part for part in parts if part)

@@ -21,7 +21,7 @@ from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.weights import as_numpy
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.fingerprint import fingerprint
-from keras_rfattn.models.entry import map_config
+from keras_rfattn.models.saving import map_config
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
 from keras_rfattn.uptraining.report import UptrainingReport
@@ -50,9 +50,8 @@ def save_maps(
     it to the softmax checkpoint, on any backend, and `upload_maps` publishes it.
 
     Weights of the checkpoint itself are not saved, even if they were trained, and
-    `load_maps` expects them as they are now, adapters (LoRA) included. If `uptrain`
-    trained some, a warning says so. Save them as usual: by `save_lora_weights`,
-    `save_weights` or `save_to_preset`.
+    `load_maps` expects them as they are now, adapters (LoRA) included. Save them as
+    usual: by `save_lora_weights`, `save_weights` or `save_to_preset`.
 
     Args:
         model: A model with linear attention.
@@ -83,10 +82,8 @@ def save_maps(
         >>> model = keras.Model(inputs, outputs)
         >>> model = keras_rfattn.replace_attention(model, "hedgehog")
         >>> folder = keras_rfattn.save_maps(model, "my_maps", overwrite=True)
-        >>> model = keras_rfattn.restore_attention(model)
-        >>> model = keras_rfattn.load_maps(model, "my_maps")
-        >>> keras_rfattn.describe_attention(model).rows[0].mechanism
-        'hedgehog'
+        >>> sorted(file.name for file in folder.iterdir())
+        ['README.md', 'maps.json', 'maps.safetensors']
     """
     check_model(model)
     if dtype not in DTYPES:
@@ -109,7 +106,8 @@ def save_maps(
     sites = {
         id(x): name for name, x in stable_names.layers_by_name(base, FeatureMap).items()
     }
-    linear, softmax = _split(base)
+    linear = [site for site in survey(base) if site.is_linear]
+    softmax = [site for site in survey(base) if not site.is_linear]
     if not linear:
         raise ValueError(
             f"`model` has no linear attention to save. Received: {title(model)}. Call "
@@ -124,7 +122,7 @@ def save_maps(
         for name, weight in stable_names.weights_by_name(feature_map).items():
             arrays[f"{prefix}/{name}"] = _narrowed(f"{prefix}/{name}", weight, narrow)
     manifest = {
-        "versions": _versions(),
+        "versions": {x: _version(x) for x in ("keras-rfattn", "keras", backend_name())},
         "base": {
             "class": original_class(base).__name__,
             "name": base_model,
@@ -137,15 +135,8 @@ def save_maps(
         "metrics": metrics,
     }
     folders.write(folder, manifest, arrays, cards.card(manifest, report, arrays))
-    _warn_of_trained_weights(model, linear, weights)
+    _warn_of_adapters(model, weights)
     return folder
-
-
-def _split(base):
-    """Returns the sites with linear attention, and those with softmax attention."""
-    sites = survey(base)
-    linear = [site for site in sites if site.is_linear]
-    return linear, [site for site in sites if not site.is_linear]
 
 
 def _layer_entry(name, layer):
@@ -157,29 +148,19 @@ def _layer_entry(name, layer):
         "feature_map": map_config(layer),
         "options": layer.options.config(),
         "fingerprint": fingerprint(layer).tolist(),
-        "is_trained": bool(feature_map.was_trained),
-        "origin": layer.origin,
     }
 
 
-def _warn_of_trained_weights(model, linear, weights):
-    """Warns if weights of the checkpoint were trained, which a set does not hold."""
-    trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
-    trained |= dict.fromkeys(weights[x].path for x in stable_names.adapters(weights))
-    if trained:
+def _warn_of_adapters(model, weights):
+    """Warns of adapters (LoRA), which a set does not hold."""
+    adapters = sorted(stable_names.adapters(weights))
+    if adapters:
         warnings.warn(
-            f"The maps of {title(model)} are saved, but not the checkpoint's own "
-            f"weights, {len(trained)} of which were trained, such as "
-            f"{next(iter(trained))!r}. `load_maps` expects them as they are now. Save "
-            "adapters (LoRA) by `save_lora_weights`, and others by `save_weights` or "
-            "`save_to_preset`.",
+            f"The maps of {title(model)} are saved, but not its {len(adapters)} "
+            f"weights of adapters (LoRA), such as {adapters[0]!r}. `load_maps` expects "
+            "them as they are now. Save them by `save_lora_weights`.",
             stacklevel=3,
         )
-
-
-def _versions():
-    """Returns a dict from packages to the versions that save the maps."""
-    return {x: _version(x) for x in ("keras-rfattn", "keras", backend_name())}
 
 
 def _version(package):
@@ -192,39 +173,35 @@ def _version(package):
 def _narrowed(name, weight, dtype):
     """Returns a weight in the dtype of the file; integers keep theirs."""
     array = as_numpy(weight.value)
-    if not np.issubdtype(array.dtype, np.integer):
-        array = array.astype("float32")
-        if not np.all(np.isfinite(array)):
-            raise ValueError(
-                f"Weights must be finite. Received: {name!r}, which is not. Restore "
-                "weights from before training diverged."
-            )
-        with np.errstate(over="ignore"):
-            narrow = array.astype(dtype)
-        if not np.all(np.isfinite(narrow)):
-            raise ValueError(
-                f"Weights must fit {dtype}. Received: {name!r} with entries up to "
-                f"{np.max(np.abs(array)):.3g}. Use dtype='float32'."
-            )
-        array = narrow
-    return np.array(array, order="C")
+    if np.issubdtype(array.dtype, np.integer):
+        return np.array(array, order="C")
+    if not np.all(np.isfinite(array)):
+        raise ValueError(
+            f"Weights must be finite. Received: {name!r}, which is not. Restore "
+            "weights from before training diverged."
+        )
+    with np.errstate(over="ignore"):
+        narrow = np.array(array, dtype, order="C")
+    if not np.all(np.isfinite(narrow)):
+        raise ValueError(
+            f"Weights must fit {dtype}. Received: {name!r} with entries up to "
+            f"{np.max(np.abs(array)):.3g}. Use dtype='float32'."
+        )
+    return narrow
 
 
 def _checked_metrics(metrics):
     metrics = {} if metrics is None else metrics
-    is_dict = isinstance(metrics, dict) and all(isinstance(x, str) for x in metrics)
-    if not is_dict or not all(map(_is_metric, metrics.values())):
+    if not isinstance(metrics, dict) or not all(
+        isinstance(name, str)
+        and (isinstance(x, str) or isinstance(x, numbers.Real) and math.isfinite(x))
+        for name, x in metrics.items()
+    ):
         raise ValueError(
             "`metrics` must be a dict from names to finite numbers or texts. Received: "
             f"metrics={metrics!r:.200}."
         )
     return {k: v if isinstance(v, str) else float(v) for k, v in metrics.items()}
-
-
-def _is_metric(value):
-    if isinstance(value, str):
-        return True
-    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def _checked_folder(folder, overwrite):

@@ -28,15 +28,9 @@ def find(source):
 
 
 def _download(uri):
-    try:
-        # KerasHub resolves all of these schemes for its presets.
-        from keras_hub.src.utils.preset_utils import get_file
-    except ImportError as error:
-        raise ImportError(
-            f"Maps of a model hub, here {uri!r}, need KerasHub. Install it with "
-            "`pip install 'keras-rfattn[hub]'`."
-        ) from error
-    files = [get_file(uri, x) for x in (folders.MANIFEST, folders.WEIGHTS)]
+    # KerasHub resolves all of these schemes for its presets.
+    presets = _package("keras_hub.src.utils.preset_utils", uri)
+    files = [presets.get_file(uri, x) for x in (folders.MANIFEST, folders.WEIGHTS)]
     return pathlib.Path(files[0]).parent
 
 
@@ -88,5 +82,6 @@ def _package(name, uri):
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"Uploading to {uri!r} needs {name}. Install it with `pip install {name}`."
+            f"{uri!r} needs a package that is not installed: {error}. Install "
+            "`keras-hub` to download, `huggingface_hub` or `kagglehub` to upload."
         ) from error

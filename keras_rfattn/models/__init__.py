@@ -1,6 +1,5 @@
 """Replaces attention in existing Keras models, and restores it."""
 
-from keras_rfattn.models.adapters.keras_cv import convert_vit
 from keras_rfattn.models.extend_positions import extend_positions
 from keras_rfattn.models.gguf import from_gguf
 from keras_rfattn.models.matching import Plan
@@ -10,7 +9,6 @@ from keras_rfattn.models.report import AttentionReport, describe_attention
 __all__ = [
     "AttentionReport",
     "Plan",
-    "convert_vit",
     "describe_attention",
     "extend_positions",
     "from_gguf",

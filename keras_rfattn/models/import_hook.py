@@ -1,7 +1,7 @@
-"""Registers library adapters once both the library and this package are imported.
+"""Registers KerasHub's adapter once both KerasHub and this package are imported.
 
 Keras finds a saved class by its registered name only if the code that registers it has
-run. Importing KerasHub takes seconds and must not be forced on users. Its adapters are
+run. Importing KerasHub takes seconds and must not be forced on users. Its adapter is
 therefore registered when KerasHub is imported, before or after this package.
 """
 
@@ -10,41 +10,37 @@ import importlib
 import importlib.abc
 import sys
 
-_installed = set()
-
-
-# Library -> its adapter module, which is imported only after the library.
-ADAPTERS = {"keras_hub": "keras_rfattn.models.adapters.keras_hub"}
+LIBRARY, ADAPTER = "keras_hub", "keras_rfattn.models.adapters.keras_hub"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Import finder that registers a library's adapter right after its import."""
+    """Import finder that registers the adapter right after the library's import."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in ADAPTERS or name in _installed:
+        if name != LIBRARY:
             return None
-        finders = [x for x in sys.meta_path if x is not self]
-        for finder in [x for x in finders if hasattr(x, "find_spec")]:
+        for finder in [x for x in sys.meta_path if x is not self]:
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = _registering(spec.loader.exec_module)
+                spec.loader.exec_module = self.registering(spec.loader.exec_module)
                 return spec
         return None
 
+    def registering(self, exec_module):
+        """Wraps a loader's `exec_module`, which then registers the adapter."""
 
-def _registering(exec_module):
-    """Wraps a loader's `exec_module`, which then registers adapters at its end."""
+        @functools.wraps(exec_module)
+        def exec_and_register(module):
+            exec_module(module)
+            register()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
 
-    @functools.wraps(exec_module)
-    def exec_and_register(module):
-        exec_module(module)
-        register()
-
-    return exec_and_register
+        return exec_and_register
 
 
 def register() -> None:
-    """Registers the adapters of every supported library that is imported.
+    """Registers the adapter of KerasHub, if KerasHub is imported.
 
     It runs automatically on `import keras_rfattn` or `import keras_hub`, whichever
     comes last. If you define KerasHub classes of your own, call it again before you
@@ -57,19 +53,14 @@ def register() -> None:
         ...     pass
         >>> keras_rfattn.register()
     """
-    for name, file in ADAPTERS.items():
-        if sys.modules.get(name) is None:
-            continue
-        adapter = importlib.import_module(file)
-        if name not in _installed:
-            _installed.add(name)
-            adapter.install()
-        else:
-            adapter.register_all()
+    if sys.modules.get(LIBRARY) is not None:
+        adapter = importlib.import_module(ADAPTER)
+        adapter.install()
+        adapter.register_all()
 
 
 def watch():
-    """Registers adapters of imported libraries now, and of others on their import."""
-    if not any(isinstance(f, _AfterImport) for f in sys.meta_path):
+    """Registers the adapter now or, if the library is not imported yet, after that."""
+    if sys.modules.get(LIBRARY) is None:
         sys.meta_path.insert(0, _AfterImport())
     register()

@@ -3,7 +3,6 @@
 All arguments that name layers use this file: `include`, `exclude` and `Plan`.
 """
 
-import inspect
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -124,8 +123,13 @@ def select(sites, include, exclude):
 def _chosen(argument, choice, sites):
     """Returns the indices of the sites that `include` or `exclude` matches."""
     if callable(choice):
-        _check_takes_two(argument, choice)
-        return {site.index for site in sites if choice(site.path, site.layer)}
+        try:
+            return {site.index for site in sites if choice(site.path, site.layer)}
+        except TypeError as error:
+            raise TypeError(
+                f"`{argument}` must be a callable `(path, layer) -> bool`. Received: "
+                f"{argument}={choice!r}, which raises: {error}."
+            ) from error
     patterns = [choice] if isinstance(choice, str) else choice
     if not isinstance(patterns, (list, tuple, set)) or not all(
         isinstance(pattern, str) for pattern in patterns
@@ -135,16 +139,3 @@ def _chosen(argument, choice, sites):
             f"callable `(path, layer) -> bool`. Received: {argument}={choice!r}."
         )
     return set(lookup(argument, dict.fromkeys(patterns), sites))
-
-
-def _check_takes_two(argument, function):
-    try:
-        inspect.signature(function).bind("path", None)
-    except TypeError as error:
-        raise TypeError(
-            f"`{argument}` must be a callable `(path, layer) -> bool`. "
-            f"Received: {argument}={function!r}, which does not take both ({error})."
-        ) from None
-    except ValueError:
-        # Some functions written in C have no signature to check.
-        pass

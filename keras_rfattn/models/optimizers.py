@@ -12,8 +12,6 @@ import gc
 import keras
 
 from keras_rfattn.models.holders import with_built_optimizer
-from keras_rfattn.models.notes import notes_of
-from keras_rfattn.models.report import ADVISERS
 from keras_rfattn.models.swap import strategy_scope
 
 
@@ -87,8 +85,7 @@ def _follow(model):
     """Builds an optimizer anew; weights that it knew keep their slots' values."""
     optimizer, weights = model.optimizer, model.trainable_variables
     places = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
-    new = [v for v in weights if id(v) not in places]
-    if not new and len(weights) == len(places):
+    if places.keys() == {id(v) for v in weights}:
         return
     before = [(part, _slots(part)) for part in _parts(optimizer)]
     for part, _ in before:
@@ -110,19 +107,3 @@ def _follow(model):
                     slot.assign(slots[place])
                 elif name == "_model_variables_moving_average":
                     slot.assign(weight)
-    gone = len(places) + len(new) - len(weights)
-    notes_of(model).optimizer = optimizer, len(new), gone
-
-
-def _told(model):
-    """Returns lines for reports on the optimizer of a model."""
-    optimizer, new, gone = notes_of(model).optimizer or (None, 0, 0)
-    if optimizer is None or optimizer is not getattr(model, "optimizer", None):
-        return []
-    changes = f"got slots for {new} new weights" if new else ""
-    changes += " and " * bool(new and gone)
-    changes += f"dropped those of {gone} weights" if gone else ""
-    return [f"The optimizer kept its slots and its step count, and {changes}."]
-
-
-ADVISERS.append(_told)

@@ -4,7 +4,6 @@ All checks run, and all new weights are built, before the first layer changes. `
 changes a single layer; `saving` changes the containers that hold it.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -106,8 +105,10 @@ def replace_attention(
         template = feature_maps.resolve(identifier, num_features, seed)
         check_change(template, choice, group)
         base_seed = template.seed if seed is None else seed
-        changes += [(site, _copy(template, base_seed, site), choice) for site in group]
-    saving.commit(model, sites, changes)
+        for site in group:
+            own = template.reseeded(derive_seed(base_seed, site.index))
+            changes.append((site, own, choice))
+    saving.commit(sites, changes)
     return model
 
 
@@ -117,7 +118,7 @@ def restore_attention(
     """Restores the softmax attention of a model, or of some of its layers, in place.
 
     All weights keep their values: they equal the checkpoint bit for bit, unless they
-    were trained in the meantime. A warning names the weights that `uptrain` trained.
+    were trained in the meantime (`trained` in the report of `uptrain` names these).
 
     Args:
         model: A model changed by `replace_attention`, or loaded from one.
@@ -160,14 +161,7 @@ def restore_attention(
                 f"include={include!r:.80}, which selects"
                 + (f":\n{_listing(softmax)}" if softmax else " no layer.")
             )
-    trained = dict.fromkeys(path for site in linear for path in site.layer.trained)
-    if trained:
-        warnings.warn(
-            f"Softmax is restored in {title(model)}, but not the checkpoint: `uptrain` "
-            f"trained {len(trained)} of its own weights: {', '.join(trained)}.",
-            stacklevel=2,
-        )
-    saving.revert(model, sites, linear)
+    saving.revert(sites, linear)
     return model
 
 
@@ -194,7 +188,19 @@ def _replaceable(model, sites, include, exclude):
     if include is None:
         selected = [site for site in selected if not is_pooling(site)]
     selected = _global(model, selected)
-    refused = [site for site in selected if site.reason]
+    check_sites(model, selected)
+    if not selected:
+        raise ValueError(
+            "`include` and `exclude` must leave layers to replace. Received: "
+            f"include={include!r}, exclude={exclude!r}, for {title(model)} with:\n"
+            f"{_listing(sites)}"
+        )
+    return selected
+
+
+def check_sites(model, sites):
+    """Raises `ValueError` for sites whose attention cannot be made linear."""
+    refused = [site for site in sites if site.reason]
     if refused:
         raise ValueError(
             "`model` must have attention that can be made linear. Received: "
@@ -202,19 +208,12 @@ def _replaceable(model, sites, include, exclude):
             f"{_listing(refused)}\nLeave these softmax with `exclude` (paths or "
             "patterns), or use another model."
         )
-    if not selected:
-        raise ValueError(
-            "`include` and `exclude` must leave layers to replace. Received: "
-            f"include={include!r}, exclude={exclude!r}, for {title(model)} with:\n"
-            f"{_listing(sites)}"
-        )
-    unbuilt = [site for site in selected if not site.layer.built]
+    unbuilt = [site for site in sites if not site.layer.built]
     if unbuilt:
         raise ValueError(
             "`model` must have built attention layers. Received: layers that are not "
             f"built:\n{_listing(unbuilt)}\nCall the model once on data first."
         )
-    return selected
 
 
 def _global(model, selected):
@@ -280,13 +279,6 @@ def _check_window(options, sites):
 def _may_cross(site):
     known = site.self_attention
     return not known and (known is False or False in kinds_in_graph(site.layer))
-
-
-def _copy(template, seed, site):
-    """Copies the map for one layer, with a seed derived for that layer."""
-    copy = template.reseeded(derive_seed(seed, site.index))
-    copy.name = "feature_map"
-    return copy
 
 
 def _listing(sites):

@@ -10,7 +10,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.weights import trained_weights
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.linear_attention import sliding_window, soft_cap
-from keras_rfattn.models.notes import notes_of
+from keras_rfattn.models.holders import holders
 from keras_rfattn.models.survey import is_pooling, survey
 from keras_rfattn.models.swap import original_class
 
@@ -30,18 +30,14 @@ class Row:
         path: Layer names from the model (excluded) to this layer, joined by `/`.
         original_class: Name of the softmax class.
         mechanism: Registered name of the feature map, or "softmax".
-        width: Number of features M. `None` for softmax and for maps that compute their
-            kernel exactly.
+        width: Number of features M, `None` for softmax and for exact maps.
         causal: Whether the attention is causal, or `None` if each call decides.
         parameters_added: Number of parameters that the feature map owns.
-        crossover: Sequence length in tokens above which linear attention takes fewer
-            operations than softmax. `None` wherever `width` is `None`.
-        notes: Tuple of texts: why the layer was kept softmax, or remarks on its
-            mechanism.
-        implementation: Which kernels compute the layer, `None` unless some were asked
-            for.
-        window: Size in tokens of the sliding window because of which the layer was kept
-            softmax. `None` for other layers.
+        crossover: Length in tokens above which linear attention takes fewer operations
+            than softmax. `None` wherever `width` is `None`.
+        notes: Tuple of texts: why the layer was kept softmax, or remarks on its map.
+        implementation: Kernels that compute the layer, `None` if none were asked for.
+        window: Tokens of the sliding window because of which the layer was kept.
     """
 
     path: str
@@ -103,10 +99,8 @@ class AttentionReport:
     Attributes:
         model: Class and name of the model.
         rows: Tuple of `Row`, one for each attention layer.
-        max_length: Maximum sequence length of the model in tokens, or `None` if it is
-            not known.
-        others: Class and name of each other task that changed too, because it shares
-            layers with the model.
+        max_length: Maximum length of inputs in tokens, or `None` if it is not known.
+        others: Class and name of each other task that shares the linear layers.
         advice: Lines that say what to call next, and what generation needs.
     """
 
@@ -128,10 +122,7 @@ class AttentionReport:
 
     @property
     def local(self):
-        """The rows of layers that were kept because a sliding window makes them local.
-
-        They are part of `kept`.
-        """
+        """The rows of `kept` that are local because of a sliding window."""
         return tuple(row for row in self.rows if row.window is not None)
 
     @property
@@ -169,10 +160,7 @@ class AttentionReport:
 
     @property
     def crossover(self):
-        """Length in tokens above which all linear layers take fewer operations.
-
-        `None` if that is not known for any layer.
-        """
+        """Length in tokens above which all linear layers save operations, or `None`."""
         crossovers = [x.crossover for x in self.replaced if x.crossover is not None]
         return max(crossovers, default=None)
 
@@ -199,11 +187,17 @@ class AttentionReport:
             table.append((row.path, *(_cell(x, row) for x in shown), notes))
         if not any(line[-1] for line in table[1:]):
             table = [line[:-1] for line in table]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        table.insert(1, ["-" * width for width in widths])
-        return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+        head, *lines = aligned(table)
+        rule = ["-" * max(map(len, column)) for column in zip(*table, strict=True)]
+        return [head, "  ".join(rule), *lines]
 
     __repr__ = __str__
+
+
+def aligned(table):
+    """Returns the rows of a table as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
 
 
 def describe_attention(model: keras.layers.Layer) -> AttentionReport:
@@ -235,7 +229,7 @@ def describe_attention(model: keras.layers.Layer) -> AttentionReport:
         title(model),
         tuple(_row(site) for site in sites),
         max_length=length if isinstance(length, int) else _fixed_length(model, sites),
-        others=tuple(notes_of(model).shared_with),
+        others=_sharing(model, sites),
     )
     advice = _advice(report.rows)
     if isinstance(length, int) and report.is_short:
@@ -244,6 +238,13 @@ def describe_attention(model: keras.layers.Layer) -> AttentionReport:
         )
     advice += [x for ask in ADVISERS for x in ask(model)]
     return replace(report, advice=tuple(advice))
+
+
+def _sharing(model, sites):
+    """Returns class and name of the other tasks that hold the linear layers."""
+    around = holders([site.layer for site in sites if site.is_linear])
+    tasks = (x for x in around if hasattr(x, "preprocessor") and x is not model)
+    return tuple(f"{type(x).__name__} '{x.name}'" for x in tasks)
 
 
 def _fixed_length(model, sites):
@@ -316,7 +317,9 @@ def multiplications(feature_map, head_dim, value_dim):
 
 def _notes(site):
     feature_map, options = site.layer.feature_map, site.layer.options
-    notes = _training(site)
+    notes = [feature_map.status(site.causal)]
+    if trained_weights(feature_map):
+        notes = ["trained"] if feature_map.was_trained else [*notes, NOT_TRAINED]
     if feature_map.is_exact:
         notes.append("quadratic in length")
     elif options.window is not None:
@@ -337,12 +340,3 @@ def _notes(site):
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")
     return tuple(x for x in notes if x)
-
-
-def _training(site):
-    """Returns texts on how the map of a layer got its weights."""
-    feature_map, origin = site.layer.feature_map, site.layer.origin
-    if trained_weights(feature_map) and feature_map.was_trained:
-        return [f"trained ({origin})" if origin else "trained"]
-    status = feature_map.status(site.causal)
-    return [status, NOT_TRAINED * bool(trained_weights(feature_map))]

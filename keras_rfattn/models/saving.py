@@ -18,9 +18,7 @@ import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.loading  # noqa: F401  (wraps Keras' loaders)
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
-from keras_rfattn.layers.linear_attention import set_saved
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.models.entry import attention_config, check_entry
 from keras_rfattn.models.holders import holders, refresh
 from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.optimizers import following
@@ -28,6 +26,7 @@ from keras_rfattn.models.positions import Sized
 from keras_rfattn.models.survey import block_mixin, survey
 from keras_rfattn.ops.options import Options
 
+FORMAT = 1  # of the entry "attention"
 PACKAGE = "keras_rfattn"
 # Registered name under which carriers are saved. The "attention" entry holds the name
 # of the original class, from which loading finds the carrier.
@@ -35,9 +34,56 @@ GENERIC = "Carrier"
 
 # Original class of a container -> its carrier.
 CARRIERS = {}
-# Callables `(model, holders)` that library adapters add. They update what belongs to
-# the models that hold changed layers, such as preprocessors.
+# Callables that library adapters add. Each gets the holders of changed layers, and
+# updates what belongs to them, such as preprocessors.
 COMPANION_HOOKS = []
+
+
+def attention_config(container):
+    """Returns the "attention" entry that a container saves in its config."""
+    base = swap.original_class(container)
+    return {
+        # Keras' error for an unknown class quotes the config, and so shows this hint.
+        "how_to_load": "import keras_rfattn",
+        "format": FORMAT,
+        "class": {
+            "module": base.__module__,
+            "class_name": base.__name__,
+            "registered_name": keras.saving.get_registered_name(base),
+        },
+        "layers": [
+            {
+                "index": site.index,
+                "path": site.path,
+                "feature_map": map_config(site.layer),
+                **site.layer.options.config(),
+                "self_attention": site.layer.self_attention,
+            }
+            for site in survey(container)
+            if site.is_linear
+        ],
+    }
+
+
+def map_config(layer):
+    """Returns the config of a layer's map, without the freeze of a frozen layer."""
+    config = feature_maps.serialize(layer.feature_map)
+    if not layer.trainable:
+        # Many containers do not save the `trainable` flags of their inner layers.
+        # After loading, only the map would still be frozen.
+        config["config"]["trainable"] = True
+    return config
+
+
+def check_entry(entry, name):
+    """Raises `ValueError` unless an entry is one that `attention_config` returns."""
+    is_known = isinstance(entry, dict) and entry.get("format") == FORMAT
+    if not is_known or not isinstance(entry.get("layers"), list):
+        raise ValueError(
+            f"The config of {name} must have an entry 'attention' of format {FORMAT}, "
+            f"which this version of keras_rfattn reads. Received: {entry!r:.200}. Use "
+            "the version that saved it, or save the model again."
+        )
 
 
 class Carrier(Sized):
@@ -162,11 +208,6 @@ def carry(container):
         container.__class__ = carrier_class(type(container))
 
 
-def holds_linear(container):
-    """Returns whether any attention inside a container is linear."""
-    return bool(linear_layers(container))
-
-
 def apply_config(container, entry):
     """Replaces attention in a container that was just rebuilt from its config."""
     sites, changes = survey(container), []
@@ -181,18 +222,18 @@ def apply_config(container, entry):
         if site.is_linear:
             continue
         site.layer.is_from_config = True
-        set_saved(site.layer, layer)
+        site.layer.self_attention = layer.get("self_attention")
         feature_map = feature_maps.get(layer["feature_map"])
         change = site, feature_map, Options.take(dict(layer))
         if site.layer.built:
             changes.append(change)
         else:
-            later = functools.partial(commit, container, sites, [change])
+            later = functools.partial(commit, sites, [change])
             _when_built(site.layer, later)
-    commit(container, sites, changes)
+    commit(sites, changes)
 
 
-def commit(model, sites, changes):
+def commit(sites, changes):
     """Applies changes that have passed all checks."""
     for site, feature_map, _ in changes:
         if not feature_map.built:
@@ -202,17 +243,19 @@ def commit(model, sites, changes):
             swap.make_linear(site.layer, feature_map, options)
             if site.self_attention is not None:
                 site.layer.self_attention = site.self_attention
-        follow(model, sites)
+        follow(sites)
 
 
-def revert(model, sites, linear):
+def revert(sites, linear):
     """Makes the layers of the sites in `linear` softmax again, as `commit` does."""
     changing = [x.layer for x in linear if trains(x, x.layer.feature_map)]
     with following(changing):
         for site in linear:
             swap.make_softmax(site.layer)
-        uncarry([site.layer for site in linear])
-        follow(model, sites)
+        for container in holders([site.layer for site in linear]):
+            if isinstance(container, Carrier) and not linear_layers(container):
+                container.__class__ = type(container).original_class
+        follow(sites)
 
 
 def trains(site, feature_map):
@@ -220,22 +263,15 @@ def trains(site, feature_map):
     return site.layer.trainable and bool(feature_map.trainable_weights)
 
 
-def uncarry(layers):
-    """Restores the class of containers whose `layers` are all softmax again."""
-    for container in holders(layers):
-        if isinstance(container, Carrier) and not holds_linear(container):
-            container.__class__ = type(container).original_class
-
-
-def follow(model, sites):
+def follow(sites):
     """Updates everything that holds the attention layers of a changed model."""
     layers = [site.layer for site in sites]
     around = holders(layers)
     for container in around:
-        if holds_linear(container):
+        if linear_layers(container):
             carry(container)
     for hook in COMPANION_HOOKS:
-        hook(model, around)
+        hook(around)
     for layer in [*around, *layers]:
         refresh(layer)
 

@@ -1,20 +1,22 @@
 """Stable names of the layers and weights of a model.
 
-Keras numbers automatic layer names in order of creation, so that the paths of layers
-and weights can differ between two processes. The names here depend on the model alone:
-automatic names lose their number, and layers with the same name inside one parent are
-told apart by a suffix such as `#2`.
+Keras numbers automatic layer names in order of creation, so that paths can differ
+between two processes. The names here depend on the model alone: automatic names lose
+their number, and equal names inside one parent are told apart by a suffix such as `#2`.
 """
 
 import hashlib
 import math
+import re
 
 import keras
 import numpy as np
+from keras.src.utils.naming import to_snake_case
 
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.weights import as_numpy
-from keras_rfattn.models.survey import lasting_name, survey
+from keras_rfattn.models.survey import survey
+from keras_rfattn.models.swap import original_class
 
 # Name of the sublayer that is the feature map of an attention layer.
 MAP = "feature_map"
@@ -37,6 +39,14 @@ def base_of(model):
 def checkpoint_hash(model):
     """Returns `hash_of` all weights of a model's base, without its feature maps."""
     return hash_of(weights_by_name(base_of(model), FeatureMap))
+
+
+def lasting_name(layer):
+    """Returns the name of a layer; automatic names lose their number."""
+    # Keras makes automatic names from the class name.
+    automatic = to_snake_case(original_class(layer).__name__)
+    is_automatic = re.fullmatch(rf"{automatic}_\d+", layer.name)
+    return automatic if is_automatic else layer.name
 
 
 def layers_by_name(root, skip=()):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-from keras.src.utils.naming import to_snake_case
 
 import keras_rfattn.models.adapters.known as known
 from keras_rfattn.layers.linear_attention import (
@@ -24,32 +23,17 @@ LOOKS_LIKE_ATTENTION = re.compile(r"Attention(2d)?$|AttentionWith\w+$")
 
 @dataclass
 class Site:
-    """One attention layer of a model.
+    """One attention layer of a model."""
 
-    Attributes:
-        path: Layer names from the model (excluded) to this layer, joined by `/`.
-        lasting: `path` without the numbers of automatic names, which change when the
-            model is built again.
-        layer: The attention layer.
-        parent: The layer or model that directly holds it.
-        index: Position among all attention layers of the model. Seeds and saved
-            configs use it, because automatic names are not stable.
-        reason: Why the layer cannot be replaced, or `None` if it can.
-        window: Size in tokens of the sliding window that makes a softmax layer local,
-            and so linear in length already. `None` if the layer is global or linear.
-        causal: Whether the attention is causal, or `None` if each call decides.
-        self_attention: Whether queries and keys are the same tokens, or `None` if
-            neither the block nor a graph tells.
-    """
-
-    path: str
-    lasting: str
+    path: str  # layer names from the model (excluded) to this layer, joined by `/`
     layer: Any
-    parent: Any
-    index: int
-    reason: str | None = None
-    causal: bool | None = None
+    parent: Any  # the layer or model that directly holds it
+    index: int  # among all attention layers; seeds and saved configs use it
+    reason: str | None = None  # why it cannot be replaced
+    causal: bool | None = None  # `None` if each call decides
+    # Tokens of the sliding window that makes a softmax layer linear in length already.
     window: int | None = None
+    # Whether queries and keys are the same tokens; `None` if no block or graph tells.
     self_attention: bool | None = None
 
     @property
@@ -66,46 +50,27 @@ def survey(model, drop_window=False, drop_cap=False):
     """Returns a `Site` for each attention layer of a model, in a stable order."""
     sites, seen = [], {id(model)}
 
-    def visit(layer, path="", lasting=""):
+    def visit(layer, path=""):
         for child in layer._flatten_layers(include_self=False, recursive=False):
             if not isinstance(child, keras.layers.Layer) or id(child) in seen:
                 continue
             seen.add(id(child))
-            names = (
-                f"{path}/{child.name}".removeprefix("/"),
-                f"{lasting}/{lasting_name(child)}".removeprefix("/"),
-            )
+            name = f"{path}/{child.name}".removeprefix("/")
             if is_attention(child):
-                site = Site(*names, child, layer, len(sites))
+                site = Site(name, child, layer, len(sites))
                 site.causal = _causality(child, layer)
                 site.self_attention = _self_attention(child, layer)
                 if not site.is_linear:
-                    site.reason = _reason(site, not drop_cap)
-                    site.window = None if drop_window else _local_window(site)
+                    site.reason = unsupported(child, not drop_cap)
+                    site.reason = site.reason or _parent_reason(child, layer)
+                    if site.linear_class is not None and not drop_window:
+                        site.window = sliding_window(child)
                 sites.append(site)
             else:
-                visit(child, *names)
+                visit(child, name)
 
     visit(model)
     return sites
-
-
-def lasting_name(layer):
-    """Returns the name of a layer; automatic names lose their number."""
-    # Keras makes automatic names from the class name.
-    automatic = to_snake_case(original_class(layer).__name__)
-    is_automatic = re.fullmatch(rf"{automatic}_\d+", layer.name)
-    return automatic if is_automatic else layer.name
-
-
-def _reason(site, with_cap):
-    """Returns why a softmax layer cannot be replaced; arguments as in `unsupported`."""
-    return unsupported(site.layer, with_cap) or _parent_reason(site.layer, site.parent)
-
-
-def _local_window(site):
-    """Returns the sliding window of a layer whose class is known, or `None`."""
-    return None if site.linear_class is None else sliding_window(site.layer)
 
 
 def block_mixin(cls):

@@ -1,24 +1,17 @@
 """Changes one attention layer from softmax to linear in place, and back.
 
 The layer object changes its class and gains a feature map. Its projections, their
-names, the model graph and the parent layers stay as they are. Both `saving` and
-`replace` build on this module.
+names, the model graph and the parent layers stay as they are.
 """
 
 import contextlib
 
 import keras
 
-import keras_rfattn.models.adapters.known as known
 from keras_rfattn import feature_maps, layers
 from keras_rfattn.backend.layers import strategies
 from keras_rfattn.layers.fingerprint import unmark
-from keras_rfattn.layers.linear_attention import (
-    SAVED,
-    STATE,
-    LinearAttention,
-    set_saved,
-)
+from keras_rfattn.layers.linear_attention import STATE, LinearAttention
 from keras_rfattn.ops.options import Options
 
 # Softmax class -> linear class. An adapter adds the classes of its library when that
@@ -57,7 +50,6 @@ def make_linear_class(cls, mixin=LinearAttention, parent=None):
         "__doc__": cls.__doc__,
         "__reduce__": _reduce,
         "original_class": cls,
-        "query_normalizations": known.QUERY_NORMALIZATIONS,
     }
     if parent is not None and "_kv_shape" in vars(parent):
         members["_kv_shape"] = parent._kv_shape
@@ -130,8 +122,8 @@ def make_softmax(layer):
 def _reduce(layer):
     """Serves as `__reduce__` for layers whose class cannot be imported by name."""
     config = layer.get_config()
-    saved = {name: config.pop(name) for name in SAVED if name in config}
     feature_map, options = config.pop("feature_map"), Options.take(config)
+    self_attention = config.pop("self_attention")
     return unpickle, (
         original_class(layer),
         _plain(config),
@@ -139,7 +131,7 @@ def _reduce(layer):
         _plain(feature_map),
         options,
         layer.get_weights(),
-        _plain(saved),
+        self_attention,
     )
 
 
@@ -153,13 +145,13 @@ def _plain(x):
     return x
 
 
-def unpickle(cls, config, build_config, feature_map, options, weights, saved):
+def unpickle(cls, config, build_config, feature_map, options, weights, same_tokens):
     """Rebuilds a layer from the arguments that `_reduce` returned."""
     layer = cls.from_config(config)
     layer.build_from_config(build_config)
     feature_map = feature_maps.get(feature_map)
     build_map(layer, feature_map)
     make_linear(layer, feature_map, options)
-    set_saved(layer, saved)
+    layer.self_attention = same_tokens
     layer.set_weights(weights)
     return layer

@@ -190,7 +190,7 @@ def calibrate_stage(model, layers, batches, before, measure):
         old = {
             i: values_of(layers[i].feature_map.weights)
             for i in untrained
-            if layers[i].feature_map.is_calibrated or layers[i].trained
+            if layers[i].feature_map.is_calibrated
         }
         adapt(model, [layers[i] for i in untrained], batches)
         after = measure() if old else before

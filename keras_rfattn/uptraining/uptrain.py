@@ -1,6 +1,5 @@
 """Trains a converted linear model to match its softmax checkpoint: `uptrain`."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,7 +97,6 @@ def uptrain(
     settings = Settings.of(
         steps, stages, batch_size, optimizer, seed, callbacks, verbose
     )
-    _warn_of_another_teacher(model, layers)
     preprocessor, hint = getattr(model, "preprocessor", None), preprocessor_hint(model)
     batches = Batches(data, settings.batch_size, settings.seed, preprocessor, hint)
     with strategy_scope(model):
@@ -120,29 +118,4 @@ def _run(model, layers, batches, settings, clock):
     if beforehand is not None:
         # Fresh adapters do not change outputs, so the measurements still hold.
         training.take(beforehand)
-    try:
-        report = training.run()
-    finally:
-        # `restore_attention` cannot undo these changes, even if training broke off.
-        changed = training.teacher.changed()
-        for layer in linear_layers(model):
-            layer.trained = tuple(dict.fromkeys((*layer.trained, *changed)))
-    steps = sum(stage.steps for stage in report.stages)
-    if steps:
-        for layer in layers:
-            earlier = [layer.origin] if layer.origin else []
-            layer.origin = ", then ".join([*earlier, f"{steps} steps of uptrain"])
-    return report
-
-
-def _warn_of_another_teacher(model, layers):
-    changed = sorted({path for layer in layers for path in layer.trained})
-    if changed:
-        warnings.warn(
-            f"{len(changed)} own weights of {title(model)}, such as {changed[0]!r}, "
-            "were trained after attention was replaced. The teacher is softmax "
-            "attention with their current values, not the checkpoint's. To use the "
-            "checkpoint as the teacher, run all stages in one call, or load the "
-            "checkpoint again.",
-            stacklevel=3,
-        )
+    return training.run()

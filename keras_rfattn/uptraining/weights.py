@@ -168,15 +168,6 @@ class Teacher:
             if id(v) not in of_maps
         }
 
-    def changed(self):
-        """Returns the paths of weights that differ from their first values."""
-        return tuple(
-            v.path
-            for v in self.model.variables
-            if id(v) in self.copies
-            and not np.array_equal(*values_of([v, self.copies[id(v)]]))
-        )
-
     def trains(self, layer):
         """Returns whether weights of a layer other than those of its map train."""
         return any(id(v) in self.copies for v in layer.variables)

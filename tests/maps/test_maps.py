@@ -125,11 +125,6 @@ def uptrained(trainable):
     return model
 
 
-def saved_with_a_warning(model, folder):
-    with pytest.warns(UserWarning, match="but not the checkpoint's own weights"):
-        return keras_rfattn.save_maps(model, folder)
-
-
 def assert_refused(model, folder):
     """Asserts that `load_maps` refuses the model's weights, and changes nothing."""
     before = output(model)
@@ -140,22 +135,21 @@ def assert_refused(model, folder):
 
 def test_trained_weights_of_the_checkpoint_are_saved_by_keras(tmp_path):
     model = uptrained("query_key")
-    folder = saved_with_a_warning(model, tmp_path / "maps")
+    folder = keras_rfattn.save_maps(model, tmp_path / "maps")
     expected, file = output(model), tmp_path / "softmax.weights.h5"
     assert_refused(two_layers(), folder)
-    with pytest.warns(UserWarning, match="but not the checkpoint"):
-        keras_rfattn.restore_attention(model)
+    keras_rfattn.restore_attention(model)
     model.save_weights(file)
     fresh = two_layers(seed=1)
     fresh.load_weights(file)
     keras_rfattn.load_maps(fresh, folder)
     assert_same(output(fresh), expected)
-    assert "2 steps of uptrain" in keras_rfattn.describe_attention(fresh).rows[0].note
 
 
 def test_adapters_are_loaded_before_maps(tmp_path):
     model = uptrained("lora")
-    folder = saved_with_a_warning(model, tmp_path)
+    with pytest.warns(UserWarning, match="but not its 16 weights of adapters"):
+        folder = keras_rfattn.save_maps(model, tmp_path)
     assert_refused(two_layers(), folder)
     fresh = two_layers()
     for old, new in zip(model.layers[1:], fresh.layers[1:], strict=True):
@@ -170,7 +164,6 @@ def test_adapters_are_loaded_before_maps(tmp_path):
 
 
 @pytest.mark.parametrize("trainable", ["maps", "query_key"])
-@pytest.mark.filterwarnings("ignore:The maps of")
 def test_the_hash_is_that_of_the_weights_in_the_model(trainable, tmp_path):
     model = uptrained(trainable)
     before = keras_rfattn.save_maps(model, tmp_path / "before")
@@ -200,16 +193,13 @@ def test_a_second_set_brings_all_of_its_numbers(tmp_path):
     assert_same(output(model), expected)
 
 
-def test_saved_models_keep_the_origin(tmp_path):
-    keras_rfattn.save_maps(
-        trained(), tmp_path / "good", metrics={"share_of_softmax": 1}
-    )
+def test_saved_models_keep_the_training(tmp_path):
+    keras_rfattn.save_maps(trained(), tmp_path / "good")
     model = keras_rfattn.load_maps(two_layers(), tmp_path / "good")
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     for x in (model, loaded):
-        note = keras_rfattn.describe_attention(x).rows[0].note
-        assert note == "trained (good, 1.000 of softmax's quality)"
+        assert keras_rfattn.describe_attention(x).rows[0].note == "trained"
 
 
 def byte_changed(folder):
@@ -271,15 +261,6 @@ def window_changed(folder):
     edit(folder, lambda x: x["layers"][0]["options"].update(window=4))
 
 
-def with_adapters(folder):
-    adapter = {"first/query": {"rank": 2, "alpha": 1}}
-    edit(folder, lambda x: x.update(adapters=adapter))
-
-
-def with_weights_of_the_checkpoint(folder):
-    edit(folder, lambda x: x.update(checkpoint_weights=["first/query/kernel"]))
-
-
 def not_finite(folder, value=np.nan):
     """Changes a number, and all that would tell of it."""
     arrays = load_file(folder / "maps.safetensors")
@@ -296,20 +277,18 @@ def infinite(folder):
 
 DAMAGE = {
     byte_changed: "has changed since it was saved",
-    torn: "must be a safetensors file. It is torn",
-    tensor_removed: "Received: 3 tensors; missing, surplus",
+    torn: "has changed since it was saved",
+    tensor_removed: "has changed since it was saved",
     weights_removed: "but not the weights 'maps.safetensors'",
     manifest_removed: "must hold 'maps.json'",
     manifest_torn: "must be JSON",
     manifest_foreign: "must be a manifest of trained maps",
     layer_renamed: r"It lacks last. The maps do not know its first",
     newer: "has format 99, and this version",
-    layer_torn: "must have the keys path",
-    layer_repeated: "must name each layer once",
-    class_removed: "must name each layer once",
+    layer_torn: "which names each layer once. It is foreign or damaged",
+    layer_repeated: "which names each layer once. It is foreign or damaged",
+    class_removed: "which names each layer once. It is foreign or damaged",
     window_changed: "does not describe the mechanism that was saved",
-    with_adapters: r"must be a set of maps alone. Received: \['adapters'\]",
-    with_weights_of_the_checkpoint: r"Received: \['checkpoint_weights'\]",
     not_finite: "must be finite. Received: NaN or infinities in first/feature_map",
     infinite: "must be finite",
 }
@@ -376,9 +355,7 @@ def test_other_models_are_refused(model, message, tmp_path):
 def test_any_base_is_accepted_if_asked_for(tmp_path):
     folder = keras_rfattn.save_maps(trained(), tmp_path)
     model = keras_rfattn.load_maps(two_layers(seed=1), folder, base="any")
-    assert "trained for another checkpoint" in str(
-        keras_rfattn.describe_attention(model)
-    )
+    assert keras_rfattn.describe_attention(model).rows[0].note == "trained"
     with pytest.raises(ValueError, match="must fit the heads of 'first'"):
         keras_rfattn.load_maps(two_layers(heads=4), folder, base="any")
     with pytest.raises(ValueError, match="`base` must be None or 'any'"):

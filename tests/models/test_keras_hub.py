@@ -300,15 +300,6 @@ def test_tiled_positions_keep_short_inputs(family):
     table = next(w for w in longer.weights if "position_embedding" in w.path)
     table = keras.ops.convert_to_numpy(table)
     np.testing.assert_array_equal(table[12:24], table[:12])
-    stretched = keras_rfattn.extend_positions(model, 23, method="interpolate")
-    old, new = (
-        keras.ops.convert_to_numpy(
-            next(w for w in m.weights if "position_embedding" in w.path)
-        )
-        for m in (model, stretched)
-    )
-    np.testing.assert_allclose(new[::2], old, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(new[1], (old[0] + old[1]) / 2, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.full
@@ -335,8 +326,6 @@ def test_position_errors():
     for length in (3, 2.5, None, (8, 8)):
         with pytest.raises(ValueError, match="max_length"):
             keras_rfattn.extend_positions(model, length)
-    with pytest.raises(ValueError, match="method"):
-        keras_rfattn.extend_positions(model, 40, method="repeat")
     with pytest.raises(TypeError, match="KerasHub"):
         keras_rfattn.extend_positions("gpt2", 40)
     clip, _ = families.build("clip")
@@ -398,27 +387,14 @@ def test_keras_cv_vit(tmp_path):
         weight.assign(rng.normal(size=weight.shape) * 0.3)
     images = rng.uniform(0, 255, size=(2, 16, 16, 3)).astype("float32")
     softmax = families.outputs(source, images)[0]
-    converted = keras_rfattn.models.convert_vit(source)
-    other = families.outputs(converted, images / 127.5 - 1)[0]
-    spread = np.abs(softmax - softmax.mean(0)).max()
-    assert np.abs(other - softmax).max() < 0.05 * spread
-
     keras_rfattn.replace_attention(source, "favorpp", num_features=32, seed=0)
     linear = families.outputs(source, images)[0]
-    with pytest.raises(ValueError, match="restore_attention"):
-        keras_rfattn.models.convert_vit(source)
     source.save_weights(tmp_path / "v.weights.h5")
     fresh = keras_rfattn.replace_attention(make(), "favorpp", num_features=32, seed=1)
     fresh.load_weights(tmp_path / "v.weights.h5")
     np.testing.assert_array_equal(families.outputs(fresh, images)[0], linear)
     keras_rfattn.restore_attention(source)
     np.testing.assert_array_equal(families.outputs(source, images)[0], softmax)
-
-
-def test_converter_takes_only_keras_cv():
-    model, _ = families.build("vit")
-    with pytest.raises(TypeError, match="keras_cv"):
-        keras_rfattn.models.convert_vit(model)
 
 
 def test_subclasses_refuse_the_vllm_route_too():

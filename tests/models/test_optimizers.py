@@ -138,18 +138,6 @@ def test_averages_of_new_weights_begin_at_their_values():
         assert_same(average, to_numpy(weight))
 
 
-def test_the_report_tells():
-    model = compiled(made())
-    losses(model, 1)
-    assert "slots" not in str(keras_rfattn.describe_attention(model))
-    hedgehog(model)
-    maps = [x for x in model.trainable_variables if "feature_map" in x.path]
-    text = f"kept its slots and its step count, and got slots for {len(maps)} new"
-    assert text in str(keras_rfattn.describe_attention(model))
-    compiled(model)
-    assert "slots" not in str(keras_rfattn.describe_attention(model))
-
-
 @keras.saving.register_keras_serializable("test_optimizers")
 class Own(keras.optimizers.SGD):
     """An optimizer whose slots are not known."""

@@ -228,8 +228,7 @@ def test_calibrating_again_keeps_what_would_become_worse(name):
     model = m.linear_model(name, num_features=8)
     stages = m.stages(("calibrate", "attention"), trainable="query_key")
     first = m.uptrain(model, steps=40, stages=stages)
-    with pytest.warns(UserWarning, match="not the checkpoint's"):
-        second = m.uptrain(model, stages="calibrate")
+    second = m.uptrain(model, stages="calibrate")
     assert second.after <= 1.01 * second.before < first.before
 
 

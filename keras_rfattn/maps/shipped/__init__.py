@@ -10,7 +10,7 @@ import keras_rfattn.models.stable_names as stable_names
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.maps.card import quality_of
-from keras_rfattn.models.report import ADVISERS
+from keras_rfattn.models.report import ADVISERS, aligned
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
 
@@ -24,38 +24,25 @@ def names():
 
 @dataclass(frozen=True)
 class ShippedMaps:
-    """One set of trained maps that ships with the package.
+    """One set of trained maps that ships with the package."""
 
-    Attributes:
-        name: Name to pass to `load_maps`.
-        base: Name of the checkpoint that the maps belong to.
-        mechanism: Registered name of the feature map.
-        width: Number of features.
-        quality: A measure's name, its value and that of softmax attention.
-        size: Size of the weights in bytes.
-    """
-
-    name: str
-    base: str
-    mechanism: str
-    width: int
-    quality: str
-    size: int
+    name: str  # to pass to `load_maps`
+    base: str  # name of the checkpoint that the maps belong to
+    mechanism: str  # registered name of the feature map
+    width: int  # number of features
+    quality: str  # a measure's name, its value and that of softmax attention
+    size: int  # of the weights, in bytes
 
 
 class ShippedTable(tuple):
     """A tuple of `ShippedMaps`, which prints as a table."""
 
     def __str__(self):
-        head = ("name", "base", "mechanism", "width", "quality", "size")
-        lines = [head]
+        table = [("name", "base", "mechanism", "width", "quality", "size")]
         for x in self:
             size = f"{x.size / 1e6:.2f} MB"
-            lines.append((x.name, x.base, x.mechanism, str(x.width), x.quality, size))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines
-        )
+            table.append((x.name, x.base, x.mechanism, str(x.width), x.quality, size))
+        return "\n".join(aligned(table))
 
     __repr__ = __str__
 
@@ -119,7 +106,7 @@ def sets_for(model):
 def _advise(model):
     """Returns lines for `describe_attention` that name the shipped maps that fit."""
     linear = [site.layer for site in survey(model) if site.is_linear]
-    if any(layer.origin for layer in linear):
+    if any(layer.feature_map.was_trained for layer in linear):
         return []
     lines = [f"  load_maps(model, {x.name!r})  # {x.quality}" for x in sets_for(model)]
     way = "after `keras_rfattn.restore_attention(model)`" if linear else "to load"

@@ -68,12 +68,8 @@ class PaliGemmaVitAttention(EncoderAttention):
         self, x, attention_mask=None, return_attention_scores=None, training=False
     ):
         """Maps `(B, T, D)` to `((B, T, D), None)`; the original also returns scores."""
-        if attention_mask is not None:
-            raise ValueError(
-                "Attention over images takes no mask. Received: attention_mask of "
-                f"shape {tuple(attention_mask.shape)}. Leave it out."
-            )
-        mask = AttentionMask(self_attention=True)
+        mask = interpret_mask(attention_mask, x.shape[1], x.shape[1])
+        mask = mask.replace(self_attention=True)
         output = self._joined(*self._split(x), mask, training, return_attention_scores)
         return self.out_proj(output, training=training), None
 

@@ -22,7 +22,6 @@ import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.checks import title
-from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
@@ -117,14 +116,11 @@ def register_all():
             companion_class(cls, model_carrier(cls.backbone_cls))
 
 
-def adjust_companions(model, holders):
+def adjust_companions(holders):
     """Updates the preprocessors of all tasks among the holders of changed layers."""
-    tasks = [x for x in holders if isinstance(x, Task)]
-    for task in tasks:
-        _adjust_preprocessor(task)
-    shared = [f"{type(t).__name__} '{t.name}'" for t in tasks if t is not model]
-    is_linear = saving.holds_linear(model)
-    notes_of(model).shared_with = tuple(shared) if is_linear else ()
+    for task in holders:
+        if isinstance(task, Task):
+            _adjust_preprocessor(task)
 
 
 def _adjust_preprocessor(task):
@@ -155,8 +151,9 @@ def follow_backbones():
     Task.__init__ = __init__
 
 
+@functools.cache
 def install():
-    """Registers KerasHub's classes for attention replacement; called once."""
+    """Prepares KerasHub's classes for attention replacement, once."""
     follow_backbones()
     for cls, row in classes(known.ATTENTION):
         mixin = getattr(mixins, row.mixin, None) or getattr(encoders, row.mixin)
@@ -166,4 +163,3 @@ def install():
     for cls, row in classes(known.BLOCKS):
         survey.BLOCK_MIXINS[cls] = getattr(mixins, row.masks)
     saving.COMPANION_HOOKS.append(adjust_companions)
-    register_all()

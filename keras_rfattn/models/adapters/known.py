@@ -14,36 +14,22 @@ KERAS, HUB, CV = "keras", "keras_hub", "keras_cv"
 
 
 class Known(NamedTuple):
-    """Facts about an attention class, or about a block that holds attention.
-
-    Attributes:
-        package: Import name of the package that defines the class.
-        module: Module of the class, for an attention class that can be linear or a
-            block with `masks`; `None` for other classes.
-        refused: For an attention class, why linear attention cannot replace it;
-            otherwise `None`.
-        causal: For a block, whether its attention is causal; `None` if each call
-            decides.
-        masks: For a block, name of the mixin (`mixins.py`) that builds an
-            `AttentionMask` in place of the block's dense mask.
-        builds_mask: For a block that passes a dense mask of its own to its attention,
-            what this mask does.
-        mixin: For an attention class that can be linear, name of the mixin
-            (`mixins.py` or `encoders.py`) that makes it linear.
-        takes_dense: For an attention class, whether its blocks build a dense causal
-            mask instead of passing `use_causal_mask`.
-        is_pooling: For a block, whether it attends with one query per sequence, for
-            which softmax is already linear, and exact.
-    """
+    """Facts about an attention class, or about a block that holds attention."""
 
     package: str
+    # Of an attention class that can be linear, or of a block with `masks`.
     module: str | None = None
+    # Of an attention class: why it cannot be linear, the mixin that makes it linear,
+    # and whether its blocks build a dense mask instead of passing `use_causal_mask`.
     refused: str | None = None
+    mixin: str = "CachedAttention"
+    takes_dense: bool = False
+    # Of a block: whether it is causal (`None` if each call decides), the mixin that
+    # builds its `AttentionMask`, and what a dense mask of its own does.
     causal: bool | None = None
     masks: str | None = None
-    mixin: str = "CachedAttention"
     builds_mask: str = ""
-    takes_dense: bool = False
+    # Of a block: whether it has one query, for which softmax is linear already.
     is_pooling: bool = False
 
 
@@ -175,31 +161,19 @@ BLOCKS = {
     ),
     "Qwen3_5TransformerDecoder": _decoder("qwen3_5.qwen3_5_decoder"),
     "SmolLM3DecoderLayer": _decoder("smollm3.smollm3_layers"),
-    "DINOV2Attention": Known(HUB, causal=False),
-    "DINOV3Layer": Known(HUB, causal=False),
-    "ESMEncoder": Known(HUB, causal=False),
-    "RoformerV2Encoder": Known(HUB, causal=False),
-    "MoonshineEncoderBlock": Known(HUB, causal=False),
-    "DeiTEncoderBlock": Known(HUB, causal=False),
-    "PaliGemmaVitEncoderBlock": Known(HUB, causal=False),
-    "EdRecEncoderBlock": Known(HUB, causal=False),
-    # KerasCV has a class of this name too, for which the same holds.
-    "TransformerEncoder": Known(HUB, causal=False),
-    "ViTEncoderBlock": Known(HUB, causal=False),
-    "WhisperEncoder": Known(HUB, causal=False),
     "SigLIPMultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "MultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "EdRecDecoderBlock": Known(HUB, builds_mask="whose meaning is unknown"),
     "PARSeqDecoderBlock": Known(HUB, builds_mask="whose meaning is unknown"),
 }
 
-# Attribute names of the query normalization in attention classes.
-QUERY_NORMALIZATIONS = (
-    "query_norm",
-    "_query_norm",
-    "q_norm",
-    "_query_dense_layer_norm",
-)
+# Blocks of encoders. KerasCV has a `TransformerEncoder` too, for which the same holds.
+ENCODERS = (
+    "DINOV2Attention", "DINOV3Layer", "DeiTEncoderBlock", "ESMEncoder",
+    "EdRecEncoderBlock", "MoonshineEncoderBlock", "PaliGemmaVitEncoderBlock",
+    "RoformerV2Encoder", "TransformerEncoder", "ViTEncoderBlock", "WhisperEncoder",
+)  # fmt: skip
+BLOCKS |= {name: Known(HUB, causal=False) for name in ENCODERS}
 
 # Library of a saved model -> requirement for pip that installs it.
 INSTALL = {HUB: "'keras-rfattn[hub]'", CV: "'keras-rfattn[cv]'"}

@@ -48,7 +48,7 @@ class DecoderMasks:
     @staticmethod
     def is_cross(block, layer):
         """Returns whether `layer` of `block` attends to the encoder's tokens."""
-        return not DecoderMasks.is_causal(block, layer)
+        return layer is not self_attention(block)
 
     def _compute_self_attention_mask(
         self, decoder_sequence, decoder_padding_mask, **others
@@ -74,17 +74,14 @@ class DecoderMasks:
 
 
 class SparseDecoderMasks(DecoderMasks):
-    """Mixin for mixture-of-experts blocks, which also pass the mask to their experts.
-
-    The mask is an array that marks the rows that see any key. The `AttentionMask` is
-    handed over to the attention layer separately.
-    """
+    """Mixin for mixture-of-experts blocks, whose experts get the mask too."""
 
     def _compute_self_attention_mask(self, decoder_sequence, **others):
         mask = super()._compute_self_attention_mask(decoder_sequence, **others)
         if not isinstance(mask, AttentionMask):
             return mask
-        # The experts only need to know of each row whether it sees any key.
+        # The experts only need to know of each row whether it sees any key. The
+        # `AttentionMask` is handed over to the attention layer separately.
         rows = keras.ops.ones_like(decoder_sequence[..., :1], dtype="bool")
         if mask.key_mask is not None:
             seen = keras.ops.cumsum(keras.ops.cast(mask.key_mask, "int32"), axis=1) > 0
@@ -127,11 +124,6 @@ class Gemma3Masks(DecoderMasks):
     def is_causal(block, layer):
         """Returns whether `block` is causal."""
         return not block.use_bidirectional_attention
-
-    @staticmethod
-    def is_cross(block, layer):
-        """Returns `False`, because the blocks have self-attention only."""
-        return False
 
     def _compute_attention_mask(
         self, x, padding_mask, vision_mask, cache, cache_update_index
