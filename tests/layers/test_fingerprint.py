@@ -5,7 +5,7 @@ import pytest
 
 from keras_rfattn import feature_maps as maps
 from keras_rfattn import papers
-from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention
+from keras_rfattn.layers import MultiHeadAttention
 from keras_rfattn.layers.fingerprint import agrees, checksum, fingerprint
 
 
