@@ -229,11 +229,6 @@ def fold(step, carry, blocks):
     return step(carry, *blocks)
 
 
-def by_rows(function, arrays, size):
-    """Applies `function` to a few batch rows at a time where that is faster."""
-    return function(*arrays)
-
-
 def by_heads(function, arrays, size, are_weights=False):
     """Applies `function` to a few heads at a time if a CPU's cache cannot hold all."""
     return function(*arrays)

@@ -20,7 +20,7 @@ from keras_rfattn.backend import common
 from keras_rfattn.backend.common import heads_at_once, wide_dtype
 from keras_rfattn.backend.sizes import is_known, product
 
-# Number of features or weights that `by_rows` and `by_heads` take at once, and number
+# Number of features or weights that `by_heads` takes at once, and number
 # of tokens times heads that `fold` takes at once. They fit a cache.
 FLOATS, TOKENS = 2**20, 2048
 
@@ -208,17 +208,6 @@ def fold(step, carry, blocks):
         carry, result = step(carry, *part)
         parts.append(result)
     return carry, keras.tree.map_structure(lambda *x: ops.concatenate(x, 2), *parts)
-
-
-def by_rows(function, arrays, size):
-    if size is None or _is_traced() or _is_on_gpu(arrays):
-        return function(*arrays)
-    leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
-    batch, rows = leaves[0].shape[0], max(1, FLOATS // size)
-    if rows >= batch or any(x.shape[0] not in (1, batch) for x in leaves):
-        return function(*arrays)
-    parts = [function(*part) for part in _cut(arrays, rows, 0)]
-    return ops.concatenate(parts, axis=0)
 
 
 def by_heads(function, arrays, size, are_weights=False):

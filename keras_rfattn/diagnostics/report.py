@@ -10,13 +10,6 @@ from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import progress
 
-# Heads of columns, for those fields of `HeadErrors` that are not their own.
-COLUMNS = {
-    "mean_of_values": "mean of V",
-    "kolmogorov_smirnov": "KS",
-    "wasserstein": "Wasserstein",
-}
-
 
 @dataclass(frozen=True)
 class HeadReport:
@@ -39,7 +32,7 @@ class HeadReport:
 
 @dataclass(frozen=True)
 class ApproximationReport:
-    """The approximation errors of a model, which print as a table and can be plotted.
+    """The approximation errors of a model, which print as a table.
 
     Attributes:
         model: Class and name of the model.
@@ -66,8 +59,8 @@ class ApproximationReport:
         return [(*key, HeadErrors.mean(errors)) for key, errors in groups.items()]
 
     def __str__(self):
-        columns = (COLUMNS.get(name, name) for name in HeadErrors._fields)
-        head = ("layer", "mechanism", "width", *columns)
+        head = ("layer", "mechanism", "width", *HeadErrors._fields)
+        head = tuple(x.replace("mean_of_values", "mean of V") for x in head)
         body = [
             (path, mechanism, str(width), *_cells(errors))
             for path, mechanism, width, errors in self.layers()
@@ -94,34 +87,6 @@ class ApproximationReport:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def plot(self, path=None):
-        """Plots the errors of each head, with those of uniform attention as a control.
-
-        Args:
-            path: File to save the figure to, or `None` to save nothing.
-
-        Returns:
-            The matplotlib figure.
-
-        Raises:
-            ImportError: If matplotlib is missing.
-        """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        axes = figure.subplots()
-        numbers = np.arange(len(self.heads))
-        for name in ("output", "mean_of_values", "attention"):
-            heights = [getattr(h.errors, name) for h in self.heads]
-            axes.plot(numbers, heights, ".", label=COLUMNS.get(name, name))
-        axes.axhline(1, color="gray", linewidth=0.8, label="zero")
-        axes.set(xlabel="head, layer by layer", ylabel="relative error", ylim=(0, None))
-        axes.set_title(self.model)
-        axes.legend()
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
 
 
 def approximation_report(model, data, max_tokens=512, verbose="auto"):
