@@ -59,6 +59,7 @@ def measure(args):
 
     import keras_rfattn
     from keras_rfattn.layers.recording import linear_layers
+    from keras_rfattn.uptraining import Stage
     from keras_rfattn.uptraining.weights import only_training, variables_to_train
 
     model = keras_hub.models.BertBackbone(
@@ -73,18 +74,17 @@ def measure(args):
     x = {"token_ids": tokens, "padding_mask": 0 * tokens + 1, "segment_ids": 0 * tokens}
     before = peak()
     if args.case != "fine-tuning":
+        stage = Stage(args.case, trainable=args.trainable)
         keras_rfattn.uptrain(
-            model, x, steps=2, stages=args.case, trainable=args.trainable, verbose=0,
-            batch_size=args.batch, seed=0,
-        )  # fmt: skip
+            model, x, steps=2, stages=stage, verbose=0, batch_size=args.batch, seed=0
+        )
         return peak() - before
-    stage = "features"
-    layers, rank = linear_layers(model), 8
-    selected = variables_to_train(model, layers, {stage: args.trainable}, rank)
+    stage = Stage("features", trainable=args.trainable)
+    selected = variables_to_train(model, linear_layers(model), [stage])
     output = model.output["sequence_output"]
     trained = keras.Model(model.input, output)
     y = np.zeros((rows, args.tokens, 384), "float32")
-    with only_training(trained, selected[stage]):
+    with only_training(trained, selected[stage.name]):
         trained.compile("adam", "mse")
         trained.fit(x, y, batch_size=args.batch, verbose=0)
     return peak() - before

@@ -83,9 +83,10 @@ def arms(args, evaluated, seed):
         make_linear(args, model, mechanism, seed)
         if arm == "uptrained":
             yield "replaced", model, inputs
+        task = sentences.embedder(backbone, tokenizer, TOKENS[args.task])
         report = keras_rfattn.uptrain(
-            model, columns(texts), steps=args.steps, stages=args.stages, seed=seed,
-            objective="features", preprocessor=preprocessor, verbose=2,
+            task, columns(texts), steps=args.steps, stages=args.stages, seed=seed,
+            verbose=2,
         )  # fmt: skip
         print(report, flush=True)
         yield arm, model, inputs

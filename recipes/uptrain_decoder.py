@@ -58,10 +58,11 @@ from keras_rfattn import diagnostics
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import recording
 from keras_rfattn.models.survey import survey
+from keras_rfattn.uptraining import Stage
 
 EDGES = 0, 128, 512, 1024, 2048, 4096, 8192
 HELD_OUT = 8  # every n-th message is for evaluation
-MAX_ROWS = 128
+ATTENTION = Stage("attention", max_rows=128)
 
 
 def main(args):
@@ -151,12 +152,12 @@ def trained(args, model, encode, seed):
     )  # fmt: skip
     texts = [wikitext(args, "valid"), *speeches(args)[0]]
     for stages, steps, tokens in (
-        (["calibrate", "attention"], args.steps, args.tokens),
+        (["calibrate", ATTENTION], args.steps, args.tokens),
         (["features"], args.feature_steps, args.feature_tokens),
     ):
         report = keras_rfattn.uptrain(
             model, inputs(rows_of(texts, encode, tokens)), stages=stages, steps=steps,
-            batch_size=1, seed=seed, max_rows=MAX_ROWS, verbose=2,
+            batch_size=1, seed=seed, verbose=2,
         )  # fmt: skip
         print(report, flush=True)
     return report

@@ -48,6 +48,7 @@ import keras_rfattn
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import recording
 from keras_rfattn.models.survey import survey
+from keras_rfattn.uptraining import Stage
 
 # Files by package and folder. Photos of scikit-image are in the public domain or have
 # no known copyright restrictions (documentation of `skimage.data`). Those of
@@ -71,7 +72,7 @@ CONTROLS = {
     "window alone": Attention.window_alone,
 }
 SMALLEST = 0.4  # side of a crop for training, relative to the photo's shorter side
-MAX_ROWS = 128
+ATTENTION = Stage("attention", max_rows=128)
 
 
 def main(args):
@@ -192,7 +193,7 @@ def trained(args, source, photos, seed):
     backbone, _ = load(source, args.crop)
     replace(args, backbone, seed)
     for stages, steps, rate in (
-        (["calibrate", "attention"], args.steps, args.rate),
+        (["calibrate", ATTENTION], args.steps, args.rate),
         (["features"], args.feature_steps, args.feature_rate),
     ):
         # Batches hold one image, for which the default rates are too high.
@@ -200,7 +201,7 @@ def trained(args, source, photos, seed):
         data = crops(photos, args.crop, steps, (seed, len(stages)))
         report = keras_rfattn.uptrain(
             backbone, data, steps=steps, batch_size=1, stages=stages, seed=seed,
-            optimizer=keras.optimizers.Adam(schedule), max_rows=MAX_ROWS, verbose=2,
+            optimizer=keras.optimizers.Adam(schedule), verbose=2,
         )  # fmt: skip
         print(report, flush=True)
     if args.save:

@@ -23,6 +23,7 @@ MODULES = (
     "keras_rfattn.generation",
     "keras_rfattn.diagnostics",
     "keras_rfattn.distribution",
+    "keras_rfattn.uptraining",
     "keras_rfattn.ops",
     "keras_rfattn.papers",
     "keras_rfattn.papers.hybrid_variance",
@@ -110,7 +111,7 @@ FAMILIES = (
     "layers.attend", "layers.record", "models.Plan", "ops.AttentionMask",
     "ops.Features", "ops.causal", "papers.Gerf", "papers.Hybrid",
     "papers.KernelFeatures",
-    "projections.Projection",
+    "projections.Projection", "uptraining.Checkpoint", "uptraining.Stage",
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ FLOATS, TOKENS = 2**20, 2048
 
 def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=False):
     dtype = getattr(torch, wide_dtype(a, b))
-    a, b = _tensor(a).to(dtype), _tensor(b).to(dtype)
+    a, b = _cast(a, dtype), _cast(b, dtype)
     # The exporter to ONNX swaps the wrong axes if they are negative.
     a = a.transpose(a.ndim - 2, a.ndim - 1) if transpose_a else a
     b = b.transpose(b.ndim - 2, b.ndim - 1) if transpose_b else b
@@ -35,9 +35,9 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
 
 
 def affine(x, vectors, *terms):
-    result = accumulated_matmul(x, _tensor(vectors).to(x.dtype))
+    result = accumulated_matmul(x, _cast(vectors, x.dtype))
     for term in terms:
-        result = add_into(result, _tensor(term).to(result.dtype))
+        result = add_into(result, _cast(term, result.dtype))
     return result
 
 
@@ -157,7 +157,8 @@ def is_plain(*arrays):
 def known_finite(*arrays, limit):
     if not are_values_at_hand(*arrays):
         return False
-    ranges = (torch.aminmax(x.detach()) for x in arrays if x.numel())
+    arrays = (x.detach() if x.requires_grad else x for x in arrays if x.numel())
+    ranges = map(torch.aminmax, arrays)
     return all(-limit < low.item() and high.item() < limit for low, high in ranges)
 
 
@@ -308,6 +309,12 @@ def _tensor(x):
     """Returns a tensor for an array or variable; numbers are unchanged."""
     is_given = isinstance(x, torch.Tensor) or _is_number(x)
     return x if is_given else ops.convert_to_tensor(x)
+
+
+def _cast(x, dtype):
+    """Returns a tensor in a dtype; each operation has a cost, even one without effect."""
+    x = _tensor(x)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _is_number(x):

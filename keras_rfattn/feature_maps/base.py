@@ -95,8 +95,10 @@ class FeatureMap(Weights, keras.layers.Layer):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         for name in ("query_features", "key_features"):
-            if name in vars(cls):
-                setattr(cls, name, _in_float32(vars(cls)[name]))
+            definer = next(x for x in cls.__mro__ if name in vars(x))
+            # A mixin, which is no feature map, may define the method, too.
+            if definer is cls or not issubclass(definer, FeatureMap):
+                setattr(cls, name, _in_float32(vars(definer)[name]))
 
     def __init__(self, *, seed=None, **kwargs):
         super().__init__(**kwargs)

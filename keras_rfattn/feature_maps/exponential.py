@@ -86,6 +86,12 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     # at hand while it is not calibrated; `None` for the head dim.
     directions = None
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if {"query_features", "key_features"} & set(vars(cls)):
+            # `bind` knows only the features of this class.
+            cls.has_exponents = False
+
     def add_vectors(self):
         weights = self._weights(self.fitted(self.random_vectors(0)))
         add = self.add_trained if self.trains else self.add_fixed
@@ -120,17 +126,17 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         return fits.a_of(as_numpy(self.vectors.value), draws)
 
     def query_features(self, x):
-        return self.bind(x, x, causal=True).query_features(x)
+        queries, _ = self._fold((1.0, x.dtype), self._values())
+        return queries._replace(x=x)
 
     def key_features(self, x):
-        return self.bind(x, x, causal=True).key_features(x)
+        _, keys = self._fold((1.0, x.dtype), self._values())
+        return keys._replace(x=x)
 
     def bind(self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False):
-        settings = side, wide_dtype(query, key)
-        weights = self.vectors, self.bias
-        if self.is_conditioned:
-            weights += self.centers, self.matrices
-        weights = [x.value for x in weights]
+        if not self.has_exponents:
+            return super().bind(query, key, side, query_mask, key_mask, causal)
+        settings, weights = (side, wide_dtype(query, key)), self._values()
         if self.measures_sequence and not causal:
             is_stored = ops.convert_to_tensor(self.updates) > 0
             if not known_true(is_stored):
@@ -139,6 +145,13 @@ class Exponential(Adaptive, ProjectedFeatureMap):
                 folded = self._fold(settings, weights, a, is_stored)
                 return BoundExponential(self, side, folded, a)
         return BoundExponential(self, side, kept(self, settings, weights, self._fold))
+
+    def _values(self):
+        """Returns the values of the weights that `_fold` takes."""
+        weights = self.vectors, self.bias
+        if self.is_conditioned:
+            weights += self.centers, self.matrices
+        return [x.value for x in weights]
 
     def _best_a(self, z):
         """Returns A `(B, K, 1 or H)` for the mean squares z of rows, `(B, K, H)`."""
@@ -157,7 +170,7 @@ class Exponential(Adaptive, ProjectedFeatureMap):
             rows = fits.oprf(vectors[0, :, 0], a)
             vectors = ops.where(is_stored, vectors, rows["vectors"][:, :, None])
             bias = ops.where(is_stored, bias, rows["bias"])
-        bias = bias[:, :, None, None] - math.log(self.num_features)
+        bias = bias[:, :, None, None] - math.log(self.output_dim)
         if not conditioning:
             matrix, bias = side * vectors, bias / 2
             form = Form(ops.full((1, 1, 1, 1), side, dtype))

@@ -101,8 +101,8 @@ def _is_possible(query, key, value, local):
     if torch.is_autocast_enabled("cpu") or not HAS_OPERATION:
         return False
     tokens = [x.x for x in sides] + ([] if local is None else [local.query, local.key])
-    arrays = [*tokens, value, *keras.tree.flatten([x.shared() for x in sides])]
-    arrays = [x for x in arrays if x is not None]
+    weights = (y for x in sides for y in (x.matrix, x.bias, *(x.form or ())))
+    arrays = [*tokens, value, *(x for x in weights if x is not None)]
     # The operation supports neither transformations nor gradients.
     if not are_values_at_hand(*arrays) or is_differentiated(*arrays):
         return False

@@ -42,10 +42,10 @@ class Form(NamedTuple):
     def __call__(self, x):
         """Returns the term of tokens `(B, K, R, H)`, of shape `(B, K, R, 1)`."""
         if self.offset is None:
-            factor = -ops.square(self.matrix) / 2
-            return factor * ops.sum(ops.square(x), axis=-1, keepdims=True)
+            factor = self.matrix * self.matrix / -2
+            return factor * ops.sum(x * x, axis=-1, keepdims=True)
         z = affine(x, _fitting(self.matrix, x), _fitting(self.offset, x))
-        return ops.sum(ops.square(z), axis=-1, keepdims=True) / -2
+        return ops.sum(z * z, axis=-1, keepdims=True) / -2
 
 
 class Exponents(NamedTuple):

@@ -9,7 +9,7 @@ from keras_rfattn.papers.clustered import HybridClustered
 from keras_rfattn.papers.coefficients import AngularCoefficient, Coefficient
 from keras_rfattn.papers.complex_exponential import ComplexExponential
 from keras_rfattn.papers.counts import Counts, GeometricCounts, PoissonCounts
-from keras_rfattn.papers.favor import Favor
+from keras_rfattn.papers.favor import Favor, FavorPlusPair
 from keras_rfattn.papers.gaussian import GaussianCoefficient, HybridGaussian
 from keras_rfattn.papers.gaussian_mixture import HybridGaussianMixture, PairCoefficient
 from keras_rfattn.papers.gerf import Gerf
@@ -52,6 +52,7 @@ __all__ = [
     "ComplexExponential",
     "Counts",
     "Favor",
+    "FavorPlusPair",
     "GaussianCoefficient",
     "Geometric",
     "GeometricCounts",

@@ -9,7 +9,6 @@ from keras import ops
 from keras_rfattn.arguments import derive_seed, is_integer
 from keras_rfattn.backend import where
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import Sided
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import LOWEST, Features
 from keras_rfattn.ops.layout import move_axis
@@ -17,10 +16,11 @@ from keras_rfattn.papers.complex_exponential import (
     diagonal,
     diagonal_features,
     diagonal_parts,
+    inverted,
 )
 
 
-class HybridClustered(Sided, Adaptive, ProjectedFeatureMap):
+class HybridClustered(Adaptive, ProjectedFeatureMap):
     """Complex exponential features with a diagonal A for each pair of clusters.
 
     A query or key belongs to the cluster with the nearest center. The coefficient of
@@ -143,12 +143,16 @@ class HybridClustered(Sided, Adaptive, ProjectedFeatureMap):
         }
         return {name: np.float32(value) for name, value in arrays.items()}
 
-    def _features(self, x, stats, is_key):
-        centers = self.key_centers if is_key else self.query_centers
-        active = self.key_active if is_key else self.query_active
-        centers, active, a = (
-            self.per_head(p, x) for p in (centers, active, self.matrix)
-        )
+    def query_features(self, x):
+        a = self.per_head(self.matrix, x)
+        return self._features(x, self.query_centers, self.query_active, a, 1)
+
+    def key_features(self, x):
+        a = inverted(self.per_head(self.matrix, x))
+        return self._features(x, self.key_centers, self.key_active, a, -1)
+
+    def _features(self, x, centers, active, a, conjugation):
+        centers, active = self.per_head(centers, x), self.per_head(active, x)
         distance = ops.sum(ops.square(ops.expand_dims(x, -2) - centers), axis=-1)
         cluster = ops.one_hot(
             ops.argmin(distance, axis=-1), centers.shape[-2], dtype=x.dtype
@@ -157,9 +161,9 @@ class HybridClustered(Sided, Adaptive, ProjectedFeatureMap):
 
         # Parts have shape (..., N, slots, H). The results of all slots are then
         # concatenated along the feature axis.
-        parts = diagonal_parts(ops.expand_dims(x, -2), a, is_key)
+        parts = diagonal_parts(ops.expand_dims(x, -2), a)
         parts = (move_axis(part, -2, 0) for part in parts)
-        values, log_scale = diagonal_features(self, *parts, is_key)
+        values, log_scale = diagonal_features(self, *parts, conjugation)
         active = ops.expand_dims(move_axis(active, -1, 0), -1)
         log_scale = where(active, log_scale, LOWEST)
         shape = (*ops.shape(x)[:-1], self.output_dim)

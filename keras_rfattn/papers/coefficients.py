@@ -24,7 +24,7 @@ class Coefficient:
         >>> class Half(papers.Coefficient,
         ...            feature_maps.ProjectedFeatureMap):
         ...     constant = 0.5
-        ...     def key_features(self, x, stats=None):
+        ...     def key_features(self, x):
         ...         return self.averaged(0 * self.project(x))
         >>> Half(num_features=1, seed=0).constant
         0.5
@@ -74,10 +74,10 @@ class AngularCoefficient(Coefficient, ProjectedFeatureMap):
     constant = 0.5
     assumes_equal_lengths = True
 
-    def query_features(self, x, stats=None):
+    def query_features(self, x):
         return scale(self.key_features(x), -1 / 2)
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         projected = self.project(x)
         signs = ops.cast(where(projected < 0, -1.0, 1.0), projected.dtype)
         return self.averaged(signs)

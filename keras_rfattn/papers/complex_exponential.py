@@ -8,8 +8,8 @@ from keras import ops
 from keras_rfattn.arguments import check_choice
 from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import Sided, half_square, number
-from keras_rfattn.feature_maps.moments import balance, mean_of, second_moments
+from keras_rfattn.feature_maps.base import half_square, number
+from keras_rfattn.feature_maps.fits import balance, mean_of, second_moments
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Features
 from keras_rfattn.papers.second_moments import log_moment_complex_exponential
@@ -21,10 +21,12 @@ FORMS = ("complex", "real", "full")
 LARGEST = 1e3
 
 
-class MatrixExponential(Sided, Adaptive, ProjectedFeatureMap):
+class MatrixExponential(Adaptive, ProjectedFeatureMap):
     """Base of maps that multiply queries by A and keys by `A⁻ᵀ`, with one A per head.
 
-    A is the identity until `set_matrix` sets it.
+    A is the identity until `set_matrix` sets it. Subclasses implement
+    `_features(x, matrix, conjugation)`, for the matrix of a side and for the last
+    argument of `exponential`.
     """
 
     is_symmetric = False
@@ -61,6 +63,14 @@ class MatrixExponential(Sided, Adaptive, ProjectedFeatureMap):
             self.inverse.assign(np.linalg.inv(a).swapaxes(-1, -2))
         else:
             self.matrix.assign(np.stack([a.real, a.imag], axis=1))
+
+    def query_features(self, x):
+        return self._features(x, self.per_head(self.matrix, x), 1)
+
+    def key_features(self, x):
+        if self.form == "full":
+            return self._features(x, self.per_head(self.inverse, x), -1)
+        return self._features(x, inverted(self.per_head(self.matrix, x)), -1)
 
 
 class ComplexExponential(MatrixExponential):
@@ -127,18 +137,16 @@ class ComplexExponential(MatrixExponential):
             centers = mean_of(lambda q, k: np.stack([q.mean(1), k.mean(1)]), samples)
             self.set_matrix(diagonal(*centers, is_real=False))
 
-    def log_moment(self, head=0, stats=None):
+    def log_moment(self, head=0):
         a = number(self.matrix, head)
         a = a if self.form == "full" else a[0] + 1j * a[1]
         return lambda x, y: log_moment_complex_exponential(x, y, a)
 
-    def _features(self, x, stats, is_key):
+    def _features(self, x, matrix, conjugation):
         if self.form == "full":
-            matrix = self.per_head(self.inverse if is_key else self.matrix, x)
             real = precise_einsum("...nh,nih->...ni", x, matrix)
-            return exponential(self.project(real) - half_square(real), None, is_key)
-        parts = diagonal_parts(x, self.per_head(self.matrix, x), is_key)
-        return diagonal_features(self, *parts, is_key)
+            return exponential(self.project(real) - half_square(real))
+        return diagonal_features(self, *diagonal_parts(x, matrix), conjugation)
 
     def get_config(self):
         return {**super().get_config(), "form": self.form}
@@ -163,43 +171,43 @@ def check_invertible(a, shape, form):
         )
 
 
-def exponential(exponent, phase, is_key):
+def exponential(exponent, phase=None, conjugation=1):
     """Returns real features for the complex `exp(exponent + i phase) / √m`.
 
     The products of real query and key features equal the real part of the products of
-    the complex ones.
+    the complex ones, if `conjugation` is 1 for queries and -1 for keys. It multiplies
+    the imaginary part.
 
-    Both arguments have shape `(..., m)`; a phase of `None` is 0. Features have width m,
-    or `2 m` if there is a phase. The imaginary part of keys changes its sign.
+    Both arrays have shape `(..., m)`; a phase of `None` is 0. Features have width m, or
+    `2 m` if there is a phase.
     """
     exponent = exponent - math.log(exponent.shape[-1]) / 2
     if phase is None:
         return Features(None, exponent)
-    sine = ops.sin(phase)
-    values = ops.concatenate([ops.cos(phase), -sine if is_key else sine], axis=-1)
+    values = ops.concatenate([ops.cos(phase), conjugation * ops.sin(phase)], axis=-1)
     return Features(values, ops.concatenate([exponent, exponent], axis=-1))
 
 
-def diagonal_parts(x, a, is_key):
-    """Returns the real and imaginary parts of `A x`, or `A⁻¹ x` for keys.
-
-    The last axes of `a` are the real and the imaginary part of A's diagonal, `(2, H)`.
-    """
+def inverted(a):
+    """Returns the inverse of a diagonal `(..., 2, H)` of real and imaginary parts."""
     real, imaginary = a[..., 0, :], a[..., 1, :]
-    if is_key:
-        square = ops.square(real) + ops.square(imaginary)
-        real, imaginary = real / square, -imaginary / square
-    return x * real, x * imaginary
+    square = ops.square(real) + ops.square(imaginary)
+    return ops.stack([real / square, -imaginary / square], axis=-2)
 
 
-def diagonal_features(feature_map, real, imaginary, is_key):
+def diagonal_parts(x, a):
+    """Returns the real and imaginary parts of `A x` for a diagonal `(..., 2, H)`."""
+    return x * a[..., 0, :], x * a[..., 1, :]
+
+
+def diagonal_features(feature_map, real, imaginary, conjugation):
     """Returns the features of a map for the parts of `A x`, which `project` takes."""
     exponent = feature_map.project(real) - half_square(real) + half_square(imaginary)
     phase = None
     if not feature_map.is_positive:
         phase = feature_map.project(imaginary)
         phase = phase - ops.sum(real * imaginary, axis=-1, keepdims=True)
-    return exponential(exponent, phase, is_key)
+    return exponential(exponent, phase, conjugation)
 
 
 def diagonal(query_center, key_center, is_real):

@@ -67,22 +67,7 @@ class Counts(Projection):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class PoissonCounts(Counts):
-    """Counts k with probability `exp(-λ) λᵏ / k!`; the parameter is λ.
-
-    Args:
-        parameter: Mean λ > 0: a number, or one number per head.
-        seed: Non-negative integer. The same seed gives the same numbers.
-
-    Raises:
-        ValueError: If `seed` is not a non-negative integer. In a call: if float32 could
-            not hold counts of this `parameter` exactly.
-
-    Examples:
-        >>> projection = keras_rfattn.papers.PoissonCounts(0.5, seed=0)
-        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
-        >>> tuple(vectors.shape)
-        (2, 8, 32)
-    """
+    """Counts k with probability `exp(-λ) λᵏ / k!`; the parameter is λ > 0."""
 
     def mean(self, parameter):
         return parameter
@@ -93,22 +78,7 @@ class PoissonCounts(Counts):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class GeometricCounts(Counts):
-    """Counts k with probability `p (1 - p)ᵏ`; the parameter is p.
-
-    Args:
-        parameter: Success probability p in (0, 1): a number, or one number per head.
-        seed: Non-negative integer. The same seed gives the same numbers.
-
-    Raises:
-        ValueError: If `seed` is not a non-negative integer. In a call: if float32 could
-            not hold counts of this `parameter` exactly.
-
-    Examples:
-        >>> projection = keras_rfattn.papers.GeometricCounts(0.5, seed=0)
-        >>> vectors = projection((2, 8, 32))  # heads, head dim, number of vectors
-        >>> tuple(vectors.shape)
-        (2, 8, 32)
-    """
+    """Counts k with probability `p (1 - p)ᵏ`; the parameter is p in (0, 1)."""
 
     def mean(self, parameter):
         return (1 - parameter) / parameter

@@ -1,13 +1,18 @@
-"""Trigonometric random features of the softmax kernel ("favor")."""
+"""Trigonometric features of softmax ("favor"), and positive ones in ± pairs."""
 
 import math
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_rfattn.feature_maps.base import half_square
+from keras_rfattn.feature_maps.exponential import FavorPlus
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.kernels.variance import log_moment_generalized_exponential
+from keras_rfattn.kernels.variance import (
+    log_moment_generalized_exponential,
+    log_moment_positive_pair,
+)
 from keras_rfattn.ops.features import Features
 
 
@@ -56,7 +61,7 @@ class Favor(ProjectedFeatureMap):
     def features_per_scale(self):
         return 1
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         angles = self.project(x)
         values = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
         return Features(values, half_square(x) - math.log(self.num_features) / 2)
@@ -64,5 +69,26 @@ class Favor(ProjectedFeatureMap):
     def sign(self, head=0):
         return -1
 
-    def log_moment(self, head=0, stats=None):
+    def log_moment(self, head=0):
         return lambda x, y: log_moment_generalized_exponential(x, y, 0, -1)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class FavorPlusPair(FavorPlus):
+    """FAVOR+ with both signs of each of m vectors: `exp(±w·x - ‖x‖²/2) / √(2m)`.
+
+    This is the hyperbolic estimator, "Hybrid Random Features" (2022), equation 3. The
+    width is `2 m`. The arguments are those of `FavorPlus`.
+    """
+
+    @property
+    def output_dim(self):
+        return 2 * self.num_features
+
+    def random_vectors(self, draw):
+        vectors = super().random_vectors(draw)
+        return np.concatenate([vectors, -vectors], axis=-1)
+
+    def log_moment(self, head=0):
+        # A draw is a pair.
+        return log_moment_positive_pair

@@ -38,14 +38,6 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 67 to 70.
-
-    Examples:
-        >>> from keras_rfattn import papers
-        >>> feature_map = papers.GaussianCoefficient(16, radius=2.0, seed=0)
-        >>> feature_map.build((None, None, 2, 8))
-        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
-        >>> tuple(features.values.shape)
-        (1, 10, 2, 32)
     """
 
     assumes_equal_lengths = True
@@ -75,10 +67,10 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
     def constant(self):
         return 1 / self.rho
 
-    def query_features(self, x, stats=None):
+    def query_features(self, x):
         return scale(self.key_features(x), -1 / self.rho)
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         angles = self.sigma * self.project(x)
         values = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
         return self.averaged(values)

@@ -40,14 +40,6 @@ class PairCoefficient(Coefficient, MatrixExponential):
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equations 93 to 96.
-
-    Examples:
-        >>> from keras_rfattn import papers
-        >>> feature_map = papers.PairCoefficient(num_features=16, seed=0)
-        >>> feature_map.build((None, None, 2, 8))
-        >>> features = feature_map.key_features(np.ones((1, 10, 2, 8), "float32"))
-        >>> tuple(features.log_scale.shape)
-        (1, 10, 2, 16)
     """
 
     is_adaptive = False
@@ -59,10 +51,9 @@ class PairCoefficient(Coefficient, MatrixExponential):
             raise ValueError(f"`tau` must be positive. Received: tau={tau!r}.")
         self.tau = tau
 
-    def _features(self, x, stats, is_key):
-        u, _ = diagonal_parts(x / self.tau, self.per_head(self.matrix, x), is_key)
-        u = -u if is_key else u
-        return exponential(self.project(u) - 2 * half_square(u), None, is_key)
+    def _features(self, x, matrix, conjugation):
+        u = conjugation * diagonal_parts(x / self.tau, matrix)[0]
+        return exponential(self.project(u) - 2 * half_square(u))
 
     def get_config(self):
         return {**super().get_config(), "tau": self.tau}

@@ -6,8 +6,8 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import Sided, half_square, number
-from keras_rfattn.feature_maps.moments import mean_of
+from keras_rfattn.feature_maps.base import half_square, number
+from keras_rfattn.feature_maps.fits import mean_of
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.kernels.variance import (
     log_moment_generalized_exponential,
@@ -16,7 +16,7 @@ from keras_rfattn.kernels.variance import (
 from keras_rfattn.papers.complex_exponential import exponential
 
 
-class Gerf(Sided, Adaptive, ProjectedFeatureMap):
+class Gerf(Adaptive, ProjectedFeatureMap):
     """GERF: `D exp(A‖w‖² + B w·x - s‖x‖²/2) / √m` with complex A and s = ±1.
 
     Here `B = √(s (1 - 4A))`, `D = (1 - 4A)^(d/4)`, and d is the head dim. Keys use
@@ -82,23 +82,30 @@ class Gerf(Sided, Adaptive, ProjectedFeatureMap):
     def sign(self, head=0):
         return int(number(self.parameters, head)[2])
 
-    def log_moment(self, head=0, stats=None):
+    def log_moment(self, head=0):
         real, imaginary, s = number(self.parameters, head)
         a = complex(real, imaginary)
         return lambda x, y: log_moment_generalized_exponential(x, y, a, int(s))
 
-    def _features(self, x, stats, is_key):
-        real, imaginary, s = (
-            self.per_head(self.parameters[:, i : i + 1], x) for i in range(3)
-        )
+    def query_features(self, x):
+        return self._features(x, 1, 1)
+
+    def key_features(self, x):
+        return self._features(x, self._parameter(2, x), -1)
+
+    def _parameter(self, i, x):
+        return self.per_head(self.parameters[:, i : i + 1], x)
+
+    def _features(self, x, factor, conjugation):
+        """Returns features for `factor · B`, with an argument of `exponential`."""
+        real, imaginary, s = (self._parameter(i, x) for i in range(3))
         # `size` and `angle` are the polar form of 1 - 4A. `turn` is the angle of B, to
         # which √s adds π/2 if s = -1.
         size = ops.sqrt(ops.square(1 - 4 * real) + ops.square(4 * imaginary))
         angle = ops.arctan2(-4 * imaginary, 1 - 4 * real)
         turn = angle / 2 + (1 - s) * (math.pi / 4)
-        sign = s if is_key else 1
-        b_real = sign * ops.sqrt(size) * ops.cos(turn)
-        b_imaginary = sign * ops.sqrt(size) * ops.sin(turn)
+        b_real = factor * ops.sqrt(size) * ops.cos(turn)
+        b_imaginary = factor * ops.sqrt(size) * ops.sin(turn)
 
         projected = self.project(x)
         squares = ops.square(ops.cast(self.vectors, x.dtype))
@@ -107,7 +114,7 @@ class Gerf(Sided, Adaptive, ProjectedFeatureMap):
         exponent = exponent + self.head_dim / 4 * ops.log(size)
         phase = imaginary * squares + b_imaginary * projected
         phase = phase + self.head_dim / 4 * angle
-        return exponential(exponent, phase, is_key)
+        return exponential(exponent, phase, conjugation)
 
 
 def optimal_parameters(square, cross, dim):

@@ -6,19 +6,17 @@ from keras import ops
 import keras_rfattn.feature_maps.registry as registry
 import keras_rfattn.papers.algebra as algebra
 from keras_rfattn.arguments import derive_seed
-from keras_rfattn.feature_maps.adaptive import Adaptive
-from keras_rfattn.feature_maps.base import FeatureMap, Sided
-from keras_rfattn.feature_maps.favorplus import FavorPlus
 from keras_rfattn.ops.features import Features
 from keras_rfattn.papers.coefficients import AngularCoefficient
-from keras_rfattn.papers.favor import Favor
+from keras_rfattn.papers.favor import Favor, FavorPlusPair
+from keras_rfattn.papers.map_of_maps import MapOfMaps
 
 # Defaults of hybrids given by name. Their width is a product: 8 · (2 + 2) · 16 = 512.
 NUM_FEATURES, NUM_COEFFICIENTS = 16, 7
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class Hybrid(Sided, Adaptive, FeatureMap):
+class Hybrid(MapOfMaps):
     """Hybrid `Σ_k λ_k SM_k + (1 - Σ_k λ_k) SM_{p+1}` of p + 1 softmax estimators.
 
     SM_k are the estimators, and λ_k are coefficients. The estimate is unbiased,
@@ -83,76 +81,34 @@ class Hybrid(Sided, Adaptive, FeatureMap):
         ]
 
     @property
-    def is_adaptive(self):
-        return any(part.is_adaptive for part in self._parts())
-
-    @property
-    def is_causal_safe(self):
-        return all(part.is_causal_safe for part in self._parts())
-
-    @property
-    def measures_sequence(self):
-        return any(part.measures_sequence for part in self._parts())
-
-    @property
-    def is_unbiased(self):
-        return all(part.is_unbiased for part in self._parts())
-
-    @property
-    def assumes_equal_lengths(self):
-        return any(part.assumes_equal_lengths for part in self._parts())
-
-    @property
     def output_dim(self):
-        *first, last = (e.output_dim for e in self.estimators)
-        width = last * (self._rest_constant() != 0)
-        for c, size in zip(self.coefficients, first, strict=True):
-            width += (c.output_dim + (c.constant != 0)) * size + c.output_dim * last
-        return width
+        weights = [c.output_dim for c in self.coefficients]
+        weights = [*weights, sum(weights)]
+        parts = zip(self.constants(), weights, self.estimators, strict=True)
+        return sum(((c != 0) + width) * e.output_dim for c, width, e in parts)
 
-    def _parts(self):
+    def parts(self):
         return [*self.estimators, *self.coefficients]
 
-    def _rest_constant(self):
-        return 1 - sum(c.constant for c in self.coefficients)
-
-    def build(self, input_shape):
-        super().build(input_shape)
-        for part in self._parts():
-            part.build(input_shape)
-
-    def draw_again(self):
-        for part in self._parts():
-            part.draw_again()
+    def constants(self):
+        """Returns the constants of the weights λ of all p + 1 estimators."""
+        constants = [c.constant for c in self.coefficients]
+        return [*constants, 1 - sum(constants)]
 
     def fit(self, samples):
-        for part in self._parts():
+        for part in self.parts():
             if part.is_adaptive:
                 part.adapt(samples)
 
-    def statistics(self, *args, **kwargs):
-        return tuple(part.statistics(*args, **kwargs) for part in self._parts())
+    def queries(self, parts, x):
+        features = [part.query_features(x).dense() for part in parts]
+        return combined(features, self.constants(), -1)
 
-    def _features(self, x, stats, is_key):
-        stats = [None] * len(self._parts()) if stats is None else stats
-        parts = [
-            (part.key_features if is_key else part.query_features)(x, s)
-            for part, s in zip(self._parts(), stats, strict=True)
-        ]
-        *first, last = parts[: len(self.estimators)]
-        coefficients = parts[len(self.estimators) :]
-        rest = coefficients
-        if not is_key:
-            rest = [algebra.scale(features, -1) for features in coefficients]
-        rest = with_constant(self._rest_constant(), algebra.add(*rest), is_key)
-        weights = [
-            with_constant(c.constant, features, is_key)
-            for c, features in zip(self.coefficients, coefficients, strict=True)
-        ]
-        terms = map(algebra.multiply, weights, first)
-        result = algebra.add(*terms, algebra.multiply(rest, last))
-        # Only one side needs values for signs, but algorithms expect them on both.
-        return Features(result.ones_or_values(), result.log_scale)
+    def keys(self, parts, x):
+        # Constants and the sign of the last weight are factors of queries.
+        ones = [float(constant != 0) for constant in self.constants()]
+        features = [part.key_features(x).dense() for part in parts]
+        return combined(features, ones, 1)
 
     def get_config(self):
         return {
@@ -163,21 +119,37 @@ class Hybrid(Sided, Adaptive, FeatureMap):
         }
 
 
-def with_constant(constant, features, is_key):
-    """Returns features of `constant + kernel`, from features of the kernel."""
+def combined(features, constants, sign):
+    """Returns features of one side of `Σ_k λ_k SM_k + (1 - Σ_k λ_k) SM_{p+1}`.
+
+    Args:
+        features: List of `Features` of the p + 1 estimators, then of p coefficients.
+        constants: The side's factors of the constants of all p + 1 weights.
+        sign: The side's factor of the p coefficients in the last weight.
+    """
+    estimators, weights = features[: len(constants)], features[len(constants) :]
+    weights = [*weights, algebra.scale(algebra.add(*weights), sign)]
+    weights = map(with_constant, constants, weights)
+    result = algebra.add(*map(algebra.multiply, weights, estimators))
+    # Only one side needs values for signs, but algorithms expect them on both.
+    return Features(result.ones_or_values(), result.log_scale)
+
+
+def with_constant(constant, features):
+    """Returns one side of features of a constant plus the kernel of other features."""
     if constant == 0:
         return features
     one = Features(None, ops.zeros_like(features.log_scale[..., :1]))
-    return algebra.add(one if is_key else algebra.scale(one, constant), features)
+    return algebra.add(algebra.scale(one, constant), features)
 
 
 class Bipolar(Hybrid):
     """Base of hybrids `λ SM++ + (1 - λ) SMtrig` of two estimators.
 
     They are precise both for opposite and for equal inputs. SM++ uses positive features
-    with both signs of each vector (`FavorPlus` with `pair=True`), and SMtrig uses
-    trigonometric features (`Favor`). Both use `num_features` vectors.
-    `num_coefficients` further vectors estimate λ.
+    with both signs of each vector (`FavorPlusPair`), and SMtrig uses trigonometric
+    features (`Favor`). Both use `num_features` vectors. `num_coefficients` further
+    vectors estimate λ.
     """
 
     def __init__(
@@ -194,7 +166,7 @@ class Bipolar(Hybrid):
         if num_coefficients is None:
             num_coefficients = NUM_COEFFICIENTS
         estimators = [
-            FavorPlus(num_features, pair=True, projection=projection, seed=0),
+            FavorPlusPair(num_features, projection=projection, seed=0),
             Favor(num_features, projection=projection, seed=0),
         ]
         coefficient = coefficient(num_coefficients, projection=projection, seed=0)

@@ -4,15 +4,16 @@ import keras
 import numpy as np
 from keras import ops
 
+import keras_rfattn.feature_maps.registry as registry
 from keras_rfattn.backend import precise_einsum, wide_dtype
-from keras_rfattn.feature_maps.base import Sided, half_square
-from keras_rfattn.feature_maps.conditioned import MapOfMap, of_inner
+from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.papers.algebra import scale
 from keras_rfattn.papers.coefficients import Coefficient
+from keras_rfattn.papers.map_of_maps import MapOfMaps
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
-class KernelCoefficient(Sided, Coefficient, MapOfMap):
+class KernelCoefficient(Coefficient, MapOfMaps):
     """The coefficient `λ = constant + factor · exp(-‖x + M y‖² / (2 c²))`.
 
     The matrix M and the width c are arbitrary. The Gaussian equals the softmax kernel
@@ -52,7 +53,14 @@ class KernelCoefficient(Sided, Coefficient, MapOfMap):
         self, feature_map="favorplus", matrix=None, width=1.0, constant=0.0,
         factor=1.0, seed=None, **kwargs,
     ):  # fmt: skip
-        super().__init__(feature_map, seed, **kwargs)
+        inner = registry.get(feature_map)
+        if inner.kernel != "softmax":
+            raise ValueError(
+                "`feature_map` must estimate softmax attention. Received: "
+                f"feature_map={feature_map!r} with kernel {inner.kernel!r}."
+            )
+        super().__init__(seed=inner.seed if seed is None else seed, **kwargs)
+        self.inner = inner.reseeded(self.seed)
         if not width > 0 or factor == 0:
             raise ValueError(
                 "`width` must be positive, and `factor` must not be 0. Received: "
@@ -68,7 +76,12 @@ class KernelCoefficient(Sided, Coefficient, MapOfMap):
         self.matrix, self.width = matrix, width
         self.constant, self.factor = constant, factor
 
-    is_adaptive = of_inner("is_adaptive")
+    @property
+    def output_dim(self):
+        return self.inner.output_dim
+
+    def parts(self):
+        return [self.inner]
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -89,31 +102,36 @@ class KernelCoefficient(Sided, Coefficient, MapOfMap):
         ]
         self.inner.adapt(samples)
 
-    def statistics(self, query, key, *args, **kwargs):
-        return self.inner.statistics(
-            self._placed(query, False), self._placed(key, True), *args, **kwargs
-        )
+    def bind(self, query, key, *args, **kwargs):
+        query = ops.cast(query, wide_dtype(query)) / self.width
+        return super().bind(query, self._moved(key), *args, **kwargs)
 
-    def _features(self, x, stats, is_key):
-        inner = self.inner.key_features if is_key else self.inner.query_features
-        x = self._placed(x, is_key)
-        features = inner(x, stats)
-        features = features._replace(log_scale=features.log_scale - half_square(x))
-        return features if is_key else scale(features, self.factor)
+    def queries(self, parts, x):
+        x = x / self.width
+        return scale(_of_gaussian(parts[0].query_features(x), x), self.factor)
 
-    def _placed(self, x, is_key):
-        """Returns `x / c` for queries and `-M x / c` for keys."""
-        x = ops.cast(x, wide_dtype(x)) / self.width
-        if is_key:
-            x = -precise_einsum("...nh,nih->...ni", x, self.per_head(self.weight, x))
-        return x
+    def keys(self, parts, x):
+        x = self._moved(x)
+        return _of_gaussian(parts[0].key_features(x), x)
+
+    def _moved(self, key):
+        """Returns `-M k / c` for keys k."""
+        x = ops.cast(key, wide_dtype(key)) / self.width
+        return -precise_einsum("...nh,nih->...ni", x, self.per_head(self.weight, x))
 
     def get_config(self):
         matrix = self.matrix if self.matrix is None else self.matrix.tolist()
         return {
             **super().get_config(),
+            "feature_map": registry.serialize(self.inner),
             "matrix": matrix,
             "width": self.width,
             "constant": self.constant,
             "factor": self.factor,
         }
+
+
+def _of_gaussian(features, x):
+    """Returns features of the Gaussian kernel of x, from those of softmax."""
+    features = features.dense()
+    return features._replace(log_scale=features.log_scale - half_square(x))

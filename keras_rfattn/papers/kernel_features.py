@@ -123,9 +123,10 @@ class KernelFeatures(keras.layers.Layer):
             raise ValueError(f"`side` must be 'query' or 'key'. Received: side={side}.")
         shape = ops.shape(inputs)
         x = ops.reshape(inputs, (1, -1, 1, shape[-1])) * math.sqrt(2 * self.gamma)
-        stats = self.feature_map.statistics(x, x, causal=True)
-        method = "query_features" if side == "query" else "key_features"
-        features = getattr(self.feature_map, method)(x, stats).dense()
+        if side == "query":
+            features = self.feature_map.query_features(x).dense()
+        else:
+            features = self.feature_map.key_features(x).dense()
         log_scale = features.log_scale
         if self.kernel == "gaussian":
             log_scale = log_scale - half_square(ops.cast(x, log_scale.dtype))

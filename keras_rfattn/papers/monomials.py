@@ -9,7 +9,7 @@ from keras_rfattn.arguments import derive_seed, is_number, is_positive
 from keras_rfattn.backend import elementwise_max
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import number
-from keras_rfattn.feature_maps.moments import mean_of
+from keras_rfattn.feature_maps.fits import mean_of
 from keras_rfattn.feature_maps.projected import RandomFeatureMap
 from keras_rfattn.feature_maps.weights import integer
 from keras_rfattn.ops.features import Features
@@ -106,11 +106,11 @@ class Monomials(Adaptive, RandomFeatureMap):
         parameter = np.array([self.optimum(row) for row in products])
         self._set(parameter, integer(self.draws))
 
-    def log_moment(self, head=0, stats=None):
+    def log_moment(self, head=0):
         parameter = number(self.parameter, head)
         return lambda x, y: self.log_moment_of_products(x * y, parameter)
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         log_scale = self._log_monomials(elementwise_max(ops.abs(x), TINY))
         odd = ops.mod(self.project(ops.cast(x < 0, x.dtype)), 2)
         return Features(1 - 2 * odd, log_scale)
@@ -244,9 +244,7 @@ class Shifted:
 
     If c is below every entry, `x - c` and `y - c` are positive. Since
     `x · y = (x-c)·(y-c) + c·x + c·y - ‖c‖²`, the map adds the last three terms to the
-    exponent. `adapt` sets c to the data's minimum minus 1e-8. Until then, c is four
-    standard deviations below 0 for standard normal entries. Entries of new data below
-    c are raised to 1e-8 above c. The estimate is biased only for these.
+    exponent. `PoissonPositive` says how c is chosen.
     """
 
     is_positive = True
@@ -265,7 +263,7 @@ class Shifted:
         super().fit([(q - below, k - below) for q, k in samples])
         self.shift.assign(shift)
 
-    def log_moment(self, head=0, stats=None):
+    def log_moment(self, head=0):
         parameter, c = number(self.parameter, head), number(self.shift, head)
 
         def shifted(x, y):
@@ -274,7 +272,7 @@ class Shifted:
 
         return shifted
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         shift = self.per_head(self.shift, x)
         log_scale = self._log_monomials(elementwise_max(x - shift, EPSILON))
         factor = ops.sum(shift * (x - shift / 2), axis=-1, keepdims=True)
@@ -286,59 +284,20 @@ class PoissonPositive(Shifted, Poisson):
 
     `adapt` sets c below every entry of its data. Until then, c is four standard
     deviations below 0 for standard normal entries. Entries of new data below c are
-    raised to 1e-8 above c. The estimate is biased only for these.
-
-    Args:
-        num_features: Number m of random vectors ω, twice the head dim by default.
-        parameter: Mean λ > 0 of the Poisson distribution. If `None`, the optimum for
-            entries of unit variance before scaling. `adapt` replaces it.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `parameter` is not
-            positive and finite.
+    raised to 1e-8 above c. The estimate is biased only for these. The arguments are
+    those of `Poisson`.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
-
-    Examples:
-        >>> from keras_rfattn import papers
-        >>> feature_map = papers.PoissonPositive(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 1, 4))
-        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
-        >>> feature_map.adapt([(tokens, tokens)])
-        >>> tuple(feature_map.shift.shape)
-        (1, 4)
     """
 
 
 class GeometricPositive(Shifted, Geometric):
     """GeomRF+: geometric features of `x - c`, whose entries are positive.
 
-    `adapt` sets c below every entry of its data, as `PoissonPositive` describes.
-
-    Args:
-        num_features: Number m of random vectors ω, twice the head dim by default.
-        parameter: Success probability p in (0, 1) of the geometric distribution. If
-            `None`, the optimum for entries of unit variance before scaling. `adapt`
-            replaces it.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `parameter` is not
-            between 0 and 1.
+    `adapt` sets c below every entry of its data, as `PoissonPositive` describes. The
+    arguments are those of `Geometric`.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.2.3.
-
-    Examples:
-        >>> from keras_rfattn import papers
-        >>> feature_map = papers.GeometricPositive(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 1, 4))
-        >>> tokens = np.random.default_rng(0).normal(size=(1, 50, 4))
-        >>> feature_map.adapt([(tokens, tokens)])
-        >>> tuple(feature_map.shift.shape)
-        (1, 4)
     """

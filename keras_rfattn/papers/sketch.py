@@ -72,7 +72,7 @@ class PolySketch(Sketch, ProjectedFeatureMap):
         for level, matrices in enumerate(self.matrices):
             matrices.assign(self.initializer(draw, level)(matrices.shape))
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         x, log_norm = unit(x)
         sketch = repeat_each(ops.expand_dims(x, -2), self.degree // 2, axis=-2)
         for matrices in self.matrices:
@@ -87,31 +87,11 @@ class PolySketch(Sketch, ProjectedFeatureMap):
 class PolySketchLinear(PolySketch):
     """Learned linear polynomial sketch: `PolySketch` with trained matrices.
 
-    Before training, it equals `PolySketch` with the same seed. It also does so after
-    `redraw`, which discards training.
-
-    Args:
-        num_features: Sketch size r, 32 by default. Features have width r².
-        degree: Degree p of the kernel, a power of 2 that is at least 2. Defaults to 4.
-        projection: How the initial matrices are drawn: `"gaussian"` (default),
-            `"orthogonal"` or a `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, `degree` is not a power
-            of 2 that is at least 2, or `projection` is unknown.
+    Before training, it equals `PolySketch` with the same arguments. It also does so
+    after `redraw`, which discards training.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, matrices G.
-
-    Examples:
-        >>> from keras_rfattn import layers, papers
-        >>> feature_map = papers.PolySketchLinear(num_features=4, seed=0)
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=feature_map)
-        >>> x = np.ones((1, 10, 16), "float32")
-        >>> tuple(layer(x, x).shape), feature_map.output_dim
-        ((1, 10, 16), 16)
     """
 
     is_trained = True

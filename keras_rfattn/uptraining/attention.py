@@ -24,13 +24,7 @@ QUANTITIES = ("squared", "norm", "mean_of_v", "divergence", "rows")
 
 
 class AttentionStage(keras.Model):
-    """Trains maps, queries and keys by comparing the outputs of attention layers.
-
-    Args:
-        teacher: `Teacher` of a model with linear attention, all of whose layers learn.
-        window_dropout: Share of sequences for which a layer leaves its window out.
-        max_rows: Largest number of query rows of a sequence that are compared.
-    """
+    """Trains maps, queries and keys by comparing the outputs of attention layers."""
 
     measure = "relative squared error of attention outputs"
     no_attention = 1.0  # error of an output of 0
@@ -81,14 +75,10 @@ class AttentionStage(keras.Model):
 
 
 class Watcher(Interceptor):
-    """Stores a layer's calls, and answers them with softmax attention.
-
-    Attributes:
-        calls: List of `Attention`, the calls of the layer.
-        arguments: List of `(args, kwargs)` that the layer was called with.
-    """
+    """Stores a layer's calls, and answers them with softmax attention."""
 
     def __init__(self):
+        # The calls as `Attention`, and as the arguments of the layer.
         self.calls, self.arguments = [], []
 
     def around(self, layer, function, args, kwargs):
@@ -269,11 +259,6 @@ class Measuring:
 
     It uses a separate Keras model that is compiled once. The models that train are
     compiled again for each stage, which would discard the compiled function.
-
-    Args:
-        teacher: The `Teacher` of the model.
-        batches: The data, as `Batches`.
-        max_rows: As in `AttentionStage`.
     """
 
     def __init__(self, teacher, batches, max_rows):

@@ -4,14 +4,11 @@
 can be read in any order, or as a `Stream` of batches.
 """
 
-import itertools
-
 import keras
 import numpy as np
 
 from keras_rfattn.layers.batches import is_text
 from keras_rfattn.uptraining.data import (
-    Excluded,
     as_array,
     as_arrays,
     check_data,
@@ -35,56 +32,29 @@ class DataEnded(ValueError):
 class Batches:
     """Batches of inputs without labels, from any data that `keras.Model.fit` takes.
 
-    Args:
-        data: Rows or batches. Rows are an array, a dict or list of arrays, texts, or
-            `(x, y)` or `(x, y, weight)` of these. Batches are a
-            `keras.utils.PyDataset`, a `tf.data.Dataset`, a generator or a function that
-            makes one, or a list of batches. A list of arrays is not a list of batches
-            but the several inputs of a model.
-        batch_size: Number of rows per batch if `data` holds rows. Texts of similar
-            lengths share a batch.
-        seed: Non-negative integer, the seed of the order.
-        preprocessor: Function that turns texts and images into model inputs, or
-            `None`.
-        exclude: Texts that are dropped from `data`, or `None`.
-        preprocesses_all: Whether all data goes through the preprocessor, not only texts
-            and images.
-        hint: Text for error messages that says where to find a preprocessor.
-
-    Raises:
-        ValueError: If the data is empty, if it holds texts and there is no
-            preprocessor, or if `exclude` is given and the data is not text.
+    Rows are an array, a dict or list of arrays, texts, or `(x, y)` or `(x, y, weight)`
+    of these; `batch_size` is for them. Batches are a `keras.utils.PyDataset`, a
+    `tf.data.Dataset`, a generator or a function that makes one, or a list of batches. A
+    list of arrays is not a list of batches but the several inputs of a model. Texts and
+    images go through the preprocessor; `hint` says in errors where to find one.
     """
 
     def __init__(
-        self, data, batch_size, seed, preprocessor=None, exclude=None,
-        preprocesses_all=False, hint="with a tokenizer",
-    ):  # fmt: skip
-        if preprocessor is not None and not callable(preprocessor):
-            raise ValueError(
-                "`preprocessor` must be a function or a KerasHub preprocessor. "
-                f"Received: preprocessor={preprocessor!r:.80}."
-            )
+        self, data, batch_size, seed, preprocessor=None, hint="with a tokenizer"
+    ):
         self.seed, self.preprocessor, self.hint = seed, preprocessor, hint
-        self.preprocesses_all = preprocesses_all
-        self.excluded = Excluded(exclude)
         # Names and numbers of axes of the inputs of the first batch.
         self.form = None
         check_data(data)
         if isinstance(data, tuple):
             data = list(data) if all(map(is_text, data)) else inputs_of(data)
             check_data(data)
-        if isinstance(data, keras.utils.PyDataset) and not self.excluded.texts:
+        if isinstance(data, keras.utils.PyDataset):
             self.source = Dataset(data, seed)
         elif is_table(data):
-            self.source = Rows(data, batch_size, seed, self.excluded)
+            self.source = Rows(data, batch_size, seed)
         else:
-            self.source = Stream(data, seed, self.excluded)
-
-    @property
-    def dropped(self):
-        """Number of rows that `exclude` has dropped so far."""
-        return self.excluded.dropped
+            self.source = Stream(data)
 
     def __call__(self, step):
         """Returns the inputs of a step as NumPy arrays."""
@@ -122,16 +92,15 @@ class Batches:
 
     def _preprocessed(self, batch):
         arrays = keras.tree.flatten(batch)
-        if self.preprocessor is None:
-            if any(map(is_text, arrays)):
-                raise ValueError(
-                    "`data` holds texts, but the model has no preprocessor. Received: "
-                    f"preprocessor=None. Pass a `preprocessor`, {self.hint}, or pass "
-                    "tokens."
-                )
-            return batch
-        is_raw = any(is_text(x) or is_image(x) for x in arrays)
-        if not is_raw and not self.preprocesses_all:
+        has_text = any(map(is_text, arrays))
+        if has_text and self.preprocessor is None:
+            raise ValueError(
+                "`data` holds texts, but the model has no preprocessor. Received: "
+                f"texts. Turn them into tokens first, {self.hint}, or uptrain a task "
+                "that has a preprocessor."
+            )
+        is_raw = has_text or any(map(is_image, arrays))
+        if self.preprocessor is None or not is_raw:
             return batch
         if isinstance(batch, list):
             # Without `y`, KerasHub takes a tuple to be inputs and labels.
@@ -144,7 +113,7 @@ class Batches:
 class Rows:
     """Rows in memory: every epoch has each of them once, in a random order."""
 
-    def __init__(self, data, batch_size, seed, excluded):
+    def __init__(self, data, batch_size, seed):
         self.arrays = as_arrays(data)
         lengths = {len(x) for x in keras.tree.flatten(self.arrays)}
         if len(lengths) != 1:
@@ -152,15 +121,10 @@ class Rows:
                 "All arrays of `data` must have the same number of rows. "
                 f"Received: {sorted(lengths)}."
             )
-        if excluded.texts:
-            self.arrays, excluded.dropped = excluded.filtered(self.arrays)
         columns = keras.tree.flatten(self.arrays)
         self.count, self.batch_size = len(columns[0]), batch_size
         if not self.count:
-            after = f" after {excluded.dropped} were dropped" * bool(excluded.dropped)
-            raise ValueError(
-                f"`data` must hold at least one row. Received: none{after}."
-            )
+            raise ValueError("`data` must hold at least one row. Received: none.")
         lengths = None
         if all(map(is_text, columns)):
             rows = zip(*columns, strict=True)
@@ -190,21 +154,15 @@ class Dataset:
 
 
 class Stream:
-    """Batches that can only be read one after the other, again in each epoch.
+    """Batches that can only be read one after the other, again in each epoch."""
 
-    Excluded rows are dropped while the stream is read. A `PyDataset` becomes a stream
-    if rows are excluded, because a batch may then lose all its rows.
-    """
-
-    def __init__(self, data, seed, excluded):
-        self.data, self.order, self.excluded = data, Order(seed), excluded
+    def __init__(self, data):
+        self.data = data
         # PyTorch's data loaders return inputs and labels as a list, not a tuple.
         self.is_loader = type(data).__module__.startswith("torch.utils.data")
         self.batches, self.position, self.last = None, -1, None
         # The first batches are needed several times, but a generator runs only once.
         self.head = {}
-        # Number of items whose excluded rows were counted.
-        self.counted = 0
 
     def __call__(self, step):
         if step in self.head:
@@ -225,64 +183,40 @@ class Stream:
         return self.last
 
     def _next(self, step):
-        try:
-            return next(self.batches)
-        except StopIteration:
-            dropped = self.excluded.dropped
-            excluded = f" ({dropped} rows excluded)" if dropped else ""
+        batch = next(self.batches, None)
+        if batch is not None:
+            return batch
         if self.position < 0:
-            raise DataEnded(
-                f"`data` must hold at least one batch. Received: none{excluded}."
-            )
+            raise DataEnded("`data` must hold at least one batch. Received: none.")
         raise DataEnded(
-            f"`data` ended after {self.position + 1} batches{excluded}, and step "
-            f"{step} needs one more. Pass a function that makes the generator, a "
-            "dataset, or arrays, which can be read repeatedly."
+            f"`data` ended after {self.position + 1} batches, and step {step} needs "
+            "one more. Pass a function that makes the generator, a dataset, or arrays, "
+            "which can be read repeatedly."
         )
 
     def _read(self):
-        """Yields the batches of all epochs, without those that lost all their rows."""
-        for epoch in itertools.count():
+        """Yields the batches of all epochs."""
+        is_empty = False
+        while not is_empty:
             is_empty = True
-            for place, item in enumerate(self._items(epoch)):
+            for item in self.data() if callable(self.data) else self.data:
                 if self.is_loader and isinstance(item, list):
                     item = tuple(item)
-                batch, dropped = as_arrays(inputs_of(item)), 0
-                if self.excluded.texts:
-                    batch, dropped = self.excluded.filtered(batch)
-                if place >= self.counted:
-                    self.excluded.dropped += dropped
-                    self.counted = place + 1
-                if dropped and not len(keras.tree.flatten(batch)[0]):
-                    continue
                 is_empty = False
-                yield batch
-            if is_empty or self._runs_once():
+                yield as_arrays(inputs_of(item))
+            if self._runs_once():
                 return
-
-    def _items(self, epoch):
-        """Returns an iterator over the items of an epoch."""
-        if not isinstance(self.data, keras.utils.PyDataset):
-            return iter(self.data() if callable(self.data) else self.data)
-        count = self.data.num_batches
-        order = itertools.count() if count is None else self.order(epoch, count)
-        return (self.data[int(i)] for i in order)
 
     def _runs_once(self):
         """Returns whether the data can be iterated over only once, as a generator."""
-        if isinstance(self.data, keras.utils.PyDataset) or callable(self.data):
-            return False
-        return iter(self.data) is self.data
+        return not callable(self.data) and iter(self.data) is self.data
 
 
 class Order:
     """The random order of rows or batches, a pure function of the seed and the epoch.
 
-    Args:
-        seed: Non-negative integer.
-        batch_size: Number of rows per batch, if there are `lengths`.
-        lengths: Array with the lengths of texts. Texts of similar lengths then share a
-            batch, and these batches come in random order. `None` for other data.
+    If there are `lengths` of texts, texts of similar lengths share a batch, and these
+    batches come in random order.
     """
 
     def __init__(self, seed, batch_size=None, lengths=None):

@@ -1,12 +1,10 @@
 """Converts the data that `uptrain` receives to nested NumPy arrays."""
 
-import unicodedata
-
 import keras
 import numpy as np
 
 from keras_rfattn.backend.devices import compiles_each_length
-from keras_rfattn.layers.batches import described, is_text
+from keras_rfattn.layers.batches import described
 
 # Minimum number of tokens that a batch of texts is padded to. Longer batches are padded
 # to a multiple of it. Where every new length must be compiled, the length doubles until
@@ -32,9 +30,10 @@ def check_data(data):
     elif isinstance(data, list) and isinstance(data[0], list) and data[0]:
         if not is_array(data[0][0]) and not holds_text(data[0]):
             reason = "a list of lists. Pass an array with rows padded to one length"
-    elif not (
-        isinstance(data, keras.utils.PyDataset) or callable(data) or is_iterable(data)
-    ):
+    elif isinstance(data, keras.utils.PyDataset) or callable(data):
+        pass
+    elif not hasattr(data, "__iter__") or getattr(data, "shape", None) == ():
+        # Arrays of NumPy without axes have the method, too.
         reason = f"data={data!r:.80} of type {type(data).__name__}"
     if reason is not None:
         raise ValueError(
@@ -56,11 +55,6 @@ def _is_scalar_text(x):
 def is_array(x):
     """Returns whether `x` is an array or tensor of any library."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def is_iterable(x):
-    """Returns whether `x` can be iterated over; NumPy scalars cannot."""
-    return hasattr(x, "__iter__") and getattr(x, "shape", None) != ()
 
 
 def is_image(x):
@@ -122,47 +116,6 @@ def _no_array(reason):
     return ValueError(
         f"Batches of `data` must hold arrays of numbers or texts. Received: {reason}."
     )
-
-
-class Excluded:
-    """Texts that must not be trained on, and the number of rows dropped for them.
-
-    Args:
-        exclude: The argument `exclude` of `uptrain`.
-    """
-
-    def __init__(self, exclude):
-        exclude = () if exclude is None else exclude
-        if isinstance(exclude, (str, bytes)) or not is_iterable(exclude):
-            raise ValueError(
-                "`exclude` must be a list of texts. Received: "
-                f"exclude={exclude!r:.80}. Put a single text into a list."
-            )
-        self.texts, self.dropped = {normalized(x) for x in exclude}, 0
-
-    def filtered(self, arrays):
-        """Returns nested arrays without excluded rows, and the number of these."""
-        columns = keras.tree.flatten(arrays)
-        if not all(map(is_text, columns)):
-            raise ValueError(
-                "`exclude` must be `None`, because `data` is not text. Received: "
-                f"{[getattr(x, 'dtype', type(x)) for x in columns]}. Pass the texts "
-                "themselves, or drop them beforehand."
-            )
-        rows = zip(*(map(normalized, x) for x in columns), strict=True)
-        kept = [i for i, row in enumerate(rows) if not self.texts.intersection(row)]
-        kept = np.array(kept, "int64")
-        dropped = len(columns[0]) - len(kept)
-        return keras.tree.map_structure(lambda x: x[kept], arrays), dropped
-
-
-def normalized(text):
-    """Normalizes a text so that case, spaces and punctuation make no difference."""
-    text = text.decode() if isinstance(text, bytes) else str(text)
-    text = unicodedata.normalize("NFKC", text).casefold()
-    # Unicode categories: letters, marks (such as accents) and numbers.
-    kept = (x if unicodedata.category(x)[0] in "LMN" else " " for x in text)
-    return " ".join("".join(kept).split())
 
 
 def trimmed(batch):

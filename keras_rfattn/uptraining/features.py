@@ -24,14 +24,7 @@ MEASURES = {
 
 
 class FeaturesStage(keras.Model):
-    """Trains the model end to end by comparing its final outputs with the teacher's.
-
-    Args:
-        teacher: `Teacher` of a model with linear attention.
-        objective: What is compared: `"features"` (last hidden states), `"logits"`, or
-            `"auto"`: logits if the checkpoint includes the head, else features.
-        window_dropout: Share of batches in which a layer leaves its window out.
-    """
+    """Trains the model end to end by comparing its final outputs with the teacher's."""
 
     def __init__(self, teacher, objective="auto", window_dropout=0.0):
         super().__init__(dtype="float32", name="features_stage")

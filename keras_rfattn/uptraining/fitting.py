@@ -1,14 +1,12 @@
 """Runs one training stage with Keras' `fit` and a fresh optimizer."""
 
 import math
-import time
 
 import keras
 import numpy as np
 
 from keras_rfattn.backend.devices import dataset_of, forget_gradients
 from keras_rfattn.layers.batches import too_long
-from keras_rfattn.uptraining.report import at_last
 from keras_rfattn.uptraining.resume import Interrupts
 from keras_rfattn.uptraining.weights import assign, values_of
 
@@ -21,26 +19,25 @@ OWN_RATE, ALL_RATE = 0.001, 0.0001
 AHEAD = 8
 
 
-def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
+def fit_stage(trainer, batches, planned_stage, optimizer, settings, save, resumed):
     """Trains a stage for its remaining steps."""
-    (done, optimizer_values, errors), steps = resumed, stage.steps
+    (done, optimizer_values, errors), steps = resumed, planned_stage.steps
     variables = trainer.trainable_variables
-    trainer.compile(optimizer=optimizer, jit_compile=settings.jit_compile)
+    trainer.compile(optimizer=optimizer)
     optimizer.build(variables)
     if done:
         assign(optimizer.variables, optimizer_values)
     monitor, interrupts = LossMonitor(variables, done, list(errors)), Interrupts()
+    checkpoint = settings.checkpoint
 
-    def save_step():
+    def save_step(batch, logs):
         # The last step is not saved here: the optimizer may still change weights when
         # the stage ends.
-        if monitor.done % settings.save_every == 0 and monitor.done != steps:
+        is_due = checkpoint is not None and monitor.done % checkpoint.every == 0
+        if is_due and monitor.done != steps:
             save(monitor.done, monitor.errors, optimizer)
 
-    callbacks = [monitor, *settings.callbacks, EndOfStep(save_step, interrupts)]
-    if settings.verbose:
-        name, _, _ = trainer.measure.partition(" of ")
-        callbacks.insert(1, Progress(monitor, steps, name, settings.verbose == 2))
+    saving = keras.callbacks.LambdaCallback(on_train_batch_end=save_step)
     recent, failures = [], []
     try:
         if done < steps:
@@ -49,17 +46,18 @@ def fit_stage(trainer, batches, stage, optimizer, settings, save, resumed):
                     dataset_of(_remembering(batches, recent, failures)),
                     steps_per_epoch=steps - done,
                     shuffle=False,
-                    callbacks=callbacks,
-                    verbose=0,
+                    callbacks=[monitor, *settings.callbacks, saving, interrupts],
+                    verbose=settings.verbose,
                 )
             monitor.check_weights()
     except NotFinite:
         assign(variables, monitor.good)
+        step, name = monitor.done, planned_stage.stage.name
         raise ValueError(
-            f"The loss of stage '{stage.name}' is not finite at its step "
-            f"{monitor.done} (batch {stage.first + monitor.done} of the data). The "
-            f"weights of step {max(monitor.done - 1, 0)}, the last good ones, are "
-            "kept. Look for NaN in that batch, or use a smaller learning rate."
+            f"The loss of stage '{name}' is not finite at its step {step} (batch "
+            f"{planned_stage.first + step} of the data). The weights of step "
+            f"{max(step - 1, 0)}, the last good ones, are kept. Look for NaN in that "
+            "batch, or use a smaller learning rate."
         ) from None
     except Exception as error:
         # TensorFlow replaces errors of the data iterator by errors of its own.
@@ -95,21 +93,13 @@ class NotFinite(Exception):
 
 
 class LossMonitor(keras.callbacks.Callback):
-    """Stops training if a loss is not finite, and collects the errors of steps.
-
-    Args:
-        variables: The variables that train.
-        done: Number of steps of the stage done before, by an interrupted run.
-        errors: List with the errors of those steps.
-
-    Attributes:
-        good: Values of `variables` with which the last finite loss was computed.
-        latest: Values of `variables` after the last step, whose loss is unknown yet.
-    """
+    """Stops training if a loss is not finite, and collects the errors of steps."""
 
     def __init__(self, variables, done, errors):
         super().__init__()
         self.variables, self.done, self.errors = variables, done, errors
+        # Values with which the last finite loss was computed, and values after the last
+        # step, whose loss is unknown yet.
         self.good = self.latest = values_of(variables)
         self.seen, self.totals = 0, {"loss": 0.0, "error": 0.0}
 
@@ -134,64 +124,13 @@ class LossMonitor(keras.callbacks.Callback):
             raise NotFinite
 
 
-class Progress(keras.callbacks.Callback):
-    """Shows the steps done and one figure: the mean error of their last tenth.
-
-    Args:
-        monitor: The `LossMonitor` of the stage, which must be an earlier callback.
-        steps: Number of steps of the stage.
-        name: Name of the figure.
-        in_lines: Whether to print a line every ten steps instead of a progress bar.
-    """
-
-    every = 10
-
-    def __init__(self, monitor, steps, name, in_lines):
-        super().__init__()
-        self.monitor, self.steps = monitor, steps
-        self.name, self.in_lines = name, in_lines
-
-    def on_train_begin(self, logs=None):
-        self.bar = keras.utils.Progbar(self.steps, stateful_metrics=[self.name])
-
-    def on_train_batch_end(self, batch, logs=None):
-        done, error = self.monitor.done, at_last(self.monitor.errors)
-        if not self.in_lines:
-            self.bar.update(done, [(self.name, error)])
-            return
-        if batch == 0:
-            # The first step compiles, which later steps do not.
-            self.start, self.timed = time.perf_counter(), done
-        if done % self.every == 0 or done == self.steps:
-            seconds = time.perf_counter() - self.start
-            left = round(seconds * (self.steps - done) / max(1, done - self.timed))
-            print(
-                f"step {done}/{self.steps}, {self.name} {error:.4f}, "
-                f"{left // 60} min {left % 60:02d} s left",
-                flush=True,
-            )
-
-
-class EndOfStep(keras.callbacks.Callback):
-    """Saves a step after the user's callbacks, then lets an interrupt take effect."""
-
-    def __init__(self, save, interrupts):
-        super().__init__()
-        self.save, self.interrupts = save, interrupts
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.save()
-        if self.interrupts.is_pending:
-            raise KeyboardInterrupt
-
-
-def rate_for(stage, trainable, objective, layers):
+def rate_for(stage, objective, layers):
     """Returns the default learning rate of a stage."""
-    if trainable == "all" and stage == "features":
+    if stage.trainable == "all":
         return ALL_RATE
-    if trainable != "maps":
+    if stage.trainable != "maps":
         return OWN_RATE
-    if stage == "features":
+    if stage.name == "features":
         return FEATURES_RATES[objective]
     return min(layer.feature_map.learning_rate for layer in layers)
 

@@ -13,11 +13,7 @@ OVERHEAD = PREPARING, BEFORE, SAVING, AFTER
 
 
 class Clock:
-    """Assigns all of the time since its creation to names.
-
-    Attributes:
-        seconds: Dict from names to seconds, which are 0 for names that it lacks.
-    """
+    """Assigns all of the time since its creation to names."""
 
     def __init__(self):
         self.seconds, self.last = collections.Counter(), time.perf_counter()
@@ -102,7 +98,6 @@ class UptrainingReport:
         layers: Tuple of `LayerResult`.
         trained: Paths of the trained weights, except those of feature maps.
         parameters: Number of trained parameters, including those of feature maps.
-        dropped: Number of texts that `exclude` dropped.
         seed: Seed of the order of the data.
         peak_memory: Peak memory of the process in bytes: of the accelerator if there
             is one, otherwise of main memory. `None` if it is unknown.
@@ -116,7 +111,6 @@ class UptrainingReport:
     layers: tuple
     trained: tuple
     parameters: int
-    dropped: int
     seed: int
     peak_memory: int | None
 
@@ -174,8 +168,6 @@ class UptrainingReport:
                 f"{len(self.trained)} of the checkpoint's own weights among them: "
                 f"{', '.join(self.trained[:4])}{', ...' * (len(self.trained) > 4)}"
             )
-        if self.dropped:
-            lines.append(f"{self.dropped} texts dropped because of `exclude`")
         if self.peak_memory is not None:
             lines.append(f"peak memory {self.peak_memory / 2**30:.2f} GiB")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Resumes training exactly: delays interrupts, and matches checkpoints to a run."""
+"""Resumes training exactly: delays interrupts, and matches a checkpoint to a run."""
 
 import contextlib
 import json
@@ -6,38 +6,34 @@ import os
 import pathlib
 import signal
 import threading
-import warnings
+from dataclasses import asdict
 
 import keras
 import numpy as np
 
 from keras_rfattn import feature_maps
+from keras_rfattn.arguments import check_sizes
 from keras_rfattn.backend.devices import backend_name
 from keras_rfattn.feature_maps.weights import checksum
+from keras_rfattn.layers.checks import title
 from keras_rfattn.uptraining.weights import fresh_adapters
 
-FORMAT = 3
-KEPT = 2  # number of files: if the newest is damaged, the one before it remains
+FORMAT, FILE = 4, "uptrain.npz"
 LONGEST = 300  # maximum number of characters of a value in an error message
-# Settings that distinguish one training from another. The number of steps does not,
-# because a run may be extended.
-SETTINGS = (
-    "stages", "trainable", "objective", "window_dropout", "seed", "batch_size",
-    "max_rows",
-)  # fmt: skip
 
 
-class Interrupts:
-    """Holds back the first interrupt; a second one raises at once.
+class Interrupts(keras.callbacks.Callback):
+    """Holds back the first interrupt to the end of a step; a second raises at once.
 
     On JAX, a step that is interrupted leaves the model without weights, because JAX
     reuses (donates) their memory for the new ones.
-
-    Attributes:
-        is_pending: Whether an interrupt is being held back.
     """
 
     is_pending = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.is_pending:
+            raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def held(self):
@@ -63,144 +59,133 @@ class Interrupts:
         self.is_pending = True
 
 
-class Checkpoints:
-    """Saves and loads the state of a training in a folder.
+class Checkpoint(keras.callbacks.Callback):
+    """Saves the progress of `uptrain`, and resumes it after an interruption.
+
+    Pass it to `keras_rfattn.uptrain` in `callbacks`. A call that finds a checkpoint in
+    the folder resumes from it, and ends with the weights of an uninterrupted run, bit
+    for bit: the checkpoint holds the weights that change, the optimizer, the stage and
+    the step, and the batch of a step depends on the seed and the step only. `seed=None`
+    stands for 0 here.
 
     Args:
-        folder: Path of the folder, which is created if needed. `None` saves nothing.
-        identity: Dict that distinguishes one training from another, as `identity`
-            returns it.
+        folder: Path of a folder, which is created if needed.
+        every: Number of steps between checkpoints. A stage that ends is saved too.
 
     Raises:
-        ValueError: If the folder cannot be created.
+        ValueError: If an argument is invalid. In `uptrain`, before the model changes:
+            if the folder cannot be created, or if it holds a damaged checkpoint or one
+            of another run. The message lists the settings that differ.
+
+    Examples:
+        >>> from keras_rfattn.uptraining import Checkpoint
+        >>> inputs = keras.Input((8, 16))
+        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+        >>> model = keras.Model(inputs, outputs)
+        >>> model = keras_rfattn.replace_attention(model, "hedgehog")
+        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
+        >>> callbacks = [Checkpoint("progress", every=1)]
+        >>> options = {"steps": 2, "batch_size": 4, "verbose": 0}
+        >>> report = keras_rfattn.uptrain(model, x, callbacks=callbacks, **options)
     """
 
-    def __init__(self, folder, identity):
-        self.folder = None if folder is None else pathlib.Path(folder)
-        if self.folder is not None:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(
-                    "`checkpoint_dir` must be a folder, or a path where a folder can "
-                    f"be made. Received: checkpoint_dir={str(folder)!r} ({error})."
-                ) from None
-        self.identity = json.loads(json.dumps(identity, default=repr))
+    def __init__(self, folder: str | os.PathLike, every: int = 100) -> None:
+        super().__init__()
+        check_sizes(every=every)
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(
+                f"`folder` must be a path. Received: folder={folder!r:.80}."
+            )
+        self.path, self.every = pathlib.Path(folder) / FILE, every
 
-    def save(self, position, arrays, notes):
-        """Writes a checkpoint."""
-        if self.folder is None:
-            return
-        stage, step = position
+    def set_model(self, model):
+        raise ValueError(
+            "`Checkpoint` must be passed to `keras_rfattn.uptrain`. Received: `fit` of "
+            f"{title(model)}. Use `keras.callbacks.BackupAndRestore` there."
+        )
+
+    def save(self, identity, position, arrays, notes):
+        """Writes a checkpoint in place of the one before."""
         header = {
             "format": FORMAT,
-            "identity": self.identity,
+            "identity": identity,
+            "position": position,
             "notes": notes,
-            "position": [stage, step],
-            "arrays": [*arrays],
         }
         header = np.frombuffer(json.dumps(header).encode(), np.uint8)
-        path = self.folder / f"uptrain-{stage:03d}-{step:07d}.npz"
-        partial = path.with_suffix(".partial")
+        partial = self.path.with_suffix(".partial")
         with open(partial, "wb") as file:
             np.savez(file, header=header, **arrays)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
-        for old in self._files()[:-KEPT]:
-            old.unlink(missing_ok=True)
+        os.replace(partial, self.path)
 
-    def load(self):
-        """Loads the newest checkpoint of this training."""
-        foreign = None
-        for path in reversed(self._files()):
-            try:
-                header, arrays = _read(path)
-            except Exception as error:
-                # Which exception a damaged archive raises cannot be predicted.
-                warnings.warn(
-                    f"Checkpoint '{path}' is damaged, and is skipped: {error}",
-                    stacklevel=3,
-                )
-                continue
-            lines = self._differences(header)
-            if lines:
-                foreign = foreign or (path, "\n".join(f"  {line}" for line in lines))
-                continue
-            if foreign:
-                other, text = foreign
-                warnings.warn(
-                    f"Checkpoint '{other}' belongs to another training, and is "
-                    f"skipped:\n{text}",
-                    stacklevel=3,
-                )
-            return tuple(header["position"]), arrays, header["notes"]
-        if foreign:
-            other, text = foreign
+    def load(self, identity):
+        """Returns `(position, arrays, notes)` of this run, `None` if none is saved."""
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
             raise ValueError(
-                "`checkpoint_dir` must not hold checkpoints of another training. "
-                f"Received: '{other}', which was saved with other settings:\n"
+                "`folder` of `Checkpoint` must be a folder, or a path where one can be "
+                f"made. Received: folder={str(folder)!r} ({error})."
+            ) from None
+        if not self.path.exists():
+            return None
+        try:
+            header, arrays = _read(self.path)
+        except Exception as error:
+            # Which exception a damaged archive raises cannot be predicted.
+            raise ValueError(
+                f"The checkpoint must be intact. Received: '{self.path}', which is "
+                f"damaged ({error}). Delete it to start anew."
+            ) from None
+        saved = {"format": header.get("format"), **header.get("identity", {})}
+        lines = _differences(saved, {"format": FORMAT, **identity})
+        if lines:
+            text = "\n".join(f"  {line}" for line in lines)
+            raise ValueError(
+                "`folder` of `Checkpoint` must not hold a checkpoint of another run. "
+                f"Received: '{self.path}', which was saved with other settings:\n"
                 f"{text}\nUse another folder; or call `uptrain` with the saved "
-                "settings (`steps` may be larger), on the model as it was loaded then. "
-                "A preprocessor that draws random numbers needs "
-                "`keras.utils.set_random_seed` before each call."
+                "settings, on the model as it was loaded then. A preprocessor that "
+                "draws random numbers needs `keras.utils.set_random_seed` before each "
+                "call."
             )
-        return None
-
-    def _files(self):
-        if self.folder is None:
-            return []
-        return sorted(self.folder.glob("uptrain-*-*.npz"))
-
-    def _differences(self, header):
-        """Returns lines that say how a checkpoint differs from this training."""
-        if header.get("format") != FORMAT:
-            return [f"format: saved {header.get('format')!r}, given {FORMAT!r}"]
-        return _differences(header["identity"], self.identity)
-
-
-def extended(rounds, steps):
-    """Returns the rounds of a run that is extended to more steps."""
-    total = sum(rounds)
-    if steps < total:
-        raise ValueError(
-            f"`steps` must be {total} or more, because the run in `checkpoint_dir` has "
-            f"{total} steps. Received: steps={steps}. A run can be extended but not "
-            "shortened; use another folder for a shorter run."
-        )
-    return [*rounds, steps - total] if steps > total else list(rounds)
+        return tuple(header["position"]), arrays, header["notes"]
 
 
 def _read(path):
     # Reading a member of the archive completely also verifies its checksum.
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
-    header = json.loads(arrays.pop("header").tobytes())
-    if header["arrays"] != [*arrays]:
-        raise ValueError("arrays are missing")
-    return header, arrays
+    return json.loads(arrays.pop("header").tobytes()), arrays
 
 
 def identity(model, layers, trained, batches, settings):
-    """Returns the values that a training shares with its checkpoints."""
+    """Returns the values that a run shares with its checkpoints, as JSON values."""
     others = {id(v) for layer in layers for v in layer.feature_map.variables}
     shapes = [list(v.shape) for v in trained]
     if settings.adds_adapters:
         # Fresh adapters are left out of the checksum, because they are random but do
-        # not change the softmax model. Their rank stands in for their shapes, because
-        # they do not exist yet when checkpoints are first read.
+        # not change the softmax model. They do not exist yet when the checkpoint is
+        # first read.
         others |= {id(v) for v in fresh_adapters(model)}
-        shapes = settings.lora_rank
+        shapes = None
     own = [v for v in model.weights if id(v) not in others]
-    return {
+    values = {
         "backend": backend_name(),
         "softmax weights (checksum)": checksum(v.value for v in own),
         "first batch of data (checksum)": checksum(keras.tree.flatten(batches(0))),
-        "shapes of trained weights, or lora_rank": shapes,
+        "shapes of trained weights": shapes,
         "layer": {str(i): _mechanism(layer) for i, layer in enumerate(layers)},
         "optimizer": _optimizer_config(settings.optimizer),
-        **{name: getattr(settings, name) for name in SETTINGS},
+        "stage": {stage.name: asdict(stage) for stage in settings.stages},
+        "steps": settings.steps,
+        "batch_size": settings.batch_size,
+        "seed": settings.seed,
     }
+    return json.loads(json.dumps(values, default=repr))
 
 
 def _differences(saved, given):

@@ -24,7 +24,8 @@ from keras_rfattn.uptraining.report import (
     UptrainingReport,
     headline,
 )
-from keras_rfattn.uptraining.resume import Checkpoints, extended, identity
+from keras_rfattn.uptraining.resume import identity
+from keras_rfattn.uptraining.stages import Stage
 from keras_rfattn.uptraining.weights import (
     Teacher,
     assign,
@@ -37,47 +38,33 @@ from keras_rfattn.uptraining.weights import (
 ANEW = 0, (), ()
 
 
-class Stage(NamedTuple):
-    """A stage to run.
+class PlannedStage(NamedTuple):
+    """A stage with its place among the steps of a run."""
 
-    Attributes:
-        name: `"calibrate"`, `"attention"` or `"features"`.
-        steps: Number of steps; 0 for `"calibrate"`.
-        first: Number of steps in the plan before this stage.
-    """
-
-    name: str
-    steps: int
-    first: int
+    stage: Stage
+    steps: int  # 0 for "calibrate"
+    first: int  # number of steps of the stages before
 
 
-def planned(rounds, settings, layers):
-    """Returns the list of `Stage`s of a run that may have been extended."""
+def planned(settings, layers):
+    """Returns the list of `PlannedStage`s of a run."""
     plan, first = [], 0
     adapts = any(layer.feature_map.is_adaptive for layer in layers)
-    # Later rounds do not calibrate, because the first one has trained the maps.
-    if "calibrate" in settings.stages and adapts:
-        plan.append(Stage("calibrate", 0, first))
-    for total in rounds:
-        count = len(settings.trainable)
-        for i, name in enumerate(settings.trainable):
-            # Earlier stages get the steps that remain after the division.
-            steps = total // count + (i < total % count)
-            plan.append(Stage(name, steps, first))
-            first += steps
+    if not settings.stages[0].trains and adapts:
+        plan.append(PlannedStage(settings.stages[0], 0, first))
+    count = len(settings.training_stages)
+    for i, stage in enumerate(settings.training_stages):
+        # Earlier stages get the steps that remain after the division.
+        steps = settings.steps // count + (i < settings.steps % count)
+        plan.append(PlannedStage(stage, steps, first))
+        first += steps
     return plan
 
 
 class Training:
     """Carries out one call of `uptrain` whose arguments were checked.
 
-    Args:
-        model: A model with linear attention.
-        layers: Its linear attention layers.
-        selected: Dict from names of stages to lists of the variables they train.
-        batches: The data, as `Batches`.
-        settings: The `Settings` of the call.
-        clock: The `Clock` that was started with the call.
+    `selected` is a dict from the name of a stage to the variables that it trains.
     """
 
     def __init__(self, model, layers, selected, batches, settings, clock):
@@ -85,21 +72,20 @@ class Training:
         self.selected, self.settings, self.clock = selected, settings, clock
         self.trained = once(v for stage in selected.values() for v in stage)
         of_maps = [v for layer in layers for v in layer.feature_map.variables]
-        # Checkpoints store these; all other weights are the teacher's and never change.
+        # Checkpoints hold these; all other weights are the teacher's and never change.
         self.state = once([*self.trained, *of_maps])
         changing = {id(v) for v in self.state}
         self.frozen = [v for v in model.weights if id(v) not in changing]
         self.teacher = Teacher(model, layers, self.trained)
-        self.measuring = Measuring(self.teacher, batches, settings.max_rows)
-        own_identity = {}
-        if settings.checkpoint_dir is not None:
-            own_identity = identity(model, layers, self.trained, batches, settings)
-        self.checkpoints = Checkpoints(settings.checkpoint_dir, own_identity)
+        self.stages = {stage.name: stage for stage in settings.stages}
+        rows = self.stages.get("attention", Stage("attention")).max_rows
+        self.measuring = Measuring(self.teacher, batches, rows)
+        self.identity = None
+        if settings.checkpoint is not None:
+            self.identity = identity(model, layers, self.trained, batches, settings)
         # Results so far, for the report and for checkpoints: results of stages, errors
         # before training, and errors of uniform attention.
         self.results, self.before, self.control = [], None, None
-        # Steps of the first call, then those of each extension of the run.
-        self.rounds = [settings.steps]
         # The trainer of stage "features", and its error without attention.
         self.whole_model, self.no_attention = None, None
 
@@ -115,38 +101,40 @@ class Training:
         except Exception:
             assign(self.state, values)
             raise
-        plan = planned(self.rounds, self.settings, self.layers)
-        for i in range(index, len(plan)):
-            result = self.run_stage(plan[i], i, resumed)
-            resumed = ANEW
+        plan = planned(self.settings, self.layers)
+        for i, planned_stage in enumerate(plan[index:], index):
+            result = self.run_stage(planned_stage, i, resumed)
+            resumed, name = ANEW, planned_stage.stage.name
             if checksum(v.value for v in self.frozen) != frozen:
                 raise ValueError(
-                    f"Weights of the teacher changed during stage {plan[i].name!r}, "
+                    f"Weights of the teacher changed during stage {name!r}, "
                     "which does not train them. Received: other values than at its "
                     "start. Remove the callback, or other code, that changes them."
                 )
-            seconds = self.clock.lap(_lap(i))
-            self.results.append(StageResult.of(plan[i].name, seconds, **result))
+            seconds = self.clock.lap(name)
+            self.results.append(StageResult.of(name, seconds, **result))
             # A stage that a callback stopped early counts as done too.
             self.save(i + 1, 0, [])
             self.clock.lap(SAVING)
         return self.report()
 
     def prepare(self):
-        """Finds the newest checkpoint, and measures the errors before training."""
-        checkpoint = self.checkpoints.load()
+        """Loads the checkpoint, if any, and measures the errors before training."""
+        checkpoint = None
+        if self.identity is not None:
+            checkpoint = self.settings.checkpoint.load(self.identity)
         if checkpoint is not None:
             _, _, notes = checkpoint
-            self.rounds = extended(notes["rounds"], self.settings.steps)
             self.before = np.array(notes["before"])
             self.control = np.array(notes["control"])
         self.clock.lap(PREPARING)
         if self.before is None:
             self.before, self.control = self.measuring(must_be_finite=True)
-        if "features" in self.settings.stages:
+        if "features" in self.stages:
             # This raises early for a model without outputs to compare.
+            stage = self.stages["features"]
             self.whole_model = FeaturesStage(
-                self.teacher, self.settings.objective, self.settings.window_dropout
+                self.teacher, stage.objective, stage.window_dropout
             )
             if self.no_attention is None:
                 first_batch = self.batches(0)
@@ -174,6 +162,8 @@ class Training:
 
     def save(self, index, done, errors, optimizer=None):
         """Saves a checkpoint after `done` steps of stage number `index` of the plan."""
+        if self.identity is None:
+            return
         arrays = {f"state{i}": x for i, x in enumerate(values_of(self.state))}
         if optimizer is not None:
             values = values_of(optimizer.variables)
@@ -183,14 +173,13 @@ class Training:
             "control": self.control.tolist(),
             "results": [list(vars(result).values()) for result in self.results],
             "errors": errors,
-            "rounds": self.rounds,
             "seconds": self.clock.seconds,
         }
-        self.checkpoints.save((index, done), arrays, notes)
+        self.settings.checkpoint.save(self.identity, (index, done), arrays, notes)
 
-    def run_stage(self, stage, index, resumed):
+    def run_stage(self, planned_stage, index, resumed):
         """Runs a stage."""
-        if stage.name == "calibrate":
+        if not planned_stage.stage.trains:
             note = calibrate_stage(
                 self.model,
                 self.layers,
@@ -201,40 +190,40 @@ class Training:
             if note and self.settings.verbose:
                 print(f"Stage 'calibrate': {note}")
             return {"note": note}
-        return self.train(stage, index, resumed) if stage.steps else {}
+        if not planned_stage.steps:
+            return {}
+        return self.train(planned_stage, index, resumed)
 
-    def train(self, stage, index, resumed):
+    def train(self, planned_stage, index, resumed):
         """Trains a stage, and returns what `run_stage` returns."""
-        settings, trainer = self.settings, self.whole_model
+        (stage, steps, first), settings = planned_stage, self.settings
+        trainer = self.whole_model
         if stage.name == "attention":
-            trainer = AttentionStage(
-                self.teacher, settings.window_dropout, settings.max_rows
-            )
+            trainer = AttentionStage(self.teacher, stage.window_dropout, stage.max_rows)
         objective = getattr(trainer, "objective", None)
-        trainable = settings.trainable[stage.name]
-        rate = rate_for(stage.name, trainable, objective, self.layers)
+        rate = rate_for(stage, objective, self.layers)
         is_float16 = any(layer.compute_dtype == "float16" for layer in self.layers)
-        optimizer = optimizer_for(rate, stage.steps, settings.optimizer, is_float16)
+        optimizer = optimizer_for(rate, steps, settings.optimizer, is_float16)
         done, _, _ = resumed
         if settings.verbose:
             controls = f"no attention {trainer.no_attention:.3f}"
             if stage.name == "attention":
                 uniform = np.nanmean(self.control)
                 controls += f", uniform attention {uniform:.3f}"
-            count = f"{stage.steps - done} steps"
+            count = f"{steps - done} steps"
             print(f"Stage '{stage.name}', {count}: {trainer.measure} ({controls})")
 
         def save(*progress):
-            self.clock.lap(_lap(index))
+            self.clock.lap(stage.name)
             self.save(index, *progress)
 
         batches = (
             (self.batches.with_noise(step, len(self.layers) + 1),)
-            for step in range(stage.first + done, stage.first + stage.steps)
+            for step in range(first + done, first + steps)
         )
         with only_training(self.model, self.selected[stage.name]):
             errors = fit_stage(
-                trainer, batches, stage, optimizer, settings, save, resumed
+                trainer, batches, planned_stage, optimizer, settings, save, resumed
             )
         return {
             "errors": errors,
@@ -257,7 +246,6 @@ class Training:
             ),
             trained=tuple(v.path for v in self.trained if id(v) in self.teacher.copies),
             parameters=int(sum(np.prod(v.shape) for v in self.trained)),
-            dropped=self.batches.dropped,
             seed=self.batches.seed,
             peak_memory=peak_memory(),
         )
@@ -274,8 +262,3 @@ class Training:
 def _measured(errors):
     """Returns the errors of a layer's heads that were measured, as a tuple."""
     return tuple(errors[~np.isnan(errors)].tolist())
-
-
-def _lap(index):
-    """Returns the name under which the clock adds up the time of a planned stage."""
-    return f"stage {index}"

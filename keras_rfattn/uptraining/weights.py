@@ -15,31 +15,31 @@ from keras_rfattn.models.holders import holders, refresh
 from keras_rfattn.models.optimizers import following
 
 
-def variables_to_train(model, layers, trainable, lora_rank, optimizer=None):
+def variables_to_train(model, layers, stages, optimizer=None):
     """Selects the variables that each stage trains, and adds adapters for `"lora"`."""
     maps = [v for layer in layers for v in _weights_of_map(layer)]
     selected = {
-        stage: once([*maps, *_weights_of_model(model, layers, kind, stage)])
-        for stage, kind in trainable.items()
-        if kind != "lora"
+        stage.name: once([*maps, *_weights_of_model(model, layers, stage.trainable)])
+        for stage in stages
+        if stage.trainable != "lora"
     }
-    empty = [stage for stage, variables in selected.items() if not variables]
-    if empty:
-        mechanisms = sorted({type(layer.feature_map).__name__ for layer in layers})
-        asked = trainable[empty[0]]
-        frozen = "" if asked == "maps" else ", and its own weights are frozen"
-        raise ValueError(
-            f"Nothing would train in {empty}: {title(model)} has "
-            f"{', '.join(mechanisms)} without trainable weights{frozen}. Received: "
-            f"trainable={asked!r}. Use a learned map such as 'hedgehog' whose "
-            "`trainable` is True, or trainable='query_key' if queries and keys are not "
-            "frozen."
-        )
+    for stage in stages:
+        if not selected.get(stage.name, True):
+            mechanisms = sorted({type(layer.feature_map).__name__ for layer in layers})
+            asked = stage.trainable
+            frozen = "" if asked == "maps" else ", and its own weights are frozen"
+            raise ValueError(
+                f"Nothing would train in stage {stage.name!r}: {title(model)} has "
+                f"{', '.join(mechanisms)} without trainable weights{frozen}. Received: "
+                f"trainable={asked!r}. Use a learned map such as 'hedgehog' whose "
+                "`trainable` is True, or `keras_rfattn.uptraining.Stage(..., "
+                "trainable='query_key')` if queries and keys are not frozen."
+            )
     if optimizer is None:
         _check_precision([v for variables in selected.values() for v in variables])
-    for stage, kind in trainable.items():
-        if kind == "lora":
-            selected[stage] = once([*maps, *_adapters(layers, stage, lora_rank)])
+    for stage in stages:
+        if stage.trainable == "lora":
+            selected[stage.name] = once([*maps, *_adapters(layers, stage)])
     return selected
 
 
@@ -52,11 +52,11 @@ def _weights_of_map(layer):
     return [v for v in feature_map.variables if id(v) in could_train]
 
 
-def _weights_of_model(model, layers, kind, stage):
+def _weights_of_model(model, layers, trainable):
     """Returns the variables that train in a stage besides those of maps."""
-    if kind == "maps":
+    if trainable == "maps":
         return []
-    if kind == "all" and stage == "features":
+    if trainable == "all":
         return [v for v in model.variables if v.trainable]
     projections = _projections(layers, "query", "key")
     return [v for dense in projections for v in dense.variables if v.trainable]
@@ -78,7 +78,7 @@ def _check_precision(variables):
         )
 
 
-def _adapters(layers, stage, lora_rank):
+def _adapters(layers, stage):
     """Adds adapters to projections that have none; returns those the stage trains."""
     queries_and_keys = _projections(layers, "query", "key")
     others = _projections(layers, "value", "output")
@@ -95,11 +95,11 @@ def _adapters(layers, stage, lora_rank):
             )
     with following(without):
         for dense in without:
-            dense.enable_lora(lora_rank)
+            dense.enable_lora(stage.lora_rank)
     for holder in holders(without):
         # Functions compiled before would keep running without the adapters.
         refresh(holder)
-    trained = queries_and_keys if stage == "attention" else projections
+    trained = queries_and_keys if stage.name == "attention" else projections
     return [v for x in trained for v in (x.lora_kernel_a, x.lora_kernel_b)]
 
 
@@ -153,17 +153,8 @@ class Teacher:
     """The model with its first weights, and with softmax instead of linear attention.
 
     Weights that do not train are shared with the model. For weights that train, the
-    teacher keeps a copy of their first values. Weights of maps need no copy, as
-    softmax attention does not use them.
-
-    Args:
-        model: A model with linear attention.
-        layers: Its linear attention layers.
-        trained: Variables that train.
-
-    Attributes:
-        copies: Dict from the `id` of a trained variable to a `keras.Variable` with its
-            first value.
+    teacher keeps a copy of their first values, by `id` of the variable. Weights of maps
+    need no copy, as softmax attention does not use them.
     """
 
     def __init__(self, model, layers, trained):

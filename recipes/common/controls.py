@@ -24,10 +24,10 @@ class OneFeature(feature_maps.FeatureMap):
         shape = self.num_heads, self.head_dim
         self.gate = self.add_trained("gate", "zeros", shape)
 
-    def query_features(self, x, stats=None):
+    def query_features(self, x):
         return Features(None, 0 * ops.cast(x[..., :1], "float32"))
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         x = ops.cast(x, "float32")
         gate = self.per_head(ops.convert_to_tensor(self.gate), x)
         return Features(None, ops.sum(gate * x, axis=-1, keepdims=True))
@@ -39,10 +39,10 @@ class WindowAlone(feature_maps.FeatureMap):
 
     kernel, is_unbiased, is_symmetric, num_features = "softmax", False, False, 1
 
-    def query_features(self, x, stats=None):
+    def query_features(self, x):
         return Features(None, 0 * ops.cast(x[..., :1], "float32"))
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         return Features(None, 0 * ops.cast(x[..., :1], "float32") - 1e9)
 
 

@@ -28,4 +28,5 @@ def equal_cost(num_vectors, dim, counts_products=True):
 
 def dense(features):
     """Returns the values of features as one array, without a separate scale."""
+    features = features.dense()
     return features.ones_or_values() * ops.exp(features.log_scale)

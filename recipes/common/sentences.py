@@ -10,6 +10,7 @@ The data folder holds, in UTF-8 with tabs between columns:
 
 import importlib.util
 import pathlib
+import unicodedata
 
 import keras_hub
 import numpy as np
@@ -35,6 +36,28 @@ def load(preset=None, **options):
 def preprocessor(tokenizer, length):
     cls = keras_hub.models.BertTextClassifierPreprocessor
     return cls(tokenizer, sequence_length=length)
+
+
+def embedder(backbone, tokenizer, length):
+    """Returns a task, which takes texts, around a backbone."""
+    encode = preprocessor(tokenizer, length)
+    return keras_hub.models.BertTextEmbedder(backbone, preprocessor=encode)
+
+
+def without_texts(texts, excluded):
+    """Drops texts that must not be trained on, because a model is evaluated on them."""
+    excluded = set(map(comparable, excluded))
+    kept = [text for text in texts if comparable(text) not in excluded]
+    print(f"{len(texts) - len(kept)} texts dropped, because they are evaluated on")
+    return kept
+
+
+def comparable(text):
+    """Normalizes a text so that case, spaces and punctuation make no difference."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    # Unicode categories: letters, marks (such as accents) and numbers.
+    kept = (x if unicodedata.category(x)[0] in "LMN" else " " for x in text)
+    return " ".join("".join(kept).split())
 
 
 def rows_of(path, skip=0):

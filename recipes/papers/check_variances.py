@@ -64,7 +64,7 @@ def log_ratio(z, dim):
         feature_map = feature_maps.get(name, num_features=1, seed=0)
         feature_map.build((None, None, 1, dim))
         if feature_map.is_adaptive:
-            feature_map.update([z])
+            feature_map.adapt([(x[None, None], x[None, None])])
         moment = feature_map.log_moment()(x, x)
         variances.append(variance.log_variance(moment, x, x))
     return float(variances[0] - variances[1])
@@ -92,7 +92,7 @@ def measure(name, sets):
     options = {"projection": "gaussian", "seed": 0}
     feature_map = {
         "trig": papers.Favor(M, **options),
-        "++": feature_maps.FavorPlus(M, pair=True, **options),
+        "++": papers.FavorPlusPair(M, **options),
         "angular": papers.HybridAngular(M, N, **options),
     }[name]
     feature_map.build((None, None, sets, DIM))

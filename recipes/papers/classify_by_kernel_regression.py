@@ -167,21 +167,21 @@ def estimated(registered, count, sigma, train, labels, x, y, seed):
         # All draws (heads) adapt to the same data.
         data = np.broadcast_to(sigma * train, (DRAWS, *train.shape))
         feature_map.adapt([(data, data)])
-    key = features(feature_map, feature_map.key_features, sigma * train)
+    key = features(feature_map.key_features, sigma * train)
     one_hot = np.eye(labels.max() + 1, dtype="float32")[labels]
     value = np.tile(one_hot, (1, DRAWS, 1, 1))
     sums = summarize_keys(key, ops.convert_to_tensor(value))
-    query = features(feature_map, feature_map.query_features, sigma * x)
+    query = features(feature_map.query_features, sigma * x)
     scores = read(sums, query, "float32").numerator
     guess = ops.convert_to_numpy(ops.argmax(scores, axis=-1))
     return float(np.mean(guess == y))
 
 
-def features(feature_map, method, x):
+def features(method, x):
     """Returns features of the Gaussian kernel, heads first."""
     tiled = np.repeat(x[None, :, None].astype("float32"), DRAWS, axis=2)
     tiled = ops.convert_to_tensor(tiled)
-    found = method(tiled, feature_map.statistics(tiled, tiled, causal=True))
+    found = method(tiled).dense()
     norms = ops.sum(ops.square(tiled), axis=-1, keepdims=True) / 2
     return heads_first(Features(found.values, found.log_scale - norms), DRAWS)
 

@@ -152,7 +152,8 @@ def errors(feature_map, vectors, query, key):
     """Returns the mean squared error over all pairs for each set of vectors."""
     kernel, found = values.softmax(query, key), []
     for w in vectors:
-        feature_map.vectors.assign(w[None].astype("float32"))
+        vectors = np.reshape(w.astype("float32"), feature_map.vectors.shape)
+        feature_map.vectors.assign(vectors)
         left = dense(feature_map.query_features, query)
         right = dense(feature_map.key_features, key)
         found.append(np.mean((left @ right.T - kernel) ** 2))

@@ -28,7 +28,7 @@ import numpy as np
 from common.hybrids import dense, equal_cost
 from keras import ops
 
-from keras_rfattn import feature_maps, papers
+from keras_rfattn import papers
 from keras_rfattn.papers import hybrid_variance
 
 DIM, NUM_FEATURES = 64, 128
@@ -69,7 +69,7 @@ def build(name, m, n, seed):
     options = {"projection": "gaussian", "seed": seed}
     feature_map = {
         "favor": papers.Favor(NUM_FEATURES, **options),
-        "favorplus": feature_maps.FavorPlus(NUM_FEATURES, pair=True, **options),
+        "favorplus": papers.FavorPlusPair(NUM_FEATURES, **options),
         "hybrid": papers.HybridAngular(m, n, shared=True, **options),
     }[name]
     feature_map.build((None, None, BATCH, DIM))

@@ -37,7 +37,7 @@ import numpy as np
 from common.hybrids import dense, equal_cost
 from keras import ops
 
-from keras_rfattn import feature_maps, papers
+from keras_rfattn import papers
 from keras_rfattn.papers import Hadamard, Halton
 
 FILES = {"wine": "wine.csv", "Boston": "housing.csv"}
@@ -98,7 +98,7 @@ def build(method, projection, args, m, n, dim):
     if method.startswith("HRF"):
         feature_map = papers.HybridAngular(m, n, shared=True, **options)
     else:
-        feature_map = feature_maps.FavorPlus(NUM_VECTORS, pair=True, **options)
+        feature_map = papers.FavorPlusPair(NUM_VECTORS, **options)
     feature_map.build((None, None, BATCH, dim))
     return feature_map
 

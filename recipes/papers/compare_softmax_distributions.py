@@ -19,6 +19,7 @@ Cost: 12 minutes a seed on one core. Seen: docs/pages/reproductions/hrf.md.
 import pathlib
 import sys
 import time
+from functools import partial
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
@@ -36,19 +37,20 @@ from common import words
 from keras import ops
 from scipy import special
 
-from keras_rfattn import feature_maps
+from keras_rfattn import papers
 from keras_rfattn.diagnostics import errors
+from keras_rfattn.feature_maps import FavorPP
 from keras_rfattn.layers.recording import Sequence
 
 DIM, LENGTH, DROPOUT, LEARNING_RATE, QUERIES = 128, 35, 0.2, 2e-3, 100
 STRENGTH, TAU, SHORTER = 2.0, 6.0, (4, 16)
 # A hybrid has as many products m n as other maps have vectors; n = 8, as in the paper.
 MAPS = {
-    "favorplus": (1, {"pair": True}),
-    "favor": (1, {}),
-    "hybrid_gaussian": (8, {"num_coefficients": 8}),
-    "hybrid_angular": (8, {"num_coefficients": 8}),
-    "favorpp": (1, {}),
+    "favorplus": (1, papers.FavorPlusPair),
+    "favor": (1, papers.Favor),
+    "hybrid_gaussian": (8, partial(papers.HybridGaussian, num_coefficients=8)),
+    "hybrid_angular": (8, partial(papers.HybridAngular, num_coefficients=8)),
+    "favorpp": (1, FavorPP),
 }
 FIELDS = ("ks", "wasserstein", "negative")
 
@@ -138,10 +140,8 @@ def summary(draws):
 
 
 def estimate(name, width, query, key, draw):
-    share, arguments = MAPS[name]
-    feature_map = feature_maps.get(
-        name, num_features=width // share, seed=draw, **arguments
-    )
+    share, make = MAPS[name]
+    feature_map = make(width // share, seed=draw)
     feature_map.build((None, None, 1, DIM))
     query, key = query[None], key[None]
     if feature_map.is_adaptive:

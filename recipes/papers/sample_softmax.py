@@ -20,21 +20,17 @@ Cost: 15 to 30 minutes a seed. Seen: docs/pages/reproductions/hrf.md.
 import pathlib
 import sys
 import time
+from functools import partial
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # where `common` is
 
 from common.program import make_parser, parse, tell
 
-MAPS = {
-    "favor": {"num_features": 256},
-    "favorplus": {"num_features": 256, "pair": True},
-    "favorpp": {"num_features": 256},
-    "hybrid_angular": {"num_features": 32, "num_coefficients": 8},
-}
+ESTIMATED = ("favor", "favorplus", "favorpp", "hybrid_angular")
 CONTROLS = ("full", "exact", "normalized", "uniform")
 
 parser = make_parser(
-    __doc__, data_dir=pathlib.Path, seeds=range(5), samplers=[*CONTROLS, *MAPS],
+    __doc__, data_dir=pathlib.Path, seeds=range(5), samplers=[*CONTROLS, *ESTIMATED],
 )  # fmt: skip
 parser.set_defaults(vocabulary=2000, epochs=15, rows=None)
 args = parse(parser, vocabulary=20, epochs=1, rows=64)
@@ -44,11 +40,17 @@ import numpy as np
 from common import words
 from keras import ops
 
-from keras_rfattn import feature_maps
-from keras_rfattn.papers import KernelFeatures
+from keras_rfattn import papers
+from keras_rfattn.feature_maps import FavorPP
 
 DIM, LENGTH, PATIENCE = 64, 35, 3
 NEGATIVES, LEARNING_RATE, DROPOUT = 40, 6e-3, 0.2
+MAPS = {
+    "favor": partial(papers.Favor, 256),
+    "favorplus": partial(papers.FavorPlusPair, 256),
+    "favorpp": partial(FavorPP, 256),
+    "hybrid_angular": partial(papers.HybridAngular, 32, num_coefficients=8),
+}
 
 
 def main(args):
@@ -79,12 +81,14 @@ class SampledSoftmax(keras.layers.Layer):
         self.random = keras.random.SeedGenerator(seed)
         self.features = None
         if sampler in MAPS:
-            feature_map = feature_maps.get(sampler, seed=seed, **MAPS[sampler])
+            feature_map = MAPS[sampler](seed=seed)
             if feature_map.is_adaptive:
                 # Sets the best A for unrelated vectors of length 1.
                 feature_map.build((None, None, 1, DIM))
-                feature_map.update([2.0])
-            self.features = KernelFeatures(feature_map, "softmax")
+                unit = np.eye(DIM)[None, :1]
+                both = np.concatenate([unit, -unit], axis=1)
+                feature_map.adapt([(both, both)])
+            self.features = papers.KernelFeatures(feature_map, "softmax")
 
     def build(self, shape):
         self.classes = self.add_weight(

@@ -22,7 +22,7 @@ def pairs(count=5, radius=None):
 
 
 def dense(features):
-    values, log_scale = features
+    values, log_scale = features.dense()
     values = 1 if values is None else h.to_numpy(values).astype("float64")
     return (values * np.exp(h.to_numpy(log_scale).astype("float64")))[0]
 

@@ -12,6 +12,7 @@ import keras_rfattn
 from keras_rfattn.models import Plan, stable_names
 from keras_rfattn.ops import Options
 from tests.helpers import assert_close, assert_same, to_numpy
+from tests.uptraining.models import stages
 
 X = np.random.default_rng(0).normal(size=(2, 9, 16)).astype("float32")
 
@@ -120,7 +121,7 @@ def test_a_calibrated_map_is_not_trained_after_rounding(tmp_path):
 def uptrained(trainable):
     model = keras_rfattn.replace_attention(two_layers(), "hedgehog", seed=0)
     options = {"steps": 2, "batch_size": 2, "verbose": 0, "seed": 0}
-    keras_rfattn.uptrain(model, X, trainable=trainable, **options)
+    keras_rfattn.uptrain(model, X, stages=stages(trainable=trainable), **options)
     return model
 
 

@@ -9,6 +9,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn.models import Plan
 from keras_rfattn.models.holders import holders
+from keras_rfattn.uptraining import Stage
 from tests.helpers import assert_close, assert_same, to_numpy
 from tests.marks import first
 
@@ -201,8 +202,8 @@ def test_adapters_that_uptrain_adds_reach_compiled_predictions():
     outer = in_sequential(model)
     before = outer.predict(X, verbose=0)
     keras_rfattn.uptrain(
-        model, X, steps=3, stages="attention", trainable="lora", seed=0, verbose=0,
-        jit_compile=JIT,
+        model, X, steps=3, stages=Stage("attention", trainable="lora"), seed=0,
+        verbose=0,
     )  # fmt: skip
     check(outer, before)
 

@@ -9,12 +9,12 @@ import pytest
 from keras import ops
 
 import keras_rfattn
+from keras_rfattn import diagnostics, papers
 from keras_rfattn import feature_maps as maps
-from keras_rfattn import papers
 from keras_rfattn.kernels import variance
 from keras_rfattn.papers import hybrid_variance
 from tests import helpers as h
-from tests.feature_maps.draws import DIM, DRAWS, LIMIT, check, estimates, pairs
+from tests.feature_maps.draws import DIM, DRAWS, LIMIT, check, dense, estimates, pairs
 from tests.marks import slow_on_jax
 
 pytestmark = pytest.mark.once
@@ -133,23 +133,83 @@ def test_a_hybrid_may_hold_a_hybrid():
     assert nested.key_features(one).log_scale.shape[-1] == nested.output_dim
 
 
+def test_pair_has_both_signs_of_the_vectors_of_its_seed():
+    pair, plus = papers.FavorPlusPair(M, seed=6), maps.FavorPlus(M, seed=6)
+    pair = maps.deserialize(maps.serialize(pair))
+    for feature_map in (pair, plus):
+        feature_map.build((None, None, 2, DIM))
+    for _ in range(2):
+        vectors = h.to_numpy(plus.vectors)
+        h.assert_same(pair.vectors, np.concatenate([vectors, -vectors], axis=-1))
+        for feature_map in (pair, plus):
+            feature_map.redraw()
+        assert not np.any(h.to_numpy(plus.vectors) == vectors)
+    assert pair.output_dim == 2 * M
+
+
+@pytest.mark.parametrize("projection", ["gaussian", "orthogonal"])
+def test_pair_has_the_mean_and_variance_of_its_closed_form(projection):
+    x, y = pairs(radius=0.5)
+    feature_map = papers.FavorPlusPair(M, projection=projection, seed=7)
+    kernel = np.exp(np.sum(x * y, -1))
+    found = estimates(feature_map, x, y, draws=50_000)
+    predicted = diagnostics.predicted_variance(feature_map)(x, y) * kernel**2
+    check(found, kernel, predicted)
+    independent = variance.positive_pair(x, y) / M
+    is_independent = np.allclose(predicted, independent, rtol=1e-4)
+    assert is_independent == (projection == "gaussian")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts_that_measure_the_sequence_are_bound_to_it(causal):
+    generator = np.random.default_rng(0)
+    query, key = generator.normal(0.3, 0.8, size=(2, 1, 9, 2, DIM)).astype("float32")
+    mask, side = np.arange(9)[None] < 7, np.float32(0.7)
+    coefficient = papers.KernelCoefficient(
+        maps.FavorPP(4), np.diag([0.5, -1, 0.8, -0.6]), width=1.4, constant=0.2
+    )
+    parts = papers.Hybrid([maps.FavorPP(3), papers.Favor(3)], [coefficient], seed=2)
+    hybrid = papers.Hybrid([parts, "favorplus"], [papers.AngularCoefficient(2)], seed=3)
+    hybrid.build((None, None, 2, DIM))
+    assert hybrid.measures_sequence
+    bound = hybrid.bind(query, key, side, mask, mask, causal=causal)
+    found = [dense(bound.query_features(query)), dense(bound.key_features(key))]
+
+    def unbound():
+        features = hybrid.query_features(side * query), hybrid.key_features(side * key)
+        return [dense(x) for x in features]
+
+    # Unbound and uncalibrated, every A is 0.
+    for x, y in zip(found, unbound(), strict=True):
+        assert np.allclose(x, y, rtol=1e-4) == causal
+    hybrid.adapt([tuple(side * x[0, :7].swapaxes(0, 1) for x in (query, key))])
+    for x, y in zip(found, unbound(), strict=True):
+        assert np.allclose(x, y, rtol=1e-4) != causal
+
+
+def vectors_of(hybrid):
+    """The vectors of both estimators of a bipolar hybrid: w of the pairs ±w, and w."""
+    pair, trigonometric = (h.to_numpy(e.vectors) for e in hybrid.estimators)
+    return pair[:, 0, :, : trigonometric.shape[-1]], trigonometric
+
+
 def test_parts_have_seeds_of_their_own():
     hybrid = papers.HybridAngular(4, 3, shared=False, seed=5)
     hybrid.build((None, None, 1, DIM))
-    plus, trig = (h.to_numpy(e.vectors) for e in hybrid.estimators)
+    plus, trig = vectors_of(hybrid)
     assert not np.any(plus == trig)
     shared = papers.HybridAngular(4, 3, shared=True, seed=5)
     shared.build((None, None, 1, DIM))
-    h.assert_same(shared.estimators[0].vectors, shared.estimators[1].vectors)
+    h.assert_same(*vectors_of(shared))
     shared.redraw()
-    h.assert_same(shared.estimators[0].vectors, shared.estimators[1].vectors)
-    assert not np.any(h.to_numpy(shared.estimators[0].vectors) == plus)
+    h.assert_same(*vectors_of(shared))
+    assert not np.any(vectors_of(shared)[0] == plus)
     other = hybrid.reseeded(6)
     other.build((None, None, 1, DIM))
-    assert not np.any(h.to_numpy(other.estimators[0].vectors) == plus)
+    assert not np.any(vectors_of(other)[0] == plus)
     again = hybrid.reseeded(5)
     again.build((None, None, 1, DIM))
-    h.assert_same(again.estimators[0].vectors, plus)
+    h.assert_same(vectors_of(again)[0], plus)
 
 
 def test_errors():
@@ -175,10 +235,10 @@ def linear_model(feature_map, seed):
 @pytest.mark.parametrize(
     "feature_map",
     [
-        maps.Conditioned(papers.Gerf(3, seed=5)),
+        papers.Hybrid(["favor", "favorplus"], [papers.KernelCoefficient("favor")]),
         papers.Hybrid(["favor", "favorplus"], [papers.AngularCoefficient(2, seed=1)]),
     ],
-    ids=["conditioned", "hybrid"],
+    ids=["of a coefficient of a map", "hybrid"],
 )
 def test_weights_of_maps_inside_maps_load_whatever_the_seed(feature_map, tmp_path):
     x = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")

@@ -59,7 +59,7 @@ def test_where_a_kernel_coefficient_has_no_variance(cls, equal, opposite):
 @pytest.mark.once
 def test_a_hybrid_of_kernel_coefficients_is_unbiased_and_saved():
     x, y = pairs(radius=0.8)
-    parts = [base(maps.FavorPlus, pair=True), base(papers.Favor)]
+    parts = [base(papers.FavorPlusPair), base(papers.Favor)]
     nested = coefficient(base(papers.HybridAngular), MATRIX)
     hybrid = papers.Hybrid(parts, [nested], seed=5)
     found = estimates(hybrid, x, y, draws=SOME)

@@ -4,6 +4,8 @@ import keras
 import numpy as np
 
 import keras_rfattn
+from keras_rfattn.uptraining import Stage
+from keras_rfattn.uptraining.stages import OPTIONS
 
 TOKENS, DIM, HEADS, WORDS = 12, 8, 2, 30
 
@@ -48,11 +50,16 @@ def tokens(rows=64):
     return found
 
 
+def stages(names=tuple(OPTIONS), **options):
+    """Returns stages, each with those of the options that it has."""
+    return [
+        Stage(name, **{k: x for k, x in options.items() if k in OPTIONS[name]})
+        for name in ([names] if isinstance(names, str) else names)
+    ]
+
+
 def uptrain(model, data=None, **arguments):
     arguments = {"steps": 12, "seed": 0, "verbose": 0, "batch_size": 16} | arguments
-    # TensorFlow would compile for longer than it trains.
-    compiles = "auto" if keras.backend.backend() == "jax" else False
-    arguments.setdefault("jit_compile", compiles)
     data = tokens() if data is None else data
     return keras_rfattn.uptrain(model, data, **arguments)
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from keras_rfattn.uptraining.batches import Batches
-from keras_rfattn.uptraining.data import normalized, trimmed
+from keras_rfattn.uptraining.data import trimmed
 
 pytestmark = pytest.mark.once
 
@@ -29,34 +29,6 @@ def test_the_order_is_a_function_of_seed_and_step():
     noise = a.with_noise(2, 3)["noise"]
     np.testing.assert_array_equal(noise, b.with_noise(2, 3)["noise"])
     assert noise.shape == (4, 3) and np.any(noise != a.with_noise(1, 3)["noise"])
-
-
-class Texts(keras.utils.PyDataset):
-    """Four batches of two texts, labelled."""
-
-    @property
-    def num_batches(self):
-        return 4
-
-    def __getitem__(self, index):
-        return np.array([f"text {2 * index}", f"text {2 * index + 1}"]), np.zeros(2)
-
-
-def test_texts_of_a_dataset_are_excluded():
-    excluded = ["Text 2", "text 3", "text 5"]
-    batches = Batches(Texts(), 2, 0, np.asarray, exclude=excluded)
-    epochs = [[*map(list, (batches(3 * i + j) for j in range(3)))] for i in range(3)]
-    for epoch in epochs:
-        assert sorted(sum(epoch, [])) == ["text 0", "text 1", "text 4", "text 6",
-                                          "text 7"]  # fmt: skip
-    assert any(epoch != epochs[0] for epoch in epochs)
-    assert batches.dropped == 3
-    again = Batches(Texts(), 2, 0, np.asarray, exclude=excluded)
-    assert [list(again(7)), list(again(1))] == [epochs[2][1], epochs[0][1]]
-    everything = [f"text {i}" for i in range(8)]
-    with pytest.raises(ValueError, match=r"Received: none \(8 rows excluded\)"):
-        Batches(Texts(), 2, 0, np.asarray, exclude=everything)(0)
-    assert Batches(Texts(), 2, 0, np.asarray, exclude=[])(0).size == 2
 
 
 def test_a_small_table_fills_a_batch():
@@ -167,23 +139,6 @@ def test_pairs_of_texts():
     rows = {tuple(row[row > 0]) for row in batch["token_ids"]}
     assert rows == {(2, 5, 3, 6, 7, 3), (2, 6, 3, 5, 3)}
     assert batch["token_ids"].shape[1] == 16
-    dropped = Batches([left, right], 2, 0, encode, exclude=["Two, three"])
-    assert dropped.dropped == 1
-
-
-def test_texts_of_an_evaluation_are_dropped_and_counted():
-    texts = ["A man sings.", "a  man SINGS", "Two men sing.", "“A man” sings!"]
-    batches = Batches(texts, 2, 0, lengths, exclude=["a man, sings"])
-    assert batches.dropped == 3
-    assert batches(0)["token_ids"].sum() == 2 * len(texts[2])
-    parts = np.array(texts[:2]), np.array(texts[2:])
-    batches = Batches(lambda: iter(parts), 2, 0, lengths, exclude=["a man, sings"])
-    assert len(batches(0)["token_ids"]) == 1 and batches.dropped == 3
-    assert len(batches(3)["token_ids"]) == 1 and batches.dropped == 3
-    with pytest.raises(ValueError, match="because `data` is not text"):
-        Batches(ROWS, 2, 0, exclude=["a"])
-    with pytest.raises(ValueError, match="none after 3 were dropped"):
-        Batches(["a", "A", "a."], 2, 0, lengths, exclude=["a"])
 
 
 def test_texts_of_similar_lengths_share_a_batch():
@@ -243,21 +198,12 @@ def one_by_one(kind, labelled):
 @pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("kind", ["tf.data", "array", "object", "scalar", "str"])
 def test_texts_that_are_not_batched_are_refused(kind, labelled):
-    for exclude in (None, ["two"]):
-        batches = Batches(one_by_one(kind, labelled), 4, 0, lengths, exclude)
-        with pytest.raises(ValueError, match="A batch must be an array or a list of"):
-            batches(0)
+    batches = Batches(one_by_one(kind, labelled), 4, 0, lengths)
+    with pytest.raises(ValueError, match="A batch must be an array or a list of"):
+        batches(0)
     message = "Received: 'one'" if kind == "str" else r"batch the.*`data.batch\(32\)`"
     with pytest.raises(ValueError, match=message):
         Batches(one_by_one(kind, labelled), 4, 0, lengths)(0)
-
-
-def test_normalized_texts():
-    assert normalized("  Héllo,\tWORLD ½ ") == normalized("héllo world 1⁄2")
-    assert normalized("a-b") == "a b" and normalized(b"A") == "a"
-    assert normalized("no") != normalized("not")
-    # Vowels that are marks.
-    assert normalized("की") != normalized("का")
 
 
 @pytest.mark.parametrize("data", [np.zeros((0, 3)), [], {"a": ROWS, "b": ROWS[:3]}])
@@ -284,7 +230,7 @@ def test_batches_of_another_form_are_refused(second, message):
 
 
 def test_batches_without_a_row_are_not_passed_over():
-    texts = Batches([[], ["a text"]], 2, 0, np.asarray, exclude=["other"])
+    texts = Batches([[], ["a text"]], 2, 0, np.asarray)
     with pytest.raises(ValueError, match="must hold a row.*none in batch 0"):
         texts.with_noise(0, 1)
 

@@ -5,41 +5,39 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from keras_rfattn.uptraining import Checkpoint, Stage
 from tests.marks import SLOW_ON_JAX, first_on_jax, slow_on_jax
 from tests.uptraining import models as m
 
+ADAPTERS = m.stages(trainable="lora")
 BAD = {
     "softmax": (dict(), "has no linear attention to train"),
-    "stage": ({"stages": ("attention", "logits")}, "`stages` must be some of"),
+    "stage": ({"stages": ("attention", "logits")}, "`name` of a `Stage`"),
     "order of stages": ({"stages": ("features", "attention")}, "in this order"),
     "no stage": ({"stages": ()}, "`stages` must be some of"),
     "steps": ({"steps": 0}, "`steps` must be a positive integer"),
-    "trainable": ({"trainable": "query"}, "`trainable` must be one of"),
-    "trainable of": ({"trainable": {"feature": "all"}}, "`trainable` must be one of"),
-    "objective": ({"objective": "loss"}, "`objective` must be one of"),
-    "verbose": ({"verbose": 3}, "`verbose` must be one of"),
+    "verbose": ({"verbose": 3}, "`verbose` must be"),
     "seed": ({"seed": -1}, "`seed` must be"),
-    "share": ({"window_dropout": 1}, "`window_dropout` must be in"),
     "padding": ({"data": np.zeros((8, m.TOKENS), "int32")}, "must hold a real token"),
     "padding, LoRA": (
-        {"data": np.zeros((8, m.TOKENS), "int32"), "trainable": "lora"},
+        {"data": np.zeros((8, m.TOKENS), "int32"), "stages": ADAPTERS},
         "must hold a real token",
     ),
     "shape": ({"data": np.ones((8, m.TOKENS, 3, 3))}, "Each batch of `data` must be"),
     "texts": ({"data": ["some", "texts"]}, "has no preprocessor"),
-    "stages": ({"stages": 5}, "`stages` must be some of"),
+    "stages": ({"stages": 5}, "`name` of a `Stage`"),
     "callbacks": ({"callbacks": 5}, "`callbacks` must be Keras callbacks"),
-    "compiling": ({"jit_compile": 3}, "`jit_compile` must be one of"),
     "number": ({"data": 5}, "`data` must be arrays, texts"),
     "scalar": ({"data": np.float32(5)}, "`data` must be arrays, texts"),
     "text": ({"data": "text"}, "`data` must be arrays, texts"),
     "no row": ({"data": lambda: iter([m.tokens()[:0]])}, "must hold a row"),
-    "excluded": ({"exclude": 5}, "`exclude` must be a list of texts"),
-    "preprocessor": ({"preprocessor": "bert"}, "`preprocessor` must be a function"),
-    "folder": ({"checkpoint_dir": 5}, "`checkpoint_dir` must be a path"),
     "folder in a file": (
-        {"checkpoint_dir": f"{__file__}/folder", "trainable": "lora"},
-        "`checkpoint_dir` must be a folder",
+        {"callbacks": Checkpoint(f"{__file__}/folder"), "stages": ADAPTERS},
+        "`folder` of `Checkpoint` must be a folder",
+    ),
+    "two checkpoints": (
+        {"callbacks": [Checkpoint("a"), Checkpoint("b")]},
+        "at most one `Checkpoint`",
     ),
 }
 
@@ -93,24 +91,24 @@ def vectors(dtype=None, constraint=None, is_silent=False):
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("kinds", "trainable", "message"),
+    ("kinds", "stages", "message"),
     first_on_jax([
-        ({}, "lora", "not finite in .*attention_0.*, batch 0"),
-        ({"constraint": "max_norm"}, "lora", "`kernel_constraint`"),
-        ({"is_silent": True}, "lora", "Stage 'features' compares"),
-        ({"dtype": "bfloat16"}, "query_key", "are bfloat16"),
+        ({}, ADAPTERS, "not finite in .*attention_0.*, batch 0"),
+        ({"constraint": "max_norm"}, ADAPTERS, "`kernel_constraint`"),
+        ({"is_silent": True}, ADAPTERS, "Stage 'features' compares"),
+        ({"dtype": "bfloat16"}, m.stages(trainable="query_key"), "are bfloat16"),
         (
-            {"dtype": "bfloat16"}, {"attention": "lora", "features": "all"},
+            {"dtype": "bfloat16"}, [ADAPTERS[1], Stage("features", trainable="all")],
             "are bfloat16",
         ),
     ]),
 )  # fmt: skip
-def test_refusals_add_no_adapter(kinds, trainable, message):
+def test_refusals_add_no_adapter(kinds, stages, message):
     model = vectors(**kinds)
     before, x = m.weights(model), np.ones((8, 5, 8), "float32")
     x[0, 0, 0] = 1.0 if kinds else np.nan  # in the first batch: it has all rows
     with pytest.raises(ValueError, match=message):
-        m.uptrain(model, x, trainable=trainable)
+        m.uptrain(model, x, stages=stages)
     found = m.weights(model)
     assert len(found) == len(before)
     assert all(map(np.array_equal, found, before))
@@ -122,7 +120,8 @@ def test_narrow_weights_train_by_an_optimizer_of_ones_own():
     model = vectors(dtype="bfloat16")
     before = [x.astype("float32") for x in m.weights(model)]
     x = np.random.default_rng(0).normal(size=(8, 5, 8)).astype("float32")
-    m.uptrain(model, x, trainable="query_key", optimizer=keras.optimizers.SGD(1.0))
+    stages = m.stages(trainable="query_key")
+    m.uptrain(model, x, stages=stages, optimizer=keras.optimizers.SGD(1.0))
     after = [x.astype("float32") for x in m.weights(model)]
     names = [w.path for w in model.weights]
     moved = {n for n, a, b in zip(names, before, after, strict=True) if np.any(a != b)}
@@ -143,15 +142,12 @@ def test_nothing_to_train():
 def test_numbers_and_callbacks_of_other_kinds():
     model, seen = m.linear_model(), []
     callback = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.append(1))
-    report = m.uptrain(
-        model, steps=np.int64(2), seed=np.int32(3), window_dropout=np.float32(0.25),
-        callbacks=callback,
-    )  # fmt: skip
+    report = m.uptrain(model, steps=np.int64(2), seed=np.int32(3), callbacks=callback)
     assert report.seed == 3 and sum(seen) == 2
     with pytest.raises(ValueError, match="`callbacks` must be Keras callbacks"):
         m.uptrain(model, callbacks=["checkpoint"])
     saver = keras.callbacks.ModelCheckpoint("best.keras")
-    with pytest.raises(ValueError, match="'ModelCheckpoint'.*checkpoint_dir="):
+    with pytest.raises(ValueError, match="'ModelCheckpoint'.*uptraining.Checkpoint"):
         m.uptrain(model, callbacks=[saver])
     with pytest.raises(ValueError, match="Received: data=None"):
         keras_rfattn.uptrain(model, None, steps=2)

@@ -2,29 +2,32 @@
 
 import contextlib
 import io
+import json
 import multiprocessing
 import os
-import pathlib
 import signal
 
 import keras
 import numpy as np
 import pytest
 
-from keras_rfattn.uptraining.resume import Checkpoints, Interrupts
+from keras_rfattn.uptraining import Checkpoint, Stage
+from keras_rfattn.uptraining.resume import Interrupts
 from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 STEPS = 8
 KILLED_STEPS = 4
+ADAPTERS = m.stages(trainable="lora")
 
 
-def run(folder=None, feature_map="hedgehog", **arguments):
+def run(folder=None, feature_map="hedgehog", every=1, callbacks=(), **arguments):
     model = m.linear_model(
         feature_map, **({"num_features": 8} if "pp" in feature_map else {})
     )
-    arguments = {"steps": STEPS, "checkpoint_dir": folder, "save_every": 1} | arguments
-    report = m.uptrain(model, **arguments)
+    if folder is not None:
+        callbacks = [Checkpoint(folder, every), *callbacks]
+    report = m.uptrain(model, callbacks=callbacks, **{"steps": STEPS} | arguments)
     return m.weights(model), report
 
 
@@ -46,6 +49,11 @@ def broken(folder, steps, callbacks=(), **arguments):
         run(folder, callbacks=[*callbacks, Stop(steps)], **arguments)
 
 
+def saved_position(folder):
+    with np.load(folder / "uptrain.npz") as file:
+        return json.loads(file["header"].tobytes())["position"]
+
+
 def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -53,12 +61,12 @@ def same(a, b):
 @pytest.mark.once
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "save_every, steps", [pytest.param(1, 1, marks=pytest.mark.once), (3, 7)]
+    "every, steps", [pytest.param(1, 1, marks=pytest.mark.once), (3, 7)]
 )
-def test_resumed_compiled_is_unbroken(tmp_path, save_every, steps):
+def test_resumed_compiled_is_unbroken(tmp_path, every, steps):
     expected, whole = run()
-    broken(tmp_path, steps, save_every=save_every)
-    found, report = run(tmp_path, save_every=save_every)
+    broken(tmp_path, steps, every=every)
+    found, report = run(tmp_path, every=every)
     assert same(found, expected)
     # Nor does the report know of the interruption.
     assert report.layers == whole.layers
@@ -66,7 +74,7 @@ def test_resumed_compiled_is_unbroken(tmp_path, save_every, steps):
         assert (a.name, a.steps, a.no_attention) == (b.name, b.steps, b.no_attention)
         assert (a.first, a.last) == pytest.approx((b.first, b.last), rel=1e-5)
     # A third call finds nothing left to do.
-    assert same(run(tmp_path, save_every=save_every)[0], expected)
+    assert same(run(tmp_path, every=every)[0], expected)
 
 
 @pytest.mark.full
@@ -74,9 +82,9 @@ def test_resumed_compiled_is_unbroken(tmp_path, save_every, steps):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"feature_map": "favorpp", "trainable": "query_key"},
+        {"feature_map": "favorpp", "stages": m.stages(trainable="query_key")},
         {"feature_map": "favorpp_learned"},
-        {"feature_map": "favorpp", "trainable": "lora"},
+        {"feature_map": "favorpp", "stages": ADAPTERS},
         # Averages take the place of weights after the last step of a stage, the fourth.
         {"use_ema": True},
     ],
@@ -91,51 +99,26 @@ def test_of_every_kind(tmp_path, arguments):
     assert same(run(tmp_path, **arguments)[0], expected)
 
 
-def files(folder):
-    return sorted(pathlib.Path(folder).iterdir())
-
-
-def damages(content):
-    """A file cut short, empty, with a byte turned, another, and without an array."""
+@pytest.mark.once
+def test_a_torn_checkpoint_is_named_and_refused(tmp_path):
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.load({"seed": 0}) is None
+    for step in (1, 2):
+        arrays = {"x": np.full(1000, step)}
+        checkpoint.save({"seed": 0}, (0, step), arrays, {"errors": [step]})
+    # One that was not completed.
+    (tmp_path / "uptrain.partial").write_bytes(b"half of it")
+    position, arrays, notes = checkpoint.load({"seed": 0})
+    assert position == (0, 2) and arrays["x"][0] == 2 and notes == {"errors": [2]}
+    content = checkpoint.path.read_bytes()
     turned = bytearray(content)
     turned[len(content) // 2] ^= 0xFF
-    other, less = io.BytesIO(), io.BytesIO()
+    other = io.BytesIO()
     np.save(other, np.zeros(3))
-    with np.load(io.BytesIO(content)) as arrays:
-        np.savez(less, header=arrays["header"])
-    return (
-        content[: len(content) // 2], b"", bytes(turned), other.getvalue(),
-        less.getvalue(),
-    )  # fmt: skip
-
-
-@pytest.mark.once
-def test_a_torn_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
-    checkpoints = Checkpoints(tmp_path, {"seed": 0})
-    for step in (1, 2):
-        checkpoints.save((0, step), {"x": np.full(1000, step)}, {"errors": [step]})
-    *_, last = files(tmp_path)
-    content = last.read_bytes()
-    (tmp_path / "uptrain-000-0000003.partial").write_bytes(b"half of it")
-    position, arrays, notes = checkpoints.load()
-    assert position == (0, 2) and arrays["x"][0] == 2 and notes == {"errors": [2]}
-    for damaged in damages(content):
-        last.write_bytes(damaged)
-        message = f"{last.name}' is damaged, and is skipped"
-        with pytest.warns(UserWarning, match=message):
-            position, arrays, _ = checkpoints.load()
-        assert position == (0, 1) and arrays["x"][0] == 1
-
-
-@pytest.mark.full
-@pytest.mark.once
-def test_training_goes_on_from_the_one_before_it(tmp_path):
-    expected, _ = run()
-    broken(tmp_path, 3)
-    *_, last = files(tmp_path)
-    last.write_bytes(last.read_bytes()[:-100])
-    with pytest.warns(UserWarning, match=f"{last.name}' is damaged, and is skipped"):
-        assert same(run(tmp_path)[0], expected)
+    for damaged in (content[:-100], b"", bytes(turned), other.getvalue()):
+        checkpoint.path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="uptrain.npz', which is damaged"):
+            checkpoint.load({"seed": 0})
 
 
 class StopEarly(keras.callbacks.Callback):
@@ -152,8 +135,8 @@ def test_a_stage_that_a_callback_ended_stays_ended(tmp_path):
     expected, report = run(callbacks=[StopEarly()])
     assert [x.steps for x in report.stages] == [2, 2]
     # In the first step of the next stage, of which nothing is saved.
-    broken(tmp_path, 3, save_every=10, callbacks=[StopEarly()])
-    found, _ = run(tmp_path, save_every=10, callbacks=[StopEarly()])
+    broken(tmp_path, 3, every=10, callbacks=[StopEarly()])
+    found, _ = run(tmp_path, every=10, callbacks=[StopEarly()])
     assert same(found, expected)
 
 
@@ -192,13 +175,13 @@ def test_optimizers_that_differ_are_told_apart(tmp_path):
 @pytest.mark.once
 def test_trained_adapters_are_another_start(tmp_path):
     model = m.linear_model()
-    arguments = {"trainable": "lora", "stages": "attention", "save_every": 1,
-                 "checkpoint_dir": tmp_path}  # fmt: skip
+    stages, checkpoint = ADAPTERS[1], Checkpoint(tmp_path, every=1)
     with pytest.raises(KeyboardInterrupt):
-        m.uptrain(model, callbacks=[Stop(3)], **arguments)
+        m.uptrain(model, callbacks=[checkpoint, Stop(3)], stages=stages)
     with pytest.raises(ValueError, match="softmax weights"):
-        m.uptrain(model, **arguments)
-    assert m.uptrain(m.linear_model(), **arguments).stages[-1].steps == 12
+        m.uptrain(model, callbacks=checkpoint, stages=stages)
+    report = m.uptrain(m.linear_model(), callbacks=checkpoint, stages=stages)
+    assert report.stages[-1].steps == 12
 
 
 class Interrupt(keras.callbacks.Callback):
@@ -232,7 +215,7 @@ def test_an_interrupt_waits_for_the_end_of_a_step(tmp_path, interruptible):
         run(tmp_path, callbacks=[interrupt])
     assert interrupt.ended == [0, 1]
     # The step counts.
-    assert files(tmp_path)[-1].name == "uptrain-000-0000002.npz"
+    assert saved_position(tmp_path) == [0, 2]
     assert same(run(tmp_path)[0], expected)
 
 
@@ -252,17 +235,16 @@ def test_a_second_interrupt_is_not_held(count, interruptible):
 @pytest.mark.once
 def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
     # Each process that loads a checkpoint draws them anew.
-    def uptrained(state, **arguments):
+    def uptrained(state, *callbacks):
         model = m.linear_model()
         model.dropout = keras.layers.Dropout(0.1, seed=state)
         assert len(model.variables) > len(model.weights)
-        m.uptrain(
-            model, steps=STEPS, checkpoint_dir=tmp_path, save_every=1, **arguments
-        )
+        callbacks = [Checkpoint(tmp_path, every=1), *callbacks]
+        m.uptrain(model, steps=STEPS, callbacks=callbacks)
         return m.weights(model)
 
     with pytest.raises(KeyboardInterrupt):
-        uptrained(1, callbacks=[Stop(3)])
+        uptrained(1, Stop(3))
     assert same(uptrained(2), run()[0])
 
 
@@ -270,11 +252,17 @@ def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
 @slow_on_jax
 def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
     broken(tmp_path, 3)
-    with pytest.raises(ValueError, match="another training") as error:
-        run(tmp_path, seed=1, batch_size=8, optimizer="sgd")
+    with pytest.raises(ValueError, match="of another run") as error:
+        run(
+            tmp_path, seed=1, batch_size=8, optimizer="sgd", steps=STEPS + 1,
+            stages=["attention", Stage("features", window_dropout=0)],
+        )  # fmt: skip
     lines = str(error.value).splitlines()
     assert "  seed: saved 0, given 1" in lines
     assert "  batch_size: saved 16, given 8" in lines
+    assert f"  steps: saved {STEPS}, given {STEPS + 1}" in lines
+    assert "  stage features window_dropout: saved 0.25, given 0.0" in lines
+    assert "  stage calibrate name: saved 'calibrate', given nothing" in lines
     assert "  optimizer class_name: saved nothing, given 'SGD'" in lines
     with pytest.raises(ValueError, match=r"first batch of data \(checksum\): saved"):
         run(tmp_path, data=m.tokens()[::-1])
@@ -282,7 +270,7 @@ def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
         model = m.linear_model()
         kernel = model.get_layer("attention_0")._query_dense.kernel
         kernel.assign(2 * kernel)
-        m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path)
+        m.uptrain(model, steps=STEPS, callbacks=Checkpoint(tmp_path))
     for arguments, line in (
         ({"window": 4}, "window of layers 0, 1: saved None, given 4"),
         ({"seed": 1}, "feature_map config seed of layers 0: saved"),
@@ -290,57 +278,7 @@ def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"  {line}"):
             model = m.linear_model(**arguments)
-            m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path)
-
-
-def rounds(folder, *steps, **arguments):
-    """A run that is extended by calls with more and more steps."""
-    for total in steps[:-1]:
-        run(folder, steps=total, **arguments)
-    return run(folder, steps=steps[-1], **arguments)
-
-
-@pytest.mark.full
-@pytest.mark.once
-def test_an_extended_run_is_bit_for_bit_that_of_any_interruptions(tmp_path):
-    expected, report = rounds(tmp_path / "whole", 4, 10)
-    assert [(x.name, x.steps) for x in report.stages] == [
-        ("attention", 2), ("features", 2), ("attention", 3), ("features", 3),
-    ]  # fmt: skip
-    assert not same(expected, run(steps=4)[0])
-    for broken_at in (3, 6):
-        # Before the first round is over, and within the second.
-        folder = tmp_path / f"{broken_at}"
-        if broken_at > 4:
-            run(folder, steps=4)
-        stop = Stop(broken_at if broken_at < 4 else broken_at - 4)
-        with pytest.raises(KeyboardInterrupt):
-            run(folder, steps=4 if broken_at < 4 else 10, callbacks=[stop])
-        found, resumed = run(folder, steps=10)
-        assert same(found, expected)
-        assert resumed.layers == report.layers
-        assert same(run(folder, steps=10)[0], expected)
-    with pytest.raises(ValueError, match="`steps` must be 10 or more.*steps=4"):
-        run(tmp_path / "whole", steps=4)
-
-
-@pytest.mark.full
-@pytest.mark.once
-def test_an_extended_run_does_not_calibrate_what_it_has_trained(tmp_path):
-    _, report = rounds(tmp_path, 4, 8, feature_map="favorpp_learned")
-    names = [x.name for x in report.stages]
-    assert names == ["calibrate", *2 * ["attention", "features"]]
-    assert sum(x.steps for x in report.stages) == 8
-
-
-@pytest.mark.once
-def test_an_older_checkpoint_of_this_training_is_taken(tmp_path):
-    for number, seed in enumerate((0, 1)):
-        Checkpoints(tmp_path, {"seed": seed}).save((0, number), {}, {"number": number})
-    message = "another training, and is skipped:\n  seed: saved 1, given 0"
-    with pytest.warns(UserWarning, match=message):
-        position, _, notes = Checkpoints(tmp_path, {"seed": 0}).load()
-    assert position == (0, 0) and notes == {"number": 0}
+            m.uptrain(model, steps=STEPS, callbacks=Checkpoint(tmp_path))
 
 
 @pytest.mark.once
@@ -348,38 +286,50 @@ def test_what_is_refused_gets_no_adapters(tmp_path):
     broken(tmp_path, 3)
     model = m.linear_model()
     count = len(model.weights)
-    with pytest.raises(ValueError, match="trainable attention: saved 'maps', given"):
-        m.uptrain(model, steps=STEPS, checkpoint_dir=tmp_path, trainable="lora")
+    with pytest.raises(ValueError, match="attention trainable: saved 'maps', given"):
+        m.uptrain(model, steps=STEPS, callbacks=Checkpoint(tmp_path), stages=ADAPTERS)
     assert len(model.weights) == count
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="`checkpoint_dir` must be a folder"):
-        m.uptrain(model, checkpoint_dir=tmp_path / "file")
+    with pytest.raises(ValueError, match="`folder` of `Checkpoint` must be a folder"):
+        m.uptrain(model, callbacks=Checkpoint(tmp_path / "file"))
 
 
 @pytest.mark.once
-def test_the_folder_keeps_the_last_two(tmp_path):
+def test_a_checkpoint_is_of_uptrain_alone():
+    with pytest.raises(ValueError, match="`folder` must be a path. Received: folder=5"):
+        Checkpoint(5)
+    with pytest.raises(ValueError, match="`every` must be a positive integer"):
+        Checkpoint("folder", every=0)
+    model = m.softmax_model()
+    model.compile("sgd", "mse")
+    before, x = m.weights(model), m.tokens(8)
+    with pytest.raises(ValueError, match="BackupAndRestore"):
+        model.fit(x, model(x), callbacks=[Checkpoint("folder")], verbose=0)
+    assert same(m.weights(model), before)
+
+
+@pytest.mark.once
+def test_the_folder_holds_the_last_checkpoint(tmp_path):
     run(tmp_path)
-    assert [x.name for x in files(tmp_path)] == [
-        "uptrain-001-0000003.npz", "uptrain-002-0000000.npz",
-    ]  # fmt: skip
-    assert Checkpoints(None, {}).load() is None
+    assert [x.name for x in tmp_path.iterdir()] == ["uptrain.npz"]
+    assert saved_position(tmp_path) == [2, 0]
 
 
 class Doomed:
-    """Checkpoints whose process is killed at one of them, before, while or after."""
+    """Kills its process at one checkpoint: before, while or after it is saved."""
 
     def __init__(self, position, phase):
-        self.position, self.phase, self.save = position, phase, Checkpoints.save
+        self.position, self.phase, self.save = position, phase, Checkpoint.save
 
     def install(self):
-        Checkpoints.save = lambda *args: self(*args)
+        Checkpoint.save = lambda *args: self(*args)
 
-    def __call__(self, checkpoints, position, arrays, notes):
+    def __call__(self, checkpoint, identity, position, arrays, notes):
         if position == self.position and self.phase == "before":
             kill()
         if position == self.position and self.phase == "while":
             os.replace = kill
-        self.save(checkpoints, position, arrays, notes)
+        self.save(checkpoint, identity, position, arrays, notes)
         if position == self.position:
             kill()
 

@@ -43,9 +43,7 @@ with own.scope():
 for name, model in (("single", single), ("mirrored", mirrored)):
     # Outside of the scope.
     keras_rfattn.replace_attention(model, "favorpp_learned", num_features=4, seed=0)
-    report = keras_rfattn.uptrain(
-        model, x, steps=2, seed=0, batch_size=8, verbose=0, jit_compile=False
-    )
+    report = keras_rfattn.uptrain(model, x, steps=2, seed=0, batch_size=8, verbose=0)
     found[name] = report.before, report.after
 with own.scope():
     mirrored.compile("sgd", "mse")

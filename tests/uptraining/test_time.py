@@ -5,6 +5,7 @@ import time
 import keras
 import pytest
 
+from keras_rfattn.uptraining import Checkpoint
 from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.report import OVERHEAD, Clock
 from tests.marks import slow_on_jax
@@ -30,7 +31,7 @@ def test_a_clock_leaves_no_time_out(monkeypatch):
 def test_rows_add_up_to_the_time_of_the_call(trainable):
     model = m.linear_model("favorpp_learned", num_features=8)
     start = time.perf_counter()
-    report = m.uptrain(model, steps=4, trainable=trainable)
+    report = m.uptrain(model, steps=4, stages=m.stages(trainable=trainable))
     wall = time.perf_counter() - start
     assert 0.97 * wall < report.seconds <= wall
     overhead = dict(report.overhead)
@@ -51,13 +52,14 @@ def test_an_interrupted_run_has_the_time_before_it(tmp_path):
             if batch == 1:
                 raise KeyboardInterrupt
 
-    arguments = {"stages": "attention", "checkpoint_dir": tmp_path, "save_every": 1}
+    checkpoint = Checkpoint(tmp_path, every=1)
     start = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
-        m.uptrain(m.linear_model(), callbacks=[Stop()], **arguments)
+        callbacks = [checkpoint, Stop()]
+        m.uptrain(m.linear_model(), callbacks=callbacks, stages="attention")
     first = time.perf_counter() - start
     start = time.perf_counter()
-    report = m.uptrain(m.linear_model(), **arguments)
+    report = m.uptrain(m.linear_model(), callbacks=checkpoint, stages="attention")
     second = time.perf_counter() - start
     assert second < report.seconds < first + second
 

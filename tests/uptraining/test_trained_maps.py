@@ -236,9 +236,8 @@ def test_only_the_maps_that_were_not_trained_are_calibrated():
 @pytest.mark.parametrize("name", ["favorpp", "favorpp_dense"])
 def test_calibrating_again_keeps_what_would_become_worse(name):
     model = m.linear_model(name, num_features=8)
-    first = m.uptrain(model, steps=40, trainable="query_key", stages=(
-        "calibrate", "attention"
-    ))  # fmt: skip
+    stages = m.stages(("calibrate", "attention"), trainable="query_key")
+    first = m.uptrain(model, steps=40, stages=stages)
     with pytest.warns(UserWarning, match="not the checkpoint's"):
         second = m.uptrain(model, stages="calibrate")
     assert second.after <= 1.01 * second.before < first.before

@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 import keras_rfattn
+from keras_rfattn.uptraining import Stage
 from tests import helpers as h
 from tests.marks import slow_on_jax
 from tests.uptraining import models as m
@@ -32,9 +33,13 @@ def test_own_weights_train_against_what_they_were(trainable):
                 ((output, _),) = stage.teacher(stage.outputs, m.tokens())
                 caught.append(ops.convert_to_numpy(output))
 
+    kinds = {"attention": "query_key"} if trainable == "all" else {}
+    stages = [
+        Stage(x, trainable=kinds.get(x, trainable), lora_rank=2)
+        for x in ("attention", "features")
+    ]
     report = m.uptrain(
-        model, trainable=trainable, callbacks=[Look()], lora_rank=2,
-        optimizer=keras.optimizers.Adam(0.01),
+        model, stages=stages, callbacks=[Look()], optimizer=keras.optimizers.Adam(0.01),
     )  # fmt: skip
     # Three steps into the second stage the teacher is the checkpoint still.
     h.assert_close(caught[0], wanted, 1e-5)
@@ -64,8 +69,8 @@ def test_each_stage_trains_what_it_is_told_to():
             }  # fmt: skip
             seen.append((self.model.name, moved))
 
-    trainable = {"attention": "maps", "features": "all"}
-    report = m.uptrain(model, trainable=trainable, callbacks=[Look()])
+    stages = ["attention", Stage("features", trainable="all")]
+    report = m.uptrain(model, stages=stages, callbacks=[Look()])
     (first, before), (second, after) = seen
     assert (first, second) == ("attention_stage", "features_stage")
     assert not before and after == set(report.trained)
@@ -76,7 +81,7 @@ def test_each_stage_trains_what_it_is_told_to():
 @pytest.mark.once
 def test_what_was_trained_is_known_after_loading(tmp_path):
     model = m.linear_model("favorpp", num_features=8)
-    m.uptrain(model, trainable="query_key", steps=2)
+    m.uptrain(model, stages=m.stages(trainable="query_key"), steps=2)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     h.assert_same(outputs(loaded), outputs(model))
@@ -93,7 +98,8 @@ def test_a_training_that_breaks_off_says_what_it_has_changed():
 
     model = m.linear_model("favorpp", num_features=8)
     with pytest.raises(KeyboardInterrupt):
-        m.uptrain(model, trainable="query_key", callbacks=[Stop()])
+        stages = m.stages(trainable="query_key")
+        m.uptrain(model, stages=stages, callbacks=[Stop()])
     with pytest.warns(UserWarning, match="not the checkpoint.*attention_0/query"):
         keras_rfattn.restore_attention(model)
 
@@ -116,13 +122,12 @@ def test_a_teacher_that_changes_is_noticed():
 @slow_on_jax
 def test_a_second_uptraining_has_another_teacher():
     model = m.linear_model()
-    m.uptrain(model, steps=2, stages="attention", trainable="query_key")
+    m.uptrain(model, steps=2, stages=Stage("attention", trainable="query_key"))
     with pytest.warns(UserWarning, match="their current values, not the checkpoint's"):
         m.uptrain(model, steps=2, stages="features")
 
 
 def test_calibration_alone():
     model = m.linear_model("favorpp", num_features=8)
-    report = m.uptrain(model, stages="calibrate", trainable="lora")
+    report = m.uptrain(model, stages="calibrate")
     assert [x.name for x in report.stages] == ["calibrate"]
-    assert not any("lora" in x.path for x in model.weights)

@@ -8,6 +8,7 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn.layers.recording import in_order, linear_layers
+from keras_rfattn.uptraining import Stage
 from keras_rfattn.uptraining.attention import AttentionStage
 from keras_rfattn.uptraining.fitting import rate_for
 from tests import helpers as h
@@ -43,7 +44,8 @@ def test_stage_attention_does_not_hold_rows_of_attention(monkeypatch, trainable)
         return found
 
     monkeypatch.setattr(AttentionStage, "call", watched)
-    m.uptrain(m.linear_model(), stages="attention", steps=2, trainable=trainable)
+    stage = Stage("attention", trainable=trainable)
+    m.uptrain(m.linear_model(), stages=stage, steps=2)
     # Rows: 16 sequences of m.TOKENS queries and keys each, by heads.
     assert len(sizes) == 2 and max(sizes) < 16 * m.TOKENS**2
     assert (max(sizes) > 0) == (trainable == "query_key")
@@ -56,7 +58,7 @@ def test_learned_maps_compiled_come_near_and_leave_the_checkpoint_alone(name):
     softmax = m.softmax_model()
     wanted, before = outputs(softmax), m.weights(softmax)
     model = keras_rfattn.replace_attention(softmax, name, seed=0)
-    report = m.uptrain(model, steps=60, jit_compile="auto")
+    report = m.uptrain(model, steps=60)
     assert report.after < 0.8 * report.before
     # A head that attends evenly would have the mean of V.
     assert report.after < 0.7 * report.uniform_attention
@@ -146,7 +148,7 @@ def test_logits_of_language_models():
     keras_rfattn.replace_attention(model, "hedgehog", seed=0)
     # Faster than by default, as the few steps are.
     report = m.uptrain(
-        model, stages="features", objective="logits", steps=30,
+        model, stages=Stage("features", objective="logits"), steps=30,
         optimizer=keras.optimizers.Adam(0.02),
     )  # fmt: skip
     stage = report.stages[0]
@@ -182,7 +184,7 @@ def test_any_optimizer_and_gradient_accumulation():
     ("stage", "trainable", "rate"),
     [
         ("attention", "maps", 0.02),
-        ("attention", "all", 0.001),
+        ("attention", "query_key", 0.001),
         ("features", "maps", 0.005),
         ("features", "query_key", 0.001),
         ("features", "all", 0.0001),
@@ -191,7 +193,8 @@ def test_any_optimizer_and_gradient_accumulation():
 def test_rates(stage, trainable, rate):
     layers = m.linear_model("favorpp_learned", num_features=8).layers
     layers = [x for x in layers if hasattr(x, "feature_map")]
-    assert rate_for(stage, trainable, "features", layers) == rate
+    stage = Stage(stage, trainable=trainable)
+    assert rate_for(stage, "features", layers) == rate
 
 
 @slow_on_jax
@@ -200,7 +203,8 @@ def test_windows_are_dropped_so_that_features_learn(window_dropout):
     # A window over everything is softmax itself: nothing is left to learn.
     model = m.linear_model(window=m.TOKENS)
     before = m.weights(model)
-    report = m.uptrain(model, window_dropout=window_dropout)
+    stages = m.stages(window_dropout=window_dropout)
+    report = m.uptrain(model, stages=stages)
     assert report.before == pytest.approx(0, abs=1e-6)
     changed = max(
         np.abs(a - b).max() for a, b in zip(m.weights(model), before, strict=True)
@@ -225,14 +229,13 @@ def test_generators_of_just_enough_batches():
 
 @pytest.mark.full
 @pytest.mark.once
-@pytest.mark.parametrize("compiles", [True, False])
-def test_lists_of_inputs(compiles):
+def test_lists_of_inputs():
     inputs = [keras.Input((None, 8)), keras.Input((None, 8))]
     layer = keras.layers.MultiHeadAttention(2, 4)
     model = keras.Model(inputs, layer(*inputs))
     keras_rfattn.replace_attention(model, "hedgehog", seed=0)
     x = np.random.default_rng(0).normal(size=(2, 32, 6, 8)).astype("float32")
-    report = m.uptrain(model, [x[0, :, :3], x[1]], jit_compile=compiles and "auto")
+    report = m.uptrain(model, [x[0, :, :3], x[1]])
     assert [x.steps for x in report.stages] == [6, 6]
 
 
@@ -294,9 +297,8 @@ def test_decoders_with_grouped_heads(family, trainable):
     model, data = families.build(family)
     softmax = families.outputs(model, data)
     keras_rfattn.replace_attention(model, "hedgehog", seed=0)
-    report = m.uptrain(
-        model, data, steps=20, trainable=trainable, batch_size=2, objective="features"
-    )
+    stages = m.stages(trainable=trainable, objective="features")
+    report = m.uptrain(model, data, steps=20, stages=stages, batch_size=2)
     assert report.after < report.before
     for stage in report.stages:
         assert stage.last < stage.first
