@@ -99,11 +99,6 @@ def where(condition, a, b):
     return ops.where(condition, a, b)
 
 
-def exp_of_difference(a, b):
-    """Returns `exp(a - b)`, in the shape of `a`."""
-    return ops.exp(a - b)
-
-
 def exp_into(a, b):
     """Returns `exp(a - b)` in the shape of `a`, which may be overwritten."""
     return ops.exp(a - b)
@@ -249,11 +244,6 @@ def run_if(condition, function, otherwise, operands):
         lambda: function(*operands),
         lambda: tuple(ops.zeros_like(x) for x in otherwise),
     )
-
-
-def sums_weights_apart(size):
-    """Returns whether `size` weights are summed apart, not as one more column."""
-    return False
 
 
 def fused_softmax(query, key, value, visible, is_causal):

@@ -78,11 +78,6 @@ def where(condition, a, b):
     return torch.where(_tensor(condition), _tensor(a), _tensor(b))
 
 
-def exp_of_difference(a, b):
-    difference = a - b
-    return difference.exp_() if is_plain(difference) else difference.exp()
-
-
 # On a CPU fresh memory costs more than the arithmetic.
 
 
@@ -312,7 +307,7 @@ def _tensor(x):
 
 
 def _cast(x, dtype):
-    """Returns a tensor in a dtype; each operation has a cost, even one without effect."""
+    """Returns a tensor in a dtype, without an operation if it has that already."""
     x = _tensor(x)
     return x if x.dtype == dtype else x.to(dtype)
 

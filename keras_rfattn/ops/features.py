@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import accumulated_matmul, exp_of_difference, where
+from keras_rfattn.backend import accumulated_matmul, where
 from keras_rfattn.ops.masks import hide
 
 # Stands for -inf in exponents. It is finite, so that the difference of two such
@@ -125,7 +125,7 @@ class Features(NamedTuple):
             shift: Array that broadcasts to `log_scale`.
             dtype: Dtype of the result. The computation is in the dtype of `log_scale`.
         """
-        scale = exp_of_difference(self.log_scale, shift)
+        scale = ops.exp(self.log_scale - shift)
         if self.values is not None:
             scale = scale * ops.cast(self.values, scale.dtype)
         return ops.cast(scale, dtype)
