@@ -31,7 +31,7 @@ class Form(feature_maps.FeatureMap):
 class Positive(Form):
     """Positive features: every feature is the exponential of its own exponent."""
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         return Features(None, project(x, 0) - half_square(x))
 
 
@@ -41,7 +41,7 @@ class Signed(Form):
     is_positive = False
     features_per_scale = 1
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         angles = project(x, 0, WIDTH // 2) / 2
         values = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
         return Features(values, half_square(x) / 4)
@@ -52,7 +52,7 @@ class SignedApart(Form):
 
     is_positive = False
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         values = ops.cos(project(x, 0) / 2)
         return Features(values, project(x, 1) / 2 - half_square(x) / 4)
 
@@ -67,7 +67,7 @@ class SquaredForm(Form):
     features_per_scale = 1
     exact_kernel = Polynomial(degree)
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         sketch = project(x, 0, 4)
         # Zeros have no direction.
         square = ops.sum(ops.square(sketch), axis=-1, keepdims=True) + 1e-12

@@ -163,11 +163,13 @@ def _featurizer(feature_map, causal):
 def _featurize(feature_map, query, key, causal):
     side = math.sqrt(feature_map.default_scale(query.shape[-1]))
     side = side * input_size(feature_map)
-    query, key = query * side, key * side
-    stats = feature_map.statistics(query, key, causal=causal)
-    return feature_map.query_features(query, stats), feature_map.key_features(
-        key, stats
-    )
+    return featurized(feature_map, query, key, side, causal=causal)
+
+
+def featurized(feature_map, query, key, side=1.0, *masks, causal=False):
+    """The features of both sides by the map bound to this call, as `attend` does."""
+    bound = feature_map.bind(query, key, side, *masks, causal=causal)
+    return bound.query_features(query), bound.key_features(key)
 
 
 @functools.cache
@@ -177,7 +179,7 @@ def what_is_not_finite(name):
         x = problem(size=size)
         sides = featurize(build(name), x.query, x.key)
         for side, features in zip(("query", "key"), sides, strict=True):
-            for part, array in features._asdict().items():
+            for part, array in features.dense()._asdict().items():
                 numbers = np.zeros(1) if array is None else to_numpy(array)
                 if not np.all(np.isfinite(numbers)):
                     return (

@@ -46,8 +46,87 @@ MUTANTS = {
         "::test_every_entry_is_positive_half_the_time[orthogonal]",
     ),
     "padding in a statistic": Mutant(
-        "feature_maps/favorpp.py", "masked_moments", "mask is None", "True",
-        "feature_maps/test_statistics.py::test_batch_statistic_is_the_mean_over_pairs",
+        "feature_maps/fits.py", "_masked_moments", "mask is None", "True",
+        "feature_maps/test_fits.py::test_mean_over_the_pairs_of_real_tokens",
+    ),
+    "a gradient through the statistic": Mutant(
+        "feature_maps/fits.py", "mean_square_of_rows",
+        "ops.stop_gradient(q_square + k_square + 2 * q_mean * k_mean)",
+        "q_square + k_square + 2 * q_mean * k_mean",
+        "feature_maps/test_exponential.py"
+        "::test_gradients_of_a_bound_call_hold_its_statistic_fixed",
+    ),
+    "one A for all rows of a batch": Mutant(
+        "feature_maps/exponential.py", "_best_a",
+        "fits.best_a(z, self.directions or self.head_dim)",
+        "fits.best_a(ops.mean(z, axis=0, keepdims=True), "
+        "self.directions or self.head_dim)",
+        "feature_maps/test_exponential.py::test_rows_are_bound_one_by_one",
+    ),
+    "an A bound to tokens before they are scaled": Mutant(
+        "feature_maps/exponential.py", "_bound", "side**2 * z", "z",
+        "feature_maps/test_exponential.py::test_is_the_function_in_its_docstring",
+    ),
+    "causal attention bound to its sequence": Mutant(
+        "feature_maps/exponential.py", "_bound",
+        "self.measures_sequence and not causal", "self.measures_sequence",
+        "feature_maps/test_exponential.py"
+        "::test_only_self_attention_that_sees_everything_is_bound",
+    ),
+    "cross-attention bound to its sequence": Mutant(
+        "layers/attention.py", "prepared", "causal or not mask.self_attention",
+        "causal",
+        "feature_maps/test_exponential.py"
+        "::test_only_self_attention_that_sees_everything_is_bound",
+    ),
+    "the same center for both sides": Mutant(
+        "feature_maps/exponential.py", "_fold", "ops.flip(centers, axis=2)",
+        "centers",
+        "feature_maps/test_exponential.py::test_is_the_function_in_its_docstring",
+    ),
+    "a folded bias without half of the centers": Mutant(
+        "feature_maps/exponential.py", "_fold", "products + linear",
+        "products + products",
+        "feature_maps/test_exponential.py"
+        "::test_features_of_tokens_are_those_of_the_docstring",
+    ),
+    "features of a subclass left out": Mutant(
+        "feature_maps/exponential.py", "bind",
+        "super().bind(query, key, side)",
+        "self._bound(query, key, side, query_mask, key_mask, causal)",
+        "feature_maps/test_shared_programs.py",
+    ),
+    "windows without the common exponent of queries": Mutant(
+        "ops/windows.py", "local_attention", "(query_features, key_features)",
+        "(query_features.relative(), key_features)",
+        "feature_maps/test_exponential.py"
+        "::test_windows_weigh_features_as_they_weigh_the_kernel",
+    ),
+    "a redraw that forgets the fit": Mutant(
+        "feature_maps/exponential.py", "assign_vectors", "self.a()[:, 0]",
+        "0 * self.a()[:, 0]",
+        "feature_maps/test_exponential.py"
+        "::test_redraw_keeps_the_fit_and_draws_other_vectors",
+    ),
+    "samples of one sequence in place of their mean": Mutant(
+        "feature_maps/fits.py", "mean_of", "samples", "samples[:1]",
+        "feature_maps/test_fits.py::test_samples_have_equal_weights",
+    ),
+    "keys without the inverse of the queries' matrix": Mutant(
+        "feature_maps/fits.py", "dense", "np.stack([matrix, inverse], axis=1)",
+        "np.stack([matrix, matrix], axis=1)",
+        "feature_maps/test_fits.py::test_dense_keeps_products",
+    ),
+    "sinks dropped with the window": Mutant(
+        "layers/attention.py", "linear",
+        "is_exact or window is not None or self.options.sinks",
+        "is_exact or window is not None",
+        "ops/test_sinks.py::test_sinks_stay_if_the_window_is_dropped",
+    ),
+    "normalized tokens recorded before they are scaled": Mutant(
+        "layers/recording.py", "__call__", "(local.query, local.key)",
+        "call.prepared()[:2]",
+        "layers/test_temperature.py::test_what_is_recorded_is_what_features_are_of",
     ),
     "a reference that knows the future": Mutant(
         "ops/causal_block.py", "_reference", "log_scale[..., 0, :]",
@@ -74,7 +153,7 @@ MUTANTS = {
         "ops/test_bidirectional.py::test_hidden_keys_may_hold_anything",
     ),
     "queries scaled twice": Mutant(
-        "layers/attention.py", "prepared", "query * side", "query * side * side",
+        "layers/attention.py", "prepared", "math.sqrt(self.scale)", "self.scale",
         "layers/test_attention_layers.py::test_wide_features_approach_softmax",
     ),
     "a sketch without its root of r": Mutant(
@@ -90,11 +169,6 @@ MUTANTS = {
     "a state that forgets": Mutant(
         "layers/not_finite.py", "remembered", "state.numerator + spoiled",
         "state.numerator", "layers/test_not_finite.py::test_a_state_remembers",
-    ),
-    "bad tokens in a statistic": Mutant(
-        "layers/attention.py", "with_finite_tokens",
-        "finite is not None and self.training", "False",
-        "layers/test_not_finite.py::test_statistics_of_training_leave_it_out",
     ),
     "keys overwritten before their queries read them": Mutant(
         "ops/causal.py", "step", "plain(key_features(key))", "key_features(key)",

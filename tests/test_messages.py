@@ -196,8 +196,6 @@ def test_masks_of_layers():
 
 
 NUMBERS = {
-    "favorpp": ("momentum", "per_direction"),
-    "favorplus": ("pair",),
     "geometric": ("parameter",),
     "poisson_positive": ("parameter",),
     "hybrid_gaussian": ("sigma", "radius"),

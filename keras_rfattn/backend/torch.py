@@ -27,7 +27,7 @@ FLOATS, TOKENS = 2**20, 2048
 
 def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=False):
     dtype = getattr(torch, wide_dtype(a, b))
-    a, b = _cast(a, dtype), _cast(b, dtype)
+    a, b = cast(a, dtype), cast(b, dtype)
     # The exporter to ONNX swaps the wrong axes if they are negative.
     a = a.transpose(a.ndim - 2, a.ndim - 1) if transpose_a else a
     b = b.transpose(b.ndim - 2, b.ndim - 1) if transpose_b else b
@@ -35,9 +35,9 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
 
 
 def affine(x, vectors, *terms):
-    result = accumulated_matmul(x, _cast(vectors, x.dtype))
+    result = accumulated_matmul(x, cast(vectors, x.dtype))
     for term in terms:
-        result = add_into(result, _cast(term, result.dtype))
+        result = add_into(result, cast(term, result.dtype))
     return result
 
 
@@ -284,19 +284,17 @@ KEPT = weakref.WeakKeyDictionary()
 
 
 def kept(owner, settings, arrays, function):
-    # The counter of a tensor's changes is the one by which autograd itself finds out
-    # that a tensor was overwritten.
-    if not is_plain(*arrays) or is_differentiated(*arrays):
+    if not are_values_at_hand(*arrays) or is_differentiated(*arrays):
         return function(settings, arrays)
     if any(x.is_inference() for x in arrays):
         return function(settings, arrays)
-    mode = torch.is_inference_mode_enabled()
-    versions = [(x.data_ptr(), x._version) for x in arrays]
-    key = settings, mode, versions
+    # Autograd finds out by the same counter that a tensor was overwritten. Changes
+    # through `.data` do not count, and are told by the sum.
+    states = [(x.data_ptr(), x._version, x.sum().item()) for x in arrays]
+    key = settings, torch.is_inference_mode_enabled(), states
     known = KEPT.get(owner)
     if known is None or known[0] != key:
-        known = key, arrays, function(settings, arrays)
-        KEPT[owner] = known
+        known = KEPT[owner] = key, arrays, function(settings, arrays)
     return known[-1]
 
 
@@ -306,8 +304,8 @@ def _tensor(x):
     return x if is_given else ops.convert_to_tensor(x)
 
 
-def _cast(x, dtype):
-    """Returns a tensor in a dtype, without an operation if it has that already."""
+def cast(x, dtype):
+    """Returns a tensor in a dtype; even a conversion without effect has a cost."""
     x = _tensor(x)
     return x if x.dtype == dtype else x.to(dtype)
 

@@ -101,7 +101,7 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     def random_vectors(self, draw):
         """Returns draw number `draw` of the vectors w, a NumPy array `(K, H, m)`."""
         shape = self.num_heads, self.head_dim, self.num_features
-        return as_numpy(self.initializer(draw)(shape))
+        return self.initializer(draw).draw(shape)
 
     def _weights(self, fit):
         """Returns the result of a fit with vectors of one or of both sides."""

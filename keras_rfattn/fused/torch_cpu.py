@@ -10,11 +10,10 @@ normalizers.
 
 from typing import Any, NamedTuple
 
-import keras
 import torch
 
 from keras_rfattn.backend import representable, wide_dtype
-from keras_rfattn.backend.torch import are_values_at_hand, is_differentiated
+from keras_rfattn.backend.torch import are_values_at_hand, cast, is_differentiated
 from keras_rfattn.ops.exponents import Exponents
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.kernel_attention import Softmax
@@ -57,7 +56,7 @@ def attention(query, key, value, local=None, key_mask=None):
     """Computes attention by exponential features, without causality."""
     if not (isinstance(query, Exponents) and isinstance(key, Exponents)):
         return None
-    query, key = (x.of_tokens(lambda y: y.to(_wide(y))) for x in (query, key))
+    query, key = (x.of_tokens(lambda y: cast(y, _wide(y))) for x in (query, key))
     # Attention is exact if all keys are in one window.
     is_exact = local is not None and local.window >= value.shape[1]
     if is_exact or not _is_possible(query, key, value, local):
@@ -85,7 +84,7 @@ def attention(query, key, value, local=None, key_mask=None):
         mask = heads_mask(key_mask)
         averages = _average(key.hidden(mask), hide(values, mask))
         output, _ = _look_up(query, *averages)
-    output = merge_heads(output, num_heads, length).to(value.dtype)
+    output = cast(merge_heads(output, num_heads, length), value.dtype)
     return output if turn_back is None else turn_back(output)
 
 
@@ -182,7 +181,7 @@ def _average(key, value):
     vectors, bias = _parameters(key)
     common = key.common()
     common = None if common is None else common.mT
-    means, logs = _softmax(vectors, key.x, value.to(key.x.dtype), common)
+    means, logs = _softmax(vectors, key.x, cast(value, key.x.dtype), common)
     return means, logs + bias
 
 
@@ -195,7 +194,8 @@ def _look_up(query, means, logs):
 def _parameters(exponents):
     """Returns vectors `(..., M, H)` and bias `(..., M)`, shared by all blocks."""
     x, bias = exponents.x, exponents.bias
-    found = exponents.matrix.to(x.dtype).mT.contiguous(), bias.to(x.dtype)[..., 0, :]
+    vectors = cast(exponents.matrix, x.dtype).mT.contiguous()
+    found = vectors, cast(bias, x.dtype)[..., 0, :]
     return tuple(y.unsqueeze(2) for y in found) if x.ndim == 5 else found
 
 

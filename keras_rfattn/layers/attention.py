@@ -207,7 +207,7 @@ class Attention:
         is_equal = feature_map.has_exact_features and window is None
         is_short = is_equal and fits(key.shape[1], feature_map.output_dim)
         is_exact, local = feature_map.is_exact or is_short, None
-        if is_exact or window is not None:
+        if is_exact or window is not None or self.options.sinks:
             local = self.local(query, key, bound)
         if is_exact:
             masks = mask.key_mask, mask.causal, mask.prefix_mask
@@ -223,16 +223,17 @@ class Attention:
         features = bound.query_features(query), bound.key_features(key)
         return self._by_features(features, local)
 
-    def _by_features(self, features, local):
-        """Computes `linear` from features, and near tokens if there is a window."""
+    def _by_features(self, features, near):
+        """Computes `linear` from features, with `near` tokens if any are exact."""
         options, mask, value = self.options, self.mask, self.value
         key_mask, is_causal, prefix = mask.key_mask, mask.causal, mask.prefix_mask
+        local = None if options.window is None else near
         output = fused.attention(features, value, local, key_mask, is_causal, options)
         if output is not None:
             return output
-        if local is not None:
-            features = self.with_sinks(features, *local[:2], key_mask)
         lengths = [x.num_tokens for x in features]
+        if near is not None:
+            features = self.with_sinks(features, *near[:2], key_mask)
         devices = sequence_axis(*lengths, options, is_causal)
         if devices is not None and prefix is None:
             return over_devices(

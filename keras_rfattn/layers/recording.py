@@ -107,7 +107,8 @@ class Recorder(Interceptor):
         query, key = call.scaled()
         normalized_query = normalized_key = None
         if call.options.temperature is not None:
-            normalized_query, normalized_key, _ = call.prepared()
+            local = call.local(*call.prepared())
+            normalized_query, normalized_key = local.query, local.key
         key_mask = call.mask.key_mask
         rows = zip(
             self._tokens(query, call.query_mask),

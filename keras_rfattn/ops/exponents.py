@@ -71,6 +71,7 @@ class Exponents(NamedTuple):
     is_exponential = True
     is_signed = False
     has_offset = False
+    values = None
     num_heads = property(lambda self: self.x.shape[-2])
     num_tokens = property(lambda self: self.x.shape[1])
     width = scale_width = property(lambda self: self.matrix.shape[-1])
@@ -79,6 +80,11 @@ class Exponents(NamedTuple):
     def scale_dtype(self):
         """The dtype of the exponents."""
         return wide_dtype(self.x)
+
+    @property
+    def log_scale(self):
+        """The exponents of tokens `(..., N, H)`, computed: `(..., N, M)`."""
+        return self.dense().log_scale
 
     def of_tokens(self, function):
         """Returns `Exponents` of tokens that a function has moved."""

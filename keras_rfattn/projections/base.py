@@ -49,11 +49,14 @@ class Projection(keras.initializers.Initializer):
         self.seed = int(seed)
 
     def __call__(self, shape, dtype=None):
+        return keras.ops.convert_to_tensor(self.draw(shape), dtype=dtype)
+
+    def draw(self, shape):
+        """Returns the vectors as a float32 NumPy array, in a traced program too."""
         *heads, dim, count = shape
         generator = np.random.Generator(np.random.Philox(self.seed))
         draws = [self.sample(generator, dim, count) for _ in range(int(np.prod(heads)))]
-        vectors = np.stack(draws).swapaxes(-1, -2).reshape(shape)
-        return keras.ops.convert_to_tensor(vectors.astype("float32"), dtype=dtype)
+        return np.stack(draws).swapaxes(-1, -2).reshape(shape).astype("float32")
 
     def sample(self, generator, dim, count):
         """Draws `count` vectors as a NumPy array of shape `(count, dim)`."""

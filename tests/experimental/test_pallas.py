@@ -38,11 +38,7 @@ def wanted(feature_map, tokens, mask):
     """The same by all pairs of tokens."""
     query, key, value = tokens
     side = feature_map.default_scale(8) ** 0.5
-    stats = feature_map.statistics(query * side, key * side, None, mask.key_mask, True)
-    features = (
-        feature_map.query_features(query * side, stats),
-        feature_map.key_features(key * side, stats),
-    )
+    features = h.featurized(feature_map, query, key, side, causal=True)
     return quadratic(*features, value, mask.key_mask, mask.causal)
 
 
@@ -130,10 +126,9 @@ def windowed(feature_map, tokens, mask, size, sliding):
     query, key, value = tokens
     visible, side = mask.key_mask, feature_map.default_scale(8) ** 0.5
     query, key = query * side, key * side
-    stats = feature_map.statistics(query, key, None, visible, mask.causal)
     far = ops.einsum(
         "btnm,bskm->btns",
-        *(ops.exp(f(x, stats).log_scale) for f, x in (
+        *(ops.exp(f(x).dense().log_scale) for f, x in (
             (feature_map.query_features, query), (feature_map.key_features, key)
         )),
     )  # fmt: skip

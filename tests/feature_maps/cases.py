@@ -15,10 +15,10 @@ DIM = 4  # of the estimators' inputs
 
 
 class Estimator(NamedTuple):
-    """Arguments, statistics and weights of one head, of which all is known."""
+    """Arguments of a map, and the A or the weights of its one head."""
 
     arguments: dict
-    stats: float | None = None
+    a: float | None = None
     weights: dict = {}
 
 
@@ -79,18 +79,12 @@ def louder(feature_map):
 HYBRID = {"size": 0.25, "estimators": {}, "wide": 200}
 CASES = {
     "favor": Case(size=0.5, low_precision=0.4),
-    "favorplus": Case(
-        config={"pair": True},
-        estimators={"": Estimator({}), "pair": Estimator({"pair": True})},
-    ),
     "favorpp": Case(
-        config={"statistics": "stored", "momentum": 0.5, "per_direction": True},
-        estimators={
-            "A = 0": Estimator({}, stats=0.0),
-            "A = -0.1": Estimator({}, stats=-0.1),
-        },
+        estimators={"A = 0": Estimator({}), "A = -0.1": Estimator({}, a=-0.1)}
     ),
-    "favorpp_dense": Case(config={"statistics": "stored"}, estimators={}),
+    "favorpp_dense": Case(
+        estimators={"A = 0": Estimator({}), "A = -0.1": Estimator({}, a=-0.1)}
+    ),
     "gerf": Case(
         size=0.5,
         heads=30,
@@ -140,7 +134,6 @@ CASES = {
         },
     ),
     "hedgehog": Case(config={"num_features": 7}),
-    "favorpp_learned": Case(config={"start": "favorpp"}),
     "hybrid_angular": Case(
         {"num_features": 4, "num_coefficients": 2},
         config={"num_coefficients": 3, "shared": False},

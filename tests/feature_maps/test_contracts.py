@@ -31,9 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarnin
 
 def token_by_token(query, key, value, mask):
     """Causal attention by the recurrent state, from features."""
-    state = init_state(
-        h.BATCH, h.KV_HEADS, key.width, h.VALUE_DIM, key.log_scale.shape[-1]
-    )
+    state = init_state(h.BATCH, h.KV_HEADS, key.width, h.VALUE_DIM, key.scale_width)
     extend, read = h.compiled(extend_state), h.compiled(read_state)
     outputs = []
     for t in range(value.shape[1]):
@@ -155,7 +153,7 @@ def test_sequences_and_heads_are_strangers(name, algorithm):
     function, options = PARALLEL[algorithm]
 
     def run(query, key, value):
-        # With statistics of the sequence, where the algorithm allows them.
+        # Bound to the sequence, where the algorithm allows it.
         features = h.featurize(h.build(name), query, key, algorithm in CAUSAL)
         call = h.compiled(function, **options)
         return h.to_numpy(call(*features, ops.convert_to_tensor(value)))

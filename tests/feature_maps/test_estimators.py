@@ -12,6 +12,7 @@ import pytest
 from keras import ops
 
 from keras_rfattn import feature_maps
+from keras_rfattn.feature_maps import fits
 from keras_rfattn.kernels import values, variance
 from tests import helpers as h
 from tests.feature_maps.cases import DIM, case
@@ -46,6 +47,7 @@ LIMIT = statistics.NormalDist().inv_cdf(1 - 1e-6 / (2 * len(ESTIMATORS) * len(X)
 
 def dense(features):
     """`(pairs, M)` of float64 from `(1, pairs, 1, M)`."""
+    features = features.dense()
     parts = features.ones_or_values(), features.log_scale
     value, log_scale = (h.to_numpy(part)[0, :, 0].astype("float64") for part in parts)
     return np.exp(log_scale) * value
@@ -60,15 +62,16 @@ def sample(name, label, **arguments):
     feature_map.build((None, None, 1, DIM))
     for weight, value in estimator.weights.items():
         getattr(feature_map, weight).assign(np.float32([value]))
-    stats = None
-    if estimator.stats is not None:
-        stats = ops.convert_to_tensor(np.float32([estimator.stats]))
-    log_moment = feature_map.log_moment(0, stats)
+    if estimator.a is not None:
+        fit = fits.oprf(feature_map.random_vectors(0), np.full((1, 1), estimator.a))
+        feature_map.vectors.assign(ops.expand_dims(fit["vectors"], 1))
+        feature_map.bias.assign(fit["bias"])
+    log_moment = feature_map.log_moment(0)
     if log_moment is None:
         pytest.skip(f"{name} states no second moment")
     x, y = (ops.convert_to_tensor(a[None, :, None].astype("float32")) for a in (X, Y))
-    query = dense(feature_map.query_features(x, stats))
-    products = DRAWS * query * dense(feature_map.key_features(y, stats))
+    query = dense(feature_map.query_features(x))
+    products = DRAWS * query * dense(feature_map.key_features(y))
     # Two features a vector, side by side: their sum is the draw.
     draws = products.reshape(len(X), -1, DRAWS).sum(axis=1)
     return draws, variance.variance(log_moment(X, Y), X, Y)
@@ -101,11 +104,11 @@ def states_moment(name, label):
     estimator = case(name).estimators[label]
     feature_map = feature_maps.get(name, num_features=4, seed=0, **estimator.arguments)
     feature_map.build((None, None, 1, DIM))
-    return feature_map.log_moment(0, np.float32([0.0])) is not None
+    return feature_map.log_moment(0) is not None
 
 
 # Estimators that are even in the projection, where orthogonality shows at once.
-EVEN = [("favor", ""), ("favorplus", "pair")]
+EVEN = [("favor", "")]
 
 
 @pytest.mark.parametrize(("name", "label"), each_map(PROJECTED))
@@ -152,19 +155,15 @@ def test_optimal_a_is_the_minimum_of_the_closed_form(z, dim):
     found = optimize.minimize_scalar(
         cost, bounds=(-20, 0), method="bounded", options={"xatol": 1e-10}
     )
-    feature_map = feature_maps.get("favorpp", num_features=2)
-    feature_map.build((None, None, 1, dim))
-    a = float(h.to_numpy(feature_map.optimal_a(ops.convert_to_tensor(np.float32(z)))))
+    a = float(h.to_numpy(fits.best_a(ops.convert_to_tensor(np.float32(z)), dim)))
     assert a < 0
     np.testing.assert_allclose(a, found.x, rtol=1e-3, atol=1e-6)
     assert cost(a) <= found.fun + 1e-6
 
 
 def test_optimal_a_is_finite_and_vanishes_with_z():
-    feature_map = feature_maps.get("favorpp", num_features=2)
-    feature_map.build((None, None, 1, 16))
     z = np.float32([0, 1e-30, 1e-8, 1e-3, 1.0, 1e3, 1e6])
-    a = h.to_numpy(feature_map.optimal_a(ops.convert_to_tensor(z)))
+    a = h.to_numpy(fits.best_a(ops.convert_to_tensor(z), 16))
     assert np.all(np.isfinite(a)) and np.all(a <= 0)
     np.testing.assert_allclose(a[:3], 0, atol=1e-6)
     assert np.all(np.diff(a[3:]) < 0)

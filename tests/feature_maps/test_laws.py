@@ -8,7 +8,8 @@ import pytest
 from keras import ops
 
 from keras_rfattn import feature_maps, layers
-from keras_rfattn.ops.layout import merge_heads, split_heads
+from keras_rfattn.ops import Exponents
+from keras_rfattn.ops.layout import heads_first, merge_heads
 from tests import helpers as h
 from tests.marks import each_map
 
@@ -26,8 +27,7 @@ def program(name, side):
     feature_map = h.build(name)
 
     def call(x):
-        stats = feature_map.statistics(x, x, causal=True)
-        return getattr(feature_map, side)(x, stats)
+        return getattr(feature_map, side)(x).dense()
 
     return h.one_program(call)
 
@@ -64,43 +64,50 @@ def test_shapes_and_ranges(name, side):
             assert feature_map.features_per_scale == feature_map.output_dim
 
 
-@pytest.mark.parametrize("pair", [False, True])
-def test_exponents_of_pairs(pair):
-    check_exponents(feature_maps.FavorPlus(6, pair=pair, seed=0), "key_features")
-
-
 @pytest.mark.parametrize("side", ["query_features", "key_features"])
 @pytest.mark.parametrize("name", h.EACH_MAP)
 def test_exponents_are_those_of_features(name, side):
-    feature_map = h.build(name)
-    if feature_map.has_exponents:
-        check_exponents(feature_map, side)
-    else:
-        with pytest.raises(NotImplementedError, match="has no `exponents`"):
-            feature_map.exponents(side, h.problem().key)
-
-
-def check_exponents(feature_map, side):
-    if not feature_map.built:
-        feature_map.build((None, None, h.KV_HEADS, h.HEAD_DIM))
-    x = ops.convert_to_tensor(h.problem().query)
-    stats = feature_map.statistics(x, x, causal=True)
-    found = feature_map.exponents(side, x, stats)
+    feature_map, x = h.build(name), ops.convert_to_tensor(h.problem().query)
+    found = getattr(feature_map, side)(x)
+    assert isinstance(found, Exponents) == feature_map.has_exponents
+    if not feature_map.has_exponents:
+        return
     shape = h.KV_HEADS, h.HEAD_DIM, feature_map.output_dim
-    assert tuple(found.vectors.shape) == (1, *shape)
-    assert tuple(found.bias.shape[1:]) == (h.KV_HEADS, 1, feature_map.output_dim)
+    assert tuple(found.matrix.shape) == (1, *shape)
+    assert tuple(found.bias.shape) == (1, h.KV_HEADS, 1, feature_map.output_dim)
+    assert found.width == found.scale_width == feature_map.output_dim
     # Groups of query heads share what a key head has.
     groups = h.HEADS // h.KV_HEADS
-    vectors, bias = (ops.repeat(p, groups, axis=1) for p in found[1:3])
-    products = ops.einsum("btnh,onhm->btnm", found.x, vectors)
-    rows = split_heads(found.x, h.KV_HEADS)
-    common = feature_map.common_exponent(side, rows, stats)
-    common = merge_heads(common, h.HEADS, h.LENGTH)
+    matrix, bias = (ops.repeat(p, groups, axis=1) for p in (found.matrix, found.bias))
+    products = ops.einsum("btnh,onhm->btnm", found.x, matrix)
+    rows = heads_first(found, h.KV_HEADS)
+    common = merge_heads(rows.common(), h.HEADS, h.LENGTH)
     assert common.shape[-1] == 1
     actual = products + ops.swapaxes(bias, 1, 2) + common
-    expected = getattr(feature_map, side)(x, stats)
+    expected = found.dense()
     assert expected.values is None
     h.assert_close(actual, expected.log_scale, 1e-5)
+    computed = merge_heads(rows.compute().log_scale, h.HEADS, h.LENGTH)
+    h.assert_close(computed, expected.log_scale, 1e-5)
+    # Without it, the features of a token keep their ratios.
+    relative = merge_heads(rows.relative().compute().log_scale, h.HEADS, h.LENGTH)
+    h.assert_close(relative + common, expected.log_scale, 1e-5)
+
+
+@pytest.mark.parametrize("name", h.EACH_MAP)
+def test_a_bound_map_scales_tokens(name):
+    # In calls that are not bound to their sequence.
+    feature_map, x = h.build(name), h.problem()
+    query, key = (ops.convert_to_tensor(a) for a in (x.query, x.key))
+    bound = feature_map.bind(query, key, 0.3, causal=True)
+    for side, tokens in (("query_features", query), ("key_features", key)):
+        expected = getattr(feature_map, side)(0.3 * tokens).dense()
+        found = getattr(bound, side)(tokens).dense()
+        for a, e in zip(found, expected, strict=True):
+            if e is not None:
+                h.assert_close(a, e, 1e-5)
+    assert bound.output_dim == feature_map.output_dim
+    assert bound.side == 0.3
 
 
 # Whose values alone are negative somewhere; what others adapt to here may leave them
@@ -146,8 +153,7 @@ def test_tokens_do_not_see_each_other(name, side):
 def test_grouped_queries_use_the_vectors_of_their_head(name):
     feature_map, x = h.build(name), h.problem()
     query, key = (ops.convert_to_tensor(a) for a in (x.query, x.key))
-    stats = feature_map.statistics(query, key, causal=True)
-    call = h.one_program(lambda x: feature_map.query_features(x, stats))
+    call = h.one_program(lambda x: feature_map.query_features(x).dense())
     grouped = call(query)
     for head in range(h.HEADS):
         # The query in the place of the key head it belongs to.
@@ -303,7 +309,7 @@ def test_gradients_of_features(name):
 
     @h.one_program
     def total(x):
-        values, log_scale = feature_map.key_features(x)
+        values, log_scale = feature_map.key_features(x).dense()
         # Features that are off have an exponent for -inf.
         log_scale = ops.where(log_scale < -1e20, 0, log_scale)
         return log_scale if values is None else values + log_scale

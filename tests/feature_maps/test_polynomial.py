@@ -218,9 +218,9 @@ def test_pairs_are_weighed_where_they_are_fewer_than_features(causal):
     asked = []
 
     class Watched(Polynomial):
-        def key_features(self, x, stats=None):
+        def key_features(self, x):
             asked.append(x)
-            return super().key_features(x, stats)
+            return super().key_features(x)
 
     feature_map = build(Watched, heads=2, dim=3, degree=2)
     x = np.random.default_rng(0).normal(size=(3, 2, 14, 2, 3)).astype("float32")

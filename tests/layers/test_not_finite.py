@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn import feature_maps
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.decoding import looked_up, onward
@@ -184,24 +183,6 @@ def test_controls_know_too(way):
     expected = np.zeros(lost.shape, bool)
     expected[1, 9:, GROUPS:] = True
     np.testing.assert_array_equal(lost, expected)
-
-
-def test_statistics_of_training_leave_it_out():
-    mask = np.ones((h.BATCH, h.LENGTH), bool)
-    mask[:, 5] = False
-    stored = []
-    for query_mask, content in ((None, np.nan), (ops.convert_to_tensor(mask), 1.0)):
-        feature_map = feature_maps.get("favorpp", num_features=8, seed=0)
-        feature_map.build((None, None, h.KV_HEADS, h.HEAD_DIM))
-        x = h.problem()
-        x.query[:, 5, 0] = content
-        call = Attention(
-            *map(ops.convert_to_tensor, x), AttentionMask(query_mask=query_mask), 0.2,
-            feature_map, Options(), training=True,
-        )  # fmt: skip
-        call.linear()
-        stored.append(h.to_numpy(feature_map.mean_square))
-    h.assert_close(*stored)
 
 
 @functools.cache

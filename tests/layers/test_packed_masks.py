@@ -106,27 +106,3 @@ def test_inside_a_compiled_function(masked):
     rows = real(masks)
     expected = apart(layer, x, masks, causal=False)
     h.assert_close(found[rows], expected[rows], rtol=1e-5)
-
-
-@pytest.mark.full
-@pytest.mark.once
-def test_statistics_that_are_stored():
-    x, masks = problem("both")
-    packed, separate = made("favorpp"), made("favorpp")
-    tokens = ops.convert_to_tensor(x)
-    packed(tokens, tokens, segment_ids=IDS, training=True, **masks)
-    # The same texts as rows of one batch, padded on the right.
-    rows = [(i, np.nonzero(ids == t)[0]) for i, ids in enumerate(IDS)
-            for t in np.unique(ids)]  # fmt: skip
-    batch = np.zeros((len(rows), LENGTH, DIM), "float32")
-    own = {k: np.zeros((len(rows), LENGTH), bool) for k in masks}
-    for j, (i, places) in enumerate(rows):
-        batch[j, : len(places)] = x[i, places]
-        for k in masks:
-            own[k][j, : len(places)] = masks[k][i, places]
-    batch = ops.convert_to_tensor(batch)
-    separate(batch, batch, training=True, **own)
-    h.assert_close(
-        h.to_numpy(packed.feature_map.mean_square.value),
-        h.to_numpy(separate.feature_map.mean_square.value),
-    )

@@ -1,4 +1,4 @@
-"""Files that commit 2f1860e saved load, and the models compute the same outputs.
+"""Saved files load, and the models compute the same outputs as when they were saved.
 
 `saved/make.py` made them.
 """

@@ -27,10 +27,9 @@ def weighed(feature_map, query, key, value, near, visible):
         scale = ops.exp(features.log_scale)
         return heads(scale if features.values is None else scale * features.values)
 
-    stats = feature_map.statistics(query, key, causal=True)
     far = ops.matmul(
-        dense(feature_map.query_features(query, stats)),
-        ops.swapaxes(dense(feature_map.key_features(key, stats)), -1, -2),
+        dense(feature_map.query_features(query)),
+        ops.swapaxes(dense(feature_map.key_features(key)), -1, -2),
     )
     products = ops.matmul(heads(query), ops.swapaxes(heads(key), -1, -2))
     if feature_map.kernel == "softmax":

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import bidirectional, quadratic
+from keras_rfattn.ops import Exponents, bidirectional, quadratic
 from tests import helpers as h
 from tests.marks import first_on_jax
 
@@ -92,20 +92,12 @@ def test_query_heads_share_the_head_of_their_group(name):
 
 
 @functools.cache
-def known(name):
-    """Statistics of tokens all of which are finite."""
-    return h.build(name).statistics(*given(h.problem())[:2])
-
-
-@functools.cache
-def deferred(name):
+def by_exponents(name):
     """`(query, key, value, mask) -> output`, features computed by the algorithm."""
-    feature_map, stats = h.build(name), known(name)
 
     def attend(query, key, value, mask):
-        query = feature_map.deferred("query_features", query, stats)
-        key = feature_map.deferred("key_features", key, stats)
-        return bidirectional(query, key, value, mask)
+        features = h.featurized(h.build(name), query, key, causal=True)
+        return bidirectional(*features, value, mask)
 
     return h.compiled(attend)
 
@@ -120,15 +112,15 @@ def given(x):
 
 
 @pytest.mark.parametrize("name", first_on_jax(EXPONENTIAL))
-def test_deferred_features_are_the_same(name):
+def test_exponents_are_the_same_as_features(name):
     x = h.problem()
-    feature_map, stats, (query, key, *others) = h.build(name), known(name), given(x)
-    features = (
-        feature_map.query_features(query, stats),
-        feature_map.key_features(key, stats),
-    )
+    feature_map, (query, key, *others) = h.build(name), given(x)
+    features = h.featurized(feature_map, query, key, causal=True)
+    assert all(isinstance(x, Exponents) for x in features)
     expected = h.reference(*features, x.value, MASK, causal=False)
-    h.assert_matches(feature_map, deferred(name)(query, key, *others), expected)
+    h.assert_matches(feature_map, by_exponents(name)(query, key, *others), expected)
+    in_memory = bidirectional(*(x.dense() for x in features), *others)
+    h.assert_matches(feature_map, in_memory, expected)
     others[1] = ops.convert_to_tensor(MASK & np.array([[True], [False]]))
-    unseen = h.to_numpy(deferred(name)(query, key, *others))[1]
+    unseen = h.to_numpy(by_exponents(name)(query, key, *others))[1]
     np.testing.assert_array_equal(unseen, 0)

@@ -94,49 +94,39 @@ def test_gradients_match_the_definition(name, block_size):
 @pytest.mark.parametrize(
     "name", ["favorpp", pytest.param("favor", marks=pytest.mark.once)]
 )
-def test_features_may_be_deferred(name):
+def test_exponents_are_the_same_as_features(name):
     # 40 tokens are three blocks, the last of them not full; 4 heads share 2.
     feature_map, x = h.build(name), h.problem(length=40)
     mask = h.padding_masks(40)["middle"]
 
-    def deferred(query, key, value):
-        stats = feature_map.statistics(query, key, causal=True)
-        query = feature_map.deferred("query_features", query, stats)
-        key = feature_map.deferred("key_features", key, stats)
-        return causal(query, key, value, ops.convert_to_tensor(mask), 16)
+    def exponents(query, key, value):
+        features = h.featurized(feature_map, query, key, causal=True)
+        return causal(*features, value, ops.convert_to_tensor(mask), 16)
 
-    def computed(query, key, value):
-        stats = feature_map.statistics(query, key, causal=True)
-        query = feature_map.query_features(query, stats)
-        key = feature_map.key_features(key, stats)
-        return causal(query, key, value, ops.convert_to_tensor(mask), 16)
+    def in_memory(query, key, value):
+        features = h.featurized(feature_map, query, key, causal=True)
+        features = [x.dense() for x in features]
+        return causal(*features, value, ops.convert_to_tensor(mask), 16)
 
     x = [0.3 * a for a in x]
     tensors = [ops.convert_to_tensor(a) for a in x]
     query, key, value = tensors
-    stats = feature_map.statistics(query, key, causal=True)
-    features = (
-        feature_map.query_features(query, stats),
-        feature_map.key_features(key, stats),
-    )
+    features = h.featurized(feature_map, query, key, causal=True)
     wanted = h.reference(*features, value, mask)
-    for call in (deferred, computed):
+    for call in (exponents, in_memory):
         h.assert_matches(feature_map, call(*tensors), wanted)
-    found, expected = h.gradients(deferred, *x), h.gradients(computed, *x)
+    found, expected = h.gradients(exponents, *x), h.gradients(in_memory, *x)
     h.assert_gradients_close(found, expected, h.gradient_rtol(feature_map))
 
 
-def test_deferred_features_leave_the_map_free():
+def test_exponents_leave_the_map_free():
     x = h.problem(length=4)
     feature_map = feature_maps.get("favorplus", num_features=8, seed=0)
     feature_map.build(x.key.shape)
     query, key, value = (ops.convert_to_tensor(a) for a in x)
 
     def call(feature_map):
-        features = (
-            feature_map.deferred("query_features", query),
-            feature_map.deferred("key_features", key),
-        )
+        features = feature_map.query_features(query), feature_map.key_features(key)
         return h.to_numpy(causal(*features, value))
 
     first = call(feature_map)

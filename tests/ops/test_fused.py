@@ -40,11 +40,7 @@ def attention(name, x, window=None, sliding=False, mask=None):
     feature_map = fixed(name)
     query, key, value = (ops.convert_to_tensor(a) for a in x)
     mask = None if mask is None else ops.convert_to_tensor(mask)
-    stats = feature_map.statistics(query, key, mask, mask)
-    features = (
-        feature_map.deferred("query_features", query, stats),
-        feature_map.deferred("key_features", key, stats),
-    )
+    features = h.featurized(feature_map, query, key, 1.0, mask, mask)
     local = None
     if window is not None:
         local = Local(query, key, Softmax(), window, sliding)
@@ -154,10 +150,7 @@ def test_neither_autocast_nor_forward_mode(calls):
 def test_gradient_of_the_exact_part_alone(calls):
     query, key, value = (ops.convert_to_tensor(a) for a in h.problem(size=0.5))
     feature_map = fixed("favorplus")
-    features = (
-        feature_map.deferred("query_features", query),
-        feature_map.deferred("key_features", key),
-    )
+    features = feature_map.query_features(query), feature_map.key_features(key)
     exact = query.clone().requires_grad_()
     local = Local(exact, key, Softmax(), 5, False)
     assert fused.attention(*features, value, local) is None

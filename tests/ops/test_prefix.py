@@ -24,7 +24,7 @@ def definition(feature_map, x, prefix, visible):
     query, key = h.featurize(feature_map, x.query, x.key)
     rows, attend_one = [], h.compiled(quadratic)
     for i in range(LENGTH):
-        one = type(query)(*(None if y is None else y[:, i : i + 1] for y in query))
+        one = query.of_tokens(lambda y: y[:, i : i + 1])  # noqa: B023
         seen = (prefix | (np.arange(LENGTH) <= i)) & visible
         rows.append(attend_one(one, key, ops.convert_to_tensor(x.value), seen))
     return ops.concatenate(rows, axis=1)

@@ -21,6 +21,7 @@ def test_is_the_definition(name, causal):
 def test_common_exponents_cancel():
     x = h.problem(size=0.1)
     query, key = h.featurize(h.build("favorplus"), x.query, x.key)
+    query = query.dense()
     call = h.compiled(quadratic)
     expected = call(query, key, ops.convert_to_tensor(x.value))
     shifted = Features(None, query.log_scale + 1000.0)

@@ -46,7 +46,7 @@ def formula(weights, value, causal):
 def feature_weights(feature_map, query, key):
     side = H**-0.25
     phi = [
-        np.exp(np.asarray(array(x.log_scale), "float64"))
+        np.exp(np.asarray(array(x.dense().log_scale), "float64"))
         for x in (feature_map.query_features(side * query),
                   feature_map.key_features(side * key))
     ]  # fmt: skip
@@ -123,8 +123,10 @@ def test_gradients(causal):
 
     def dense(query, key, value, sinks):
         side = H**-0.25
-        query = keras.ops.exp(feature_map.query_features(side * query).log_scale)
-        key = keras.ops.exp(feature_map.key_features(side * key).log_scale)
+        query = keras.ops.exp(
+            feature_map.query_features(side * query).dense().log_scale
+        )
+        key = keras.ops.exp(feature_map.key_features(side * key).dense().log_scale)
         key, value = (keras.ops.repeat(x, N // K, axis=2) for x in (key, value))
         weights = keras.ops.einsum("btnm,bsnm->bnts", query, key) * visible
         sinks = keras.ops.reshape(keras.ops.exp(sinks), (-1, 1, 1))

@@ -38,11 +38,7 @@ def setup(name, kind):
     feature_map, x = h.build(name), h.problem()
     side = feature_map.default_scale(h.HEAD_DIM) ** 0.5 * case(name).size
     query, key = (ops.convert_to_tensor(side * a) for a in (x.query, x.key))
-    stats = feature_map.statistics(query, key, causal=True)
-    features = (
-        feature_map.query_features(query, stats),
-        feature_map.key_features(key, stats),
-    )
+    features = h.featurized(feature_map, query, key, causal=True)
     value = ops.convert_to_tensor(x.value)
     return feature_map, (*features, value, query, key), h.padding_masks()[kind]
 
@@ -117,13 +113,9 @@ def test_prefill_then_steps(name, kind, sliding):
 def test_chunks_are_the_parallel_pass(name, kind, sliding):
     feature_map, arrays, mask = setup(name, kind)
     query_features, key_features, value, query, key = arrays
-    stats = feature_map.statistics(query, key, causal=True)
 
     def features(query, key, sink, position):
-        return (
-            feature_map.deferred("query_features", query, stats),
-            feature_map.deferred("key_features", key, stats),
-        )
+        return feature_map.query_features(query), feature_map.key_features(key)
 
     def chunk(state, value, query, key, seen, is_empty):
         local = Local(query, key, feature_map.exact_kernel, WINDOW, sliding)

@@ -76,10 +76,7 @@ def many(topology):
     where = NamedSharding(mesh, PartitionSpec(None, "sequence"))
 
     def forward(query, key, value):
-        features = (
-            feature_map.deferred(f"{side}_features", x.astype("float32"))
-            for side, x in (("query", query), ("key", key))
-        )
+        features = h.featurized(feature_map, query, key, causal=True)
         return over_devices(
             *features, value, None, None, Options(), True, mesh, "sequence"
         )

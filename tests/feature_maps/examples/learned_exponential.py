@@ -28,8 +28,8 @@ class LearnedExponential(feature_maps.FeatureMap):
         shape = self.num_heads, self.head_dim, self.num_features
         self.w = self.add_trained("w", start, shape)
 
-    def key_features(self, x, stats=None):
-        w = self.per_head(self.w, x)
+    def key_features(self, x):
+        w = ops.cast(self.per_head(self.w, x), x.dtype)
         return Features(None, ops.einsum("...nh,nhm->...nm", x, w))
 
     def get_config(self):

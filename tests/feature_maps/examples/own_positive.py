@@ -14,6 +14,6 @@ SIGN = -1  # of half the square; a test plants the other
 class OwnPositive(feature_maps.ProjectedFeatureMap):
     """Features `exp(w · x - ‖x‖²/2) / √m`."""
 
-    def key_features(self, x, stats=None):
+    def key_features(self, x):
         exponent = self.project(x) + SIGN * half_square(x)
         return Features(None, exponent - math.log(self.num_features) / 2)

@@ -1,9 +1,9 @@
-"""Makes the files beside this one, which show that files of an older commit still load.
+"""Makes the files beside this one, which guard the format of saved models.
 
     KERAS_BACKEND=jax python tests/models/saved/make.py FOLDER
 
-They were made with the package as it was at commit 2f1860e. Do not make them again with
-a later one.
+A file that no longer loads, or gives other outputs, shows that the format has changed.
+Make the files again only for a change that is meant, before a release.
 """
 
 import json
