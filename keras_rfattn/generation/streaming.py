@@ -186,11 +186,7 @@ def parts_of(model):
 
 
 class Stream:
-    """Holds what `prefill` and `step` need of a model, with the function they compile.
-
-    Args:
-        model: A KerasHub `CausalLM` with linear attention.
-    """
+    """What `prefill` and `step` need of a model, and the functions they compile."""
 
     def __init__(self, model):
         self.model, self.sites = model, context(model).sites

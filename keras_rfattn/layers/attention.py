@@ -44,31 +44,18 @@ def of_finite_tokens(method):
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One call of an attention layer, with several methods to compute its output.
+    """One call of an attention layer, with several methods to compute its output."""
 
-    Attributes:
-        query: Queries of shape `(B, T, N, H)`, not scaled.
-        key: Keys of shape `(B, S, K, H)`, not scaled. Hidden keys are 0.
-        value: Values of shape `(B, S, K, V)`. Hidden values are 0.
-        mask: An `AttentionMask` without an offset. Its `key_mask` has shape `(B, S)` or
-            is `None`.
-        scale: Factor on `q · k`.
-        feature_map: A `FeatureMap` that is built for K heads of dim H.
-        options: The `ops.Options`.
-        softmax_kernel: `ops.Softmax`, the kernel of the layer's own softmax attention.
-        sink_logits: Array of shape `(N,)`, a logit per query head whose weight is in
-            the denominator of softmax only. `None` if the layer has none. The
-            `feature_map` knows them, too.
-    """
-
-    query: Any
-    key: Any
-    value: Any
-    mask: AttentionMask
-    scale: float
-    feature_map: Any
+    query: Any  # (B, T, N, H), not scaled
+    key: Any  # (B, S, K, H), not scaled; hidden keys are 0
+    value: Any  # (B, S, K, V); hidden values are 0
+    mask: AttentionMask  # without an offset
+    scale: float  # factor on q · k
+    feature_map: Any  # built for K heads of dim H
     options: Options
-    softmax_kernel: Softmax = PLAIN
+    softmax_kernel: Softmax = PLAIN  # of the layer's own softmax attention
+    # (N,), a logit per query head whose weight is in the denominator of softmax only.
+    # The feature map knows these logits, too.
     sink_logits: Any = None
 
     @property

@@ -28,16 +28,10 @@ LARGEST = 1e13
 
 
 class Finite(NamedTuple):
-    """Which tokens are finite.
+    """Which tokens are finite; a key with a value that is not is not finite either."""
 
-    Attributes:
-        query: Booleans of shape `(B, T, N, 1)`.
-        key: Booleans of shape `(B, S, K, 1)`; a key with a value that is not finite is
-            not finite either.
-    """
-
-    query: Any
-    key: Any
+    query: Any  # (B, T, N, 1)
+    key: Any  # (B, S, K, 1)
 
 
 def judge(query, key, value):

@@ -28,16 +28,16 @@ class Fresh(Features):
         return ops.cast(exp_into(self.log_scale, shift), dtype)
 
 
+def plain(features):
+    """Returns features that are not overwritten when they are read."""
+    return Features(*features) if isinstance(features, Fresh) else features
+
+
 class Form(NamedTuple):
-    """The quadratic term `-‖x · matrix + offset‖² / 2` that a token's features share.
+    """The term `-‖x · matrix + offset‖² / 2` that all features of a token share."""
 
-    Attributes:
-        matrix: Array of shape `(1, K, H, H)`, or a number as an array `(1, 1, 1, 1)`.
-        offset: Array of shape `(1, K, 1, H)`, or `None` for 0.
-    """
-
-    matrix: Any
-    offset: Any = None
+    matrix: Any  # (1, K, H, H), or a number as an array (1, 1, 1, 1)
+    offset: Any = None  # (1, K, 1, H), or `None` for 0
 
     def __call__(self, x):
         """Returns the term of tokens `(B, K, R, H)`, of shape `(B, K, R, 1)`."""

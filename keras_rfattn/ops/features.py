@@ -149,38 +149,19 @@ class Features(NamedTuple):
         return accumulated_matmul(rows, columns, transpose_b=True)
 
 
-class Squared(NamedTuple):
+class Squared(Features):
     """Features `v ⊗ v · exp(log_scale)`, whose inner products are squares.
 
     These are the features of polynomial attention, whose denominator has a 1. The
     product of a few tokens is computed as `(v · w)²`, which never forms the r²
-    features.
-
-    Attributes:
-        values: Array v of shape `(..., r)` with magnitudes at most 1.
-        log_scale: Array of shape `(..., 1)`; float32 or float64.
+    features. `values` is the array v of shape `(..., r)`, and `log_scale` has shape
+    `(..., 1)`.
     """
-
-    values: Any
-    log_scale: Any
 
     has_offset = True
     is_exponential = False
     is_signed = False
     shares_scale = True
-    num_heads = Features.num_heads
-    num_tokens = Features.num_tokens
-    scale_width = Features.scale_width
-    scale_dtype = Features.scale_dtype
-    compute = Features.compute
-    tokens = Features.tokens
-    shared = Features.shared
-    joined = Features.joined
-    of_tokens = Features.of_tokens
-    hidden = Features.hidden
-    raised = Features.raised
-    relative = Features.relative
-    magnitudes = Features.magnitudes
 
     @property
     def width(self):
@@ -201,12 +182,7 @@ class Squared(NamedTuple):
 
     def products(self, other, dtype):
         """Returns the products of the values with those of `other`: `(v · w)²`."""
-        return ops.square(Features.products(self, other, dtype))
-
-
-def plain(features):
-    """Returns `Features` that are not overwritten when they are read."""
-    return Features(*features) if isinstance(features, Features) else features
+        return ops.square(super().products(other, dtype))
 
 
 def masked_log_scale(key, mask):

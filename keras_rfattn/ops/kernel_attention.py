@@ -69,15 +69,6 @@ class Polynomial:
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.1.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> query, key, value = rng.standard_normal((3, 1, 10, 2, 8), "float32")
-        >>> kernel = ops.Polynomial(degree=4)
-        >>> output = ops.exact_attention(query, key, value, kernel)
-        >>> tuple(output.shape)
-        (1, 10, 2, 8)
     """
 
     degree: int
@@ -191,11 +182,3 @@ class _Whole(NamedTuple):
 
     def __call__(self, *tokens):
         return normalize(read_exactly(self.kernel, *tokens), self.kernel)
-
-
-def softmax_attention(query, key, value, key_mask=None, causal=False, prefix_mask=None):
-    """Computes `softmax(q · k) v` over the visible keys in O(T · S).
-
-    The arguments and the result are those of `exact_attention` with `Softmax()`.
-    """
-    return exact_attention(query, key, value, Softmax(), key_mask, causal, prefix_mask)

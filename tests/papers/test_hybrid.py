@@ -9,8 +9,9 @@ import pytest
 from keras import ops
 
 import keras_rfattn
-from keras_rfattn import diagnostics, papers
 from keras_rfattn import feature_maps as maps
+from keras_rfattn import papers
+from keras_rfattn.diagnostics import errors
 from keras_rfattn.papers import hybrid_variance, second_moments
 from tests import helpers as h
 from tests.feature_maps.draws import DIM, DRAWS, LIMIT, check, dense, estimates, pairs
@@ -152,7 +153,7 @@ def test_pair_has_the_mean_and_variance_of_its_closed_form(projection):
     feature_map = papers.FavorPlusPair(M, projection=projection, seed=7)
     kernel = np.exp(np.sum(x * y, -1))
     found = estimates(feature_map, x, y, draws=50_000)
-    predicted = diagnostics.predicted_variance(feature_map)(x, y) * kernel**2
+    predicted = errors.predicted_variance(feature_map, 0)(x, y) * kernel**2
     check(found, kernel, predicted)
     independent = second_moments.positive_pair(x, y) / M
     is_independent = np.allclose(predicted, independent, rtol=1e-4)
