@@ -13,20 +13,12 @@ from keras_rfattn.layers.recording import progress
 
 @dataclass(frozen=True)
 class HeadReport:
-    """The approximation errors of one key/value head.
+    """The approximation errors of one key/value head."""
 
-    Attributes:
-        path: Path of the layer.
-        head: Index of the key/value head.
-        mechanism: Registered name of the feature map.
-        width: Feature width M.
-        errors: The `HeadErrors` of the head.
-    """
-
-    path: str
+    path: str  # of the layer
     head: int
-    mechanism: str
-    width: int
+    mechanism: str  # registered name of the feature map
+    width: int  # number of features, M
     errors: HeadErrors
 
 
@@ -101,8 +93,7 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
         model: A model with linear attention.
         data: An iterable of batches; each batch is an input of `model(batch)`.
         max_tokens: Maximum number of queries and of keys used per sequence.
-        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
-            end, as in Keras.
+        verbose: 0, 1, 2 or `"auto"`, as in Keras.
 
     Returns:
         An `ApproximationReport`.

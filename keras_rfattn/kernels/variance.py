@@ -16,11 +16,7 @@ import numpy as np
 
 
 def log_variance(log_moment, x, y):
-    """Returns `log(E[Z²] - SM²)`, the log variance of one draw Z; -inf where it is 0.
-
-    Args:
-        log_moment: `log E[Z²]`, array of shape `(...)`.
-    """
+    """Returns the log variance `log(E[Z²] - SM²)` of a draw Z; -inf where it is 0."""
     excess = np.maximum(log_moment - 2 * np.sum(x * y, -1), 0)
     with np.errstate(divide="ignore"):
         return log_moment + np.log(-np.expm1(-excess))
@@ -29,13 +25,8 @@ def log_variance(log_moment, x, y):
 def log_moment_of_z(z, dim, a, s=1):
     """Returns `log E[Z²] + s (‖x‖² + ‖y‖²)` of generalized exponential features.
 
-    CRT minimizes this to choose A: it depends on the data only by `z = ‖x + s y‖²`.
-
-    Args:
-        z: Array of shape `(...)`.
-        dim: The dimension d.
-        a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
-        s: 1 or -1.
+    CRT minimizes this to choose A, real or complex with `Re(1 - 8A) > 0`: it depends on
+    the data, of dimension `dim`, only by `z = ‖x + s y‖²`.
     """
     a = np.asarray(a, dtype=complex)
     real = 1 - 8 * a.real
@@ -49,13 +40,8 @@ def log_moment_of_z(z, dim, a, s=1):
 
 
 def log_moment_per_direction(x, y, a):
-    """Returns the log second moment of OPRF features with a real A per coordinate.
-
-    The moment is a product over coordinates of one-dimensional moments.
-
-    Args:
-        a: Array of shape `(d,)`, below 1/8.
-    """
+    """Returns the log second moment of OPRF features with a real A per coordinate."""
+    # It is a product over coordinates of one-dimensional moments.
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
     return np.sum(log_moment_of_z((x + y) ** 2, 1, a), -1) - squares
 
@@ -74,12 +60,8 @@ def orthogonal_covariance(x, y, s=1):
     in which A has cancelled. It is negative for s = 1; theorem 4.1 of CRT bounds it for
     OPRF. A mean over m vectors in orthogonal blocks has more variance than one over
     independent vectors, by this covariance times the mean number of other vectors in a
-    vector's block, divided by m.
-
-    Args:
-        x: Array of shape `(..., d)`, d at least 2.
-        y: Array of shape `(..., d)`.
-        s: 1, or -1 for trigonometric features.
+    vector's block, divided by m. d must be at least 2, and s is 1, or -1 for
+    trigonometric features.
     """
     from scipy import special
 

@@ -179,8 +179,7 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
             memory quadratic in the sequence length. Defaults to `True`.
         max_tokens: Maximum number of queries and of keys that are kept of a sequence,
             evenly spaced. Defaults to 1024.
-        verbose: 0 (default) for no output, 1 or `"auto"` for a progress bar, 2 for a
-            line at the end, as in Keras.
+        verbose: 0 (default), 1, 2 or `"auto"`, as in Keras.
 
     Returns:
         List of `(path, layer, sequences)`, one for each linear attention layer that

@@ -49,24 +49,13 @@ class Form(NamedTuple):
 
 
 class Exponents(NamedTuple):
-    """Exponential features before they are computed: `x · matrix + bias + common`.
+    """Exponential features before they are computed: `x · matrix + bias + common`."""
 
-    Attributes:
-        x: Tokens of shape `(B, T, N, H)`, or `(B, K, R, H)` in heads-first layout, in
-            any float dtype.
-        matrix: Array of shape `(B or 1, K, H, M)`; the N / K query heads of a key head
-            share it.
-        bias: Array of shape `(B or 1, K, 1, M)`.
-        form: `Form` of the exponent that all features of a token share. `None` for 0.
-        mask: Booleans that broadcast to `(B, K, R, 1)`, false for hidden tokens, or
-            `None`.
-    """
-
-    x: Any
-    matrix: Any
-    bias: Any
-    form: Any = None
-    mask: Any = None
+    x: Any  # tokens (B, T, N, H), or heads first (B, K, R, H), in any float dtype
+    matrix: Any  # (B or 1, K, H, M), shared by the N / K query heads of a key head
+    bias: Any  # (B or 1, K, 1, M)
+    form: Any = None  # `Form` of the exponent that all features of a token share
+    mask: Any = None  # broadcasts to (B, K, R, 1), false for hidden tokens
 
     is_exponential = True
     is_signed = False

@@ -119,12 +119,7 @@ class Features(NamedTuple):
         return ops.broadcast_to(self.log_scale, ops.shape(self.values))
 
     def expand(self, shift, dtype):
-        """Returns `values * exp(log_scale - shift)`, rounded once, to `dtype`.
-
-        Args:
-            shift: Array that broadcasts to `log_scale`.
-            dtype: Dtype of the result. The computation is in the dtype of `log_scale`.
-        """
+        """Returns `values * exp(log_scale - shift)`, rounded once, to `dtype`."""
         scale = ops.exp(self.log_scale - shift)
         if self.values is not None:
             scale = scale * ops.cast(self.values, scale.dtype)
