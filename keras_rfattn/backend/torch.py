@@ -1,8 +1,7 @@
 """The operations that PyTorch needs in another form than `common` gives them.
 
-Keras turns scalars into tensors, and sending one to a GPU waits until the GPU has
-finished all earlier work. It also converts float64 to float32 in some operations. The
-functions below keep Python scalars and dtypes.
+Keras also converts float64 to float32 in some operations. The functions below keep
+Python scalars and dtypes.
 
 Some shortcuts read values, or overwrite an array. They are correct for plain tensors
 only: not inside `torch.compile`, `torch.export` or `torch.jit.trace`, and not for
@@ -65,20 +64,16 @@ def smallest_of(x, axis, keepdims=False):
 
 
 def clip(x, low, high):
-    return _tensor(x).clamp(low, high)
-
-
-def bounded(x, limit):
-    # PyTorch refuses numbers beyond the range of float16.
-    limit = min(limit, torch.finfo(x.dtype).max)
-    return x.clamp(-limit, limit)
+    x = _tensor(x)
+    if x.is_floating_point():
+        # PyTorch refuses numbers beyond the range of float16.
+        most = torch.finfo(x.dtype).max
+        low, high = max(low, -most), min(high, most)
+    return x.clamp(low, high)
 
 
 def where(condition, a, b):
     return torch.where(_tensor(condition), _tensor(a), _tensor(b))
-
-
-# On a CPU fresh memory costs more than the arithmetic.
 
 
 def exp_into(a, b):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_rfattn.backend import (
-    bounded,
+    clip,
     finite_tokens,
     known_finite,
     repeat_each,
@@ -43,8 +43,8 @@ def judge(query, key, value):
     finite = Finite(
         finite_tokens(query), ops.logical_and(finite_tokens(key), finite_tokens(value))
     )
-    query = where(finite.query, bounded(query, LARGEST), 0)
-    key = where(finite.key, bounded(key, LARGEST), 0)
+    query = where(finite.query, clip(query, -LARGEST, LARGEST), 0)
+    key = where(finite.key, clip(key, -LARGEST, LARGEST), 0)
     value = where(finite.key, value, 0)
     return query, key, value, finite
 
