@@ -64,11 +64,11 @@ MUTANTS = {
         "feature_maps/test_exponential.py::test_rows_are_bound_one_by_one",
     ),
     "an A bound to tokens before they are scaled": Mutant(
-        "feature_maps/exponential.py", "_bound", "side**2 * z", "z",
+        "feature_maps/exponential.py", "bind", "side**2 * z", "z",
         "feature_maps/test_exponential.py::test_is_the_function_in_its_docstring",
     ),
     "causal attention bound to its sequence": Mutant(
-        "feature_maps/exponential.py", "_bound",
+        "feature_maps/exponential.py", "bind",
         "self.measures_sequence and not causal", "self.measures_sequence",
         "feature_maps/test_exponential.py"
         "::test_only_self_attention_that_sees_everything_is_bound",
@@ -91,9 +91,7 @@ MUTANTS = {
         "::test_features_of_tokens_are_those_of_the_docstring",
     ),
     "features of a subclass left out": Mutant(
-        "feature_maps/exponential.py", "bind",
-        "super().bind(query, key, side)",
-        "self._bound(query, key, side, query_mask, key_mask, causal)",
+        "feature_maps/exponential.py", "bind", "not self.has_exponents", "False",
         "feature_maps/test_shared_programs.py",
     ),
     "windows without the common exponent of queries": Mutant(

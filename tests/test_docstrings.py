@@ -105,8 +105,8 @@ def names():
 # One of each family shows how it is used, and so does each function of the top level.
 FAMILIES = (
     "diagnostics.approximation_report", "diagnostics.sensitivity",
-    "distribution.distribute", "feature_maps.Activation", "feature_maps.FavorPlus",
-    "feature_maps.FavorPPLearned", "feature_maps.FeatureMap", "feature_maps.get",
+    "distribution.distribute", "feature_maps.Activation", "feature_maps.Exponential",
+    "feature_maps.FeatureMap", "feature_maps.get",
     "generation.prefill", "generation.state_bytes", "layers.MultiHeadAttention",
     "layers.attend", "layers.record", "models.Plan", "ops.AttentionMask",
     "ops.Features", "ops.causal", "papers.Gerf", "papers.Hybrid",

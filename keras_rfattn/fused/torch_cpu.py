@@ -164,7 +164,7 @@ class Averages(NamedTuple):
 def read_beside(averages, features, query, key, value, visible):
     """Returns what queries read of `Averages` and, by softmax, of keys nearby."""
     far, far_log = _look_up(features, averages.means, averages.logs)
-    common = features.common()
+    common = features.settled().common
     far_log = far_log if common is None else far_log + common[..., 0]
     mask = None
     if visible is not None:
@@ -179,7 +179,7 @@ def read_beside(averages, features, query, key, value, visible):
 def _average(key, value):
     """Returns each feature's average over the keys, and the log of its normalizer."""
     vectors, bias = _parameters(key)
-    common = key.common()
+    common = key.settled().common
     common = None if common is None else common.mT
     means, logs = _softmax(vectors, key.x, cast(value, key.x.dtype), common)
     return means, logs + bias

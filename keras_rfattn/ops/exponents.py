@@ -55,7 +55,7 @@ class Exponents(NamedTuple):
     matrix: Any  # (B or 1, K, H, M), shared by the N / K query heads of a key head
     bias: Any  # (B or 1, K, 1, M)
     form: Any = None  # `Form` of the exponent that all features of a token share
-    mask: Any = None  # broadcasts to (B, K, R, 1), false for hidden tokens
+    common: Any = None  # that exponent, (B, K, R, 1), once it is computed
 
     is_exponential = True
     is_signed = False
@@ -77,7 +77,8 @@ class Exponents(NamedTuple):
 
     def of_tokens(self, function):
         """Returns `Exponents` of tokens that a function has moved."""
-        return self._replace(x=function(self.x))
+        common = None if self.common is None else function(self.common)
+        return self._replace(x=function(self.x), common=common)
 
     def tokens(self):
         """Returns the part that has an entry for each token."""
@@ -97,29 +98,28 @@ class Exponents(NamedTuple):
         if mask is None:
             return self
         mask = ops.expand_dims(mask, -1)
-        return self._replace(x=where(mask, self.x, 0), mask=mask)
+        x = where(mask, self.x, 0)
+        common = self._replace(x=x).settled().common
+        common = ops.zeros_like(x[..., :1]) if common is None else common
+        return self._replace(x=x, form=None, common=where(mask, common, LOWEST))
 
     def relative(self):
         """Returns features without the factor that all features of a token share.
 
         It cancels between the numerator and the denominator of a query.
         """
-        return self._replace(form=None)
+        return self._replace(form=None, common=None)
 
-    def common(self):
-        """Returns the exponent that all features of a token share, or `None` for 0."""
-        common = None
-        if self.form is not None:
-            common = self.form(ops.cast(self.x, self.scale_dtype))
-        if self.mask is not None:
-            visible = 0.0 if common is None else common
-            hidden = ops.cast(LOWEST, self.scale_dtype)
-            common = ops.where(self.mask, visible, hidden)
-        return common
+    def settled(self):
+        """Returns `Exponents`, heads first, with `common` computed."""
+        if self.form is None:
+            return self
+        common = self.form(ops.cast(self.x, self.scale_dtype))
+        return self._replace(form=None, common=common)
 
     def compute(self):
         """Returns `Fresh` features of shape `(B, K, R, M)`, heads first."""
-        x, common = ops.cast(self.x, self.scale_dtype), self.common()
+        x, common = ops.cast(self.x, self.scale_dtype), self.settled().common
         matrix, bias = _fitting(self.matrix, x), _fitting(self.bias, x)
         terms = (bias,) if common is None else (bias, common)
         return Fresh(None, affine(x, matrix, *terms))

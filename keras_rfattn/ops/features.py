@@ -104,6 +104,10 @@ class Features(NamedTuple):
         """Returns the features unchanged; see `Exponents.relative`."""
         return self
 
+    def settled(self):
+        """Returns the features unchanged; see `Exponents.settled`."""
+        return self
+
     def dense(self):
         """Returns `Features` with every feature present: the features unchanged."""
         return self

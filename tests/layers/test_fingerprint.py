@@ -49,15 +49,3 @@ def test_formats():
     assert agrees(made, np.array([version, number]))
     for wrong in ([version - 1, number], [version, number + 1], number, [number]):
         assert not agrees(made, np.array(wrong))
-
-
-def test_files_whose_heads_counted_queries_do_not_agree():
-    # They had the checksum of a layer whose query heads are its key/value heads.
-    for heads, is_same in (((), True), ((1,), False)):
-        grouped = GroupedQueryAttention(
-            4, 4, 2, feature_map=maps.FavorPlus(4), softmax_heads=heads
-        )
-        grouped.build((None, 6, 8), (None, 6, 8))
-        plain = layer(maps.FavorPlus(4), softmax_heads=heads)
-        assert agrees(grouped, fingerprint(grouped))
-        assert agrees(grouped, fingerprint(plain)) == is_same

@@ -79,7 +79,7 @@ def test_an_error_of_the_model_is_not_one_of_the_data():
     def broken(*args, **kwargs):
         raise ZeroDivisionError("of the map")
 
-    model.get_layer("attention").feature_map.statistics = broken
+    model.get_layer("attention").feature_map.bind = broken
     with pytest.raises(ValueError, match="(?s)ZeroDivision.*of the map") as error:
         keras_rfattn.calibrate(model, [X], exact=False, verbose=0)
     assert "`model` must be able to run" in str(error.value)

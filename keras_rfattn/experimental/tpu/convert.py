@@ -31,8 +31,8 @@ def attention(features, value, local, key_mask, is_causal, options):
     value = hide(split_heads(representable(value), num_kv_heads), mask)
     query, key = (heads_first(x, num_kv_heads) for x in features)
     near_query, near_key = (split_heads(x, num_kv_heads) for x in tokens)
-    term = key._replace(mask=None if mask is None else mask[..., None]).common()
-    rows = Rows(query.x, near_query, query.common())
+    term = key.hidden(mask).settled().common
+    rows = Rows(query.x, near_query, query.settled().common)
     columns = Columns(key.x, near_key, value, term)
     parameters = query.matrix, key.matrix, query.bias, key.bias
     if options.window is not None:
