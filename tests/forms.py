@@ -9,7 +9,8 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.base import half_square
-from keras_rfattn.ops import Features, Polynomial, Squared
+from keras_rfattn.ops import Features, Polynomial
+from keras_rfattn.ops.features import Squared
 
 WIDTH = 24
 

@@ -222,13 +222,6 @@ def test_seeds_of_maps(name):
 def test_maps_that_are_not_built():
     feature_map = feature_maps.get("favorplus", num_features=4, seed=0)
     refused(partial(feature_map.key_features, X), "built=False")
-    for function in (diagnostics.predicted_variance, diagnostics.log_moment):
-        refused(partial(function, feature_map), "built=False")
-        for wrong in (None, "favor", papers.Favor):
-            refused(partial(function, wrong), "must be a built")
-    feature_map.build((None, None, 2, 8))
-    for head in (2, -1, "a", None):
-        refused(partial(diagnostics.predicted_variance, feature_map, head), "`head`")
 
 
 def test_the_registry():

@@ -1,7 +1,7 @@
 """The operations of this folder for any backend, written with `keras.ops`.
 
 `jax.py`, `tensorflow.py` and `torch.py` redefine those that need another form on their
-backend.
+backend. Comments say why Keras' own operations do not serve there.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ def representable(value):
 # --- Products
 
 
+# Keras rounds sums of bfloat16, and JAX needs the transposes in the product.
 def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=False):
     """Returns `a @ b`, with operands in their own dtype and sums in float32."""
     dtype = wide_dtype(a, b)
@@ -41,12 +42,14 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
     return ops.matmul(a, b)
 
 
+# XLA on a CPU needs another order of operands, and a TPU the precision by name.
 def precise_einsum(equation, a, b):
     """Computes `einsum` in full float32 precision, where a TPU or GPU would round."""
     dtype = wide_dtype(a, b)
     return ops.einsum(equation, ops.cast(a, dtype), ops.cast(b, dtype))
 
 
+# PyTorch adds the terms in place.
 def affine(x, vectors, *terms):
     """Returns `x @ vectors` plus terms that broadcast to it, in full precision."""
     result = accumulated_matmul(x, ops.cast(vectors, x.dtype), is_precise=True)
@@ -55,12 +58,16 @@ def affine(x, vectors, *terms):
     return result
 
 
+# JAX would keep more arrays for the gradient.
 def quotient(numerator, denominator, dtype):
     """Returns `numerator / denominator` in a dtype."""
     return ops.cast(numerator / denominator, dtype)
 
 
 # --- Elementwise operations and reductions
+
+# Of `elementwise_*`, `clip` and `where`: Keras turns a number into an array of PyTorch,
+# and sending it to a GPU waits for all earlier work.
 
 
 def elementwise_max(a, b):
@@ -71,6 +78,10 @@ def elementwise_max(a, b):
 def elementwise_min(a, b):
     """Returns `min(a, b)` in the dtype of `a`; `b` may be a number."""
     return ops.minimum(a, b)
+
+
+# Of `largest_of` and `smallest_of`: Keras reads the result, which breaks the graph of
+# `torch.compile`.
 
 
 def largest_of(x, axis, keepdims=False):
@@ -88,20 +99,12 @@ def clip(x, low, high):
     return ops.clip(x, low, high)
 
 
-def bounded(x, limit):
-    """Returns x limited to the range from `-limit` to `limit`."""
-    cut = clip(ops.stop_gradient(x), -limit, limit)
-    return where(ops.abs(x) < limit, x, cut)
-
-
 def where(condition, a, b):
     """Returns `a` where the condition is true, else `b`; `a` or `b` may be a number."""
     return ops.where(condition, a, b)
 
 
-def exp_of_difference(a, b):
-    """Returns `exp(a - b)`, in the shape of `a`."""
-    return ops.exp(a - b)
+# Of `*_into`: PyTorch on a CPU overwrites, as fresh memory costs more than arithmetic.
 
 
 def exp_into(a, b):
@@ -114,6 +117,7 @@ def add_into(a, b):
     return a + b
 
 
+# Each backend has a form with fewer passes over the array.
 def finite_tokens(x):
     """Returns which tokens are finite in all entries: `(..., H)` to `(..., 1)`."""
     x = ops.abs(ops.stop_gradient(x))
@@ -123,11 +127,13 @@ def finite_tokens(x):
 # --- Moving entries
 
 
+# LiteRT repeats arrays of at most five axes, and `torch.compile` needs a plain count.
 def repeat_each(x, count, axis=0):
     """Repeats each entry `count` times in a row, along an axis."""
     return ops.repeat(x, count, axis=axis)
 
 
+# PyTorch's split has one array as its gradient, two slices have two.
 def last_apart(x, axis=-1):
     """Splits `(..., V + 1)` into `(..., V)` and `(...)`, along axis -1 or -2."""
     if axis == -2:
@@ -135,22 +141,26 @@ def last_apart(x, axis=-1):
     return x[..., :-1], x[..., -1]
 
 
+# Keras binds a program that PyTorch exports to the size of the batch.
 def take_along(x, index, axis):
     """Gathers the entries `index` of x along an axis."""
     return ops.take_along_axis(x, index, axis=axis)
 
 
+# PyTorch copies whole tokens, and TensorFlow allows a batch of unknown size.
 def take_tokens(x, index):
     """Gathers the tokens `index` `(B, L)` from x: `(B, T, ...)` to `(B, L, ...)`."""
     index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
     return take_along(x, index, 1)
 
 
+# PyTorch does not know the size of a slice of an array of unknown size.
 def leading(x, length, axis):
     """Returns the first `length` entries of an array along an axis."""
     return x[(slice(None),) * axis + (slice(length),)]
 
 
+# LiteRT joins arrays of at most five axes.
 def shifted(blocks, offset):
     """Returns blocks along axis 2; block i is the former block `i + offset`."""
     if offset == 0:
@@ -168,7 +178,7 @@ def num_blocks(length, size):
     return (length + (size - 1)) // size
 
 
-# --- What may be known about arrays now
+# --- What may be known about arrays now (Keras has no such operations)
 
 
 def is_plain(*arrays):
@@ -204,6 +214,7 @@ def loops_over_blocks(count):
     return True
 
 
+# On a GPU, the steps of `ops.scan` cost more than all of them at once.
 def exclusive_scan(combine, start, elements):
     """Folds `elements` along axis 0, and returns the carry before each of them."""
     if elements[0].shape[0] == 1:
@@ -229,11 +240,6 @@ def fold(step, carry, blocks):
     return step(carry, *blocks)
 
 
-def by_rows(function, arrays, size, batch):
-    """Applies `function` to a few batch rows at a time where that is faster."""
-    return function(*arrays)
-
-
 def by_heads(function, arrays, size, are_weights=False):
     """Applies `function` to a few heads at a time if a CPU's cache cannot hold all."""
     return function(*arrays)
@@ -247,6 +253,7 @@ def heads_at_once(arrays, size, limit):
     return max(i for i in range(1, count + 1) if count % i == 0 and i <= most), count
 
 
+# PyTorch cannot read the condition in a program, and JAX would keep all residuals.
 def run_if(condition, function, otherwise, operands):
     """Returns `function(*operands)` if the boolean scalar holds, else zeros."""
     return ops.cond(
@@ -256,11 +263,7 @@ def run_if(condition, function, otherwise, operands):
     )
 
 
-def sums_weights_apart(size):
-    """Returns whether `size` weights are summed apart, not as one more column."""
-    return False
-
-
+# `ops.dot_product_attention` has no answer for rows that see no key.
 def fused_softmax(query, key, value, visible, is_causal):
     """Returns softmax attention by an operation of the backend, or `None`."""
     return None

@@ -168,12 +168,6 @@ def run_if(condition, function, otherwise, operands):
     return common.run_if(condition, keras.remat(function), otherwise, operands)
 
 
-def sums_weights_apart(size):
-    # The weights are still in a cache, where summing them costs less than a matrix
-    # product with one more column, which overflows a register.
-    return size is not None and size <= WEIGHTS
-
-
 def _is_on_gpu():
     """Returns whether a loop on this device costs more than all its steps at once."""
     return jax.default_backend() == "gpu"

@@ -63,7 +63,3 @@ def compiled(function, /, **options):
 
 def loops_over_blocks(count):
     return is_known(count) and count == 1
-
-
-def sums_weights_apart(size):
-    return True

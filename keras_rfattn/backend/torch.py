@@ -1,8 +1,7 @@
 """The operations that PyTorch needs in another form than `common` gives them.
 
-Keras turns scalars into tensors, and sending one to a GPU waits until the GPU has
-finished all earlier work. It also converts float64 to float32 in some operations. The
-functions below keep Python scalars and dtypes.
+Keras also converts float64 to float32 in some operations. The functions below keep
+Python scalars and dtypes.
 
 Some shortcuts read values, or overwrite an array. They are correct for plain tensors
 only: not inside `torch.compile`, `torch.export` or `torch.jit.trace`, and not for
@@ -20,7 +19,7 @@ from keras_rfattn.backend import common
 from keras_rfattn.backend.common import heads_at_once, wide_dtype
 from keras_rfattn.backend.sizes import is_known, product
 
-# Number of features or weights that `by_rows` and `by_heads` take at once, and number
+# Number of features or weights that `by_heads` takes at once, and number
 # of tokens times heads that `fold` takes at once. They fit a cache.
 FLOATS, TOKENS = 2**20, 2048
 
@@ -65,25 +64,16 @@ def smallest_of(x, axis, keepdims=False):
 
 
 def clip(x, low, high):
-    return _tensor(x).clamp(low, high)
-
-
-def bounded(x, limit):
-    # PyTorch refuses numbers beyond the range of float16.
-    limit = min(limit, torch.finfo(x.dtype).max)
-    return x.clamp(-limit, limit)
+    x = _tensor(x)
+    if x.is_floating_point():
+        # PyTorch refuses numbers beyond the range of float16.
+        most = torch.finfo(x.dtype).max
+        low, high = max(low, -most), min(high, most)
+    return x.clamp(low, high)
 
 
 def where(condition, a, b):
     return torch.where(_tensor(condition), _tensor(a), _tensor(b))
-
-
-def exp_of_difference(a, b):
-    difference = a - b
-    return difference.exp_() if is_plain(difference) else difference.exp()
-
-
-# On a CPU fresh memory costs more than the arithmetic.
 
 
 def exp_into(a, b):
@@ -209,18 +199,6 @@ def fold(step, carry, blocks):
         carry, result = step(carry, *part)
         parts.append(result)
     return carry, keras.tree.map_structure(lambda *x: ops.concatenate(x, 2), *parts)
-
-
-def by_rows(function, arrays, size, batch):
-    rows = batch if size is None else max(1, FLOATS // size)
-    # Flattening the arrays costs more than a small layer.
-    if rows >= batch or _is_traced() or _is_on_gpu(arrays):
-        return function(*arrays)
-    leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
-    if any(x.shape[0] not in (1, batch) for x in leaves):
-        return function(*arrays)
-    parts = [function(*part) for part in _cut(arrays, rows, 0)]
-    return ops.concatenate(parts, axis=0)
 
 
 def by_heads(function, arrays, size, are_weights=False):

@@ -1,6 +1,5 @@
 """Measures how well random features approximate softmax attention on real data."""
 
-from keras_rfattn.diagnostics.errors import log_moment, predicted_variance
 from keras_rfattn.diagnostics.parts import (
     Attribution,
     Part,
@@ -17,7 +16,5 @@ __all__ = [
     "Sensitivity",
     "approximation_report",
     "attribute",
-    "log_moment",
-    "predicted_variance",
     "sensitivity",
 ]

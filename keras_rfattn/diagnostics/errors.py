@@ -6,8 +6,6 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.arguments import is_integer
-from keras_rfattn.feature_maps import FeatureMap
 from keras_rfattn.kernels import variance
 
 # Number of pairs whose variance is computed at once, which limits memory.
@@ -21,31 +19,24 @@ class HeadErrors(NamedTuple):
     """Relative errors of one head on some sequences; 0 is exact.
 
     A is the softmax attention matrix, Â its estimate and V the values. A pair is a
-    query and a key that it sees, and m is the number of random vectors.
+    query and a key that it sees, and m is the number of random vectors. The first four
+    fields are NaN for maps whose kernel is not softmax.
 
     Attributes:
-        kernel: Median over pairs of `|estimate / kernel - 1|`. This field and the next
-            three are NaN for maps whose kernel is not softmax.
-        covered: Fraction of pairs for which m vectors are enough. A pair x, y is
-            covered if `‖x + s y‖² <= log m` (s = -1 for trigonometric features, else
-            1), which bounds the relative variance of positive features by 1, and if
-            the closed form, where there is one, also gives at most 1. Here x and y are
-            the query and key as the random vectors project them
-            (`FeatureMap.before_projection`). The width is too small for other pairs.
+        kernel: Median over pairs of `|estimate / kernel - 1|`.
+        covered: Fraction of pairs x, y for which m vectors are enough: those with
+            `‖x + s y‖² <= log m` (s = -1 for trigonometric features, else 1), which
+            bounds the relative variance of positive features by 1, and of a variance of
+            at most 1 by the closed form, where there is one.
         measured: Root mean square of `estimate / kernel - 1` over covered pairs; NaN if
             no pair is covered.
         predicted: The value of `measured` that the closed form predicts; NaN if no pair
             is covered or there is no closed form.
         attention: `‖Â - A‖ / ‖A‖`, in the Frobenius norm.
         output: `‖Â V - A V‖ / ‖A V‖`.
-        mean_of_values: The error `output` of uniform attention, which is what no
-            attention at all would reach. (The error of zero output is 1.)
+        mean_of_values: The error `output` of uniform attention. (That of zero output
+            is 1.)
         negative: Fraction of estimates below 0.
-        kolmogorov_smirnov: Largest distance between the cumulative distributions of
-            the rows of Â and A over key positions, averaged over rows.
-        wasserstein: Mean distance between these cumulative distributions, averaged
-            over rows. This is the one-dimensional Wasserstein metric with keys at
-            equal distances on [0, 1].
     """
 
     kernel: float
@@ -56,8 +47,6 @@ class HeadErrors(NamedTuple):
     output: float
     mean_of_values: float
     negative: float
-    kolmogorov_smirnov: float
-    wasserstein: float
 
     @classmethod
     def mean(cls, errors):
@@ -76,19 +65,11 @@ class HeadErrors(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Estimated kernel values of one sequence, `values · exp(log_scale)`.
+    """Estimated kernel values of one sequence, `values · exp(log_scale)`."""
 
-    K is the number of key heads, T of query rows and S of keys.
-
-    Attributes:
-        values: Array of shape `(K, T, S)`, 0 for keys that a row does not see.
-        log_scale: Array of shape `(K, T, 1)`, the largest exponent of each row.
-        bound: The map, bound to the sequence.
-    """
-
-    values: np.ndarray
-    log_scale: np.ndarray
-    bound: object
+    values: np.ndarray  # (K, T, S), 0 for keys that a row does not see
+    log_scale: np.ndarray  # (K, T, 1), the largest exponent of each row
+    bound: object  # the map, bound to the sequence
 
 
 def estimate(feature_map, sequence):
@@ -162,11 +143,6 @@ def _errors(feature_map, sequence, head, estimated):
     uniform = visible / visible.sum(-1, keepdims=True)
     output = attention @ value
 
-    # Negative weights have no cumulative distribution.
-    positive = np.maximum(weights, 0)
-    positive /= np.maximum(positive.sum(-1, keepdims=True), 1e-300)
-    gap = np.abs(np.cumsum(positive - attention, axis=-1))
-
     with np.errstate(over="ignore", invalid="ignore"):
         ratio = values * np.exp(shift - products)
     return HeadErrors(
@@ -175,8 +151,6 @@ def _errors(feature_map, sequence, head, estimated):
         output=_relative_error(weights @ value, output),
         mean_of_values=_relative_error(uniform @ value, output),
         negative=np.mean(values[visible] < 0),
-        kolmogorov_smirnov=gap.max(-1).mean(),
-        wasserstein=gap.mean(),
     )
 
 
@@ -190,7 +164,7 @@ def _kernel_errors(feature_map, head, query, key, ratio, visible):
         return np.nan, np.nan, np.nan, np.nan
     covered = visible & _is_covered(feature_map, query, key, head)
     rows, keys = np.nonzero(covered)
-    predict = _predicted_variance(feature_map, head)
+    predict = predicted_variance(feature_map, head)
     variances = np.full(len(rows), np.nan)
     if predict is not None:
         variances = predict(query[rows], key[keys])
@@ -224,30 +198,13 @@ def visibility(sequence):
     return np.repeat(visible, rows // keys, axis=0)
 
 
-def predicted_variance(feature_map, head=0):
-    """Predicts the relative variance of a map's estimates, from its closed form.
+def predicted_variance(feature_map, head):
+    """Returns `(queries, keys) -> variance / kernel²` by the closed form, or `None`.
 
-    The prediction is exact for independent vectors, and for orthogonal vectors of
-    generalized exponential features with one A. In all other cases it treats the
-    vectors as independent.
-
-    Args:
-        feature_map: A built `FeatureMap`.
-        head: Index of the key/value head.
-
-    Returns:
-        A function `(queries, keys) -> variance / kernel²`, which takes two arrays
-        `(..., H)` and returns an array `(...)`, or `None` if no closed form is known.
-
-    Raises:
-        TypeError: If `feature_map` is not a `FeatureMap`.
-        ValueError: If it is not built, or has no such head.
+    It is exact for independent vectors, and for orthogonal vectors of generalized
+    exponential features with one A. In all other cases it treats the vectors as
+    independent.
     """
-    _check_map(feature_map, head)
-    return _predicted_variance(feature_map, head)
-
-
-def _predicted_variance(feature_map, head):
     moment = feature_map.log_moment(head)
     if moment is None:
         return None
@@ -270,44 +227,3 @@ def _predicted_variance(feature_map, head):
         return np.concatenate(parts).reshape(shape) if parts else np.zeros(shape)
 
     return in_slices
-
-
-def log_moment(feature_map, head=0):
-    """Returns the second moment of a map's softmax estimates, from its closed form.
-
-    Args:
-        feature_map: A built `FeatureMap`.
-        head: Index of the key/value head.
-
-    Returns:
-        A function `(x, y) -> log E[Z²]`, where Z is the estimate of one random draw,
-        or `None` if no closed form is known. Its arguments are arrays `(..., H)`, which
-        `feature_map.before_projection(query, key, head)` returns.
-
-    Raises:
-        TypeError: If `feature_map` is not a `FeatureMap`.
-        ValueError: If it is not built, or has no such head.
-    """
-    _check_map(feature_map, head)
-    return feature_map.log_moment(head)
-
-
-def _check_map(feature_map, head):
-    """Raises an error unless a map is built and has this key/value head."""
-    if not isinstance(feature_map, FeatureMap):
-        raise TypeError(
-            "`feature_map` must be a built `FeatureMap`. Received: "
-            f"feature_map={feature_map!r:.80} of type {type(feature_map).__name__}. "
-            "Use `keras_rfattn.feature_maps.get` and `build`."
-        )
-    if not feature_map.built:
-        raise ValueError(
-            "`feature_map` must be built. Received: "
-            f"{type(feature_map).__name__} with built=False. Call "
-            "`build((None, None, num_heads, head_dim))` first."
-        )
-    if not is_integer(head) or not 0 <= head < feature_map.num_heads:
-        raise ValueError(
-            f"`head` must be an integer from 0 to {feature_map.num_heads - 1}. "
-            f"Received: head={head!r}."
-        )

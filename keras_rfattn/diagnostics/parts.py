@@ -84,8 +84,7 @@ def attribute(model, data, metric, verbose="auto"):
         metric: A function `(model, data) -> number`. It must run `model` itself:
             functions compiled for other models that share its layers ignore the
             change. It must not generate text, because generation uses features only.
-        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
-            end, as in Keras.
+        verbose: 0, 1, 2 or `"auto"`, as in Keras.
 
     Returns:
         An `Attribution`.
@@ -215,7 +214,7 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
     The sensitivity does: it shows which layers should be wider or stay softmax
     (`Sensitivity.softmax_layers`, `models.Plan`), and which heads should
     (`Sensitivity.softmax_heads`). It evaluates the metric twice for each part, and
-    twice more. For a decoder, `recall.metric` shows which layers recall the context.
+    twice more.
 
     Args:
         model: A model with linear attention. It is unchanged afterwards.
@@ -224,8 +223,7 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
             must not generate text, as for `attribute`.
         heads: Whether a part is one key/value head with its query heads; by default it
             is a whole layer.
-        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
-            end, as in Keras.
+        verbose: 0, 1, 2 or `"auto"`, as in Keras.
 
     Returns:
         A `Sensitivity`.

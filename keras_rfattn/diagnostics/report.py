@@ -10,36 +10,21 @@ from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import progress
 
-# Heads of columns, for those fields of `HeadErrors` that are not their own.
-COLUMNS = {
-    "mean_of_values": "mean of V",
-    "kolmogorov_smirnov": "KS",
-    "wasserstein": "Wasserstein",
-}
-
 
 @dataclass(frozen=True)
 class HeadReport:
-    """The approximation errors of one key/value head.
+    """The approximation errors of one key/value head."""
 
-    Attributes:
-        path: Path of the layer.
-        head: Index of the key/value head.
-        mechanism: Registered name of the feature map.
-        width: Feature width M.
-        errors: The `HeadErrors` of the head.
-    """
-
-    path: str
+    path: str  # of the layer
     head: int
-    mechanism: str
-    width: int
+    mechanism: str  # registered name of the feature map
+    width: int  # number of features, M
     errors: HeadErrors
 
 
 @dataclass(frozen=True)
 class ApproximationReport:
-    """The approximation errors of a model, which print as a table and can be plotted.
+    """The approximation errors of a model, which print as a table.
 
     Attributes:
         model: Class and name of the model.
@@ -66,8 +51,8 @@ class ApproximationReport:
         return [(*key, HeadErrors.mean(errors)) for key, errors in groups.items()]
 
     def __str__(self):
-        columns = (COLUMNS.get(name, name) for name in HeadErrors._fields)
-        head = ("layer", "mechanism", "width", *columns)
+        head = ("layer", "mechanism", "width", *HeadErrors._fields)
+        head = tuple(x.replace("mean_of_values", "mean of V") for x in head)
         body = [
             (path, mechanism, str(width), *_cells(errors))
             for path, mechanism, width, errors in self.layers()
@@ -95,34 +80,6 @@ class ApproximationReport:
 
     __repr__ = __str__
 
-    def plot(self, path=None):
-        """Plots the errors of each head, with those of uniform attention as a control.
-
-        Args:
-            path: File to save the figure to, or `None` to save nothing.
-
-        Returns:
-            The matplotlib figure.
-
-        Raises:
-            ImportError: If matplotlib is missing.
-        """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        axes = figure.subplots()
-        numbers = np.arange(len(self.heads))
-        for name in ("output", "mean_of_values", "attention"):
-            heights = [getattr(h.errors, name) for h in self.heads]
-            axes.plot(numbers, heights, ".", label=COLUMNS.get(name, name))
-        axes.axhline(1, color="gray", linewidth=0.8, label="zero")
-        axes.set(xlabel="head, layer by layer", ylabel="relative error", ylim=(0, None))
-        axes.set_title(self.model)
-        axes.legend()
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
-
 
 def approximation_report(model, data, max_tokens=512, verbose="auto"):
     """Measures how well linear attention approximates softmax, layer by layer.
@@ -136,8 +93,7 @@ def approximation_report(model, data, max_tokens=512, verbose="auto"):
         model: A model with linear attention.
         data: An iterable of batches; each batch is an input of `model(batch)`.
         max_tokens: Maximum number of queries and of keys used per sequence.
-        verbose: 0 for silent, 1 or `"auto"` for a progress bar, 2 for one line at the
-            end, as in Keras.
+        verbose: 0, 1, 2 or `"auto"`, as in Keras.
 
     Returns:
         An `ApproximationReport`.

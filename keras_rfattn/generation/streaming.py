@@ -26,12 +26,8 @@ from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
 
-# Maps the `call_with_cache` of each kind of task that can be streamed to the function
-# that creates its empty cache.
-EMPTY = {
-    generation.call_with_cache: generation.empty_cache,
-    layer_caches.call_with_cache: generation.empty_cache,
-}
+# The `call_with_cache` of the kinds of tasks that can be streamed.
+STREAMED = generation.call_with_cache, layer_caches.call_with_cache
 
 # How many numbers of each weight a state is compared by, at least half of them.
 SAMPLED = 256
@@ -69,7 +65,7 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
     """
     stream = check(model)
     tokens = _tokens(tokens)
-    cache = stream.empty(model, tokens.shape[0], max_length or 1)
+    cache = generation.empty_cache(model, tokens.shape[0], max_length or 1)
     count = len(keys_and_values(cache))
     if count and max_length is None:
         raise ValueError(
@@ -132,7 +128,7 @@ def check(model):
 
 def is_decoder(model):
     """Whether a model can be decoded with a state."""
-    is_task = getattr(type(model), "call_with_cache", None) in EMPTY
+    is_task = getattr(type(model), "call_with_cache", None) in STREAMED
     return is_task and has_states(context(model).sites)
 
 
@@ -186,16 +182,11 @@ def parts_of(model):
 
 
 class Stream:
-    """Holds what `prefill` and `step` need of a model, with the function they compile.
-
-    Args:
-        model: A KerasHub `CausalLM` with linear attention.
-    """
+    """What `prefill` and `step` need of a model, and the functions they compile."""
 
     def __init__(self, model):
         self.model, self.sites = model, context(model).sites
         self.parts = parts_of(model)
-        self.empty = EMPTY[type(model).call_with_cache]
         self.shapes, self.positions = _shapes(self.blank()), token_limit(model)
         self.options = _checksum_of_options(model, self.sites)
         self.function = compiled_for_inference(self._forward, model)
@@ -203,7 +194,7 @@ class Stream:
 
     def blank(self):
         """Returns a state of one row, with room for one token and entries of 0."""
-        state = self.empty(self.model, 1, 1)
+        state = generation.empty_cache(self.model, 1, 1)
         for site in self.sites:
             if sums_up(site) and decodes(site):
                 state.layers[f"{site.index}"] = empty_state(site.layer, 1)

@@ -44,9 +44,5 @@ def elu(x, y):
 
 
 def polynomial(x, y, degree):
-    """Returns the kernel `(x · y)^degree`.
-
-    Args:
-        degree: Positive integer.
-    """
+    """Returns the kernel `(x · y)^degree`."""
     return (x @ np.swapaxes(y, -1, -2)) ** degree

@@ -1,38 +1,22 @@
 """Closed-form variance of estimators of the softmax kernel, against which tests check.
 
 The functions take pairs `x`, `y`, arrays of shape `(..., d)`, and return an array of
-shape `(...)`. Most assume independent vectors. The variance of a mean over m vectors is
-the returned value divided by m. `orthogonal_covariance` gives the change for orthogonal
-vectors.
+shape `(...)`. The variance of a mean over m independent vectors is the returned value
+divided by m. `orthogonal_covariance` gives the change for orthogonal vectors.
 
 The functions `log_moment_*` return the logarithm of the second moment `E[Z²]` of one
-draw Z, which is finite where the moment itself would overflow. `variance` and
-`log_variance` subtract the square of the mean. An estimator of the Gaussian kernel is
-that of the softmax kernel times `exp(-(‖x‖² + ‖y‖²) / 2)`.
+draw Z, which is finite where the moment itself would overflow. `log_variance` subtracts
+the square of the mean. `papers/second_moments.py` has the moments of estimators that
+only papers use.
 
-Sources: "CRT" is Likhosherstov et al., "Chefs' Random Tables" (2022); "HRF" is
-Choromanski et al., "Hybrid Random Features" (2022).
+"CRT" is Likhosherstov et al., "Chefs' Random Tables" (2022).
 """
 
 import numpy as np
 
 
-def variance(log_moment, x, y):
-    """Returns `E[Z²] - SM²`, the variance of one unbiased draw Z.
-
-    Args:
-        log_moment: `log E[Z²]`, array of shape `(...)`.
-    """
-    kernel = np.sum(x * y, -1)
-    return np.exp(2 * kernel) * np.expm1(np.maximum(log_moment - 2 * kernel, 0))
-
-
 def log_variance(log_moment, x, y):
-    """Returns the logarithm of `variance` without overflow; -inf where it is 0.
-
-    Args:
-        log_moment: `log E[Z²]`, array of shape `(...)`.
-    """
+    """Returns the log variance `log(E[Z²] - SM²)` of a draw Z; -inf where it is 0."""
     excess = np.maximum(log_moment - 2 * np.sum(x * y, -1), 0)
     with np.errstate(divide="ignore"):
         return log_moment + np.log(-np.expm1(-excess))
@@ -41,13 +25,8 @@ def log_variance(log_moment, x, y):
 def log_moment_of_z(z, dim, a, s=1):
     """Returns `log E[Z²] + s (‖x‖² + ‖y‖²)` of generalized exponential features.
 
-    CRT minimizes this to choose A: it depends on the data only by `z = ‖x + s y‖²`.
-
-    Args:
-        z: Array of shape `(...)`.
-        dim: The dimension d.
-        a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
-        s: 1 or -1.
+    CRT minimizes this to choose A, real or complex with `Re(1 - 8A) > 0`: it depends on
+    the data, of dimension `dim`, only by `z = ‖x + s y‖²`.
     """
     a = np.asarray(a, dtype=complex)
     real = 1 - 8 * a.real
@@ -60,51 +39,9 @@ def log_moment_of_z(z, dim, a, s=1):
     return second + np.log((1 + np.exp(first - second).real) / 2)
 
 
-def log_moment_generalized_exponential(x, y, a=0.0, s=1):
-    """Returns the log second moment of `Re f1(w, x) f2(w, y)` (CRT, equation 6).
-
-    Theorem 3.2 gives it for `f(w, x) = D exp(A ‖w‖² + B w · x + C ‖x‖²)` with
-    `B = √(s (1 - 4A))`, `C = -(s + 1) / 2`, `D = (1 - 4A)^(d/4)` and `Re(1 - 8A) > 0`.
-    The second moment for the Gaussian kernel is, with `z = ‖x + s y‖²`,
-
-        ½ exp(-(s+1)(‖x‖²+‖y‖²)) (Re(α1 exp(α2 z)) + α3 exp(α4 z))
-        α1 = √(1 + 16A²/(1-8A))^d,        α2 = s + s / (1 - 8A)
-        α3 = (1 + 16|A|²/(1-8 Re A))^(d/2), α4 = s/2 + (s + 2|1-4A|)/(2(1-8 Re A))
-
-    and that for the softmax kernel is `exp(‖x‖² + ‖y‖²)` times as large.
-    `A = 0, s = -1` gives trigonometric features, `A = 0, s = 1` positive ones, and real
-    `A < 0` OPRF.
-
-    Args:
-        a: The parameter A, real or complex.
-        s: 1 or -1.
-    """
-    z = np.sum((x + s * y) ** 2, -1)
-    squares = np.sum(x * x, -1) + np.sum(y * y, -1)
-    return log_moment_of_z(z, x.shape[-1], a, s) - s * squares
-
-
-def generalized_exponential(x, y, a=0.0, s=1):
-    """Returns the one-draw variance of generalized exponential features.
-
-    The arguments and the shape of the result are those of
-    `log_moment_generalized_exponential`. `a=0, s=-1` gives trigonometric features.
-
-    Args:
-        a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
-        s: 1 or -1.
-    """
-    return variance(log_moment_generalized_exponential(x, y, a, s), x, y)
-
-
 def log_moment_per_direction(x, y, a):
-    """Returns the log second moment of OPRF features with a real A per coordinate.
-
-    The moment is a product over coordinates of one-dimensional moments.
-
-    Args:
-        a: Array of shape `(d,)`, below 1/8.
-    """
+    """Returns the log second moment of OPRF features with a real A per coordinate."""
+    # It is a product over coordinates of one-dimensional moments.
     squares = np.sum(x * x, -1) + np.sum(y * y, -1)
     return np.sum(log_moment_of_z((x + y) ** 2, 1, a), -1) - squares
 
@@ -123,37 +60,11 @@ def orthogonal_covariance(x, y, s=1):
     in which A has cancelled. It is negative for s = 1; theorem 4.1 of CRT bounds it for
     OPRF. A mean over m vectors in orthogonal blocks has more variance than one over
     independent vectors, by this covariance times the mean number of other vectors in a
-    vector's block, divided by m.
-
-    Args:
-        x: Array of shape `(..., d)`, d at least 2.
-        y: Array of shape `(..., d)`.
-        s: 1, or -1 for trigonometric features.
+    vector's block, divided by m. d must be at least 2, and s is 1, or -1 for
+    trigonometric features.
     """
     from scipy import special
 
     half = x.shape[-1] / 2
     v = s * np.sum((x + s * y) ** 2, -1) / 2
     return np.exp(-v) * special.hyp1f1(-half, half, -v) - 1
-
-
-def log_moment_positive_pair(x, y):
-    """Returns the log second moment of a ± pair of positive features.
-
-    The estimator is `½ Σ_± exp(±w · (x + y)) exp(-(‖x‖² + ‖y‖²)/2)`, with features of
-    width 2. Its second moment is `½ (1 + exp(2 ‖x + y‖²)) exp(-‖x‖² - ‖y‖²)` (HRF,
-    lemma 2.2).
-    """
-    z = np.sum((x + y) ** 2, -1)
-    squares = np.sum(x * x, -1) + np.sum(y * y, -1)
-    return np.logaddexp(0, 2 * z) - np.log(2) - squares
-
-
-def positive_pair(x, y):
-    """Returns the variance of one ± pair; see `log_moment_positive_pair`.
-
-    It is `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, which is accurate near 0 too.
-    """
-    z = np.sum((x + y) ** 2, -1)
-    softmax = np.exp(np.sum(x * y, -1))
-    return np.exp(z) * softmax**2 * (1 - np.exp(-z)) ** 2 / 2

@@ -13,13 +13,13 @@ from typing import Any
 from keras import ops
 
 from keras_rfattn import fused
-from keras_rfattn.backend import by_rows, fits, product, smaller, wide_dtype
+from keras_rfattn.backend import fits, wide_dtype
 from keras_rfattn.layers.not_finite import judge, marked
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.kernel_attention import Softmax, exact_attention, unit
-from keras_rfattn.ops.masks import AttentionMask, needed
+from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.sink_logits import append_ones, append_sinks
 from keras_rfattn.ops.sinks import Sinks, first_tokens
@@ -44,31 +44,18 @@ def of_finite_tokens(method):
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One call of an attention layer, with several methods to compute its output.
+    """One call of an attention layer, with several methods to compute its output."""
 
-    Attributes:
-        query: Queries of shape `(B, T, N, H)`, not scaled.
-        key: Keys of shape `(B, S, K, H)`, not scaled. Hidden keys are 0.
-        value: Values of shape `(B, S, K, V)`. Hidden values are 0.
-        mask: An `AttentionMask` without an offset. Its `key_mask` has shape `(B, S)` or
-            is `None`.
-        scale: Factor on `q · k`.
-        feature_map: A `FeatureMap` that is built for K heads of dim H.
-        options: The `ops.Options`.
-        softmax_kernel: `ops.Softmax`, the kernel of the layer's own softmax attention.
-        sink_logits: Array of shape `(N,)`, a logit per query head whose weight is in
-            the denominator of softmax only. `None` if the layer has none. The
-            `feature_map` knows them, too.
-    """
-
-    query: Any
-    key: Any
-    value: Any
-    mask: AttentionMask
-    scale: float
-    feature_map: Any
+    query: Any  # (B, T, N, H), not scaled
+    key: Any  # (B, S, K, H), not scaled; hidden keys are 0
+    value: Any  # (B, S, K, V); hidden values are 0
+    mask: AttentionMask  # without an offset
+    scale: float  # factor on q · k
+    feature_map: Any  # built for K heads of dim H
     options: Options
-    softmax_kernel: Softmax = PLAIN
+    softmax_kernel: Softmax = PLAIN  # of the layer's own softmax attention
+    # (N,), a logit per query head whose weight is in the denominator of softmax only.
+    # The feature map knows these logits, too.
     sink_logits: Any = None
 
     @property
@@ -209,15 +196,10 @@ class Attention:
         is_exact, local = feature_map.is_exact or is_short, None
         if is_exact or window is not None or self.options.sinks:
             local = self.local(query, key, bound)
-        length, heads = query.shape[1], query.shape[2]
-        if mask.causal:
-            length = smaller(length, self.options.block_length)
-        elif window is None:
-            heads = 1  # because the algorithm processes heads in turn
-        size = product(heads, length, feature_map.output_dim)
-        arrays, batch = (self.value, mask.key_mask, mask.prefix_mask), query.shape[0]
         if is_exact:
-            return by_rows(self._by_kernel, (*local[:2], *arrays), size, batch)
+            masks = mask.key_mask, mask.causal, mask.prefix_mask
+            kernel = feature_map.exact_kernel
+            return exact_attention(*local[:2], self.value, kernel, *masks)
         if window is not None and not (mask.causal or mask.self_attention):
             raise ValueError(
                 "A `window` needs self-attention, where queries and keys are the same "
@@ -226,27 +208,19 @@ class Attention:
                 "arguments of the call are copies of the same tokens."
             )
         features = bound.query_features(query), bound.key_features(key)
-        near = None if local is None else local[:2]
-        return by_rows(self._by_features, (features, near, *arrays), size, batch)
+        return self._by_features(features, local)
 
-    def _by_kernel(self, query, key, value, visible, prefix):
-        """Computes `linear` from the kernel of each query and key."""
-        masks = needed(visible), self.mask.causal, prefix
-        kernel = self.feature_map.exact_kernel
-        return exact_attention(query, key, value, kernel, *masks)
-
-    def _by_features(self, features, near, value, visible, prefix):
-        """Computes `linear` from features, with `near` tokens if there is a window."""
-        options, is_causal, local = self.options, self.mask.causal, None
-        key_mask, lengths = needed(visible), [x.num_tokens for x in features]
-        if options.window is not None:
-            kernel = self.feature_map.exact_kernel
-            local = Local(*near, kernel, options.window, options.sliding)
+    def _by_features(self, features, near):
+        """Computes `linear` from features, with `near` tokens if any are exact."""
+        options, mask, value = self.options, self.mask, self.value
+        key_mask, is_causal, prefix = mask.key_mask, mask.causal, mask.prefix_mask
+        local = None if options.window is None else near
         output = fused.attention(features, value, local, key_mask, is_causal, options)
         if output is not None:
             return output
+        lengths = [x.num_tokens for x in features]
         if near is not None:
-            features = self.with_sinks(features, *near, key_mask)
+            features = self.with_sinks(features, *near[:2], key_mask)
         devices = sequence_axis(*lengths, options, is_causal)
         if devices is not None and prefix is None:
             return over_devices(

@@ -71,24 +71,13 @@ class Interceptor(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class CallContext:
-    """The context of one call of an attention layer.
+    """The context of one call of an attention layer."""
 
-    Attributes:
-        layer: The layer. Other layers do not see this context.
-        self_attention: Whether queries, keys and values are the same tokens, or `None`
-            if nothing tells.
-        segment_ids: Integers `(B, T)` that number the texts of packed rows, or `None`.
-        mask: An `AttentionMask` that replaces the mask which the layer's class
-            receives, or `None` to use that mask.
-        recorder: `None`, or what observes the layer or computes its output: an
-            `Interceptor` or a function.
-    """
-
-    layer: Any
-    self_attention: bool | None = False
-    segment_ids: Any = None
-    mask: Any = None
-    recorder: Any = None
+    layer: Any  # other layers do not see this context
+    self_attention: bool | None = False  # `None` if nothing tells
+    segment_ids: Any = None  # (B, T), the number of each token's text in packed rows
+    mask: Any = None  # `AttentionMask` that replaces the one which the class receives
+    recorder: Any = None  # an `Interceptor` or a function
 
     def active(self):
         """Context manager in which the layer sees this context, in this thread."""

@@ -138,25 +138,15 @@ def _empty(owner, batch, heads, head_dim, value_dim, dtype):
 
 
 class Decoder(Interceptor):
-    """Recorder of a layer while it decodes, which keeps and updates its state.
-
-    Args:
-        state: An `ops.State`, or an `ops.LocalState` if the layer has a window. `None`
-            is the state before any token.
-        visible: Boolean array of shape `(B, T)`, true for new tokens that others see.
-        passed: Boolean array of shape `(B, T)`, true for tokens that windows count as
-            positions (see `onward`). `None` for all tokens.
-        start: Position of the first new token, for rotary embeddings.
-        enters: Boolean array of shape `(B, T)`, true for tokens of a prompt that enter
-            its state. `None` if these are the visible tokens.
-        is_prefix: Whether the new tokens are a prefix at the start of the text, whose
-            tokens all see each other.
-    """
+    """Recorder of a layer while it decodes, which keeps and updates its state."""
 
     def __init__(self, state, visible, passed, start, enters=None, is_prefix=False):
-        self.state, self.visible, self.enters = state, visible, enters
-        self.passed, self.start = passed, start
-        self.is_prefix = is_prefix
+        self.state = state  # `None` before any token
+        self.visible = visible  # (B, T), new tokens that others see
+        self.passed = passed  # (B, T), tokens that windows count; `None` for all
+        self.start = start  # position of the first new token, for rotary embeddings
+        self.enters = enters  # (B, T), tokens that enter the state; `None`: the visible
+        self.is_prefix = is_prefix  # whether the new tokens all see each other
 
     def around(self, layer, function, args, kwargs):
         """Calls the layer without the cache that the enclosing block passes."""
@@ -189,15 +179,10 @@ class Decoder(Interceptor):
 
 
 class CrossDecoder(Interceptor):
-    """Recorder of cross-attention to an encoder, whose tokens are summed only once.
-
-    Args:
-        state: The `ops.State` of the encoder's tokens. `None` if they are not summed
-            yet.
-    """
+    """Recorder of cross-attention to an encoder, whose tokens are summed only once."""
 
     def __init__(self, state):
-        self.state = state
+        self.state = state  # `None` if the encoder's tokens are not summed yet
 
     def around(self, layer, function, args, kwargs):
         """Calls the layer as `Decoder` does."""

@@ -92,16 +92,10 @@ def agrees(layer, found):
 
 
 class Marks(dict):
-    """The fingerprint of one layer in a file, without the layer's arrays.
+    """The fingerprint of one layer in a file, which is compared before any array."""
 
-    `models.loading` passes it to all layers before the first array is loaded.
-
-    Attributes:
-        refusal: The reason why the layer refuses it, or `None`.
-        is_known: Whether a linear layer has compared it.
-    """
-
-    refusal, is_known = None, False
+    refusal = None  # why the layer refuses it
+    is_known = False  # whether a linear layer has compared it
 
 
 class Presence:

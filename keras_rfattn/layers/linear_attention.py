@@ -121,13 +121,9 @@ class LinearAttention:
             return super().__call__(*args, **kwargs)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
-        """Rematerializes `layer_call` like Keras, but keeps the context of this call.
-
-        On JAX and TensorFlow, Keras treats every argument as an array. Arguments that
-        are not arrays are therefore bound first. The computation runs again for
-        the gradient, outside of this call and possibly in another thread. It therefore
-        sets the context of this call itself.
-        """
+        """Rematerializes `layer_call` like Keras, in the context of this call."""
+        # Keras treats every argument as an array, so others are bound first. The
+        # gradient computes again outside of this call, possibly in another thread.
         parent, context = super().rematerialized_call, context_of(self)
 
         @functools.wraps(layer_call)

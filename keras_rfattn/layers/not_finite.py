@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_rfattn.backend import (
-    bounded,
+    clip,
     finite_tokens,
     known_finite,
     repeat_each,
@@ -28,16 +28,10 @@ LARGEST = 1e13
 
 
 class Finite(NamedTuple):
-    """Which tokens are finite.
+    """Which tokens are finite; a key with a value that is not is not finite either."""
 
-    Attributes:
-        query: Booleans of shape `(B, T, N, 1)`.
-        key: Booleans of shape `(B, S, K, 1)`; a key with a value that is not finite is
-            not finite either.
-    """
-
-    query: Any
-    key: Any
+    query: Any  # (B, T, N, 1)
+    key: Any  # (B, S, K, 1)
 
 
 def judge(query, key, value):
@@ -49,8 +43,8 @@ def judge(query, key, value):
     finite = Finite(
         finite_tokens(query), ops.logical_and(finite_tokens(key), finite_tokens(value))
     )
-    query = where(finite.query, bounded(query, LARGEST), 0)
-    key = where(finite.key, bounded(key, LARGEST), 0)
+    query = where(finite.query, clip(query, -LARGEST, LARGEST), 0)
+    key = where(finite.key, clip(key, -LARGEST, LARGEST), 0)
     value = where(finite.key, value, 0)
     return query, key, value, finite
 

@@ -51,49 +51,24 @@ def run(model, batch, function=None, data=None):
 class Sequence(NamedTuple):
     """The real tokens of one sequence in one attention layer, as float64 NumPy arrays.
 
-    K is the number of key/value heads, G the number of query heads for each of them, T
-    and S are the numbers of queries and keys, H is the head dim and V the size of
-    values.
-
-    Attributes:
-        query: Scaled queries of shape `(K, T · G, H)`, before any normalization by the
-            map itself. The G query heads of a token are adjacent.
-        key: Scaled keys of shape `(K, S, H)`, before any normalization by the map.
-        value: Values of shape `(K, S, V)`.
-        causal: Whether query i sees only keys `j <= i`.
-        logit_scale: Factor that turns `query · key` into a logit of softmax attention.
-            It is 1 for maps that estimate softmax, because they use the same scale.
-        softmax: Pair of the queries and keys of softmax attention, if `query` and `key`
-            are normalized (option `temperature`). `None` if `query` and `key` are
-            those of softmax attention.
-        prefix: Boolean array of shape `(S,)`, true for keys that earlier queries see
-            too (prefix-LM). `None` if there are none.
-        soft_cap: Number that bounds the logits of softmax attention, or `None`.
+    K is the number of key/value heads, T and S are the numbers of queries and keys. The
+    G query heads of a token are adjacent rows.
     """
 
-    query: np.ndarray
-    key: np.ndarray
-    value: np.ndarray
+    query: np.ndarray  # (K, T · G, H), scaled, before any normalization by the map
+    key: np.ndarray  # (K, S, H), as the queries
+    value: np.ndarray  # (K, S, V)
     causal: bool
-    logit_scale: float = 1.0
+    logit_scale: float = 1.0  # turns `query · key` into a logit of softmax attention
+    # Queries and keys of softmax attention, if those above are normalized (option
+    # `temperature`).
     softmax: tuple | None = None
-    prefix: np.ndarray | None = None
-    soft_cap: float | None = None
+    prefix: np.ndarray | None = None  # (S,), keys that earlier queries see too
+    soft_cap: float | None = None  # bounds the logits of softmax attention
 
 
 class Recorder(Interceptor):
-    """Collects the `Sequence`s of a layer.
-
-    Args:
-        layer: The `LinearAttention`.
-        exact: Whether the layer computes softmax attention.
-        max_tokens: Maximum number of queries and of keys that are kept of a sequence.
-        ranks: Iterator of numbers, shared by all layers of a model.
-
-    Attributes:
-        sequences: List of `Sequence`.
-        rank: Number that is smaller for layers that are called earlier.
-    """
+    """Collects the `Sequence`s of a layer, and its rank in the order of calls."""
 
     def __init__(self, layer, exact, max_tokens, ranks):
         self.num_heads, _ = layer._kv_shape()
@@ -204,8 +179,7 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
             memory quadratic in the sequence length. Defaults to `True`.
         max_tokens: Maximum number of queries and of keys that are kept of a sequence,
             evenly spaced. Defaults to 1024.
-        verbose: 0 (default) for no output, 1 or `"auto"` for a progress bar, 2 for a
-            line at the end, as in Keras.
+        verbose: 0 (default), 1, 2 or `"auto"`, as in Keras.
 
     Returns:
         List of `(path, layer, sequences)`, one for each linear attention layer that

@@ -9,18 +9,13 @@ _LOCK = threading.Lock()
 
 
 class ReplacedCall:
-    """The `call` of a layer instance while at least one thread replaces it.
-
-    Attributes:
-        before: The instance attribute `call` before the replacement, or `None`.
-        call: The layer's own `call`, for threads that do not replace it.
-        replacement: `PerThread` value, the function that replaces `call`.
-        users: Number of active `with` blocks that need this object, in all threads.
-    """
+    """The `call` of a layer instance while at least one thread replaces it."""
 
     def __init__(self, layer):
-        self.before, self.call = vars(layer).get("call"), layer.call
-        self.replacement, self.users = PerThread(), 0
+        self.before = vars(layer).get("call")  # the instance's attribute, if any
+        self.call = layer.call  # for threads that do not replace it
+        self.replacement = PerThread()
+        self.users = 0  # active `with` blocks, in all threads
 
     def current(self):
         """Returns the function that the current thread calls."""

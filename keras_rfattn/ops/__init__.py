@@ -15,14 +15,8 @@ gradient of `quadratic`.
 
 from keras_rfattn.ops.bidirectional import bidirectional
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.exponents import Exponents
-from keras_rfattn.ops.features import Features, Squared
-from keras_rfattn.ops.kernel_attention import (
-    Polynomial,
-    Softmax,
-    exact_attention,
-    softmax_attention,
-)
+from keras_rfattn.ops.features import Features
+from keras_rfattn.ops.kernel_attention import Polynomial, Softmax
 from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.quadratic import quadratic
@@ -37,18 +31,15 @@ from keras_rfattn.ops.windows import Local, local_attention
 
 __all__ = [
     "AttentionMask",
-    "Exponents",
     "Features",
     "Local",
     "LocalState",
     "Options",
     "Polynomial",
     "Softmax",
-    "Squared",
     "State",
     "bidirectional",
     "causal",
-    "exact_attention",
     "extend_local_state",
     "extend_state",
     "init_local_state",
@@ -58,5 +49,4 @@ __all__ = [
     "quadratic",
     "read_local_state",
     "read_state",
-    "softmax_attention",
 ]

@@ -11,7 +11,7 @@ from keras import ops
 from keras_rfattn.backend import compiled, fold, quotient, representable, smaller
 from keras_rfattn.ops.causal_block import read_block
 from keras_rfattn.ops.causal_fallback import unbounded_weights
-from keras_rfattn.ops.features import plain
+from keras_rfattn.ops.exponents import plain
 from keras_rfattn.ops.layout import (
     block_heads,
     block_mask,

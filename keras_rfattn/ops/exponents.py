@@ -28,16 +28,16 @@ class Fresh(Features):
         return ops.cast(exp_into(self.log_scale, shift), dtype)
 
 
+def plain(features):
+    """Returns features that are not overwritten when they are read."""
+    return Features(*features) if isinstance(features, Fresh) else features
+
+
 class Form(NamedTuple):
-    """The quadratic term `-‖x · matrix + offset‖² / 2` that a token's features share.
+    """The term `-‖x · matrix + offset‖² / 2` that all features of a token share."""
 
-    Attributes:
-        matrix: Array of shape `(1, K, H, H)`, or a number as an array `(1, 1, 1, 1)`.
-        offset: Array of shape `(1, K, 1, H)`, or `None` for 0.
-    """
-
-    matrix: Any
-    offset: Any = None
+    matrix: Any  # (1, K, H, H), or a number as an array (1, 1, 1, 1)
+    offset: Any = None  # (1, K, 1, H), or `None` for 0
 
     def __call__(self, x):
         """Returns the term of tokens `(B, K, R, H)`, of shape `(B, K, R, 1)`."""
@@ -49,23 +49,13 @@ class Form(NamedTuple):
 
 
 class Exponents(NamedTuple):
-    """Exponential features before they are computed: `x · matrix + bias + common`.
+    """Exponential features before they are computed: `x · matrix + bias + common`."""
 
-    Attributes:
-        x: Tokens of shape `(B, T, N, H)`, or `(B, K, R, H)` in heads-first layout, in
-            any float dtype.
-        matrix: Array of shape `(B or 1, K, H, M)`; the N / K query heads of a key head
-            share it.
-        bias: Array of shape `(B or 1, K, 1, M)`.
-        form: `Form` of the exponent that all features of a token share. `None` for 0.
-        common: That exponent, `(B, K, R, 1)`, once it is computed; otherwise `None`.
-    """
-
-    x: Any
-    matrix: Any
-    bias: Any
-    form: Any = None
-    common: Any = None
+    x: Any  # tokens (B, T, N, H), or heads first (B, K, R, H), in any float dtype
+    matrix: Any  # (B or 1, K, H, M), shared by the N / K query heads of a key head
+    bias: Any  # (B or 1, K, 1, M)
+    form: Any = None  # `Form` of the exponent that all features of a token share
+    common: Any = None  # that exponent, (B, K, R, 1), once it is computed
 
     is_exponential = True
     is_signed = False

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import accumulated_matmul, exp_of_difference, where
+from keras_rfattn.backend import accumulated_matmul, where
 from keras_rfattn.ops.masks import hide
 
 # Stands for -inf in exponents. It is finite, so that the difference of two such
@@ -123,13 +123,8 @@ class Features(NamedTuple):
         return ops.broadcast_to(self.log_scale, ops.shape(self.values))
 
     def expand(self, shift, dtype):
-        """Returns `values * exp(log_scale - shift)`, rounded once, to `dtype`.
-
-        Args:
-            shift: Array that broadcasts to `log_scale`.
-            dtype: Dtype of the result. The computation is in the dtype of `log_scale`.
-        """
-        scale = exp_of_difference(self.log_scale, shift)
+        """Returns `values * exp(log_scale - shift)`, rounded once, to `dtype`."""
+        scale = ops.exp(self.log_scale - shift)
         if self.values is not None:
             scale = scale * ops.cast(self.values, scale.dtype)
         return ops.cast(scale, dtype)
@@ -153,39 +148,19 @@ class Features(NamedTuple):
         return accumulated_matmul(rows, columns, transpose_b=True)
 
 
-class Squared(NamedTuple):
+class Squared(Features):
     """Features `v ⊗ v · exp(log_scale)`, whose inner products are squares.
 
     These are the features of polynomial attention, whose denominator has a 1. The
     product of a few tokens is computed as `(v · w)²`, which never forms the r²
-    features.
-
-    Attributes:
-        values: Array v of shape `(..., r)` with magnitudes at most 1.
-        log_scale: Array of shape `(..., 1)`; float32 or float64.
+    features. `values` is the array v of shape `(..., r)`, and `log_scale` has shape
+    `(..., 1)`.
     """
-
-    values: Any
-    log_scale: Any
 
     has_offset = True
     is_exponential = False
     is_signed = False
     shares_scale = True
-    num_heads = Features.num_heads
-    num_tokens = Features.num_tokens
-    scale_width = Features.scale_width
-    scale_dtype = Features.scale_dtype
-    compute = Features.compute
-    tokens = Features.tokens
-    shared = Features.shared
-    joined = Features.joined
-    of_tokens = Features.of_tokens
-    hidden = Features.hidden
-    raised = Features.raised
-    relative = Features.relative
-    settled = Features.settled
-    magnitudes = Features.magnitudes
 
     @property
     def width(self):
@@ -206,12 +181,7 @@ class Squared(NamedTuple):
 
     def products(self, other, dtype):
         """Returns the products of the values with those of `other`: `(v · w)²`."""
-        return ops.square(Features.products(self, other, dtype))
-
-
-def plain(features):
-    """Returns `Features` that are not overwritten when they are read."""
-    return Features(*features) if isinstance(features, Features) else features
+        return ops.square(super().products(other, dtype))
 
 
 def masked_log_scale(key, mask):

@@ -15,14 +15,11 @@ from keras_rfattn.backend import (
     accumulated_matmul,
     by_heads,
     elementwise_max,
-    exp_of_difference,
     fused_softmax,
     largest_of,
-    last_apart,
     product,
     repeat_each,
     representable,
-    sums_weights_apart,
     where,
 )
 from keras_rfattn.ops.features import LOWEST
@@ -72,15 +69,6 @@ class Polynomial:
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.1.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> rng = np.random.default_rng(0)
-        >>> query, key, value = rng.standard_normal((3, 1, 10, 2, 8), "float32")
-        >>> kernel = ops.Polynomial(degree=4)
-        >>> output = ops.exact_attention(query, key, value, kernel)
-        >>> tuple(output.shape)
-        (1, 10, 2, 8)
     """
 
     degree: int
@@ -113,7 +101,7 @@ def _exponentiate(exponent, visible):
     # Half of `LOWEST`, so that hidden weights vanish even in a row that sees no key.
     shift = elementwise_max(largest_of(exponent, axis=-1), LOWEST / 2)
     shift = ops.stop_gradient(shift)
-    return exp_of_difference(exponent, ops.expand_dims(shift, -1)), shift
+    return ops.exp(exponent - ops.expand_dims(shift, -1)), shift
 
 
 def unit(x):
@@ -130,12 +118,8 @@ def read_exactly(kernel, query, key, value, visible):
     """Returns the `Reading` of queries `(..., R, H)` by a kernel."""
     weights, shift = kernel(query, key, visible)
     rounded = ops.cast(weights, value.dtype)
-    if sums_weights_apart(product(*ops.shape(weights))):
-        numerator = accumulated_matmul(rounded, value)
-        denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
-    else:
-        both = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
-        numerator, denominator = last_apart(accumulated_matmul(rounded, both))
+    numerator = accumulated_matmul(rounded, value)
+    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
     bound = denominator
     if kernel.has_offset:
         # Weights may all vanish, for example those of orthogonal vectors; such a row
@@ -198,11 +182,3 @@ class _Whole(NamedTuple):
 
     def __call__(self, *tokens):
         return normalize(read_exactly(self.kernel, *tokens), self.kernel)
-
-
-def softmax_attention(query, key, value, key_mask=None, causal=False, prefix_mask=None):
-    """Computes `softmax(q · k) v` over the visible keys in O(T · S).
-
-    The arguments and the result are those of `exact_attention` with `Softmax()`.
-    """
-    return exact_attention(query, key, value, Softmax(), key_mask, causal, prefix_mask)

@@ -17,25 +17,14 @@ STEP = 16
 
 
 class Layout(NamedTuple):
-    """The places of the tokens of packed rows, in rows of one text each.
+    """The places of the tokens of packed rows, in rows of one text each."""
 
-    Attributes:
-        tokens: `(B, P · L)` integers: the position in the packed row of each token of
-            each text.
-        real: `(B, P · L)` booleans: whether such a token exists.
-        slots: `(B, T)` integers: the position among the P · L tokens of each token of
-            the packed row.
-        lost: `(B, T)` booleans: which tokens found no place.
-        texts: P, number of texts per row.
-        length: L, number of tokens per text.
-    """
-
-    tokens: Any
-    real: Any
-    slots: Any
-    lost: Any
-    texts: int
-    length: Any
+    tokens: Any  # (B, P · L), the place in the packed row of each token of each text
+    real: Any  # (B, P · L), whether such a token exists
+    slots: Any  # (B, T), the place of each token of the packed row among the P · L
+    lost: Any  # (B, T), which tokens found no place
+    texts: int  # P, texts per row
+    length: Any  # L, tokens per text
 
     def unpack(self, x):
         """Moves each text to a row: `(B, T, ...)` to `(B · P, L, ...)`."""

@@ -30,12 +30,7 @@ class Lowered(Features):
 
 
 class SinkMap:
-    """A feature map whose queries see a sink; everything else is the map's own.
-
-    Args:
-        feature_map: A built `FeatureMap`, or one that is bound to a call.
-        sink_logits: Array of shape `(N,)`, the sinks of the query heads.
-    """
+    """A feature map whose queries see a sink; everything else is the map's own."""
 
     def __init__(self, feature_map, sink_logits):
         self.feature_map, self.sink_logits = feature_map, sink_logits

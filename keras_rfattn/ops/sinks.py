@@ -27,16 +27,10 @@ from keras_rfattn.ops.masks import first_visible
 
 
 class Sinks(NamedTuple):
-    """The first tokens of each row, which queries weigh exactly.
+    """The first tokens of each row, which queries weigh exactly."""
 
-    Attributes:
-        key: Scaled keys of shape `(B, n, K, H)`. Those of sinks that do not exist may
-            hold any finite numbers.
-        kernel: `Softmax()` or `Polynomial(degree)`: the kernel that features estimate.
-    """
-
-    key: Any
-    kernel: Any
+    key: Any  # (B, n, K, H), scaled; any finite numbers for sinks that do not exist
+    kernel: Any  # `Softmax()` or `Polynomial(degree)`, which the features estimate
 
     @property
     def count(self):

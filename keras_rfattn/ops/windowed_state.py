@@ -176,12 +176,9 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
 
 
 class Move:
-    """The new places of the tokens and windows of each row after tokens are added.
+    """The new places of tokens and windows after `shape = (B, S)` tokens are added.
 
     Positions of tokens are counted from the first visible token of their row.
-
-    `shape` is `(B, S)`, the batch size and the number of added tokens. The other
-    arguments are those of `extend_local_state`.
     """
 
     def __init__(self, state, shape, key_mask, passed):

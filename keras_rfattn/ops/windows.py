@@ -84,19 +84,11 @@ class Local(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The settings of windowed attention, and its computation.
-
-    Attributes:
-        kernel: The kernel of `Local`.
-        size: Number of tokens in a window, C.
-        groups: G, query heads per key head.
-        sliding: Whether the windows next to a query's own are exact too.
-        is_causal: Whether a query sees no key after its own token.
-    """
+    """The settings of windowed attention, and its computation."""
 
     kernel: Any
-    size: int
-    groups: int
+    size: int  # number of tokens in a window, C
+    groups: int  # G, query heads per key head
     sliding: bool
     is_causal: bool
 

@@ -9,11 +9,11 @@ from keras import ops
 from keras_rfattn.feature_maps.base import half_square
 from keras_rfattn.feature_maps.exponential import FavorPlus
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.kernels.variance import (
+from keras_rfattn.ops.features import Features
+from keras_rfattn.papers.second_moments import (
     log_moment_generalized_exponential,
     log_moment_positive_pair,
 )
-from keras_rfattn.ops.features import Features
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

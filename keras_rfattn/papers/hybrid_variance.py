@@ -6,7 +6,7 @@ Pairs `x`, `y` have shape `(..., d)` and results shape `(...)`, as in
 
 import numpy as np
 
-from keras_rfattn.kernels import variance
+from keras_rfattn.papers import second_moments
 
 
 def angle(x, y):
@@ -94,9 +94,10 @@ def bipolar_hybrid(x, y, m, moments, shared=False):
         0.1079
     """
     of_positive, of_trigonometric, of_both = moments
-    result = of_positive * variance.positive_pair(x, y) / m
+    result = of_positive * second_moments.positive_pair(x, y) / m
     result = (
-        result + of_trigonometric * variance.generalized_exponential(x, y, 0, -1) / m
+        result
+        + of_trigonometric * second_moments.generalized_exponential(x, y, 0, -1) / m
     )
     if shared:
         norms = np.sum(x * x, -1) - np.sum(y * y, -1)

@@ -1,10 +1,14 @@
-"""Log second moments of estimators that only the papers' tables use.
+"""Second moments and variances of estimators that only papers use.
 
-The functions complement `kernels/variance.py`, which explains second moments and names
-the sources. Pairs `x`, `y` have shape `(..., d)` and results shape `(...)`.
+The functions complement `kernels/variance.py`, which explains second moments. Pairs
+`x`, `y` have shape `(..., d)` and results shape `(...)`. "CRT" is Likhosherstov et al.,
+"Chefs' Random Tables" (2022); "HRF" is Choromanski et al., "Hybrid Random Features"
+(2022).
 """
 
 import numpy as np
+
+from keras_rfattn.kernels.variance import log_moment_of_z
 
 
 def log_moment_poisson(products, rate):
@@ -97,3 +101,72 @@ def log_moment_complex_exponential(x, y, a):
     first = 2 * np.sum(np.real(z) ** 2, -1) + np.real(constant)
     second = 2 * np.sum(z * z, -1) + constant
     return first + np.log((1 + np.exp(second - first).real) / 2)
+
+
+def variance(log_moment, x, y):
+    """Returns `E[Z²] - SM²`, the variance of one unbiased draw Z.
+
+    Args:
+        log_moment: `log E[Z²]`, array of shape `(...)`.
+    """
+    kernel = np.sum(x * y, -1)
+    return np.exp(2 * kernel) * np.expm1(np.maximum(log_moment - 2 * kernel, 0))
+
+
+def log_moment_generalized_exponential(x, y, a=0.0, s=1):
+    """Returns the log second moment of `Re f1(w, x) f2(w, y)` (CRT, equation 6).
+
+    Theorem 3.2 gives it for `f(w, x) = D exp(A ‖w‖² + B w · x + C ‖x‖²)` with
+    `B = √(s (1 - 4A))`, `C = -(s + 1) / 2`, `D = (1 - 4A)^(d/4)` and `Re(1 - 8A) > 0`.
+    The second moment for the Gaussian kernel is, with `z = ‖x + s y‖²`,
+
+        ½ exp(-(s+1)(‖x‖²+‖y‖²)) (Re(α1 exp(α2 z)) + α3 exp(α4 z))
+        α1 = √(1 + 16A²/(1-8A))^d,        α2 = s + s / (1 - 8A)
+        α3 = (1 + 16|A|²/(1-8 Re A))^(d/2), α4 = s/2 + (s + 2|1-4A|)/(2(1-8 Re A))
+
+    and that for the softmax kernel is `exp(‖x‖² + ‖y‖²)` times as large.
+    `A = 0, s = -1` gives trigonometric features, `A = 0, s = 1` positive ones, and real
+    `A < 0` OPRF.
+
+    Args:
+        a: The parameter A, real or complex.
+        s: 1 or -1.
+    """
+    z = np.sum((x + s * y) ** 2, -1)
+    squares = np.sum(x * x, -1) + np.sum(y * y, -1)
+    return log_moment_of_z(z, x.shape[-1], a, s) - s * squares
+
+
+def generalized_exponential(x, y, a=0.0, s=1):
+    """Returns the one-draw variance of generalized exponential features.
+
+    The arguments and the shape of the result are those of
+    `log_moment_generalized_exponential`. `a=0, s=-1` gives trigonometric features.
+
+    Args:
+        a: The parameter A, real or complex, with `Re(1 - 8A) > 0`.
+        s: 1 or -1.
+    """
+    return variance(log_moment_generalized_exponential(x, y, a, s), x, y)
+
+
+def log_moment_positive_pair(x, y):
+    """Returns the log second moment of a ± pair of positive features.
+
+    The estimator is `½ Σ_± exp(±w · (x + y)) exp(-(‖x‖² + ‖y‖²)/2)`, with features of
+    width 2. Its second moment is `½ (1 + exp(2 ‖x + y‖²)) exp(-‖x‖² - ‖y‖²)` (HRF,
+    lemma 2.2).
+    """
+    z = np.sum((x + y) ** 2, -1)
+    squares = np.sum(x * x, -1) + np.sum(y * y, -1)
+    return np.logaddexp(0, 2 * z) - np.log(2) - squares
+
+
+def positive_pair(x, y):
+    """Returns the variance of one ± pair; see `log_moment_positive_pair`.
+
+    It is `½ exp(‖x + y‖²) SM² (1 - exp(-‖x + y‖²))²`, which is accurate near 0 too.
+    """
+    z = np.sum((x + y) ** 2, -1)
+    softmax = np.exp(np.sum(x * y, -1))
+    return np.exp(z) * softmax**2 * (1 - np.exp(-z)) ** 2 / 2

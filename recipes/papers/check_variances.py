@@ -31,7 +31,7 @@ from keras import ops
 
 from keras_rfattn import feature_maps, papers
 from keras_rfattn.kernels import variance
-from keras_rfattn.papers import hybrid_variance
+from keras_rfattn.papers import hybrid_variance, second_moments
 
 DIMS, SQUARES = (4, 16, 64, 256), (1, 10, 25, 50, 100)
 M, N, RADII, ANGLES = 10, 1, np.linspace(0.1, 5, 50), np.linspace(0, np.pi, 91)
@@ -83,8 +83,8 @@ def mse(name, x, y, m=M, n=N):
         moments = hybrid_variance.angular_moments(x, y, n)
         return hybrid_variance.bipolar_hybrid(x, y, m, moments)
     if name == "++":
-        return variance.positive_pair(x, y) / m
-    return variance.generalized_exponential(x, y, 0, -1) / m
+        return second_moments.positive_pair(x, y) / m
+    return second_moments.generalized_exponential(x, y, 0, -1) / m
 
 
 def measure(name, sets):

@@ -26,7 +26,7 @@ args = parse(parser, pairs=32, samples=1)
 import numpy as np
 from sklearn.datasets import load_digits
 
-from keras_rfattn import diagnostics, feature_maps
+from keras_rfattn import feature_maps
 from keras_rfattn.kernels import variance
 
 DIM = 64
@@ -95,7 +95,7 @@ def log_variances(x, y, generator, num_pairs):
         feature_map.build((None, None, 1, DIM))
         if feature_map.is_adaptive:
             feature_map.adapt([(x[None], y[None])])
-        moment = diagnostics.log_moment(feature_map)
+        moment = feature_map.log_moment()
         result = variance.log_variance(moment(left, right), left, right)
         results[name] = np.mean(result - norms) - (0 if is_complex else np.log(2))
     return results

@@ -13,7 +13,8 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps import fits
-from keras_rfattn.kernels import values, variance
+from keras_rfattn.kernels import values
+from keras_rfattn.papers import second_moments
 from tests import helpers as h
 from tests.feature_maps.cases import DIM, case
 from tests.marks import each_map
@@ -74,7 +75,7 @@ def sample(name, label, **arguments):
     products = DRAWS * query * dense(feature_map.key_features(y))
     # Two features a vector, side by side: their sum is the draw.
     draws = products.reshape(len(X), -1, DRAWS).sum(axis=1)
-    return draws, variance.variance(log_moment(X, Y), X, Y)
+    return draws, second_moments.variance(log_moment(X, Y), X, Y)
 
 
 @pytest.mark.parametrize(("name", "label"), each_map(ESTIMATORS))
@@ -149,7 +150,7 @@ def test_optimal_a_is_the_minimum_of_the_closed_form(z, dim):
 
     def cost(a):
         return np.log(
-            variance.generalized_exponential(x, x, a) + np.exp(2 * np.sum(x * x))
+            second_moments.generalized_exponential(x, x, a) + np.exp(2 * np.sum(x * x))
         )
 
     found = optimize.minimize_scalar(

@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 from keras_rfattn import feature_maps, layers
-from keras_rfattn.ops import Exponents
+from keras_rfattn.ops.exponents import Exponents
 from keras_rfattn.ops.layout import heads_first, merge_heads
 from tests import helpers as h
 from tests.marks import each_map

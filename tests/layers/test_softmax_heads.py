@@ -13,7 +13,8 @@ from keras_rfattn.layers import GroupedQueryAttention, MultiHeadAttention, atten
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.models import Plan
-from keras_rfattn.ops import AttentionMask, Options, softmax_attention
+from keras_rfattn.ops import AttentionMask, Options, Softmax
+from keras_rfattn.ops.kernel_attention import exact_attention
 from keras_rfattn.uptraining.attention import layer_errors
 from tests import helpers as h
 from tests.marks import first, slow_on_jax
@@ -74,7 +75,7 @@ def test_each_head_has_its_attention_and_gradient(kv_heads, mask, options):
         groups = h.HEADS // kv_heads
         wide = [ops.repeat(x, groups, axis=2) for x in (key, value)]
         scaled = query * np.float32(h.HEAD_DIM**-0.5)
-        softmax = softmax_attention(scaled, *wide, mask.key_mask, mask.causal)
+        softmax = exact_attention(scaled, *wide, Softmax(), mask.key_mask, mask.causal)
         softmax = heads_of(softmax, True, kv_heads)
         others = heads_of(linear(query, key, value), False, kv_heads)
         return ops.concatenate([softmax, others], 2)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import Exponents, bidirectional, quadratic
+from keras_rfattn.ops import bidirectional, quadratic
+from keras_rfattn.ops.exponents import Exponents
 from tests import helpers as h
 from tests.marks import first_on_jax
 

@@ -73,7 +73,7 @@ def test_gradients_match_the_definition():
 
 
 def test_softmax_has_the_same_mask():
-    from keras_rfattn.ops.kernel_attention import softmax_attention
+    from keras_rfattn.ops.kernel_attention import Softmax, exact_attention
 
     x, (prefix, visible) = h.problem(length=LENGTH), masks()
     seen = (prefix[:, None] | np.tri(LENGTH, dtype=bool)) & visible[:, None]
@@ -83,8 +83,6 @@ def test_softmax_has_the_same_mask():
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     expected = np.einsum("bnts,bsnv->btnv", weights, np.repeat(x.value, groups, 2))
-    found = softmax_attention(
-        *(ops.convert_to_tensor(y) for y in x), ops.convert_to_tensor(visible), True,
-        ops.convert_to_tensor(prefix),
-    )  # fmt: skip
+    arrays = [ops.convert_to_tensor(y) for y in (*x, visible, prefix)]
+    found = exact_attention(*arrays[:3], Softmax(), arrays[3], True, arrays[4])
     np.testing.assert_allclose(keras.ops.convert_to_numpy(found), expected, atol=2e-5)

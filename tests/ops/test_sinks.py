@@ -7,7 +7,8 @@ from keras import ops
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.decoding import onward
-from keras_rfattn.ops import AttentionMask, Options, exact_attention
+from keras_rfattn.ops import AttentionMask, Options
+from keras_rfattn.ops.kernel_attention import exact_attention
 from tests import helpers as h
 from tests.feature_maps.cases import case
 from tests.marks import SLOW_ON_JAX, first_on_jax

@@ -12,10 +12,9 @@ from keras_rfattn.ops import (
     Options,
     Polynomial,
     Softmax,
-    exact_attention,
     local_attention,
-    softmax_attention,
 )
+from keras_rfattn.ops.kernel_attention import exact_attention
 from tests import helpers as h
 from tests.feature_maps.cases import case
 from tests.marks import SLOW_ON_JAX
@@ -127,7 +126,7 @@ def test_a_window_as_long_as_the_sequence_is_exact(name, causal):
     query, key = scaled(h.build(name), name, *x[:2])
     visible = ops.convert_to_tensor(mask)
     if h.build(name).kernel == "softmax":
-        expected = softmax_attention(query, key, x[2], visible, causal)
+        expected = exact_attention(query, key, x[2], Softmax(), visible, causal)
     else:
         kernel = Polynomial(h.build(name).degree)
         expected = exact_attention(query, key, x[2], kernel, visible, causal)

@@ -158,7 +158,7 @@ def test_complex_exponential_is_exact_at_the_means():
     x, y = data[0][0][0, 0], data[0][1][0, 0]
     np.testing.assert_allclose(a * x + y / a, 0, atol=1e-6)
     moment = second_moments.log_moment_complex_exponential(x, y, a)
-    assert variance.variance(moment, x, y) < 1e-6
+    assert second_moments.variance(moment, x, y) < 1e-6
     real = adapted("complex_exponential", data, form="real")
     assert real.is_positive and np.all(h.to_numpy(real.matrix)[:, 1] == 0)
     size = np.sqrt(np.abs(y / x))

@@ -9,10 +9,10 @@ import pytest
 from keras import ops
 
 import keras_rfattn
-from keras_rfattn import diagnostics, papers
 from keras_rfattn import feature_maps as maps
-from keras_rfattn.kernels import variance
-from keras_rfattn.papers import hybrid_variance
+from keras_rfattn import papers
+from keras_rfattn.diagnostics import errors
+from keras_rfattn.papers import hybrid_variance, second_moments
 from tests import helpers as h
 from tests.feature_maps.draws import DIM, DRAWS, LIMIT, check, dense, estimates, pairs
 from tests.marks import slow_on_jax
@@ -98,8 +98,8 @@ def test_max_relative_error_on_a_sphere():
     x = np.array([[radius, 0.0]])
     y = radius * np.stack([np.cos(theta), np.sin(theta)], -1)
     kernel = np.exp(np.sum(x * y, -1))
-    trig = np.sqrt(variance.generalized_exponential(x, y, 0, -1) / m) / kernel
-    plus = np.sqrt(variance.positive_pair(x, y) / m) / kernel
+    trig = np.sqrt(second_moments.generalized_exponential(x, y, 0, -1) / m) / kernel
+    plus = np.sqrt(second_moments.positive_pair(x, y) / m) / kernel
     np.testing.assert_allclose(
         trig, hybrid_variance.relative_error(theta, radius, m, False)
     )
@@ -153,9 +153,9 @@ def test_pair_has_the_mean_and_variance_of_its_closed_form(projection):
     feature_map = papers.FavorPlusPair(M, projection=projection, seed=7)
     kernel = np.exp(np.sum(x * y, -1))
     found = estimates(feature_map, x, y, draws=50_000)
-    predicted = diagnostics.predicted_variance(feature_map)(x, y) * kernel**2
+    predicted = errors.predicted_variance(feature_map, 0)(x, y) * kernel**2
     check(found, kernel, predicted)
-    independent = variance.positive_pair(x, y) / M
+    independent = second_moments.positive_pair(x, y) / M
     is_independent = np.allclose(predicted, independent, rtol=1e-4)
     assert is_independent == (projection == "gaussian")
 
