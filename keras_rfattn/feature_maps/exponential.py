@@ -62,8 +62,7 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     first from random vectors alone, and in `calibrate` from queries and keys.
 
     Args:
-        num_features: Number m of features, twice the head dim by default.
-        **kwargs: The arguments `projection` and `seed` of `ProjectedFeatureMap`.
+        **kwargs: The arguments of `ProjectedFeatureMap`; m is `num_features`.
 
     Examples:
         >>> feature_map = keras_rfattn.feature_maps.FavorPlus(num_features=32, seed=0)
@@ -88,8 +87,7 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if {"query_features", "key_features"} & set(vars(cls)):
-            # `bind` knows only the features of this class.
-            cls.has_exponents = False
+            cls.has_exponents = False  # `bind` would not call them.
 
     def add_vectors(self):
         add = self.add_trained if self.trains else self.add_fixed
@@ -125,12 +123,10 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         return fits.a_of(as_numpy(self.vectors.value), draws)
 
     def query_features(self, x):
-        queries, _ = self._fold((1.0, x.dtype), self._values())
-        return queries._replace(x=x)
+        return self._fold((1.0, x.dtype), self._values())[0]._replace(x=x)
 
     def key_features(self, x):
-        _, keys = self._fold((1.0, x.dtype), self._values())
-        return keys._replace(x=x)
+        return self._fold((1.0, x.dtype), self._values())[1]._replace(x=x)
 
     def bind(self, query, key, side=1.0, query_mask=None, key_mask=None, causal=False):
         if not self.has_exponents:
@@ -146,16 +142,11 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         return BoundExponential(self, side, kept(self, settings, weights, self._fold))
 
     def _values(self):
-        """Returns the values of the weights that `_fold` takes."""
-        weights = self.vectors, self.bias
         conditioning = (self.centers, self.matrices) if self.is_conditioned else ()
-        return [x.value for x in (*weights, *conditioning)]
+        return [x.value for x in (self.vectors, self.bias, *conditioning)]
 
     def _fold(self, settings, weights, a=None, is_stored=True):
-        """Returns the `Exponents` of queries and of keys, without tokens.
-
-        `V z + ν·(x - μ/2)` is `x · (MᵀV + ν) - μ · (MᵀV + ν/2)`.
-        """
+        """Returns the `Exponents` of queries and of keys, without tokens."""
         side, dtype = settings
         vectors, bias, *conditioning = (ops.cast(x, dtype)[None] for x in weights)
         if a is not None:
@@ -164,10 +155,10 @@ class Exponential(Adaptive, ProjectedFeatureMap):
             bias = ops.where(is_stored, bias, rows["bias"])
         bias = bias[:, :, None, None] - math.log(self.output_dim)
         if not conditioning:
-            matrix, bias = side * vectors, bias / 2
+            matrix, bias = side * vectors, bias[:, :, 0] / 2
             form = Form(ops.full((1, 1, 1, 1), side, dtype))
-            sides = matrix[:, :, 0], matrix[:, :, -1]
-            return [Exponents(None, x, bias[:, :, 0], form) for x in sides]
+            return [Exponents(None, matrix[:, :, i], bias, form) for i in (0, -1)]
+        # `Vᵀz + ν·(x - μ/2)` is `x · (MᵀV + ν) - μ · (MᵀV + ν/2)`.
         centers, matrices = conditioning
         products = precise_matmul(matrices, vectors, transpose_a=True)
         linear = products + ops.flip(centers, axis=2)[..., None]
@@ -186,7 +177,9 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         return query @ matrices[0].T, key @ matrices[1].T
 
     def log_moment(self, head=0):
-        return None if self.trains else _log_moment(self.a()[head, 0])
+        if self.trains:
+            return None
+        return functools.partial(log_moment_per_direction, a=self.a()[head, 0])
 
 
 class BoundExponential(Bound):
@@ -205,12 +198,8 @@ class BoundExponential(Bound):
     def log_moment(self, head=0):
         if self.measured_a is None or self.feature_map.is_calibrated:
             return self.feature_map.log_moment(head)
-        return _log_moment(as_numpy(self.measured_a)[:, head].mean(axis=0))
-
-
-def _log_moment(a):
-    a = a.astype("float64")
-    return lambda x, y: log_moment_per_direction(x, y, np.broadcast_to(a, x.shape[-1:]))
+        a = as_numpy(self.measured_a)[:, head].mean(axis=0)
+        return functools.partial(log_moment_per_direction, a=a)
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -238,8 +227,7 @@ class FavorPP(Exponential):
 class FavorPPDense(Exponential):
     """FAVOR++ with an A of each direction: `Exponential` by `fits.dense`.
 
-    While it is not calibrated, each sequence of bidirectional self-attention gets its
-    own A of each coordinate; causal attention uses A = 0, which is FAVOR+.
+    While it is not calibrated, it measures each sequence as `FavorPP` does.
     """
 
     fitted = staticmethod(fits.dense)
@@ -252,9 +240,8 @@ class FavorPPDense(Exponential):
 class FavorPPLearned(Exponential):
     """The default map: `Exponential` by `fits.dense`, whose weights then train.
 
-    Before training it equals `FavorPPDense`, and before calibration FAVOR+. It is made
-    for `keras_rfattn.uptrain`, whose stage "calibrate" fits it and whose later stages
-    train all of its weights.
+    Before calibration it equals FAVOR+. `keras_rfattn.uptrain` first calibrates it,
+    and then trains all of its weights.
     """
 
     fitted = staticmethod(fits.dense)
