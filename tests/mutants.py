@@ -58,12 +58,12 @@ MUTANTS = {
     ),
     "one A for all rows of a batch": Mutant(
         "feature_maps/exponential.py", "bind",
-        "self.best_a(side**2 * z)",
-        "self.best_a(side**2 * ops.mean(z, axis=0, keepdims=True))",
+        "self.best_a(side**2 * squares)",
+        "self.best_a(side**2 * ops.mean(squares, axis=0, keepdims=True))",
         "feature_maps/test_exponential.py::test_rows_are_bound_one_by_one",
     ),
     "an A bound to tokens before they are scaled": Mutant(
-        "feature_maps/exponential.py", "bind", "side**2 * z", "z",
+        "feature_maps/exponential.py", "bind", "side**2 * squares", "squares",
         "feature_maps/test_exponential.py::test_is_the_function_in_its_docstring",
     ),
     "causal attention bound to its sequence": Mutant(

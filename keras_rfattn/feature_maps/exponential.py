@@ -1,4 +1,4 @@
-"""The exponential map `exp(V z + b + c(x))`: FAVOR+, FAVOR++ and their learned kin."""
+"""The exponential map `exp(Vᵀz + b/2 + c(x))`: FAVOR+, FAVOR++, their learned kin."""
 
 import functools
 import math
@@ -23,20 +23,21 @@ precise_matmul = functools.partial(accumulated_matmul, is_precise=True)
 class Exponential(Adaptive, ProjectedFeatureMap):
     """Features `exp(Vᵀz + b/2 - ‖z‖²/2 + ν·(x - μ/2)) / √m`, with `z = M (x - μ)`.
 
-    Here x is a query or a key, M and μ belong to its side, and ν is the μ of the other
-    side. The weights, for K key/value heads, are:
+    Here x is a query or a key, scaled, M and μ belong to its side, and ν is the other
+    side's μ. The weights, for K key/value heads, are:
 
-    - `vectors` V `(K, 2, H, m)`: the columns are the features' vectors, of queries and
-      of keys; `(K, 1, H, m)`, the same for both, unless the map trains.
-    - `bias` b `(K, m)`: the logarithm of each feature's weight.
-    - `centers` μ `(K, 2, H)` and `matrices` M `(K, 2, H, H)`, of queries and of keys,
-      which condition the tokens, if `is_conditioned`. Otherwise M is 1 and μ is 0.
+    - `vectors` V: the columns are the features' vectors. `(K, 1, H, m)`, shared by both
+      sides; `(K, 2, H, m)`, of queries, then of keys, if the map `trains`.
+    - `bias` b `(K, m)`: the log-weight of each feature in the sum over features, of
+      which each side takes half.
+    - `centers` μ `(K, 2, H)` and `matrices` M `(K, 2, H, H)`, of queries, then of keys,
+      if `is_conditioned`; otherwise μ is 0 and M is 1.
 
     Theorem. Let V be `√(1 - 4A) w` for Gaussian vectors w and a diagonal A <= 0, the
     same on both sides, let `b = 2 wᵀA w + ½ log det(1 - 4A)`, and let `M_q = M_k⁻ᵀ`.
-    Then products of query and key features average to the softmax kernel `exp(q · k)`
-    ("Chefs' Random Tables", 2022, theorem 3.1, and
-    `q·k = z_q·z_k + μ_k·q + μ_q·k - μ_q·μ_k`). A, M and μ change only the variance.
+    Then products of query and key features average to the softmax kernel `exp(q · k)`,
+    and A, M and μ change only the variance. This follows from "Chefs' Random Tables"
+    (2022), theorem 3.1, and from `q·k = z_q·z_k + μ_k·q + μ_q·k - μ_q·μ_k`.
 
     The map equals this function of one head's queries and keys, scaled, `(n, H)`:
 
@@ -54,12 +55,12 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         attention = phi_q @ (phi_k.T @ v) / (phi_q @ phi_k.sum(0))[:, None]
 
     There are three differences. Exponents are returned, not applied, so that nothing
-    overflows. The scale of attention, M, μ and ν are folded into one matrix and one
-    bias a side, once a call. Attention leaves out the exponent that all features of a
-    query share, because it cancels.
+    overflows. M, μ, ν and the scale of attention are folded once a call: per side, into
+    a matrix, a bias, and a `Form` for `-‖z‖²/2`. Attention leaves out that term of a
+    query, because it cancels.
 
     A subclass chooses a fit, from `fits.py` or of its own, that sets the weights: at
-    first from random vectors alone, and in `calibrate` from queries and keys.
+    first from random vectors alone, and in `calibrate` from samples of tokens too.
 
     Args:
         **kwargs: The arguments of `ProjectedFeatureMap`; m is `num_features`.
@@ -76,10 +77,9 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     fitted = staticmethod(fits.favorplus)
     # Whether the weights train, with separate vectors for queries and keys.
     trains = False
-    # Whether the fit sets centers and matrices.
-    is_conditioned = False
-    # The function in `fits.py` from mean squares to A, for a map that measures the
-    # sequence at hand while it is not calibrated.
+    is_conditioned = False  # Whether the fit sets centers and matrices.
+    # The function in `fits.py` from the mean square of q + k to A, for a map that
+    # measures the sequence at hand while it is not calibrated.
     best_a = None
 
     measures_sequence = property(lambda self: self.best_a is not None)
@@ -87,7 +87,7 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if {"query_features", "key_features"} & set(vars(cls)):
-            cls.has_exponents = False  # `bind` would not call them.
+            cls.has_exponents = False  # Folded weights would ignore the methods.
 
     def add_vectors(self):
         add = self.add_trained if self.trains else self.add_fixed
@@ -113,7 +113,7 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         self._assign(self.fitted(self.random_vectors(integer(self.draws)), samples))
 
     def assign_vectors(self, draw):
-        # A is kept, and conditioning with it.
+        # Keeps A, and leaves centers and matrices as they are.
         fit = fits.oprf(self.random_vectors(draw), self.a()[:, 0])
         self._assign({name: as_numpy(x) for name, x in fit.items()})
 
@@ -135,8 +135,8 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         if self.measures_sequence and not causal:
             is_stored = ops.convert_to_tensor(self.updates) > 0
             if not known_true(is_stored):
-                z = fits.mean_square_of_rows(query, key, query_mask, key_mask)
-                a = self.best_a(side**2 * z)
+                squares = fits.mean_square_of_rows(query, key, query_mask, key_mask)
+                a = self.best_a(side**2 * squares)
                 folded = self._fold(settings, weights, a, is_stored)
                 return BoundExponential(self, side, folded, a)
         return BoundExponential(self, side, kept(self, settings, weights, self._fold))
@@ -150,9 +150,9 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         side, dtype = settings
         vectors, bias, *conditioning = (ops.cast(x, dtype)[None] for x in weights)
         if a is not None:
-            rows = fits.oprf(vectors[0, :, 0], a)
-            vectors = ops.where(is_stored, vectors, rows["vectors"][:, :, None])
-            bias = ops.where(is_stored, bias, rows["bias"])
+            measured = fits.oprf(vectors[0, :, 0], a)
+            vectors = ops.where(is_stored, vectors, measured["vectors"][:, :, None])
+            bias = ops.where(is_stored, bias, measured["bias"])
         bias = bias[:, :, None, None] - math.log(self.output_dim)
         if not conditioning:
             matrix, bias = side * vectors, bias[:, :, 0] / 2
@@ -183,7 +183,7 @@ class Exponential(Adaptive, ProjectedFeatureMap):
 
 
 class BoundExponential(Bound):
-    """An `Exponential` whose weights are `folded` for one call, as `Exponents`."""
+    """An `Exponential` whose weights are `folded` for one call, with A if measured."""
 
     def __init__(self, feature_map, side, folded, a=None):
         super().__init__(feature_map, side)
@@ -215,7 +215,7 @@ class FavorPP(Exponential):
     """FAVOR++: `Exponential` by `fits.favorpp`, with one A of each head.
 
     While it is not calibrated, each sequence of bidirectional self-attention gets its
-    own A, as in the paper; causal attention uses A = 0, which is FAVOR+.
+    own A (CRT); causal and cross-attention use A = 0, which is FAVOR+.
     """
 
     fitted = staticmethod(fits.favorpp)
@@ -225,9 +225,9 @@ class FavorPP(Exponential):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class FavorPPDense(Exponential):
-    """FAVOR++ with an A of each direction: `Exponential` by `fits.dense`.
+    """FAVOR++ with one A per direction: `Exponential` by `fits.dense`.
 
-    While it is not calibrated, it measures each sequence as `FavorPP` does.
+    While it is not calibrated, it measures A of each sequence, as `FavorPP` does.
     """
 
     fitted = staticmethod(fits.dense)

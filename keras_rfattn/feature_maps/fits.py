@@ -7,7 +7,7 @@ map by name, as NumPy arrays: `vectors` `(K, H, m)`, `bias` `(K, m)`, and, if th
 conditions queries and keys, `centers` `(K, 2, H)` and `matrices` `(K, 2, H, H)`, of
 queries first, then of keys.
 
-OPRF, optimal positive random features, have a parameter A of each direction, which
+OPRF, optimal positive random features, have one parameter A per direction, which
 changes the variance of the estimate but not its mean: V = √(1 - 4A) w, and the bias is
 `2 Σ_l A_l w_l² + ½ Σ_l log(1 - 4A_l)`.
 
@@ -42,11 +42,11 @@ def dense(vectors, samples=None):
     """FAVOR++ with an A of each direction, on conditioned queries and keys.
 
     Softmax attention does not depend on the centers and matrices, but the variance of
-    its estimate grows with `exp(‖x + y‖²)`, where x and y are the conditioned query and
-    key. Both are centered; then a matrix M for queries and M⁻ᵀ for keys give them equal
-    covariances; a rotation onto the eigenvectors of `E (x + y)(x + y)ᵀ` follows. Each
-    entry of A is the optimum of CRT, equation 7, with d = 1. It is related to DERF,
-    whose matrices are chosen in closed form without centers.
+    its estimate grows with `exp(‖z_q + z_k‖²)`, where z_q and z_k are the conditioned
+    query and key. Both are centered; then a matrix M for queries and M⁻ᵀ for keys give
+    them equal covariances, up to a small ridge; finally, both are rotated onto the
+    eigenvectors of `E (z_q + z_k)(z_q + z_k)ᵀ`. Each entry of A is the optimum of CRT,
+    equation 7, with d = 1. DERF has such matrices too, without centers.
     """
     heads, dim = vectors.shape[:2]
     if samples is None:
@@ -59,11 +59,11 @@ def dense(vectors, samples=None):
     matrix = balance(*second_moments(centered))
     matrix = _eigenvectors(_through(matrix, centered)).swapaxes(-1, -2) @ matrix
     z = mean_of(mean_square, _through(matrix, centered))
-    inverse = np.linalg.inv(matrix).swapaxes(-1, -2)
+    key_matrix = np.linalg.inv(matrix).swapaxes(-1, -2)
     return {
         **_as_arrays(oprf(vectors, best_a_of_directions(z))),
         "centers": centers.swapaxes(0, 1),
-        "matrices": np.stack([matrix, inverse], axis=1),
+        "matrices": np.stack([matrix, key_matrix], axis=1),
     }
 
 
@@ -73,7 +73,7 @@ def best_a(z, dim):
     It is the paper's formula without its division by z:
     `A = (1 - 1/ρ) / 8` with `ρ = 2d / (√((2z + d)² + 8dz) + 2z + d)`.
     """
-    # The squares of larger z would overflow.
+    # Far below where its square would overflow.
     z = elementwise_min(z, 1e15)
     root = ops.sqrt(ops.square(2 * z + dim) + 8 * dim * z)
     rho = 2 * dim / (root + 2 * z + dim)
@@ -132,8 +132,8 @@ def mean_square(q, k):
 def mean_square_of_rows(query, key, query_mask=None, key_mask=None):
     """Returns `mean_square` of tokens `(B, T, N, H)` and `(B, S, K, H)`: `(B, K, H)`.
 
-    Gradients stop here: A does not change the mean of the estimate, so that a gradient
-    through it is noise.
+    Gradients stop here: A does not change the mean of the estimate, so its gradient
+    would only be noise.
     """
     q_square, q_mean = _masked_moments(query, query_mask)
     k_square, k_mean = _masked_moments(key, key_mask)
@@ -168,7 +168,7 @@ def second_moments(samples):
 
 
 def balance(query_covariance, key_covariance, ridge=1e-3):
-    """Returns the symmetric A for which `A C_q A = A⁻¹ C_k A⁻¹`, for each head."""
+    """Returns the symmetric M for which `M C_q M = M⁻¹ C_k M⁻¹`, for each head."""
 
     def regular(c):
         size = np.trace(c, axis1=-2, axis2=-1)[:, None, None] / c.shape[-1]
@@ -177,7 +177,7 @@ def balance(query_covariance, key_covariance, ridge=1e-3):
     c_q, c_k = regular(query_covariance), regular(key_covariance)
     root = power(c_q, 0.5)
     inverse = power(c_q, -0.5)
-    # C_q⁻¹ # C_k = C_q^-½ (C_q^½ C_k C_q^½)^½ C_q^-½
+    # M² is the geometric mean C_q⁻¹ # C_k = C_q^-½ (C_q^½ C_k C_q^½)^½ C_q^-½.
     return power(inverse @ power(root @ c_k @ root, 0.5) @ inverse, 0.5)
 
 
@@ -198,7 +198,7 @@ def _eigenvectors(samples):
     return np.linalg.eigh(second_moments(samples).sum(0) + mean_of(cross, samples))[1]
 
 
-def _through(a, samples):
-    """Transforms samples to `A q` for queries and `A⁻ᵀ k` for keys."""
-    inverse = np.linalg.inv(a)
-    return [(q @ a.swapaxes(-1, -2), k @ inverse) for q, k in samples]
+def _through(matrix, samples):
+    """Transforms samples to `M q` for queries and `M⁻ᵀ k` for keys."""
+    inverse = np.linalg.inv(matrix)
+    return [(q @ matrix.swapaxes(-1, -2), k @ inverse) for q, k in samples]
