@@ -110,7 +110,7 @@ MUTANTS = {
         "feature_maps/test_fits.py::test_samples_have_equal_weights",
     ),
     "keys without the inverse of the queries' matrix": Mutant(
-        "feature_maps/fits.py", "dense", "np.stack([matrix, inverse], axis=1)",
+        "feature_maps/fits.py", "dense", "np.stack([matrix, key_matrix], axis=1)",
         "np.stack([matrix, matrix], axis=1)",
         "feature_maps/test_fits.py::test_dense_keeps_products",
     ),
