@@ -42,8 +42,8 @@ def fresh(name, seed=7, **arguments):
 
 def vectors(feature_map):
     """The random weight of a map, the first of a sketch's."""
-    matrices = getattr(feature_map, "matrices", None)
-    return matrices[0] if matrices else feature_map.vectors
+    found = getattr(feature_map, "vectors", None)
+    return feature_map.matrices[0] if found is None else found
 
 
 @pytest.mark.parametrize("side", ["query_features", "key_features"])
