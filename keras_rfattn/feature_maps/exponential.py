@@ -240,7 +240,7 @@ class FavorPPDense(Exponential):
 class FavorPPLearned(Exponential):
     """The default map: `Exponential` by `fits.dense`, whose weights then train.
 
-    Before calibration it equals FAVOR+; `keras_rfattn.uptrain` calibrates and trains it.
+    Before calibration it equals FAVOR+. `uptrain` calibrates it and trains it.
     """
 
     fitted = staticmethod(fits.dense)
