@@ -94,9 +94,8 @@ class Problem:
         side = self.map.default_scale(self.shape[-1]) ** 0.5
 
         def attention(q, k, v):
-            q, k = q * side, k * side
-            stats = self.map.statistics(q, k, self.mask, self.mask, self.causal)
-            q, k = self.map.query_features(q, stats), self.map.key_features(k, stats)
+            bound = self.map.bind(q, k, side, self.mask, self.mask, self.causal)
+            q, k = bound.query_features(q), bound.key_features(k)
             return ops.quadratic(q, k, v, self.mask, causal=self.causal)
 
         return attention

@@ -177,8 +177,7 @@ def exponents():
         for x in sequences:
             key = np.moveaxis(x.key, 0, 1)[None].astype("float32")
             query = np.moveaxis(x.query, 0, 1)[None].astype("float32")
-            stats = layer.feature_map.statistics(query, key)
-            features = layer.feature_map.key_features(key, stats)
+            features = layer.feature_map.bind(query, key).key_features(key)
             found.append(ops.convert_to_numpy(features.log_scale).ravel())
         label = f"layer {number + 1}"
         axis.hist(

@@ -17,6 +17,8 @@ BACKENDS = ("jax", "tensorflow", "torch")
 EXECUTION = ("backend", "fused", "experimental")
 # Folders that are no part of the core.
 OUTSIDE = ("papers", "experimental")
+# Folders of the core that have a bar of their own.
+COUNTED = ("ops", "feature_maps")
 # Files that decide what happens to tokens that are not finite: the door, states, masks.
 DOOR = re.compile(r"layers/not_finite\.py|.*(state|mask)\w*\.py")
 NOT_FINITE = re.compile(r"(?<![a-z])(nan|isnan|isfinite|finite|spoil\w*)(?![a-z])")
@@ -44,13 +46,14 @@ def part_of(file):
 
 
 def lines():
-    """Returns the number of lines of the core, of `ops` and of what is outside."""
-    counts = dict.fromkeys(("core", "ops", *OUTSIDE), 0)
+    """Returns the number of lines of the core, of folders of it and of the outside."""
+    counts = dict.fromkeys(("core", *COUNTED, *OUTSIDE), 0)
     for file in files():
         count = len(file.read_text().splitlines())
         counts[part_of(file)] += count
-        if file.relative_to(ROOT).parts[0] == "ops":
-            counts["ops"] += count
+        folder = file.relative_to(ROOT).parts[0]
+        if folder in COUNTED:
+            counts[folder] += count
     return counts
 
 

@@ -52,7 +52,13 @@ MAY_IMPORT = {
 GROUND = "arguments"
 # The most lines that each part may have. A commit that needs more raises its bar here,
 # and says which row of a results page pays for it.
-LINES = {"core": 20_500, "ops": 3_700, "papers": 3_200, "experimental": 2_500}
+LINES = {
+    "core": 18_000,
+    "ops": 3_400,
+    "feature_maps": 2_000,
+    "papers": 3_200,
+    "experimental": 2_500,
+}
 RECIPE_LINES = {"recipes": 5_500, "recipes/common": 1_500}
 PUBLIC_NAMES, ARGUMENTS = 20, 10
 SPECIAL = ("__init__", "__call__")

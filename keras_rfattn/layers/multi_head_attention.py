@@ -31,8 +31,8 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         num_features: Number of random vectors of a map given by name. Defaults to twice
             the head dim for most maps.
         seed: Seed of the random vectors (and of the inactive dropout).
-        self_attention: Whether queries, keys and values are the same tokens. Statistics
-            of the sequence, windows without a causal mask and packed texts need to
+        self_attention: Whether queries, keys and values are the same tokens. Maps that
+            measure the sequence, windows without a causal mask and packed texts need to
             know. `None` lets the graph of a Functional model tell, or else the objects
             of the call; a compiled call of separate arguments is like earlier calls.
             Calls with fewer or more keys than queries are cross-attention.

@@ -48,7 +48,7 @@ class PolySketch(Sketch, ProjectedFeatureMap):
 
     default_num_features = DEFAULT_SKETCH_SIZE
     # Whether the matrices are trained.
-    is_trained = False
+    trains = False
 
     def __init__(
         self, num_features=None, degree=DEFAULT_DEGREE, projection="gaussian", **kwargs
@@ -62,7 +62,7 @@ class PolySketch(Sketch, ProjectedFeatureMap):
         for count in self.levels():
             shapes.append((count, dim, self.num_features))
             dim = self.num_features
-        add = self.add_trained if self.is_trained else self.add_fixed
+        add = self.add_trained if self.trains else self.add_fixed
         self.matrices = [
             add(f"matrices_{level}", self.initializer(0, level), shape)
             for level, shape in enumerate(shapes)
@@ -94,4 +94,4 @@ class PolySketchLinear(PolySketch):
         Kacham et al., "PolySketchFormer" (2024), section 2.3, matrices G.
     """
 
-    is_trained = True
+    trains = True

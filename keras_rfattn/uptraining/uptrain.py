@@ -35,7 +35,7 @@ def uptrain(
     do not train are shared, and for weights that train their first values are kept as
     copies.
 
-    Dropout is inactive, and stored statistics of maps keep their calibrated values.
+    Dropout is inactive, and calibrated parameters that do not train keep their values.
     Maps train in a frozen model too, and are frozen again afterwards. A map does not
     train if its own `trainable` is False while its layer's is True.
 

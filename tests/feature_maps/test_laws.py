@@ -42,8 +42,8 @@ def fresh(name, seed=7, **arguments):
 
 def vectors(feature_map):
     """The random weight of a map, the first of a sketch's."""
-    matrices = getattr(feature_map, "matrices", None)
-    return matrices[0] if matrices else feature_map.vectors
+    found = getattr(feature_map, "vectors", None)
+    return feature_map.matrices[0] if found is None else found
 
 
 @pytest.mark.parametrize("side", ["query_features", "key_features"])
@@ -196,8 +196,7 @@ def test_vectors_stay_float32_under_any_policy(name):
     feature_map = fresh(name, dtype="mixed_bfloat16")
     assert keras.backend.standardize_dtype(vectors(feature_map).dtype) == "float32"
     h.assert_same(vectors(feature_map), vectors(fresh(name)))
-    is_trained = getattr(feature_map, "is_trained", False)
-    assert vectors(feature_map).trainable == is_trained
+    assert vectors(feature_map).trainable == getattr(feature_map, "trains", False)
 
 
 def assert_different(a, b):

@@ -66,6 +66,17 @@ def pytest_prints(*arguments):
 
 
 @pytest.mark.full
+def test_every_example_keeps_the_laws():
+    files = sorted(EXAMPLES.glob("*.py"))
+    assert {file.stem for file in files} > {"own_exponential", "own_positive"}
+    laws = "tests/feature_maps/test_laws.py"
+    printed = pytest_prints("-rA", *(f"--map={file}" for file in files), laws)
+    assert " passed" in printed and " failed" not in printed, printed
+    passed = re.findall(r"^PASSED \S+\[(?:\w+-)*(\w+)\]", printed, re.M)
+    assert {file.stem for file in files} <= {*passed}, printed
+
+
+@pytest.mark.full
 def test_a_file_anywhere_is_tested_and_a_failure_runs_again(tmp_path):
     file = tmp_path / "my_map.py"
     text = (EXAMPLES / "squared_relu.py").read_text()
