@@ -196,25 +196,14 @@ class FeatureMap(Weights, keras.layers.Layer):
         )
 
     def status(self, causal):
-        """Returns text for reports that says where parameters come from.
+        """Returns text for reports that says where parameters come from, or "".
 
-        Args:
-            causal: Whether attention is causal, or `None` if each call decides.
-
-        Returns:
-            A string. It is empty for maps without parameters that data set.
+        `causal` is `None` if each call decides.
         """
         return ""
 
     def kernel_values(self, query, key):
-        """Evaluates the kernel exactly.
-
-        Args:
-            query: Array of shape `(..., T, H)`.
-            key: Array of shape `(..., S, H)`.
-
-        Returns:
-            Array of shape `(..., T, S)`.
+        """Returns the exact kernel `(..., T, S)` of `(..., T, H)` and `(..., S, H)`.
 
         Raises:
             AttributeError: If `kernels/values.py` has no closed form of the kernel.
@@ -222,30 +211,18 @@ class FeatureMap(Weights, keras.layers.Layer):
         return getattr(values, self.kernel)(query, key)
 
     def log_moment(self, head=0):
-        """Returns a function for the second moment of one draw Z of the estimate.
+        """Returns a function `(x, y) -> log E[Z²]` of one draw Z of the estimate.
 
-        Args:
-            head: Index of the key/value head.
-
-        Returns:
-            A function `(x, y) -> log E[Z²]`, where x and y are NumPy arrays of shape
-            `(..., H)` that `before_projection` returns. `None` if no closed form is
-            known.
+        Here x and y are NumPy arrays of shape `(..., H)` that `before_projection`
+        returns. The result is `None` if no closed form is known.
         """
         return None
 
     def relative_covariance(self, head=0):
-        """Returns a function for the variance that dependent draws add.
+        """Returns a function of what dependent draws add to the relative variance.
 
-        The function gives the amount that dependence between draws adds to the relative
-        variance of one draw.
-
-        Args:
-            head: Index of the key/value head.
-
-        Returns:
-            A function of the same arguments `(x, y)` as that of `log_moment`. `None` if
-            draws are independent, or are treated as independent.
+        Its arguments `(x, y)` are those of `log_moment`'s result. `None` if draws are
+        independent, or are treated as independent.
         """
         return None
 
