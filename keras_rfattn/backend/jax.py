@@ -114,8 +114,8 @@ def fold(step, carry, blocks):
         x = jnp.moveaxis(x, 0, 2)
         return x.reshape(*x.shape[:2], count, *x.shape[4:])
 
-    # In a loop of several steps, XLA cannot merge the two computations of a block. What
-    # forbids it to do so costs a tenth of the time to compile.
+    # XLA cannot merge the two computations of a block if they are in loops of several
+    # steps. Forbidding it to do so makes compiling slower.
     one = jax.checkpoint(
         lambda carry, some: step(carry, *some), prevent_cse=count == each
     )

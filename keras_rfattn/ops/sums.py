@@ -101,12 +101,6 @@ def rebase(sums, maximum):
     )
 
 
-def query_shift(query, maximum):
-    """Returns the largest exponent of each query with the sums: `(..., R)`."""
-    exponent = query.log_scale + ops.expand_dims(maximum, -2)
-    return ops.stop_gradient(largest_of(exponent, axis=-1))
-
-
 def read(sums, query, dtype):
     """Returns the `Reading` of `sums` by query `Features` `(..., R, M)`."""
     raised = query.raised(ops.expand_dims(sums.maximum, -2))
