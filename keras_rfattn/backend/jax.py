@@ -114,7 +114,11 @@ def fold(step, carry, blocks):
         x = jnp.moveaxis(x, 0, 2)
         return x.reshape(*x.shape[:2], count, *x.shape[4:])
 
-    one = jax.checkpoint(lambda carry, some: step(carry, *some))
+    # XLA cannot merge the two computations of a block if they are in loops of several
+    # steps. Forbidding it to do so makes compiling slower.
+    one = jax.checkpoint(
+        lambda carry, some: step(carry, *some), prevent_cse=count == each
+    )
     carry, results = jax.lax.scan(one, carry, jax.tree.map(split, blocks))
     return carry, jax.tree.map(joined, results)
 
@@ -165,7 +169,9 @@ def _heads_in_turn(arrays, function, heads):
 
 def run_if(condition, function, otherwise, operands):
     # Otherwise JAX would keep the residuals of the branch even where it does not run.
-    return common.run_if(condition, keras.remat(function), otherwise, operands)
+    return common.run_if(
+        condition, jax.checkpoint(function, prevent_cse=False), otherwise, operands
+    )
 
 
 def _is_on_gpu():

@@ -33,7 +33,7 @@ from keras_rfattn.backend import (
 )
 from keras_rfattn.ops.causal_fallback import weigh_keys, weigh_values
 from keras_rfattn.ops.features import LOWEST, Features
-from keras_rfattn.ops.sums import combine, look_up, rebase
+from keras_rfattn.ops.sums import Reading, look_up, lowered, rebase
 
 
 def read_block(prefix, query, key, value, mask, groups, span, fallback):
@@ -61,15 +61,16 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     else:
         keys = Features(key.values, excess)
         weights = weigh_keys(raised, rows, keys, shift)
-    weights = tuple(where(visible, w, 0) for w in weights)
-    own_shift = shift
-    if not key.shares_scale:
-        weights, own_shift = _replace_rows(
-            weights, shift, exceeds, (query, key, mask), groups, dtype, fallback
-        )
-    own = weigh_values(weights, mask, value, own_shift)
     before = look_up(rebase(prefix, reference), raised, rows, shift)
-    return combine(before, own)
+    if not key.shares_scale:
+        features = query, key, mask
+        weights, rise = _replace_rows(
+            weights, shift, exceeds, features, groups, dtype, fallback
+        )
+        before, shift = lowered(before, rise), shift + rise
+    weights = tuple(where(visible, w, 0) for w in weights)
+    own = weigh_values(weights, mask, value, shift)
+    return Reading(shift, *(a + b for a, b in zip(before[1:], own[1:], strict=True)))
 
 
 def _reference(prefix, log_scale, mask):
@@ -104,19 +105,20 @@ def _scaled_weights(query, key, excess, shift, visible, dtype):
 
 
 def _replace_rows(weights, shift, exceeds, features, groups, dtype, fallback):
-    """Replaces the rows whose exponents exceed the span by those of the fallback."""
+    """Returns weights, with rows of the fallback, and how far these raise the shift."""
     query, key, mask = features
-    operands = [x for x in (*query, *key) if x is not None]
+    operands = [shift, *(x for x in (*query, *key) if x is not None)]
 
-    def rescue(*operands):
+    def rescue(shift, *operands):
         if not query.is_exponential:
             rows, columns = Features(*operands[:2]), Features(*operands[2:])
         else:
             rows, columns = (Features(None, x) for x in operands)
-        weights, shift = fallback(rows, columns, mask, groups, dtype)
-        return (*weights, ops.cast(shift, weights[0].dtype))
+        rows = rows.raised(ops.expand_dims(-shift, -1))
+        weights, rise = fallback(rows, columns, mask, groups, dtype)
+        return (*weights, ops.cast(rise, weights[0].dtype))
 
-    *found, found_shift = run_if(ops.any(exceeds), rescue, (*weights, shift), operands)
+    *found, rise = run_if(ops.any(exceeds), rescue, (*weights, shift), operands)
     rows = ops.expand_dims(exceeds, -1)
     chosen = (ops.where(rows, a, b) for a, b in zip(found, weights, strict=True))
-    return tuple(chosen), ops.where(exceeds, found_shift, shift)
+    return tuple(chosen), where(exceeds, rise, 0)

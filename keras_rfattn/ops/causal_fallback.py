@@ -20,11 +20,15 @@ from keras_rfattn.backend import (
     where,
 )
 from keras_rfattn.ops.features import LOWEST, Features, masked_log_scale
-from keras_rfattn.ops.sums import Reading, query_shift
+from keras_rfattn.ops.sums import Reading
 
 
 def unbounded_weights(query, key, mask, groups, dtype):
-    """Returns weights `(B, K, n, C · G, C)` of queries for keys of their block."""
+    """Returns weights `(B, K, n, C · G, C)` of queries for keys of their block.
+
+    They are relative to the row's largest exponent, or 0 if that is larger; it is
+    returned too. What they are for later keys is undefined.
+    """
     # `torch.jit.trace` records sizes as scalar tensors.
     size = int(key.log_scale.shape[-2])
     # The smallest power of two whose square is at least the length of the block.
@@ -44,29 +48,37 @@ def unbounded_weights(query, key, mask, groups, dtype):
             x = ops.concatenate([x, zeros], axis=-2)
         return ops.reshape(x, (batch, heads * blocks, pieces, rows, x.shape[-1]))
 
-    query = query.of_tokens(lambda x: cut(x, count, chunk * groups))
-    number = ops.arange(count)
-    chunk_of_key = ops.expand_dims(repeat_each(number, chunk), 0)
-    number = ops.expand_dims(number, 1)
-    keys = key.of_tokens(lambda x: cut(x, 1, count * chunk))
-    far, far_shift = _earlier_chunks(query, keys, chunk_of_key < number, dtype)
-    keys = key.of_tokens(lambda x: cut(x, count, chunk))
-
     def join_chunks(x):
         return ops.reshape(x, (batch, heads * blocks * count, *x.shape[-2:]))
 
-    own, own_shift = _own_chunk(*(x.of_tokens(join_chunks) for x in (query, keys)))
-    own_shift = ops.reshape(own_shift, ops.shape(far_shift))
+    query = query.of_tokens(lambda x: cut(x, count, chunk * groups))
+    keys = key.of_tokens(lambda x: cut(x, 1, count * chunk))
+    # (count, S): whether a key is in a chunk before that of the queries.
+    start = ops.expand_dims(ops.arange(count) * chunk, 1)
+    is_earlier = ops.expand_dims(ops.arange(count * chunk), 0) < start
+    log_scale = where(ops.expand_dims(is_earlier, -1), keys.log_scale, LOWEST)
+    maximum = ops.stop_gradient(largest_of(log_scale, axis=-2, keepdims=True))
+    raised = query.raised(maximum)
+    rows = query.of_tokens(join_chunks)
+    own = key.of_tokens(lambda x: join_chunks(cut(x, count, chunk)))
+    exponent = _pair_exponents(rows, own)
 
-    shift = elementwise_max(far_shift, own_shift)
-    far_factor = ops.expand_dims(ops.exp(far_shift - shift), -1)
-    own_factor = ops.expand_dims(ops.exp(own_shift - shift), -1)
-    is_own = ops.expand_dims(chunk_of_key == number, 1)
+    shift = ops.stop_gradient(largest_of(exponent, axis=(-2, -1)))
+    shift = ops.reshape(shift, ops.shape(raised.log_scale)[:-1])
+    far_shift = ops.stop_gradient(largest_of(raised.log_scale, axis=-1))
+    shift = elementwise_max(elementwise_max(shift, far_shift), 0)
+    # The keys of earlier chunks by a product, those of the same chunk one by one.
+    column = ops.expand_dims(shift, -1)
+    far = Features(keys.values, log_scale - maximum)
+    far = weigh_keys(raised, raised.expand(column, dtype), far, shift)
+    own = _weigh_pairs(
+        rows, own, ops.exp(exponent - ops.expand_dims(join_chunks(column), -1))
+    )
 
     def joined(far, own):
-        own = ops.reshape(own, (*ops.shape(far)[:-1], chunk)) * own_factor
+        own = ops.reshape(own, (*ops.shape(far)[:-1], chunk))
         own = ops.tile(own, (1, 1, 1, 1, count))
-        return whole(far * far_factor + where(is_own, own, 0))[..., :size]
+        return whole(where(ops.expand_dims(is_earlier, 1), far, own))[..., :size]
 
     def whole(x):
         rows = count * chunk * groups
@@ -74,39 +86,26 @@ def unbounded_weights(query, key, mask, groups, dtype):
         return x[..., : size * groups, :]
 
     weights = tuple(joined(*x) for x in zip(far, own, strict=True))
-    return weights, whole(ops.expand_dims(shift, -1))[..., 0]
+    return weights, whole(column)[..., 0]
 
 
-def _earlier_chunks(query, key, is_earlier, dtype):
-    """Returns the weights for the keys of earlier chunks, and their shift."""
-    log_scale = where(ops.expand_dims(is_earlier, -1), key.log_scale, LOWEST)
-    maximum = ops.stop_gradient(largest_of(log_scale, axis=-2))
-    shift = query_shift(query, maximum)
-    maximum = ops.expand_dims(maximum, -2)
-    query = Features(query.values, query.log_scale + maximum)
-    rows = query.expand(ops.expand_dims(shift, -1), dtype)
-    key = Features(key.values, log_scale - maximum)
-    weights = weigh_keys(query, rows, key, shift)
-    is_earlier = ops.expand_dims(is_earlier, 1)
-    return tuple(where(is_earlier, x, 0) for x in weights), shift
-
-
-def _own_chunk(query, key):
-    """Returns weights `(B, L, c · G, c)` for keys of the own chunk, and their shift."""
+def _pair_exponents(query, key):
+    """Returns exponents `(B, L, c · G, c, M)`, at `2 * LOWEST` for later keys."""
     rows, columns = (int(x.log_scale.shape[-2]) for x in (query, key))
     token = repeat_each(ops.arange(columns), rows // columns)
     visible = ops.expand_dims(token, 1) >= ops.expand_dims(ops.arange(columns), 0)
-    visible = ops.expand_dims(visible, -1)
     exponent = ops.expand_dims(query.log_scale, -2) + ops.expand_dims(key.log_scale, -3)
-    exponent = where(visible, exponent, 2 * LOWEST)
-    shift = ops.stop_gradient(largest_of(exponent, axis=(-2, -1)))
-    magnitudes = where(visible, ops.exp(exponent - ops.expand_dims(shift, (-2, -1))), 0)
+    return where(ops.expand_dims(visible, -1), exponent, 2 * LOWEST)
+
+
+def _weigh_pairs(query, key, magnitudes):
+    """Returns the weights of pairs `(B, L, c · G, c, M)`."""
     if query.is_exponential:
-        return (ops.sum(magnitudes, axis=-1),), shift
+        return (ops.sum(magnitudes, axis=-1),)
     values = (ops.cast(x.values, magnitudes.dtype) for x in (query, key))
     products = [ops.expand_dims(x, a) for x, a in zip(values, (-2, -3), strict=True)]
     products = products[0] * products[1] * magnitudes
-    return tuple(ops.sum(x, axis=-1) for x in (products, magnitudes)), shift
+    return tuple(ops.sum(x, axis=-1) for x in (products, magnitudes))
 
 
 def weigh_keys(query, rows, key, shift):

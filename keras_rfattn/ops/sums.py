@@ -101,12 +101,6 @@ def rebase(sums, maximum):
     )
 
 
-def query_shift(query, maximum):
-    """Returns the largest exponent of each query with the sums: `(..., R)`."""
-    exponent = query.log_scale + ops.expand_dims(maximum, -2)
-    return ops.stop_gradient(largest_of(exponent, axis=-1))
-
-
 def read(sums, query, dtype):
     """Returns the `Reading` of `sums` by query `Features` `(..., R, M)`."""
     raised = query.raised(ops.expand_dims(sums.maximum, -2))
@@ -142,13 +136,18 @@ def look_up(sums, query, rows, shift):
 def combine(a, b):
     """Adds the readings of two disjoint sets of keys by the same queries."""
     shift = elementwise_max(a.shift, b.shift)
-    left, right = ops.exp(a.shift - shift), ops.exp(b.shift - shift)
+    pairs = (lowered(x, shift - x.shift)[1:] for x in (a, b))
+    return Reading(shift, *(x + y for x, y in zip(*pairs, strict=True)))
+
+
+def lowered(reading, rise):
+    """Returns a reading relative to a shift that is larger by `rise`, `(..., R)`."""
+    factor = ops.exp(-rise)
     return Reading(
-        shift,
-        a.numerator * ops.expand_dims(left, -1)
-        + b.numerator * ops.expand_dims(right, -1),
-        a.denominator * left + b.denominator * right,
-        a.bound * left + b.bound * right,
+        reading.shift + rise,
+        reading.numerator * ops.expand_dims(factor, -1),
+        reading.denominator * factor,
+        reading.bound * factor,
     )
 
 
