@@ -1,4 +1,4 @@
-"""The exponential map `exp(Vᵀz + b/2 + c(x))`: FAVOR+, FAVOR++, their learned kin."""
+"""The exponential map `exp(V x + b + c(x))`: FAVOR+, FAVOR++ and their learned kin."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from keras_rfattn.feature_maps import fits
 from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import Bound, number
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.feature_maps.weights import as_numpy, integer
+from keras_rfattn.feature_maps.weights import NotPositive, as_numpy, integer
 from keras_rfattn.kernels.variance import log_moment_per_direction
 from keras_rfattn.ops.exponents import Exponents, Form
 
@@ -21,43 +21,47 @@ precise_matmul = functools.partial(accumulated_matmul, is_precise=True)
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Exponential(Adaptive, ProjectedFeatureMap):
-    """Features `exp(Vᵀz + b/2 - ‖z‖²/2 + ν·(x - μ/2)) / √m`, with `z = M (x - μ)`.
+    """Features `exp(B wᵀz + c + b/2 - ‖z‖²/2 + ν·(x - μ/2)) / √m` with `z = M (x - μ)`.
 
     Here x is a query or a key, scaled, M and μ belong to its side, and ν is the other
-    side's μ. The weights, for K key/value heads, are:
+    side's μ; `B = √(1 - 4A)` and `c = wᵀA w + ¼ log det(1 - 4A)`, with a diagonal A.
+    The weights, for K key/value heads, are:
 
-    - `vectors` V: the columns are the features' vectors. `(K, 1, H, m)`, shared by both
+    - `vectors`: the columns are the features' vectors w. `(K, 1, H, m)`, shared by both
       sides; `(K, 2, H, m)`, of queries, then of keys, if the map `trains`.
+    - `a`: A <= 0 of the head, `(K, 1)`, or of each direction, `(K, H)`.
     - `bias` b `(K, m)`: the log-weight of each feature in the sum over features, of
       which each side takes half.
     - `centers` μ `(K, 2, H)` and `matrices` M `(K, 2, H, H)`, of queries, then of keys,
       if `is_conditioned`; otherwise μ is 0 and M is 1.
 
-    Theorem. Let V be `√(1 - 4A) w` for Gaussian vectors w and a diagonal A <= 0, the
-    same on both sides, let `b = 2 wᵀA w + ½ log det(1 - 4A)`, and let `M_q = M_k⁻ᵀ`.
-    Then products of query and key features average to the softmax kernel `exp(q · k)`,
-    and A, M and μ change only the variance. This follows from "Chefs' Random Tables"
-    (2022), theorem 3.1, and from `q·k = z_q·z_k + μ_k·q + μ_q·k - μ_q·μ_k`.
+    Theorem. Let the vectors w be Gaussian and the same on both sides, let b be 0, and
+    let `M_q = M_k⁻ᵀ`. Then products of query and key features average to the softmax
+    kernel `exp(q · k)`, and A, M and μ change only the variance. This follows from
+    "Chefs' Random Tables" (2022), theorem 3.1, and from
+    `q·k = z_q·z_k + μ_k·q + μ_q·k - μ_q·μ_k`.
 
     The map equals this function of one head's queries and keys, scaled, `(n, H)`:
 
-        def features(q, k, V_q, V_k, b, M_q, M_k, mu_q, mu_k):
-            def side(x, V, M, mu, other):
+        def features(q, k, w_q, w_k, A, b, M_q, M_k, mu_q, mu_k):
+            def side(x, w, M, mu, other):
                 z = (x - mu) @ M.T
+                c = A @ w**2 + np.log(1 - 4 * A).sum() / 4
                 common = x @ other - mu @ other / 2 - (z * z).sum(-1) / 2
-                return z @ V + (b - np.log(len(b))) / 2 + common[:, None]
+                exponent = z @ (np.sqrt(1 - 4 * A)[:, None] * w) + c
+                return exponent + (b - np.log(len(b))) / 2 + common[:, None]
 
-            log_q = side(q, V_q, M_q, mu_q, mu_k)
-            log_k = side(k, V_k, M_k, mu_k, mu_q)
+            log_q = side(q, w_q, M_q, mu_q, mu_k)
+            log_k = side(k, w_k, M_k, mu_k, mu_q)
             return np.exp(log_q), np.exp(log_k)
 
         phi_q, phi_k = features(...)
         attention = phi_q @ (phi_k.T @ v) / (phi_q @ phi_k.sum(0))[:, None]
 
     There are three differences. Exponents are returned, not applied, so that nothing
-    overflows. M, μ, ν and the scale of attention are folded once a call: per side, into
-    a matrix, a bias, and a `Form` for `-‖z‖²/2`. Attention leaves out that term of a
-    query, because it cancels.
+    overflows. A, M, μ, ν and the scale of attention are folded once a call: per side,
+    into a matrix, a bias, and a `Form` for `-‖z‖²/2`. Attention leaves that term of
+    a query out, because it cancels.
 
     A subclass chooses a fit, from `fits.py` or of its own, that sets the weights: at
     first from random vectors alone, and in `calibrate` from samples of tokens too.
@@ -68,8 +72,8 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     Examples:
         >>> feature_map = keras_rfattn.feature_maps.FavorPlus(num_features=32, seed=0)
         >>> feature_map.build((None, None, 2, 8))
-        >>> tuple(feature_map.vectors.shape)
-        (2, 1, 8, 32)
+        >>> tuple(feature_map.vectors.shape), tuple(feature_map.a.shape)
+        ((2, 1, 8, 32), (2, 1))
     """
 
     has_exponents = True
@@ -91,8 +95,11 @@ class Exponential(Adaptive, ProjectedFeatureMap):
 
     def add_vectors(self):
         add = self.add_trained if self.trains else self.add_fixed
+        # With a larger A, the variance can be infinite.
+        limits = {"a": {"constraint": NotPositive()}} if self.trains else {}
         for name, value in self._stacked(self.fitted(self.random_vectors(0))):
-            setattr(self, name, add(name, np.array(value, "float32")))
+            value = np.array(value, "float32")
+            setattr(self, name, add(name, value, **limits.get(name, {})))
 
     def random_vectors(self, draw):
         """Returns draw number `draw` of the vectors w, a NumPy array `(K, H, m)`."""
@@ -105,22 +112,14 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         for name, value in fit.items():
             yield name, np.stack([value] * sides, 1) if name == "vectors" else value
 
-    def _assign(self, fit):
+    def fit(self, samples):
+        fit = self.fitted(self.random_vectors(integer(self.draws)), samples)
         for name, value in self._stacked(fit):
             getattr(self, name).assign(value)
 
-    def fit(self, samples):
-        self._assign(self.fitted(self.random_vectors(integer(self.draws)), samples))
-
     def assign_vectors(self, draw):
-        # Keeps A, and leaves centers and matrices as they are.
-        fit = fits.oprf(self.random_vectors(draw), self.a()[:, 0])
-        self._assign({name: as_numpy(x) for name, x in fit.items()})
-
-    def a(self):
-        """Returns A of each side and direction, a NumPy array `(K, 1 or 2, H)`."""
-        draws = self.random_vectors(integer(self.draws))[:, None]
-        return fits.a_of(as_numpy(self.vectors.value), draws)
+        ((_, value),) = self._stacked({"vectors": self.random_vectors(draw)})
+        self.vectors.assign(value)
 
     def query_features(self, x):
         return self._fold((1.0, x.dtype), self._values())[0]._replace(x=x)
@@ -136,29 +135,30 @@ class Exponential(Adaptive, ProjectedFeatureMap):
             is_stored = ops.convert_to_tensor(self.updates) > 0
             if not known_true(is_stored):
                 squares = fits.mean_square_of_rows(query, key, query_mask, key_mask)
-                a = self.best_a(side**2 * squares)
-                folded = self._fold(settings, weights, a, is_stored)
-                return BoundExponential(self, side, folded, a)
+                measured = self.best_a(side**2 * squares)
+                weights[1] = ops.where(is_stored, weights[1], measured)
+                folded = self._fold(settings, weights)
+                return BoundExponential(self, side, folded, weights[1])
         return BoundExponential(self, side, kept(self, settings, weights, self._fold))
 
     def _values(self):
         conditioning = (self.centers, self.matrices) if self.is_conditioned else ()
-        return [x.value for x in (self.vectors, self.bias, *conditioning)]
+        weights = self.vectors, self.a, self.bias, *conditioning
+        return [x.value[None] for x in weights]
 
-    def _fold(self, settings, weights, a=None, is_stored=True):
+    def _fold(self, settings, weights):
         """Returns the `Exponents` of queries and of keys, without tokens."""
         side, dtype = settings
-        vectors, bias, *conditioning = (ops.cast(x, dtype)[None] for x in weights)
-        if a is not None:
-            measured = fits.oprf(vectors[0, :, 0], a)
-            vectors = ops.where(is_stored, vectors, measured["vectors"][:, :, None])
-            bias = ops.where(is_stored, bias, measured["bias"])
+        vectors, a, bias, *conditioning = (ops.cast(x, dtype) for x in weights)
+        a = a[:, :, None, :, None]
         bias = bias[:, :, None, None] - math.log(self.output_dim)
+        bias = bias + 2 * fits.constant(vectors, a)
+        vectors = ops.sqrt(1 - 4 * a) * vectors
         if not conditioning:
-            matrix, bias = side * vectors, bias[:, :, 0] / 2
             form = Form(ops.full((1, 1, 1, 1), side, dtype))
-            return [Exponents(None, matrix[:, :, i], bias, form) for i in (0, -1)]
-        # `Vᵀz + ν·(x - μ/2)` is `x · (MᵀV + ν) - μ · (MᵀV + ν/2)`.
+            sides = [(side * vectors[:, :, i], bias[:, :, i] / 2) for i in (0, -1)]
+            return [Exponents(None, *x, form) for x in sides]
+        # With V = B w, `Vᵀz + ν·(x - μ/2)` is `x · (MᵀV + ν) - μ · (MᵀV + ν/2)`.
         centers, matrices = conditioning
         products = precise_matmul(matrices, vectors, transpose_a=True)
         linear = products + ops.flip(centers, axis=2)[..., None]
@@ -177,17 +177,15 @@ class Exponential(Adaptive, ProjectedFeatureMap):
         return query @ matrices[0].T, key @ matrices[1].T
 
     def log_moment(self, head=0):
-        if self.trains:
-            return None
-        return functools.partial(log_moment_per_direction, a=self.a()[head, 0])
+        return BoundExponential(self, 1.0, None).log_moment(head)
 
 
 class BoundExponential(Bound):
-    """An `Exponential` whose weights are `folded` for one call, with A if measured."""
+    """An `Exponential` whose weights are `folded` for one call, as `Exponents`."""
 
     def __init__(self, feature_map, side, folded, a=None):
         super().__init__(feature_map, side)
-        self.folded, self.measured_a = folded, a
+        self.folded, self.a = folded, feature_map.a if a is None else a
 
     def query_features(self, x):
         return self.folded[0]._replace(x=x)
@@ -196,9 +194,10 @@ class BoundExponential(Bound):
         return self.folded[1]._replace(x=x)
 
     def log_moment(self, head=0):
-        if self.measured_a is None or self.feature_map.is_calibrated:
-            return self.feature_map.log_moment(head)
-        a = as_numpy(self.measured_a)[:, head].mean(axis=0)
+        if self.feature_map.trains:
+            return None
+        a = as_numpy(ops.convert_to_tensor(self.a))
+        a = a.reshape(-1, *a.shape[-2:])[:, head].mean(axis=0)
         return functools.partial(log_moment_per_direction, a=a)
 
 

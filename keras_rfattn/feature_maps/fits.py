@@ -3,13 +3,12 @@
 A fit takes `vectors`, Gaussian draws w of shape `(K, H, m)`, and `samples`, a list of
 pairs `(queries, keys)`, one for each sequence: scaled NumPy arrays of shape
 `(K, n, H)`. `None` stands for no samples. It returns the weights of an `Exponential`
-map by name, as NumPy arrays: `vectors` `(K, H, m)`, `bias` `(K, m)`, and, if the fit
-conditions queries and keys, `centers` `(K, 2, H)` and `matrices` `(K, 2, H, H)`, of
-queries first, then of keys.
+map by name, as NumPy arrays: `vectors` `(K, H, m)`, to which the map adds the axis of
+sides; `a` `(K, 1)` or `(K, H)`; `bias` `(K, m)`; and, if the fit conditions queries and
+keys, `centers` `(K, 2, H)` and `matrices` `(K, 2, H, H)`, of queries, then of keys.
 
-OPRF, optimal positive random features, have one parameter A per direction, which
-changes the variance of the estimate but not its mean: V = √(1 - 4A) w, and the bias is
-`2 Σ_l A_l w_l² + ½ Σ_l log(1 - 4A_l)`.
+OPRF, optimal positive random features, have one parameter A per head or direction,
+which changes the variance of the estimate but not its mean.
 
 References: "Performer" is Choromanski et al. (2021), "CRT" is Likhosherstov et al.,
 "Chefs' Random Tables" (2022), and "DERF" is Likhosherstov et al., "FAVOR#" (2023).
@@ -28,14 +27,16 @@ from keras_rfattn.backend import (
 
 def favorplus(vectors, samples=None):
     """FAVOR+ (Performer, lemma 1): A = 0, whatever the samples."""
-    return {"vectors": vectors, "bias": np.zeros_like(vectors[:, 0])}
+    bias = np.zeros_like(vectors[:, 0])
+    return {"vectors": vectors, "a": bias[:, :1], "bias": bias}
 
 
 def favorpp(vectors, samples=None):
     """FAVOR++ (CRT, equations 7 and 8): the best A of each head, 0 without samples."""
     if samples is None:
         return favorplus(vectors)
-    return _as_arrays(oprf(vectors, best_a_of_head(mean_of(mean_square, samples))))
+    a = best_a_of_head(mean_of(mean_square, samples))
+    return favorplus(vectors) | {"a": ops.convert_to_numpy(a)}
 
 
 def dense(vectors, samples=None):
@@ -51,8 +52,8 @@ def dense(vectors, samples=None):
     heads, dim = vectors.shape[:2]
     if samples is None:
         identity = np.broadcast_to(np.eye(dim), (heads, 2, dim, dim))
-        conditioning = {"centers": np.zeros((heads, 2, dim)), "matrices": identity}
-        return favorplus(vectors) | conditioning
+        weights = {"centers": np.zeros((heads, 2, dim)), "matrices": identity}
+        return favorplus(vectors) | {"a": np.zeros((heads, dim))} | weights
     centers = mean_of(lambda q, k: np.stack([q.mean(1), k.mean(1)]), samples)
     c_q, c_k = centers[:, :, None]
     centered = [(q - c_q, k - c_k) for q, k in samples]
@@ -60,8 +61,8 @@ def dense(vectors, samples=None):
     matrix = _eigenvectors(_through(matrix, centered)).swapaxes(-1, -2) @ matrix
     z = mean_of(mean_square, _through(matrix, centered))
     key_matrix = np.linalg.inv(matrix).swapaxes(-1, -2)
-    return {
-        **_as_arrays(oprf(vectors, best_a_of_directions(z))),
+    return favorplus(vectors) | {
+        "a": ops.convert_to_numpy(best_a_of_directions(z)),
         "centers": centers.swapaxes(0, 1),
         "matrices": np.stack([matrix, key_matrix], axis=1),
     }
@@ -90,29 +91,14 @@ def best_a_of_directions(z):
     return best_a(z, 1)
 
 
-def oprf(vectors, a):
-    """Returns the vectors and the bias for A `(..., K, 1 or H)` and w `(K, H, m)`."""
-    a = ops.convert_to_tensor(a)
-    vectors = ops.cast(ops.convert_to_tensor(vectors), a.dtype)
-    squares, spread = ops.square(vectors), 1 - 4 * a
-    constant = ops.sum(ops.log(spread), axis=-1) / 2
-    if a.shape[-1] == 1:
-        constant = constant * vectors.shape[1]
-        squares = ops.sum(squares, axis=1, keepdims=True)
-    bias = accumulated_matmul(ops.expand_dims(a, -2), squares, is_precise=True)
-    return {
-        "vectors": vectors * ops.expand_dims(ops.sqrt(spread), -1),
-        "bias": 2 * bias[..., 0, :] + ops.expand_dims(constant, -1),
-    }
-
-
-def a_of(vectors, draws):
-    """Returns the A `(..., K, H)` for which `oprf` turns the draws into the vectors."""
-    return (1 - np.sum(vectors**2, axis=-1) / np.sum(draws**2, axis=-1)) / 4
-
-
-def _as_arrays(weights):
-    return {name: ops.convert_to_numpy(x) for name, x in weights.items()}
+def constant(vectors, a):
+    """Returns `wᵀA w + ¼ log det(1 - 4A)` of w `(..., H, m)` and A `(..., 1 or H, 1)`."""
+    logs, squares = ops.log(1 - 4 * a) / 4, vectors * vectors
+    if a.shape[-2] == 1:
+        logs = logs * vectors.shape[-2]
+        squares = ops.sum(squares, axis=-2, keepdims=True)
+    products = accumulated_matmul(a, squares, transpose_a=True, is_precise=True)
+    return products + ops.sum(logs, axis=-2, keepdims=True)
 
 
 # --- Moments of queries and keys

@@ -16,6 +16,14 @@ from keras import ops
 from keras.src.utils.naming import to_snake_case
 
 
+@keras.saving.register_keras_serializable("keras_rfattn")
+class NotPositive(keras.constraints.Constraint):
+    """Keeps a weight at most 0."""
+
+    def __call__(self, w):
+        return keras.ops.minimum(w, 0)
+
+
 class Weights:
     """Mixin of Keras layers with fixed weight paths and random weights to redraw."""
 

@@ -64,9 +64,7 @@ def sample(name, label, **arguments):
     for weight, value in estimator.weights.items():
         getattr(feature_map, weight).assign(np.float32([value]))
     if estimator.a is not None:
-        fit = fits.oprf(feature_map.random_vectors(0), np.full((1, 1), estimator.a))
-        feature_map.vectors.assign(ops.expand_dims(fit["vectors"], 1))
-        feature_map.bias.assign(fit["bias"])
+        feature_map.a.assign(np.full(feature_map.a.shape, estimator.a))
     log_moment = feature_map.log_moment(0)
     if log_moment is None:
         pytest.skip(f"{name} states no second moment")

@@ -30,7 +30,7 @@ ADAPTIVE = [name for name in PRESETS if name != "favorplus"]
 BOUND = ["favorpp", "favorpp_dense"]
 # The weights that the function in `Exponential`'s docstring takes, in its order.
 ARGUMENTS = (
-    "query_vectors", "key_vectors", "bias", "query_matrices", "key_matrices",
+    "query_vectors", "key_vectors", "a", "bias", "query_matrices", "key_matrices",
     "query_centers", "key_centers",
 )  # fmt: skip
 STATES = [(name, "drawn") for name in PRESETS]
@@ -64,8 +64,9 @@ def weights_of(feature_map):
     }
     for weight in feature_map.weights:
         weights[weight.name] = h.to_numpy(weight)
-    bias = {"bias": weights["bias"].astype("float64")}
-    return bias | {
+    # One A of a head is that of each direction.
+    a = np.broadcast_to(weights["a"].astype("float64"), (h.KV_HEADS, dim))
+    return {"a": a, "bias": weights["bias"].astype("float64")} | {
         f"{side}_{name}": weights[name][:, i].astype("float64")
         for name in ("vectors", "centers", "matrices")
         for side, i in (("query", 0), ("key", -1))
@@ -108,18 +109,16 @@ def oracle(query, key, value, weights, is_causal):
 
 def bound_weights(feature_map, query, key):
     """The weights for one scaled sequence, by the fit of this very sequence."""
-    weights, w = weights_of(feature_map), feature_map.random_vectors(0)
+    weights = weights_of(feature_map)
     shape = len(query), h.KV_HEADS, -1, h.HEAD_DIM
     q = np.reshape(query, shape).transpose(1, 0, 2, 3).reshape(h.KV_HEADS, -1, shape[3])
-    samples = [(q, key.swapaxes(0, 1))]
+    squares = fits.mean_square(q, key.swapaxes(0, 1))
     if feature_map.best_a is fits.best_a_of_head:
-        fit = fits.favorpp(w, samples)
+        a = fits.best_a(squares.sum(-1, keepdims=True), h.HEAD_DIM)
     else:
-        # A of each direction; queries and keys are as they are.
-        fit = fits.oprf(w, fits.best_a(fits.mean_square(*samples[0]), 1))
-    fit = {k: h.to_numpy(x).astype("float64") for k, x in fit.items()}
-    both = {"query_vectors": fit["vectors"], "key_vectors": fit["vectors"]}
-    return {**weights, **both, "bias": fit["bias"]}
+        a = fits.best_a(squares, 1)
+    a = np.broadcast_to(h.to_numpy(a).astype("float64"), squares.shape)
+    return {**weights, "a": a}
 
 
 def attention_of(feature_map, x, is_causal=False, mask=None, options=None):
@@ -216,7 +215,7 @@ def test_the_learned_map_starts_as_another_bit_for_bit(name):
 def test_every_weight_of_the_learned_map_trains():
     learned = build("favorpp_learned")
     names = {w.path.split("/")[-1] for w in learned.trainable_weights}
-    assert names == {"vectors", "bias", "centers", "matrices"}
+    assert names == {"vectors", "a", "bias", "centers", "matrices"}
     tensors = [ops.convert_to_tensor(x) for x in h.problem()]
     mask = AttentionMask(causal=True, self_attention=True)
     learned.adapt([h.sample()])
@@ -306,25 +305,20 @@ def test_redraw_keeps_the_fit_and_draws_other_vectors(name):
 
     def state():
         kept = {k: x for k, x in weights_of(feature_map).items() if "vec" not in k}
-        bias = kept.pop("bias")
-        return feature_map.a(), kept, h.to_numpy(feature_map.vectors).copy(), bias
+        return kept, h.to_numpy(feature_map.vectors).copy()
 
-    a, kept, vectors, bias = state()
-    assert np.max(a) < -0.001
+    kept, vectors = state()
+    assert np.max(kept["a"]) < -0.001
     draws = feature_map.random_vectors(0)
     feature_map.redraw()
-    again, same, others, other_bias = state()
-    h.assert_close(again, a, 1e-4)
+    same, others = state()
     for part in kept:
         np.testing.assert_array_equal(same[part], kept[part])
-    assert np.all(vectors != others) and np.all(bias != other_bias)
+    assert np.all(vectors != others)
     assert np.all(draws != feature_map.random_vectors(1))
     assert feature_map.is_calibrated and int(h.to_numpy(feature_map.draws)) == 1
-    # The bias is that of the new vectors, so that the estimate stays unbiased.
-    expected = fits.oprf(feature_map.random_vectors(1), a[:, 0])
     for side in range(others.shape[1]):
-        h.assert_close(others[:, side], expected["vectors"], 1e-4)
-    h.assert_close(other_bias, expected["bias"], 1e-4)
+        h.assert_same(others[:, side], feature_map.random_vectors(1))
 
 
 @pytest.mark.parametrize(("name", "state"), STATES)
@@ -572,7 +566,7 @@ def test_gradients_of_a_bound_call_hold_its_statistic_fixed(name):
 
 def log_attention(query, key, value, weights, is_causal):
     """`oracle` by the logarithms of features, where features overflow."""
-    features = documented(SimpleNamespace(exp=lambda x: x, log=np.log))[0]
+    features = documented(SimpleNamespace(exp=lambda x: x, log=np.log, sqrt=np.sqrt))[0]
     query, key, value = (x.astype("float64") for x in (query, key, value))
     output = np.zeros((*query.shape[:2], value.shape[-1]))
     for head in range(query.shape[1]):

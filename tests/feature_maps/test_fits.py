@@ -39,24 +39,24 @@ def test_favorplus_has_the_vectors_as_they_are():
         weights = fit(draws())
         h.assert_same(weights["vectors"], draws())
         np.testing.assert_array_equal(weights["bias"], np.zeros((HEADS, COUNT)))
+        assert not np.any(weights["a"])
 
 
-def test_oprf_is_its_formula():
-    a = -np.random.default_rng(1).random((HEADS, DIM))
-    w = draws()
-    weights = {k: h.to_numpy(x) for k, x in fits.oprf(w, a).items()}
-    h.assert_close(weights["vectors"], np.sqrt(1 - 4 * a)[:, :, None] * w, 1e-6)
+def test_the_constant_is_its_formula():
+    a, w = -np.random.default_rng(1).random((HEADS, DIM)), draws()
     expected = [
-        2 * np.diag(w[k].T @ np.diag(a[k]) @ w[k]) + 0.5 * np.sum(np.log(1 - 4 * a[k]))
+        np.diag(w[k].T @ np.diag(a[k]) @ w[k]) + 0.25 * np.sum(np.log(1 - 4 * a[k]))
         for k in range(HEADS)
     ]
-    h.assert_close(weights["bias"], np.array(expected), 1e-6)
-    h.assert_close(fits.a_of(weights["vectors"], w), a, 1e-5)
+    found = fits.constant(*map(ops.convert_to_tensor, (w, a[..., None])))
+    h.assert_close(found[:, 0], np.array(expected), 1e-6)
     # One A for all directions.
-    one = fits.oprf(w, a[:, :1])
-    every = fits.oprf(w, np.broadcast_to(a[:, :1], a.shape))
-    for name in one:
-        h.assert_close(one[name], every[name], 1e-6)
+    one = a[:, :1, None]
+    every = np.broadcast_to(one, (HEADS, DIM, 1))
+    one, every = (
+        fits.constant(*map(ops.convert_to_tensor, (w, x))) for x in (one, every)
+    )
+    h.assert_close(one, every, 1e-6)
 
 
 @pytest.mark.parametrize("fit", [fits.favorpp, fits.dense])
@@ -66,7 +66,6 @@ def test_samples_have_equal_weights(fit):
     if fit is fits.favorpp:
         z = np.mean([square_by_pairs(*pair) for pair in samples], axis=0)
         a = h.to_numpy(fits.best_a(z.sum(-1, keepdims=True), DIM))
-        a = np.broadcast_to(a, (HEADS, DIM))
     else:
         weights = fit(draws(), samples)
         moved = [conditioned(weights, pair) for pair in samples]
@@ -74,9 +73,8 @@ def test_samples_have_equal_weights(fit):
         a = h.to_numpy(fits.best_a(z, 1))
         centers = np.mean([[x.mean(1) for x in pair] for pair in samples], axis=0)
         h.assert_close(weights["centers"], centers.swapaxes(0, 1))
-    found = fits.a_of(fit(draws(), samples)["vectors"], draws())
     assert np.max(a) < -0.01
-    h.assert_close(found, a, 1e-5)
+    h.assert_close(fit(draws(), samples)["a"], a, 1e-5)
 
 
 def conditioned(weights, pair):

@@ -478,7 +478,7 @@ def test_report_prints_a_table():
     for part in ("first", "second", "favorplus", "causal", "width 32", "not selected"):
         assert part in text
     report = keras_rfattn.describe_attention(model)
-    added = 2 * 4 * 32 + 2 * 32 + 1
+    added = 2 * 4 * 32 + 2 * 32 + 2 + 1
     assert report.parameters_added == report.replaced[0].parameters_added == added
     crossover = report.replaced[0].crossover
     for length, is_short in ((crossover, True), (crossover + 1, False)):

@@ -28,7 +28,7 @@ def lines_of(model):
 def test_what_layers_share_is_printed_once_and_first():
     lines = lines_of(own(64))
     assert lines[0].endswith(": 2 of 2 layers linear")
-    count = 3332
+    count = 3396
     assert lines[1] == (
         "favorpp_learned, width 16, bidirectional, MultiHeadAttention, "
         f"{count:,} parameters added"
