@@ -92,7 +92,7 @@ def best_a_of_directions(z):
 
 
 def constant(vectors, a):
-    """Returns `wᵀA w + ¼ log det(1 - 4A)` of w `(..., H, m)` and A `(..., 1 or H, 1)`."""
+    """Returns `wᵀA w + ¼ log det(1 - 4A)` of w `(..., H, m)`, A `(..., 1 or H, 1)`."""
     logs, squares = ops.log(1 - 4 * a) / 4, vectors * vectors
     if a.shape[-2] == 1:
         logs = logs * vectors.shape[-2]

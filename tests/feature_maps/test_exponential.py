@@ -223,10 +223,13 @@ def test_every_weight_of_the_learned_map_trains():
     before = h.to_numpy(attend(*tensors, learned, mask))
     for weight in variables:
         value = h.to_numpy(weight).copy()
-        for side in range(value.shape[1] if weight.name != "bias" else 1):
+        is_shared = weight.name in ("a", "bias")
+        for side in range(1 if is_shared else value.shape[1]):
             step = np.random.default_rng(0).normal(size=value.shape)
-            if weight.name != "bias":
+            if not is_shared:
                 step[:, 1 - side] = 0
+            if weight.name == "a":
+                step = -np.abs(step)
             weight.assign(value + 0.3 * step)
             # A weight that the output does not depend on would train for nothing.
             moved = h.to_numpy(attend(*tensors, learned, mask)) - before

@@ -51,12 +51,10 @@ def test_the_constant_is_its_formula():
     found = fits.constant(*map(ops.convert_to_tensor, (w, a[..., None])))
     h.assert_close(found[:, 0], np.array(expected), 1e-6)
     # One A for all directions.
-    one = a[:, :1, None]
-    every = np.broadcast_to(one, (HEADS, DIM, 1))
-    one, every = (
-        fits.constant(*map(ops.convert_to_tensor, (w, x))) for x in (one, every)
-    )
-    h.assert_close(one, every, 1e-6)
+    one = ops.convert_to_tensor(a[:, :1, None])
+    every = ops.repeat(one, DIM, axis=1)
+    w = ops.convert_to_tensor(w)
+    h.assert_close(fits.constant(w, one), fits.constant(w, every), 1e-6)
 
 
 @pytest.mark.parametrize("fit", [fits.favorpp, fits.dense])
