@@ -689,3 +689,33 @@ def test_windows_weigh_features_as_they_weigh_the_kernel(state, options, is_caus
     for changed in (visible & ~near, near & visible):
         other = weighed(feature_map, query, key, value, near, changed)
         assert np.abs(h.to_numpy(other) - found).max() > 1e-2 * np.abs(found).max()
+
+
+# --- What PyTorch keeps of a fold
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="of PyTorch")
+@pytest.mark.parametrize("kind", ["assign", "in place", "data", "inference"])
+def test_no_change_of_a_weight_is_missed(kind):
+    import torch
+
+    feature_map = in_state("favorpp_learned", "calibrated")
+    with torch.inference_mode() if kind == "inference" else torch.no_grad():
+        before = attention_of(feature_map, h.problem())
+        np.testing.assert_array_equal(attention_of(feature_map, h.problem()), before)
+        for weight in feature_map.trainable_variables:
+            value = weight.value
+            if kind == "assign":
+                weight.assign(1.5 * h.to_numpy(weight))
+            elif kind == "data":
+                value.data.mul_(1.5)
+            else:
+                value.mul_(1.5)
+            after = attention_of(feature_map, h.problem())
+            other = in_state("favorpp_learned", "calibrated")
+            for mine, its in zip(other.weights, feature_map.weights, strict=True):
+                mine.assign(h.to_numpy(its).copy())
+            np.testing.assert_array_equal(after, attention_of(other, h.problem()))
+            # The bias, all zeros, stays as it is.
+            assert weight.name == "bias" or np.abs(after - before).max() > 1e-5
+            before = after
