@@ -163,8 +163,8 @@ class FeatureMap(Weights, keras.layers.Layer):
             side: Square root of the factor on `q · k`.
             query_mask: Optional boolean mask of shape `(B, T)`, true for real tokens.
             key_mask: Optional boolean mask of shape `(B, S)`, true for real tokens.
-            causal: Whether a query may see only part of the tokens. If so, the result
-                must not depend on `query` and `key`.
+            causal: Whether a query may not see all tokens that are measured: causal or
+                cross-attention. If so, the result must not depend on `query` and `key`.
 
         Returns:
             A `Bound`.

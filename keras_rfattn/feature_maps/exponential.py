@@ -21,27 +21,27 @@ precise_matmul = functools.partial(accumulated_matmul, is_precise=True)
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Exponential(Adaptive, ProjectedFeatureMap):
-    """Features `exp(B wᵀz + c + b/2 - ‖z‖²/2 + ν·(x - μ/2)) / √m` with `z = M (x - μ)`.
+    """Features `exp((B w)ᵀz + c + b/2 - ‖z‖²/2 + ν·(x - μ/2)) / √m`, `z = M (x - μ)`.
 
     Here x is a query or a key, scaled, M and μ belong to its side, and ν is the other
     side's μ; `B = √(1 - 4A)` and `c = wᵀA w + ¼ log det(1 - 4A)`, with a diagonal A.
     The weights, for K key/value heads, are:
 
-    - `vectors`: the columns are the features' vectors w. `(K, 1, H, m)`, shared by both
+    - `vectors`: column j is the vector w of feature j. `(K, 1, H, m)`, shared by both
       sides; `(K, 2, H, m)`, of queries, then of keys, if the map `trains`.
     - `a`: A <= 0 of the head, `(K, 1)`, or of each direction, `(K, H)`.
-    - `bias` b `(K, m)`: the log-weight of each feature in the sum over features, of
-      which each side takes half.
+    - `bias` b `(K, m)`: the log-weight of each feature in the sum over features, half
+      of it for each side; 0 in the fits of `fits.py`, until it trains.
     - `centers` μ `(K, 2, H)` and `matrices` M `(K, 2, H, H)`, of queries, then of keys,
       if `is_conditioned`; otherwise μ is 0 and M is 1.
 
-    Theorem. Let the vectors w be Gaussian and the same on both sides, let b be 0, and
-    let `M_q = M_k⁻ᵀ`. Then products of query and key features average to the softmax
+    Theorem. Let each w be N(0, I) and the same on both sides, let b be 0, and let
+    `M_q = M_k⁻ᵀ`. Then products of query and key features average to the softmax
     kernel `exp(q · k)`, and A, M and μ change only the variance. This follows from
     "Chefs' Random Tables" (2022), theorem 3.1, and from
     `q·k = z_q·z_k + μ_k·q + μ_q·k - μ_q·μ_k`.
 
-    The map equals this function of one head's queries and keys, scaled, `(n, H)`:
+    The map equals this function of one head's scaled q and k `(n, H)`, with A `(H,)`:
 
         def features(q, k, w_q, w_k, A, b, M_q, M_k, mu_q, mu_k):
             def side(x, w, M, mu, other):
@@ -79,7 +79,7 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     has_exponents = True
     # The function in `fits.py` that sets the weights.
     fitted = staticmethod(fits.favorplus)
-    # Whether the weights train, with separate vectors for queries and keys.
+    # Whether all weights train, with separate vectors for queries and keys.
     trains = False
     is_conditioned = False  # Whether the fit sets centers and matrices.
     # The function in `fits.py` from the mean square of q + k to A, for a map that
@@ -91,11 +91,11 @@ class Exponential(Adaptive, ProjectedFeatureMap):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if {"query_features", "key_features"} & set(vars(cls)):
-            cls.has_exponents = False  # Folded weights would ignore the methods.
+            cls.has_exponents = False  # `bind` would not call the methods.
 
     def add_vectors(self):
         add = self.add_trained if self.trains else self.add_fixed
-        # With a larger A, the variance can be infinite.
+        # From A = 1/8 on, the variance is infinite.
         limits = {"a": {"constraint": NotPositive()}} if self.trains else {}
         for name, value in self._stacked(self.fitted(self.random_vectors(0))):
             value = np.array(value, "float32")
