@@ -42,8 +42,9 @@ def favorpp(vectors, samples=None):
 def dense(vectors, samples=None):
     """FAVOR++ with an A of each direction, on conditioned queries and keys.
 
-    Softmax attention does not depend on them, but the variance of its estimate grows
-    with `exp(‖z_q + z_k‖²)`, where z_q and z_k are the conditioned query and key. Both are centered; then a matrix M for queries and M⁻ᵀ for keys give
+    Softmax attention does not depend on the centers and matrices, but the variance of
+    its estimate grows with `exp(‖z_q + z_k‖²)`, where z_q and z_k are the conditioned
+    query and key. Both are centered; then a matrix M for queries and M⁻ᵀ for keys give
     them equal covariances, up to a small ridge; finally, both are rotated onto the
     eigenvectors of `E (z_q + z_k)(z_q + z_k)ᵀ`. Each entry of A is the optimum of CRT,
     equation 7, with d = 1. DERF has such matrices too, without centers.
