@@ -412,9 +412,11 @@ def test_attention_scores_and_dense_masks_are_refused():
     with pytest.raises(ValueError, match="neither key padding nor causal"):
         layer(x, x, attention_mask=random)
     causal = np.tril(np.ones((2, 6, 6), bool))
-    np.testing.assert_array_equal(
+    np.testing.assert_allclose(
         keras.ops.convert_to_numpy(layer(x, x, attention_mask=causal)),
         keras.ops.convert_to_numpy(layer(x, x, use_causal_mask=True)),
+        rtol=1e-6,
+        atol=1e-6,
     )
 
 

@@ -228,7 +228,6 @@ DAMAGED = {
     "window": dict(change_config=put("window", 3)),
     "no window": dict(change_config=put("window", None)),
     "sliding": dict(change_config=put("sliding", True)),
-    "pair": dict(change_config=put("pair", True)),
     "projection": dict(change_config=put("norms", "sqrt_dim")),
     "another class": dict(change_config=another_class),
 }
