@@ -629,7 +629,7 @@ def test_folded_weights_are_as_exact_as_the_tokens(norms, condition, is_causal):
         *(ops.convert_to_tensor(x[None]) for x in tokens), feature_map, mask, scale=1.0
     )
     expected = log_attention(query, key, value, weights, is_causal)
-    # What the last bit of each token changes: no float32 number says more.
+    # How much the output changes with the last bit of each token, which float32 rounds.
     generator, changes = np.random.default_rng(0), []
     for _ in range(3):
         near = (

@@ -17,19 +17,19 @@ class Known(NamedTuple):
     """Facts about an attention class, or about a block that holds attention."""
 
     package: str
-    # Of an attention class that can be linear, or of a block with `masks`.
+    # Set for an attention class that can be linear, and for a block with `masks`.
     module: str | None = None
-    # Of an attention class: why it cannot be linear, the mixin that makes it linear,
+    # For an attention class: why it cannot be linear, the mixin that makes it linear,
     # and whether its blocks build a dense mask instead of passing `use_causal_mask`.
     refused: str | None = None
     mixin: str = "CachedAttention"
     takes_dense: bool = False
-    # Of a block: whether it is causal (`None` if each call decides), the mixin that
+    # For a block: whether it is causal (`None` if each call decides), the mixin that
     # builds its `AttentionMask`, and what a dense mask of its own does.
     causal: bool | None = None
     masks: str | None = None
     builds_mask: str = ""
-    # Of a block: whether it has one query, for which softmax is linear already.
+    # For a block: whether it has one query, for which softmax is linear already.
     is_pooling: bool = False
 
 
