@@ -56,21 +56,20 @@ class Row:
         """The notes as one text."""
         return ", ".join(self.notes)
 
-    def cells(self):
-        """Returns the texts of a table's columns, by the names of the columns."""
-        is_linear = self.mechanism != "softmax"
-        return {
-            "mechanism": self.mechanism,
-            "width": "" if self.width is None else f"width {self.width}",
-            "causal": CAUSAL[self.causal],
-            "class": self.original_class,
-            "parameters": f"{self.parameters_added:,} added" if is_linear else "",
-        }
+    def __str__(self):
+        texts = [
+            self.mechanism,
+            f"width {self.width}" if self.width is not None else "",
+            CAUSAL[self.causal],
+            self.original_class,
+            *self.notes,
+        ]
+        return ", ".join(x for x in texts if x)
 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """All attention layers of a model; prints what they share, and then a table.
+    """All attention layers of a model; prints those that are alike together.
 
     Attributes:
         model: Class and name of the model.
@@ -121,51 +120,24 @@ class AttentionReport:
     def __str__(self):
         counts = f"{len(self.replaced)} of {len(self.rows)} layers linear"
         counts += f", {len(self.local)} local already" * bool(self.local)
-        cells = [row.cells() for row in self.replaced or self.rows] or [{}]
-        shared = dict(x for x in cells[0].items() if all(x in y.items() for y in cells))
-        facts = [x for name, x in shared.items() if x and name != "parameters"]
-        if self.replaced:
-            facts.append(f"{self.parameters_added:,} parameters added")
-        notes, kept = _common(self.replaced), _common(self.kept)
-        kept_for = ", ".join(kept).removeprefix("kept: ") if self.replaced else ""
+        counts += f", {self.parameters_added:,} parameters added" * bool(self.replaced)
+        operations = f"fewer operations than softmax above {self.crossover} tokens"
+        if self.is_short:
+            operations = f"Warning: {operations}, but the model takes {self.max_length}"
         lines = [
             f"Attention of {self.model}: {counts}",
-            ", ".join(facts),
-            ", ".join(notes),
-            self._operations(),
-            f"softmax in {len(self.kept)} layers: {kept_for}" if kept_for else "",
+            operations if self.crossover is not None else "",
             *(f"also changed, because it shares layers: {x}" for x in self.others),
             *self.advice,
-            *self._table([x for x in cells[0] if x not in shared], {*notes, *kept}),
         ]
+        alike = {}
+        for row in (*self.replaced, *self.kept):
+            alike.setdefault(str(row), []).append(f"  {row.path}")
+        for text, paths in alike.items():
+            lines += [text, *paths]
         return "\n".join(part for line in lines for part in _wrapped(line))
 
     __repr__ = __str__
-
-    def _operations(self):
-        text = f"fewer operations than softmax above {self.crossover} tokens"
-        if self.is_short:
-            return f"Warning: {text}, but the model takes {self.max_length}"
-        return text if self.crossover is not None else ""
-
-    def _table(self, shown, common):
-        """Returns lines on the columns in which rows differ, without common notes."""
-        if self.replaced and self.kept and "mechanism" not in shown:
-            shown.insert(0, "mechanism")
-        table = [("layer", *shown, "notes")]
-        for row in self.rows:
-            notes = ", ".join(x for x in row.notes if x not in common)
-            table.append((row.path, *(row.cells()[x] for x in shown), notes))
-        if not any(line[-1] for line in table[1:]):
-            table = [line[:-1] for line in table]
-        head, *lines = aligned(table)
-        rule = ["-" * max(map(len, column)) for column in zip(*table, strict=True)]
-        return [head, "  ".join(rule), *lines]
-
-
-def _common(rows):
-    """Returns the notes that all rows have."""
-    return [x for x in rows[0].notes if all(x in y.notes for y in rows)] if rows else []
 
 
 def _wrapped(line):
@@ -188,7 +160,7 @@ def describe_attention(model: keras.layers.Layer) -> AttentionReport:
         model: A Keras model or layer.
 
     Returns:
-        An `AttentionReport`, which prints as a table.
+        An `AttentionReport`, which prints layers that are alike together.
 
     Raises:
         TypeError: If `model` is not a Keras layer.

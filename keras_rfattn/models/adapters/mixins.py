@@ -105,7 +105,7 @@ class GemmaMasks(DecoderMasks):
         return self._linear_mask(*args)
 
 
-class Gemma3Masks(DecoderMasks):
+class Gemma3Masks(GemmaMasks):
     """Mixin for Gemma 3's blocks, causal or (in EmbeddingGemma) bidirectional."""
 
     @staticmethod
