@@ -172,8 +172,8 @@ def build_cache(task, original, known, token_ids, *inputs):
 @overriding("generate_step")
 def generate_step(task, original, known, inputs, stop_token_ids=None):
     """Runs the task's `generate_step`, whose prompts may have padding anywhere."""
-    is_decoder = "decoder_padding_mask" in inputs
-    mask_name = "decoder_padding_mask" if is_decoder else "padding_mask"
+    names = "decoder_padding_mask", "padding_mask"
+    mask_name = next(name for name in names if name in inputs)
     origin, mask = image_length(task), ops.cast(inputs[mask_name], "bool")
     positions = ops.expand_dims(ops.arange(ops.shape(mask)[1], dtype="int32"), 0)
     is_empty = ~ops.any(mask, axis=1, keepdims=True)
@@ -204,16 +204,15 @@ class Family(NamedTuple):
     """Tasks of KerasHub that generate in the same way, and methods to override."""
 
     method: str  # by whose parameters the tasks are recognized
-    parameters: list  # their names, without `self`
+    parameters: str  # their names, without `self`
     members: dict  # from names of methods to the functions that override them
 
     def includes(self, cls):
         """Returns whether a class of tasks belongs to the family."""
-        function = getattr(cls, self.method, None)
-        if function is None:
-            return False
-        names = list(inspect.signature(function).parameters)
-        return names == ["self", *self.parameters]
+        function = getattr(cls, self.method, lambda: None)
+        return list(inspect.signature(function).parameters)[1:] == (
+            self.parameters.split()
+        )
 
 
 MEMBERS = {
@@ -221,28 +220,19 @@ MEMBERS = {
     "_build_cache": build_cache,
     "generate_step": generate_step,
 }
+REFUSED = (
+    "token_ids projected_features padding_mask",  # BLIP-2
+    "encoder_input_values encoder_padding_mask decoder_token_ids "
+    "decoder_padding_mask",  # Moonshine
+    "token_ids padding_mask img_embeddings vision_indices position_ids",  # Qwen 3.5
+)
 FAMILIES = (
-    Family("_build_cache", ["token_ids"], MEMBERS),
+    Family("_build_cache", "token_ids", MEMBERS),
     # Gemma 3 has a pair of arrays for each layer instead of one array for all.
     Family(
         "_build_cache",
-        [
-            "token_ids",
-            "img_embeddings",
-            "vision_mask",
-            "padding_mask",
-            "vision_indices",
-        ],
+        "token_ids img_embeddings vision_mask padding_mask vision_indices",
         {**MEMBERS, "caches_pairs": True},
     ),
-    # BLIP-2, Moonshine and Qwen 3.5.
-    *(
-        Family("_build_cache", parameters.split(), {"generate_step": refuse})
-        for parameters in (
-            "token_ids projected_features padding_mask",
-            "encoder_input_values encoder_padding_mask decoder_token_ids "
-            "decoder_padding_mask",
-            "token_ids padding_mask img_embeddings vision_indices position_ids",
-        )
-    ),
+    *(Family("_build_cache", x, {"generate_step": refuse}) for x in REFUSED),
 )

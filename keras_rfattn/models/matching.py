@@ -55,14 +55,14 @@ class Plan:
                 f"feature maps. Received: maps={self.maps!r}."
             )
         for path, value in self.maps.items():
-            identifier, *options = _pair(value)
-            if len(options) != 1 or not isinstance(options[0], (Options, type(None))):
+            pair = _pair(value)
+            if len(pair) != 2 or not isinstance(pair[1], (Options, type(None))):
                 raise TypeError(
                     "`maps` must have pairs `(feature map, keras_rfattn.ops.Options)`. "
                     f"Received: {value!r:.200} for {path!r}."
                 )
-            if identifier is not None:
-                check_identifier(identifier)
+            if pair[0] is not None:
+                check_identifier(pair[0])
 
 
 def assign(feature_map, options, sites):
@@ -122,7 +122,13 @@ def select(sites, include, exclude):
 def _chosen(argument, choice, sites):
     """Returns the indices of the sites that `include` or `exclude` matches."""
     if callable(choice):
-        return {site.index for site in sites if choice(site.path, site.layer)}
+        try:
+            return {site.index for site in sites if choice(site.path, site.layer)}
+        except TypeError as error:
+            raise TypeError(
+                f"`{argument}` must be a callable `(path, layer) -> bool`. Received: "
+                f"{argument}={choice!r}, which raises: {error}."
+            ) from error
     patterns = [choice] if isinstance(choice, str) else choice
     is_list = isinstance(patterns, (list, tuple, set))
     if not is_list or not all(isinstance(x, str) for x in patterns):

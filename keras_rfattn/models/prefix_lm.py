@@ -59,6 +59,6 @@ def keeping_prompts(before, after):
 
 FAMILY = generation.Family(
     "_build_cache",
-    ["token_ids", "img_embeddings", "padding_mask"],
+    "token_ids img_embeddings padding_mask",
     {**generation.MEMBERS, "call_with_cache": call_with_cache},
 )

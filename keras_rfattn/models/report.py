@@ -24,32 +24,20 @@ CAUSAL = {True: "causal", False: "bidirectional", None: "causal if a call says s
 
 @dataclass(frozen=True)
 class Row:
-    """One attention layer in an `AttentionReport`.
+    """One attention layer in an `AttentionReport`."""
 
-    Attributes:
-        path: Layer names from the model (excluded) to this layer, joined by `/`.
-        original_class: Name of the softmax class.
-        causal: Whether the attention is causal, or `None` if each call decides.
-        mechanism: Registered name of the feature map, or "softmax".
-        width: Number of features M, `None` for softmax and for exact maps.
-        parameters_added: Number of parameters that the feature map owns.
-        crossover: Length in tokens above which linear attention takes fewer operations
-            than softmax. `None` wherever `width` is `None`.
-        notes: Tuple of texts: why the layer was kept softmax, or remarks on its map.
-        implementation: Kernels that compute the layer, `None` if none were asked for.
-        window: Tokens of the sliding window because of which the layer was kept.
-    """
-
-    path: str
-    original_class: str
-    causal: bool | None
-    mechanism: str = "softmax"
-    width: int | None = None
-    parameters_added: int = 0
+    path: str  # layer names from the model (excluded) to this layer, joined by `/`
+    original_class: str  # name of the softmax class
+    causal: bool | None  # `None` if each call decides
+    mechanism: str = "softmax"  # or the registered name of the feature map
+    width: int | None = None  # number of features, `None` for softmax and exact maps
+    parameters_added: int = 0  # those that the feature map owns
+    # Length in tokens above which linear attention takes fewer operations than softmax,
+    # `None` wherever `width` is.
     crossover: int | None = None
-    notes: tuple = ()
-    implementation: str | None = None
-    window: int | None = None
+    notes: tuple = ()  # why the layer was kept softmax, or remarks on its map
+    implementation: str | None = None  # kernels, `None` if none were asked for
+    window: int | None = None  # tokens of the window because of which it was kept
 
     @property
     def note(self):

@@ -64,7 +64,7 @@ def call_decoder_with_cache(
 
 FAMILY = generation.Family(
     "_initialize_cache",
-    ["encoder_token_ids", "decoder_token_ids"],
+    "encoder_token_ids decoder_token_ids",
     {
         "_initialize_cache": initialize_cache,
         "call_decoder_with_cache": call_decoder_with_cache,
