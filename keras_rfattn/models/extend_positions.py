@@ -96,6 +96,8 @@ def _resize(config, max_length, model):
         start = int(data_format == "channels_first")
         old, size = tuple(shape[start : start + 2]), max_length
         wanted = f"the new (height, width), at least {old}, the image size of"
+    if None in old:
+        raise _not_extended(model, "it takes inputs of any size")
     has_length = isinstance(size, (tuple, list)) and len(size) == len(old)
     if not has_length or any(
         not is_integer(n) or n < o for n, o in zip(size, old, strict=True)

@@ -241,6 +241,9 @@ def test_what_cannot_be_made_longer_names_the_way_out():
         keras_rfattn.extend_positions(backbone, 15)
     with pytest.raises(ValueError, match=f"no `max_sequence_length`.*{way_out}"):
         keras_rfattn.extend_positions(classifier(), 15)
+    convolutions = keras_hub.models.VGGBackbone([1], [4])
+    with pytest.raises(ValueError, match=f"inputs of any size.*{way_out}"):
+        keras_rfattn.extend_positions(convolutions, (16, 32))
     plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     with pytest.raises(ValueError, match="no `max_sequence_length`"):
         keras_rfattn.extend_positions(plain, 15)
