@@ -34,10 +34,7 @@ MODULES = (
 )
 
 # The one backend that can run an example.
-ONLY_ON = {
-    "keras_rfattn.distribution.SequenceParallel": "jax",
-    "keras_rfattn.distribution.distribute": "jax",
-}
+ONLY_ON = {"keras_rfattn.distribution.distribute": "jax"}
 
 # Libraries that the package does not depend on.
 OPTIONAL = ("keras_hub",)
