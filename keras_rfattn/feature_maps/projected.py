@@ -72,7 +72,7 @@ class RandomFeatureMap(FeatureMap):
         self.draws.assign(draw)
 
     def project(self, x, vectors=None):
-        """Returns `w · x` for all vectors w of a head: `(..., N, H)` to `(..., N, m)`."""
+        """Returns `w · x` for all vectors w of a head, `(..., N, m)` for m vectors."""
         # Query head n uses the vectors `(K, H, m)` of key/value head `n // (N // K)`.
         vectors = self.vectors if vectors is None else vectors
         shape, groups = ops.shape(x), x.shape[-2] // self.num_heads
