@@ -40,35 +40,18 @@ from keras_rfattn.ops.sums import (
 
 
 class LocalState(NamedTuple):
-    """Sums, keys and values of past tokens, a pytree with the batch on axis 0.
+    """Sums, keys and values of past tokens, a pytree with the batch on axis 0."""
 
-    Axis 2 of the sums counts windows. Entry 0 is the sum over all windows before the
-    near ones; the n near windows follow in order, so the last token's own window is the
-    last (n is 1, or 2 with `sliding`).
-
-    Attributes:
-        maximum: As in `State`, with an axis of n + 1 windows: `(B, K, n + 1, M or 1)`.
-        numerator: As in `State`: `(B, K, n + 1, V, M)`, float32.
-        normalizer: As in `State`: `(B, K, n + 1, M)`, float32.
-        magnitude: As in `State`: an array in the shape of `maximum`, float32.
-        key: Array of shape `(B, K, s + n · window, H)`: scaled keys of the s sinks and
-            of the near windows, float32. With sinks, M is the width of the map's
-            features plus s.
-        value: Array of shape `(B, K, n · window, V)`: values of the near windows.
-        visible: Booleans of shape `(B, n · window)`: which of these tokens exist and
-            are visible.
-        position: Array of shape `(B,)`: number of tokens since the first visible one,
-            int32.
-    """
-
-    maximum: Any
-    numerator: Any
-    normalizer: Any
-    magnitude: Any
-    key: Any
-    value: Any
-    visible: Any
-    position: Any
+    # As in `State`, with axis 2 for windows: entry 0 is the sum over all windows before
+    # the near ones; the n near windows follow in order (n is 1, or 2 with `sliding`).
+    maximum: Any  # (B, K, n + 1, M or 1)
+    numerator: Any  # (B, K, n + 1, V, M); with sinks, M includes their s features
+    normalizer: Any  # (B, K, n + 1, M)
+    magnitude: Any  # (B, K, n + 1, M or 1)
+    key: Any  # (B, K, s + n · window, H), float32: scaled keys of sinks, then near ones
+    value: Any  # (B, K, n · window, V), of the near windows
+    visible: Any  # (B, n · window): which of these tokens exist and are visible
+    position: Any  # (B,), int32: number of tokens since the first visible one
 
     @property
     def num_near(self):
@@ -90,24 +73,7 @@ def init_local_state(
     batch_size, num_kv_heads, feature_dim, value_dim, head_dim, window, sliding=False,
     scale_dim=None, dtype="float32", sinks=0,
 ):  # fmt: skip
-    """Returns the state before any token.
-
-    Args:
-        batch_size: Number of sequences B.
-        num_kv_heads: Number of key/value heads K.
-        feature_dim: Feature width M.
-        value_dim: Value dim V.
-        head_dim: Head dim H of the keys.
-        window: Number of tokens in a window.
-        sliding: Whether the window before a query's own is exact too.
-        scale_dim: Size of the last axis of the features' `log_scale`: M (default), or 1
-            for maps whose features share one scale.
-        dtype: Dtype of the values in the state; keys are kept in float32.
-        sinks: Number of sinks.
-
-    Returns:
-        A `LocalState`.
-    """
+    """Returns the `LocalState` before any token; keys are kept in float32."""
     near = 2 if sliding else 1
     lead = batch_size, num_kv_heads
     kept = *lead, near * window
@@ -124,21 +90,9 @@ def init_local_state(
 
 
 def extend_local_state(state, key_features, value, key, key_mask=None, passed=None):
-    """Returns the state with tokens added.
-
-    Args:
-        state: A `LocalState`.
-        key_features: `Features` of shape `(B, S, K, M)`, for any S. They include those
-            of sinks.
-        value: Array of shape `(B, S, K, V)`.
-        key: Scaled keys of shape `(B, S, K, H)`.
-        key_mask: Optional array of shape `(B, S)`, true for visible keys.
-        passed: Optional array of shape `(B, S)`, false for tokens at the end that do
-            not count at all, such as padding after a text.
-
-    Returns:
-        The extended `LocalState`.
-    """
+    """Returns the state with tokens `(B, S, K, ·)` added; keys are scaled."""
+    # `passed` `(B, S)` is false for tokens at the end that do not count at all, such as
+    # padding after a text. Key features include those of sinks.
     moved = Move(state, ops.shape(value)[:2], key_mask, passed)
     num_kv_heads, new = value.shape[2], moved.new
     features = heads_first(key_features, num_kv_heads).compute()
@@ -176,11 +130,9 @@ def extend_local_state(state, key_features, value, key, key_mask=None, passed=No
 
 
 class Move:
-    """The new places of tokens and windows after `shape = (B, S)` tokens are added.
+    """The new places of tokens and windows after `(B, S)` tokens are added."""
 
-    Positions of tokens are counted from the first visible token of their row.
-    """
-
+    # Positions of tokens are counted from the first visible token of their row.
     def __init__(self, state, shape, key_mask, passed):
         self.near, self.length = state.maximum.shape[2] - 1, shape[1]
         self.window = window = state.num_near // self.near
@@ -274,19 +226,7 @@ def _where(rows, a, b):
 
 
 def read_local_state(state, query_features, query, kernel):
-    """Computes attention of the last token's queries to all tokens in a state.
-
-    Args:
-        state: A `LocalState`.
-        query_features: `Features` of shape `(B, T, N, M)`; every query sees the whole
-            state.
-        query: Scaled queries of shape `(B, T, N, H)`.
-        kernel: `Softmax()` or `Polynomial(degree)`: the kernel that the features
-            estimate.
-
-    Returns:
-        Array of shape `(B, T, N, V)` in the dtype of the state's values.
-    """
+    """Computes attention of scaled queries to all tokens in a state."""
     num_kv_heads, value = state.key.shape[1], representable(state.value)
     features = heads_first(query_features, num_kv_heads).compute()
     far = read(sums_at(state, 0), features, value.dtype)

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import (
-    Local,
+from keras_rfattn.ops.windowed_chunk import local_chunk
+from keras_rfattn.ops.windowed_state import (
     extend_local_state,
     init_local_state,
-    local_attention,
     read_local_state,
 )
-from keras_rfattn.ops.windowed_chunk import local_chunk
+from keras_rfattn.ops.windows import Local, local_attention
 from tests import helpers as h
 from tests.feature_maps.cases import case
 from tests.marks import ONE_BACKEND, SLOW_ON_JAX
