@@ -71,9 +71,9 @@ def test_calibrate_after_refuses_maps_that_train():
         model.fit(x, y, verbose=0, callbacks=[after])
     for found, expected in zip(m.weights(model), before, strict=True):
         np.testing.assert_array_equal(found, expected)
+    model.compile("sgd", "mse", run_eagerly=True)
     for layer in model.layers:
         if hasattr(layer, "feature_map"):
             layer.feature_map.trainable = False
-    model.compile("sgd", "mse", run_eagerly=True)
     model.fit(x, y, verbose=0, callbacks=[after])
     assert model.get_layer("attention_0").feature_map.is_calibrated
