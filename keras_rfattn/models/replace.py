@@ -81,8 +81,8 @@ def replace_attention(
         TypeError: If `model` is not a Keras layer, or a keyword is unknown.
         ValueError: If an argument is invalid, the model has no attention, all selected
             layers are local, or one of them has attention that linear attention cannot
-            express, or an optimizer is built and maps have weights to train. The model is
-            unchanged in that case.
+            express, or an optimizer is built and maps have weights to train. The model
+            is unchanged in that case.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
