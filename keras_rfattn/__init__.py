@@ -25,12 +25,11 @@ from keras_rfattn.models import (
 )
 from keras_rfattn.models.import_hook import register
 from keras_rfattn.models.import_hook import watch as _watch
-from keras_rfattn.uptraining import CalibrateAfter, calibrate, uptrain
+from keras_rfattn.uptraining import calibrate, uptrain
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CalibrateAfter",
     "calibrate",
     "describe_attention",
     "diagnostics",

@@ -55,7 +55,7 @@ import numpy as np
 from common import controls
 from keras import layers, ops
 
-import keras_rfattn
+from keras_rfattn.papers.calibrate_after import CalibrateAfter
 
 
 def main(args):
@@ -122,7 +122,7 @@ def trained(model, data, row, steps, tested):
     if "clustered" in row["arm"]:
         batch, _ = data.utterances("train", 4 * BATCH, np.random.default_rng(0))
         after = max(1, steps // 4)
-        callbacks = [keras_rfattn.CalibrateAfter([batch], after, exact=False)]
+        callbacks = [CalibrateAfter([batch], after, exact=False)]
 
     def batches():
         while True:

@@ -44,7 +44,10 @@ MAY_IMPORT = {
     "diagnostics": {
         "backend", "models", "layers", "feature_maps", "projections", "ops", "kernels",
     },
-    "papers": {"backend", "layers", "feature_maps", "projections", "ops", "kernels"},
+    "papers": {
+        "backend", "layers", "feature_maps", "projections", "ops", "kernels",
+        "uptraining",
+    },
     "experimental": {"backend", "models", "layers", "feature_maps", "fused", "ops"},
 }  # fmt: skip
 # A file that imports nothing of the package, which every folder may import.

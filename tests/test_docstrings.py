@@ -29,6 +29,7 @@ MODULES = (
     "keras_rfattn.uptraining",
     "keras_rfattn.ops",
     "keras_rfattn.papers",
+    "keras_rfattn.papers.calibrate_after",
     "keras_rfattn.papers.hybrid_variance",
     "keras_rfattn.papers.second_moments",
     "keras_rfattn.papers.sklearn",

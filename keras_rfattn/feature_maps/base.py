@@ -24,6 +24,7 @@ tested for these laws:
    `ops.features.LOWEST`. Layers replace other tokens before a map receives them.
 """
 
+import contextvars
 import functools
 import math
 
@@ -32,9 +33,23 @@ from keras import ops
 
 from keras_rfattn.arguments import check_seed
 from keras_rfattn.backend import repeat_each, wide_dtype
-from keras_rfattn.feature_maps.weights import Weights
+from keras_rfattn.feature_maps.weights import Weights, trained_weights
 from keras_rfattn.kernels import values
 from keras_rfattn.ops.kernel_attention import Softmax
+
+# Functions of a built map that may refuse a change of its `trainable`.
+BEFORE_FREEZING = []
+# Whether what holds a map changes its own `trainable`, and with it that of the map.
+_WITH_OWNER = contextvars.ContextVar("with_owner", default=False)
+
+
+def set_trainable(layer, value):
+    """Sets `trainable` of a layer and of all layers inside, as Keras does."""
+    token = _WITH_OWNER.set(True)
+    try:
+        keras.layers.Layer.trainable.fset(layer, value)
+    finally:
+        _WITH_OWNER.reset(token)
 
 
 class FeatureMap(Weights, keras.layers.Layer):
@@ -108,6 +123,19 @@ class FeatureMap(Weights, keras.layers.Layer):
             # `keras.utils.set_random_seed`.
             seed = ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
         self.seed = int(seed)
+
+    @property
+    def trainable(self):
+        """Whether the map trains. Under a built optimizer, it cannot change alone."""
+        return self._trainable
+
+    @trainable.setter
+    def trainable(self, value):
+        changes = self.built and bool(value) != self._trainable
+        if changes and trained_weights(self) and not _WITH_OWNER.get():
+            for check in BEFORE_FREEZING:
+                check(self)
+        set_trainable(self, value)
 
     @property
     def exact_kernel(self):

@@ -13,6 +13,7 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.arguments import check_flag
+from keras_rfattn.feature_maps.base import set_trainable
 from keras_rfattn.feature_maps.weights import fix_name
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.layers.call_context import (
@@ -78,6 +79,15 @@ class LinearAttention:
             check_flag("self_attention", self_attention)
             self.self_attention = bool(self_attention)
 
+    @property
+    def trainable(self):
+        """Whether the layer trains, as in Keras."""
+        return self._trainable
+
+    @trainable.setter
+    def trainable(self, value):
+        set_trainable(self, value)
+
     def _kv_shape(self):
         """Returns `(K, H)`, the number of key/value heads and the head dim."""
         return self._num_heads, self._key_dim
@@ -87,7 +97,7 @@ class LinearAttention:
             self.feature_map.build((None, None, *self._kv_shape()))
         if not self.trainable:
             # Freezing a layer freezes only the sublayers that it has at that time.
-            self.feature_map.trainable = False
+            set_trainable(self.feature_map, False)
         warn_of_lengths(self)
         mark(self)
 

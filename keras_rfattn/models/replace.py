@@ -38,10 +38,10 @@ def replace_attention(
 ) -> keras.layers.Layer:
     """Makes the attention of a model linear in sequence length, in place.
 
-    Every pretrained weight is kept as the same variable with the same name. If the
-    model was trained, its optimizer keeps the slots of these weights, and gets slots
-    for those of the maps. `describe_attention(model)` reports what was replaced, and
-    `restore_attention(model)` restores softmax attention.
+    Every pretrained weight is kept as the same variable with the same name.
+    `describe_attention(model)` reports what was replaced, and
+    `restore_attention(model)` restores softmax attention. If the model was trained,
+    compile it with a new optimizer before both.
 
     Layers are judged one by one. A layer with a sliding window (Gemma 2 and 3, GPT-OSS)
     is linear in length already. It keeps its softmax, and the layers beside it that see
@@ -81,8 +81,8 @@ def replace_attention(
         TypeError: If `model` is not a Keras layer, or a keyword is unknown.
         ValueError: If an argument is invalid, the model has no attention, all selected
             layers are local, or one of them has attention that linear attention cannot
-            express, or a built optimizer cannot train the new weights. The model is
-            unchanged in that case.
+            express, or an optimizer is built and maps have weights to train. The model
+            is unchanged in that case.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -132,7 +132,7 @@ def restore_attention(
     Raises:
         TypeError: If `model` is not a Keras layer.
         ValueError: If nothing in the model was replaced, `include` names a layer that
-            is not linear, or none, or a built optimizer cannot drop the maps' weights.
+            is not linear, or none, or an optimizer is built and trains the maps.
             The model is unchanged in that case.
 
     Examples:

@@ -1,16 +1,9 @@
 """Calibration from data, and training towards the softmax checkpoint."""
 
-from keras_rfattn.uptraining.calibrate import CalibrateAfter, calibrate
+from keras_rfattn.uptraining.calibrate import calibrate
 from keras_rfattn.uptraining.report import UptrainingReport
 from keras_rfattn.uptraining.resume import Checkpoint
 from keras_rfattn.uptraining.stages import Stage
 from keras_rfattn.uptraining.uptrain import uptrain
 
-__all__ = [
-    "CalibrateAfter",
-    "Checkpoint",
-    "Stage",
-    "UptrainingReport",
-    "calibrate",
-    "uptrain",
-]
+__all__ = ["Checkpoint", "Stage", "UptrainingReport", "calibrate", "uptrain"]

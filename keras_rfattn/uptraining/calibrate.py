@@ -1,84 +1,15 @@
 """Calibrates feature maps: sets parameters from data, without training."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import keras
 import numpy as np
 
-from keras_rfattn.arguments import check_sizes
-from keras_rfattn.feature_maps.weights import trained_weights, unchanged_on_error
+from keras_rfattn.feature_maps.weights import unchanged_on_error
 from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.uptraining.weights import assign, values_of
-
-
-class CalibrateAfter(keras.callbacks.Callback):
-    """Callback that calibrates a model once during `fit(callbacks=[...])`.
-
-    Before that step the maps keep their parameters. Afterwards the calibrated
-    parameters stay fixed while everything else continues to train. With
-    `"hybrid_clustered"` this is the delayed clustering of the paper's speech models:
-    queries and keys of the first steps have no clusters worth finding.
-
-    Args:
-        data: Batches for `calibrate`, or a function without arguments that returns
-            them; the function is called when the calibration starts.
-        steps: Number of batches, counted from the first one of `fit`, after which the
-            model is calibrated.
-        **kwargs: Further arguments of `calibrate`.
-
-    Raises:
-        ValueError: If `steps` is not a positive integer. When training begins: if no
-            map in the model learns from data; or, unless `discard_training` is true,
-            if a map was trained or has weights that would train until the calibration.
-
-    Reference:
-        Choromanski et al., "Hybrid Random Features" (2022), section 4.3, HRF-C.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorpp")
-        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
-        >>> callback = keras_rfattn.CalibrateAfter([x], steps=1)
-        >>> model.compile("sgd", "mse")
-        >>> history = model.fit(x, x, verbose=0, callbacks=[callback])
-        >>> keras_rfattn.describe_attention(model).rows[0].note
-        'calibrated'
-    """
-
-    def __init__(self, data: Iterable | Callable, steps: int, **kwargs) -> None:
-        super().__init__()
-        check_sizes(steps=steps)
-        self.data, self.steps, self.kwargs = data, steps, {"verbose": 0, **kwargs}
-        self.seen = 0
-
-    def on_train_begin(self, logs=None):
-        layers = adaptive_layers(self.model)
-        if not self.kwargs.get("discard_training", False):
-            check_untrained(layers)
-            training = [
-                layer
-                for layer in layers
-                if any(v.trainable for v in trained_weights(layer.feature_map))
-            ]
-            if training:
-                raise ValueError(
-                    "`CalibrateAfter` must not replace trained weights. Received: "
-                    f"steps={self.steps}, during which the feature maps of "
-                    f"{_paths(training)} train. Call `keras_rfattn.calibrate` before "
-                    "`fit`, freeze these maps, or pass discard_training=True to "
-                    "discard their training."
-                )
-        self.seen = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen += 1
-        if self.seen == self.steps:
-            data = self.data() if callable(self.data) else self.data
-            calibrate(self.model, data, **self.kwargs)
+from keras_rfattn.uptraining.weights import assign, paths, values_of
 
 
 def calibrate(
@@ -132,8 +63,13 @@ def calibrate(
     """
     check_model(model)
     layers = adaptive_layers(model)
-    if not discard_training:
-        check_untrained(layers)
+    trained = [x for x in layers if x.feature_map.was_trained]
+    if trained and not discard_training:
+        raise ValueError(
+            "`model` must have no trained feature map, because calibration would "
+            f"replace its weights. Received: trained maps of {paths(trained)}. Pass "
+            "discard_training=True to discard their training."
+        )
     adapt(model, layers, data, exact, max_tokens, verbose, discard_training)
     return model
 
@@ -166,42 +102,28 @@ def adaptive_layers(model):
     return layers
 
 
-def check_untrained(layers):
-    """Raises `ValueError` if the map of any of the layers was trained."""
-    trained = [x for x in layers if x.feature_map.was_trained]
-    if trained:
-        raise ValueError(
-            "`model` must have no trained feature map, because calibration would "
-            f"replace its weights. Received: trained maps of {_paths(trained)}. Pass "
-            "discard_training=True to discard their training."
-        )
-
-
 def calibrate_stage(model, layers, batches, before, measure):
-    """Calibrates the maps of a model that were not trained."""
+    """Calibrates the maps that were not trained; returns which maps it kept."""
     adaptive = [i for i, x in enumerate(layers) if x.feature_map.is_adaptive]
     trained = [i for i in adaptive if layers[i].feature_map.was_trained]
-    untrained = [i for i in adaptive if i not in trained]
-    notes = []
-    if trained:
-        kept = _paths(layers[i] for i in trained)
-        notes.append(f"trained maps were kept: {kept}")
-    if untrained:
-        old = {
-            i: values_of(layers[i].feature_map.weights)
-            for i in untrained
-            if layers[i].feature_map.is_calibrated
-        }
-        adapt(model, [layers[i] for i in untrained], batches)
-        after = measure() if old else before
-        worse = [i for i in old if np.nanmean(after[i]) > np.nanmean(before[i])]
-        for i in worse:
-            assign(layers[i].feature_map.weights, old[i])
-        if worse:
-            kept = _paths(layers[i] for i in worse)
-            notes.append(f"maps whose error would increase were kept: {kept}")
-    return "; ".join(notes)
-
-
-def _paths(layers):
-    return ", ".join(f"'{layer.path}'" for layer in layers)
+    weights = {i: layers[i].feature_map.weights for i in adaptive if i not in trained}
+    old = {
+        i: values_of(x)
+        for i, x in weights.items()
+        if layers[i].feature_map.is_calibrated
+    }
+    if weights:
+        adapt(model, [layers[i] for i in weights], batches)
+    after = measure() if old else before
+    worse = [i for i in old if np.nanmean(after[i]) > np.nanmean(before[i])]
+    for i in worse:
+        assign(weights[i], old[i])
+    notes = {
+        "trained maps were kept": trained,
+        "maps whose error would increase were kept": worse,
+    }
+    return "; ".join(
+        f"{note}: {paths([layers[i] for i in kept])}"
+        for note, kept in notes.items()
+        if kept
+    )

@@ -6,16 +6,16 @@ second stage of "ViT-AdaLA"), or the logits of a model with a head, by their
 Kullback-Leibler divergence (as in the second step of "RADLADS").
 """
 
-import keras
-from keras import ops
+from keras import ops, tree
 
 from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import recording
+from keras_rfattn.uptraining.weights import StageModel
 
 TINY = 1e-9
 # KerasHub tasks whose head is part of the checkpoint.
-OWN_HEADS = ("CausalLM", "MaskedLM", "Seq2SeqLM")
+OWN_HEADS = {"CausalLM", "MaskedLM", "Seq2SeqLM"}
 # The measure that a stage reports, by objective.
 MEASURES = {
     "features": "relative squared error of the model's outputs",
@@ -23,60 +23,43 @@ MEASURES = {
 }
 
 
-class FeaturesStage(keras.Model):
+class FeaturesStage(StageModel):
     """Trains the model end to end by comparing its final outputs with the teacher's."""
 
     def __init__(self, teacher, objective="auto", window_dropout=0.0):
-        super().__init__(dtype="float32", name="features_stage")
-        self.teacher, self.model = teacher, teacher.model
-        self.first_values = list(teacher.copies.values())
+        super().__init__(teacher, window_dropout, name="features_stage")
         if objective == "auto":
             names = {cls.__name__ for cls in type(self.model).__mro__}
-            objective = "logits" if names & set(OWN_HEADS) else "features"
-        self.objective = objective
-        self.learning, self.window_dropout = list(teacher.layers), window_dropout
-        self.measure = MEASURES[objective]
-        self.error = keras.metrics.Mean("error")
+            objective = "logits" if names & OWN_HEADS else "features"
+        self.objective, self.measure = objective, MEASURES[objective]
         # Error of the model without attention, to compare with; `Training` sets it.
         self.no_attention = None
-        self.built = True
 
     def outputs(self, x):
         """Returns a list of `(output, mask)` for each output that is compared."""
-        model = self.model
-        backbone = getattr(model, "backbone", None)
+        model, backbone = self.model, getattr(self.model, "backbone", None)
         if self.objective == "features" and backbone is not None:
-            model = backbone
-            names = getattr(backbone, "input", None)
+            model, names = backbone, getattr(backbone, "input", None)
             if isinstance(x, dict) and isinstance(names, dict):
                 x = {name: x[name] for name in names}
-        named = model(x, training=False)
-        if isinstance(named, (list, tuple)):
-            named = {str(i): output for i, output in enumerate(named)}
-        elif not isinstance(named, dict):
-            named = {"": named}
-        named = {
-            name: output
-            for name, output in named.items()
-            if not isinstance(output, (list, tuple)) and ops.is_tensor(output)
-        }
-        if not named:
+        found = [
+            (output, _mask_of("".join(map(str, path)), output, x))
+            for path, output in tree.flatten_with_path(model(x, training=False))
+            if ops.is_tensor(output) and len(path) < 2
+        ]
+        if not found:
             raise ValueError(
                 "Stage 'features' compares outputs of the model. Received: "
                 f"{type(self.model).__name__}, whose output holds no tensor. Leave "
                 "this stage out of `stages`."
             )
-        tokens = {k: v for k, v in named.items() if len(v.shape) == 3}
-        return [
-            (output, mask_of(name, output, x))
-            for name, output in (tokens or named).items()
-        ]
+        return [pair for pair in found if len(pair[0].shape) == 3] or found
 
     def call(self, inputs):
         """Returns a list of `(wanted, given, mask)`, one for each compared output."""
         noise = inputs["noise"]
         recorders = [
-            (layer, without_window(noise[0, i] < self.window_dropout))
+            (layer, _without_window(noise[0, i] < self.window_dropout))
             for i, layer in enumerate(self.learning)
             if layer.options.window is not None and self.window_dropout
         ]
@@ -99,44 +82,30 @@ class FeaturesStage(keras.Model):
 
     def measured(self, compared):
         """Returns `(error, loss)`, each a mean over the compared outputs."""
-        compare = divergence if self.objective == "logits" else distance
+        compare = _divergence if self.objective == "logits" else _distance
         errors, losses = zip(*(compare(*x) for x in compared), strict=True)
         return sum(errors) / len(errors), sum(losses) / len(losses)
 
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
-        error, loss = self.measured(y_pred)
-        self.error.update_state(error)
-        # PyTorch requires a gradient even if no output depends on a trained weight, as
-        # with windows that cover whole sequences.
-        weight = self.trainable_variables[0]
-        return loss + 0 * ops.sum(ops.clip(ops.cast(weight, "float32"), -1, 1))
 
-
-def mask_of(name, output, x):
+def _mask_of(name, output, x):
     """Returns which tokens of an output are real, `(B, T)`, or `None` for all."""
+    if len(output.shape) != 3:
+        return None
     prefix = name.partition("_sequence_output")[0]
-    names = [f"{prefix}_padding_mask", "padding_mask", "decoder_padding_mask"]
+    names = f"{prefix}_padding_mask", "padding_mask", "decoder_padding_mask"
     masks = [x[n] for n in names if n in x] if isinstance(x, dict) else []
-    masks.append(getattr(output, "_keras_mask", None))
-    for mask in masks:
-        if mask is not None and len(output.shape) == 3:
-            if mask.shape[1] == output.shape[1]:
-                return ops.cast(mask, "bool")
+    for mask in [*masks, getattr(output, "_keras_mask", None)]:
+        if mask is not None and mask.shape[1] == output.shape[1]:
+            return ops.cast(mask, "bool")
     return None
 
 
-def without_window(dropped):
+def _without_window(dropped):
     """Returns a recorder that leaves the window out if `dropped` is true."""
-
-    def recorder(call):
-        return ops.cond(dropped, call.without_window().linear, call.linear)
-
-    return recorder
+    return lambda call: ops.cond(dropped, call.without_window().linear, call.linear)
 
 
-def distance(wanted, given, mask):
+def _distance(wanted, given, mask):
     """Returns the relative squared error, and the loss."""
     wanted, given = ops.cast(wanted, "float32"), ops.cast(given, "float32")
     real = _real(mask, wanted)
@@ -148,7 +117,7 @@ def distance(wanted, given, mask):
     return error, error + 1 - cosine / ops.maximum(ops.sum(real), 1)
 
 
-def divergence(wanted, given, mask):
+def _divergence(wanted, given, mask):
     """Returns the mean Kullback-Leibler divergence of logits, as error and as loss."""
     wanted, given = (
         ops.log_softmax(ops.cast(x, "float32"), axis=-1) for x in (wanted, given)
@@ -160,6 +129,4 @@ def divergence(wanted, given, mask):
 
 
 def _real(mask, x):
-    if mask is None:
-        return ops.ones_like(x[..., 0])
-    return ops.cast(mask, x.dtype)
+    return ops.ones_like(x[..., 0]) if mask is None else ops.cast(mask, x.dtype)

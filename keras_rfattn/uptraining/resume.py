@@ -16,7 +16,6 @@ from keras_rfattn.arguments import check_sizes
 from keras_rfattn.backend.devices import backend_name
 from keras_rfattn.feature_maps.weights import checksum
 from keras_rfattn.layers.checks import title
-from keras_rfattn.uptraining.weights import fresh_adapters
 
 FORMAT, FILE = 4, "uptrain.npz"
 LONGEST = 300  # maximum number of characters of a value in an error message
@@ -166,12 +165,6 @@ def identity(model, layers, trained, batches, settings):
     """Returns the values that a run shares with its checkpoints, as JSON values."""
     others = {id(v) for layer in layers for v in layer.feature_map.variables}
     shapes = [list(v.shape) for v in trained]
-    if settings.adds_adapters:
-        # Fresh adapters are left out of the checksum, because they are random but do
-        # not change the softmax model. They do not exist yet when the checkpoint is
-        # first read.
-        others |= {id(v) for v in fresh_adapters(model)}
-        shapes = None
     own = [v for v in model.weights if id(v) not in others]
     values = {
         "backend": backend_name(),

@@ -11,35 +11,34 @@ from keras_rfattn.feature_maps.weights import as_numpy, trained_weights
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.checks import projection, title
 from keras_rfattn.layers.recording import recording
-from keras_rfattn.models.holders import holders, refresh
-from keras_rfattn.models.optimizers import following
 
 
 def variables_to_train(model, layers, stages, optimizer=None):
-    """Selects the variables that each stage trains, and adds adapters for `"lora"`."""
-    maps = [v for layer in layers for v in _weights_of_map(layer)]
-    selected = {
-        stage.name: once([*maps, *_weights_of_model(model, layers, stage.trainable)])
-        for stage in stages
-        if stage.trainable != "lora"
-    }
+    """Returns a dict from the name of each stage to the variables that it trains."""
+    selected = {}
     for stage in stages:
-        if not selected.get(stage.name, True):
-            mechanisms = sorted({type(layer.feature_map).__name__ for layer in layers})
-            asked = stage.trainable
-            frozen = "" if asked == "maps" else ", and its own weights are frozen"
+        variables = [v for layer in layers for v in _weights_of_map(layer)]
+        variables = once(variables + _weights_of_model(model, layers, stage.trainable))
+        if not variables:
+            maps = sorted({type(layer.feature_map).__name__ for layer in layers})
             raise ValueError(
-                f"Nothing would train in stage {stage.name!r}: {title(model)} has "
-                f"{', '.join(mechanisms)} without trainable weights{frozen}. Received: "
-                f"trainable={asked!r}. Use a learned map such as 'hedgehog' whose "
-                "`trainable` is True, or `keras_rfattn.uptraining.Stage(..., "
-                "trainable='query_key')` if queries and keys are not frozen."
+                f"`model` must have weights that stage {stage.name!r} can train. "
+                f"Received: {title(model)} with {', '.join(maps)}, and "
+                f"trainable={stage.trainable!r}, which selects no weight that is not "
+                "frozen. Use a learned map such as 'hedgehog' whose `trainable` is "
+                "True, or `keras_rfattn.uptraining.Stage(..., trainable='query_key')` "
+                "if queries and keys are not frozen."
             )
-    if optimizer is None:
-        _check_precision([v for variables in selected.values() for v in variables])
-    for stage in stages:
-        if stage.trainable == "lora":
-            selected[stage.name] = once([*maps, *_adapters(layers, stage)])
+        narrow = [v for v in variables if v.dtype in ("float16", "bfloat16")]
+        if narrow and optimizer is None:
+            raise ValueError(
+                "Weights that Adam trains must be float32, because their averages and "
+                f"small steps need it. Received: {len(narrow)} weights, such as "
+                f"{narrow[0].path!r}, which are {narrow[0].dtype}. Load the model with "
+                "dtype='mixed_bfloat16', train only the maps, or pass an `optimizer` "
+                "that can train them."
+            )
+        selected[stage.name] = variables
     return selected
 
 
@@ -47,9 +46,8 @@ def _weights_of_map(layer):
     """Returns the weights of a layer's map that uptraining trains."""
     feature_map = layer.feature_map
     if layer.trainable or feature_map.trainable:
-        return [v for v in feature_map.variables if v.trainable]
-    could_train = {id(v) for v in trained_weights(feature_map)}
-    return [v for v in feature_map.variables if id(v) in could_train]
+        return feature_map.trainable_variables
+    return trained_weights(feature_map)
 
 
 def _weights_of_model(model, layers, trainable):
@@ -57,61 +55,9 @@ def _weights_of_model(model, layers, trainable):
     if trainable == "maps":
         return []
     if trainable == "all":
-        return [v for v in model.variables if v.trainable]
-    projections = _projections(layers, "query", "key")
-    return [v for dense in projections for v in dense.variables if v.trainable]
-
-
-def _projections(layers, *sides):
-    return once(projection(layer, side) for layer in layers for side in sides)
-
-
-def _check_precision(variables):
-    """Raises `ValueError` if weights are too narrow for the default optimizer."""
-    narrow = [v for v in variables if v.dtype in ("float16", "bfloat16")]
-    if narrow:
-        raise ValueError(
-            f"{len(narrow)} weights to train, such as {narrow[0].path!r}, are "
-            f"{narrow[0].dtype}, which is too coarse for the averages and the small "
-            "steps of Adam. Load the model with dtype='mixed_bfloat16', train the maps "
-            "or trainable='lora', or pass an `optimizer` that can train them."
-        )
-
-
-def _adapters(layers, stage):
-    """Adds adapters to projections that have none; returns those the stage trains."""
-    queries_and_keys = _projections(layers, "query", "key")
-    others = _projections(layers, "value", "output")
-    # A fused projection is both.
-    projections = once([*queries_and_keys, *others])
-    without = [x for x in projections if not getattr(x, "lora_enabled", False)]
-    for dense in without:
-        if getattr(dense, "kernel_constraint", None) is not None:
-            raise ValueError(
-                "Keras cannot add an adapter to a kernel with a constraint. "
-                f"Received: trainable='lora', and {dense.path!r}, whose "
-                f"`kernel_constraint` is "
-                f"{dense.kernel_constraint!r}. Set it to None, or change `trainable`."
-            )
-    with following(without):
-        for dense in without:
-            dense.enable_lora(stage.lora_rank)
-    for holder in holders(without):
-        # Functions compiled before would keep running without the adapters.
-        refresh(holder)
-    trained = queries_and_keys if stage.name == "attention" else projections
-    return [v for x in trained for v in (x.lora_kernel_a, x.lora_kernel_b)]
-
-
-def fresh_adapters(model):
-    """Returns variables of adapters that do not change outputs, as one side is 0."""
-    return [
-        variable
-        for layer in model._flatten_layers()
-        if getattr(layer, "lora_enabled", False)
-        and not np.any(ops.convert_to_numpy(layer.lora_kernel_b))
-        for variable in (layer.lora_kernel_a, layer.lora_kernel_b)
-    ]
+        return model.trainable_variables
+    sides = [projection(layer, side) for layer in layers for side in ("query", "key")]
+    return [v for dense in sides for v in dense.trainable_variables]
 
 
 @contextlib.contextmanager
@@ -149,6 +95,11 @@ def assign(variables, values):
         variable.assign(value)
 
 
+def paths(layers):
+    """Returns the paths of layers for messages."""
+    return ", ".join(f"'{layer.path}'" for layer in layers)
+
+
 class Teacher:
     """The model with its first weights, and with softmax instead of linear attention.
 
@@ -168,25 +119,36 @@ class Teacher:
             if id(v) not in of_maps
         }
 
-    def trains(self, layer):
-        """Returns whether weights of a layer other than those of its map train."""
-        return any(id(v) in self.copies for v in layer.variables)
-
-    @contextlib.contextmanager
     def weights(self):
-        """Context manager in which the model has its first weights."""
+        """Returns a context manager in which the model has its first weights."""
         if not self.copies:
-            yield
-            return
-        mapping = [
-            (variable, self.copies.get(id(variable), variable).value)
-            for variable in self.model.variables
-        ]
-        with keras.StatelessScope(mapping):
-            yield
+            return contextlib.nullcontext()
+        values = [(v, self.copies.get(id(v), v).value) for v in self.model.variables]
+        return keras.StatelessScope(values)
 
     def __call__(self, function, x):
         """Returns `function(x)`, computed by the softmax model without gradients."""
         recorders = [(layer, Attention.softmax) for layer in self.layers]
         with self.weights(), recording(recorders), without_gradients():
             return function(x)
+
+
+class StageModel(keras.Model):
+    """The model that a stage fits; a subclass defines `call` and `measured`."""
+
+    def __init__(self, teacher, window_dropout, name):
+        super().__init__(dtype="float32", name=name)
+        self.teacher, self.model = teacher, teacher.model
+        self.learning, self.window_dropout = list(teacher.layers), window_dropout
+        # Keras passes only variables that it knows to a compiled function.
+        self.first_values = list(teacher.copies.values())
+        self.error = keras.metrics.Mean("error")
+        self.built = True
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        error, loss = self.measured(y_pred)
+        self.error.update_state(error)
+        # PyTorch requires a gradient even if no output depends on a trained weight, as
+        # with windows that cover whole sequences.
+        weight = self.trainable_variables[0]
+        return loss + 0 * ops.sum(ops.clip(ops.cast(weight, "float32"), -1, 1))

@@ -144,9 +144,8 @@ def trained(outer):
 def test_optimizers_of_models_around_are_checked_before_anything_changes():
     model = inner_model()
     outer = trained(in_functional(model))
-    outer.get_layer(index=-1).trainable = False
     before = to_numpy(model(X))
-    with pytest.raises(ValueError, match=f"optimizer of Functional '{outer.name}'"):
+    with pytest.raises(ValueError, match=f"Received: Functional '{outer.name}'"):
         keras_rfattn.replace_attention(model, "hedgehog", seed=0)
     assert_same(model(X), before)
     assert type(model.get_layer("attention")) is keras.layers.MultiHeadAttention
@@ -159,7 +158,7 @@ def test_optimizers_of_models_around_are_checked_before_anything_changes():
 
 def test_optimizers_of_models_that_are_gone_are_not():
     model = inner_model()
-    trained(in_functional(model)).get_layer(index=-1).trainable = False
+    trained(in_functional(model))
     keras_rfattn.replace_attention(model, "hedgehog", seed=0)
 
 

@@ -452,26 +452,6 @@ def test_compiled_models_keep_training(when):
     model.fit(data(), target, verbose=0)
 
 
-def test_new_trainable_weights_get_slots():
-    @feature_maps.register("test_trainable")
-    class Trainable(feature_maps.Elu):
-        def build(self, input_shape):
-            super().build(input_shape)
-            self.gain = self.add_weight(name="gain", shape=(), initializer="ones")
-
-    try:
-        model = make()
-        model.compile("adam", "mse")
-        model.fit(data(), np.zeros((2, 6, 3)), verbose=0)
-        keras_rfattn.replace_attention(model, "test_trainable")
-        gains = [w for w in model.trainable_weights if w.path.endswith("gain")]
-        model.fit(data(), np.zeros((2, 6, 3)), verbose=0)
-        assert len(gains) == 2
-        assert len(model.optimizer._momentums) == len(model.trainable_weights)
-    finally:
-        feature_maps.FEATURE_MAPS.pop("test_trainable")
-
-
 def test_report_prints_a_table():
     model = keras_rfattn.replace_attention(
         make("functional_causal"), "favorplus", num_features=32, exclude="second"

@@ -51,20 +51,28 @@ def computed(call, function):
 
 
 def output_by_rows(call, dropped=False):
+    output = ops.matmul(
+        student_rows(call, dropped), split_heads(call.value, call.key.shape[2])
+    )
+    return merge_heads(output, call.query.shape[2], call.query.shape[1])
+
+
+def student_rows(call, dropped=False):
     positions, taken = attention._sampled_rows(call.query, 0.0, 512)
-    visible, _ = attention._visible(call, positions, h.HEADS // h.KV_HEADS)
-    dropped = ops.convert_to_tensor(np.full(h.BATCH, dropped))
-    rows = attention._student_rows(call, positions, taken, visible, dropped)
-    output = ops.matmul(rows, split_heads(call.value, h.KV_HEADS))
-    return merge_heads(output, h.HEADS, h.LENGTH)
+    positions = ops.repeat(positions, call.query.shape[2] // call.key.shape[2])
+    visible, _ = attention._visible(call, positions)
+    dropped = ops.convert_to_tensor(np.full(call.query.shape[0], dropped))
+    return attention._student_rows(call, positions, taken, visible, dropped)
 
 
 def layer_errors(call, fraction=0.0, max_rows=512):
-    """The measurements of one call, in which no window is dropped."""
+    """The measurements of one call by name, in which no window is dropped."""
     dropped = ops.convert_to_tensor(np.zeros(h.BATCH, bool))
-    return computed(
+    found = computed(
         call, lambda x: attention.layer_errors(x, x, dropped, fraction, max_rows)
     )
+    names = "squared", "norm", "mean_of_v", "divergence", "rows"
+    return dict(zip(names, h.to_numpy(found), strict=True))
 
 
 @pytest.mark.parametrize("name, label", PAIRS)
@@ -101,7 +109,7 @@ def test_errors_are_those_of_outputs(causal):
     real = h.padding_masks()["right"][:, :, None, None]
 
     def squares(x):
-        return (np.where(real, h.to_numpy(x), 0) ** 2).sum((1, 3))
+        return (np.where(real, h.to_numpy(x), 0) ** 2).sum((0, 1, 3))
 
     linear, softmax, mean = map(
         h.to_numpy,
@@ -110,9 +118,9 @@ def test_errors_are_those_of_outputs(causal):
     h.assert_close(found["squared"], squares(linear - softmax), 1e-4)
     h.assert_close(found["norm"], squares(softmax), 1e-4)
     h.assert_close(found["mean_of_v"], squares(mean - softmax), 1e-4)
-    h.assert_close(found["rows"], np.broadcast_to(real.sum((1, 3)), (2, h.HEADS)))
+    h.assert_close(found["rows"], np.full(h.HEADS, real.sum()))
     # Of a distribution from another one, and of every row.
-    assert np.all(h.to_numpy(found["divergence"]) > 0)
+    assert np.all(found["divergence"] > 0)
 
 
 def test_of_many_rows_some_are_compared():
@@ -120,9 +128,9 @@ def test_of_many_rows_some_are_compared():
     every = layer_errors(call)
     some = [layer_errors(call, x, max_rows=10) for x in (0.0, 0.4)]
     for found in some:
-        np.testing.assert_array_equal(h.to_numpy(found["rows"]), 10)
-        assert np.all(h.to_numpy(found["norm"]) < h.to_numpy(every["norm"]))
-    assert np.any(h.to_numpy(some[0]["squared"]) != h.to_numpy(some[1]["squared"]))
+        np.testing.assert_array_equal(found["rows"], 10 * h.BATCH)
+        assert np.all(found["norm"] < every["norm"])
+    assert np.any(some[0]["squared"] != some[1]["squared"])
 
 
 def test_what_stands_for_a_window_alone_has_no_features():
@@ -179,15 +187,78 @@ def test_gradients_are_finite_where_a_later_key_has_larger_exponents(size):
         dropped = ops.zeros((1,), dtype="bool")
         teacher = call(*map(ops.convert_to_tensor, arrays))
         student = call(query, key, value)
-        errors = attention.layer_errors(teacher, student, dropped, 0.0, 512)
-        return errors["squared"] + errors["divergence"]
+        squared, _, _, divergence, _ = ops.unstack(
+            attention.layer_errors(teacher, student, dropped, 0.0, 512)
+        )
+        return squared + divergence
 
     arrays = query, key, value
     gradients = [h.to_numpy(x) for x in h.gradient_of(loss)(*arrays)]
     assert all(np.all(np.isfinite(x)) for x in gradients) and np.any(gradients[2])
-    positions, taken = attention._sampled_rows(query, 0.0, 512)
-    student = call(*map(ops.convert_to_tensor, arrays))
-    visible, _ = attention._visible(student, positions, 1)
-    dropped = ops.zeros((1,), dtype="bool")
-    rows = attention._student_rows(student, positions, taken, visible, dropped)
+    rows = student_rows(call(*map(ops.convert_to_tensor, arrays)))
     h.assert_close(rows[0, 0, 0], np.array([1.0, 0.0]))
+
+
+SEEN = 2 * h.LENGTH // 3
+CAUSAL = {
+    "grouped": {},
+    "window with sinks": {"window": 5, "sliding": True, "sinks": 2},
+    "padded window with sinks": {"window": 8, "sinks": 2, "mask": "left"},
+    "prefix": {"prefix": 6},
+}
+LATER = h.over(
+    [(label, *x) for label in CAUSAL for x in ((1e-3, "float32"), (10, "float16"))]
+    + [("grouped", 10, "bfloat16")],
+    ["favorplus", "favorpp_learned", "hedgehog"],
+)
+
+
+def causal_call(name, length, later, dtype, mask=None, prefix=0, **options):
+    """The first tokens of one problem; keys from `SEEN` on are scaled by `later`."""
+    feature_map = h.build(name)
+    query, key, value = (x[:, :length] for x in h.problem(size=4.0))
+    key = key * np.where(np.arange(length) < SEEN, 1, later)[:, None, None]
+    key_mask = prefix_mask = None
+    if mask is not None:
+        key_mask = h.padding_masks()[mask][:, :length]
+        key, value = (np.where(key_mask[..., None, None], x, 0) for x in (key, value))
+    if prefix:
+        prefix_mask = np.tile(np.arange(length) < prefix, (h.BATCH, 1))
+    mask = AttentionMask(
+        key_mask, causal=True, self_attention=True, prefix_mask=prefix_mask
+    )
+    tokens = (ops.cast(x.astype("float32"), dtype) for x in (query, key, value))
+    scale = feature_map.default_scale(h.HEAD_DIM)
+    return Attention(*tokens, mask, scale, feature_map, Options(**options))
+
+
+@pytest.mark.parametrize("name, case", LATER)
+def test_later_keys_change_neither_rows_nor_their_gradients(name, case):
+    label, later, dtype = case
+    whole, seen = (
+        causal_call(name, length, later, dtype, **CAUSAL[label])
+        for length in (h.LENGTH, SEEN)
+    )
+    rows, alone = computed(whole, student_rows), computed(seen, student_rows)
+    shape = h.BATCH, h.KV_HEADS, -1, h.HEADS // h.KV_HEADS, h.LENGTH
+    rows = h.to_numpy(rows).reshape(shape)[:, :, :SEEN]
+    h.assert_close(rows[..., :SEEN], h.to_numpy(alone).reshape(*shape[:-1], SEEN), 2e-5)
+    assert not np.any(rows[..., SEEN:])
+    real = h.to_numpy(seen.mask.key_mask) if seen.mask.key_mask is not None else True
+    total = rows.sum(-1).transpose(0, 2, 1, 3)[np.broadcast_to(real, (h.BATCH, SEEN))]
+    np.testing.assert_allclose(total, 1, atol=1e-5)
+
+    def loss(*tokens):
+        query, key, value = (ops.cast(x, dtype) for x in tokens)
+        call = whole.replace(query=query, key=key, value=value)
+        dropped = ops.zeros((h.BATCH,), dtype="bool")
+        found = attention.layer_errors(whole, call, dropped, 0.0, 512)
+        return found[0] + found[3]
+
+    tokens = [h.to_numpy(x).astype("float32") for x in tokens_of(whole)]
+    gradients = [h.to_numpy(x) for x in h.gradient_of(loss)(*tokens)]
+    assert all(np.all(np.isfinite(x)) and np.any(x) for x in gradients)
+
+
+def tokens_of(call):
+    return [ops.cast(x, "float32") for x in (call.query, call.key, call.value)]

@@ -5,7 +5,6 @@ import pytest
 import keras_rfattn
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps import fits
-from tests.marks import slow_on_jax
 
 
 def model(feature_map):
@@ -98,45 +97,3 @@ def test_errors():
         keras_rfattn.calibrate(model("favorpp"), [])
     with pytest.raises(TypeError, match="Keras model"):
         keras_rfattn.calibrate(feature_maps, batches(1))
-
-
-@slow_on_jax
-def test_delayed_clustering_happens_once_and_stays():
-    linear, (x,) = model("hybrid_clustered"), batches(1)
-    feature_map = linear.get_layer("attention").feature_map
-    asked, centers = [], []
-
-    def data():
-        asked.append(len(centers))
-        return [x]
-
-    class Watch(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            # Asking for the model brings its variables up to date on JAX.
-            layer = self.model.get_layer("attention")
-            found = keras.ops.convert_to_numpy(layer.feature_map.query_centers)
-            centers.append(np.array(found))
-
-    after, watch = keras_rfattn.CalibrateAfter(data, steps=2), Watch()
-    linear.compile(keras.optimizers.SGD(0.01), "mse")
-    y = np.zeros((3, 6, 8), "float32")
-    linear.fit(x, y, batch_size=1, epochs=2, verbose=0, callbacks=[after, watch])
-    assert asked == [1] and len(centers) == 6
-    assert not np.any(centers[0]) and np.any(centers[1])
-    for found in centers[2:]:
-        np.testing.assert_array_equal(found, centers[1])
-    assert feature_map.is_calibrated
-    # What `fit` has compiled sees the clusters.
-    loss = linear.evaluate(x, y, verbose=0)
-    linear.compile("sgd", "mse")
-    np.testing.assert_allclose(loss, linear.evaluate(x, y, verbose=0), rtol=1e-6)
-
-
-def test_delayed_clustering_refuses_what_never_learns():
-    with pytest.raises(ValueError, match="`steps` must be a positive integer.*0"):
-        keras_rfattn.CalibrateAfter(batches(1), steps=0)
-    linear, (x,) = model("elu"), batches(1)
-    linear.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="no feature map that learns from data"):
-        linear.fit(x, x, verbose=0,
-                   callbacks=[keras_rfattn.CalibrateAfter([x], 1)])  # fmt: skip

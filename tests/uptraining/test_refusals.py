@@ -131,7 +131,7 @@ def test_narrow_weights_train_by_an_optimizer_of_ones_own():
 @pytest.mark.once
 def test_nothing_to_train():
     model = m.linear_model("favorpp")
-    with pytest.raises(ValueError, match="Nothing would train.*query_key"):
+    with pytest.raises(ValueError, match="must have weights that stage.*query_key"):
         m.uptrain(model)
     with pytest.raises(TypeError, match="must be a Keras model"):
         keras_rfattn.uptrain("bert", m.tokens(), steps=1)

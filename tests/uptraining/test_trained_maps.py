@@ -241,21 +241,3 @@ def test_merely_calibrated_maps_are_measured_again():
     before = h.to_numpy(feature_map.a).copy()
     keras_rfattn.calibrate(model, [m.tokens()], verbose=0)
     assert np.all(h.to_numpy(feature_map.a) != before)
-
-
-@pytest.mark.once
-def test_calibrate_after_refuses_maps_that_train():
-    model = m.linear_model("favorpp_learned", num_features=8)
-    model.compile("sgd", "mse")
-    x, y = m.tokens(8), np.zeros((8, m.TOKENS, m.DIM))
-    before = values(model)
-    after = keras_rfattn.CalibrateAfter([x], 1)
-    with pytest.raises(ValueError, match="attention_0'.*discard_training=True"):
-        model.fit(x, y, verbose=0, callbacks=[after])
-    assert_unchanged(model, before)
-    for layer in model.layers:
-        if hasattr(layer, "feature_map"):
-            layer.feature_map.trainable = False
-    model.compile("sgd", "mse", run_eagerly=True)
-    model.fit(x, y, verbose=0, callbacks=[after])
-    assert model.get_layer("attention_0").feature_map.is_calibrated
