@@ -20,12 +20,13 @@ from keras_rfattn.ops.kernel_attention import Polynomial, Softmax
 from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.quadratic import quadratic
-from keras_rfattn.ops.recurrent import State, extend_state, init_state, read_state
-from keras_rfattn.ops.windowed_state import (
-    LocalState,
-    extend_local_state,
-    init_local_state,
-    read_local_state,
+from keras_rfattn.ops.state import (
+    State,
+    chunk,
+    extend_by_token,
+    extend_state,
+    init_state,
+    read_state,
 )
 from keras_rfattn.ops.windows import Local, local_attention
 
@@ -33,20 +34,18 @@ __all__ = [
     "AttentionMask",
     "Features",
     "Local",
-    "LocalState",
     "Options",
     "Polynomial",
     "Softmax",
     "State",
     "bidirectional",
     "causal",
-    "extend_local_state",
+    "chunk",
+    "extend_by_token",
     "extend_state",
-    "init_local_state",
     "init_state",
     "interpret_mask",
     "local_attention",
     "quadratic",
-    "read_local_state",
     "read_state",
 ]

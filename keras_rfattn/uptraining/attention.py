@@ -243,14 +243,11 @@ def _student_rows(call, rows, taken, visible, dropped):
         batch, given = ops.shape(key)[0], ops.shape(dropped)[0]
         if not isinstance(batch, int) or batch != given:
             dropped = ops.repeat(dropped, batch // given)
-        is_near = nearby(
-            mask.key_mask, rows, ops.shape(key)[1], options.window, options.sliding,
-            mask.causal,
-        ) & ~dropped[:, None, None]  # fmt: skip
+        is_near = nearby(mask.key_mask, rows, ops.shape(key)[1], near, mask.causal)
+        is_near = is_near & ~dropped[:, None, None]
         is_near = ops.repeat(is_near, query.shape[2] // key.shape[2], axis=1)[:, None]
         local = near.kernel, near.query, near.key, is_near
     features = bound.query_features(taken(query)), bound.key_features(key)
-    features = call.with_sinks(features, near.query, near.key, mask.key_mask)
     return feature_rows(*features, visible, mask.key_mask, local)
 
 
