@@ -233,7 +233,7 @@ def test_states_of_something_else_are_refused(tmp_path):
         with pytest.raises(ValueError, match="must be states of one model"):
             generation.join_rows(states)
     np.savez(tmp_path / "other.npz", format=1, seen=np.zeros(3, "int32"))
-    with pytest.raises(ValueError, match="must be a state of format 4"):
+    with pytest.raises(ValueError, match="must be a state of format 5"):
         generation.load(tmp_path / "other.npz", model)
     for content in (b"", file.read_bytes()[:-50], pickle.dumps(ids)):
         file.write_bytes(content)
