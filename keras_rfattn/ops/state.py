@@ -40,6 +40,7 @@ from keras_rfattn.ops.sums import (
     no_sums,
     normalize,
     read,
+    rebase,
     summarize,
 )
 from keras_rfattn.ops.windows import SinkTokens, in_windows
@@ -129,6 +130,25 @@ def sum_tokens(key_features, value, key_mask=None):
     return summarize(*admit(heads_first(key_features, num_kv_heads), value, mask), mask)
 
 
+def add_token(sums, key_features, value, key_mask=None):
+    """Returns float32 `Sums` with one token `(B, 1, K, ·)` of each row added."""
+    num_kv_heads, mask = value.shape[2], heads_mask(key_mask)
+    value = split_heads(representable(value), num_kv_heads)
+    key, value = admit(heads_first(key_features, num_kv_heads), value, mask)
+    maximum = elementwise_max(sums.maximum, ops.stop_gradient(key.log_scale[:, :, 0]))
+    kept, shift = rebase(sums, maximum), ops.expand_dims(maximum, 2)
+    magnitude, rows = key.magnitudes(shift, "float32"), key.expand(shift, "float32")
+    # Before any visible token, the exponent of a hidden one is the maximum.
+    magnitude, rows = hide(magnitude, mask), hide(rows, mask)
+    value = ops.cast(ops.swapaxes(value, -1, -2), "float32")
+    return Sums(
+        maximum,
+        kept.numerator + value * rows,
+        kept.normalizer + rows[:, :, 0],
+        kept.magnitude + magnitude[:, :, 0],
+    )
+
+
 def in_float32(sums):
     """Returns sums as a state keeps them, in float32 for any compute dtype."""
     return Sums(*(ops.cast(x, "float32") for x in sums))
@@ -154,7 +174,10 @@ def extend_state(state, key_features, value, key_mask=None):
     Returns:
         The extended `State`.
     """
-    far = merge_sums(state.far, sum_tokens(key_features, value, key_mask))
+    if value.shape[1] == 1:
+        far = add_token(state.far, key_features, value, key_mask)
+    else:
+        far = merge_sums(state.far, sum_tokens(key_features, value, key_mask))
     position = state.position + count_visible(value, key_mask)
     return state._replace(far=in_float32(far), position=position)
 
@@ -277,8 +300,12 @@ def extend_by_token(state, feature_map, value, local, key_mask=None, passed=None
     Returns:
         The extended `State`.
     """
-    moved = Moved(state, ops.shape(value)[:2], key_mask, passed)
-    place, counts = ops.expand_dims(state.position, 1), moved.counts
+    place = ops.expand_dims(state.position, 1)
+    new = ops.ones_like(place, dtype="bool")
+    new = new if key_mask is None else ops.cast(key_mask, "bool")
+    # Windows count from a row's first visible token.
+    counts = new | (place > 0)
+    counts = counts if passed is None else counts & passed
     slots = ops.arange(_ring(local), dtype="int32")
     taken = ops.concatenate(
         [ops.expand_dims(ops.arange(local.sinks, dtype="int32"), 0) == place,
@@ -287,14 +314,14 @@ def extend_by_token(state, feature_map, value, local, key_mask=None, passed=None
     kept = ops.expand_dims(taken, (1, 3))
     num_kv_heads, near = value.shape[2], state.near
     tokens = (
-        hide(split_heads(x, num_kv_heads), heads_mask(moved.new))
+        hide(split_heads(x, num_kv_heads), heads_mask(new))
         for x in (local.key, value)
     )
     key, value = (
         ops.where(kept, ops.cast(x, old.dtype), old)
         for x, old in zip(tokens, (near.key, near.value), strict=True)
     )
-    near = Near(key, value, ops.where(taken, moved.new, near.visible))
+    near = Near(key, value, ops.where(taken, new, near.visible))
 
     leaves = place - local.window * int(local.sliding)
     slot = local.sinks + ops.where(leaves < 0, 0, leaves) % _ring(local)
@@ -304,15 +331,13 @@ def extend_by_token(state, feature_map, value, local, key_mask=None, passed=None
     )
     visible = take_along(near.visible, slot, axis=1)
     visible = visible & counts & (leaves >= local.sinks)
-    token = sum_tokens(feature_map.key_features(key), value, visible)
     begins = (counts & (place % local.window == 0))[:, 0]
     far, leaving, none = state.far, state.leaving, emptied(state.far)
     far = merge_sums(far, _where(begins, leaving, none))
-    leaving = merge_sums(_where(begins, none, leaving), token)
-    return state._replace(
-        far=in_float32(far), position=moved.position, leaving=in_float32(leaving),
-        near=near,
-    )  # fmt: skip
+    leaving = _where(begins, none, leaving)
+    leaving = add_token(leaving, feature_map.key_features(key), value, visible)
+    position = state.position + ops.cast(counts[:, 0], "int32")
+    return state._replace(far=far, position=position, leaving=leaving, near=near)
 
 
 def _where(rows, a, b):
