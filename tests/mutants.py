@@ -119,8 +119,9 @@ MUTANTS = {
         "ops/test_sinks.py::test_matches_the_definition",
     ),
     "a window that never joins the far ones": Mutant(
-        "ops/state.py", "extend_by_token", "merge_sums(far, _where(begins, leaving, none))",
-        "far", "ops/test_windowed_state.py::test_token_by_token_is_the_parallel_pass",
+        "ops/near.py", "extend_near",
+        "merge_sums(far, _where(begins, leaving, none))", "far",
+        "ops/test_windowed_state.py::test_token_by_token_is_the_parallel_pass",
     ),
     "normalized tokens recorded before they are scaled": Mutant(
         "layers/recording.py", "__call__", "(local.query, local.key)",

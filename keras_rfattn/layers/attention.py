@@ -100,9 +100,7 @@ class Attention:
 
     def without_window(self):
         """Returns the same call without a window and sinks: features alone."""
-        options = dataclasses.replace(
-            self.options, window=None, sliding=False, sinks=0
-        )
+        options = dataclasses.replace(self.options, window=None, sliding=False, sinks=0)
         return self.replace(options=options)
 
     def features_alone(self):
@@ -138,9 +136,7 @@ class Attention:
         """Returns the `Local` of the options' window, for results of `prepared`."""
         query, key = (bound.side * ops.cast(x, wide_dtype(x)) for x in (query, key))
         options, kernel = self.options, self.feature_map.exact_kernel
-        return Local(
-            query, key, kernel, options.window, options.sliding, options.sinks
-        )
+        return Local(query, key, kernel, options.window, options.sliding, options.sinks)
 
     @of_finite_tokens
     def softmax(self):

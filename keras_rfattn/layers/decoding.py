@@ -16,11 +16,10 @@ from keras_rfattn.layers.replaced_call import replacing_call
 from keras_rfattn.layers.softmax_heads import joined, linear_heads, of_heads
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.masks import AttentionMask
+from keras_rfattn.ops.near import chunk, extend_near, read_near
 from keras_rfattn.ops.sink_logits import append_ones, append_sinks
 from keras_rfattn.ops.state import (
     Exact,
-    chunk,
-    extend_by_token,
     extend_exact,
     extend_state,
     init_exact,
@@ -47,7 +46,8 @@ def onward(call, state=None, passed=None):
     call, finite = call.with_finite_tokens()
     state = _empty_of(call) if is_empty else state
     query, key, bound = call.prepared()
-    value, key_mask, local = call.value, call.mask.key_mask, call.local(query, key, bound)
+    value, key_mask = call.value, call.mask.key_mask
+    local = call.local(query, key, bound)
     if local.window is None:
         features = bound.query_features(query), bound.key_features(key)
         if key.shape[1] == 1:
@@ -60,8 +60,8 @@ def onward(call, state=None, passed=None):
             )  # fmt: skip
     elif key.shape[1] == 1:
         tokens = call.feature_map, value, local, key_mask, passed
-        state = extend_by_token(state, *tokens)
-        output = read_state(state, bound.query_features(query), value.dtype, local)
+        state = extend_near(state, *tokens)
+        output = read_near(state, bound.query_features(query), local, value.dtype)
     else:
         tokens = call.feature_map, value, local, key_mask, passed
         output, state = chunk(state, *tokens, is_empty=is_empty)

@@ -29,7 +29,8 @@ class Cache(NamedTuple):
         seen: Number of positions seen, int32 `(B,)` for batch size B. A token at an
             earlier position gets logits, but does not enter the state a second time.
         layers: Dict from the number of an attention layer in the model, as a string,
-            to its entry: `ops.State` of a linear layer, or keys and values `(B, 2, S, K, H)` for S positions, K key heads and head dim H.
+            to its entry: `ops.State` of a linear layer, or keys and values
+            `(B, 2, S, K, H)` for S positions, K key heads and head dim H.
         model: Number that identifies the model of the cache, int32 `(B,)`. It is 0
             inside `generate`.
     """

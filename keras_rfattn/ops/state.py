@@ -18,23 +18,13 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import (
-    clip,
-    elementwise_max,
-    fits,
-    repeat_each,
-    representable,
-    take_along,
-    take_tokens,
-    where,
-)
-from keras_rfattn.ops.kernel_attention import exact_attention, read_exactly
+from keras_rfattn.backend import elementwise_max, repeat_each, representable
+from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
-from keras_rfattn.ops.masks import heads_mask, hide, needed
+from keras_rfattn.ops.masks import heads_mask, hide
 from keras_rfattn.ops.sums import (
     Sums,
     admit,
-    combine,
     emptied,
     merge_sums,
     no_sums,
@@ -43,7 +33,6 @@ from keras_rfattn.ops.sums import (
     rebase,
     summarize,
 )
-from keras_rfattn.ops.windows import SinkTokens, in_windows
 
 
 class Near(NamedTuple):
@@ -109,7 +98,7 @@ def init_state(
     position = ops.zeros((batch_size,), dtype="int32")
     if local is None or local.window is None:
         return State(far, position)
-    slots = local.sinks + _ring(local)
+    slots = local.sinks + ring_size(local)
     near = Near(
         ops.zeros((*lead, slots, head_dim), dtype="float32"),
         ops.zeros((*lead, slots, value_dim), dtype=dtype),
@@ -118,7 +107,7 @@ def init_state(
     return State(far, position, emptied(far), near)
 
 
-def _ring(local):
+def ring_size(local):
     """Returns the number of near slots R."""
     return local.window * (2 if local.sliding else 1)
 
@@ -182,32 +171,19 @@ def extend_state(state, key_features, value, key_mask=None):
     return state._replace(far=in_float32(far), position=position)
 
 
-def read_state(state, query_features, dtype="float32", local=None):
-    """Computes attention of queries to all tokens in a state.
+def read_state(state, query_features, dtype="float32"):
+    """Computes attention of queries to all tokens in a state without a window.
 
     Args:
         state: A `State`.
         query_features: `Features` of shape `(B, T, N, M)`; every query sees the whole
-            state. With a window, T is 1: the queries are those of the last token.
+            state.
         dtype: Compute dtype.
-        local: `Local` with the scaled queries, the kernel and the window, or `None`
-            without a window.
 
     Returns:
         Array of shape `(B, T, N, V)` in `dtype`. A row that sees no key is 0.
     """
-    if local is None:
-        return read_sums(state.far, query_features, dtype)
-    num_kv_heads = state.far.maximum.shape[1]
-    features = heads_first(query_features, num_kv_heads).compute()
-    query = split_heads(local.query, num_kv_heads)
-    near, value = state.near, representable(state.near.value)
-    visible = ops.expand_dims(_seen(state, local), (1, 2))
-    near = read_exactly(local.kernel, query, near.key, value, visible)
-    output = combine(read(state.far, features, value.dtype), near)
-    output = normalize(output, features)
-    output = merge_heads(output, query_features.num_heads, ops.shape(local.query)[1])
-    return ops.cast(output, dtype)
+    return read_sums(state.far, query_features, dtype)
 
 
 def read_sums(sums, query_features, dtype):
@@ -232,7 +208,7 @@ def init_exact(batch_size, num_heads, max_length, head_dim, value_dim, dtype):
 
 
 def extend_exact(exact, key, value, visible, start):
-    """Returns `Exact` with the visible ones of tokens `(B, T, E, ·)` from `start` on."""
+    """Returns `Exact` with the visible tokens `(B, T, E, ·)` from `start` on."""
     start = ops.convert_to_tensor(start, dtype="int32")
     zero = ops.zeros_like(start)
 
@@ -261,247 +237,3 @@ def read_exact_tokens(exact, query, kernel, start):
     rows, value = split_heads(query, num_kv_heads), representable(exact.value)
     reading = read_exactly(kernel, rows, exact.key, value, visible)
     return merge_heads(normalize(reading, kernel), num_heads, length)
-
-
-def _seen(state, local):
-    """Returns which near slots the last token of each row sees, `(B, s + R)`."""
-    last = ops.expand_dims(state.position, 1) - 1
-    first = _first_near(last, local)
-    sinks = ops.expand_dims(ops.arange(local.sinks, dtype="int32"), 0) < first
-    ring = _positions(last, local) >= elementwise_max(first, 0)
-    return state.near.visible & ops.concatenate([sinks, ring], axis=1)
-
-
-def _first_near(last, local):
-    """Returns the position at which the near windows of a token begin."""
-    return (last // local.window - int(local.sliding)) * local.window
-
-
-def _positions(last, local):
-    """Returns the positions `(B, R)` of the tokens in the ring, up to `last`."""
-    size = _ring(local)
-    return last - (last - ops.arange(size, dtype="int32")) % size
-
-
-def extend_by_token(state, feature_map, value, local, key_mask=None, passed=None):
-    """Returns a windowed state with one token added to each row.
-
-    The token takes the slot of the one that is R positions before it. The token that
-    has its place in the oldest near window enters `leaving`.
-
-    Args:
-        state: A `State`.
-        feature_map: Object with `key_features` of scaled keys.
-        value: Array of shape `(B, 1, K, V)`.
-        local: `Local` with the scaled keys `(B, 1, K, H)`.
-        key_mask: Optional array of shape `(B, 1)`, true if the token is visible.
-        passed: Optional array of shape `(B, 1)`, false if the token does not count.
-
-    Returns:
-        The extended `State`.
-    """
-    place = ops.expand_dims(state.position, 1)
-    new = ops.ones_like(place, dtype="bool")
-    new = new if key_mask is None else ops.cast(key_mask, "bool")
-    # Windows count from a row's first visible token.
-    counts = new | (place > 0)
-    counts = counts if passed is None else counts & passed
-    slots = ops.arange(_ring(local), dtype="int32")
-    taken = ops.concatenate(
-        [ops.expand_dims(ops.arange(local.sinks, dtype="int32"), 0) == place,
-         ops.expand_dims(slots, 0) == place % _ring(local)], axis=1,
-    ) & counts  # fmt: skip
-    kept = ops.expand_dims(taken, (1, 3))
-    num_kv_heads, near = value.shape[2], state.near
-    tokens = (
-        hide(split_heads(x, num_kv_heads), heads_mask(new))
-        for x in (local.key, value)
-    )
-    key, value = (
-        ops.where(kept, ops.cast(x, old.dtype), old)
-        for x, old in zip(tokens, (near.key, near.value), strict=True)
-    )
-    near = Near(key, value, ops.where(taken, new, near.visible))
-
-    leaves = place - local.window * int(local.sliding)
-    slot = local.sinks + ops.where(leaves < 0, 0, leaves) % _ring(local)
-    key, value = (
-        ops.transpose(take_along(x, ops.expand_dims(slot, (1, 3)), axis=2), (0, 2, 1, 3))
-        for x in (near.key, near.value)
-    )
-    visible = take_along(near.visible, slot, axis=1)
-    visible = visible & counts & (leaves >= local.sinks)
-    begins = (counts & (place % local.window == 0))[:, 0]
-    far, leaving, none = state.far, state.leaving, emptied(state.far)
-    far = merge_sums(far, _where(begins, leaving, none))
-    leaving = _where(begins, none, leaving)
-    leaving = add_token(leaving, feature_map.key_features(key), value, visible)
-    position = state.position + ops.cast(counts[:, 0], "int32")
-    return state._replace(far=far, position=position, leaving=leaving, near=near)
-
-
-def _where(rows, a, b):
-    """Returns the `Sums` a in some rows of the batch, and b in the others."""
-    def choose(x, y):
-        return ops.where(ops.reshape(rows, (-1, *(1,) * (len(x.shape) - 1))), x, y)
-
-    return Sums(*(choose(x, y) for x, y in zip(a, b, strict=True)))
-
-
-class Moved:
-    """The positions of `shape = (B, T)` tokens that come after those of a state."""
-
-    def __init__(self, state, shape, key_mask=None, passed=None):
-        new = ops.ones(shape, "bool")
-        self.new = new = new if key_mask is None else ops.cast(key_mask, "bool")
-        passed = ops.ones_like(new) if passed is None else passed
-        elapsed = ops.sum(ops.cast(passed, "int32"), axis=1)
-        first = ops.cast(ops.argmax(ops.cast(new, "int32"), 1), "int32")
-        hidden = ops.where(ops.any(new, axis=1), first, elapsed)
-        # Tokens before the first visible one have positions below 0.
-        offset = state.position - where(state.position > 0, 0, hidden)
-        self.position = offset + elapsed
-        self.added = ops.expand_dims(offset, 1) + ops.arange(shape[1], dtype="int32")
-        # Which rows count tokens, `(B, 1)`.
-        self.counts = ops.expand_dims(self.position > state.position, 1)
-
-
-def chunk(
-    state, feature_map, value, local, key_mask=None, passed=None, is_empty=False,
-    attends=True,
-):  # fmt: skip
-    """Computes causal `local_attention` of tokens after those of a windowed state.
-
-    The near tokens of the state and the new ones are laid out from the beginning of a
-    window. Attention treats them like any sequence; far tokens enter as sums.
-
-    Args:
-        state: A `State`.
-        feature_map: Object with `query_features` and `key_features` of scaled tokens.
-        value: Array of shape `(B, T, K, V)`.
-        local: `Local` with the scaled queries and keys.
-        key_mask: Optional array of shape `(B, T)`, true for visible keys.
-        passed: Optional array of shape `(B, T)`, false for tokens at the end that do
-            not count at all, such as padding after a text.
-        is_empty: Whether the state is known to hold no token.
-        attends: Whether to compute the output.
-
-    Returns:
-        The output `(B, T, N, V)`, `None` without `attends`, and the new `State`.
-    """
-    moved = Moved(state, ops.shape(value)[:2], key_mask, passed)
-    is_empty = is_empty or needed(state.position == 0) is None
-    laid = Laid(state, moved, value, local, is_empty)
-    is_far = laid.visible & (laid.token < laid.first) & (laid.token >= local.sinks)
-    is_short = is_empty and fits(ops.shape(value)[1], local.window)
-    output, far = None, state.far
-    if attends and is_short:
-        tokens = laid.query, laid.key, laid.value, local.kernel
-        output = exact_attention(*tokens, laid.visible, causal=True)
-    elif attends:
-        features = feature_map.query_features(laid.query)
-        features = features, feature_map.key_features(laid.key)
-        near = local._replace(query=laid.query, key=laid.key)
-        masks = needed(laid.visible), far, is_far
-        output, far = in_windows(features, laid.value, near, True, *masks, laid.sinks)
-    elif not is_short:
-        features = feature_map.key_features(laid.key)
-        far = merge_sums(far, sum_tokens(features, laid.value, is_far))
-    if output is not None:
-        output = take_tokens(output, laid.index(moved.added))
-        # Before a row's first visible token there is nothing to see.
-        output = where(ops.expand_dims(moved.added >= 0, (2, 3)), output, 0)
-
-    leaves = laid.first + ops.arange(local.window, dtype="int32")
-    key, tokens, visible = laid.at(leaves)
-    last = laid.last - local.window * int(local.sliding)
-    visible = visible & (leaves <= last) & (leaves >= local.sinks)
-    leaving = sum_tokens(feature_map.key_features(key), tokens, visible)
-    return output, state._replace(
-        far=in_float32(far), position=moved.position, leaving=in_float32(leaving),
-        near=laid.near(),
-    )  # fmt: skip
-
-
-class Laid:
-    """Near tokens of a state and new ones, laid out from the beginning of a window."""
-
-    def __init__(self, state, moved, value, local, is_empty):
-        self.old, self.local, length = state.near, local, ops.shape(value)[1]
-        size = _ring(local)
-        kept = 0 if is_empty else size
-        before = ops.expand_dims(state.position, 1)
-        self.before, self.last = before, ops.expand_dims(moved.position, 1) - 1
-        # Positions: of the first token that is laid out, of all, and of the first one
-        # in the near windows of the last token.
-        self.start = ops.zeros_like(before)
-        if not is_empty:
-            self.start = _first_near(elementwise_max(before - 1, 0), local)
-        self.count = kept + length
-        self.token = self.start + ops.arange(self.count, dtype="int32")
-        self.first = _first_near(elementwise_max(self.last, 0), local)
-        came = kept + self.token - moved.added[:, :1]
-        source = came if is_empty else ops.where(
-            self.token < before, self.token % size, came
-        )  # fmt: skip
-        source = clip(source, 0, self.count - 1)
-
-        def lay_out(old, new):
-            if not is_empty:
-                new = ops.concatenate([ops.cast(old, new.dtype), new], axis=1)
-            return take_tokens(new, source)
-
-        def ring(x):
-            return ops.transpose(x[:, :, local.sinks :], (0, 2, 1, 3))
-
-        counts = (self.token >= 0) & (self.token <= self.last)
-        visible = lay_out(self.old.visible[:, local.sinks :], moved.new) & counts
-        query = local.query
-        none = ops.zeros((ops.shape(query)[0], kept, *query.shape[2:]))
-        shown = ops.expand_dims(visible, (2, 3))
-        self.visible, self.query = visible, lay_out(none, query)
-        self.key, self.value = (
-            where(shown, lay_out(ring(old), new), 0)
-            for old, new in ((self.old.key, local.key), (self.old.value, value))
-        )
-        self.sinks = self._sinks() if local.sinks else None
-
-    def index(self, position):
-        """Returns where the tokens at some positions are laid out."""
-        return clip(position - self.start, 0, self.count - 1)
-
-    def at(self, position):
-        """Returns keys, values `(B, ·, K, ·)` and which are visible, at positions."""
-        index, exists = self.index(position), position >= elementwise_max(self.start, 0)
-        tokens = (take_tokens(x, index) for x in (self.key, self.value, self.visible))
-        key, value, visible = tokens
-        return key, value, visible & exists & (position <= self.last)
-
-    def _sinks(self):
-        """Returns the `SinkTokens`: those of the state, or new ones."""
-        count, num_kv_heads = self.local.sinks, self.value.shape[2]
-        number = ops.expand_dims(ops.arange(count, dtype="int32"), 0)
-        is_old = number < self.before
-        *tokens, visible = self.at(number + ops.zeros_like(self.start))
-        old = (x[:, :, :count] for x in self.old[:2])
-        key, value = (
-            ops.where(ops.expand_dims(is_old, (1, 3)), ops.cast(x, y.dtype), y)
-            for x, y in zip(
-                old, (split_heads(x, num_kv_heads) for x in tokens), strict=True
-            )
-        )
-        visible = ops.where(is_old, self.old.visible[:, :count], visible)
-        return SinkTokens(key, value, visible, self.start[:, 0])
-
-    def near(self):
-        """Returns the `Near` tokens after the last one."""
-        *tokens, visible = self.at(_positions(self.last, self.local))
-        parts = [(*(split_heads(x, self.value.shape[2]) for x in tokens), visible)]
-        if self.sinks is not None:
-            parts = [self.sinks[:3], *parts]
-        axes = 2, 2, 1
-        parts = [
-            x[0] if len(x) == 1 else ops.concatenate(x, axis)
-            for x, axis in zip(zip(*parts, strict=True), axes, strict=True)
-        ]
-        return Near(*(ops.cast(x, y.dtype) for x, y in zip(parts, self.old, strict=True)))

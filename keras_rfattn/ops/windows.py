@@ -6,9 +6,9 @@ kernel; those of all other keys are estimated by features. With `sliding`, the w
 before its own is exact too, and without causality also the one after, so that at least
 `window` keys are exact. Attention is exact if the sequence fits one window.
 
-The first `sinks` tokens of a row are exact for every query: pretrained decoders put much
-of their attention on them, and features estimate these large weights badly. They are
-keys nearby for each window, and no sum holds them.
+The first `sinks` tokens of a row are exact for every query: pretrained decoders put
+much of their attention on them, and features estimate these large weights badly. They
+are keys nearby for each window, and no sum holds them.
 
 Nothing is subtracted from a sum over all keys, because that would cancel: the sum over
 the keys outside a window is computed from the keys before it and the keys after it.

@@ -51,7 +51,7 @@ def test_only_softmax_heads_keep_every_token():
     _, state = generation.prefill(model, ids, max_length=length)
     found, longer = (generation.state_bytes(model, n, rows) for n in (length, 64))
     assert found.state == size(state)
-    # One of two key/value heads of each layer: a key, a value and whether it is visible.
+    # One of two key/value heads of each layer: a key, a value, a boolean.
     layers, head_dim = 2, 4
     each = layers * rows * (2 * head_dim * 4 + 1)
     assert longer.state - found.state == (64 - length) * each

@@ -18,7 +18,6 @@ import numpy as np
 import keras_rfattn
 from keras_rfattn.models import Plan
 from keras_rfattn.ops import Options
-from tests.models import families
 from tests.models import test_generation as g
 
 MAPS = {
@@ -104,9 +103,7 @@ def streamed(model, config, random):
         stop = min(g.LENGTH, start + int(random.integers(1, 6)))
         part = ids[:, start:stop], mask[:, start:stop]
         if state is None:
-            result = keras_rfattn.generation.prefill(
-                model, *part, max_length=g.LENGTH
-            )
+            result = keras_rfattn.generation.prefill(model, *part, max_length=g.LENGTH)
         else:
             result = keras_rfattn.generation.step(model, part[0], state, part[1])
         found.append(g.array(result[0]))

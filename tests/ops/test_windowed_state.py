@@ -10,10 +10,10 @@ from keras import ops
 from keras_rfattn.ops import (
     Local,
     chunk,
-    extend_by_token,
+    extend_near,
     init_state,
     local_attention,
-    read_state,
+    read_near,
 )
 from keras_rfattn.ops.state import Near
 from tests import helpers as h
@@ -83,8 +83,8 @@ def steps(state, feature_map, arrays, mask, start, sliding):
 
     def step(state, features, value, query, key, seen):
         local = local_of(feature_map, query, key, sliding)
-        state = extend_by_token(state, feature_map, value, local, seen)
-        return read_state(state, features, "float32", local), state
+        state = extend_near(state, feature_map, value, local, seen)
+        return read_near(state, features, local), state
 
     call, outputs = h.compiled(step), []
     for t in range(start, mask.shape[1]):
@@ -149,9 +149,7 @@ def test_prefill_then_steps(name, kind, sliding):
 def test_chunks_are_the_parallel_pass(name, kind, sliding):
     feature_map, arrays, mask = setup(name, kind)
     state, outputs = empty(feature_map, sliding), []
-    first, further = (
-        chunks(feature_map, sliding, is_empty=x) for x in (True, False)
-    )
+    first, further = (chunks(feature_map, sliding, is_empty=x) for x in (True, False))
     for start, stop in itertools.pairwise((0, *range(SPLIT, h.LENGTH + 1, 4))):
         seen = ops.convert_to_tensor(mask[:, start:stop])
         call = further if start else first
