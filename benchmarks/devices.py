@@ -46,6 +46,7 @@ from jax import numpy as jnp
 
 import keras_rfattn
 from keras_rfattn import distribution
+from keras_rfattn.experimental.sequence_parallel import SequenceParallel
 
 HEADS, DIM = 8, 64
 
@@ -59,7 +60,7 @@ def divided(way, count):
     mesh = keras.distribution.DeviceMesh((1, count), axes, devices)
     layouts = keras.distribution.LayoutMap(mesh)
     if way == "tokens":
-        return distribution.SequenceParallel(layout_map=layouts, batch_dim_name="batch")
+        return SequenceParallel(layout_map=layouts, batch_dim_name="batch")
     return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
 
 

@@ -32,9 +32,8 @@ MAY_IMPORT = {
     "backend": set(),
     "ops": {"backend"},
     "fused": {"backend", "ops"},
-    "parallel": {"backend", "ops"},
     "feature_maps": {"backend", "projections", "ops", "kernels"},
-    "layers": {"backend", "feature_maps", "fused", "ops", "parallel"},
+    "layers": {"backend", "feature_maps", "fused", "ops"},
     "models": {"backend", "layers", "feature_maps", "projections", "ops"},
     "generation": {"backend", "models", "layers", "ops"},
     "distribution": {"backend", "models", "layers"},
@@ -53,9 +52,12 @@ GROUND = "arguments"
 # The most lines that each part may have. A commit that needs more raises its bar here,
 # and says which row of a results page pays for it.
 LINES = {
-    "core": 18_000,
-    "ops": 3_400,
-    "feature_maps": 2_000,
+    "core": 15_800,
+    "ops": 2_950,
+    "feature_maps": 1_900,
+    "models": 3_000,
+    "uptraining": 1_500,
+    "maps": 550,
     "papers": 3_200,
     "experimental": 2_500,
 }

@@ -1,5 +1,6 @@
-"""Every public class and function shows an example in its docstring, which runs."""
+"""Docstrings: an example of each family, which runs; one line for what is internal."""
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -11,12 +12,14 @@ import pytest
 
 import keras_rfattn
 from keras_rfattn import feature_maps, kernels
+from tests.house import OUTSIDE, files, module, name_of
 from tests.marks import SLOW_ON_JAX
 
 # The first module that exports an object gives it its name here.
 MODULES = (
     "keras_rfattn",
     "keras_rfattn.feature_maps",
+    "keras_rfattn.feature_maps.fits",
     "keras_rfattn.projections",
     "keras_rfattn.layers",
     "keras_rfattn.models",
@@ -34,10 +37,7 @@ MODULES = (
 )
 
 # The one backend that can run an example.
-ONLY_ON = {
-    "keras_rfattn.distribution.SequenceParallel": "jax",
-    "keras_rfattn.distribution.distribute": "jax",
-}
+ONLY_ON = {"keras_rfattn.distribution.distribute": "jax"}
 
 # Libraries that the package does not depend on.
 OPTIONAL = ("keras_hub",)
@@ -101,29 +101,60 @@ def names():
     return found
 
 
-# One of each family shows how it is used, and so does each function of the top level.
-FAMILIES = (
-    "diagnostics.approximation_report", "diagnostics.sensitivity",
-    "distribution.distribute", "feature_maps.Activation", "feature_maps.Exponential",
-    "feature_maps.FeatureMap", "feature_maps.get",
-    "generation.prefill", "generation.state_bytes", "layers.MultiHeadAttention",
-    "layers.attend", "layers.record", "models.Plan", "ops.AttentionMask",
-    "ops.Features", "ops.causal", "papers.Gerf", "papers.Hybrid",
-    "papers.KernelFeatures",
-    "projections.Projection", "uptraining.Checkpoint", "uptraining.Stage",
-)  # fmt: skip
+# Modules of formulas, whose functions are each one line of a paper.
+FORMULAS = ("fits", "hybrid_variance", "second_moments", "sklearn", "tails")
 
 
 def test_every_family_has_an_example():
     parser = doctest.DocTestParser()
     shown = {x for x in OBJECTS if parser.get_examples(source_of_example(OBJECTS[x]))}
-    first = {x for x in OBJECTS if x.count(".") == 1}
-    assert {f"keras_rfattn.{x}" for x in FAMILIES} | first <= shown
+    families = {x for x in MODULES if not x.endswith(FORMULAS) and ".kernels" not in x}
+    assert len(families) > 8
+    assert families - {x.rpartition(".")[0] for x in shown} == set()
+    # An example of a program, not of each name.
+    assert len([x for x in shown if x.startswith("keras_rfattn.ops.")]) <= 2
 
 
 def test_every_public_object_has_a_docstring():
     assert len(OBJECTS) > 100
     assert [x for x in OBJECTS if not (OBJECTS[x].__doc__ or "").strip()] == []
+
+
+def documented():
+    """Returns the pairs of module and qualified name that pages of the API show."""
+    found = set()
+    for value in OBJECTS.values():
+        members = inspect.getmembers(value) if inspect.isclass(value) else ()
+        shown = [x for name, x in members if not name.startswith("_")]
+        shown = [x.fget if isinstance(x, property) else x for x in shown]
+        for x in (value, *shown):
+            found.add((getattr(x, "__module__", ""), getattr(x, "__qualname__", "")))
+    return found
+
+
+def docstrings(node, prefix=""):
+    """Yields the qualified names and docstrings of functions and classes in a node."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            name = f"{prefix}{child.name}"
+            yield name, ast.get_docstring(child, clean=False) or ""
+            name += "." if isinstance(child, ast.ClassDef) else ".<locals>."
+        yield from docstrings(child, name)
+
+
+def test_docstrings_of_what_is_internal_have_one_line():
+    public, seen, long = documented(), 0, []
+    for file in files():
+        for name, text in docstrings(ast.parse(file.read_text())):
+            if (module(file), name) in public or name_of(file).startswith(OUTSIDE):
+                continue
+            seen += 1
+            # The attributes of a record, which a public function may return, are shown.
+            if "\n" in text and "Attributes:" not in text:
+                long.append(f"{name_of(file)}: {name}")
+    assert seen > 1000
+    assert long == []
 
 
 @pytest.mark.parametrize("name", names())

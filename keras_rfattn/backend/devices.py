@@ -13,11 +13,6 @@ def backend_name():
     return keras.backend.backend()
 
 
-def divides_sequences():
-    """Returns whether sequences can be divided over the devices of a mesh."""
-    return keras.backend.backend() == "jax"
-
-
 def compiles_each_length():
     """Returns whether the backend compiles a program for every sequence length."""
     return keras.backend.backend() != "torch"

@@ -244,11 +244,10 @@ def with_gradient(function, variables, tensors):
 
 
 class _WithGradient(torch.autograd.Function):
-    """The operation of `with_gradient`.
+    """The operation of `with_gradient`."""
 
-    A class for each call would keep the tensors of that call until Python looks for
-    cycles of references, as classes refer to themselves.
-    """
+    # A class for each call would keep the tensors of that call until Python looks for
+    # cycles of references, as classes refer to themselves.
 
     @staticmethod
     def forward(ctx, function, num_weights, *inputs):

@@ -199,12 +199,9 @@ def visibility(sequence):
 
 
 def predicted_variance(feature_map, head):
-    """Returns `(queries, keys) -> variance / kernel²` by the closed form, or `None`.
-
-    It is exact for independent vectors, and for orthogonal vectors of generalized
-    exponential features with one A. In all other cases it treats the vectors as
-    independent.
-    """
+    """Returns `(queries, keys) -> variance / kernel²`, or `None`: the closed form."""
+    # It is exact for independent vectors, and for orthogonal vectors of generalized
+    # exponential features with one A; others are treated as independent.
     moment = feature_map.log_moment(head)
     if moment is None:
         return None

@@ -51,10 +51,7 @@ class Attribution:
 
     @property
     def share_of_features(self):
-        """The share of the gap between window-only and softmax that the model closes.
-
-        It is NaN if there is no gap.
-        """
+        """The share of the gap from window-only to softmax that is closed, or NaN."""
         gap = self.softmax - self.window_only
         return (self.as_it_is - self.window_only) / gap if gap else float("nan")
 
@@ -232,18 +229,6 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
         TypeError: If `model` is not a Keras layer, or `metric` is not callable.
         ValueError: If the model has no linear attention, or if `metric` generates or
             does not return a number.
-
-    Examples:
-        >>> from keras_rfattn import diagnostics
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorplus")
-        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
-        >>> metric = lambda model, x: float(np.mean(model.predict_on_batch(x)))
-        >>> result = diagnostics.sensitivity(model, x, metric, heads=True, verbose=0)
-        >>> [part.head for part in result.parts]
-        [0, 1]
     """
     layers = _check_arguments(model, metric)
     sites = [site for site in survey(model) if site.is_linear]

@@ -40,11 +40,7 @@ class ApproximationReport:
         return HeadErrors.mean([h.errors for h in self.heads])
 
     def layers(self):
-        """Returns the errors of each layer, averaged over its heads.
-
-        Returns:
-            List of `(path, mechanism, width, HeadErrors)`.
-        """
+        """Returns `(path, mechanism, width, HeadErrors)`, averaged over heads."""
         groups = {}
         for h in self.heads:
             groups.setdefault((h.path, h.mechanism, h.width), []).append(h.errors)

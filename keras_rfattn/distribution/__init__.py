@@ -7,11 +7,9 @@
     )
     keras_rfattn.distribution.distribute(model, layouts)
 
-`keras.distribution.DataParallel` needs no call of this module. `SequenceParallel`
-splits sequences, for texts that do not fit on a single device.
+`keras.distribution.DataParallel` needs no call of this module.
 """
 
 from keras_rfattn.distribution.layouts import distribute, layout_map
-from keras_rfattn.distribution.sequence import SequenceParallel
 
-__all__ = ["SequenceParallel", "distribute", "layout_map"]
+__all__ = ["distribute", "layout_map"]

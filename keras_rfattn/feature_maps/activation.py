@@ -35,14 +35,6 @@ class Activation(ProjectedFeatureMap):
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), section 4.2,
         generalized attention.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps
-        >>> class Softplus(feature_maps.Activation):
-        ...     def log_activation(self, z):
-        ...         return keras.ops.log(keras.ops.softplus(z))
-        >>> Softplus(num_features=32, seed=0).output_dim
-        32
     """
 
     kernel = "activation"

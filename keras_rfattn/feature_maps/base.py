@@ -130,10 +130,7 @@ class FeatureMap(Weights, keras.layers.Layer):
         return self.output_dim
 
     def default_scale(self, head_dim):
-        """Returns the factor on `q · k`; each side is multiplied by its square root.
-
-        Estimators of softmax attention use `1/√head_dim`.
-        """
+        """Returns the factor on `q · k`; each side gets its square root."""
         return 1 / math.sqrt(head_dim)
 
     def prepare(self, query, key):
@@ -141,11 +138,7 @@ class FeatureMap(Weights, keras.layers.Layer):
         return query, key
 
     def build(self, input_shape):
-        """Creates the weights.
-
-        Args:
-            input_shape: Shape of the keys, `(..., K, H)`, for K heads of dim H.
-        """
+        """Creates the weights, for keys of shape `(..., K, H)`."""
         self.num_heads, self.head_dim = input_shape[-2:]
 
     def reseeded(self, seed):
@@ -172,58 +165,31 @@ class FeatureMap(Weights, keras.layers.Layer):
         return Bound(self, side)
 
     def query_features(self, x):
-        """Computes the features of queries.
-
-        Args:
-            x: Scaled queries of shape `(..., N, H)`.
-
-        Returns:
-            `Features` of shape `(..., N, M)`.
-        """
+        """Returns the `Features` `(..., N, M)` of scaled queries `(..., N, H)`."""
         return self.key_features(x)
 
     def key_features(self, x):
-        """Computes the features of keys.
-
-        Args:
-            x: Scaled keys of shape `(..., K, H)`.
-
-        Returns:
-            `Features` of shape `(..., K, M)`.
-        """
+        """Returns the `Features` `(..., K, M)` of scaled keys `(..., K, H)`."""
         raise NotImplementedError(
             f"{type(self).__name__} must implement `key_features(x)`."
         )
 
     def status(self, causal):
-        """Returns text for reports that says where parameters come from, or "".
-
-        `causal` is `None` if each call decides.
-        """
+        """Returns where parameters come from, or ""; `causal` may be `None`."""
         return ""
 
     def kernel_values(self, query, key):
-        """Returns the exact kernel `(..., T, S)` of `(..., T, H)` and `(..., S, H)`.
-
-        Raises:
-            AttributeError: If `kernels/values.py` has no closed form of the kernel.
-        """
+        """Returns the kernel `(..., T, S)` of `(..., T, H)` and `(..., S, H)`."""
         return getattr(values, self.kernel)(query, key)
 
     def log_moment(self, head=0):
-        """Returns a function `(x, y) -> log E[Z²]` of one draw Z of the estimate.
-
-        Here x and y are NumPy arrays of shape `(..., H)` that `before_projection`
-        returns. The result is `None` if no closed form is known.
-        """
+        """Returns a function `(x, y) -> log E[Z²]` of one draw Z, or `None`."""
+        # x and y are NumPy arrays `(..., H)` that `before_projection` returns.
         return None
 
     def relative_covariance(self, head=0):
-        """Returns a function of what dependent draws add to the relative variance.
-
-        Its arguments `(x, y)` are those of `log_moment`'s result. `None` if draws are
-        independent, or are treated as independent.
-        """
+        """Returns a function `(x, y)`: what dependent draws add to the variance."""
+        # Relative to the kernel squared. `None` if draws are taken to be independent.
         return None
 
     def sign(self, head=0):
@@ -231,29 +197,17 @@ class FeatureMap(Weights, keras.layers.Layer):
         return 1
 
     def before_projection(self, query, key, head=0):
-        """Returns the queries and keys `(..., H)` that random vectors project.
-
-        They are the arguments, unless the map transforms them first.
-        """
+        """Returns the queries and keys `(..., H)` that random vectors project."""
         return query, key
 
     def per_head(self, parameter, x):
-        """Repeats a parameter `(K, ...)` for the N heads of `x`, `(..., N, H)`.
-
-        Returns:
-            Array of shape `(N, ...)`, with the dtype of `x`.
-        """
+        """Repeats a parameter `(K, ...)` for the N heads of `x`, `(..., N, H)`."""
         groups = x.shape[-2] // self.num_heads
         parameter = ops.cast(parameter, x.dtype)
         return parameter if groups == 1 else repeat_each(parameter, groups, axis=0)
 
     def load_own_variables(self, store):
-        """Loads saved weights, or nothing from a softmax checkpoint, which has none.
-
-        Raises:
-            ValueError: If the file lacks the weights although its attention layer was
-                saved with this map, or has them although it was not.
-        """
+        """Loads saved weights, or nothing from a softmax checkpoint."""
         if not self._trainable_variables and not self._non_trainable_variables:
             return
         found = len(store.keys()) > 0
@@ -272,12 +226,7 @@ class FeatureMap(Weights, keras.layers.Layer):
 
 
 class Bound:
-    """A feature map for one call: its two methods take tokens before they are scaled.
-
-    Args:
-        feature_map: A built `FeatureMap`. Other attributes are those of the map.
-        side: Number by which tokens are multiplied.
-    """
+    """A map for one call, whose methods take tokens not yet scaled by `side`."""
 
     def __init__(self, feature_map, side):
         self.feature_map, self.side = feature_map, side

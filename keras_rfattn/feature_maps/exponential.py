@@ -68,12 +68,6 @@ class Exponential(Adaptive, ProjectedFeatureMap):
 
     Args:
         **kwargs: The arguments of `ProjectedFeatureMap`; m is `num_features`.
-
-    Examples:
-        >>> feature_map = keras_rfattn.feature_maps.FavorPlus(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 2, 8))
-        >>> tuple(feature_map.vectors.shape), tuple(feature_map.a.shape)
-        ((2, 1, 8, 32), (2, 1))
     """
 
     has_exponents = True

@@ -1,4 +1,11 @@
-"""The kernel `(q · k)^p` and its exact features ("polynomial")."""
+"""The kernel `(q · k)^p` and its exact features ("polynomial").
+
+The sum in the denominator is over all keys that the query sees, and the 1 is part of
+the definition. Queries and keys first pass through a layer normalization each, which
+all heads share, so that `q · k` is `√head_dim` times their cosine. The paper
+("PolySketchFormer", Kacham et al., 2024, section 2.1) has one normalization for both,
+and does not divide the product by `√head_dim`.
+"""
 
 import keras
 from keras import ops
@@ -14,24 +21,7 @@ DEFAULT_DEGREE = 4
 
 
 class PolynomialFeatureMap(FeatureMap):
-    """Base class for polynomial attention, with weights `(q·k)^p / (1 + Σ (q·k)^p)`.
-
-    The sum is over all keys that the query sees, and the 1 is part of the definition.
-    Queries and keys first pass through a layer normalization each, which all heads
-    share, so that `q · k` is `√head_dim` times their cosine. The paper has one
-    normalization for both, and does not divide the product by `√head_dim`.
-
-    Args:
-        degree: The even degree p, 4 by default.
-        **kwargs: Arguments that are passed on to the next base class.
-
-    Raises:
-        ValueError: If `degree` is not a positive even integer.
-
-    Reference:
-        Kacham et al., "PolySketchFormer: fast transformers via sketching polynomial
-        kernels" (2024), section 2.1.
-    """
+    """Base class for polynomial attention, with weights `(q·k)^p / (1 + Σ (q·k)^p)`."""
 
     kernel = "polynomial"
     is_positive = False

@@ -14,12 +14,10 @@ DEFAULT_SKETCH_SIZE = 32
 
 
 class Sketch(PolynomialFeatureMap):
-    """Base of sketches: `φ(x) = S(x) ⊗ S(x)` with `S(x) · S(y)` near `(x · y)^{p/2}`.
+    """Base of sketches `φ(x) = S(x) ⊗ S(x)`, `S(x) · S(y)` near `(x · y)^{p/2}`."""
 
-    S is defined recursively. A sketch for half the degree is computed twice, both
-    results are transformed, and they are multiplied entry by entry (algorithms 1 and
-    2). The recursion ends at degree 1, whose sketch is x.
-    """
+    # A sketch for half the degree is computed twice, both results are transformed and
+    # multiplied entry by entry (algorithms 1 and 2), down to degree 1, which is x.
 
     is_unbiased = False
 

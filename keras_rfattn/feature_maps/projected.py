@@ -52,15 +52,7 @@ class RandomFeatureMap(FeatureMap):
         self.draws = self.add_fixed("draws", "zeros", (), "int32")
 
     def initializer(self, draw, *which):
-        """Returns the initializer of the random weights.
-
-        Args:
-            draw: Number of the draw. 0 is the first one; `redraw` takes the next.
-            *which: Integers that identify one of several random weights.
-
-        Returns:
-            A callable initializer, such as a `keras_rfattn.projections.Projection`.
-        """
+        """Returns the initializer of a draw; `which` tells several weights apart."""
         raise NotImplementedError(
             f"{type(self).__name__} must implement `initializer(draw)`."
         )
@@ -80,18 +72,8 @@ class RandomFeatureMap(FeatureMap):
         self.draws.assign(draw)
 
     def project(self, x, vectors=None):
-        """Computes `w · x` for all m vectors of the head of x.
-
-        N may be a multiple of the number K of key/value heads that the map was built
-        for. Query head n then uses the vectors of key/value head `n // (N // K)`.
-
-        Args:
-            x: Array of shape `(..., N, H)`.
-            vectors: Array of shape `(K, H, m)`. Defaults to the map's own vectors.
-
-        Returns:
-            Array of shape `(..., N, m)`.
-        """
+        """Returns `w · x` for all vectors w of a head, `(..., N, m)` for m vectors."""
+        # Query head n uses the vectors `(K, H, m)` of key/value head `n // (N // K)`.
         vectors = self.vectors if vectors is None else vectors
         shape, groups = ops.shape(x), x.shape[-2] // self.num_heads
         if groups == 1:

@@ -120,11 +120,9 @@ def check_identifier(identifier, num_features=None, seed=None):
 
 
 def resolve(identifier, num_features=None, seed=None, name=None):
-    """Returns the map that a user asked for; used wherever a map is accepted.
-
-    It is `get`, but `seed` and `name` are those of a map given by name only: a map or
-    config keeps its own.
-    """
+    """Returns the map that a user asked for; used wherever a map is accepted."""
+    # It is `get`, but `seed` and `name` are those of a map given by name only: a map or
+    # config keeps its own.
     if isinstance(identifier, str):
         check_seed(seed)
         return get(identifier, num_features=num_features, seed=seed, name=name)
@@ -177,14 +175,8 @@ def name_of(feature_map):
 
 
 def serialize(feature_map):
-    """Returns the config of a `FeatureMap`, a dict of plain Python values.
-
-    The config holds no weights, and no build config, because the layer that owns the
-    map builds it.
-
-    Raises:
-        TypeError: If `feature_map` is not a `FeatureMap`.
-    """
+    """Returns the config of a `FeatureMap`, a dict of plain Python values."""
+    # It holds no build config, because the layer that owns the map builds it.
     if not isinstance(feature_map, FeatureMap):
         raise TypeError(
             "`feature_map` must be a `FeatureMap`. Received: "
@@ -197,11 +189,7 @@ def serialize(feature_map):
 
 
 def deserialize(config):
-    """Returns a `FeatureMap`, not built, from a dict that `serialize` returned.
-
-    Raises:
-        TypeError: If `config` is not such a dict.
-    """
+    """Returns a `FeatureMap`, not built, from a dict that `serialize` returned."""
     is_config = isinstance(config, dict) and isinstance(config.get("class_name"), str)
     if not is_config or not isinstance(config.get("config"), dict):
         raise TypeError(

@@ -57,10 +57,7 @@ class Weights:
 
     @property
     def was_trained(self):
-        """Whether training changed a weight of the map since the library set it.
-
-        The library sets weights in `build`, `redraw` and `adapt`.
-        """
+        """Whether training changed a weight of the map since the library set it."""
         if not self.built or not trained_weights(self):
             return False
         weights, first = (values_of(x) for x in (self, as_drawn(self)))
@@ -195,11 +192,9 @@ def integer(variable):
 
 
 def fix_name(value, name):
-    """Names a layer that has an automatic name, and all inside it; or those of a list.
-
-    Keras numbers automatic names in order of creation, so that the path of a weight
-    would depend on which layers were created before.
-    """
+    """Names a layer that has an automatic name, and all inside it or in a list."""
+    # Keras numbers automatic names in order of creation, so that the path of a weight
+    # would depend on which layers were created before.
     name = name.lstrip("_")
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))

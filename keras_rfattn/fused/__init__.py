@@ -24,13 +24,10 @@ def kernels(name):
 
 
 def attention(features, value, local, key_mask, is_causal, options):
-    """Computes attention by fused programs, if the options and the device allow it.
-
-    `features` are those of queries `(B, T, N, H)` and keys `(B, S, K, H)`, without
-    sinks, `value` is `(B, S, K, V)`, all finite. `local` is the `ops.Local` of a window
-    or `None`, and `key_mask`, booleans `(B, S)`, may be `None`. Returns
-    `(B, T, N, V)`, or `None` if ordinary operations should be used.
-    """
+    """Computes attention `(B, T, N, V)` by fused programs, or returns `None`."""
+    # `features` are those of queries `(B, T, N, H)` and keys `(B, S, K, H)`, without
+    # sinks, `value` is `(B, S, K, V)`, all finite. `local` is the `Local` of a window,
+    # or `None`.
     name = options.implementation
     if name in KERNELS:
         arguments = features, value, local, key_mask, is_causal, options

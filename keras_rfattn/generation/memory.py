@@ -43,16 +43,6 @@ def state_bytes(model, length, batch_size=1):
     Raises:
         TypeError: If `model` is not a `CausalLM` with linear attention.
         ValueError: If `length` or `batch_size` is not a positive integer.
-
-    Examples:
-        >>> from keras_rfattn import generation
-        >>> import keras_hub
-        >>> model = keras_hub.models.GPT2CausalLM(keras_hub.models.GPT2Backbone(
-        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
-        ...     intermediate_dim=16, max_sequence_length=8))
-        >>> model = keras_rfattn.replace_attention(model, "favorplus", num_features=16)
-        >>> generation.state_bytes(model, length=8)
-        StateBytes(state=908, softmax_cache=512)
     """
     check_sizes(length=length, batch_size=batch_size)
     stream = check(model)

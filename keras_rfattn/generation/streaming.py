@@ -8,7 +8,6 @@ import numpy as np
 from keras import ops
 
 import keras_rfattn.models.generation as generation
-import keras_rfattn.models.layer_caches as layer_caches
 from keras_rfattn.backend.layers import compiled_for_inference
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.decoding import empty_state
@@ -26,9 +25,6 @@ from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
 from keras_rfattn.ops.state import Exact
-
-# The `call_with_cache` of the kinds of tasks that can be streamed.
-STREAMED = generation.call_with_cache, layer_caches.call_with_cache
 
 # How many numbers of each weight a state is compared by, at least half of them.
 SAMPLED = 256
@@ -129,8 +125,8 @@ def check(model):
 
 def is_decoder(model):
     """Whether a model can be decoded with a state."""
-    is_task = getattr(type(model), "call_with_cache", None) in STREAMED
-    return is_task and has_states(context(model).sites)
+    method = getattr(type(model), "call_with_cache", None)
+    return method is generation.call_with_cache and has_states(context(model).sites)
 
 
 def check_type(state):

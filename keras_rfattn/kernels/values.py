@@ -20,13 +20,9 @@ def gaussian(x, y):
 
 
 def relu(x, y):
-    """Returns the first-order arc-cosine kernel, which ReLU features estimate.
-
-    The kernel is the mean of `relu(w · x) relu(w · y)` over `w ~ N(0, I)`. For the
-    angle θ between x and y it equals `‖x‖ ‖y‖ (sin θ + (π - θ) cos θ) / 2π` (Cho and
-    Saul, "Kernel Methods for Deep Learning", 2009, equation 3, halved because the
-    paper's kernels are twice the mean).
-    """
+    """Returns the mean over w of a product: that of `relu(w · x)` and `relu(w · y)`."""
+    # Cho and Saul, "Kernel Methods for Deep Learning" (2009), equation 3, halved,
+    # because the paper's kernels are twice the mean.
     lengths = np.linalg.norm(x, axis=-1)[..., :, None]
     lengths = lengths * np.linalg.norm(y, axis=-1)[..., None, :]
     cosine = np.clip(x @ np.swapaxes(y, -1, -2) / lengths, -1, 1)

@@ -56,15 +56,6 @@ def attend(
     Raises:
         ValueError: If the mask is not supported (see `interpret_mask`), or a window is
             given and the kernel of the map cannot be computed exactly.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers, ops
-        >>> feature_map = feature_maps.FavorPlus(num_features=32, seed=0)
-        >>> feature_map.build((None, None, 2, 8))
-        >>> query, key, value = np.ones((3, 1, 10, 2, 8), "float32")
-        >>> mask = ops.AttentionMask(causal=True, self_attention=True)
-        >>> tuple(layers.attend(query, key, value, feature_map, mask).shape)
-        (1, 10, 2, 8)
     """
     options = Options() if options is None else options
     check_options(options, feature_map)

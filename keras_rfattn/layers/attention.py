@@ -10,6 +10,7 @@ import functools
 import math
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_rfattn import fused
@@ -23,7 +24,6 @@ from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.sink_logits import append_ones, append_sinks
 from keras_rfattn.ops.windows import Local, local_attention
-from keras_rfattn.parallel.sequence import over_devices, sequence_axis
 
 # Exponent of a feature that is negligible compared to any weight of a window.
 NEGLIGIBLE = -1e5
@@ -204,12 +204,13 @@ class Attention:
         output = fused.attention(features, value, local, key_mask, is_causal, options)
         if output is not None:
             return output
-        lengths = [x.num_tokens for x in features]
-        devices = sequence_axis(*lengths, options, is_causal)
-        if devices is not None and prefix is None:
-            return over_devices(
-                *features, value, local, key_mask, options, is_causal, *devices
-            )
+        # A distribution of `experimental.sequence_parallel` divides the tokens.
+        distribution = keras.distribution.distribution()
+        divided = getattr(distribution, "linear_attention", None)
+        if divided is not None and prefix is None:
+            output = divided(self, *features, local, is_causal)
+            if output is not None:
+                return output
         if local is not None:
             return local_attention(*features, value, local, key_mask, is_causal)
         if is_causal:

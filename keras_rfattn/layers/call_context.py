@@ -14,10 +14,9 @@ from typing import Any
 
 
 class PerThread(threading.local):
-    """A separate value for each thread, `None` until the thread sets it.
+    """A separate value for each thread, `None` until the thread sets it."""
 
-    This is not a `contextvars.ContextVar`, because `torch.compile` cannot trace one.
-    """
+    # Not a `contextvars.ContextVar`, because `torch.compile` cannot trace one.
 
     def __init__(self):
         # `threading.local` calls this in every thread. A class attribute would not do,
@@ -53,12 +52,10 @@ class PerObject(PerThread):
 
 
 class Interceptor(abc.ABC):
-    """Observes a linear attention layer, or computes its output in its place.
+    """Observes a linear attention layer, or computes its output in its place."""
 
-    A layer looks for one in its `CallContext` first, and then in its attribute
-    `recorder`. A plain function has the same effect as an interceptor that only
-    defines `__call__`.
-    """
+    # A layer looks for one in its `CallContext` first, and then in its attribute
+    # `recorder`. A plain function has the same effect as one that defines `__call__`.
 
     @abc.abstractmethod
     def __call__(self, call):

@@ -49,11 +49,9 @@ def run(model, batch, function=None, data=None):
 
 
 class Sequence(NamedTuple):
-    """The real tokens of one sequence in one attention layer, as float64 NumPy arrays.
+    """The real tokens of one sequence in one layer, as float64 NumPy arrays."""
 
-    K is the number of key/value heads, T and S are the numbers of queries and keys. The
-    G query heads of a token are adjacent rows.
-    """
+    # K key/value heads, T queries, S keys; the G query heads of a token are adjacent.
 
     query: np.ndarray  # (K, T · G, H), scaled, before any normalization by the map
     key: np.ndarray  # (K, S, H), as the queries
@@ -189,16 +187,6 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
     Raises:
         ValueError: If `max_tokens` is not a positive integer, `data` is not an
             iterable of batches, or the model cannot take one.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorplus")
-        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
-        >>> [(path, layer, sequences)] = keras_rfattn.layers.record(model, [x])
-        >>> len(sequences), sequences[0].query.shape
-        (4, (2, 8, 8))
     """
     check_sizes(max_tokens=max_tokens)
     check_batches(data)

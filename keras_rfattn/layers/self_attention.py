@@ -42,12 +42,12 @@ def is_self_attention(layer, query, value, key=None):
     if len(in_graphs) == 1:
         return _only(in_graphs)
     is_same, key = _are_same(query, value, key), value if key is None else key
-    if in_graphs or isinstance(query, keras.KerasTensor):
-        # Only objects tell apart the calls of a layer that a graph uses in both ways.
+    if isinstance(query, keras.KerasTensor):
         return is_same
     if not is_plain(query, value, key):
-        return True if is_same else _only(kinds)
-    if not is_same and True in kinds:
+        # Only objects tell apart the calls of a layer that a graph uses in both ways.
+        return True if is_same else False if in_graphs else _only(kinds)
+    if not is_same and True in kinds | in_graphs:
         # A checkpoint, for example, computes again with copies.
         is_same = _are_equal(query, value) and _are_equal(value, key)
     if is_same not in kinds:

@@ -4,6 +4,7 @@ Linear layers keep recurrent sums; softmax layers keep keys and values.
 """
 
 import contextlib
+from functools import partial
 
 from keras import ops
 
@@ -58,22 +59,23 @@ class Exact:
     # For softmax layers, and linear ones with exact maps or softmax heads. `state`
     # holds keys and values `(B, 2, S, K, H)`.
     def __init__(self, site, state, known):
-        self.layer, self.function = site.layer, None
-        self.state, self.known = state, known
+        self.layer, self.state, self.known = site.layer, state, known
         self.placed = None
         if not site.is_linear:
             self.placed = getattr(site.linear_class, "placed", None)
 
     def around(self, call):
-        """Keeps the layer's `call`, and returns this object to be used in its place."""
-        self.function = call
-        return self
+        """Returns a function to be used in place of the layer's `call`."""
+        return partial(self, call)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, call, *args, **kwargs):
         name = next((x for x in CACHES if kwargs.get(x) is not None), None)
         if name is None:
-            return self.function(*args, **kwargs)
-        given = {**kwargs, name: self._cache(kwargs[name])}
+            return call(*args, **kwargs)
+        # The keys and values in the form of the block's own cache.
+        is_pair = isinstance(kwargs[name], tuple)
+        cache = (self.state[:, 0], self.state[:, 1]) if is_pair else self.state
+        given = {**kwargs, name: cache}
         if self.known.hidden is not None:
             positions = ops.arange(self.state.shape[2], dtype="int32")
             visible = ~self.known.padding(positions, ops.shape(self.state)[0])
@@ -82,15 +84,9 @@ class Exact:
         if self.placed is not None:
             placed = self.placed(self.layer, given)
         with placed:
-            output, cache = self.function(*args, **given)
+            output, cache = call(*args, **given)
         self.state = ops.stack(cache, axis=1) if isinstance(cache, tuple) else cache
         return output, kwargs[name]
-
-    def _cache(self, blank):
-        """Returns the keys and values in the form of the block's own cache."""
-        if isinstance(blank, tuple):
-            return self.state[:, 0], self.state[:, 1]
-        return self.state
 
 
 def also(mask, visible):

@@ -100,25 +100,19 @@ def has_states(sites):
     return any(x.is_linear and (decodes(x) or crosses(x)) for x in sites)
 
 
-def make_call_with_cache(in_form_of_task=lambda blank: blank):
-    """Returns a `call_with_cache` for tasks whose own cache has a certain form."""
-
-    @overriding("call_with_cache")
-    def call_with_cache(
-        task, original, known, token_ids, cache, cache_update_index, *args, **kwargs
-    ):
-        check_cache(task, cache)
-        start = ops.convert_to_tensor(cache_update_index, dtype="int32")
-        decoder, _, seen = decoding(known, cache, ops.shape(token_ids)[1], start)
-        with carried(task, known, cache, decoder) as (parts, blank):
-            blank = in_form_of_task(blank)
-            logits, states, _ = original(token_ids, blank, start, *args, **kwargs)
-        return logits, states, Cache(seen, kept(parts), cache.model)
-
-    return call_with_cache
-
-
-call_with_cache = make_call_with_cache()
+@overriding("call_with_cache")
+def call_with_cache(
+    task, original, known, token_ids, cache, cache_update_index, *args, **kwargs
+):
+    """Runs the task's `call_with_cache` with its layers' own states and caches."""
+    check_cache(task, cache)
+    start = ops.convert_to_tensor(cache_update_index, dtype="int32")
+    decoder, seen = decoding(known, cache, ops.shape(token_ids)[1], start)
+    with carried(task, known, cache, decoder) as (parts, blank):
+        if getattr(task, "caches_pairs", False):
+            blank = [(blank[:, i, 0], blank[:, i, 1]) for i in range(blank.shape[1])]
+        logits, states, _ = original(token_ids, blank, start, *args, **kwargs)
+    return logits, states, Cache(seen, kept(parts), cache.model)
 
 
 def check_cache(task, cache):
@@ -133,23 +127,22 @@ def check_cache(task, cache):
 
 
 def decoding(known, cache, length, start):
-    """Returns a factory of decoders, and which new tokens enter states, and `seen`."""
+    """Returns a factory of decoders of new tokens, and `Cache.seen` after them."""
     positions = start + ops.arange(length, dtype="int32")
     passed = ops.expand_dims(positions, 0) >= ops.expand_dims(cache.seen, 1)
     after, visible = positions[-1] + 1, passed
     if known.hidden is not None:
         visible = passed & ~known.padding(positions, ops.shape(passed)[0])
-    enters = visible
     decoder = partial(Decoder, visible=visible, start=start)
     is_prompt = not any(isinstance(x, State) for x in cache.layers.values())
     if known.end is not None and is_prompt:
         # Tokens from `end` on pass again, one by one, while rows with shorter prompts
         # already generate.
         exists, after = positions < known.end, known.end
-        passed, enters = passed & exists, visible & exists
-        decoder = partial(decoder, enters=enters)
+        passed = passed & exists
+        decoder = partial(decoder, enters=visible & exists)
     seen = ops.maximum(cache.seen, ops.cast(after, "int32"))
-    return partial(decoder, passed=passed), enters, seen
+    return partial(decoder, passed=passed), seen
 
 
 def empty_cache(task, batch_size, max_length):
@@ -159,63 +152,84 @@ def empty_cache(task, batch_size, max_length):
     return Cache(seen, empty_layers(sites, batch_size, max_length), 0 * seen)
 
 
+def image_length(task):
+    """Returns the number of tokens that an image has before the prompt."""
+    return getattr(task.backbone, "image_sequence_length", 0)
+
+
 @overriding("_build_cache")
-def build_cache(task, original, known, token_ids, *inputs, before=0, **options):
-    """Runs `CausalLM._build_cache`, which processes the prompt in parallel."""
+def build_cache(task, original, known, token_ids, *inputs):
+    """Runs the task's `_build_cache`, which processes the prompt in parallel."""
     batch, length = ops.shape(token_ids)
-    cache = empty_cache(task, batch, before + length)
-    _, hidden_states, cache = task.call_with_cache(
-        token_ids, cache, 0, *inputs, **options
-    )
+    cache = empty_cache(task, batch, image_length(task) + length)
+    _, hidden_states, cache = task.call_with_cache(token_ids, cache, 0, *inputs)
     return hidden_states, cache
 
 
-def make_generate_step(mask_name="padding_mask", before=None):
-    """Returns a `generate_step` for tasks whose prompts may have padding anywhere."""
+@overriding("generate_step")
+def generate_step(task, original, known, inputs, stop_token_ids=None):
+    """Runs the task's `generate_step`, whose prompts may have padding anywhere."""
+    names = "decoder_padding_mask", "padding_mask"
+    mask_name = next(name for name in names if name in inputs)
+    origin, mask = image_length(task), ops.cast(inputs[mask_name], "bool")
+    positions = ops.expand_dims(ops.arange(ops.shape(mask)[1], dtype="int32"), 0)
+    is_empty = ~ops.any(mask, axis=1, keepdims=True)
+    mask = mask | (is_empty & (positions == 0))
+    last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
+    filled = positions <= last
+    hidden = filled & ~mask
+    known = Generating(known.sites, hidden, origin + ops.min(last) + 1, origin)
+    with generating(task, known):
+        outputs = original({**inputs, mask_name: filled}, stop_token_ids)
+    # Gemma 3 returns images that it did not get, and then cannot join batches.
+    outputs = {name: x for name, x in outputs.items() if x is not None}
+    return {**outputs, mask_name: ops.cast(outputs[mask_name], "bool") & ~hidden}
 
-    @overriding("generate_step")
-    def generate_step(task, original, known, inputs, stop_token_ids=None):
-        origin = 0 if before is None else getattr(task.backbone, before)
-        mask = ops.cast(inputs[mask_name], "bool")
-        positions = ops.expand_dims(ops.arange(ops.shape(mask)[1], dtype="int32"), 0)
-        is_empty = ~ops.any(mask, axis=1, keepdims=True)
-        mask = mask | (is_empty & (positions == 0))
-        last = ops.max(ops.where(mask, positions, 0), axis=1, keepdims=True)
-        filled = positions <= last
-        hidden = filled & ~mask
-        end = origin + ops.min(last) + 1
-        known = Generating(known.sites, hidden, end, origin)
-        with generating(task, known):
-            outputs = original({**inputs, mask_name: filled}, stop_token_ids)
-        # Gemma 3 returns images that it did not get, and then cannot join batches.
-        outputs = {name: x for name, x in outputs.items() if x is not None}
-        return {**outputs, mask_name: ops.cast(outputs[mask_name], "bool") & ~hidden}
 
-    return generate_step
+@overriding("generate_step")
+def refuse(task, original, known, *args, **kwargs):
+    """Raises `ValueError`, because linear layers of this task keep no states."""
+    raise ValueError(
+        f"{type(task).__name__} does not generate with linear attention: its caches "
+        "hold more than keys and values of tokens. Received: a model with linear "
+        "attention that is causal. Call `restore_attention` first, or leave the layers "
+        "of the decoder out (`exclude`)."
+    )
 
 
 class Family(NamedTuple):
     """Tasks of KerasHub that generate in the same way, and methods to override."""
 
     method: str  # by whose parameters the tasks are recognized
-    parameters: list  # their names, without `self`
+    parameters: str  # their names, without `self`
     members: dict  # from names of methods to the functions that override them
 
     def includes(self, cls):
         """Returns whether a class of tasks belongs to the family."""
-        function = getattr(cls, self.method, None)
-        if function is None:
-            return False
-        names = list(inspect.signature(function).parameters)
-        return names == ["self", *self.parameters]
+        function = getattr(cls, self.method, lambda: None)
+        return list(inspect.signature(function).parameters)[1:] == (
+            self.parameters.split()
+        )
 
 
-FAMILY = Family(
-    "_build_cache",
-    ["token_ids"],
-    {
-        "call_with_cache": call_with_cache,
-        "_build_cache": build_cache,
-        "generate_step": make_generate_step(),
-    },
+MEMBERS = {
+    "call_with_cache": call_with_cache,
+    "_build_cache": build_cache,
+    "generate_step": generate_step,
+}
+REFUSED = (
+    "token_ids projected_features padding_mask",  # BLIP-2
+    "encoder_input_values encoder_padding_mask decoder_token_ids "
+    "decoder_padding_mask",  # Moonshine
+    "token_ids padding_mask img_embeddings vision_indices position_ids",  # Qwen 3.5
+)
+FAMILIES = (
+    Family("_build_cache", "token_ids", MEMBERS),
+    # Gemma 3 has a pair of arrays for each layer instead of one array for all.
+    Family(
+        "_build_cache",
+        "token_ids img_embeddings vision_mask padding_mask vision_indices",
+        {**MEMBERS, "caches_pairs": True},
+    ),
+    *(Family("_build_cache", x, {"generate_step": refuse}) for x in REFUSED),
 )

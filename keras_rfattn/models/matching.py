@@ -55,15 +55,14 @@ class Plan:
                 f"feature maps. Received: maps={self.maps!r}."
             )
         for path, value in self.maps.items():
-            if isinstance(value, tuple):
-                if len(value) != 2 or not isinstance(value[1], Options):
-                    raise TypeError(
-                        "`maps` must have pairs `(feature map, keras_rfattn.ops."
-                        f"Options)`. Received: {value!r:.200} for {path!r}."
-                    )
-                check_identifier(value[0])
-            elif value is not None and not isinstance(value, Options):
-                check_identifier(value)
+            pair = _pair(value)
+            if len(pair) != 2 or not isinstance(pair[1], (Options, type(None))):
+                raise TypeError(
+                    "`maps` must have pairs `(feature map, keras_rfattn.ops.Options)`. "
+                    f"Received: {value!r:.200} for {path!r}."
+                )
+            if pair[0] is not None:
+                check_identifier(pair[0])
 
 
 def assign(feature_map, options, sites):
@@ -131,9 +130,8 @@ def _chosen(argument, choice, sites):
                 f"{argument}={choice!r}, which raises: {error}."
             ) from error
     patterns = [choice] if isinstance(choice, str) else choice
-    if not isinstance(patterns, (list, tuple, set)) or not all(
-        isinstance(pattern, str) for pattern in patterns
-    ):
+    is_list = isinstance(patterns, (list, tuple, set))
+    if not is_list or not all(isinstance(x, str) for x in patterns):
         raise TypeError(
             f"`{argument}` must be a layer path or pattern, a list of those, or a "
             f"callable `(path, layer) -> bool`. Received: {argument}={choice!r}."

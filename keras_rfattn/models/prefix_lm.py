@@ -14,14 +14,6 @@ from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.models.carried import carried, kept
 
 
-@generation.overriding("_build_cache")
-def build_cache(task, original, known, token_ids, img_embeddings, padding_mask):
-    """Runs the task's `_build_cache`, which processes images and prompts."""
-    inputs = token_ids, img_embeddings, padding_mask
-    before = task.backbone.image_sequence_length
-    return generation.build_cache(task, *inputs, before=before)
-
-
 @generation.overriding("call_with_cache")
 def call_with_cache(
     task,
@@ -67,10 +59,6 @@ def keeping_prompts(before, after):
 
 FAMILY = generation.Family(
     "_build_cache",
-    ["token_ids", "img_embeddings", "padding_mask"],
-    {
-        "call_with_cache": call_with_cache,
-        "_build_cache": build_cache,
-        "generate_step": generation.make_generate_step(before="image_sequence_length"),
-    },
+    "token_ids img_embeddings padding_mask",
+    {**generation.MEMBERS, "call_with_cache": call_with_cache},
 )

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import keras
 
@@ -24,77 +24,40 @@ CAUSAL = {True: "causal", False: "bidirectional", None: "causal if a call says s
 
 @dataclass(frozen=True)
 class Row:
-    """One attention layer in an `AttentionReport`.
+    """One attention layer in an `AttentionReport`."""
 
-    Attributes:
-        path: Layer names from the model (excluded) to this layer, joined by `/`.
-        original_class: Name of the softmax class.
-        mechanism: Registered name of the feature map, or "softmax".
-        width: Number of features M, `None` for softmax and for exact maps.
-        causal: Whether the attention is causal, or `None` if each call decides.
-        parameters_added: Number of parameters that the feature map owns.
-        crossover: Length in tokens above which linear attention takes fewer operations
-            than softmax. `None` wherever `width` is `None`.
-        notes: Tuple of texts: why the layer was kept softmax, or remarks on its map.
-        implementation: Kernels that compute the layer, `None` if none were asked for.
-        window: Tokens of the sliding window because of which the layer was kept.
-    """
-
-    path: str
-    original_class: str
-    mechanism: str
-    width: int | None
-    causal: bool | None
-    parameters_added: int
-    crossover: int | None
-    notes: tuple = ()
-    implementation: str | None = None
-    window: int | None = None
+    path: str  # layer names from the model (excluded) to this layer, joined by `/`
+    original_class: str  # name of the softmax class
+    causal: bool | None  # `None` if each call decides
+    mechanism: str = "softmax"  # or the registered name of the feature map
+    width: int | None = None  # number of features, `None` for softmax and exact maps
+    parameters_added: int = 0  # those that the feature map owns
+    # Length in tokens above which linear attention takes fewer operations than softmax,
+    # `None` wherever `width` is.
+    crossover: int | None = None
+    notes: tuple = ()  # why the layer was kept softmax, or remarks on its map
+    implementation: str | None = None  # kernels, `None` if none were asked for
+    window: int | None = None  # tokens of the window because of which it was kept
 
     @property
     def note(self):
         """The notes as one text."""
         return ", ".join(self.notes)
 
-
-# Columns of a report, and the text of one that is the same for all linear layers.
-COLUMNS = {
-    "mechanism": "{}",
-    "width": "width {}",
-    "causal": "{}",
-    "original_class": "{}",
-    "parameters_added": "",
-}
-
-
-def _cell(column, row):
-    value = getattr(row, column)
-    if column == "causal":
-        return CAUSAL[value]
-    if row.mechanism == "softmax" and column == "parameters_added" or value is None:
-        return ""
-    return f"{value:,}" if column == "parameters_added" else str(value)
-
-
-def _differs(column, rows):
-    return len({_cell(column, row) for row in rows}) > 1
-
-
-def _common(rows):
-    """Returns the notes that all rows have."""
-    return [x for x in rows[0].notes if all(x in y.notes for y in rows)] if rows else []
-
-
-def _wrapped(line):
-    return textwrap.wrap(
-        line, LINE, subsequent_indent="    ",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+    def __str__(self):
+        texts = [
+            self.mechanism,
+            f"width {self.width}" if self.width is not None else "",
+            CAUSAL[self.causal],
+            self.original_class,
+            *self.notes,
+        ]
+        return ", ".join(x for x in texts if x)
 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """All attention layers of a model; prints what they share, and then a table.
+    """All attention layers of a model; prints those that are alike together.
 
     Attributes:
         model: Class and name of the model.
@@ -107,8 +70,8 @@ class AttentionReport:
     model: str
     rows: tuple
     max_length: int | None = None
-    others: tuple = field(default=())
-    advice: tuple = field(default=())
+    others: tuple = ()
+    advice: tuple = ()
 
     @property
     def replaced(self):
@@ -130,34 +93,6 @@ class AttentionReport:
         """Total number of parameters that the feature maps own."""
         return sum(row.parameters_added for row in self.rows)
 
-    def __str__(self):
-        lines = [f"Attention of {self.model}: {self._counts()}", *self._facts()]
-        lines += [f"also changed, because it shares layers: {x}" for x in self.others]
-        lines += [*self.advice, *self._table()]
-        return "\n".join(part for line in lines for part in _wrapped(line))
-
-    def _counts(self):
-        text = f"{len(self.replaced)} of {len(self.rows)} layers linear"
-        return text + f", {len(self.local)} local already" * bool(self.local)
-
-    def _facts(self):
-        """Returns lines on what the layers have in common."""
-        replaced, rows = self.replaced, self.replaced or self.rows
-        shared = [x for x in COLUMNS if rows and not _differs(x, rows)]
-        texts = [(COLUMNS[x], _cell(x, rows[0])) for x in shared]
-        texts = [text.format(cell) for text, cell in texts if text and cell]
-        if replaced:
-            texts.append(f"{self.parameters_added:,} parameters added")
-        kept = ", ".join(_common(self.kept)).removeprefix("kept: ")
-        kept = f"softmax in {len(self.kept)} layers: {kept}" * bool(kept and replaced)
-        notes = _common(replaced)
-        if len(", ".join(notes)) <= LINE:
-            notes = [", ".join(notes)]
-        lines = [", ".join(texts), *notes, self._operations(), kept]
-        kernels = dict.fromkeys(x.implementation for x in replaced if x.implementation)
-        lines += [f"computed by {x}" for x in kernels]
-        return [line for line in lines if line]
-
     @property
     def crossover(self):
         """Length in tokens above which all linear layers save operations, or `None`."""
@@ -170,28 +105,34 @@ class AttentionReport:
         known = self.crossover is not None and self.max_length is not None
         return known and self.max_length <= self.crossover
 
-    def _operations(self):
-        text = f"fewer operations than softmax above {self.crossover} tokens"
+    def __str__(self):
+        counts = f"{len(self.replaced)} of {len(self.rows)} layers linear"
+        counts += f", {len(self.local)} local already" * bool(self.local)
+        counts += f", {self.parameters_added:,} parameters added" * bool(self.replaced)
+        operations = f"fewer operations than softmax above {self.crossover} tokens"
         if self.is_short:
-            return f"Warning: {text}, but the model takes {self.max_length}"
-        return text if self.crossover is not None else ""
-
-    def _table(self):
-        shown = [x for x in COLUMNS if _differs(x, self.replaced or self.rows)]
-        if self.replaced and self.kept and "mechanism" not in shown:
-            shown.insert(0, "mechanism")
-        common = {*_common(self.replaced), *_common(self.kept)}
-        table = [("layer", *shown, "notes")]
-        for row in self.rows:
-            notes = ", ".join(x for x in row.notes if x not in common)
-            table.append((row.path, *(_cell(x, row) for x in shown), notes))
-        if not any(line[-1] for line in table[1:]):
-            table = [line[:-1] for line in table]
-        head, *lines = aligned(table)
-        rule = ["-" * max(map(len, column)) for column in zip(*table, strict=True)]
-        return [head, "  ".join(rule), *lines]
+            operations = f"Warning: {operations}, but the model takes {self.max_length}"
+        lines = [
+            f"Attention of {self.model}: {counts}",
+            operations if self.crossover is not None else "",
+            *(f"also changed, because it shares layers: {x}" for x in self.others),
+            *self.advice,
+        ]
+        alike = {}
+        for row in (*self.replaced, *self.kept):
+            alike.setdefault(str(row), []).append(f"  {row.path}")
+        for text, paths in alike.items():
+            lines += [text, *paths]
+        return "\n".join(part for line in lines for part in _wrapped(line))
 
     __repr__ = __str__
+
+
+def _wrapped(line):
+    return textwrap.wrap(
+        line, LINE, subsequent_indent="    ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def aligned(table):
@@ -207,7 +148,7 @@ def describe_attention(model: keras.layers.Layer) -> AttentionReport:
         model: A Keras model or layer.
 
     Returns:
-        An `AttentionReport`, which prints as a table.
+        An `AttentionReport`, which prints layers that are alike together.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
@@ -222,17 +163,13 @@ def describe_attention(model: keras.layers.Layer) -> AttentionReport:
         ('softmax', 'MultiHeadAttention')
     """
     check_model(model)
-    backbone = getattr(model, "backbone", None) or model
-    length = getattr(backbone, "max_sequence_length", None)
     sites = survey(model)
-    report = AttentionReport(
-        title(model),
-        tuple(_row(site) for site in sites),
-        max_length=length if isinstance(length, int) else _fixed_length(model, sites),
-        others=_sharing(model, sites),
-    )
-    advice = _advice(report.rows)
-    if isinstance(length, int) and report.is_short:
+    declared = getattr(getattr(model, "backbone", model), "max_sequence_length", None)
+    length = declared if isinstance(declared, int) else _fixed_length(model, sites)
+    rows = tuple(map(_row, sites))
+    report = AttentionReport(title(model), rows, length, _sharing(model, sites))
+    advice = _advice(rows)
+    if declared == length and report.is_short:
         advice.append(
             "For longer inputs: `keras_rfattn.extend_positions(model, length)`."
         )
@@ -272,19 +209,17 @@ def _row(site):
         reason = local_note(site) or site.reason or "not selected"
         if is_pooling(site):
             reason = "one query, for which softmax is already linear"
-        return Row(
-            site.path, name, "softmax", None, site.causal, 0, None,
-            (f"kept: {reason}",), window=site.window,
-        )  # fmt: skip
+        notes = (f"kept: {reason}",)
+        return Row(site.path, name, site.causal, notes=notes, window=site.window)
     feature_map, options = layer.feature_map, layer.options
     return Row(
         site.path,
         name,
+        site.causal,
         feature_maps.name_of(feature_map),
         None if feature_map.is_exact else feature_map.output_dim,
-        site.causal,
         sum(math.prod(w.shape) for w in feature_map.weights),
-        crossover(feature_map, layer),
+        crossover(layer),
         _notes(site),
         f"{options.implementation} as asked" if options.asks_for_kernels else None,
     )
@@ -297,26 +232,23 @@ def local_note(site):
     return f"local already, linear in length (sliding window of {site.window} tokens)"
 
 
-def crossover(feature_map, layer):
+def crossover(layer):
     """Computes the length above which linear attention takes fewer operations."""
+    feature_map = layer.feature_map
     if feature_map.is_exact:
         return None
     num_heads, head_dim = layer._kv_shape()
     value_dim = getattr(layer, "_value_dim", head_dim)
+    # Multiplications of one linear head for each token.
+    cost = head_dim * feature_map.num_projections + feature_map.output_dim * value_dim
     # Heads that stay softmax save nothing at any length.
     share = 1 - len(layer.options.softmax_heads) / num_heads
-    cost = multiplications(feature_map, head_dim, value_dim)
-    return math.ceil(cost / (share * (head_dim + value_dim)))
-
-
-def multiplications(feature_map, head_dim, value_dim):
-    """Returns the multiplications `2 H m + 2 M V` of one linear head per token."""
-    projected = feature_map.num_projections
-    return 2 * (head_dim * projected + feature_map.output_dim * value_dim)
+    return math.ceil(2 * cost / (share * (head_dim + value_dim)))
 
 
 def _notes(site):
-    feature_map, options = site.layer.feature_map, site.layer.options
+    """Returns remarks on the map of a linear layer, and on what it leaves out."""
+    layer, feature_map, options = site.layer, site.layer.feature_map, site.layer.options
     notes = [feature_map.status(site.causal)]
     if trained_weights(feature_map):
         notes = ["trained"] if feature_map.was_trained else [*notes, NOT_TRAINED]
@@ -331,12 +263,13 @@ def _notes(site):
         notes.append(f"normalized, temperature {options.temperature:g}")
     if options.softmax_heads:
         heads = ", ".join(map(str, options.softmax_heads))
-        count = feature_map.num_heads
-        notes.append(f"softmax in key/value heads {heads} of {count}")
-    dropped = sliding_window(site.layer), soft_cap(site.layer)
+        notes.append(f"softmax in key/value heads {heads} of {feature_map.num_heads}")
+    dropped = sliding_window(layer), soft_cap(layer)
     names = "sliding window of {:g} tokens dropped", "soft cap of {:g} dropped"
     notes += [x.format(n) for x, n in zip(names, dropped, strict=True) if n is not None]
-    rate = getattr(site.layer, "_dropout", 0) or getattr(site.layer, "dropout", 0)
+    rate = getattr(layer, "_dropout", 0) or getattr(layer, "dropout", 0)
     if isinstance(rate, (int, float)) and rate:
         notes.append(f"attention dropout {rate:g} inactive")
+    if options.asks_for_kernels:
+        notes.append(f"computed by {options.implementation} as asked")
     return tuple(x for x in notes if x)

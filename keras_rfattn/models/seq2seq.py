@@ -5,8 +5,6 @@ cross-attention, every linear layer keeps one `ops.State` of the encoder's token
 each new token reads; softmax layers of a mixed model keep keys and values.
 """
 
-import contextlib
-
 from keras import ops
 
 import keras_rfattn.models.generation as generation
@@ -47,18 +45,8 @@ def call_decoder_with_cache(
 ):
     """Runs the task's `call_decoder_with_cache`."""
     start = ops.convert_to_tensor(self_attention_cache_update_index, dtype="int32")
-    encoded, cache = (encoder_hidden_states, encoder_padding_mask), self_attention_cache
-    with answered(task, known, cache, decoder_token_ids, start) as (blank, after):
-        given = decoder_token_ids, blank, start, cross_attention_cache
-        logits, hidden_states, *_ = original(*encoded, *given, *args, **kwargs)
-    return logits, hidden_states, after(), cross_attention_cache
-
-
-@contextlib.contextmanager
-def answered(task, known, cache, token_ids, start):
-    """Context manager in which a decoder's attention layers compute from a `Cache`."""
-    length = ops.shape(token_ids)[1]
-    decoder, _, seen = generation.decoding(known, cache, length, start)
+    cache, length = self_attention_cache, ops.shape(decoder_token_ids)[1]
+    decoder, seen = generation.decoding(known, cache, length, start)
     own = known._replace(sites=[x for x in known.sites if generation.decodes(x)])
     # The prompt's padding says nothing of the encoder's tokens.
     crossing = generation.Generating([x for x in known.sites if generation.crosses(x)])
@@ -66,18 +54,20 @@ def answered(task, known, cache, token_ids, start):
         carried(task, own, cache, decoder) as (parts, blank),
         carried(task, crossing, cache, CrossDecoder) as (cross_parts, _),
     ):
-        yield (
-            blank,
-            lambda: generation.Cache(seen, kept(parts | cross_parts), cache.model),
-        )
+        logits, hidden_states, *_ = original(
+            encoder_hidden_states, encoder_padding_mask, decoder_token_ids, blank,
+            start, cross_attention_cache, *args, **kwargs,
+        )  # fmt: skip
+    after = generation.Cache(seen, kept(parts | cross_parts), cache.model)
+    return logits, hidden_states, after, cross_attention_cache
 
 
-MEMBERS = {
-    "call_decoder_with_cache": call_decoder_with_cache,
-    "generate_step": generation.make_generate_step("decoder_padding_mask"),
-}
-TEXT = generation.Family(
+FAMILY = generation.Family(
     "_initialize_cache",
-    ["encoder_token_ids", "decoder_token_ids"],
-    {"_initialize_cache": initialize_cache, **MEMBERS},
+    "encoder_token_ids decoder_token_ids",
+    {
+        "_initialize_cache": initialize_cache,
+        "call_decoder_with_cache": call_decoder_with_cache,
+        "generate_step": generation.generate_step,
+    },
 )

@@ -18,29 +18,22 @@ from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import Features
 from keras_rfattn.ops.kernel_attention import Polynomial, Softmax
 from keras_rfattn.ops.masks import AttentionMask, interpret_mask
-from keras_rfattn.ops.near import chunk, extend_near, read_near
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.quadratic import quadratic
 from keras_rfattn.ops.state import State, extend_state, init_state, read_state
-from keras_rfattn.ops.windows import Local, local_attention
 
 __all__ = [
     "AttentionMask",
     "Features",
-    "Local",
     "Options",
     "Polynomial",
     "Softmax",
     "State",
     "bidirectional",
     "causal",
-    "chunk",
-    "extend_near",
     "extend_state",
     "init_state",
     "interpret_mask",
-    "local_attention",
     "quadratic",
-    "read_near",
     "read_state",
 ]

@@ -24,11 +24,9 @@ from keras_rfattn.ops.sums import Reading
 
 
 def unbounded_weights(query, key, mask, groups, dtype):
-    """Returns weights `(B, K, n, C · G, C)` of queries for keys of their block.
-
-    They are relative to the row's largest exponent, or 0 if that is larger; it is
-    returned too. What they are for later keys is undefined.
-    """
+    """Returns weights `(B, K, n, C · G, C)` of queries for keys of their block."""
+    # They are relative to the row's largest exponent, or 0 if that is larger; it is
+    # returned too. What they are for later keys is undefined.
     # `torch.jit.trace` records sizes as scalar tensors.
     size = int(key.log_scale.shape[-2])
     # The smallest power of two whose square is at least the length of the block.

@@ -14,10 +14,9 @@ from keras_rfattn.ops.features import LOWEST, Features
 
 
 class Fresh(Features):
-    """Exponential features that no other object holds, so that they are overwritten.
+    """Exponential features that no other object holds, so they are overwritten."""
 
-    An algorithm that reads them twice makes `Features` of them first.
-    """
+    # An algorithm that reads them twice makes `Features` of them first.
 
     def raised(self, maximum):
         """Returns features whose exponents are larger by an array that broadcasts."""
@@ -112,10 +111,7 @@ class Exponents(NamedTuple):
         return self._replace(x=x, form=None, common=where(mask, common, LOWEST))
 
     def relative(self):
-        """Returns features without the factor that all features of a token share.
-
-        It cancels between the numerator and the denominator of a query.
-        """
+        """Returns features without their common factor, which cancels for a query."""
         return self._replace(form=None, common=None)
 
     def settled(self):

@@ -25,13 +25,6 @@ class Features(NamedTuple):
             value is 1 (positive maps, which put everything in the exponent).
         log_scale: Array of shape `(..., M)`, or `(..., 1)` if all features of a token
             share one exponent; float32 or float64.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> values = np.array([[1.0, -0.5]])
-        >>> features = ops.Features(values, np.zeros((1, 1)))
-        >>> (features.values * np.exp(features.log_scale)).tolist()
-        [[1.0, -0.5]]
     """
 
     values: Any
@@ -153,13 +146,10 @@ class Features(NamedTuple):
 
 
 class Squared(Features):
-    """Features `v ⊗ v · exp(log_scale)`, whose inner products are squares.
+    """Features `v ⊗ v · exp(log_scale)`, whose inner products are squares."""
 
-    These are the features of polynomial attention, whose denominator has a 1. The
-    product of a few tokens is computed as `(v · w)²`, which never forms the r²
-    features. `values` is the array v of shape `(..., r)`, and `log_scale` has shape
-    `(..., 1)`.
-    """
+    # Those of polynomial attention, whose denominator has a 1. The product of a few
+    # tokens is `(v · w)²`, which never forms the r² features. `values` is v `(..., r)`.
 
     has_offset = True
     is_exponential = False

@@ -132,23 +132,9 @@ def read_exactly(kernel, query, key, value, visible):
 def exact_attention(
     query, key, value, kernel, key_mask=None, causal=False, prefix_mask=None
 ):
-    """Computes attention by a kernel in O(T · S).
-
-    Args:
-        query: Scaled queries of shape `(B, T, N, H)`.
-        key: Scaled keys of shape `(B, S, K, H)`.
-        value: Array of shape `(B, S, K, V)`; its dtype is the compute dtype.
-        kernel: `Softmax()` or `Polynomial(degree)`.
-        key_mask: Optional array of shape `(B, S)`, true for visible keys. Hidden keys
-            and values may hold anything.
-        causal: Whether query i sees only keys `j <= i`.
-        prefix_mask: Optional array of shape `(B, S)`, true for keys that all queries
-            see although attention is causal.
-
-    Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
-        0.
-    """
+    """Computes attention of scaled tokens by a kernel in O(T · S)."""
+    # Keys `(B, S)` in `prefix_mask` are seen by all queries although attention is
+    # causal.
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     groups, length = num_heads // num_kv_heads, ops.shape(query)[1]
     dtype, value = value.dtype, representable(value)

@@ -31,13 +31,6 @@ class AttentionMask:
             per row.
         prefix_mask: `(B, S)` booleans for causal self-attention: keys that earlier
             queries see too (prefix-LM). `None` for none.
-
-    Examples:
-        >>> from keras_rfattn import ops
-        >>> mask = ops.AttentionMask(
-        ...     key_mask=np.array([[True, True, False]]), causal=True)
-        >>> mask.key_mask.shape, mask.causal
-        ((1, 3), True)
     """
 
     key_mask: Any = None

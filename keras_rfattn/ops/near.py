@@ -3,6 +3,10 @@
 A token reads the ring exactly and the far tokens by features (`extend_near`, then
 `read_near`). Many tokens at once are laid out after those in the ring, and attention
 treats them like any sequence (`chunk`).
+
+`feature_map` has `query_features` and `key_features` of scaled tokens, which `local`
+holds. `key_mask`, `(B, T)`, is true for visible keys, and `passed`, `(B, T)`, false for
+tokens at the end that do not count at all, such as padding after a text.
 """
 
 from keras import ops
@@ -45,17 +49,7 @@ def _positions(last, local):
 
 
 def read_near(state, query_features, local, dtype="float32"):
-    """Computes attention of the last token's queries to all tokens in a state.
-
-    Args:
-        state: A `State` with a window.
-        query_features: `Features` of shape `(B, 1, N, M)`.
-        local: `Local` with the scaled queries, the kernel and the window.
-        dtype: Compute dtype.
-
-    Returns:
-        Array of shape `(B, 1, N, V)` in `dtype`. A row that sees no key is 0.
-    """
+    """Returns attention `(B, 1, N, V)` of the last token to all tokens in a state."""
     num_kv_heads = state.far.maximum.shape[1]
     features = heads_first(query_features, num_kv_heads).compute()
     query = split_heads(local.query, num_kv_heads)
@@ -69,22 +63,9 @@ def read_near(state, query_features, local, dtype="float32"):
 
 
 def extend_near(state, feature_map, value, local, key_mask=None, passed=None):
-    """Returns a windowed state with one token added to each row.
-
-    The token takes the slot of the one that is R positions before it. The token that
-    has its place in the oldest near window enters `leaving`.
-
-    Args:
-        state: A `State`.
-        feature_map: Object with `key_features` of scaled keys.
-        value: Array of shape `(B, 1, K, V)`.
-        local: `Local` with the scaled keys `(B, 1, K, H)`.
-        key_mask: Optional array of shape `(B, 1)`, true if the token is visible.
-        passed: Optional array of shape `(B, 1)`, false if the token does not count.
-
-    Returns:
-        The extended `State`.
-    """
+    """Returns a windowed state with one token `(B, 1, K, ·)` added to each row."""
+    # The token takes the slot of the one that is R positions before it, and the token
+    # that has its place in the oldest near window enters `leaving`.
     place = ops.expand_dims(state.position, 1)
     new = ops.ones_like(place, dtype="bool")
     new = new if key_mask is None else ops.cast(key_mask, "bool")
@@ -157,25 +138,7 @@ def chunk(
     state, feature_map, value, local, key_mask=None, passed=None, is_empty=False,
     attends=True,
 ):  # fmt: skip
-    """Computes causal `local_attention` of tokens after those of a windowed state.
-
-    The near tokens of the state and the new ones are laid out from the beginning of a
-    window. Attention treats them like any sequence; far tokens enter as sums.
-
-    Args:
-        state: A `State`.
-        feature_map: Object with `query_features` and `key_features` of scaled tokens.
-        value: Array of shape `(B, T, K, V)`.
-        local: `Local` with the scaled queries and keys.
-        key_mask: Optional array of shape `(B, T)`, true for visible keys.
-        passed: Optional array of shape `(B, T)`, false for tokens at the end that do
-            not count at all, such as padding after a text.
-        is_empty: Whether the state is known to hold no token.
-        attends: Whether to compute the output.
-
-    Returns:
-        The output `(B, T, N, V)`, `None` without `attends`, and the new `State`.
-    """
+    """Returns the output of tokens after those of a windowed state, and the next one."""
     moved = Moved(state, ops.shape(value)[:2], key_mask, passed)
     is_empty = is_empty or needed(state.position == 0) is None
     laid = Laid(state, moved, value, local, is_empty)

@@ -40,16 +40,12 @@ class Sums(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Weighted sums of the values, as queries see them, relative to `exp(shift)`.
+    """Weighted sums of the values, as R rows of queries see them."""
 
-    R rows of queries read some of the keys. `bound` is the denominator with every
-    |value| of the features taken as 1, so `bound >= |denominator|`.
-    """
-
-    shift: Any  # (..., R)
+    shift: Any  # (..., R); the sums are relative to its exponential
     numerator: Any  # (..., R, V)
     denominator: Any  # (..., R)
-    bound: Any  # (..., R)
+    bound: Any  # (..., R): the denominator with every |value| of features taken as 1
 
 
 def admit(key, value, mask=None):

@@ -71,24 +71,14 @@ from keras_rfattn.ops.sums import (
 
 
 class Local(NamedTuple):
-    """The tokens and the kernel for the exact part of attention.
+    """The tokens and the kernel for the exact part of attention."""
 
-    Attributes:
-        query: Scaled queries of shape `(B, T, N, H)`.
-        key: Scaled keys of shape `(B, S, K, H)`.
-        kernel: `Softmax()` or `Polynomial(degree)`: the kernel that the features
-            estimate.
-        window: Positive integer, the number of tokens in a window.
-        sliding: Whether the windows next to a query's own are exact too.
-        sinks: Number of first tokens of a row that are exact for every query.
-    """
-
-    query: Any
-    key: Any
-    kernel: Any
-    window: int
-    sliding: bool = False
-    sinks: int = 0
+    query: Any  # (B, T, N, H), scaled
+    key: Any  # (B, S, K, H), scaled
+    kernel: Any  # that the features estimate: `Softmax()` or `Polynomial(degree)`
+    window: int  # number of tokens in a window
+    sliding: bool = False  # whether the windows next to a query's own are exact too
+    sinks: int = 0  # number of first tokens that are exact for every query
 
 
 class SinkTokens(NamedTuple):
@@ -245,26 +235,9 @@ def from_first_visible(key_mask, causal=False):
 def local_attention(
     query_features, key_features, value, local, key_mask=None, causal=False
 ):
-    """Computes self-attention that is exact within windows and uses features beyond.
-
-    Args:
-        query_features: `Features` of shape `(B, T, N, M)`, or `Exponents`.
-        key_features: `Features` of shape `(B, T, K, M)`, or `Exponents`.
-        value: Array of shape `(B, T, K, V)`; its dtype is the compute dtype.
-        local: `Local` with the scaled queries and keys, the kernel and the window.
-        key_mask: Optional array of shape `(B, T)`, true for visible keys. Hidden keys
-            and values may hold anything.
-        causal: Whether query i sees only keys `j <= i`.
-
-    Returns:
-        Array of shape `(B, T, N, V)` in the dtype of `value`. A row that sees no key is
-        0. If attention is not causal, tokens before the first visible key, which are
-        padding, count as being after the end.
-
-    Raises:
-        ValueError: If the window is not a positive integer, or if queries and keys have
-            different lengths.
-    """
+    """Computes self-attention, exact within windows and by features beyond."""
+    # Without causality, tokens before the first visible key, which are padding, count
+    # as being after the end.
     query, key, kernel, window, sliding, _ = local
     Options(window=window, sliding=sliding)
     if query.shape[1] != key.shape[1]:

@@ -28,11 +28,6 @@ def get(identifier, seed=0):
 
     Raises:
         ValueError: If the name is unknown, or the object is not a `Projection`.
-
-    Examples:
-        >>> projection = keras_rfattn.projections.get("orthogonal", seed=1)
-        >>> projection.get_config()
-        {'seed': 1, 'norms': 'chi'}
     """
     names = sorted({*PROJECTIONS, *LATER})
     if isinstance(identifier, str) and identifier in names:

@@ -77,10 +77,7 @@ class Simplex(Projection):
 
 
 def haar(generator, blocks, rows, columns):
-    """Returns the transposes of `(blocks, rows, columns)` matrices.
-
-    Their columns are orthonormal and uniformly distributed.
-    """
+    """Returns transposes of matrices whose orthonormal columns are uniform (Haar)."""
     q, r = np.linalg.qr(generator.standard_normal((blocks, rows, columns)))
     q = q * np.sign(np.einsum("bii->bi", r))[:, None, :]
     return q.swapaxes(-1, -2)

@@ -17,6 +17,7 @@ PROGRAM = """
 import json, sys
 import keras, numpy as np
 import keras_rfattn
+from keras_rfattn.experimental.sequence_parallel import SequenceParallel
 from tests.helpers import forward
 from tests.models import families
 
@@ -42,7 +43,7 @@ def numbers(name, kind):
         layouts = keras_rfattn.distribution.layout_map(model, mesh)
         parallel = keras.distribution.ModelParallel
         if kind == "all":
-            parallel = keras_rfattn.distribution.SequenceParallel
+            parallel = SequenceParallel
         keras.distribution.set_distribution(parallel(
             layout_map=layouts, batch_dim_name="batch"))
         keras_rfattn.distribution.distribute(model, layouts)

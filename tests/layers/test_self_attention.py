@@ -121,6 +121,8 @@ def test_a_graph_may_use_a_layer_in_both_ways(is_traced):
         alone = layer(feature_map="favorpp", self_attention=choice)
         alone.set_weights(made.get_weights())
         assert_close(alone(*arguments), found, rtol=1e-5)
+    # A checkpoint, for example, computes the first call again with copies.
+    assert_close(made(x, ops.copy(x)), made(x, x), rtol=1e-5)
     softmax = keras.layers.MultiHeadAttention(2, 8)
     both = keras.Model([one, two], [softmax(one, one), softmax(one, two)])
     with pytest.raises(ValueError, match="A `window` needs self-attention"):

@@ -332,7 +332,7 @@ BAD = {
     "an endless array": (endless, "it declares more than it holds"),
     "tokens that are no UTF-8": (
         not_utf_8,
-        "in UTF-8. Received: .*where tokenizer.ggml.tokens is not",
+        "a GGUF file .* which cannot be read .*utf-8",
     ),
     "partial rotation": (
         changed(**{"llama.rope.dimension_count": 4}),

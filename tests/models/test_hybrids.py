@@ -69,8 +69,7 @@ def test_global_layers_are_replaced_and_restored(name):
     assert f"{len(GLOBAL[name])} of {len(report.rows)} layers linear" in str(report)
     assert f"{count} local already" in str(report)
     assert all("local already, linear in length" in x.note for x in report.local)
-    shared = f"softmax in {count} layers: local already, linear in length (sliding"
-    assert (shared in str(report)) == (count > 0)
+    assert str(report).count("local already, linear in length") == (count > 0)
     after = families.outputs(model, inputs)
     assert np.abs(after[-1] - before[-1]).max() > 1e-3 * np.abs(before[-1]).max()
 

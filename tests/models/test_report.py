@@ -25,29 +25,26 @@ def lines_of(model):
     return lines
 
 
-def test_what_layers_share_is_printed_once_and_first():
+def test_what_matters_comes_first_and_layers_that_are_alike_stand_together():
     lines = lines_of(own(64))
-    assert lines[0].endswith(": 2 of 2 layers linear")
-    count = 3396
-    assert lines[1] == (
-        "favorpp_learned, width 16, bidirectional, MultiHeadAttention, "
-        f"{count:,} parameters added"
+    assert lines[0].endswith(": 2 of 2 layers linear, 3,396 parameters added")
+    assert lines[1] == "fewer operations than softmax above 32 tokens"
+    assert " ".join(x.strip() for x in lines[-4:-2]) == (
+        "favorpp_learned, width 16, bidirectional, MultiHeadAttention, uncalibrated, "
+        "not trained, attention dropout 0.1 inactive"
     )
-    assert lines[2] == "uncalibrated, not trained, attention dropout 0.1 inactive"
-    assert lines[3] == "fewer operations than softmax above 32 tokens"
-    assert all(line.startswith("multi_head_attention") for line in lines[-2:])
+    assert all(line.startswith("  multi_head_attention") for line in lines[-2:])
     assert sum("not trained" in line for line in lines) == 1
 
 
-def test_what_differs_is_printed_in_the_row():
+def test_layers_that_differ_stand_apart():
     model = own(64, blocks=3, num_features=8)
     first = keras_rfattn.describe_attention(model).rows[0].path
     keras_rfattn.restore_attention(model, include=first)
     lines = lines_of(model)
-    head = next(i for i, line in enumerate(lines) if line.startswith("layer"))
-    assert lines[head].split() == ["layer", "mechanism"]
-    rows = [line.split() for line in lines[head + 2 :]]
-    assert rows[0] == [first, "softmax"] and rows[1][1] == "favorpp_learned"
+    assert lines[-1] == f"  {first}"
+    assert lines[-2].startswith("softmax, bidirectional")
+    assert sum(line.startswith("favorpp_learned, width 8") for line in lines) == 1
 
 
 @pytest.mark.parametrize("length, is_short", [(32, True), (33, False)])
@@ -127,7 +124,6 @@ def test_long_paths_and_notes_are_wrapped():
     model = keras.Model(inputs, x)
     keras_rfattn.replace_attention(model, "favorplus", window=4, sliding=True)
     lines = lines_of(model)
-    (row,) = (i for i, line in enumerate(lines) if line.startswith(name))
-    assert "attention dropout 0.1 inactive" in " ".join(lines[row : row + 2]).replace(
-        "     ", " "
-    )
+    (row,) = (i for i, line in enumerate(lines) if line.strip() == name)
+    text = " ".join(line.strip() for line in lines[:row])
+    assert "windows beside, attention dropout 0.1 inactive" in text

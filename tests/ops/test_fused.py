@@ -8,7 +8,8 @@ import pytest
 from keras import ops
 
 from keras_rfattn import layers
-from keras_rfattn.ops import Local, Softmax, bidirectional, local_attention
+from keras_rfattn.ops import Softmax, bidirectional
+from keras_rfattn.ops.windows import Local, local_attention
 from tests import helpers as h
 
 

@@ -6,15 +6,9 @@ import pytest
 from keras import ops
 
 from keras_rfattn.layers.attend import attend
-from keras_rfattn.ops import (
-    AttentionMask,
-    Local,
-    Options,
-    Polynomial,
-    Softmax,
-    local_attention,
-)
+from keras_rfattn.ops import AttentionMask, Options, Polynomial, Softmax
 from keras_rfattn.ops.kernel_attention import exact_attention
+from keras_rfattn.ops.windows import Local, local_attention
 from tests import helpers as h
 from tests.feature_maps.cases import case
 from tests.marks import SLOW_ON_JAX

@@ -7,15 +7,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops import (
-    Local,
-    chunk,
-    extend_near,
-    init_state,
-    local_attention,
-    read_near,
-)
-from keras_rfattn.ops.state import Near
+from keras_rfattn.ops.near import chunk, extend_near, read_near
+from keras_rfattn.ops.state import Near, init_state
+from keras_rfattn.ops.windows import Local, local_attention
 from tests import helpers as h
 from tests.feature_maps.cases import case
 from tests.marks import ONE_BACKEND, SLOW_ON_JAX

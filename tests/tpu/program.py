@@ -13,9 +13,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from keras_rfattn.experimental.sequence_parallel import over_devices
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask, Options
-from keras_rfattn.parallel.sequence import over_devices
 from tests import helpers as h
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}

@@ -13,9 +13,7 @@ import keras_rfattn.models.adapters.encoders as encoders
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.adapters.mixins as mixins
 import keras_rfattn.models.generation as generation
-import keras_rfattn.models.layer_caches as layer_caches
 import keras_rfattn.models.lora as lora
-import keras_rfattn.models.no_generation as no_generation
 import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
@@ -25,13 +23,7 @@ from keras_rfattn.layers.checks import title
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
-FAMILIES = (
-    generation.FAMILY,
-    prefix_lm.FAMILY,
-    layer_caches.FAMILY,
-    seq2seq.TEXT,
-    *no_generation.FAMILIES,
-)
+FAMILIES = (*generation.FAMILIES, prefix_lm.FAMILY, seq2seq.FAMILY)
 
 
 def classes(table):

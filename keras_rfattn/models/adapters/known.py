@@ -152,12 +152,10 @@ BLOCKS = {
     "MoonshineDecoderBlock": _decoder("moonshine.moonshine_decoder"),
     "Phi3Decoder": _decoder("phi3.phi3_decoder"),
     "QwenTransformerDecoder": _decoder("qwen.qwen_decoder"),
-    "QwenMoeTransformerDecoder": _decoder(
-        "qwen_moe.qwen_moe_decoder", "SparseDecoderMasks"
-    ),
+    "QwenMoeTransformerDecoder": _decoder("qwen_moe.qwen_moe_decoder", "SparseMasks"),
     "Qwen3TransformerDecoder": _decoder("qwen3.qwen3_decoder"),
     "Qwen3MoeTransformerDecoder": _decoder(
-        "qwen3_moe.qwen3_moe_decoder", "SparseDecoderMasks"
+        "qwen3_moe.qwen3_moe_decoder", "SparseMasks"
     ),
     "Qwen3_5TransformerDecoder": _decoder("qwen3_5.qwen3_5_decoder"),
     "SmolLM3DecoderLayer": _decoder("smollm3.smollm3_layers"),

@@ -59,30 +59,36 @@ class DecoderMasks:
                 decoder_padding_mask=decoder_padding_mask,
                 **others,
             )
-        length, causal = decoder_sequence.shape[1], others.get("use_causal_mask", True)
-        mask = interpret_mask(others.get("decoder_attention_mask"), length, length)
-        padding = decoder_padding_mask
-        if padding is None:
-            padding = getattr(decoder_sequence, "_keras_mask", None)
         name = next(x for x in CACHES if x in others)
-        if others[name] is not None:
-            offset = others[f"{name}_update_index"]
-            return mask.replace(causal=causal, offset=0 if offset is None else offset)
+        return self._linear_mask(
+            decoder_sequence,
+            decoder_padding_mask,
+            others[name],
+            others[f"{name}_update_index"],
+            others.get("use_causal_mask", True),
+            others.get("decoder_attention_mask"),
+        )
+
+    def _linear_mask(self, x, padding, cache, start, causal=True, dense=None):
+        """Returns the `AttentionMask` of tokens `(B, T, D)` from position `start`."""
+        mask = interpret_mask(dense, x.shape[1], x.shape[1])
+        if cache is not None:
+            return mask.replace(causal=causal, offset=0 if start is None else start)
+        if padding is None:
+            padding = getattr(x, "_keras_mask", None)
         if padding is not None:
             mask = also(mask, keras.ops.cast(padding, "bool"))
         return mask.replace(causal=mask.causal or causal, self_attention=True)
 
 
-class SparseDecoderMasks(DecoderMasks):
+class SparseMasks(DecoderMasks):
     """Mixin for mixture-of-experts blocks, whose experts get the mask too."""
 
-    def _compute_self_attention_mask(self, decoder_sequence, **others):
-        mask = super()._compute_self_attention_mask(decoder_sequence, **others)
-        if not isinstance(mask, AttentionMask):
-            return mask
+    def _linear_mask(self, x, *args):
+        mask = super()._linear_mask(x, *args)
         # The experts only need to know of each row whether it sees any key. The
         # `AttentionMask` is handed over to the attention layer separately.
-        rows = keras.ops.ones_like(decoder_sequence[..., :1], dtype="bool")
+        rows = keras.ops.ones_like(x[..., :1], dtype="bool")
         if mask.key_mask is not None:
             seen = keras.ops.cumsum(keras.ops.cast(mask.key_mask, "int32"), axis=1) > 0
             rows = rows & keras.ops.expand_dims(seen, -1)
@@ -93,20 +99,13 @@ class SparseDecoderMasks(DecoderMasks):
 class GemmaMasks(DecoderMasks):
     """Mixin for Gemma's blocks, whose mask method has another name."""
 
-    def _compute_attention_mask(self, x, padding_mask, cache, cache_update_index):
+    def _compute_attention_mask(self, *args):
         if not isinstance(self.attention, LinearAttention):
-            return super()._compute_attention_mask(
-                x, padding_mask, cache, cache_update_index
-            )
-        return self._compute_self_attention_mask(
-            decoder_sequence=x,
-            decoder_padding_mask=padding_mask,
-            self_attention_cache=cache,
-            self_attention_cache_update_index=cache_update_index,
-        )
+            return super()._compute_attention_mask(*args)
+        return self._linear_mask(*args)
 
 
-class Gemma3Masks(DecoderMasks):
+class Gemma3Masks(GemmaMasks):
     """Mixin for Gemma 3's blocks, causal or (in EmbeddingGemma) bidirectional."""
 
     @staticmethod
@@ -125,20 +124,9 @@ class Gemma3Masks(DecoderMasks):
         """Returns whether `block` is causal."""
         return not block.use_bidirectional_attention
 
-    def _compute_attention_mask(
-        self, x, padding_mask, vision_mask, cache, cache_update_index
-    ):
-        if not isinstance(self.attention, LinearAttention):
-            return super()._compute_attention_mask(
-                x, padding_mask, vision_mask, cache, cache_update_index
-            )
-        mask = self._compute_self_attention_mask(
-            decoder_sequence=x,
-            decoder_padding_mask=padding_mask,
-            self_attention_cache=cache,
-            self_attention_cache_update_index=cache_update_index,
-            use_causal_mask=not self.use_bidirectional_attention,
-        )
+    def _linear_mask(self, x, padding, vision_mask, cache, start):
+        causal = not self.use_bidirectional_attention
+        mask = super()._linear_mask(x, padding, cache, start, causal)
         # In bidirectional blocks, padding is hidden as a query too.
         is_plain = mask.causal or mask.key_mask is None
         return mask if is_plain else mask.replace(query_mask=mask.key_mask)
@@ -149,17 +137,9 @@ class PaliGemmaMasks(GemmaMasks):
 
     has_prefix = True
 
-    def _compute_attention_mask(
-        self, x, padding_mask, cache, cache_update_index, response_mask=None
-    ):
-        given = x, padding_mask, cache, cache_update_index
-        if not isinstance(self.attention, LinearAttention):
-            # Skips `GemmaMasks`, whose method has one argument fewer.
-            return super(GemmaMasks, self)._compute_attention_mask(
-                *given, response_mask
-            )
-        if padding_mask is None:
-            return super()._compute_attention_mask(*given)
+    def _linear_mask(self, x, padding, cache, start, response_mask=None):
+        if padding is None:
+            return super()._linear_mask(x, padding, cache, start)
         length = keras.ops.shape(x)[1]
 
         def with_image(mask, value):
@@ -167,7 +147,7 @@ class PaliGemmaMasks(GemmaMasks):
             image = length - keras.ops.shape(mask)[1]
             return keras.ops.pad(mask, ((0, 0), (image, 0)), constant_values=value)
 
-        prompt = with_image(padding_mask, True)
+        prompt = with_image(padding, True)
         if response_mask is None:
             # `self_attention` stays `False`, so that the map takes no statistic that
             # generation, token by token, could not take.

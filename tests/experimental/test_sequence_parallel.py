@@ -7,7 +7,7 @@ import sys
 import keras
 import pytest
 
-import keras_rfattn
+from keras_rfattn.experimental.sequence_parallel import SequenceParallel
 from tests.environment import environment
 
 pytestmark = pytest.mark.skipif(
@@ -18,14 +18,14 @@ PROGRAM = r"""
 import gc, json, re
 import jax, keras, numpy as np
 from jax import numpy as jnp
-import keras_rfattn
+from keras_rfattn.experimental.sequence_parallel import SequenceParallel
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask, Options
 from tests import helpers as h
 
 devices = keras.distribution.list_devices()
 mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "sequence"], devices)
-many = keras_rfattn.distribution.SequenceParallel(
+many = SequenceParallel(
     layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="batch")
 maps = {x: h.build(x, kv_heads=2, head_dim=8) for x in ("favorpp", "polysketch")}
 
@@ -109,8 +109,6 @@ def test_bad_meshes_are_named():
     mesh = keras.distribution.DeviceMesh((1,), ["batch"], ["cpu:0"])
     layouts = keras.distribution.LayoutMap(mesh)
     with pytest.raises(ValueError, match=r"axis of the mesh, \['batch'\].*'sequence'"):
-        keras_rfattn.distribution.SequenceParallel(layout_map=layouts)
+        SequenceParallel(layout_map=layouts)
     with pytest.raises(ValueError, match=r"not the batch's, 'batch'"):
-        keras_rfattn.distribution.SequenceParallel(
-            layout_map=layouts, sequence_dim_name="batch"
-        )
+        SequenceParallel(layout_map=layouts, sequence_dim_name="batch")

@@ -1,1 +1,0 @@
-"""Attention whose tokens are divided over several devices."""
