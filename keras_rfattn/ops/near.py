@@ -138,7 +138,7 @@ def chunk(
     state, feature_map, value, local, key_mask=None, passed=None, is_empty=False,
     attends=True,
 ):  # fmt: skip
-    """Returns the output of tokens after those of a windowed state, and the next one."""
+    """Returns the output of tokens after those of a state, and the next state."""
     moved = Moved(state, ops.shape(value)[:2], key_mask, passed)
     is_empty = is_empty or needed(state.position == 0) is None
     laid = Laid(state, moved, value, local, is_empty)
