@@ -114,11 +114,14 @@ MUTANTS = {
         "np.stack([matrix, matrix], axis=1)",
         "feature_maps/test_fits.py::test_dense_keeps_products",
     ),
-    "sinks dropped with the window": Mutant(
-        "layers/attention.py", "linear",
-        "is_exact or window is not None or self.options.sinks",
-        "is_exact or window is not None",
-        "ops/test_sinks.py::test_sinks_stay_if_the_window_is_dropped",
+    "sinks counted twice": Mutant(
+        "ops/windows.py", "in_windows", "position >= local.sinks", "position >= 0",
+        "ops/test_sinks.py::test_matches_the_definition",
+    ),
+    "a window that never joins the far ones": Mutant(
+        "ops/near.py", "extend_near",
+        "merge_sums(far, _where(begins, leaving, none))", "far",
+        "ops/test_windowed_state.py::test_token_by_token_is_the_parallel_pass",
     ),
     "normalized tokens recorded before they are scaled": Mutant(
         "layers/recording.py", "__call__", "(local.query, local.key)",
@@ -165,8 +168,8 @@ MUTANTS = {
         "layers/test_not_finite.py::test_gradients_know_too",
     ),
     "a state that forgets": Mutant(
-        "layers/not_finite.py", "remembered", "state.numerator + spoiled",
-        "state.numerator", "layers/test_not_finite.py::test_a_state_remembers",
+        "layers/not_finite.py", "remembered", "state.far.numerator + spoiled",
+        "state.far.numerator", "layers/test_not_finite.py::test_a_state_remembers",
     ),
     "keys overwritten before their queries read them": Mutant(
         "ops/causal.py", "step", "plain(key_features(key))", "key_features(key)",

@@ -26,9 +26,9 @@ from keras import ops
 from keras_rfattn.backend import compiled, largest_of, take_tokens
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.recurrent import State, read_state, sum_tokens, to_state, to_sums
+from keras_rfattn.ops.state import State, in_float32, read_sums, sum_tokens
 from keras_rfattn.ops.sums import Sums, no_sums, rebase
-from keras_rfattn.ops.windows import Local, in_windows
+from keras_rfattn.ops.windows import Local, first_tokens, in_windows
 
 
 class SequenceParallel(keras.distribution.ModelParallel):
@@ -101,24 +101,27 @@ class SequenceParallel(keras.distribution.ModelParallel):
 
 def over_devices(query, key, value, local, key_mask, options, is_causal, mesh, axis):
     """Computes `bidirectional`, `causal` or `local_attention` over a mesh axis."""
-    kernel, tokens = None, ()
+    kernel, tokens, sinks = None, (), None
     if local is not None:
         kernel, tokens = local.kernel, (local.query, local.key)
+    if local is not None and local.sinks:
+        sinks = first_tokens(local.key, value, local.sinks, key_mask)
     call = compiled(
         _over_devices, kernel=kernel, options=options, is_causal=is_causal, mesh=mesh,
         axis=axis,
     )  # fmt: skip
     arrays = query.tokens(), key.tokens(), value, key_mask, *tokens
-    return call(arrays, (query.shared(), key.shared()))
+    return call(arrays, (query.shared(), key.shared(), sinks))
 
 
 def _over_devices(arrays, shared, kernel, options, is_causal, mesh, axis):
     def on_a_device(arrays, shared):
+        *shared, sinks = shared
         features = [x.joined(y) for x, y in zip(arrays[:2], shared, strict=True)]
         arrays = *features, *arrays[2:]
         if kernel is None:
             return _stretch(*arrays, options, is_causal, axis)
-        return _windowed_stretch(*arrays, kernel, options, is_causal, axis)
+        return _windowed_stretch(*arrays, sinks, kernel, options, is_causal, axis)
 
     import jax
     from jax.sharding import PartitionSpec
@@ -137,15 +140,17 @@ def _stretch(query, key, value, mask, options, is_causal, axis):
 
     every = jax.lax.all_gather(_summed(key, value, mask), axis)
     if not is_causal:
-        return read_state(_merged(every, None), query, value.dtype)
+        return read_sums(_merged(every, None), query, value.dtype)
     before = ops.arange(jax.lax.axis_size(axis)) < jax.lax.axis_index(axis)
-    state, size = _merged(every, before), options.block_size
+    position = ops.zeros(ops.shape(value)[:1], "int32")
+    state, size = State(_merged(every, before), position), options.block_size
     return causal(query, key, value, mask, size, state=state)
 
 
 def _windowed_stretch(
-    query, key, value, mask, near_query, near_key, kernel, options, is_causal, axis
-):
+    query, key, value, mask, near_query, near_key, sinks, kernel, options, is_causal,
+    axis,
+):  # fmt: skip
     """Returns the output for the queries of one device, with a window."""
     import jax
 
@@ -157,20 +162,24 @@ def _windowed_stretch(
 
     # The stretch is summed in three parts: the tokens that the left neighbour gets,
     # those between, and those that the right neighbour gets.
-    parts = []
+    seen = ops.any(mask, axis=1)
+    first = place * length + ops.argmax(ops.cast(mask, "int32"), axis=1)
+    first = jax.lax.pmin(ops.where(seen, first, size * length), axis)
+    position = place * length - first[:, None] + ops.arange(length)[None]
+    summed, parts = mask & (position >= options.sinks), []
     for part in (slice(0, right), slice(right, length - left), slice(-left, None)):
 
         def cut(x, part=part):
             return x[:, part]
 
-        parts.append(_summed(key.of_tokens(cut), cut(value), cut(mask)))
+        parts.append(_summed(key.of_tokens(cut), cut(value), cut(summed)))
     parts = [ops.stack(x) for x in zip(*parts, strict=True)]
     every = [jax.lax.all_gather(x, axis, tiled=True) for x in parts]
     number = ops.arange(3 * size)
     is_far = number < 3 * place - 1
     if not is_causal:
         is_far = is_far | (number > 3 * place + 3)
-    far = to_sums(_merged(every, is_far))
+    far = _merged(every, is_far)
 
     def from_neighbour(x, offset):
         """Returns the array `offset` devices on; zeros where there is none."""
@@ -184,9 +193,6 @@ def _windowed_stretch(
         return ops.concatenate(parts, axis=1)
 
     # Rows are shifted, so that a window begins at the first token laid out.
-    seen = ops.any(mask, axis=1)
-    first = place * length + ops.argmax(ops.cast(mask, "int32"), axis=1)
-    first = jax.lax.pmin(ops.where(seen, first, size * length), axis)
     moved = ((place * length - left - first) % window)[:, None]
     total = left + length + right
     source = ops.arange(total + window)[None] - moved
@@ -197,8 +203,11 @@ def _windowed_stretch(
     visible = lay_out(mask) & (source >= 0) & (source < total)
     features = [x.of_tokens(lay_out) for x in (query, key)]
     value, *tokens = map(lay_out, (value, near_query, near_key))
-    local = Local(*tokens, kernel, window, options.sliding)
-    output, _ = in_windows(features, value, local, is_causal, visible, far)
+    local = Local(*tokens, kernel, window, options.sliding, options.sinks)
+    if sinks is not None:
+        sinks = sinks._replace(start=place * length - left - first - moved[:, 0])
+    masks = visible, far, lay_out(summed) & visible
+    output, _ = in_windows(features, value, local, is_causal, *masks, sinks)
     return take_tokens(output, moved + left + ops.arange(length)[None])
 
 
@@ -207,18 +216,18 @@ def _summed(features, value, mask):
     if not value.shape[1]:
         sizes = features.width, value.shape[-1], features.scale_width
         return no_sums((ops.shape(value)[0], value.shape[2]), *sizes)
-    return to_state(sum_tokens(features, value, mask), None)[:4]
+    return in_float32(sum_tokens(features, value, mask))
 
 
-def _merged(states, which):
-    """Merges states, stacked to shape `(n, B, ...)`, into one `State` of position 0."""
+def _merged(every, which):
+    """Merges `Sums`, stacked to shape `(n, B, ...)`."""
 
     def some(x, other):
         if which is None:
             return x
         return ops.where(ops.reshape(which, (-1, *(1,) * (len(x.shape) - 1))), x, other)
 
-    sums = Sums(some(states[0], LOWEST), *(some(x, 0) for x in states[1:]))
+    sums = Sums(some(every[0], LOWEST), *(some(x, 0) for x in every[1:]))
     highest = largest_of(sums.maximum, axis=0)
     totals = (ops.sum(x, axis=0) for x in rebase(sums, highest)[1:])
-    return State(highest, *totals, ops.zeros(ops.shape(highest)[:1], "int32"))
+    return Sums(highest, *totals)

@@ -4,13 +4,18 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.generation.streaming import check, check_state, check_type
+from keras_rfattn.generation.streaming import (
+    check,
+    check_state,
+    check_type,
+    named_arrays,
+)
 from keras_rfattn.models.generation import Cache
-from keras_rfattn.ops.recurrent import State
-from keras_rfattn.ops.windowed_state import LocalState
+from keras_rfattn.ops.state import Exact, Near, State
+from keras_rfattn.ops.sums import Sums
 
-FORMAT = 4
-KINDS = {"state": State, "local": LocalState}
+FORMAT = 5
+PARTS = {"far": Sums, "leaving": Sums, "near": Near, "exact": Exact}
 
 
 def take_rows(state, rows):
@@ -89,12 +94,9 @@ def save(path, state):
     check_type(state)
     arrays = {"format": np.array(FORMAT), "seen": _array(state.seen),
               "model": _array(state.model)}  # fmt: skip
-    for i, kept in state.layers.items():
-        kinds = [name for name, cls in KINDS.items() if isinstance(kept, cls)]
-        parts = kept._asdict() if kinds else {"pairs": kept}
-        for name, x in parts.items():
-            dtype = keras.backend.standardize_dtype(x.dtype)
-            arrays["/".join(([*kinds, "softmax"][0], i, name, dtype))] = _array(x)
+    for name, x in named_arrays(state).items():
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        arrays[f"{name}:{dtype}"] = _array(x)
     with open(path, "wb") as file:
         np.savez(file, **arrays)
 
@@ -132,13 +134,12 @@ def load(path, model):
             arrays = {}
         layers = {}
         for key, x in arrays.items():
-            kind, i, name, dtype = key.split("/")
-            x = ops.cast(ops.convert_to_tensor(x), dtype)
-            layers.setdefault(i, (kind, {}))[1][name] = x
-        layers = {
-            i: KINDS[kind](**parts) if kind in KINDS else parts["pairs"]
-            for i, (kind, parts) in layers.items()
-        }
+            name, dtype = key.split(":")
+            place, names = layers, name.split("/")
+            for part in names[:-1]:
+                place = place.setdefault(part, {})
+            place[names[-1]] = ops.cast(ops.convert_to_tensor(x), dtype)
+        layers = {i: _entry(x) for i, x in layers.items()}
     except FileNotFoundError:
         raise
     except Exception as error:
@@ -154,6 +155,14 @@ def load(path, model):
     state = Cache(seen, layers, model_mark)
     check_state(stream, state, seen.shape[0])
     return state
+
+
+def _entry(parts):
+    """Returns an entry of `Cache.layers` from its arrays by name."""
+    if not isinstance(parts, dict):
+        return parts
+    nested = {k: PARTS[k](**x) if k in PARTS else x for k, x in parts.items()}
+    return State(**nested)
 
 
 def _array(x):

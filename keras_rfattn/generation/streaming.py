@@ -24,6 +24,7 @@ from keras_rfattn.models.generation import (
 from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
+from keras_rfattn.ops.state import Exact
 
 # How many numbers of each weight a state is compared by, at least half of them.
 SAMPLED = 256
@@ -167,8 +168,14 @@ def check_state(stream, state, batch_size):
 
 
 def keys_and_values(cache):
-    """Returns the `(B, 2, S, K, H)` keys and values of each layer that keeps them."""
-    return [x for x in cache.layers.values() if not isinstance(x, tuple)]
+    """Returns what each layer keeps of every token: `(B, 2, S, K, H)`, or `Exact`."""
+    kept = (getattr(x, "exact", x) for x in cache.layers.values())
+    return [x for x in kept if not isinstance(x, tuple) or x]
+
+
+def room(kept):
+    """Returns for how many tokens an entry of `keys_and_values` has room."""
+    return (kept.key if isinstance(kept, Exact) else kept).shape[2]
 
 
 def parts_of(model):
@@ -193,7 +200,7 @@ class Stream:
         state = generation.empty_cache(self.model, 1, 1)
         for site in self.sites:
             if sums_up(site) and decodes(site):
-                state.layers[f"{site.index}"] = empty_state(site.layer, 1)
+                state.layers[f"{site.index}"] = empty_state(site.layer, 1, 1)
         return state
 
     def __call__(self, tokens, state, start, padding_mask):
@@ -212,10 +219,11 @@ class Stream:
         return self.function(tokens, state, start, hidden)
 
     def _check_room(self, tokens, state, start, hidden):
-        rooms = [x.shape[2] for x in keys_and_values(state)]
-        if rooms and hidden is not None:
+        rooms = list(map(room, keys_and_values(state)))
+        softmax = [x for x in state.layers.values() if not isinstance(x, tuple)]
+        if softmax and hidden is not None:
             raise ValueError(
-                "`padding_mask` must hide no tokens, because layers of "
+                "`padding_mask` must hide no tokens, because softmax layers of "
                 f"{title(self.model)} keep keys and values and cannot leave padding "
                 "out between chunks. Received: a `padding_mask` that hides tokens. Use "
                 "rows without padding (`take_rows`, `join_rows`), or make all layers "
@@ -278,17 +286,33 @@ def _spread(weight):
     return ops.cast(x[:: max(1, x.shape[0] // SAMPLED) | 1], "float32")
 
 
+def named_arrays(cache):
+    """Returns a dict from names such as `"3/far/maximum"` to the arrays of layers."""
+    found = {}
+
+    def visit(name, x):
+        if not isinstance(x, tuple):
+            found[name] = x
+        elif x:
+            for part, y in x._asdict().items():
+                visit(f"{name}/{part}", y)
+
+    for i, kept in cache.layers.items():
+        visit(i, kept)
+    return found
+
+
 def _shapes(cache):
     """Returns shapes and dtypes by name, without the batch axis and key length."""
     found = {}
-    for i, kept in cache.layers.items():
-        parts = kept._asdict() if isinstance(kept, tuple) else {"cache": kept}
-        for name, x in parts.items():
-            _, *shape = x.shape
-            if name == "cache":
-                del shape[1]
-            dtype = keras.backend.standardize_dtype(x.dtype)
-            found[f"{name} of layer {i}"] = *shape, dtype
+    for name, x in named_arrays(cache).items():
+        i, _, part = name.partition("/")
+        _, *shape = x.shape
+        if not part or part.startswith("exact"):
+            # The axis of tokens.
+            del shape[len(shape) > 1]
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        found[f"{part or 'cache'} of layer {i}"] = *shape, dtype
     return found
 
 

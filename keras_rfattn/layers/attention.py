@@ -23,7 +23,6 @@ from keras_rfattn.ops.kernel_attention import Softmax, exact_attention, unit
 from keras_rfattn.ops.masks import AttentionMask
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.sink_logits import append_ones, append_sinks
-from keras_rfattn.ops.sinks import Sinks, first_tokens
 from keras_rfattn.ops.windows import Local, local_attention
 
 # Exponent of a feature that is negligible compared to any weight of a window.
@@ -100,15 +99,13 @@ class Attention:
         return call, finite
 
     def without_window(self):
-        """Returns the same call without a window; sinks stay exact."""
-        options = dataclasses.replace(self.options, window=None, sliding=False)
+        """Returns the same call without a window and sinks: features alone."""
+        options = dataclasses.replace(self.options, window=None, sliding=False, sinks=0)
         return self.replace(options=options)
 
     def features_alone(self):
         """Computes attention to all keys by features, without window and sinks."""
-        call = self.without_window()
-        options = dataclasses.replace(call.options, sinks=0)
-        return call.replace(options=options).linear()
+        return self.without_window().linear()
 
     def prepared(self):
         """Returns `(query, key, bound)`: tokens before scaling, and the bound map."""
@@ -139,16 +136,7 @@ class Attention:
         """Returns the `Local` of the options' window, for results of `prepared`."""
         query, key = (bound.side * ops.cast(x, wide_dtype(x)) for x in (query, key))
         options, kernel = self.options, self.feature_map.exact_kernel
-        return Local(query, key, kernel, options.window, options.sliding)
-
-    def with_sinks(self, features, query, key, key_mask):
-        """Adds the features of sinks to those of scaled tokens, if there are any."""
-        if not self.options.sinks:
-            return features
-        first, position = first_tokens(key, self.options.sinks, key_mask)
-        sinks = Sinks(first, self.feature_map.exact_kernel)
-        queries, keys = features
-        return sinks.of_queries(queries, query), sinks.of_keys(keys, position)
+        return Local(query, key, kernel, options.window, options.sliding, options.sinks)
 
     @of_finite_tokens
     def softmax(self):
@@ -181,7 +169,6 @@ class Attention:
             return self.zero()
         local = self.local(*self.prepared())
         features = _one_feature(local.query, 0.0), _one_feature(local.key, NEGLIGIBLE)
-        features = self.with_sinks(features, local.query, local.key, mask.key_mask)
         return local_attention(*features, self.value, local, mask.key_mask, mask.causal)
 
     @of_finite_tokens
@@ -194,7 +181,7 @@ class Attention:
         is_equal = feature_map.has_exact_features and window is None
         is_short = is_equal and fits(key.shape[1], feature_map.output_dim)
         is_exact, local = feature_map.is_exact or is_short, None
-        if is_exact or window is not None or self.options.sinks:
+        if is_exact or window is not None:
             local = self.local(query, key, bound)
         if is_exact:
             masks = mask.key_mask, mask.causal, mask.prefix_mask
@@ -210,16 +197,13 @@ class Attention:
         features = bound.query_features(query), bound.key_features(key)
         return self._by_features(features, local)
 
-    def _by_features(self, features, near):
-        """Computes `linear` from features, with `near` tokens if any are exact."""
+    def _by_features(self, features, local):
+        """Computes `linear` from features, with a window if there is a `Local`."""
         options, mask, value = self.options, self.mask, self.value
         key_mask, is_causal, prefix = mask.key_mask, mask.causal, mask.prefix_mask
-        local = None if options.window is None else near
         output = fused.attention(features, value, local, key_mask, is_causal, options)
         if output is not None:
             return output
-        if near is not None:
-            features = self.with_sinks(features, *near[:2], key_mask)
         # A distribution of `experimental.sequence_parallel` divides the tokens.
         distribution = keras.distribution.distribution()
         divided = getattr(distribution, "linear_attention", None)

@@ -4,26 +4,28 @@ A prompt is processed in parallel, and later tokens are processed one after anot
 """
 
 import contextlib
+import dataclasses
 import itertools
-from functools import partial
+import math
 
 from keras import ops
 
-from keras_rfattn.backend import wide_dtype
 from keras_rfattn.layers.call_context import Interceptor, context_of
 from keras_rfattn.layers.not_finite import marked, remembered
 from keras_rfattn.layers.replaced_call import replacing_call
+from keras_rfattn.layers.softmax_heads import joined, linear_heads, of_heads
 from keras_rfattn.ops.causal import causal
-from keras_rfattn.ops.layout import split_heads
-from keras_rfattn.ops.masks import AttentionMask, heads_mask, hide
-from keras_rfattn.ops.recurrent import extend_state, init_state, read_state
-from keras_rfattn.ops.sinks import Sinks
-from keras_rfattn.ops.windowed_chunk import local_chunk
-from keras_rfattn.ops.windowed_state import (
-    Move,
-    extend_local_state,
-    init_local_state,
-    read_local_state,
+from keras_rfattn.ops.masks import AttentionMask
+from keras_rfattn.ops.near import chunk, extend_near, read_near
+from keras_rfattn.ops.sink_logits import append_ones, append_sinks
+from keras_rfattn.ops.state import (
+    Exact,
+    extend_exact,
+    extend_state,
+    init_exact,
+    init_state,
+    read_exact_tokens,
+    read_state,
 )
 
 # Names under which attention classes store their rotary embedding layer.
@@ -34,31 +36,35 @@ CACHES = ("cache", "self_attention_cache")
 
 def onward(call, state=None, passed=None):
     """Returns the output `(B, T, N, V)` of T new tokens, and the state after them."""
-    feature_map, window = call.feature_map, call.options.window
-    if feature_map.is_exact:
+    if call.feature_map.is_exact:
+        name = type(call.feature_map).__name__
         raise ValueError(
             "Decoding with a state of fixed size needs features. Received: a map that "
-            f"computes its kernel exactly ({type(feature_map).__name__}). Use another."
+            f"computes its kernel exactly ({name}). Use another."
         )
-    is_fresh = state is None
+    is_empty = state is None
     call, finite = call.with_finite_tokens()
-    if is_fresh:
-        state = _empty_of(call)
+    state = _empty_of(call) if is_empty else state
     query, key, bound = call.prepared()
-    key_mask = call.mask.key_mask
-    if call.key.shape[1] == 1:
-        output, state = _one_more(call, query, key, bound, state, passed)
-    elif window is None:
-        output, state = causal(
-            bound.query_features(query), bound.key_features(key), call.value, key_mask,
-            call.options.block_size, state=state, return_state=True,
-        )  # fmt: skip
+    value, key_mask = call.value, call.mask.key_mask
+    local = call.local(query, key, bound)
+    if local.window is None:
+        features = bound.query_features(query), bound.key_features(key)
+        if key.shape[1] == 1:
+            state = extend_state(state, features[1], value, key_mask)
+            output = read_state(state, features[0], value.dtype)
+        else:
+            output, state = causal(
+                *features, value, key_mask, call.options.block_size, state=state,
+                return_state=True,
+            )  # fmt: skip
+    elif key.shape[1] == 1:
+        tokens = call.feature_map, value, local, key_mask, passed
+        state = extend_near(state, *tokens)
+        output = read_near(state, bound.query_features(query), local, value.dtype)
     else:
-        local = call.local(query, key, bound)
-        features = partial(_local_features, call)
-        output, state = local_chunk(
-            state, features, call.value, local, key_mask, passed, is_fresh
-        )
+        tokens = call.feature_map, value, local, key_mask, passed
+        output, state = chunk(state, *tokens, is_empty=is_empty)
     state = remembered(state, finite, key_mask)
     return marked(output, finite, call.mask), state
 
@@ -66,57 +72,36 @@ def onward(call, state=None, passed=None):
 def after_prompt(call, enters, passed):
     """Returns the state after a prompt, without computing attention."""
     call, finite = call.with_finite_tokens()
-    _, key, bound = call.prepared()
-    state = _extended(call, key, bound, _empty_of(call), enters, passed)
+    query, key, bound = call.prepared()
+    state, local = _empty_of(call), call.local(query, key, bound)
+    if local.window is None:
+        state = extend_state(state, bound.key_features(key), call.value, enters)
+    else:
+        tokens = call.feature_map, call.value, local, enters, passed
+        _, state = chunk(state, *tokens, is_empty=True, attends=False)
     return remembered(state, finite, enters)
 
 
-def _local_features(call, query, key, sink, position):
-    """Returns the features of scaled tokens that `local_chunk` asks for."""
-    queries = call.feature_map.query_features(query)
-    keys = call.feature_map.key_features(key)
-    if not call.options.sinks:
-        return queries, keys
-    sinks = _sinks(call, sink)
-    return sinks.of_queries(queries, query), sinks.of_keys(keys, position)
-
-
-def _sinks(call, key):
-    """Returns the `Sinks` with keys that are heads first."""
-    return Sinks(ops.transpose(key, (0, 2, 1, 3)), call.feature_map.exact_kernel)
-
-
-def _one_more(call, query, key, bound, state, passed):
-    """Computes `onward` of a single token."""
-    state = _extended(call, key, bound, state, call.mask.key_mask, passed)
-    features = bound.query_features(query)
-    if call.options.window is None:
-        return read_state(state, features, call.value.dtype), state
-    local = call.local(query, key, bound)
-    if call.options.sinks:
-        features = _sinks(call, state.sink_key).of_queries(features, local.query)
-    return read_local_state(state, features, local.query, local.kernel), state
-
-
-def _extended(call, key, bound, state, key_mask, passed):
-    """Returns a state with the tokens of a call added."""
-    features, value = bound.key_features(key), call.value
-    if call.options.window is None:
-        return extend_state(state, features, value, key_mask)
-    key = bound.side * ops.cast(key, wide_dtype(key))
-    if call.options.sinks:
-        moved = Move(state, ops.shape(value)[:2], key_mask, passed)
-        new = hide(split_heads(key, value.shape[2]), heads_mask(moved.new))
-        sinks = _sinks(call, moved.sinks(state, new))
-        features = sinks.of_keys(features, moved.added)
-    return extend_local_state(state, features, value, key, key_mask, passed)
-
-
-def empty_state(layer, batch_size):
+def empty_state(layer, batch_size, max_length):
     """Returns the state of a linear attention layer before any token."""
     heads, head_dim = layer._kv_shape()
-    sizes = batch_size, heads, head_dim, getattr(layer, "_value_dim", head_dim)
-    return _empty(layer, *sizes, layer.compute_dtype)
+    heads -= len(layer.options.softmax_heads)
+    sizes = batch_size, heads, head_dim, _value_dim(layer), layer.compute_dtype
+    exact = empty_exact(layer, batch_size, max_length)
+    return _empty(layer, *sizes)._replace(exact=exact)
+
+
+def empty_exact(layer, batch_size, max_length):
+    """Returns room for tokens of the heads that stay softmax; `()` without any."""
+    count, (_, head_dim) = len(layer.options.softmax_heads), layer._kv_shape()
+    if not count:
+        return ()
+    sizes = batch_size, count, max_length
+    return init_exact(*sizes, head_dim, _value_dim(layer), layer.compute_dtype)
+
+
+def _value_dim(layer):
+    return getattr(layer, "_value_dim", layer._kv_shape()[1])
 
 
 def _empty_of(call):
@@ -126,19 +111,30 @@ def _empty_of(call):
 
 
 def _empty(owner, batch, heads, head_dim, value_dim, dtype):
-    feature_map, options = owner.feature_map, owner.options
-    sizes = batch, heads, feature_map.output_dim, value_dim
-    scale_dim = feature_map.features_per_scale
-    if options.window is None:
-        return init_state(*sizes, scale_dim)
-    return init_local_state(
-        *sizes, head_dim, options.window, options.sliding, scale_dim, dtype,
-        options.sinks,
+    feature_map = owner.feature_map
+    return init_state(
+        batch, heads, feature_map.output_dim, value_dim, feature_map.features_per_scale,
+        head_dim, owner.options, dtype,
     )  # fmt: skip
+
+
+def among_all(call, exact, start):
+    """Returns softmax attention of new tokens to all `Exact` ones before them."""
+    query, _ = call.scaled()
+    # Scales the few queries instead of all keys.
+    query = query * (call.logit_scale * math.sqrt(call.scale))
+    key, kernel = ops.cast(exact.key, query.dtype), call.softmax_kernel
+    if call.sink_logits is not None:
+        query, key = append_sinks(query, call.sink_logits), append_ones(key)
+        kernel = dataclasses.replace(kernel, has_offset=True)
+    output = read_exact_tokens(exact._replace(key=key), query, kernel, start)
+    return ops.cast(output, call.value.dtype)
 
 
 class Decoder(Interceptor):
     """Recorder of a layer while it decodes, which keeps and updates its state."""
+
+    answers_all_heads = True
 
     def __init__(self, state, visible, passed, start, enters=None, is_prefix=False):
         self.state = state  # `None` before any token
@@ -166,6 +162,22 @@ class Decoder(Interceptor):
 
     def __call__(self, call):
         """Returns the output for an `Attention`, and updates the state."""
+        heads = call.options.softmax_heads
+        if not heads:
+            return self.linear(call)
+        # Before any token, only the room for keys and values exists.
+        is_empty = isinstance(self.state, Exact)
+        room = self.state if is_empty else self.state.exact
+        self.state = None if is_empty else self.state
+        output = self.linear(of_heads(call, linear_heads(call)))
+        kept = of_heads(call, heads)
+        room = extend_exact(room, kept.key, kept.value, self.visible, self.start)
+        exact = kept.softmax() if is_empty else among_all(kept, room, self.start)
+        self.state = self.state._replace(exact=room)
+        return joined(call, output, exact)
+
+    def linear(self, call):
+        """Returns the output of linear heads, and updates their part of the state."""
         if self.is_prefix:
             output, self.state = looked_up(call, self.state)
         elif self.enters is not None:

@@ -77,9 +77,9 @@ def remembered(state, finite, key_mask):
         return state
     spoiled = _hidden_to_false(ops.logical_not(finite.key), key_mask)
     spoiled = where(ops.any(spoiled, axis=1), float("nan"), 0.0)  # (B, K, 1)
-    shape = *ops.shape(spoiled), *(1,) * (len(state.numerator.shape) - 3)
-    spoiled = ops.cast(ops.reshape(spoiled, shape), state.numerator.dtype)
-    return state._replace(numerator=state.numerator + spoiled)
+    spoiled = ops.expand_dims(ops.cast(spoiled, state.far.numerator.dtype), -1)
+    far = state.far._replace(numerator=state.far.numerator + spoiled)
+    return state._replace(far=far)
 
 
 def _hidden_to_false(tokens, mask):

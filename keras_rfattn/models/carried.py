@@ -9,7 +9,7 @@ from functools import partial
 from keras import ops
 
 from keras_rfattn.layers.call_context import context_of
-from keras_rfattn.layers.decoding import CACHES
+from keras_rfattn.layers.decoding import CACHES, empty_exact
 from keras_rfattn.layers.replaced_call import replacing_call
 from keras_rfattn.ops.masks import AttentionMask
 
@@ -99,17 +99,20 @@ def also(mask, visible):
 
 
 def sums_up(site):
-    """Returns whether a layer keeps only recurrent sums, i.e. no head is exact."""
-    if not site.is_linear:
+    """Returns whether a layer keeps a `State`, not the keys and values of its block."""
+    if not site.is_linear or site.layer.feature_map.is_exact:
         return False
-    return not (site.layer.feature_map.is_exact or site.layer.options.softmax_heads)
+    return site.causal or not site.layer.options.softmax_heads
 
 
 def empty_layers(sites, batch_size, max_length):
     """Allocates keys and values for the layers that keep them, as in `Cache.layers`."""
     layers = {}
     for site in sites:
-        if not sums_up(site):
+        if sums_up(site):
+            room = empty_exact(site.layer, batch_size, max_length)
+            layers |= {f"{site.index}": room} if room else {}
+        else:
             heads, head_dim = site.linear_class._kv_shape(site.layer)
             shape = (batch_size, 2, max_length, heads, head_dim)
             layers[f"{site.index}"] = ops.zeros(shape, dtype=site.layer.compute_dtype)

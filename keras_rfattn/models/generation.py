@@ -16,10 +16,7 @@ import keras_rfattn.models.survey as survey
 from keras_rfattn.layers.call_context import PerObject
 from keras_rfattn.layers.decoding import Decoder
 from keras_rfattn.models.carried import carried, empty_layers, kept
-from keras_rfattn.ops.recurrent import State
-from keras_rfattn.ops.windowed_state import LocalState
-
-STATES = (State, LocalState)
+from keras_rfattn.ops.state import State
 
 # Task -> `Generating`, while `generate` runs.
 _GENERATING = PerObject()
@@ -32,8 +29,8 @@ class Cache(NamedTuple):
         seen: Number of positions seen, int32 `(B,)` for batch size B. A token at an
             earlier position gets logits, but does not enter the state a second time.
         layers: Dict from the number of an attention layer in the model, as a string,
-            to its entry: `ops.State` or `ops.LocalState` of a linear layer, or keys and
-            values `(B, 2, S, K, H)` for S positions, K key heads and head dim H.
+            to its entry: `ops.State` of a linear layer, or keys and values
+            `(B, 2, S, K, H)` for S positions, K key heads and head dim H.
         model: Number that identifies the model of the cache, int32 `(B,)`. It is 0
             inside `generate`.
     """
@@ -137,7 +134,7 @@ def decoding(known, cache, length, start):
     if known.hidden is not None:
         visible = passed & ~known.padding(positions, ops.shape(passed)[0])
     decoder = partial(Decoder, visible=visible, start=start)
-    is_prompt = not any(isinstance(x, STATES) for x in cache.layers.values())
+    is_prompt = not any(isinstance(x, State) for x in cache.layers.values())
     if known.end is not None and is_prompt:
         # Tokens from `end` on pass again, one by one, while rows with shorter prompts
         # already generate.

@@ -20,7 +20,7 @@ from keras_rfattn.ops.kernel_attention import Polynomial, Softmax
 from keras_rfattn.ops.masks import AttentionMask, interpret_mask
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.quadratic import quadratic
-from keras_rfattn.ops.recurrent import State, extend_state, init_state, read_state
+from keras_rfattn.ops.state import State, extend_state, init_state, read_state
 
 __all__ = [
     "AttentionMask",

@@ -22,7 +22,7 @@ from keras_rfattn.ops.layout import (
 )
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
-from keras_rfattn.ops.recurrent import count_visible, sum_tokens, to_state, to_sums
+from keras_rfattn.ops.state import State, count_visible, in_float32, sum_tokens
 from keras_rfattn.ops.sums import Sums, admit, cast_sums, guarded, no_sums_of, summarize
 
 SPAN = 30.0
@@ -77,20 +77,22 @@ def causal(
             prefix_mask = ops.logical_and(prefix_mask, key_mask)
             others = ops.logical_and(others, key_mask)
         sums, key_mask = sum_tokens(key_features, value, prefix_mask), others
-        state = to_state(sums, count_visible(value, prefix_mask))
+        state = State(in_float32(sums), count_visible(value, prefix_mask))
     call = compiled(
         _causal, block_size=block_size, span=SPAN, fallback=unbounded_weights
     )
-    output, sums = call(query_features, key_features, value, key_mask, state)
+    earlier = None if state is None else state.far
+    output, sums = call(query_features, key_features, value, key_mask, earlier)
     if not return_state:
         return output
     position = count_visible(value, key_mask)
-    if state is not None:
-        position = position + state.position
-    return output, to_state(sums, position)
+    if state is None:
+        return output, State(in_float32(sums), position)
+    position = state.position + position
+    return output, state._replace(far=in_float32(sums), position=position)
 
 
-def _causal(query, key, value, key_mask, state, block_size, span, fallback):
+def _causal(query, key, value, key_mask, earlier, block_size, span, fallback):
     """Returns the output, and the sums after the last token."""
     (batch, length), num_kv_heads = ops.shape(value)[:2], value.shape[2]
     num_heads = query.num_heads
@@ -99,7 +101,7 @@ def _causal(query, key, value, key_mask, state, block_size, span, fallback):
     dtype, value = value.dtype, representable(value)
 
     start = no_sums_of(key, (batch, num_kv_heads), value)
-    start = start if state is None else cast_sums(to_sums(state), start)
+    start = start if earlier is None else cast_sums(earlier, start)
     query = query.relative()
     query, query_features = in_blocks(query, num_kv_heads, block_size, groups)
     key, key_features = in_blocks(key, num_kv_heads, block_size)

@@ -79,6 +79,14 @@ class Exponents(NamedTuple):
         common = None if self.common is None else function(self.common)
         return self._replace(x=function(self.x), common=common)
 
+    def of_heads(self, of_tokens, of_weights):
+        """Returns `Exponents` of some heads, which two functions take from arrays."""
+        form = self.form
+        if form is not None:
+            form = Form(of_weights(form.matrix), of_weights(form.offset))
+        matrix, bias = of_weights(self.matrix), of_weights(self.bias)
+        return self.of_tokens(of_tokens)._replace(matrix=matrix, bias=bias, form=form)
+
     def tokens(self):
         """Returns the part that has an entry for each token."""
         return self._replace(matrix=None, bias=None, form=None)

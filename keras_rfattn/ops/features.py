@@ -67,6 +67,10 @@ class Features(NamedTuple):
         """Returns features with a function of token arrays applied to all parts."""
         return type(self)(*(None if x is None else function(x) for x in self))
 
+    def of_heads(self, of_tokens, of_weights):
+        """Returns features of some heads, which a function takes from token arrays."""
+        return self.of_tokens(of_tokens)
+
     @property
     def scale_width(self):
         """The size of the last axis of `log_scale`: M or 1."""

@@ -39,10 +39,6 @@ def feature_rows(query_features, key_features, visible, key_mask=None, local=Non
 def _by_features(query, key, visible):
     """Returns the `Reading` of rows, in which only visible keys have any part."""
     dtype = query.log_scale.dtype
-    if not query.shares_scale:
-        # A sink that does not exist gives queries a feature that no key has.
-        exists = largest_of(key.log_scale, axis=-2, keepdims=True) > LOWEST / 2
-        query = query._replace(log_scale=where(exists, query.log_scale, LOWEST))
     # Each query and each key is relative to its own largest exponent. A maximum over
     # keys would include keys that a row does not see.
     tops = [
@@ -73,7 +69,7 @@ def _by_features(query, key, visible):
     return Reading(shift, weights, denominator, bound)
 
 
-def nearby(key_mask, rows, length, window, sliding=False, causal=False):
+def nearby(key_mask, rows, length, local, causal=False):
     """Returns which keys `local_attention` weighs by the kernel for each query."""
     positions = ops.expand_dims(ops.arange(length, dtype="int32"), 0)
     rows = ops.expand_dims(ops.cast(rows, "int32"), 0)
@@ -81,10 +77,11 @@ def nearby(key_mask, rows, length, window, sliding=False, causal=False):
         first = first_visible(key_mask)
         # Positions before the first visible key count as after the end.
         positions, rows = ((x - first) % length for x in (positions, rows))
-    positions, rows = positions // window, rows // window
+    is_sink = ops.expand_dims(positions < local.sinks, 1)
+    positions, rows = positions // local.window, rows // local.window
     apart = ops.expand_dims(positions, 1) - ops.expand_dims(rows, 2)
-    least, most = (-1, 0 if causal else 1) if sliding else (0, 0)
-    return (apart >= least) & (apart <= most)
+    least, most = (-1, 0 if causal else 1) if local.sliding else (0, 0)
+    return (apart >= least) & (apart <= most) | is_sink
 
 
 def _by_kernel(kernel, query, key, visible):

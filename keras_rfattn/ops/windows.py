@@ -6,6 +6,10 @@ kernel; those of all other keys are estimated by features. With `sliding`, the w
 before its own is exact too, and without causality also the one after, so that at least
 `window` keys are exact. Attention is exact if the sequence fits one window.
 
+The first `sinks` tokens of a row are exact for every query: pretrained decoders put
+much of their attention on them, and features estimate these large weights badly. They
+are keys nearby for each window, and no sum holds them.
+
 Nothing is subtracted from a sum over all keys, because that would cancel: the sum over
 the keys outside a window is computed from the keys before it and the keys after it.
 
@@ -13,7 +17,8 @@ the keys outside a window is computed from the keys before it and the keys after
 several devices.
 
 This is the local exact part of PolySketchFormer (Kacham et al., 2024, section 3.2), for
-every kernel that can be computed.
+every kernel that can be computed. "Efficient Streaming Language Models with Attention
+Sinks" (Xiao et al., 2024) keeps the first tokens beside a sliding window.
 """
 
 import dataclasses
@@ -24,10 +29,12 @@ from keras import ops
 
 from keras_rfattn.backend import (
     by_heads,
+    clip,
     compiled,
     fits,
     fold,
     leading,
+    num_blocks,
     product,
     repeat_each,
     representable,
@@ -46,7 +53,7 @@ from keras_rfattn.ops.layout import (
     merge_heads,
     split_heads,
 )
-from keras_rfattn.ops.masks import first_visible, hide, needed
+from keras_rfattn.ops.masks import first_visible, heads_mask, hide, needed
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.sums import (
@@ -71,6 +78,23 @@ class Local(NamedTuple):
     kernel: Any  # that the features estimate: `Softmax()` or `Polynomial(degree)`
     window: int  # number of tokens in a window
     sliding: bool = False  # whether the windows next to a query's own are exact too
+    sinks: int = 0  # number of first tokens that are exact for every query
+
+
+class SinkTokens(NamedTuple):
+    """The keys and values of sinks, and where the windows begin that see them."""
+
+    key: Any  # (B, K, s, H), scaled
+    value: Any  # (B, K, s, V)
+    visible: Any  # (B, s), which of them exist and are visible
+    start: Any  # (B,), position of the first token of the first window
+
+    def before(self, windows, count):
+        """Returns which sinks are before the windows nearby: `(B, 1, n, 1, s)`."""
+        number = ops.arange(count, dtype="int32") + windows.nearby[0]
+        first = ops.expand_dims(self.start, 1) + number * windows.size
+        seen = ops.expand_dims(first > 0, -1) & ops.expand_dims(self.visible, 1)
+        return ops.expand_dims(seen, (1, 3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +126,13 @@ class Windows:
         found = [shifted(blocks, x) for x in self.nearby]
         return found[0] if len(found) == 1 else ops.concatenate(found, axis=3)
 
-    def answer(self, sums, features, query, key, value, mask, is_all, dtype):
+    def answer(self, sums, features, query, near, sinks, is_all, dtype):
         """Returns the output in `dtype`, from `sums` of far windows and keys nearby."""
+        key, value, mask = near
         far = read(sums, features, value.dtype)
         visible = self.visible(mask, is_all)
+        if sinks is not None:
+            key, value, visible = _joined(query, (key, value, visible), sinks)
         near = read_exactly(self.kernel, query, key, value, visible)
         return normalize(combine(far, near), features, dtype)
 
@@ -123,7 +150,10 @@ class Windows:
         # LiteRT has no logical `and` for arrays with five axes.
         return visible if within is None else where(within, visible, False)
 
-    def __call__(self, query_features, key_features, query, key, value, mask, earlier):
+    def __call__(
+        self, query_features, key_features, query, key, value, mask, summed, sinks,
+        earlier,
+    ):  # fmt: skip
         """Computes all windows of some heads, without causality: `(B, K, T · G, V)`."""
 
         def cut(features, groups=1):
@@ -133,11 +163,12 @@ class Windows:
         query, key, value, exists = self.cut(query, key, value, mask)
         # Keys are done before queries start, so that memory holds the features of one
         # side at a time.
-        far = summarize(*admit(cut(key_features), value, mask), mask)
+        far = summarize(*admit(cut(key_features), value, summed), summed)
         far = self.elsewhere(far, earlier)
         features = cut(query_features, self.groups)
-        near = (self.beside(x) for x in (key, value, exists))
-        output = self.answer(far, features, query, *near, mask is None, value.dtype)
+        near = [self.beside(x) for x in (key, value, exists)]
+        is_all = mask is None
+        output = self.answer(far, features, query, near, sinks, is_all, value.dtype)
         shape = ops.shape(output)
         return ops.reshape(output, (*shape[:2], -1, shape[-1]))
 
@@ -149,6 +180,41 @@ class Windows:
         before, _ = prefix_sums(left, start)
         after, _ = prefix_sums(_reversed(right), none)
         return merge_sums(before, _reversed(after))
+
+
+def _joined(query, near, sinks):
+    """Returns keys, values and what is visible of tokens nearby and of sinks."""
+    count, rows = ops.shape(query)[2:4]
+
+    def beside(x, sink):
+        sink = ops.expand_dims(ops.cast(sink, x.dtype), 2)
+        shape = *ops.shape(sink)[:2], count, *ops.shape(sink)[3:]
+        return ops.concatenate([x, ops.broadcast_to(sink, shape)], axis=3)
+
+    (key, value, visible), (sink_key, sink_value, seen) = near, sinks
+    if visible is None:
+        visible = ops.ones((1, 1, 1, 1, ops.shape(key)[3]), dtype="bool")
+    lead = ops.shape(query)[0], 1, count, rows
+    visible = [ops.broadcast_to(x, (*lead, ops.shape(x)[-1])) for x in (visible, seen)]
+    key, value = beside(key, sink_key), beside(value, sink_value)
+    return key, value, ops.concatenate(visible, axis=-1)
+
+
+def first_tokens(key, value, count, key_mask=None):
+    """Returns the `SinkTokens` of keys and values `(B, T, K, ·)`."""
+    (batch, length), num_kv_heads = ops.shape(value)[:2], value.shape[2]
+    if key_mask is None:
+        visible = ops.ones((batch, count), dtype="bool")
+        key, value = key[:, :count], value[:, :count]
+    else:
+        place = first_visible(key_mask) + ops.arange(count, dtype="int32")
+        # A row with fewer tokens has fewer sinks.
+        index = clip(place, 0, length - 1)
+        visible = take_tokens(ops.cast(key_mask, "bool"), index) & (place < length)
+        key, value = (take_tokens(x, index) for x in (key, value))
+    mask, start = heads_mask(visible), ops.zeros((batch,), dtype="int32")
+    key, value = (hide(split_heads(x, num_kv_heads), mask) for x in (key, value))
+    return SinkTokens(key, value, visible, start)
 
 
 def from_first_visible(key_mask, causal=False):
@@ -172,7 +238,7 @@ def local_attention(
     """Computes self-attention, exact within windows and by features beyond."""
     # Without causality, tokens before the first visible key, which are padding, count
     # as being after the end.
-    query, key, kernel, window, sliding = local
+    query, key, kernel, window, sliding, _ = local
     Options(window=window, sliding=sliding)
     if query.shape[1] != key.shape[1]:
         raise ValueError(
@@ -193,19 +259,31 @@ def local_attention(
 
 
 def in_windows(
-    features, value, local, is_causal, mask=None, earlier=None, far_mask=None
+    features, value, local, is_causal, mask=None, earlier=None, summed=None, sinks=None
 ):
-    """Computes `local_attention` of rows whose first token begins a window."""
+    """Computes `local_attention` of rows whose first token begins a window.
+
+    `summed`, `(B, T)`, is true for the keys that enter sums: by default, all that
+    `mask` shows except for sinks. Returns the output, and the sums of the far windows
+    of the last query if attention is causal.
+    """
+    if local.sinks and sinks is None:
+        sinks = first_tokens(local.key, value, local.sinks, mask)
+        position = ops.arange(ops.shape(value)[1], dtype="int32")
+        summed = ops.expand_dims(position >= local.sinks, 0)
+        summed = summed if mask is None else summed & ops.cast(mask, "bool")
+    elif summed is None:
+        summed = mask
     call = compiled(
         _causal_windows if is_causal else _all_windows, kernel=local.kernel,
         window=local.window, sliding=local.sliding,
     )  # fmt: skip
-    arrays = *features, value, local.query, local.key, mask, earlier
-    return call(*arrays, far_mask) if is_causal else (call(*arrays), None)
+    arrays = value, local.query, local.key, mask, summed, sinks, earlier
+    return call(*features, *arrays)
 
 
 def _all_windows(
-    query_features, key_features, value, query, key, mask, earlier,
+    query_features, key_features, value, query, key, mask, summed, sinks, earlier,
     kernel, window, sliding,
 ):  # fmt: skip
     """Computes `in_windows` without causality."""
@@ -217,15 +295,18 @@ def _all_windows(
     query, key, value = (
         split_heads(x, num_kv_heads) for x in (query, key, representable(value))
     )
-    mask = block_mask(mask, length, window)
-    output = by_heads(windows, (*features, query, key, value, mask, earlier), size)
+    masks = [block_mask(x, length, window) for x in (mask, summed)]
+    if sinks is not None:
+        seen = sinks.before(windows, num_blocks(length, window))
+        sinks = sinks.key, sinks.value, seen
+    arrays = *features, query, key, value, *masks, sinks, earlier
     # Cuts off the padding after the end.
-    output = leading(output, length * groups, 2)
-    return ops.cast(merge_heads(output, num_heads, length), dtype)
+    output = leading(by_heads(windows, arrays, size), length * groups, 2)
+    return ops.cast(merge_heads(output, num_heads, length), dtype), None
 
 
 def _causal_windows(
-    query_features, key_features, value, query, key, mask, earlier, far_mask,
+    query_features, key_features, value, query, key, mask, summed, sinks, earlier,
     kernel, window, sliding,
 ):  # fmt: skip
     """Computes causal `in_windows`."""
@@ -237,32 +318,33 @@ def _causal_windows(
     hidden = block_mask(mask, length, window)
     tokens = [split_heads(x, num_kv_heads) for x in (query, key, representable(value))]
     query, key, value, exists = windows.cut(*tokens, hidden)
-    summed = exists
-    if far_mask is not None:
-        summed = ops.expand_dims(block_mask(far_mask, length, window), -1)
-    rows = far_query, query, *map(windows.beside, (key, value, exists))
+    is_summed = block_mask(summed, length, window)
+    rows = far_query, query, list(map(windows.beside, (key, value, exists)))
+    seen = None if sinks is None else sinks.before(windows, ops.shape(value)[2])
 
     def summed_before(offset):
         """Returns keys, values and mask of window `i + offset`, for every window i."""
         keys = keras.tree.map_structure(
             lambda x: None if x is None else shifted(x, offset), far_key
         )
-        is_all = hidden is None and far_mask is None and not offset
+        summed = exists if is_summed is None else ops.expand_dims(is_summed, -1)
+        is_all = is_summed is None and not offset
         return keys, shifted(value, offset), None if is_all else shifted(summed, offset)
 
-    def forward(sums, far, rows):
+    def forward(sums, far, rows, seen):
         keys, value, mask = far
         mask = None if mask is None else needed(mask[..., 0])
         own = summarize(*admit(compute_key(keys), value, mask), mask)
         before, last = prefix_sums(own, Sums(*sums))
-        features, *rows = rows
+        features, query, near = rows
         features, is_all = compute_query(features), hidden is None
-        output = windows.answer(before, features, *rows, is_all, dtype)
+        exact = None if sinks is None else (sinks.key, sinks.value, seen)
+        output = windows.answer(before, features, query, near, exact, is_all, dtype)
         return tuple(last), block_tokens(output, num_heads)
 
     start = no_sums_of(key_features, ops.shape(value)[:2], value)
     start = start if earlier is None else cast_sums(earlier, start)
-    blocks = summed_before(windows.nearby[0]), rows
+    blocks = summed_before(windows.nearby[0]), rows, seen
     last, found = fold(forward, tuple(start), blocks)
     return join_tokens(found, length), Sums(*last)
 

@@ -205,14 +205,12 @@ def _student_rows(call, rows, taken, visible, dropped):
         return kernel_rows(near.kernel, near.query, near.key, visible)
     local = None
     if options.window is not None:
-        window = options.window, options.sliding, mask.causal
-        is_near = nearby(mask.key_mask, rows, ops.shape(key)[1], *window)
+        is_near = nearby(mask.key_mask, rows, ops.shape(key)[1], near, mask.causal)
         # A model may make several sequences of one.
         count = ops.shape(key)[0] // ops.shape(dropped)[0]
         is_near = is_near & ~ops.repeat(dropped, count)[:, None, None]
         local = near.kernel, near.query, near.key, is_near[:, None]
     features = bound.query_features(taken(query)), bound.key_features(key)
-    features = call.with_sinks(features, near.query, near.key, mask.key_mask)
     return feature_rows(*features, visible, mask.key_mask, local)
 
 

@@ -44,6 +44,24 @@ def test_bytes_are_those_of_the_state(family):
     assert [rows * x for x in one] == list(found)
 
 
+def test_only_softmax_heads_keep_every_token():
+    model, _ = families.build("llama")
+    keras_rfattn.replace_attention(model, softmax_heads=[1], window=3, **FEATURES)
+    rows, length, ids = 3, 11, np.ones((3, 5), "int32")
+    _, state = generation.prefill(model, ids, max_length=length)
+    found, longer = (generation.state_bytes(model, n, rows) for n in (length, 64))
+    assert found.state == size(state)
+    # One of two key/value heads of each layer: a key, a value, a boolean.
+    layers, head_dim = 2, 4
+    each = layers * rows * (2 * head_dim * 4 + 1)
+    assert longer.state - found.state == (64 - length) * each
+    with pytest.raises(ValueError, match="`max_length` must be set, because 2 layers"):
+        generation.prefill(model, ids)
+    with pytest.raises(ValueError, match="has room for the keys and values of 5"):
+        _, state = generation.prefill(model, ids, max_length=5)
+        generation.step(model, ids[:, :1], state)
+
+
 def test_bytes_follow_the_dtype():
     model, _ = families.build("llama", dtype="bfloat16")
     keras_rfattn.replace_attention(model, window=4, **FEATURES)

@@ -117,7 +117,7 @@ def test_sinks_and_window_that_cover_a_row_are_exact(name, causal):
 
 @pytest.mark.parametrize("name", first_on_jax(FORMS))
 @pytest.mark.parametrize("causal", first_on_jax([True, False]))
-def test_sinks_stay_if_the_window_is_dropped(name, causal):
+def test_features_alone_know_no_sink(name, causal):
     mask = h.padding_masks()["left"]
     visible = ops.convert_to_tensor(mask)
     query, key, value = small_problem()
@@ -127,11 +127,8 @@ def test_sinks_stay_if_the_window_is_dropped(name, causal):
         AttentionMask(visible, causal=causal, self_attention=True), scale_of(name),
         h.build(name), Options(window=WINDOW, sinks=SINKS),
     )  # fmt: skip
-    for sinks, output in (
-        (SINKS, call.without_window().linear()), (0, call.features_alone())
-    ):  # fmt: skip
-        expected = definition(name, mask, causal, False, None, sinks)
-        h.assert_close(output, expected(query, key, value))
+    expected = definition(name, mask, causal, False, None, 0)
+    h.assert_close(call.features_alone(), expected(query, key, value))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +164,8 @@ def test_states_are_the_parallel_pass(name, sliding, sizes):
     actual = np.concatenate(outputs, axis=1)
     seen = mask.cumsum(axis=1) > 0
     h.assert_close(actual[seen], expected[seen])
-    assert tuple(state.sink_key.shape) == (h.BATCH, h.KV_HEADS, SINKS, h.HEAD_DIM)
+    slots = SINKS + WINDOW * (1 + sliding)
+    assert tuple(state.near.key.shape) == (h.BATCH, h.KV_HEADS, slots, h.HEAD_DIM)
 
 
 def test_the_future_does_not_matter():

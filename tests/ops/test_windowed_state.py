@@ -2,16 +2,13 @@
 
 import itertools
 
+import keras
 import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops.windowed_chunk import local_chunk
-from keras_rfattn.ops.windowed_state import (
-    extend_local_state,
-    init_local_state,
-    read_local_state,
-)
+from keras_rfattn.ops.near import chunk, extend_near, read_near
+from keras_rfattn.ops.state import Near, init_state
 from keras_rfattn.ops.windows import Local, local_attention
 from tests import helpers as h
 from tests.feature_maps.cases import case
@@ -47,34 +44,69 @@ def cut(arrays, start, stop):
     return *features, *(x[:, start:stop] for x in arrays[2:])
 
 
+def local_of(feature_map, query, key, sliding):
+    return Local(query, key, feature_map.exact_kernel, WINDOW, sliding)
+
+
 def empty(feature_map, sliding):
-    return init_local_state(
-        h.BATCH,
-        h.KV_HEADS,
-        feature_map.output_dim,
-        h.VALUE_DIM,
-        h.HEAD_DIM,
-        WINDOW,
-        sliding,
-        feature_map.features_per_scale,
-    )
+    return init_state(
+        h.BATCH, h.KV_HEADS, feature_map.output_dim, h.VALUE_DIM,
+        feature_map.features_per_scale, h.HEAD_DIM,
+        local_of(feature_map, None, None, sliding),
+    )  # fmt: skip
 
 
-def extended(state, arrays, mask):
-    _, features, value, _, key = arrays
-    call = h.compiled(extend_local_state)
-    return call(state, features, value, key, ops.convert_to_tensor(mask))
+def chunks(feature_map, sliding, **options):
+    """`(state, value, query, key, mask) -> output, state`, compiled."""
+
+    def function(state, value, query, key, seen):
+        local = local_of(feature_map, query, key, sliding)
+        return chunk(state, feature_map, value, local, seen, **options)
+
+    return h.compiled(function)
 
 
-def steps(state, feature_map, arrays, mask, start):
+def extended(state, feature_map, arrays, mask, sliding):
+    """The state after tokens, whose output is not computed."""
+    call = chunks(feature_map, sliding, attends=False)
+    return call(state, *arrays[2:], ops.convert_to_tensor(mask))[1]
+
+
+def steps(state, feature_map, arrays, mask, start, sliding):
     """Outputs of tokens `start`, `start + 1`, ..., fed one by one."""
-    read = h.compiled(read_local_state, kernel=feature_map.exact_kernel)
-    outputs = []
+
+    def step(state, features, value, query, key, seen):
+        local = local_of(feature_map, query, key, sliding)
+        state = extend_near(state, feature_map, value, local, seen)
+        return read_near(state, features, local), state
+
+    call, outputs = h.compiled(step), []
     for t in range(start, mask.shape[1]):
-        now = cut(arrays, t, t + 1)
-        state = extended(state, now, mask[:, t : t + 1])
-        outputs.append(h.to_numpy(read(state, now[0], now[3])))
+        features, _, *tokens = cut(arrays, t, t + 1)
+        seen = ops.convert_to_tensor(mask[:, t : t + 1])
+        output, state = call(state, features, *tokens, seen)
+        outputs.append(h.to_numpy(output))
     return np.concatenate(outputs, axis=1), state
+
+
+def assert_states_equal(a, b):
+    """States must be equal in all that a reader uses."""
+    a, b = map(readable, (a, b))
+    for x, y in zip(keras.tree.flatten(a), keras.tree.flatten(b), strict=True):
+        x, y = h.to_numpy(x), h.to_numpy(y)
+        h.assert_close(x, y, 1e-4) if x.dtype.kind == "f" else h.assert_same(x, y)
+
+
+def readable(state):
+    """A state with zeros in the slots of the ring that no later token reads."""
+    near, size = state.near, state.near.visible.shape[1]
+    last = ops.expand_dims(state.position, 1) - 1
+    position = last - (last - ops.arange(size, dtype="int32")) % size
+    first = (last // WINDOW - size // WINDOW + 1) * WINDOW
+    visible = near.visible & (position >= ops.maximum(first, 0))
+    shown = visible[:, None, :, None]
+    key, value = (ops.where(shown, x, 0) for x in (near.key, near.value))
+    return state._replace(near=Near(key, value, visible))
 
 
 def parallel(feature_map, arrays, mask, sliding):
@@ -89,7 +121,8 @@ def parallel(feature_map, arrays, mask, sliding):
 @pytest.mark.parametrize(("name", "kind", "sliding"), CASES)
 def test_token_by_token_is_the_parallel_pass(name, kind, sliding):
     feature_map, arrays, mask = setup(name, kind)
-    output, state = steps(empty(feature_map, sliding), feature_map, arrays, mask, 0)
+    start = empty(feature_map, sliding)
+    output, state = steps(start, feature_map, arrays, mask, 0, sliding)
     h.assert_close(output, parallel(feature_map, arrays, mask, sliding))
     h.assert_same(state.position, h.LENGTH - mask.argmax(axis=1))
 
@@ -97,31 +130,20 @@ def test_token_by_token_is_the_parallel_pass(name, kind, sliding):
 @pytest.mark.parametrize(("name", "kind", "sliding"), CASES)
 def test_prefill_then_steps(name, kind, sliding):
     feature_map, arrays, mask = setup(name, kind)
-    state = empty(feature_map, sliding)
-    state = extended(state, cut(arrays, 0, SPLIT), mask[:, :SPLIT])
-    output, last = steps(state, feature_map, arrays, mask, SPLIT)
+    start = empty(feature_map, sliding)
+    first = cut(arrays, 0, SPLIT)
+    state = extended(start, feature_map, first, mask[:, :SPLIT], sliding)
+    output, last = steps(state, feature_map, arrays, mask, SPLIT, sliding)
     expected = parallel(feature_map, arrays, mask, sliding)[:, SPLIT:]
     h.assert_close(output, expected)
-    whole = extended(empty(feature_map, sliding), arrays, mask)
-    for a, b in zip(last, whole, strict=True):
-        a, b = h.to_numpy(a), h.to_numpy(b)
-        h.assert_close(a, b, 1e-4) if a.dtype.kind == "f" else h.assert_same(a, b)
+    assert_states_equal(last, extended(start, feature_map, arrays, mask, sliding))
 
 
 @pytest.mark.parametrize(("name", "kind", "sliding"), CASES)
 def test_chunks_are_the_parallel_pass(name, kind, sliding):
     feature_map, arrays, mask = setup(name, kind)
-    query_features, key_features, value, query, key = arrays
-
-    def features(query, key, sink, position):
-        return feature_map.query_features(query), feature_map.key_features(key)
-
-    def chunk(state, value, query, key, seen, is_empty):
-        local = Local(query, key, feature_map.exact_kernel, WINDOW, sliding)
-        return local_chunk(state, features, value, local, seen, is_empty=is_empty)
-
     state, outputs = empty(feature_map, sliding), []
-    first, further = (h.compiled(chunk, is_empty=x) for x in (True, False))
+    first, further = (chunks(feature_map, sliding, is_empty=x) for x in (True, False))
     for start, stop in itertools.pairwise((0, *range(SPLIT, h.LENGTH + 1, 4))):
         seen = ops.convert_to_tensor(mask[:, start:stop])
         call = further if start else first
@@ -129,38 +151,26 @@ def test_chunks_are_the_parallel_pass(name, kind, sliding):
         outputs.append(h.to_numpy(output))
     expected = parallel(feature_map, arrays, mask, sliding)
     h.assert_close(np.concatenate(outputs, axis=1), expected)
-    whole = extended(empty(feature_map, sliding), arrays, mask)
-    # What a slot without a token holds nobody reads.
-    state, whole = (
-        x._replace(**{
-            name: ops.where(x.visible[:, None, :, None], getattr(x, name), 0)
-            for name in ("key", "value")
-        })
-        for x in (state, whole)
-    )  # fmt: skip
-    for a, b in zip(state, whole, strict=True):
-        a, b = h.to_numpy(a), h.to_numpy(b)
-        h.assert_close(a, b, 1e-4) if a.dtype.kind == "f" else h.assert_same(a, b)
+    whole = extended(empty(feature_map, sliding), feature_map, arrays, mask, sliding)
+    assert_states_equal(state, whole)
 
 
 def test_content_of_hidden_tokens_changes_nothing():
     feature_map, arrays, mask = setup("favorpp", "scattered")
-    spoiled = [
-        arrays[1].of_tokens(
-            lambda x: ops.where(mask[..., None, None], x, float("nan"))
-        ),
-        *(ops.where(mask[..., None, None], x, float("nan")) for x in arrays[2:]),
-    ]
+    spoiled = [ops.where(mask[..., None, None], x, float("nan")) for x in arrays[2:]]
     a, b = (
-        extended(empty(feature_map, True), x, mask)
-        for x in (arrays, (arrays[0], *spoiled))
+        extended(empty(feature_map, True), feature_map, x, mask, True)
+        for x in (arrays, (*arrays[:2], *spoiled))
     )
-    for x, y in zip(a, b, strict=True):
+    for x, y in zip(keras.tree.flatten(a), keras.tree.flatten(b), strict=True):
         h.assert_same(h.to_numpy(x), h.to_numpy(y))
 
 
 def test_size_depends_on_the_window_alone():
     feature_map, arrays, mask = setup("favorpp", "full")
     start = empty(feature_map, True)
-    for x, y in zip(start, extended(start, arrays, mask), strict=True):
-        assert tuple(x.shape) == tuple(y.shape)
+    after = extended(start, feature_map, arrays, mask, True)
+    shapes = (
+        [tuple(x.shape) for x in keras.tree.flatten(state)] for state in (start, after)
+    )
+    assert len(set(map(tuple, shapes))) == 1
