@@ -16,9 +16,10 @@ from keras_rfattn.feature_maps.weights import as_numpy
 from keras_rfattn.models.swap import original_class
 
 PROJECTIONS = 16
-# The largest distances, relative to the norm of a weight, that rounding explains (the
-# table in docs/pages/guides/share.md): 8 bits for these weights, 16 bits for others.
-LIMITS = {"kernel": 0.015, "embeddings": 0.06, "reverse_embeddings": 0.06, "": 0.005}
+# The largest distances, relative to the norm of a weight, that rounding explains: to 8
+# bits for matrices, 16 bits for vectors (the table in docs/pages/guides/share.md).
+LIMITS = {"attention": 0.015, "matrices": 0.06, "vectors": 0.005}
+MATRICES = "kernel", "embeddings", "reverse_embeddings"
 # The share of a limit that adding merged adapters in another order explains.
 MERGED = 1e-3
 ADAPTERS = "lora_kernel_a", "lora_kernel_b", "lora_embeddings_a", "lora_embeddings_b"
@@ -50,11 +51,16 @@ def distance(model, entry):
     if _hash(owned) == entry["weights"]:
         return 0.0, ""
     share = 1.0 if _adapters(owned) == entry.get("adapters") else MERGED
-    limits = entry.get("limits", LIMITS)
-    limits = {x: share * limits.get(owned[x][0].name, limits[""]) for x in own}
+    inside = tuple(f"{path}/" for path in stable_names.sites_by_name(base))
+
+    def limit(name):
+        kind = "attention" if name.startswith(inside) else "matrices"
+        kind = kind if owned[name][0].name in MATRICES else "vectors"
+        return share * entry.get("limits", LIMITS)[kind]
+
     found = {x: _relative(saved[x], _sketch(*owned[x])) for x in own}
-    worst = max(own, key=lambda x: found[x] / limits[x])
-    return found[worst] / limits[worst], f"{100 * found[worst]:.2g} % away ({worst})"
+    worst = max(own, key=lambda x: found[x] / limit(x))
+    return found[worst] / limit(worst), f"{100 * found[worst]:.2g} % away ({worst})"
 
 
 def _is_own(name, variable, layer):
@@ -108,14 +114,12 @@ def _sketch(variable, layer):
     array = _value(variable, layer)
     rows = array.reshape(-1, array.shape[-1])
     # The entries of a projection are products of two drawn vectors.
-    left, right = (_drawn(count, seed) for seed, count in enumerate(rows.shape))
-    projections = np.sum(left * (rows @ right), axis=0, dtype="float64")
+    left, right = (
+        np.random.Generator(np.random.Philox(seed)).normal(size=(count, PROJECTIONS))
+        for seed, count in enumerate(rows.shape)
+    )
+    projections = np.sum(left * (rows @ right.astype("float32")), axis=0)
     return " ".join(f"{x:.6g}" for x in [np.linalg.norm(rows), *projections])
-
-
-def _drawn(count, seed):
-    generator = np.random.Generator(np.random.Philox(seed))
-    return generator.standard_normal((count, PROJECTIONS), dtype="float32")
 
 
 def _relative(saved, own):

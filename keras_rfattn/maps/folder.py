@@ -66,9 +66,8 @@ def _card(manifest, size):
     maps = {f"{x['mechanism']} of {x['width']} features" for x in layers}
     entries = {"base_model": name, "license": manifest["license"]}
     about = "".join(f"{key}: {x}\n" for key, x in entries.items() if x)
-    metrics = manifest["metrics"].items()
+    metrics, training = manifest["metrics"].items(), "\n".join(manifest["training"])
     rows = "".join(f"| {key.replace('_', ' ')} | {x} |\n" for key, x in metrics)
-    training = "\n".join(manifest["training"])
     return f"""---
 library_name: keras-rfattn
 {about}tags: [keras, linear-attention]

@@ -34,14 +34,12 @@ def load_maps(
         source: A folder that `save_maps` wrote; the name of a set that ships with the
             package (see `pretrained_maps`); or an `"hf://user/name"`,
             `"kaggle://user/model/keras/variation"` or `"modelscope://user/name"` URI.
-        base: `"any"` accepts other weights of the same class and shapes, those of a
-            fine-tuned checkpoint for instance.
+        base: `"any"` accepts other weights of the same class and shapes.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: If `model` is not a Keras layer.
         ValueError: If the source is unknown or damaged, or the maps belong to another
             class, to other weights, layers or shapes. The model is then unchanged.
     """

@@ -51,27 +51,24 @@ def save_maps(
         The path of the folder, a `pathlib.Path`.
 
     Raises:
-        TypeError: If `model` is not a Keras layer.
-        ValueError: If the model has no linear attention, an argument is invalid, a
-            weight is not finite, or the folder holds something else.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "hedgehog")
-        >>> folder = keras_rfattn.save_maps(model, "my_maps", overwrite=True)
-        >>> sorted(file.name for file in folder.iterdir())
-        ['README.md', 'maps.json', 'maps.safetensors']
+        ValueError: If an argument is invalid, or a weight is not finite.
     """
     check_model(model)
     check_flag("overwrite", overwrite)
-    folder = _checked_folder(pathlib.Path(folder), overwrite)
-    card = {"base_model": base_model, "license": license}
+    folder = pathlib.Path(folder)
+    # A cloned repository of a hub has hidden files.
+    held = sorted(x.name for x in folder.glob("[!.]*"))
+    if held and not (overwrite and MANIFEST in held):
+        raise ValueError(
+            "`folder` must be new, empty, or hold trained maps that `overwrite=True` "
+            f"replaces. Received: {str(folder)!r} with {', '.join(held[:4])}, and "
+            f"overwrite={overwrite}. Use another folder."
+        )
+    manifest = {"base_model": base_model, "license": license}
     try:
-        card["metrics"] = dict(metrics or {})
-        json.dumps(card, allow_nan=False)
-        card["training"] = [] if report is None else str(report).splitlines()
+        manifest["metrics"] = dict(metrics or {})
+        json.dumps(manifest, allow_nan=False)
+        manifest["training"] = [] if report is None else str(report).splitlines()
         trained = () if report is None else report.trained
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
@@ -96,14 +93,12 @@ def save_maps(
             f"Weights must be finite. Received: {bad[0]!r}, which is not. Restore "
             "weights from before training diverged."
         )
-    manifest = {
-        **card,
-        "base": entry_of(model),
-        "layers": [_layer_entry(name, layer) for name, layer in linear.items()],
-        "softmax": [name for name in sites if name not in linear],
-    }
+    base = entry_of(model)
+    layers = [_layer_entry(name, layer) for name, layer in linear.items()]
+    softmax = [name for name in sites if name not in linear]
+    manifest |= {"base": base, "layers": layers, "softmax": softmax}
     write(folder, manifest, arrays)
-    trained = manifest["base"]["adapters"] or trained
+    trained = base["adapters"] or trained
     if trained:
         warnings.warn(
             f"The maps of {title(model)} are saved without the checkpoint's trained "
@@ -124,16 +119,3 @@ def _layer_entry(name, layer):
         "options": layer.options.config(),
         "fingerprint": fingerprint(layer).tolist(),
     }
-
-
-def _checked_folder(folder, overwrite):
-    # A cloned repository of a hub has hidden files.
-    found = folder.iterdir() if folder.exists() else ()
-    held = sorted(x.name for x in found if not x.name.startswith("."))
-    if held and not (overwrite and MANIFEST in held):
-        raise ValueError(
-            "`folder` must be new, empty, or hold trained maps that `overwrite=True` "
-            f"replaces. Received: {str(folder)!r} with {', '.join(held[:4])}, and "
-            f"overwrite={overwrite}. Use another folder."
-        )
-    return folder
