@@ -105,11 +105,7 @@ def compare_similarities(model, tokenizer, args):
     shipped = keras_rfattn.pretrained_maps(model)
     for maps in shipped:
         keras_rfattn.load_maps(model, maps)
-        (row,) = {
-            f"{x.mechanism}, {x.width} features, trained"
-            for x in keras_rfattn.describe_attention(model).rows
-        }
-        rows[row] = similarities(model, tokenizer)
+        rows[f"{maps}, trained"] = similarities(model, tokenizer)
         keras_rfattn.restore_attention(model)
     keras_rfattn.replace_attention(model, num_features=64, seed=args.seed)
     rows["favorpp_learned, 64 features, not trained"] = similarities(model, tokenizer)

@@ -130,10 +130,8 @@ def save(folder, model, report, parts):
     }
     keras_rfattn.save_maps(
         model, folder, report=report,
-        metrics={
-            **{name: round(x, 4) for name, x in metrics.items()},
-            "data": DATA, "command": f"python recipes/{command()}",
-        },
+        metrics={name: round(x, 4) for name, x in metrics.items()}
+        | {"data": DATA, "command": f"python recipes/{command()}"},
         base_model=None if args.preset else BASE_MODEL, license="apache-2.0",
         overwrite=True,
     )  # fmt: skip

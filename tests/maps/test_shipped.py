@@ -122,25 +122,20 @@ def test_a_rounded_checkpoint_is_recognized(round_to):
     with pytest.warns(UserWarning, match="as after rounding to 16 or 8 bits"):
         keras_rfattn.load_maps(model, "minilm_hedgehog_64")
     keras_rfattn.restore_attention(model)
-    embeddings = model.token_embedding
-    bias = model.layers[-1].trainable_variables[-1] if round_to == "int8" else None
-    bias = embeddings.embeddings if bias is None else bias
-    bias.assign(1.2 * to_numpy(bias.value))
+    norm = next(x for x in model.weights if x.name == "gamma")
+    norm.assign(1.01 * to_numpy(norm.value))
     assert not keras_rfattn.pretrained_maps(model)
     with pytest.raises(ValueError, match="base='any'"):
         keras_rfattn.load_maps(model, "minilm_hedgehog_64")
 
 
 def test_a_shipped_set_names_the_measure_of_its_quality():
-    names = (
-        "sentence-transformers/all-MiniLM-L6-v2",
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-    )
-    assert keras_rfattn.pretrained_maps() == {
-        "minilm_favorpp_learned_64": f"{names[0]}: rank correlation 0.7629, softmax 0.7649",
-        "minilm_hedgehog_64": f"{names[0]}: rank correlation 0.7603, softmax 0.7649",
-        "smollm2_favorpp_learned_64": f"{names[1]}: perplexity 27.35, softmax 20.26",
-    }
+    texts = keras_rfattn.pretrained_maps()
+    assert [texts[name].partition(": ")[2] for name in sorted(texts)] == [
+        "rank correlation 0.7629, softmax 0.7649",
+        "rank correlation 0.7603, softmax 0.7649",
+        "perplexity 27.35, softmax 20.26",
+    ]
 
 
 def test_shipped_maps_of_a_decoder():
