@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from keras_rfattn import feature_maps, generation, layers, models, ops, projections
-from keras_rfattn.maps import load_maps, pretrained_maps, save_maps, upload_maps
+from keras_rfattn.maps import load_maps, pretrained_maps, save_maps
 from keras_rfattn.models import (
     describe_attention,
     extend_positions,
@@ -47,7 +47,6 @@ __all__ = [
     "replace_attention",
     "restore_attention",
     "save_maps",
-    "upload_maps",
     "uptrain",
 ]
 

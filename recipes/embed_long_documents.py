@@ -226,7 +226,7 @@ def linear_models(args, seed, bank, tokenizer):
     """Yields `(arm, model)` for the linear models, each made from the one before."""
     keras.utils.set_random_seed(seed)
     backbone, _ = load()
-    if MAPS in [x.name for x in keras_rfattn.pretrained_maps(backbone)]:
+    if MAPS in keras_rfattn.pretrained_maps(backbone):
         keras_rfattn.load_maps(backbone, MAPS)
     else:
         keras_rfattn.replace_attention(

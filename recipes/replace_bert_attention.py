@@ -104,9 +104,8 @@ def compare_similarities(model, tokenizer, args):
     rows = {"softmax": similarities(model, tokenizer)}
     shipped = keras_rfattn.pretrained_maps(model)
     for maps in shipped:
-        keras_rfattn.load_maps(model, maps.name)
-        row = f"{maps.mechanism}, {maps.width} features, trained"
-        rows[row] = similarities(model, tokenizer)
+        keras_rfattn.load_maps(model, maps)
+        rows[f"{maps}, trained"] = similarities(model, tokenizer)
         keras_rfattn.restore_attention(model)
     keras_rfattn.replace_attention(model, num_features=64, seed=args.seed)
     rows["favorpp_learned, 64 features, not trained"] = similarities(model, tokenizer)
@@ -121,8 +120,8 @@ def compare_similarities(model, tokenizer, args):
         moved = np.abs(row - rows["softmax"]).mean()
         numbers = "".join(f"{x:7.3f}" for x in row)
         print(f"  {name:41s}{numbers}{f'{moved:8.3f}' * (name != 'softmax')}")
-    for maps in shipped:
-        print(f"{maps.mechanism} against people's judgments, stored: {maps.quality}")
+    for maps, quality in shipped.items():
+        print(f"{maps} against people's judgments, stored: {quality}")
     print()
     return rows["softmax"]
 

@@ -129,10 +129,11 @@ def save(folder, model, report, parts):
         "control_mean_of_v": parts.mean_of_values,
     }
     keras_rfattn.save_maps(
-        model, folder, dtype="float16", report=report,
-        metrics={name: round(x, 4) for name, x in metrics.items()},
-        base_model=None if args.preset else BASE_MODEL, license="apache-2.0", data=DATA,
-        command=f"python recipes/{command()}", overwrite=True,
+        model, folder, report=report,
+        metrics={name: round(x, 4) for name, x in metrics.items()}
+        | {"data": DATA, "command": f"python recipes/{command()}"},
+        base_model=None if args.preset else BASE_MODEL, license="apache-2.0",
+        overwrite=True,
     )  # fmt: skip
 
 

@@ -263,11 +263,12 @@ def save(args, model, report, parts, seed):
     }
     messages = len(speeches(args)[0])
     keras_rfattn.save_maps(
-        model, args.save / f"seed_{seed}", dtype="float16", report=report,
-        metrics={name: round(x, 4) for name, x in metrics.items()},
-        data=f"WikiText-2 (validation), {messages} messages of US presidents",
+        model, args.save / f"seed_{seed}", report=report,
+        metrics={name: round(x, 4) for name, x in metrics.items()}
+        | {"data": f"WikiText-2 (validation), {messages} messages of US presidents",
+           "command": f"python recipes/{command()}"},
         base_model=None if args.preset else "HuggingFaceTB/SmolLM2-135M-Instruct",
-        license="apache-2.0", command=f"python recipes/{command()}", overwrite=True,
+        license="apache-2.0", overwrite=True,
     )  # fmt: skip
 
 

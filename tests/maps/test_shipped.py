@@ -1,8 +1,5 @@
 """Where maps come from: the package, model hubs (by a stand-in), KerasHub's models."""
 
-import shutil
-import types
-
 import keras
 import numpy as np
 import pytest
@@ -15,68 +12,30 @@ keras_hub = pytest.importorskip("keras_hub")
 from tests.models import families  # noqa: E402
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A folder in place of both hubs, behind the clients that KerasHub uses."""
-    import huggingface_hub
-    import kagglehub
+@pytest.mark.once
+@pytest.mark.parametrize("uri", ["hf://me/maps", "kaggle://me/bert/keras/maps"])
+def test_maps_of_a_hub_are_found(uri, tmp_path, monkeypatch):
+    model = trained()
+    folder = keras_rfattn.save_maps(model, tmp_path / "maps")
 
-    root = tmp_path / "hub"
+    def download(repository, name):
+        if not (folder / name).exists() or repository not in uri:
+            raise ValueError(f"{name} is not present in the model files")
+        return str(folder / name)
 
-    def create_repo(repo_id, exist_ok):
-        (root / repo_id).mkdir(parents=True, exist_ok=exist_ok)
-        return types.SimpleNamespace(repo_id=repo_id)
-
-    def upload_folder(repo_id, folder_path, allow_patterns):
-        for name in allow_patterns:
-            shutil.copy(f"{folder_path}/{name}", root / repo_id / name)
-
-    def model_upload(handle, folder, ignore_patterns):
-        shutil.copytree(
-            folder, root / handle, ignore=shutil.ignore_patterns(*ignore_patterns)
-        )
-
-    def download(repo_id, filename):
-        file = root / repo_id / filename
-        if not file.exists():
-            raise ValueError(f"{filename} is not present in the model files")
-        return str(file)
-
-    monkeypatch.setattr(huggingface_hub, "create_repo", create_repo)
-    monkeypatch.setattr(huggingface_hub, "upload_folder", upload_folder)
+    # The clients that KerasHub uses.
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    kagglehub = pytest.importorskip("kagglehub")
     monkeypatch.setattr(
         huggingface_hub,
         "hf_hub_download",
         lambda repo_id, filename: download(repo_id, filename),
     )
-    monkeypatch.setattr(kagglehub, "model_upload", model_upload)
     monkeypatch.setattr(kagglehub, "model_download", download)
-    return root
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("uri", ["hf://me/maps", "kaggle://me/bert/keras/maps"])
-def test_maps_are_uploaded_and_found(uri, hub, tmp_path):
-    model = trained()
-    folder = keras_rfattn.save_maps(model, tmp_path / "maps")
-    (folder / "private.txt").write_text("not to be published")
-    keras_rfattn.upload_maps(uri, folder)
-    published = hub / uri.partition("://")[2]
-    assert not (published / "private.txt").exists()
     fresh = keras_rfattn.load_maps(two_layers(), uri)
     assert_same(output(fresh), output(model))
     with pytest.raises(FileNotFoundError, match="doesn't exist"):
         keras_rfattn.load_maps(two_layers(), "kaggle://me/bert/keras/others")
-
-
-@pytest.mark.once
-def test_what_cannot_be_uploaded_is_refused(hub, tmp_path):
-    with pytest.raises(ValueError, match="must hold 'maps.json'"):
-        keras_rfattn.upload_maps("hf://me/maps", tmp_path)
-    folder = keras_rfattn.save_maps(trained(), tmp_path / "maps")
-    with pytest.raises(ValueError, match="`uri` must have the form"):
-        keras_rfattn.upload_maps("ftp://me/maps", folder)
-    assert not hub.exists()
 
 
 @pytest.mark.parametrize("source", ["no/such/folder", 3, None])
@@ -131,17 +90,14 @@ def minilm():
 
 
 @pytest.mark.parametrize(
-    "shipped",
-    [x for x in keras_rfattn.pretrained_maps() if "MiniLM" in x.base],
-    ids=lambda x: x.name,
+    "name", [x for x in keras_rfattn.pretrained_maps() if "minilm" in x]
 )
-def test_shipped_maps_fit_their_checkpoint(shipped):
+def test_shipped_maps_fit_their_checkpoint(name):
     model = minilm()
-    assert shipped in keras_rfattn.pretrained_maps(model)
-    assert f"load_maps(model, {shipped.name!r})" in str(
-        keras_rfattn.describe_attention(model)
-    )
-    keras_rfattn.load_maps(model, shipped.name)
+    assert name in keras_rfattn.pretrained_maps(model)
+    line = f"load_maps(model, {name!r})"
+    assert line in str(keras_rfattn.describe_attention(model))
+    keras_rfattn.load_maps(model, name)
     report = keras_rfattn.describe_attention(model)
     assert len(report.replaced) == 6 and not report.advice
     assert all(x.note.startswith("trained") for x in report.rows)
@@ -151,16 +107,35 @@ def test_shipped_maps_fit_their_checkpoint(shipped):
         "segment_ids": np.zeros((1, 5), "int32"),
     }
     assert np.all(np.isfinite(to_numpy(model(x)["sequence_output"])))
-    assert shipped.size <= 1e6
+
+
+@pytest.mark.parametrize("round_to", ["float16", "int8"])
+def test_a_rounded_checkpoint_is_recognized(round_to):
+    model = minilm()
+    if round_to == "int8":
+        model.quantize("int8")
+    else:
+        for weight in model.weights:
+            weight.assign(to_numpy(weight.value).astype("float16").astype("float32"))
+    found = keras_rfattn.pretrained_maps(model)
+    assert len(found) == 2 and all("% away" in x for x in found.values())
+    with pytest.warns(UserWarning, match="as after rounding to 16 or 8 bits"):
+        keras_rfattn.load_maps(model, "minilm_hedgehog_64")
+    keras_rfattn.restore_attention(model)
+    norm = next(x for x in model.weights if x.name == "gamma")
+    norm.assign(1.01 * to_numpy(norm.value))
+    assert not keras_rfattn.pretrained_maps(model)
+    with pytest.raises(ValueError, match="base='any'"):
+        keras_rfattn.load_maps(model, "minilm_hedgehog_64")
 
 
 def test_a_shipped_set_names_the_measure_of_its_quality():
-    qualities = {x.name: x.quality for x in keras_rfattn.pretrained_maps()}
-    assert qualities == {
-        "minilm_favorpp_learned_64": "rank correlation 0.7629, softmax 0.7649",
-        "minilm_hedgehog_64": "rank correlation 0.7603, softmax 0.7649",
-        "smollm2_favorpp_learned_64": "perplexity 27.35, softmax 20.26",
-    }
+    texts = keras_rfattn.pretrained_maps()
+    assert [texts[name].partition(": ")[2] for name in sorted(texts)] == [
+        "rank correlation 0.7629, softmax 0.7649",
+        "rank correlation 0.7603, softmax 0.7649",
+        "perplexity 27.35, softmax 20.26",
+    ]
 
 
 def test_shipped_maps_of_a_decoder():
@@ -175,7 +150,7 @@ def test_shipped_maps_of_a_decoder():
     with pytest.raises(TypeError, match="must be a Keras"):
         keras_rfattn.pretrained_maps("smollm2")
     name = "smollm2_favorpp_learned_64"
-    with pytest.raises(ValueError, match="whose weights are different"):
+    with pytest.raises(ValueError, match="must have the weights with which"):
         keras_rfattn.load_maps(model, name)
     assert not keras_rfattn.describe_attention(model).replaced
     keras_rfattn.load_maps(model, name, base="any")
@@ -184,5 +159,46 @@ def test_shipped_maps_of_a_decoder():
     tokens = np.arange(12, dtype="int32")[None]
     output = model({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
     assert np.all(np.isfinite(to_numpy(output)))
-    (shipped,) = [x for x in keras_rfattn.pretrained_maps() if x.name == name]
-    assert shipped.size <= 1e7
+
+
+@pytest.mark.parametrize("family", [families.bert, families.gpt2])
+@pytest.mark.parametrize("maps_first", [False, True])
+def test_maps_and_a_lora_file_load_in_both_ways(family, maps_first, tmp_path):
+    """Trained together, adapters come first; adapters of a linear model come second."""
+
+    def softmax():
+        keras.utils.set_random_seed(0)
+        task, x = family()
+        names = [k for k in ("token_ids", "padding_mask", "segment_ids") if k in x]
+        return task.backbone, {k: x[k] for k in names}
+
+    def adapt(model):
+        model.enable_lora(2)
+        for weight in model.trainable_weights:
+            if weight.name.startswith("lora_kernel"):
+                generator = np.random.default_rng(0)
+                weight.assign(0.1 * generator.normal(size=weight.shape))
+
+    def values(model):
+        found = model(x)
+        return to_numpy(found["sequence_output"] if isinstance(found, dict) else found)
+
+    model, x = softmax()
+    if not maps_first:
+        adapt(model)
+    train(keras_rfattn.replace_attention(model, "hedgehog", seed=0))
+    folder = keras_rfattn.save_maps(model, tmp_path / "maps")
+    if maps_first:
+        adapt(model)
+    model.save_lora_weights(tmp_path / "adapters.lora.h5")
+    fresh, _ = softmax()
+    if maps_first:
+        keras_rfattn.load_maps(fresh, folder)
+        fresh.load_lora_weights(tmp_path / "adapters.lora.h5")
+    else:
+        with pytest.raises(ValueError, match="adapters"):
+            keras_rfattn.load_maps(fresh, folder)
+        fresh.load_lora_weights(tmp_path / "adapters.lora.h5")
+        keras_rfattn.load_maps(fresh, folder)
+    assert np.any(values(fresh) != values(softmax()[0]))
+    assert_same(values(fresh), values(model))
