@@ -23,6 +23,11 @@ def compiles_each_length():
     return keras.backend.backend() != "torch"
 
 
+def donates_weights():
+    """Returns whether a step that is interrupted leaves a model without weights."""
+    return keras.backend.backend() == "jax"
+
+
 def forget_gradients(variables):
     """Frees the gradients that PyTorch keeps with Keras variables after training."""
     if keras.backend.backend() == "torch":

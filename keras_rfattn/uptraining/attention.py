@@ -16,8 +16,6 @@ from keras_rfattn.layers.call_context import Interceptor
 from keras_rfattn.layers.recording import recording, run
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.rows import feature_rows, kernel_rows, nearby
-from keras_rfattn.uptraining.batches import HEAD
-from keras_rfattn.uptraining.resume import Interrupts
 
 TINY = 1e-9
 QUANTITIES = ("squared", "norm", "mean_of_v", "divergence", "rows")
@@ -268,7 +266,7 @@ class Measuring:
     def __call__(self, must_be_finite=False):
         """Measures the errors of L layers with up to N heads."""
         total = dict.fromkeys(QUANTITIES, 0)
-        for step, _ in enumerate(self.batches.first(HEAD)):
+        for step in range(len(self.batches.head)):
             sums = self._sums(step)
             bad = ~np.all(np.isfinite(sums["squared"]), axis=(0, 2))
             if must_be_finite and np.any(bad):
@@ -297,8 +295,7 @@ class Measuring:
         def predict(x):
             return self.stage.predict_on_batch({"x": x, "noise": noise})
 
-        with Interrupts().held():
-            return run(self.stage.model, inputs["x"], predict)
+        return run(self.stage.model, inputs["x"], predict)
 
     def _paths(self, chosen):
         return [self.layers[i].path for i in np.flatnonzero(chosen)][:3]

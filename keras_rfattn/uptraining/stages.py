@@ -1,5 +1,6 @@
 """What a stage of `uptrain` trains, and how: the public class `Stage`."""
 
+import math
 from dataclasses import dataclass, fields
 
 from keras_rfattn.arguments import check_sizes, is_number
@@ -7,12 +8,12 @@ from keras_rfattn.arguments import check_sizes, is_number
 # Names of the stages, in the order in which they run, and the options of each.
 OPTIONS = {
     "calibrate": (),
-    "attention": ("trainable", "window_dropout", "lora_rank", "max_rows"),
-    "features": ("trainable", "window_dropout", "lora_rank", "objective"),
+    "attention": ("trainable", "window_dropout", "max_rows"),
+    "features": ("trainable", "window_dropout", "objective"),
 }
 CHOICES = {
     "name": tuple(OPTIONS),
-    "trainable": ("maps", "query_key", "lora", "all"),
+    "trainable": ("maps", "query_key", "all"),
     "objective": ("auto", "features", "logits"),
 }
 
@@ -35,17 +36,15 @@ class Stage:
             - `"features"`: Trains the linear model end to end against the softmax
               model.
         trainable: What trains: `"maps"` (weights of feature maps only), `"query_key"`
-            (maps and the query and key projections), `"lora"` (maps and the adapters
-            that Keras' `enable_lora` adds to projections: query and key in stage
-            `"attention"`, also value and output in `"features"`) or `"all"` (maps and
-            all other trainable weights of the model; stage `"features"` only).
+            (maps, and trainable weights of the query and key projections: after
+            `enable_lora` their adapters) or `"all"` (maps and all other trainable
+            weights of the model; stage `"features"` only).
         objective: What stage `"features"` compares: `"features"` (last hidden states,
             of the backbone if the model is a task), `"logits"`, or `"auto"`: logits
             for language models, hidden states for other models.
         window_dropout: Share of sequences (stage `"attention"`) or batches (stage
             `"features"`) for which a layer leaves its window out, so that its
             features learn too.
-        lora_rank: Rank of new adapters.
         max_rows: Largest number of query rows of a sequence that stage `"attention"`
             compares. They are spread evenly and shift from step to step. Time and
             memory of the comparison are proportional to it; 128 halves the time of a
@@ -56,14 +55,13 @@ class Stage:
 
     Examples:
         >>> from keras_rfattn.uptraining import Stage
-        >>> stages = ["attention", Stage("features", trainable="lora", lora_rank=4)]
+        >>> stages = ["attention", Stage("features", trainable="query_key")]
     """
 
     name: str
     trainable: str = "maps"
     objective: str = "auto"
     window_dropout: float = 0.25
-    lora_rank: int = 8
     max_rows: int = 512
 
     def __post_init__(self):
@@ -83,22 +81,44 @@ class Stage:
                 )
         if (self.name, self.trainable) == ("attention", "all"):
             raise ValueError(
-                "`trainable` must be 'maps', 'query_key' or 'lora' in stage "
-                "'attention', which compares layers. Received: trainable='all'."
+                "`trainable` must be 'maps' or 'query_key' in stage 'attention', which "
+                "compares layers. Received: trainable='all'."
             )
         if not is_number(self.window_dropout) or not 0 <= self.window_dropout < 1:
             raise ValueError(
                 "`window_dropout` must be in [0, 1). "
                 f"Received: window_dropout={self.window_dropout!r}."
             )
-        check_sizes(lora_rank=self.lora_rank, max_rows=self.max_rows)
-        # Checkpoints store plain Python numbers. Assignment to a frozen dataclass must
-        # bypass its own check.
-        object.__setattr__(self, "window_dropout", float(self.window_dropout))
-        object.__setattr__(self, "lora_rank", int(self.lora_rank))
-        object.__setattr__(self, "max_rows", int(self.max_rows))
+        check_sizes(max_rows=self.max_rows)
 
     @property
     def trains(self):
         """Whether the stage trains with gradients."""
         return bool(OPTIONS[self.name])
+
+
+def checked_stages(given):
+    """Returns a tuple of `Stage`s from a stage or a sequence of stages and names."""
+    listed = given if isinstance(given, (list, tuple)) else (given,)
+    stages = tuple(x if isinstance(x, Stage) else Stage(x) for x in listed)
+    names = tuple(stage.name for stage in stages)
+    if not names or names != tuple(x for x in OPTIONS if x in names):
+        raise ValueError(
+            f"`stages` must be some of {tuple(OPTIONS)}, each at most once and in this "
+            f"order. Received: stages={given!r}."
+        )
+    return stages
+
+
+def planned(stages, steps, layers):
+    """Returns a list of `(stage, its first step, the step after its last)`."""
+    count, plan, first = sum(stage.trains for stage in stages), [], 0
+    for stage in stages:
+        last = first
+        if stage.trains:
+            last = first + math.ceil((steps - first) / count)
+            count -= 1
+        if stage.trains or any(x.feature_map.is_adaptive for x in layers):
+            plan.append((stage, first, last))
+        first = last
+    return plan
