@@ -35,8 +35,9 @@ def test_stages_are_checked_when_they_are_made():
 
 @slow_on_jax
 def test_seeds_are_random_unless_a_run_can_be_resumed(tmp_path):
+    model = m.linear_model("favorpp", num_features=4)
+
     def seed(**arguments):
-        model = m.linear_model("favorpp", num_features=4)
         return m.uptrain(model, stages="calibrate", **arguments).seed
 
     assert seed(seed=np.int32(7)) == 7
