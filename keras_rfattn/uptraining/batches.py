@@ -32,9 +32,9 @@ class Batches:
 
     def __init__(self, data, batch_size, seed, preprocessor=None):
         self.seed, self.preprocessor = seed, preprocessor
-        self.items = enumerate(_items(data, batch_size, seed))
-        first = itertools.islice(self.items, HEAD)
-        self.head = [self._prepared(item) for _, item in first]
+        self.batches = enumerate(_batches_of(data, batch_size, seed))
+        first = itertools.islice(self.batches, HEAD)
+        self.head = [self._prepared(batch) for _, batch in first]
         if not self.head:
             raise ValueError("`data` must hold at least one batch. Received: none.")
 
@@ -42,9 +42,9 @@ class Batches:
         """Returns the inputs of a step as NumPy arrays; after the head, in order."""
         if step < len(self.head):
             return self.head[step]
-        for place, item in self.items:
+        for place, batch in self.batches:
             if place == step:
-                return self._prepared(item)
+                return self._prepared(batch)
             if place > step:
                 break
         raise ValueError(
@@ -61,32 +61,36 @@ class Batches:
         rows = len(keras.tree.flatten(batch)[0])
         return {"x": batch, "noise": generator.random((rows, count), dtype="float32")}
 
-    def _prepared(self, item):
-        """Returns a batch of the model's inputs, from an item of the data."""
-        batch = as_arrays(item)
+    def _prepared(self, batch):
+        """Returns the inputs of the model, from a batch of the data."""
         arrays = keras.tree.flatten(batch)
-        has_text = any(map(is_text, arrays))
-        if not all(map(len, arrays)):
-            raise ValueError("Each batch of `data` must hold a row. Received: none.")
-        if has_text and self.preprocessor is None:
+        are_texts = [is_text(x) for x in arrays]
+        for x, x_is_text in zip(arrays, are_texts, strict=True):
+            if x.ndim == 0 or len(x) == 0 or x.dtype.kind == "O" and not x_is_text:
+                raise ValueError(
+                    "Batches of `data` must hold rows: arrays of numbers, padded to "
+                    f"one length, or lists of texts. Received: {described(x)}. Batch a "
+                    "dataset of single rows first: `data.batch(32)`."
+                )
+        if any(are_texts) and self.preprocessor is None:
             raise ValueError(
                 "`data` holds texts, but the model has no preprocessor. Received: "
                 "texts. Turn them into tokens first, by a preprocessor or tokenizer, "
                 "or uptrain a task that has a preprocessor."
             )
-        is_raw = has_text or any(x.dtype == np.uint8 and x.ndim == 4 for x in arrays)
+        is_raw = any(are_texts) or any(
+            x.dtype == np.uint8 and x.ndim == 4 for x in arrays
+        )
         if self.preprocessor is None or not is_raw:
             return batch
-        if isinstance(batch, list):
-            # Without `y`, KerasHub takes a tuple to be inputs and labels.
-            batch = self.preprocessor(tuple(batch), y=None)
-        else:
-            batch = self.preprocessor(batch)
-        return trimmed(as_arrays(_inputs(batch)))
+        # Without `y`, KerasHub takes a tuple to be inputs and labels.
+        labels = {"y": None} if isinstance(batch, list) else {}
+        batch = tuple(batch) if isinstance(batch, list) else batch
+        return trimmed(as_arrays(_inputs(self.preprocessor(batch, **labels))))
 
 
-def _items(data, batch_size, seed):
-    """Returns an iterator over batches of the data that are not prepared yet."""
+def _batches_of(data, batch_size, seed):
+    """Returns an iterator over nested arrays: the batches of all epochs."""
     is_known = hasattr(data, "__iter__") or callable(data)
     is_one = isinstance(data, (str, bytes)) or getattr(data, "shape", None) == ()
     is_empty = isinstance(data, (list, tuple, dict)) and not data
@@ -97,23 +101,26 @@ def _items(data, batch_size, seed):
             "Put one text into a list, and pass the columns of a table as lists."
         )
     if isinstance(data, tuple) and not all(map(is_text, data)):
-        return _items(data[0], batch_size, seed)
-    is_list = isinstance(data, (list, tuple))
+        return _batches_of(data[0], batch_size, seed)
     if isinstance(data, keras.utils.PyDataset):
-        return _shuffled(data, seed)
-    if isinstance(data, dict) or _is_array(data) or is_list and _is_table(data):
-        return _rows(as_arrays(data), batch_size, seed)
-    return _batched(_epochs(data), batch_size)
+        count = data.num_batches
+        order = itertools.count() if count is None else _order(count, seed)
+        return (as_arrays(_inputs(data[int(i)])) for i in order)
+    columns = data if isinstance(data, (list, tuple)) else [data]
+    are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in columns)
+    if isinstance(data, dict) or are_arrays or _holds_text(columns):
+        return _of_rows(as_arrays(data), batch_size, seed)
+    return _of_items(_items(data), batch_size)
 
 
-def _rows(arrays, batch_size, seed):
+def _of_rows(arrays, batch_size, seed):
     """Yields batches of rows in memory, each row once an epoch, in random order."""
     columns = keras.tree.flatten(arrays)
     counts = {len(x) for x in columns}
-    if len(counts) != 1 or counts == {0}:
+    if len(counts) != 1:
         raise ValueError(
-            "All arrays of `data` must have the same number of rows, at least one. "
-            f"Received: {sorted(counts)}."
+            "All arrays of `data` must have the same number of rows. Received: "
+            f"{sorted(counts)}."
         )
     (count,), lengths = counts, None
     if all(map(is_text, columns)):
@@ -123,17 +130,8 @@ def _rows(arrays, batch_size, seed):
         return keras.tree.map_structure(lambda x: x[rows], arrays)
 
     order = _order(count, seed, lengths, batch_size)
-    while True:
-        yield batch(list(itertools.islice(order, batch_size)))
-
-
-def _shuffled(data, seed):
-    """Yields the batches of a `PyDataset`, in random order if it is finite."""
-    count = data.num_batches
-    if count == 0:
-        return
-    for index in itertools.count() if count is None else _order(count, seed):
-        yield _inputs(data[int(index)])
+    while rows := list(itertools.islice(order, batch_size)):
+        yield batch(rows)
 
 
 def _order(count, seed, lengths=None, batch_size=None):
@@ -142,7 +140,7 @@ def _order(count, seed, lengths=None, batch_size=None):
     If there are `lengths` of texts, texts of similar lengths share a batch, and these
     batches come in random order.
     """
-    for epoch in itertools.count():
+    for epoch in itertools.count() if count else ():
         bits = np.random.Philox(np.random.SeedSequence([seed, epoch]))
         generator = np.random.Generator(bits)
         order = generator.permutation(count)
@@ -157,40 +155,26 @@ def _order(count, seed, lengths=None, batch_size=None):
             yield from rows[whole:]
 
 
-def _epochs(data):
-    """Yields the items of an iterable, or of what a function makes, in each epoch."""
+def _items(data):
+    """Yields the inputs of an iterable, or of what a function makes, in each epoch."""
     is_exhausted = False
     while not is_exhausted:
         is_exhausted = True
         for item in data() if callable(data) else data:
             is_exhausted = False
-            if is_torch_dataloader(data) and isinstance(item, list):
-                # Loaders return inputs and labels as a list.
-                item = item if any(isinstance(x, str) for x in item) else tuple(item)
-            yield _inputs(item)
+            is_list = is_torch_dataloader(data) and isinstance(item, list)
+            # Loaders return inputs and labels as a list.
+            item = tuple(item) if is_list and not _holds_text(item) else item
+            yield as_arrays(_inputs(item))
 
 
-def _batched(items, batch_size):
-    """Yields batches; items that are one text, or hold one, are put together."""
+def _of_items(items, batch_size):
+    """Yields items that are batches; puts those that hold a single text together."""
     for item in items:
-        if _is_row(item):
+        if any(x.ndim == 0 and is_text(x) for x in keras.tree.flatten(item)):
             rows = [item, *itertools.islice(items, batch_size - 1)]
-            item = keras.tree.map_structure(_stacked, *rows)
+            item = keras.tree.map_structure(lambda *x: np.stack(x), *rows)
         yield item
-
-
-def _is_row(item):
-    """Returns whether an item is one text, or several inputs of which one is."""
-    if isinstance(item, dict):
-        return any(map(_is_row, item.values()))
-    if isinstance(item, (list, tuple)):
-        return any(_is_row(x) for x in item if not isinstance(x, (str, bytes)))
-    is_scalar = getattr(item, "shape", None) == () and is_text(item)
-    return isinstance(item, (str, bytes)) or is_scalar
-
-
-def _stacked(*rows):
-    return np.stack([_as_numpy(x) for x in rows])
 
 
 def _inputs(item):
@@ -198,39 +182,19 @@ def _inputs(item):
     return item[0] if isinstance(item, tuple) else item
 
 
-def _is_array(x):
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _is_table(items):
-    """Returns whether a list holds texts or the columns of a table."""
-    return any(isinstance(x, (str, bytes)) for x in items) or all(map(_is_array, items))
+def _holds_text(items):
+    return any(isinstance(x, (str, bytes)) for x in items)
 
 
 def as_arrays(x):
-    """Converts rows or a batch to nested NumPy arrays of numbers, or of texts."""
+    """Converts rows, a batch or one row to nested NumPy arrays."""
     if isinstance(x, dict):
         return {name: as_arrays(value) for name, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        if x and not any(isinstance(i, (str, bytes)) for i in x):
-            return [as_arrays(i) for i in x]
-        texts = np.empty(len(x), dtype=object)
-        texts[:] = x
-        x = texts
-    array = _as_numpy(x)
-    if array.ndim == 0 or array.dtype.kind == "O" and not is_text(array):
-        raise ValueError(
-            "Batches of `data` must hold arrays of numbers, padded to one length, or "
-            f"lists of texts. Received: {described(x)}. Batch a dataset of single "
-            "rows first: `data.batch(32)`."
-        )
-    return array
-
-
-def _as_numpy(x):
-    if isinstance(x, np.ndarray):
-        return x
-    return np.asarray(x, object) if is_text(x) else keras.ops.convert_to_numpy(x)
+    if isinstance(x, (list, tuple)) and x and not _holds_text(x):
+        return [as_arrays(i) for i in x]
+    if isinstance(x, (list, tuple)) or is_text(x):
+        return np.array(x, dtype=object)
+    return x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
 
 
 def trimmed(batch):

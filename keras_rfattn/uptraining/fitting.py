@@ -29,7 +29,7 @@ def trainer_of(stage, teacher, batches):
 def fit_stage(trainer, batches, optimizer, progress, callbacks, verbose):
     """Trains a stage for its remaining steps."""
     stage, first, steps = progress.stage, progress.first, progress.steps
-    done, layers, failures = progress.done, trainer.learning, []
+    done, layers = len(progress.errors), trainer.learning
     rate = rate_for(stage, getattr(trainer, "objective", None), layers)
     is_float16 = any(layer.compute_dtype == "float16" for layer in layers)
     trainer.compile(optimizer=optimizer_for(rate, steps, optimizer, is_float16))
@@ -37,18 +37,13 @@ def fit_stage(trainer, batches, optimizer, progress, callbacks, verbose):
     if progress.optimizer_values:
         assign(trainer.optimizer.variables, progress.optimizer_values)
     if verbose:
-        count = f"{steps - done} steps"
-        controls = f"no attention {trainer.no_attention:.3f}"
-        print(f"Stage '{stage.name}', {count}: {trainer.measure} ({controls})")
+        control = f"{trainer.measure} (no attention {trainer.no_attention:.3f})"
+        print(f"Stage '{stage.name}', {steps - done} steps: {control}")
 
-    def remaining():
-        try:
-            for step in range(first + done, first + steps):
-                yield (batches.with_noise(step, len(layers) + 1),)
-        except Exception as error:
-            failures.append(error)
-            raise
-
+    remaining = (
+        (batches.with_noise(step, len(layers) + 1),)
+        for step in range(first + done, first + steps)
+    )
     saving = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: progress.save_step(trainer.optimizer)
     )
@@ -57,7 +52,7 @@ def fit_stage(trainer, batches, optimizer, progress, callbacks, verbose):
     epoch = math.ceil(first / per_epoch) + done // per_epoch
     try:
         trainer.fit(
-            dataset_of(remaining()),
+            dataset_of(remaining),
             steps_per_epoch=per_epoch,
             initial_epoch=epoch,
             epochs=epoch + math.ceil((steps - done) / per_epoch),
@@ -65,14 +60,6 @@ def fit_stage(trainer, batches, optimizer, progress, callbacks, verbose):
             callbacks=[progress, *callbacks, saving],
             verbose=verbose,
         )
-    except Exception as error:
-        # TensorFlow replaces errors of the data iterator by errors of its own.
-        cause = failures[0] if failures else error
-        cause.add_note(
-            f"{type(trainer).__name__} stopped after {progress.done} of {steps} steps. "
-            "The model keeps its last good weights."
-        )
-        raise cause from None
     finally:
         forget_gradients(trainer.trainable_variables)
 

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import time
-from dataclasses import replace
 
 import keras
 import numpy as np
@@ -28,11 +27,12 @@ class Progress(keras.callbacks.Callback):
         # Values with which the last finite loss was computed, and values after the last
         # step, whose loss is unknown yet.
         self.good = self.latest = values_of(self.state)
-        self.checkpoint, self.identity, self.arrays = None, None, {}
+        self.checkpoint = self.identity = None
         # Errors before training and of uniform attention, and results of stages.
         self.before, self.control, self.results = None, None, []
-        self.start, self.stage_seconds = time.perf_counter(), 0.0
-        self.done, self.errors, self.optimizer_values = 0, [], []
+        # Errors of the steps of the current stage, and the optimizer to resume with.
+        self.errors, self.optimizer_values = [], []
+        self.start, self.stage_start = time.perf_counter(), 0.0
 
     @property
     def seconds(self):
@@ -49,76 +49,63 @@ class Progress(keras.callbacks.Callback):
             raise
 
     def load(self, checkpoint, identity):
-        """Reads what a checkpoint of this run holds, if there is one."""
+        """Restores what a checkpoint of this run holds, if there is one."""
         self.checkpoint, self.identity = checkpoint, identity
         saved = checkpoint.load(identity)
         if saved is None:
             return
-        self.arrays, notes = saved
-        self.before, self.control = (
-            np.array(notes["before"]),
-            np.array(notes["control"]),
-        )
-        self.results = [StageResult(*row) for row in notes["results"]]
-        self.start -= notes["seconds"]
-        self.stage_seconds, self.errors = notes["stage_seconds"], notes["errors"]
-        self.done = len(self.errors)
-
-    def restore(self):
-        """Assigns the weights that `load` read."""
+        arrays, notes = saved
         # A file keeps the order of its arrays, which is that of the variables.
-        values = [x for name, x in self.arrays.items() if name.startswith("state")]
-        if values:
-            assign(self.state, values)
-        self.optimizer_values = list(self.arrays.values())[len(values) :]
+        values, count = list(arrays.values()), len(self.state)
+        assign(self.state, values[:count])
+        self.optimizer_values = values[count:]
+        self.before, self.control = map(np.array, (notes["before"], notes["control"]))
+        self.results = [StageResult(**result) for result in notes["results"]]
+        self.errors, self.stage_start = notes["errors"], notes["stage_start"]
+        self.start -= notes["seconds"]
 
     def save(self, optimizer=None):
         """Saves a checkpoint, with the optimizer if a stage goes on."""
         if self.checkpoint is None:
             return
-        arrays = {f"state{i}": x for i, x in enumerate(values_of(self.state))}
-        if optimizer is not None:
-            values = values_of(optimizer.variables)
-            arrays |= {f"optimizer{i}": x for i, x in enumerate(values)}
+        variables = [*self.state, *(optimizer.variables if optimizer else [])]
+        arrays = {f"array{i}": x for i, x in enumerate(values_of(variables))}
         notes = {
             "before": self.before.tolist(),
             "control": self.control.tolist(),
-            "results": [list(vars(result).values()) for result in self.results],
+            "results": [vars(result) for result in self.results],
             "errors": self.errors,
             "seconds": self.seconds,
-            "stage_seconds": self.seconds - self.stage_start,
+            "stage_start": self.stage_start,
         }
         self.checkpoint.save(self.identity, arrays, notes)
 
     def save_step(self, optimizer):
         """Saves a checkpoint if one is due after a step that is not a stage's last."""
         # The optimizer may still change weights when the stage ends.
-        if self.checkpoint is not None and self.done < self.steps:
-            if self.done % self.checkpoint.every == 0:
+        if self.checkpoint is not None and len(self.errors) < self.steps:
+            if len(self.errors) % self.checkpoint.every == 0:
                 self.save(optimizer)
 
     def begin(self, stage, first, steps):
         """Begins a stage, or goes on with one that was interrupted."""
-        self.stage, self.first, self.steps, self.note = stage, first, steps, ""
-        self.stage_start = self.seconds - self.stage_seconds
+        self.stage, self.first, self.steps = stage, first, steps
+        self.stage_start = self.stage_start if self.errors else self.seconds
         self.good = self.latest = values_of(self.state)
 
-    def end(self, trainer):
+    def end(self, trainer, note):
         """Ends a stage, also one that a callback stopped early."""
-        count, seconds = len(self.errors), self.seconds - self.stage_start
-        result = StageResult(self.stage.name, count, seconds, note=self.note)
-        if count:
-            tenth = max(1, count // 10)
-            result = replace(
-                result,
-                first=float(np.mean(self.errors[:tenth])),
-                last=float(np.mean(self.errors[-tenth:])),
-                no_attention=trainer.no_attention,
-                measure=trainer.measure,
+        errors, seconds = self.errors, self.seconds - self.stage_start
+        result = {"name": self.stage.name, "steps": len(errors), "seconds": seconds}
+        if errors:
+            tenth = max(1, len(errors) // 10)
+            result["first"], result["last"] = (
+                float(np.mean(x)) for x in (errors[:tenth], errors[-tenth:])
             )
-        self.results.append(result)
-        self.done, self.errors, self.optimizer_values = 0, [], []
-        self.stage_seconds, self.stage_start = 0.0, self.seconds
+            result["no_attention"] = trainer.no_attention
+            result["measure"] = trainer.measure
+        self.results.append(StageResult(**result, note=note))
+        self.errors, self.optimizer_values = [], []
         self.save()
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -130,12 +117,14 @@ class Progress(keras.callbacks.Callback):
         model = self.model
         self.good, self.latest = self.latest, values_of(self.state)
         # Keras' logs are means over the steps of an epoch; differences give this step.
-        self.seen, total = self.seen + 1, logs["error"] * (self.seen + 1)
-        self.errors.append(float(total - self.total))
-        self.done, self.total = self.done + 1, total
-        if self.done == self.steps:
-            # The last epoch may have fewer steps.
-            model.stop_training = True
+        self.seen += 1
+        step, self.total = (
+            logs["error"] * self.seen - self.total,
+            logs["error"] * self.seen,
+        )
+        self.errors.append(float(step))
+        # The last epoch may have fewer steps.
+        model.stop_training |= len(self.errors) == self.steps
 
     def on_train_end(self, logs=None):
         self.check(all(np.all(np.isfinite(x)) for x in self.latest))
@@ -144,9 +133,10 @@ class Progress(keras.callbacks.Callback):
         """Raises `ValueError` if the loss or the weights of a step are not finite."""
         if is_finite:
             return
+        step = len(self.errors)
         raise ValueError(
-            f"The loss of stage '{self.stage.name}' is not finite at its step "
-            f"{self.done} (batch {self.first + self.done} of the data). The weights of "
-            f"step {max(self.done - 1, 0)}, the last good ones, are kept. Look for NaN "
-            "in that batch, or use a smaller learning rate."
+            f"The loss of stage '{self.stage.name}' is not finite at its step {step} "
+            f"(batch {self.first + step} of the data). The weights of step "
+            f"{max(step - 1, 0)}, the last good ones, are kept. Look for NaN in that "
+            "batch, or use a smaller learning rate."
         )

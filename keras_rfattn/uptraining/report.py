@@ -96,7 +96,7 @@ class UptrainingReport:
 
     def __str__(self):
         lines = [
-            headline(self.model, self.mechanism),
+            f"Uptraining of {self.model} with {self.mechanism}",
             f"{'stage':<12}{'steps':>6}{'minutes':>9}{'first':>10}{'last':>10}"
             f"{'no attention':>14}  measure",
         ]
@@ -109,15 +109,14 @@ class UptrainingReport:
             lines.append(line)
         lines += [f"{x.name}: {x.note}" for x in self.stages if x.note]
         lines += ["", "Relative squared error of attention outputs (no attention: 1)"]
-        width = max([len(layer.path) for layer in self.layers] + [5])
-        head = f"{'layer':<{width}}{'before':>9}{'after':>9}{'uniform attention':>19}"
-        lines.append(head + "  heads after")
-        for layer in self.layers:
-            rows = layer.before, layer.after, layer.uniform_attention
-            heads = " ".join(f"{x:.2f}" for x in layer.after)
-            lines.append(_line(layer.path, width, *map(np.mean, rows)) + f"  {heads}")
-        totals = self.before, self.after, self.uniform_attention
-        lines.append(_line("all", width, *totals))
+        rows = [(x.path, x.before, x.after, x.uniform_attention) for x in self.layers]
+        rows.append(("all", self.before, self.after, self.uniform_attention))
+        width = max(len(path) for path, *_ in rows) + 2
+        names = f"{'before':>7}{'after':>9}{'uniform attention':>19}"
+        lines.append("layer".ljust(width) + names)
+        for path, *errors in rows:
+            before, after, uniform = map(np.mean, errors)
+            lines.append(f"{path:<{width}}{before:>7.3f}{after:>9.3f}{uniform:>19.3f}")
         lines.append(f"{self.parameters:,} parameters trained, seed {self.seed}")
         if self.trained:
             lines.append(
@@ -127,15 +126,6 @@ class UptrainingReport:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def headline(model, mechanism):
-    """Returns the line above progress and reports."""
-    return f"Uptraining of {model} with {mechanism}"
-
-
-def _line(name, width, before, after, uniform):
-    return f"{name:<{width}}{before:>9.3f}{after:>9.3f}{uniform:>19.3f}"
 
 
 def _mean(rows):

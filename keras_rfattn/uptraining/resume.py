@@ -63,8 +63,6 @@ class Checkpoint(keras.callbacks.Callback):
         partial = self.path.with_suffix(".partial")
         with open(partial, "wb") as file:
             np.savez(file, header=np.frombuffer(header, np.uint8), **arrays)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(partial, self.path)
 
     def load(self, identity):

@@ -16,7 +16,7 @@ from keras_rfattn.uptraining.batches import Batches
 from keras_rfattn.uptraining.calibrate import calibrate_stage
 from keras_rfattn.uptraining.fitting import fit_stage, trainer_of
 from keras_rfattn.uptraining.progress import Progress
-from keras_rfattn.uptraining.report import LayerResult, UptrainingReport, headline
+from keras_rfattn.uptraining.report import LayerResult, UptrainingReport
 from keras_rfattn.uptraining.resume import checked_callbacks, identity
 from keras_rfattn.uptraining.stages import OPTIONS, Stage, checked_stages, planned
 from keras_rfattn.uptraining.weights import (
@@ -43,11 +43,8 @@ def uptrain(
 
     The softmax checkpoint is the teacher and lives inside the same model: weights that
     do not train are shared, and for weights that train their first values are kept as
-    copies.
-
-    Dropout is inactive, and calibrated parameters that do not train keep their values.
-    Maps train in a frozen model too, and are frozen again afterwards. A map does not
-    train if its own `trainable` is False while its layer's is True.
+    copies. Dropout is inactive. Maps train in a frozen model too, but not if their own
+    `trainable` is False while their layer's is True.
 
     Args:
         model: A model changed by `replace_attention`.
@@ -145,32 +142,24 @@ def _run(model, layers, batches, settings, callbacks, checkpoint, verbose):
     widths = sorted({x.output_dim for x in maps if not x.is_exact})
     mechanism += f", width {', '.join(map(str, widths))}" * bool(widths)
     if verbose:
-        print(headline(title(model), mechanism))
+        print(f"Uptraining of {title(model)} with {mechanism}")
     with progress.kept():
+        trainers = {x.name: trainer_of(x, teacher, batches) for x in training}
         if checkpoint is not None:
             progress.load(checkpoint, identity(model, layers, batches, settings))
         if progress.before is None:
             progress.before, progress.control = measuring(must_be_finite=True)
-        trainers = {x.name: trainer_of(x, teacher, batches) for x in training}
-        progress.restore()
-        for stage, first, last in planned(stages, steps, layers)[
-            len(progress.results) :
-        ]:
+        plan = planned(stages, steps, layers)
+        for stage, first, last in plan[len(progress.results) :]:
             progress.begin(stage, first, last - first)
+            trainer, note = trainers.get(stage.name), ""
             if first < last:
                 with only_training(model, selected[stage.name]):
-                    fit_stage(
-                        trainers[stage.name],
-                        batches,
-                        optimizer,
-                        progress,
-                        callbacks,
-                        verbose,
-                    )
-            elif not stage.trains:
+                    fit_stage(trainer, batches, optimizer, progress, callbacks, verbose)
+            elif trainer is None:
                 errors = progress.before, lambda: measuring()[0]
-                progress.note = calibrate_stage(model, layers, batches.head, *errors)
-            progress.end(trainers.get(stage.name))
+                note = calibrate_stage(model, layers, batches.head, *errors)
+            progress.end(trainer, note)
         after, _ = measuring()
     if checkpoint is not None and checkpoint.is_temporary:
         checkpoint.path.unlink()

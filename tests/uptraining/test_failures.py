@@ -85,19 +85,6 @@ def test_weights_that_turn_nan_are_not_kept():
     assert all(np.all(np.isfinite(w)) for w in m.weights(model))
 
 
-@pytest.mark.once
-@slow_on_jax
-def test_a_training_that_breaks_off_says_where():
-    class Broken(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 1:
-                raise OSError("of a callback")
-
-    with pytest.raises(OSError, match="of a callback") as found:
-        m.uptrain(m.linear_model(), callbacks=[Broken()], stages="attention", steps=4)
-    assert "AttentionStage stopped after 2 of 4 steps" in found.value.__notes__[-1]
-
-
 class Inside(keras.callbacks.Callback):
     """Interrupts a compiled step, as Ctrl-C does."""
 

@@ -25,7 +25,7 @@ BAD = {
     "number": ({"data": 5}, "`data` must be arrays, texts"),
     "scalar": ({"data": np.float32(5)}, "`data` must be arrays, texts"),
     "text": ({"data": "text"}, "`data` must be arrays, texts"),
-    "no row": ({"data": lambda: iter([m.tokens()[:0]])}, "must hold a row"),
+    "no row": ({"data": lambda: iter([m.tokens()[:0]])}, "must hold rows"),
     "two checkpoints": (
         {"callbacks": [Checkpoint("a"), Checkpoint("b")]},
         "at most one of them a `Checkpoint`",
