@@ -1,6 +1,7 @@
 """Provides the batch of each step, as a pure function of the data, seed and step."""
 
 import itertools
+import operator
 
 import keras
 import numpy as np
@@ -126,12 +127,9 @@ def _of_rows(arrays, batch_size, seed):
     if all(map(is_text, columns)):
         lengths = np.array([sum(map(len, row)) for row in zip(*columns, strict=True)])
 
-    def batch(rows):
-        return keras.tree.map_structure(lambda x: x[rows], arrays)
-
     order = _order(count, seed, lengths, batch_size)
     while rows := list(itertools.islice(order, batch_size)):
-        yield batch(rows)
+        yield keras.tree.map_structure(operator.itemgetter(rows), arrays)
 
 
 def _order(count, seed, lengths=None, batch_size=None):

@@ -44,9 +44,6 @@ def fit_stage(trainer, batches, optimizer, progress, callbacks, verbose):
         (batches.with_noise(step, len(layers) + 1),)
         for step in range(first + done, first + steps)
     )
-    saving = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: progress.save_step(trainer.optimizer)
-    )
     per_epoch = math.ceil(steps / EPOCHS)
     # Epochs are counted on from those of the stages before.
     epoch = math.ceil(first / per_epoch) + done // per_epoch
@@ -57,7 +54,7 @@ def fit_stage(trainer, batches, optimizer, progress, callbacks, verbose):
             initial_epoch=epoch,
             epochs=epoch + math.ceil((steps - done) / per_epoch),
             shuffle=False,
-            callbacks=[progress, *callbacks, saving],
+            callbacks=[*callbacks, progress],
             verbose=verbose,
         )
     finally:

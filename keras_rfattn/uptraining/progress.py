@@ -9,11 +9,15 @@ import numpy as np
 
 from keras_rfattn.backend.devices import donates_weights
 from keras_rfattn.uptraining.report import StageResult
+from keras_rfattn.uptraining.resume import every, load, save
 from keras_rfattn.uptraining.weights import assign, once, values_of
 
 
 class Progress(keras.callbacks.Callback):
-    """Callback that keeps the errors of steps, and the last good values of weights."""
+    """Callback that keeps errors of steps and the last good weights, and saves them.
+
+    It comes after the user's callbacks, so that what they change is saved too.
+    """
 
     def __init__(self, model, layers, trained):
         super().__init__()
@@ -27,7 +31,7 @@ class Progress(keras.callbacks.Callback):
         # Values with which the last finite loss was computed, and values after the last
         # step, whose loss is unknown yet.
         self.good = self.latest = values_of(self.state)
-        self.checkpoint = self.identity = None
+        self.backup = self.identity = None
         # Errors before training and of uniform attention, and results of stages.
         self.before, self.control, self.results = None, None, []
         # Errors of the steps of the current stage, and the optimizer to resume with.
@@ -48,10 +52,10 @@ class Progress(keras.callbacks.Callback):
             assign([*self.state, *self.frozen], [*self.good, *self.frozen_values])
             raise
 
-    def load(self, checkpoint, identity):
-        """Restores what a checkpoint of this run holds, if there is one."""
-        self.checkpoint, self.identity = checkpoint, identity
-        saved = checkpoint.load(identity)
+    def load(self, backup, identity):
+        """Restores what the checkpoint of this run holds, if there is one."""
+        self.backup, self.identity = backup, identity
+        saved = load(backup, identity)
         if saved is None:
             return
         arrays, notes = saved
@@ -64,11 +68,9 @@ class Progress(keras.callbacks.Callback):
         self.errors, self.stage_start = notes["errors"], notes["stage_start"]
         self.start -= notes["seconds"]
 
-    def save(self, optimizer=None):
+    def save(self, optimizer_variables=()):
         """Saves a checkpoint, with the optimizer if a stage goes on."""
-        if self.checkpoint is None:
-            return
-        variables = [*self.state, *(optimizer.variables if optimizer else [])]
+        variables = [*self.state, *optimizer_variables]
         arrays = {f"array{i}": x for i, x in enumerate(values_of(variables))}
         notes = {
             "before": self.before.tolist(),
@@ -78,14 +80,7 @@ class Progress(keras.callbacks.Callback):
             "seconds": self.seconds,
             "stage_start": self.stage_start,
         }
-        self.checkpoint.save(self.identity, arrays, notes)
-
-    def save_step(self, optimizer):
-        """Saves a checkpoint if one is due after a step that is not a stage's last."""
-        # The optimizer may still change weights when the stage ends.
-        if self.checkpoint is not None and len(self.errors) < self.steps:
-            if len(self.errors) % self.checkpoint.every == 0:
-                self.save(optimizer)
+        save(self.backup, self.identity, arrays, notes)
 
     def begin(self, stage, first, steps):
         """Begins a stage, or goes on with one that was interrupted."""
@@ -106,7 +101,8 @@ class Progress(keras.callbacks.Callback):
             result["measure"] = trainer.measure
         self.results.append(StageResult(**result, note=note))
         self.errors, self.optimizer_values = [], []
-        self.save()
+        if self.backup is not None:
+            self.save()
 
     def on_epoch_begin(self, epoch, logs=None):
         self.seen, self.total = 0, 0.0
@@ -123,8 +119,12 @@ class Progress(keras.callbacks.Callback):
             logs["error"] * self.seen,
         )
         self.errors.append(float(step))
-        # The last epoch may have fewer steps.
-        model.stop_training |= len(self.errors) == self.steps
+        if len(self.errors) == self.steps:
+            # The last epoch may have fewer steps. Nothing is saved yet, as the
+            # optimizer may change weights once more when the stage ends.
+            model.stop_training = True
+        elif self.backup is not None and len(self.errors) % every(self.backup) == 0:
+            self.save(model.optimizer.variables)
 
     def on_train_end(self, logs=None):
         self.check(all(np.all(np.isfinite(x)) for x in self.latest))

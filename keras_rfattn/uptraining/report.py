@@ -7,17 +7,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class StageResult:
-    """The result of one stage.
+    """The result of one stage; errors are `None` without steps.
 
     Attributes:
         name: `"calibrate"`, `"attention"` or `"features"`.
         steps: Number of steps that were done.
         seconds: Duration, including compilation.
-        first: Mean error of the first tenth of the steps; `None` without steps.
-        last: Mean error of the last tenth of the steps; `None` without steps.
-        no_attention: Error if attention outputs 0; `None` without steps.
+        first: Mean error of the first tenth of the steps.
+        last: Mean error of the last tenth of the steps.
+        no_attention: Error if attention outputs 0.
         note: Text that says which maps the stage left unchanged; empty if none.
-        measure: What these errors are; empty without steps.
+        measure: What these errors are.
     """
 
     name: str
@@ -61,12 +61,12 @@ class UptrainingReport:
 
     Attributes:
         model: Class and name of the model.
-        mechanism: Names of the feature maps, and their numbers of features.
+        mechanism: Names of the feature maps.
         stages: Tuple of `StageResult`, in the order in which the stages ran.
         seconds: Duration of the whole call: stages, measuring and saving.
         layers: Tuple of `LayerResult`.
         trained: Paths of the trained weights, except those of feature maps.
-        parameters: Number of trained parameters, including those of feature maps.
+        parameters: Number of trained parameters, those of feature maps included.
         seed: Seed of the order of the data.
     """
 

@@ -23,18 +23,13 @@ class Stage:
     """A stage of `keras_rfattn.uptrain`, with its options.
 
     Args:
-        name: Name of the stage:
-
-            - `"calibrate"`: Runs `keras_rfattn.calibrate` on the first batches,
-              without gradients; it has no options. The stage is skipped if no map
-              learns in this way. It keeps maps that were trained, and it keeps an
-              earlier calibration if a new one would raise the error.
-            - `"attention"`: Trains every layer against the softmax attention of the
-              same layer, on the inputs that the layer has in the softmax model. The
-              loss is the relative squared error of outputs plus the divergence of
-              attention rows.
-            - `"features"`: Trains the linear model end to end against the softmax
-              model.
+        name: `"calibrate"` fits maps to the first batches, without gradients and
+            options; it keeps maps that were trained, and an earlier calibration if a
+            new one would raise the error. `"attention"` trains every layer against the
+            softmax attention of the same layer, on the inputs that the layer has in the
+            softmax model; the loss is the relative squared error of outputs plus the
+            divergence of attention rows. `"features"` trains the linear model end to
+            end against the softmax model.
         trainable: What trains: `"maps"` (weights of feature maps only), `"query_key"`
             (maps, and trainable weights of the query and key projections: after
             `enable_lora` their adapters) or `"all"` (maps and all other trainable
@@ -45,10 +40,9 @@ class Stage:
         window_dropout: Share of sequences (stage `"attention"`) or batches (stage
             `"features"`) for which a layer leaves its window out, so that its
             features learn too.
-        max_rows: Largest number of query rows of a sequence that stage `"attention"`
-            compares. They are spread evenly and shift from step to step. Time and
-            memory of the comparison are proportional to it; 128 halves the time of a
-            step for a decoder at 1024 tokens.
+        max_rows: Largest number of query rows of a sequence, evenly spread, that stage
+            `"attention"` compares; its time and memory are proportional to it. 128
+            halves the time of a step for a decoder at 1024 tokens.
 
     Raises:
         ValueError: If an option is invalid, or is not one of this stage.

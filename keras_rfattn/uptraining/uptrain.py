@@ -17,7 +17,7 @@ from keras_rfattn.uptraining.calibrate import calibrate_stage
 from keras_rfattn.uptraining.fitting import fit_stage, trainer_of
 from keras_rfattn.uptraining.progress import Progress
 from keras_rfattn.uptraining.report import LayerResult, UptrainingReport
-from keras_rfattn.uptraining.resume import checked_callbacks, identity
+from keras_rfattn.uptraining.resume import checked_callbacks, identity, path_of
 from keras_rfattn.uptraining.stages import OPTIONS, Stage, checked_stages, planned
 from keras_rfattn.uptraining.weights import (
     Teacher,
@@ -81,9 +81,8 @@ def uptrain(
         TypeError: If `model` is not a Keras layer.
         ValueError: If an argument is invalid, the model has no linear attention,
             nothing would train, the data does not fit the model or has no real token,
-            or a `Checkpoint` belongs to another run; the model is unchanged in these
-            cases. Also if a loss is not finite; the last good weights are kept then,
-            and after any other interruption.
+            or a `Checkpoint` belongs to another run; the model is unchanged then. Also
+            if a loss is not finite; the last good weights are kept, as after any error.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -108,10 +107,10 @@ def uptrain(
         raise ValueError(
             f"`verbose` must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
         )
-    callbacks, checkpoint = checked_callbacks(callbacks)
+    callbacks, backup = checked_callbacks(callbacks)
     if seed is None:
         drawn = keras.ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
-        seed = drawn if checkpoint is None else 0
+        seed = drawn if backup is None else 0
     settings = {
         # Checkpoints and reports store plain Python numbers.
         "steps": int(steps),
@@ -124,10 +123,10 @@ def uptrain(
     batches = Batches(data, settings["batch_size"], settings["seed"], preprocessor)
     with strategy_scope(model):
         layers = in_order(model, layers, batches(0))
-        return _run(model, layers, batches, settings, callbacks, checkpoint, verbose)
+        return _run(model, layers, batches, settings, callbacks, backup, verbose)
 
 
-def _run(model, layers, batches, settings, callbacks, checkpoint, verbose):
+def _run(model, layers, batches, settings, callbacks, backup, verbose):
     """Runs `uptrain` after its arguments were checked."""
     steps, stages, optimizer = (settings[x] for x in ("steps", "stages", "optimizer"))
     training = [stage for stage in stages if stage.trains]
@@ -137,16 +136,14 @@ def _run(model, layers, batches, settings, callbacks, checkpoint, verbose):
     rows = [stage.max_rows for stage in stages if stage.name == "attention"]
     measuring = Measuring(teacher, batches, *rows or [Stage("attention").max_rows])
     progress = Progress(model, layers, trained)
-    maps = [layer.feature_map for layer in layers]
-    mechanism = ", ".join(sorted({feature_maps.name_of(x) for x in maps}))
-    widths = sorted({x.output_dim for x in maps if not x.is_exact})
-    mechanism += f", width {', '.join(map(str, widths))}" * bool(widths)
+    names = {feature_maps.name_of(layer.feature_map) for layer in layers}
+    mechanism = ", ".join(sorted(names))
     if verbose:
         print(f"Uptraining of {title(model)} with {mechanism}")
     with progress.kept():
         trainers = {x.name: trainer_of(x, teacher, batches) for x in training}
-        if checkpoint is not None:
-            progress.load(checkpoint, identity(model, layers, batches, settings))
+        if backup is not None:
+            progress.load(backup, identity(model, layers, batches, settings))
         if progress.before is None:
             progress.before, progress.control = measuring(must_be_finite=True)
         plan = planned(stages, steps, layers)
@@ -161,8 +158,8 @@ def _run(model, layers, batches, settings, callbacks, checkpoint, verbose):
                 note = calibrate_stage(model, layers, batches.head, *errors)
             progress.end(trainer, note)
         after, _ = measuring()
-    if checkpoint is not None and checkpoint.is_temporary:
-        checkpoint.path.unlink()
+    if backup is not None and backup.delete_checkpoint:
+        path_of(backup).unlink()
     errors = zip(layers, progress.before, after, progress.control, strict=True)
     return UptrainingReport(
         title(model),

@@ -11,7 +11,7 @@ MEASURES = {
     "attention": "relative squared error of attention outputs",
     "features": "relative squared error of the model's outputs",
 }
-TITLE = "Uptraining of Functional 'functional\\S*' with hedgehog, width 8"
+TITLE = "Uptraining of Functional 'functional\\S*' with hedgehog"
 
 
 def test_the_report():

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_rfattn.uptraining import Checkpoint, Stage
+from keras_rfattn.uptraining import Checkpoint, Stage, progress, resume
 from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
@@ -101,25 +101,27 @@ def test_of_every_kind(tmp_path, arguments):
 
 @pytest.mark.once
 def test_a_torn_checkpoint_is_named_and_refused(tmp_path):
-    checkpoint = Checkpoint(tmp_path)
-    assert checkpoint.load({"seed": 0}) is None
+    checkpoint, path = Checkpoint(tmp_path), tmp_path / "uptrain.npz"
+    assert resume.load(checkpoint, {"seed": 0}) is None
     for step in (1, 2):
-        checkpoint.save({"seed": 0}, {"x": np.full(1000, step)}, {"errors": [step]})
+        resume.save(
+            checkpoint, {"seed": 0}, {"x": np.full(1000, step)}, {"errors": [step]}
+        )
     # One that was not completed.
     (tmp_path / "uptrain.partial").write_bytes(b"half of it")
-    arrays, notes = checkpoint.load({"seed": 0})
+    arrays, notes = resume.load(checkpoint, {"seed": 0})
     assert arrays["x"][0] == 2 and notes == {"errors": [2]}
-    content = checkpoint.path.read_bytes()
+    content = path.read_bytes()
     turned = bytearray(content)
     turned[len(content) // 2] ^= 0xFF
     other = io.BytesIO()
     np.save(other, np.zeros(3))
     for damaged in (content[:-100], b"", bytes(turned), other.getvalue()):
-        checkpoint.path.write_bytes(damaged)
+        path.write_bytes(damaged)
         with pytest.raises(
             ValueError, match="must be intact. Received: .*uptrain.npz'"
         ):
-            checkpoint.load({"seed": 0})
+            resume.load(checkpoint, {"seed": 0})
 
 
 class StopEarly(keras.callbacks.Callback):
@@ -265,18 +267,18 @@ class Doomed:
     """Kills its process at one checkpoint: before, while or after it is saved."""
 
     def __init__(self, position, phase):
-        self.position, self.phase, self.save = position, phase, Checkpoint.save
+        self.position, self.phase = position, phase
 
     def install(self):
-        Checkpoint.save = lambda *args: self(*args)
+        progress.save = self
 
-    def __call__(self, checkpoint, identity, arrays, notes):
+    def __call__(self, backup, identity, arrays, notes):
         position = len(notes["results"]), len(notes["errors"])
         if position == self.position and self.phase == "before":
             kill()
         if position == self.position and self.phase == "while":
             os.replace = kill
-        self.save(checkpoint, identity, arrays, notes)
+        resume.save(backup, identity, arrays, notes)
         if position == self.position:
             kill()
 
