@@ -113,12 +113,9 @@ class Progress(keras.callbacks.Callback):
         model = self.model
         self.good, self.latest = self.latest, values_of(self.state)
         # Keras' logs are means over the steps of an epoch; differences give this step.
-        self.seen += 1
-        step, self.total = (
-            logs["error"] * self.seen - self.total,
-            logs["error"] * self.seen,
-        )
-        self.errors.append(float(step))
+        self.seen, total = self.seen + 1, logs["error"] * (self.seen + 1)
+        self.errors.append(float(total - self.total))
+        self.total = total
         if len(self.errors) == self.steps:
             # The last epoch may have fewer steps. Nothing is saved yet, as the
             # optimizer may change weights once more when the stage ends.

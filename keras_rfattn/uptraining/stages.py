@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from keras_rfattn.arguments import check_sizes, is_number
+from keras_rfattn.arguments import check_choice, check_sizes, is_number
 
 # Names of the stages, in the order in which they run, and the options of each.
 OPTIONS = {
@@ -60,12 +60,7 @@ class Stage:
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(
-                    f"`{name}` of a `Stage` must be one of {choices}. "
-                    f"Received: {name}={value!r}."
-                )
+            check_choice(name, getattr(self, name), choices)
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name not in OPTIONS[self.name] and value != field.default:

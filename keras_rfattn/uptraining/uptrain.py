@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.arguments import check_seed, check_sizes
+from keras_rfattn.arguments import check_choice, check_seed, check_sizes
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.models.swap import strategy_scope
@@ -103,10 +103,7 @@ def uptrain(
         )
     check_sizes(steps=steps, batch_size=batch_size)
     check_seed(seed)
-    if verbose not in ("auto", 0, 1, 2):
-        raise ValueError(
-            f"`verbose` must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
-        )
+    check_choice("verbose", verbose, ("auto", 0, 1, 2))
     callbacks, backup = checked_callbacks(callbacks)
     if seed is None:
         drawn = keras.ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]

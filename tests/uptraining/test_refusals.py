@@ -11,7 +11,7 @@ from tests.uptraining import models as m
 
 BAD = {
     "softmax": (dict(), "has no linear attention to train"),
-    "stage": ({"stages": ("attention", "logits")}, "`name` of a `Stage`"),
+    "stage": ({"stages": ("attention", "logits")}, "`name` must be one of"),
     "order of stages": ({"stages": ("features", "attention")}, "in this order"),
     "no stage": ({"stages": ()}, "`stages` must be some of"),
     "steps": ({"steps": 0}, "`steps` must be a positive integer"),
@@ -20,7 +20,7 @@ BAD = {
     "padding": ({"data": np.zeros((8, m.TOKENS), "int32")}, "must hold a real token"),
     "shape": ({"data": np.ones((8, m.TOKENS, 3, 3))}, "Each batch of `data` must be"),
     "texts": ({"data": ["some", "texts"]}, "has no preprocessor"),
-    "stages": ({"stages": 5}, "`name` of a `Stage`"),
+    "stages": ({"stages": 5}, "`name` must be one of"),
     "callbacks": ({"callbacks": 5}, "`callbacks` must be Keras callbacks"),
     "number": ({"data": 5}, "`data` must be arrays, texts"),
     "scalar": ({"data": np.float32(5)}, "`data` must be arrays, texts"),

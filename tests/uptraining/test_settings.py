@@ -16,9 +16,9 @@ pytestmark = pytest.mark.once
 
 def test_stages_are_checked_when_they_are_made():
     for arguments, message in (
-        ({"name": "logits"}, "`name` of a `Stage` .*'calibrate'"),
-        ({"name": "features", "trainable": "lora"}, "`trainable` of a `Stage`"),
-        ({"name": "features", "objective": "loss"}, "`objective` of a `Stage`"),
+        ({"name": "logits"}, "`name` must be one of .*'calibrate'"),
+        ({"name": "features", "trainable": "lora"}, "`trainable` must be one of"),
+        ({"name": "features", "objective": "loss"}, "`objective` must be one of"),
         ({"name": "attention", "trainable": "all"}, "must be 'maps' or 'query_key'"),
         ({"name": "attention", "window_dropout": 1}, r"must be in \[0, 1\)"),
         ({"name": "attention", "max_rows": 2.5}, "`max_rows` must be a positive"),
