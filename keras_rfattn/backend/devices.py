@@ -1,4 +1,4 @@
-"""Answers questions about compilation, datasets and memory, which backends differ in.
+"""Answers questions about compilation, datasets and weights, which backends differ in.
 
 Attention algorithms do not need these answers; the code that runs training does.
 """
@@ -16,6 +16,11 @@ def backend_name():
 def compiles_each_length():
     """Returns whether the backend compiles a program for every sequence length."""
     return keras.backend.backend() != "torch"
+
+
+def donates_weights():
+    """Returns whether a step that is interrupted leaves a model without weights."""
+    return keras.backend.backend() == "jax"
 
 
 def forget_gradients(variables):
@@ -45,30 +50,3 @@ def dataset_of(batches):
         lambda: itertools.chain([first], batches),
         output_signature=keras.tree.map_structure(signature, first),
     )
-
-
-def peak_memory():
-    """Returns the peak memory of the process in bytes, or `None` if it is unknown."""
-    backend = keras.backend.backend()
-    if backend == "jax":
-        import jax
-
-        stats = [device.memory_stats() for device in jax.local_devices()]
-        peaks = [x["peak_bytes_in_use"] for x in stats if x]
-        if peaks:
-            return max(peaks)
-    elif backend == "torch":
-        import torch
-
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated()
-    elif backend == "tensorflow":
-        import tensorflow as tf
-
-        if tf.config.list_physical_devices("GPU"):
-            return tf.config.experimental.get_memory_info("GPU:0")["peak"]
-    try:
-        import resource
-    except ImportError:  # Windows has no such module.
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -35,17 +35,17 @@ def progress(items, verbose):
             bar.update(done, finalize=True)
 
 
-def run(model, batch, function=None, data=None):
+def run(model, batch, function=None):
     """Returns what a model, or a function of the batch, computes without gradients."""
     if any(map(is_text, keras.tree.flatten(batch))):
-        raise refusal(model, batch, data=data)
+        raise refusal(model, batch)
     try:
         with without_gradients():
             if function is None:
                 return model(batch, training=False)
             return function(batch)
     except Exception as error:
-        raise refusal(model, batch, error, data) from error
+        raise refusal(model, batch, error) from error
 
 
 class Sequence(NamedTuple):
@@ -195,7 +195,7 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
     recorders = [Recorder(x, exact, max_tokens, ranks) for x in layers]
     with recording(list(zip(layers, recorders, strict=True))):
         for batch in progress(data, verbose):
-            run(model, batch, data=data)
+            run(model, batch)
     pairs = zip(layers, recorders, strict=True)
     found = [(x.rank, layer, x) for layer, x in pairs if x.sequences]
     found.sort(key=lambda entry: entry[0])

@@ -20,7 +20,6 @@ from keras_rfattn.layers.call_context import Interceptor
 from keras_rfattn.layers.recording import recording, run
 from keras_rfattn.ops.layout import split_heads
 from keras_rfattn.ops.rows import feature_rows, kernel_rows, nearby
-from keras_rfattn.uptraining.batches import HEAD
 from keras_rfattn.uptraining.weights import StageModel, paths
 
 TINY = 1e-9
@@ -228,7 +227,7 @@ class Measuring:
     def __call__(self, must_be_finite=False):
         """Returns errors and those of uniform attention, `(L, N)`, NaN for no head."""
         total = 0
-        for step, x in enumerate(self.batches.first(HEAD)):
+        for step, x in enumerate(self.batches.head):
             sums = run(self.stage.model, x, self._sums)
             total = total + sums.sum(axis=0, keepdims=True)
             bad = ~np.isfinite(sums).all(axis=(0, 2, 3))

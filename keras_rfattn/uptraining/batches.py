@@ -1,82 +1,58 @@
-"""Provides the batch of each step, as a pure function of the seed and the step.
+"""Provides the batch of each step, as a pure function of the data, seed and step."""
 
-`Batches` interprets the data once: as `Rows` in memory, as a `Dataset` whose batches
-can be read in any order, or as a `Stream` of batches.
-"""
+import itertools
+import operator
 
 import keras
 import numpy as np
+from keras.src.trainers.data_adapters import is_torch_dataloader
 
-from keras_rfattn.layers.batches import is_text
-from keras_rfattn.uptraining.data import (
-    as_array,
-    as_arrays,
-    check_data,
-    inputs_of,
-    is_image,
-    is_table,
-    trimmed,
-)
+from keras_rfattn.backend.devices import compiles_each_length
+from keras_rfattn.layers.batches import described, is_text
 
-# Batches used to calibrate and to measure errors; they are kept, so that even a
-# generator can provide them again.
+# Number of batches that calibrate maps and that errors are measured on. They are kept,
+# because a generator cannot provide them again.
 HEAD = 4
 # Number of batches of texts that are sorted by length together to reduce padding.
 POOL = 32
-
-
-class DataEnded(ValueError):
-    """Raised if the data has fewer batches than requested."""
+# Minimum number of tokens that a batch of texts is padded to. Longer batches are padded
+# to a multiple of it. Where every new length must be compiled, the length doubles until
+# it is enough, which gives few different lengths.
+SHORTEST = 16
+# Names of KerasHub's inputs that have a column for each token.
+TOKENS = "token_ids", "segment_ids", "padding_mask"
 
 
 class Batches:
     """Batches of inputs without labels, from any data that `keras.Model.fit` takes.
 
-    Rows are an array, a dict or list of arrays, texts, or `(x, y)` or `(x, y, weight)`
-    of these; `batch_size` is for them. Batches are a `keras.utils.PyDataset`, a
-    `tf.data.Dataset`, a generator or a function that makes one, or a list of batches. A
-    list of arrays is not a list of batches but the several inputs of a model. Texts and
-    images go through the preprocessor; `hint` says in errors where to find one.
+    Rows in memory are an array, a dict or list of arrays, texts, or `(x, y)` or
+    `(x, y, weight)` of these. Everything else is iterated over, again in each epoch.
+    Texts and images go through the preprocessor.
     """
 
-    def __init__(
-        self, data, batch_size, seed, preprocessor=None, hint="with a tokenizer"
-    ):
-        self.seed, self.preprocessor, self.hint = seed, preprocessor, hint
-        # Names and numbers of axes of the inputs of the first batch.
-        self.form = None
-        check_data(data)
-        if isinstance(data, tuple):
-            data = list(data) if all(map(is_text, data)) else inputs_of(data)
-            check_data(data)
-        if isinstance(data, keras.utils.PyDataset):
-            self.source = Dataset(data, seed)
-        elif is_table(data):
-            self.source = Rows(data, batch_size, seed)
-        else:
-            self.source = Stream(data)
+    def __init__(self, data, batch_size, seed, preprocessor=None):
+        self.seed, self.preprocessor = seed, preprocessor
+        self.batches = enumerate(_batches_of(data, batch_size, seed))
+        first = itertools.islice(self.batches, HEAD)
+        self.head = [self._prepared(batch) for _, batch in first]
+        if not self.head:
+            raise ValueError("`data` must hold at least one batch. Received: none.")
 
     def __call__(self, step):
-        """Returns the inputs of a step as NumPy arrays."""
-        batch = self._preprocessed(self.source(step))
-        form = keras.tree.map_structure(lambda x: f"{x.ndim} axes", batch)
-        self.form = form if self.form is None else self.form
-        if form != self.form:
-            raise ValueError(
-                "All batches of `data` must hold arrays of the same names and numbers "
-                f"of axes. Received: {form} in batch {step}, and {self.form} before."
-            )
-        return batch
-
-    def first(self, count):
-        """Iterates over the inputs of the first `count` steps, fewer if data ends."""
-        for step in range(count):
-            try:
-                yield self(step)
-            except DataEnded:
-                if step == 0:
-                    raise
-                return
+        """Returns the inputs of a step as NumPy arrays; after the head, in order."""
+        if step < len(self.head):
+            return self.head[step]
+        for place, batch in self.batches:
+            if place == step:
+                return self._prepared(batch)
+            if place > step:
+                break
+        raise ValueError(
+            f"`data` must hold a batch for each step. Received: none for step {step}. "
+            "Pass a function that makes the generator, a dataset, or arrays, which can "
+            "be read repeatedly."
+        )
 
     def with_noise(self, step, count):
         """Returns a dict with the inputs "x" of a step, and with "noise"."""
@@ -84,160 +60,155 @@ class Batches:
         seed = np.random.SeedSequence([self.seed, 1, step])
         generator = np.random.Generator(np.random.Philox(seed))
         rows = len(keras.tree.flatten(batch)[0])
-        if rows == 0:
-            raise ValueError(
-                f"Each batch of `data` must hold a row. Received: none in batch {step}."
-            )
         return {"x": batch, "noise": generator.random((rows, count), dtype="float32")}
 
-    def _preprocessed(self, batch):
+    def _prepared(self, batch):
+        """Returns the inputs of the model, from a batch of the data."""
         arrays = keras.tree.flatten(batch)
-        has_text = any(map(is_text, arrays))
-        if has_text and self.preprocessor is None:
+        are_texts = [is_text(x) for x in arrays]
+        for x, x_is_text in zip(arrays, are_texts, strict=True):
+            if x.ndim == 0 or len(x) == 0 or x.dtype.kind == "O" and not x_is_text:
+                raise ValueError(
+                    "Batches of `data` must hold rows: arrays of numbers, padded to "
+                    f"one length, or lists of texts. Received: {described(x)}. Batch a "
+                    "dataset of single rows first: `data.batch(32)`."
+                )
+        if any(are_texts) and self.preprocessor is None:
             raise ValueError(
                 "`data` holds texts, but the model has no preprocessor. Received: "
-                f"texts. Turn them into tokens first, {self.hint}, or uptrain a task "
-                "that has a preprocessor."
+                "texts. Turn them into tokens first, by a preprocessor or tokenizer, "
+                "or uptrain a task that has a preprocessor."
             )
-        is_raw = has_text or any(map(is_image, arrays))
+        is_raw = any(are_texts) or any(
+            x.dtype == np.uint8 and x.ndim == 4 for x in arrays
+        )
         if self.preprocessor is None or not is_raw:
             return batch
-        if isinstance(batch, list):
-            # Without `y`, KerasHub takes a tuple to be inputs and labels.
-            batch = self.preprocessor(tuple(batch), y=None)
-        else:
-            batch = self.preprocessor(batch)
-        return trimmed(keras.tree.map_structure(as_array, inputs_of(batch)))
+        # Without `y`, KerasHub takes a tuple to be inputs and labels.
+        labels = {"y": None} if isinstance(batch, list) else {}
+        batch = tuple(batch) if isinstance(batch, list) else batch
+        return trimmed(as_arrays(_inputs(self.preprocessor(batch, **labels))))
 
 
-class Rows:
-    """Rows in memory: every epoch has each of them once, in a random order."""
-
-    def __init__(self, data, batch_size, seed):
-        self.arrays = as_arrays(data)
-        lengths = {len(x) for x in keras.tree.flatten(self.arrays)}
-        if len(lengths) != 1:
-            raise ValueError(
-                "All arrays of `data` must have the same number of rows. "
-                f"Received: {sorted(lengths)}."
-            )
-        columns = keras.tree.flatten(self.arrays)
-        self.count, self.batch_size = len(columns[0]), batch_size
-        if not self.count:
-            raise ValueError("`data` must hold at least one row. Received: none.")
-        lengths = None
-        if all(map(is_text, columns)):
-            rows = zip(*columns, strict=True)
-            lengths = np.array([sum(map(len, row)) for row in rows])
-        self.order = Order(seed, batch_size, lengths)
-
-    def __call__(self, step):
-        places = range(step * self.batch_size, (step + 1) * self.batch_size)
-        epochs = (divmod(place, self.count) for place in places)
-        rows = [self.order(epoch, self.count)[place] for epoch, place in epochs]
-        return keras.tree.map_structure(lambda x: x[rows], self.arrays)
-
-
-class Dataset:
-    """Batches of a `PyDataset`: every epoch has each of them once, in random order."""
-
-    def __init__(self, data, seed):
-        self.data, self.order = data, Order(seed)
-        if data.num_batches == 0:
-            raise ValueError("`data` must hold at least one batch. Received: none.")
-
-    def __call__(self, step):
-        count = self.data.num_batches
-        if count is not None:
-            step = int(self.order(step // count, count)[step % count])
-        return as_arrays(inputs_of(self.data[step]))
-
-
-class Stream:
-    """Batches that can only be read one after the other, again in each epoch."""
-
-    def __init__(self, data):
-        self.data = data
-        # PyTorch's data loaders return inputs and labels as a list, not a tuple.
-        self.is_loader = type(data).__module__.startswith("torch.utils.data")
-        self.batches, self.position, self.last = None, -1, None
-        # The first batches are needed several times, but a generator runs only once.
-        self.head = {}
-
-    def __call__(self, step):
-        if step in self.head:
-            return self.head[step]
-        if self.batches is None or step < self.position:
-            if self.position >= 0 and self._runs_once():
-                raise ValueError(
-                    "A generator yields its batches only once, but training "
-                    f"returns to step {step}. Pass a function that makes the "
-                    "generator."
-                )
-            self.batches, self.position = self._read(), -1
-        while self.position < step:
-            self.last = self._next(step)
-            self.position += 1
-            if self.position < HEAD:
-                self.head[self.position] = self.last
-        return self.last
-
-    def _next(self, step):
-        batch = next(self.batches, None)
-        if batch is not None:
-            return batch
-        if self.position < 0:
-            raise DataEnded("`data` must hold at least one batch. Received: none.")
-        raise DataEnded(
-            f"`data` ended after {self.position + 1} batches, and step {step} needs "
-            "one more. Pass a function that makes the generator, a dataset, or arrays, "
-            "which can be read repeatedly."
+def _batches_of(data, batch_size, seed):
+    """Returns an iterator over nested arrays: the batches of all epochs."""
+    is_known = hasattr(data, "__iter__") or callable(data)
+    is_one = isinstance(data, (str, bytes)) or getattr(data, "shape", None) == ()
+    is_empty = isinstance(data, (list, tuple, dict)) and not data
+    if is_one or is_empty or not is_known or hasattr(data, "columns"):
+        raise ValueError(
+            "`data` must be arrays, texts, a dataset or a function that makes a "
+            f"generator. Received: data={data!r:.80} of type {type(data).__name__}. "
+            "Put one text into a list, and pass the columns of a table as lists."
         )
-
-    def _read(self):
-        """Yields the batches of all epochs."""
-        is_empty = False
-        while not is_empty:
-            is_empty = True
-            for item in self.data() if callable(self.data) else self.data:
-                if self.is_loader and isinstance(item, list):
-                    item = tuple(item)
-                is_empty = False
-                yield as_arrays(inputs_of(item))
-            if self._runs_once():
-                return
-
-    def _runs_once(self):
-        """Returns whether the data can be iterated over only once, as a generator."""
-        return not callable(self.data) and iter(self.data) is self.data
+    if isinstance(data, tuple) and not all(map(is_text, data)):
+        return _batches_of(data[0], batch_size, seed)
+    if isinstance(data, keras.utils.PyDataset):
+        count = data.num_batches
+        order = itertools.count() if count is None else _order(count, seed)
+        return (as_arrays(_inputs(data[int(i)])) for i in order)
+    columns = data if isinstance(data, (list, tuple)) else [data]
+    are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in columns)
+    if isinstance(data, dict) or are_arrays or _holds_text(columns):
+        return _of_rows(as_arrays(data), batch_size, seed)
+    return _of_items(_items(data), batch_size)
 
 
-class Order:
-    """The random order of rows or batches, a pure function of the seed and the epoch.
+def _of_rows(arrays, batch_size, seed):
+    """Yields batches of rows in memory, each row once an epoch, in random order."""
+    columns = keras.tree.flatten(arrays)
+    counts = {len(x) for x in columns}
+    if len(counts) != 1:
+        raise ValueError(
+            "All arrays of `data` must have the same number of rows. Received: "
+            f"{sorted(counts)}."
+        )
+    (count,), lengths = counts, None
+    if all(map(is_text, columns)):
+        lengths = np.array([sum(map(len, row)) for row in zip(*columns, strict=True)])
+
+    order = _order(count, seed, lengths, batch_size)
+    while rows := list(itertools.islice(order, batch_size)):
+        yield keras.tree.map_structure(operator.itemgetter(rows), arrays)
+
+
+def _order(count, seed, lengths=None, batch_size=None):
+    """Yields the numbers below `count` in each epoch, in random order.
 
     If there are `lengths` of texts, texts of similar lengths share a batch, and these
     batches come in random order.
     """
+    for epoch in itertools.count() if count else ():
+        bits = np.random.Philox(np.random.SeedSequence([seed, epoch]))
+        generator = np.random.Generator(bits)
+        order = generator.permutation(count)
+        if lengths is None:
+            yield from order
+            continue
+        for rows in np.split(order, range(POOL * batch_size, count, POOL * batch_size)):
+            whole = len(rows) // batch_size * batch_size
+            batches = rows[:whole][np.argsort(lengths[rows[:whole]])]
+            batches = generator.permutation(batches.reshape(-1, batch_size))
+            yield from batches.reshape(-1)
+            yield from rows[whole:]
 
-    def __init__(self, seed, batch_size=None, lengths=None):
-        self.seed, self.batch_size, self.lengths = seed, batch_size, lengths
-        self.known_epoch, self.known = None, None
 
-    def __call__(self, epoch, count):
-        """Returns the order of `count` rows or batches in an epoch."""
-        if self.known_epoch != (epoch, count):
-            bits = np.random.Philox(np.random.SeedSequence([self.seed, int(epoch)]))
-            generator = np.random.Generator(bits)
-            order = generator.permutation(count)
-            if self.lengths is not None:
-                order = self._grouped(order, generator)
-            self.known_epoch, self.known = (epoch, count), order
-        return self.known
+def _items(data):
+    """Yields the inputs of an iterable, or of what a function makes, in each epoch."""
+    is_exhausted = False
+    while not is_exhausted:
+        is_exhausted = True
+        for item in data() if callable(data) else data:
+            is_exhausted = False
+            is_list = is_torch_dataloader(data) and isinstance(item, list)
+            # Loaders return inputs and labels as a list.
+            item = tuple(item) if is_list and not _holds_text(item) else item
+            yield as_arrays(_inputs(item))
 
-    def _grouped(self, order, generator):
-        size, parts = self.batch_size, []
-        for rows in np.split(order, range(POOL * size, len(order), POOL * size)):
-            whole = len(rows) // size * size
-            batches = rows[:whole][np.argsort(self.lengths[rows[:whole]])]
-            parts += [*generator.permutation(batches.reshape(-1, size)), rows[whole:]]
-        return np.concatenate(parts)
+
+def _of_items(items, batch_size):
+    """Yields items that are batches; puts those that hold a single text together."""
+    for item in items:
+        if any(x.ndim == 0 and is_text(x) for x in keras.tree.flatten(item)):
+            rows = [item, *itertools.islice(items, batch_size - 1)]
+            item = keras.tree.map_structure(lambda *x: np.stack(x), *rows)
+        yield item
+
+
+def _inputs(item):
+    """Returns the inputs of a dataset's item, without labels and sample weights."""
+    return item[0] if isinstance(item, tuple) else item
+
+
+def _holds_text(items):
+    return any(isinstance(x, (str, bytes)) for x in items)
+
+
+def as_arrays(x):
+    """Converts rows, a batch or one row to nested NumPy arrays."""
+    if isinstance(x, dict):
+        return {name: as_arrays(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)) and x and not _holds_text(x):
+        return [as_arrays(i) for i in x]
+    if isinstance(x, (list, tuple)) or is_text(x):
+        return np.array(x, dtype=object)
+    return x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
+
+
+def trimmed(batch):
+    """Cuts off padding that all rows share, as described at `SHORTEST`."""
+    if not isinstance(batch, dict) or "padding_mask" not in batch:
+        return batch
+    mask = batch["padding_mask"].astype(bool)
+    full, length = mask.shape[1], SHORTEST
+    # Whether an axis of this length is one of tokens only names can tell: an image may
+    # be as high as the text is long.
+    others = [x for name, x in batch.items() if name not in TOKENS]
+    if any(full in x.shape[1:] for x in others):
+        return batch
+    used = np.flatnonzero(mask.any(0))
+    # Padding on the left stays, because positions are counted from the left end.
+    wanted = used[-1] + 1 if len(used) else full
+    while length < wanted:
+        length += length if compiles_each_length() else SHORTEST
+    return {name: x[:, :length] if name in TOKENS else x for name, x in batch.items()}

@@ -1,127 +1,64 @@
-"""Runs one training stage with Keras' `fit` and a fresh optimizer."""
+"""Makes the trainer of a stage, and trains it with Keras' `fit`."""
 
 import math
 
 import keras
-import numpy as np
 
 from keras_rfattn.backend.devices import dataset_of, forget_gradients
-from keras_rfattn.layers.batches import too_long
-from keras_rfattn.uptraining.resume import Interrupts
-from keras_rfattn.uptraining.weights import assign, values_of
+from keras_rfattn.uptraining.attention import AttentionStage
+from keras_rfattn.uptraining.features import FeaturesStage
+from keras_rfattn.uptraining.weights import assign
 
+# Number of epochs that a stage is divided into, for callbacks that act by epoch.
+EPOCHS = 10
 # Learning rates of maps in stage "features", by its objective.
 FEATURES_RATES = {"features": 0.005, "logits": 0.001}
 # Learning rates if weights of the model itself train: of attention only, or all.
 OWN_RATE, ALL_RATE = 0.001, 0.0001
-# Number of recent batches that are kept to explain errors. It needs several, because
-# backends fetch batches ahead of the step that fails.
-AHEAD = 8
 
 
-def fit_stage(trainer, batches, planned_stage, optimizer, settings, save, resumed):
+def trainer_of(stage, teacher, batches):
+    """Returns the `keras.Model` that trains a stage; raises if it cannot."""
+    if stage.name == "attention":
+        return AttentionStage(teacher, stage.window_dropout, stage.max_rows)
+    trainer = FeaturesStage(teacher, stage.objective, stage.window_dropout)
+    trainer.no_attention = trainer.without_attention(batches(0))
+    return trainer
+
+
+def fit_stage(trainer, batches, optimizer, progress, callbacks, verbose):
     """Trains a stage for its remaining steps."""
-    (done, optimizer_values, errors), steps = resumed, planned_stage.steps
-    variables = trainer.trainable_variables
-    trainer.compile(optimizer=optimizer)
-    optimizer.build(variables)
-    if done:
-        assign(optimizer.variables, optimizer_values)
-    monitor, interrupts = LossMonitor(variables, done, list(errors)), Interrupts()
-    checkpoint = settings.checkpoint
+    stage, first, steps = progress.stage, progress.first, progress.steps
+    done, layers = len(progress.errors), trainer.learning
+    rate = rate_for(stage, getattr(trainer, "objective", None), layers)
+    is_float16 = any(layer.compute_dtype == "float16" for layer in layers)
+    trainer.compile(optimizer=optimizer_for(rate, steps, optimizer, is_float16))
+    trainer.optimizer.build(trainer.trainable_variables)
+    if progress.optimizer_values:
+        assign(trainer.optimizer.variables, progress.optimizer_values)
+    if verbose:
+        control = f"{trainer.measure} (no attention {trainer.no_attention:.3f})"
+        print(f"Stage '{stage.name}', {steps - done} steps: {control}")
 
-    def save_step(batch, logs):
-        # The last step is not saved here: the optimizer may still change weights when
-        # the stage ends.
-        is_due = checkpoint is not None and monitor.done % checkpoint.every == 0
-        if is_due and monitor.done != steps:
-            save(monitor.done, monitor.errors, optimizer)
-
-    saving = keras.callbacks.LambdaCallback(on_train_batch_end=save_step)
-    recent, failures = [], []
+    remaining = (
+        (batches.with_noise(step, len(layers) + 1),)
+        for step in range(first + done, first + steps)
+    )
+    per_epoch = math.ceil(steps / EPOCHS)
+    # Epochs are counted on from those of the stages before.
+    epoch = math.ceil(first / per_epoch) + done // per_epoch
     try:
-        if done < steps:
-            with interrupts.held():
-                trainer.fit(
-                    dataset_of(_remembering(batches, recent, failures)),
-                    steps_per_epoch=steps - done,
-                    shuffle=False,
-                    callbacks=[monitor, *settings.callbacks, saving, interrupts],
-                    verbose=settings.verbose,
-                )
-            monitor.check_weights()
-    except NotFinite:
-        assign(variables, monitor.good)
-        step, name = monitor.done, planned_stage.stage.name
-        raise ValueError(
-            f"The loss of stage '{name}' is not finite at its step {step} (batch "
-            f"{planned_stage.first + step} of the data). The weights of step "
-            f"{max(step - 1, 0)}, the last good ones, are kept. Look for NaN in that "
-            "batch, or use a smaller learning rate."
-        ) from None
-    except Exception as error:
-        # TensorFlow replaces errors of the data iterator by errors of its own.
-        cause = failures[0] if failures else error
-        cause.add_note(
-            f"{type(trainer).__name__} stopped after {monitor.done} of {steps} steps, "
-            "possibly because of the next batch. The model keeps the weights so far."
+        trainer.fit(
+            dataset_of(remaining),
+            steps_per_epoch=per_epoch,
+            initial_epoch=epoch,
+            epochs=epoch + math.ceil((steps - done) / per_epoch),
+            shuffle=False,
+            callbacks=[*callbacks, progress],
+            verbose=verbose,
         )
-        hints = [too_long(trainer.model, batch["x"]) for (batch,) in recent]
-        if any(hints):
-            cause.add_note(max(hints))
-        if failures:
-            raise cause from None
-        raise
     finally:
-        forget_gradients(variables)
-    return monitor.errors
-
-
-def _remembering(batches, recent, failures):
-    """Iterates over batches; keeps the latest in `recent`, an error in `failures`."""
-    try:
-        for batch in batches:
-            recent[:] = [*recent[1 - AHEAD :], batch]
-            yield batch
-    except Exception as error:
-        failures.append(error)
-        raise
-
-
-class NotFinite(Exception):
-    """Raised if the loss of a step, or a weight after the last step, is not finite."""
-
-
-class LossMonitor(keras.callbacks.Callback):
-    """Stops training if a loss is not finite, and collects the errors of steps."""
-
-    def __init__(self, variables, done, errors):
-        super().__init__()
-        self.variables, self.done, self.errors = variables, done, errors
-        # Values with which the last finite loss was computed, and values after the last
-        # step, whose loss is unknown yet.
-        self.good = self.latest = values_of(variables)
-        self.seen, self.totals = 0, {"loss": 0.0, "error": 0.0}
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen += 1
-        # Keras' logs are means over all steps so far; differences give this step.
-        step = {}
-        for name in self.totals:
-            total = logs[name] * self.seen
-            step[name], self.totals[name] = total - self.totals[name], total
-        if not math.isfinite(step["loss"]):
-            raise NotFinite
-        # On JAX, reading `self.model` writes the trained values to its variables.
-        _ = self.model
-        self.good, self.latest = self.latest, values_of(self.variables)
-        self.errors.append(float(step["error"]))
-        self.done += 1
-
-    def check_weights(self):
-        """Raises `NotFinite` if the last step left weights that are not finite."""
-        if not all(np.all(np.isfinite(x)) for x in self.latest):
-            raise NotFinite
+        forget_gradients(trainer.trainable_variables)
 
 
 def rate_for(stage, objective, layers):

@@ -1,18 +1,19 @@
 """What a stage of `uptrain` trains, and how: the public class `Stage`."""
 
+import math
 from dataclasses import dataclass, fields
 
-from keras_rfattn.arguments import check_sizes, is_number
+from keras_rfattn.arguments import check_choice, check_sizes, is_number
 
 # Names of the stages, in the order in which they run, and the options of each.
 OPTIONS = {
     "calibrate": (),
-    "attention": ("trainable", "window_dropout", "lora_rank", "max_rows"),
-    "features": ("trainable", "window_dropout", "lora_rank", "objective"),
+    "attention": ("trainable", "window_dropout", "max_rows"),
+    "features": ("trainable", "window_dropout", "objective"),
 }
 CHOICES = {
     "name": tuple(OPTIONS),
-    "trainable": ("maps", "query_key", "lora", "all"),
+    "trainable": ("maps", "query_key", "all"),
     "objective": ("auto", "features", "logits"),
 }
 
@@ -22,58 +23,44 @@ class Stage:
     """A stage of `keras_rfattn.uptrain`, with its options.
 
     Args:
-        name: Name of the stage:
-
-            - `"calibrate"`: Runs `keras_rfattn.calibrate` on the first batches,
-              without gradients; it has no options. The stage is skipped if no map
-              learns in this way. It keeps maps that were trained, and it keeps an
-              earlier calibration if a new one would raise the error.
-            - `"attention"`: Trains every layer against the softmax attention of the
-              same layer, on the inputs that the layer has in the softmax model. The
-              loss is the relative squared error of outputs plus the divergence of
-              attention rows.
-            - `"features"`: Trains the linear model end to end against the softmax
-              model.
+        name: `"calibrate"` fits maps to the first batches, without gradients and
+            options; it keeps maps that were trained, and an earlier calibration if a
+            new one would raise the error. `"attention"` trains every layer against the
+            softmax attention of the same layer, on the inputs that the layer has in the
+            softmax model; the loss is the relative squared error of outputs plus the
+            divergence of attention rows. `"features"` trains the linear model end to
+            end against the softmax model.
         trainable: What trains: `"maps"` (weights of feature maps only), `"query_key"`
-            (maps and the query and key projections), `"lora"` (maps and the adapters
-            that Keras' `enable_lora` adds to projections: query and key in stage
-            `"attention"`, also value and output in `"features"`) or `"all"` (maps and
-            all other trainable weights of the model; stage `"features"` only).
+            (maps, and trainable weights of the query and key projections: after
+            `enable_lora` their adapters) or `"all"` (maps and all other trainable
+            weights of the model; stage `"features"` only).
         objective: What stage `"features"` compares: `"features"` (last hidden states,
             of the backbone if the model is a task), `"logits"`, or `"auto"`: logits
             for language models, hidden states for other models.
         window_dropout: Share of sequences (stage `"attention"`) or batches (stage
             `"features"`) for which a layer leaves its window out, so that its
             features learn too.
-        lora_rank: Rank of new adapters.
-        max_rows: Largest number of query rows of a sequence that stage `"attention"`
-            compares. They are spread evenly and shift from step to step. Time and
-            memory of the comparison are proportional to it; 128 halves the time of a
-            step for a decoder at 1024 tokens.
+        max_rows: Largest number of query rows of a sequence, evenly spread, that stage
+            `"attention"` compares; its time and memory are proportional to it. 128
+            halves the time of a step for a decoder at 1024 tokens.
 
     Raises:
         ValueError: If an option is invalid, or is not one of this stage.
 
     Examples:
         >>> from keras_rfattn.uptraining import Stage
-        >>> stages = ["attention", Stage("features", trainable="lora", lora_rank=4)]
+        >>> stages = ["attention", Stage("features", trainable="query_key")]
     """
 
     name: str
     trainable: str = "maps"
     objective: str = "auto"
     window_dropout: float = 0.25
-    lora_rank: int = 8
     max_rows: int = 512
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(
-                    f"`{name}` of a `Stage` must be one of {choices}. "
-                    f"Received: {name}={value!r}."
-                )
+            check_choice(name, getattr(self, name), choices)
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name not in OPTIONS[self.name] and value != field.default:
@@ -83,22 +70,44 @@ class Stage:
                 )
         if (self.name, self.trainable) == ("attention", "all"):
             raise ValueError(
-                "`trainable` must be 'maps', 'query_key' or 'lora' in stage "
-                "'attention', which compares layers. Received: trainable='all'."
+                "`trainable` must be 'maps' or 'query_key' in stage 'attention', which "
+                "compares layers. Received: trainable='all'."
             )
         if not is_number(self.window_dropout) or not 0 <= self.window_dropout < 1:
             raise ValueError(
                 "`window_dropout` must be in [0, 1). "
                 f"Received: window_dropout={self.window_dropout!r}."
             )
-        check_sizes(lora_rank=self.lora_rank, max_rows=self.max_rows)
-        # Checkpoints store plain Python numbers. Assignment to a frozen dataclass must
-        # bypass its own check.
-        object.__setattr__(self, "window_dropout", float(self.window_dropout))
-        object.__setattr__(self, "lora_rank", int(self.lora_rank))
-        object.__setattr__(self, "max_rows", int(self.max_rows))
+        check_sizes(max_rows=self.max_rows)
 
     @property
     def trains(self):
         """Whether the stage trains with gradients."""
         return bool(OPTIONS[self.name])
+
+
+def checked_stages(given):
+    """Returns a tuple of `Stage`s from a stage or a sequence of stages and names."""
+    listed = given if isinstance(given, (list, tuple)) else (given,)
+    stages = tuple(x if isinstance(x, Stage) else Stage(x) for x in listed)
+    names = tuple(stage.name for stage in stages)
+    if not names or names != tuple(x for x in OPTIONS if x in names):
+        raise ValueError(
+            f"`stages` must be some of {tuple(OPTIONS)}, each at most once and in this "
+            f"order. Received: stages={given!r}."
+        )
+    return stages
+
+
+def planned(stages, steps, layers):
+    """Returns a list of `(stage, its first step, the step after its last)`."""
+    count, plan, first = sum(stage.trains for stage in stages), [], 0
+    for stage in stages:
+        last = first
+        if stage.trains:
+            last = first + math.ceil((steps - first) / count)
+            count -= 1
+        if stage.trains or any(x.feature_map.is_adaptive for x in layers):
+            plan.append((stage, first, last))
+        first = last
+    return plan

@@ -4,17 +4,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
-from keras_rfattn.layers.batches import preprocessor_hint
+from keras_rfattn import feature_maps
+from keras_rfattn.arguments import check_choice, check_seed, check_sizes
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.models.swap import strategy_scope
+from keras_rfattn.uptraining.attention import Measuring
 from keras_rfattn.uptraining.batches import Batches
-from keras_rfattn.uptraining.report import Clock, UptrainingReport
-from keras_rfattn.uptraining.settings import Settings
-from keras_rfattn.uptraining.stages import OPTIONS, Stage
-from keras_rfattn.uptraining.training import Training
-from keras_rfattn.uptraining.weights import variables_to_train
+from keras_rfattn.uptraining.calibrate import calibrate_stage
+from keras_rfattn.uptraining.fitting import fit_stage, trainer_of
+from keras_rfattn.uptraining.progress import Progress
+from keras_rfattn.uptraining.report import LayerResult, UptrainingReport
+from keras_rfattn.uptraining.resume import checked_callbacks, identity, path_of
+from keras_rfattn.uptraining.stages import OPTIONS, Stage, checked_stages, planned
+from keras_rfattn.uptraining.weights import (
+    Teacher,
+    once,
+    only_training,
+    variables_to_train,
+)
 
 
 def uptrain(
@@ -33,24 +43,22 @@ def uptrain(
 
     The softmax checkpoint is the teacher and lives inside the same model: weights that
     do not train are shared, and for weights that train their first values are kept as
-    copies.
-
-    Dropout is inactive, and calibrated parameters that do not train keep their values.
-    Maps train in a frozen model too, and are frozen again afterwards. A map does not
-    train if its own `trainable` is False while its layer's is True.
+    copies. Dropout is inactive. Maps train in a frozen model too, but not if their own
+    `trainable` is False while their layer's is True.
 
     Args:
         model: A model changed by `replace_attention`.
         data: Anything `keras.Model.fit` takes; labels are ignored. It can be an array,
             a dict of arrays, `(x, y)`, a `keras.utils.PyDataset`, a `tf.data.Dataset`,
-            a generator or a function that makes one, a list of batches, or texts or
-            images for the model's own preprocessor.
+            a `DataLoader` of PyTorch, a generator or a function that makes one, a list
+            of batches, or texts or images for the model's own preprocessor.
         steps: Number of training steps in total, divided equally among the stages that
             train.
         stages: The stages to run: some of `"calibrate"`, `"attention"` and
             `"features"`, in this order. Each is a name, or a
             `keras_rfattn.uptraining.Stage` with options, such as which weights train.
-        batch_size: Number of rows per batch when `data` is arrays or texts.
+        batch_size: Number of rows per batch when `data` is arrays or texts, or yields
+            single texts.
         optimizer: A Keras optimizer, its name or its config. Each stage starts with a
             fresh copy. The default is Adam with a cosine schedule that falls to a
             twentieth of the learning rate. That rate is the map's `learning_rate`
@@ -59,11 +67,12 @@ def uptrain(
             train, and 0.0001 if all of them do.
         seed: Non-negative integer. The order of the data and window dropout are pure
             functions of the seed and the step. If `None`, it is drawn at random.
-        callbacks: Keras callbacks for the stages that train. A
-            `keras_rfattn.uptraining.Checkpoint` resumes an interrupted call. Callbacks
-            that save the trained model are refused.
-        verbose: 0 for silent, 1 or `"auto"` for a progress bar for each stage, 2 for a
-            line for each stage, as in `keras.Model.fit`.
+        callbacks: Keras callbacks for the stages that train. Each stage is a `fit` of
+            its own, of ten epochs, whose numbers go on from stage to stage. A
+            `keras_rfattn.uptraining.Checkpoint`, or `keras.callbacks.BackupAndRestore`,
+            resumes an interrupted call. A `ModelCheckpoint` is refused.
+        verbose: 0 for silent, 1 or `"auto"` for a progress bar for each epoch, 2 for a
+            line for each epoch, as in `keras.Model.fit`.
 
     Returns:
         An `UptrainingReport`, which prints as a table.
@@ -72,9 +81,8 @@ def uptrain(
         TypeError: If `model` is not a Keras layer.
         ValueError: If an argument is invalid, the model has no linear attention,
             nothing would train, the data does not fit the model or has no real token,
-            or a `Checkpoint` belongs to another run; the model is unchanged in these
-            cases. Also if a loss is not finite (the last good weights are kept), or if
-            a weight of the teacher changes during training.
+            or a `Checkpoint` belongs to another run; the model is unchanged then. Also
+            if a loss is not finite; the last good weights are kept, as after any error.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -86,7 +94,6 @@ def uptrain(
         >>> [(stage.name, stage.steps) for stage in report.stages]
         [('attention', 1), ('features', 1)]
     """
-    clock = Clock()
     check_model(model)
     layers = linear_layers(model)
     if not layers:
@@ -94,28 +101,70 @@ def uptrain(
             f"`model` has no linear attention to train. Received: {title(model)}. "
             "Call `keras_rfattn.replace_attention(model, 'hedgehog')` first."
         )
-    settings = Settings.of(
-        steps, stages, batch_size, optimizer, seed, callbacks, verbose
-    )
-    preprocessor, hint = getattr(model, "preprocessor", None), preprocessor_hint(model)
-    batches = Batches(data, settings.batch_size, settings.seed, preprocessor, hint)
+    check_sizes(steps=steps, batch_size=batch_size)
+    check_seed(seed)
+    check_choice("verbose", verbose, ("auto", 0, 1, 2))
+    callbacks, backup = checked_callbacks(callbacks)
+    if seed is None:
+        drawn = keras.ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
+        seed = drawn if backup is None else 0
+    settings = {
+        # Checkpoints and reports store plain Python numbers.
+        "steps": int(steps),
+        "stages": checked_stages(stages),
+        "batch_size": int(batch_size),
+        "optimizer": optimizer and keras.optimizers.get(optimizer),
+        "seed": int(seed),
+    }
+    preprocessor = getattr(model, "preprocessor", None)
+    batches = Batches(data, settings["batch_size"], settings["seed"], preprocessor)
     with strategy_scope(model):
-        return _run(model, layers, batches, settings, clock)
+        layers = in_order(model, layers, batches(0))
+        return _run(model, layers, batches, settings, callbacks, backup, verbose)
 
 
-def _run(model, layers, batches, settings, clock):
+def _run(model, layers, batches, settings, callbacks, backup, verbose):
     """Runs `uptrain` after its arguments were checked."""
-    layers = in_order(model, layers, batches(0))
-    beforehand = None
-    if settings.adds_adapters:
-        # Adapters cannot be removed again, so the data and the checkpoint are checked
-        # before adapters are added.
-        beforehand = Training(model, layers, {}, batches, settings, clock)
-        beforehand.prepare()
-    stages = settings.training_stages
-    selected = variables_to_train(model, layers, stages, settings.optimizer)
-    training = Training(model, layers, selected, batches, settings, clock)
-    if beforehand is not None:
-        # Fresh adapters do not change outputs, so the measurements still hold.
-        training.take(beforehand)
-    return training.run()
+    steps, stages, optimizer = (settings[x] for x in ("steps", "stages", "optimizer"))
+    training = [stage for stage in stages if stage.trains]
+    selected = variables_to_train(model, layers, training, optimizer)
+    trained = once(v for variables in selected.values() for v in variables)
+    teacher = Teacher(model, layers, trained)
+    rows = [stage.max_rows for stage in stages if stage.name == "attention"]
+    measuring = Measuring(teacher, batches, *rows or [Stage("attention").max_rows])
+    progress = Progress(model, layers, trained)
+    names = {feature_maps.name_of(layer.feature_map) for layer in layers}
+    mechanism = ", ".join(sorted(names))
+    if verbose:
+        print(f"Uptraining of {title(model)} with {mechanism}")
+    with progress.kept():
+        trainers = {x.name: trainer_of(x, teacher, batches) for x in training}
+        if backup is not None:
+            progress.load(backup, identity(model, layers, batches, settings))
+        if progress.before is None:
+            progress.before, progress.control = measuring(must_be_finite=True)
+        plan = planned(stages, steps, layers)
+        for stage, first, last in plan[len(progress.results) :]:
+            progress.begin(stage, first, last - first)
+            trainer, note = trainers.get(stage.name), ""
+            if first < last:
+                with only_training(model, selected[stage.name]):
+                    fit_stage(trainer, batches, optimizer, progress, callbacks, verbose)
+            elif trainer is None:
+                errors = progress.before, lambda: measuring()[0]
+                note = calibrate_stage(model, layers, batches.head, *errors)
+            progress.end(trainer, note)
+        after, _ = measuring()
+    if backup is not None and backup.delete_checkpoint:
+        path_of(backup).unlink()
+    errors = zip(layers, progress.before, after, progress.control, strict=True)
+    return UptrainingReport(
+        title(model),
+        mechanism,
+        stages=tuple(progress.results),
+        seconds=progress.seconds,
+        layers=tuple(LayerResult.of(*x) for x in errors),
+        trained=tuple(v.path for v in trained if id(v) in teacher.copies),
+        parameters=int(sum(np.prod(v.shape) for v in trained)),
+        seed=settings["seed"],
+    )

@@ -9,7 +9,6 @@ import pytest
 import keras_rfattn
 from keras_rfattn.models import Plan
 from keras_rfattn.models.holders import holders
-from keras_rfattn.uptraining import Stage
 from tests.helpers import assert_close, assert_same, to_numpy
 from tests.marks import first
 
@@ -193,18 +192,6 @@ def test_holders():
     found = {id(x) for x in holders([model.get_layer("attention")])}
     assert {id(model), id(outer), id(outer.layers[0])} <= found
     assert id(inner_model()) not in found and id(model.get_layer("last")) not in found
-
-
-@pytest.mark.full
-def test_adapters_that_uptrain_adds_reach_compiled_predictions():
-    model = keras_rfattn.replace_attention(inner_model(), "favorplus", seed=0)
-    outer = in_sequential(model)
-    before = outer.predict(X, verbose=0)
-    keras_rfattn.uptrain(
-        model, X, steps=3, stages=Stage("attention", trainable="lora"), seed=0,
-        verbose=0,
-    )  # fmt: skip
-    check(outer, before)
 
 
 def test_attribution_reaches_models_around():

@@ -14,19 +14,19 @@ pytestmark = pytest.mark.once
 X = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")
 
 WRONG_DATA = {
-    "one text": ("some text", r"Received: one text.*`data=\[text\]`"),
-    "bytes": (b"some text", r"Received: one text.*`data=\[text\]`"),
-    "scalar": (np.array("text"), "Received: one text"),
-    "empty list": ([], "Received: an empty list. It must hold at least one row"),
-    "empty tuple": ((), "Received: an empty tuple"),
-    "empty dict": ({}, "Received: an empty dict"),
+    "one text": ("some text", "Received: data='some text'.*Put one text into a list"),
+    "bytes": (b"some text", "Put one text into a list"),
+    "scalar": (np.array("text"), "Put one text into a list"),
+    "labelled text": (("text", 1), "Received: data='text'"),
+    "empty list": ([], r"Received: data=\[\] of type list"),
+    "empty tuple": ((), "`data` must be arrays, texts, a dataset"),
+    "empty dict": ({}, "`data` must be arrays, texts, a dataset"),
     "number": (5, "Received: data=5 of type int"),
-    "lists": ([[1, 2], [3, 4]], "Received: a list of lists. Pass an array"),
-    "ragged": (np.array([[1, 2], [3]], object), "an array of objects.*Pad rows"),
-    "no text": (["a", None], "None between texts. Drop it"),
+    "lists": ([[1, 2], [3, 4]], "arrays of numbers, padded to one length"),
+    "ragged": (np.array([[1, 2], [3]], object), "arrays of numbers, padded"),
+    "no text": (["a", None], "or lists of texts"),
     "empty stream": (lambda: iter(()), "at least one batch. Received: none."),
     "empty generator": ((x for x in ()), "at least one batch. Received: none."),
-    "stream of texts": (lambda: iter(["a", "b"]), "'a'. A batch must be an array"),
 }
 
 
@@ -49,18 +49,19 @@ def linear(feature_map="favorpp"):
     return keras_rfattn.replace_attention(model, feature_map, seed=0)
 
 
+NO_ITERABLE = "`data` must be an iterable of batches.*into a list, `.batch.`"
 WRONG_BATCHES = {
-    "dict": ({"x": X}, r"a dict of 'x': an array.*one batch. Put it into.*`\[data\]`"),
-    "text": ("text", "which is text. Turn texts into tokens"),
+    "dict": ({"x": X}, NO_ITERABLE),
+    "text": ("text", NO_ITERABLE),
     "texts": (["a", "b"], "Turn texts into tokens first"),
-    "array of texts": (np.array(["a", "b"]), "which is text"),
-    "function": (lambda: [X], "a function. Call it"),
-    "number": (5, "data=5 of type int"),
-    "none": (None, "data=None"),
-    "one batch": (X, r"one row of the array `data`.*`\[data\]`"),
-    "labelled": ([(X, np.zeros(3))], "Remove labels and weights"),
-    "shape": ([X[:, :5]], r"the model, an array of shape \(None, 6, 8\). Received"),
-    "objects": ([np.array([[1], [1, 2]], object)], "an array of objects of shape"),
+    "array of texts": (np.array(["a", "b"]), NO_ITERABLE),
+    "function": (lambda: [X], NO_ITERABLE),
+    "number": (5, NO_ITERABLE),
+    "none": (None, NO_ITERABLE),
+    "one batch": (X, r"one array as a whole is the list `\[array\]`"),
+    "labelled": ([(X, np.zeros(3))], "It has no labels"),
+    "shape": ([X[:, :5]], r"shapes \[\(None, 6, 8\)\]. Received: .*\(3, 5, 8\)"),
+    "objects": ([np.array([[1], [1, 2]], object)], "Received: ndarray"),
 }
 
 
@@ -69,21 +70,18 @@ def test_batches_that_are_none(name):
     data, message = WRONG_BATCHES[name]
     with pytest.raises(ValueError, match=message) as error:
         keras_rfattn.calibrate(linear(), data, verbose=0)
-    if name != "texts" and "text" not in name:
-        assert "tokens" not in str(error.value)
+    assert "Received: " in str(error.value)
 
 
-def test_an_error_of_the_model_is_not_one_of_the_data():
+def test_an_error_of_the_model_is_named():
     model = linear()
 
     def broken(*args, **kwargs):
         raise ZeroDivisionError("of the map")
 
     model.get_layer("attention").feature_map.bind = broken
-    with pytest.raises(ValueError, match="(?s)ZeroDivision.*of the map") as error:
+    with pytest.raises(ValueError, match="(?s)raised ZeroDivision.*of the map"):
         keras_rfattn.calibrate(model, [X], exact=False, verbose=0)
-    assert "`model` must be able to run" in str(error.value)
-    assert "Each batch" not in str(error.value)
 
 
 def backbone(**arguments):
@@ -93,28 +91,6 @@ def backbone(**arguments):
         intermediate_dim=8, max_sequence_length=16, **arguments,
     )  # fmt: skip
     return keras_rfattn.replace_attention(model, "hedgehog", seed=0)
-
-
-@slow_on_jax
-def test_texts_on_a_backbone_name_the_preprocessor_that_fits():
-    hub = pytest.importorskip("keras_hub")
-    bert = backbone()
-    inputs = bert.input
-    pooled = keras.Model(inputs, bert(inputs)["pooled_output"])
-    llama = hub.models.LlamaBackbone(
-        vocabulary_size=20, num_layers=1, num_query_heads=2, num_key_value_heads=1,
-        hidden_dim=8, intermediate_dim=8,
-    )  # fmt: skip
-    keras_rfattn.replace_attention(llama, "favorpp_learned", num_features=4, seed=0)
-    for model, name in (
-        (bert, "BertTextClassifierPreprocessor"),
-        (pooled, "BertTextClassifierPreprocessor"),
-        (llama, "LlamaCausalLMPreprocessor"),
-    ):
-        with pytest.raises(ValueError, match=f"`keras_hub.models.{name}`"):
-            m.uptrain(model, ["a text", "another"])
-    with pytest.raises(ValueError, match="LlamaCausalLMPreprocessor"):
-        keras_rfattn.calibrate(llama, [["a text"]], verbose=0)
 
 
 @slow_on_jax
@@ -129,11 +105,3 @@ def test_more_tokens_than_positions_name_what_extends_them():
     )
     with pytest.raises(ValueError, match=message):
         m.uptrain(backbone(), inputs(20), batch_size=4)
-
-    def batches():
-        for length in (8, 8, 8, 8, 20):
-            yield inputs(length)
-
-    with pytest.raises(Exception) as error:
-        m.uptrain(backbone(), batches, steps=6, stages="attention")
-    assert "extend_positions(model, 20)" in "".join(error.value.__notes__)

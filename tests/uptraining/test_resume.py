@@ -1,6 +1,5 @@
 """Interrupted anywhere and started again: bit for bit the weights of a whole run."""
 
-import contextlib
 import io
 import json
 import multiprocessing
@@ -11,14 +10,12 @@ import keras
 import numpy as np
 import pytest
 
-from keras_rfattn.uptraining import Checkpoint, Stage
-from keras_rfattn.uptraining.resume import Interrupts
+from keras_rfattn.uptraining import Checkpoint, Stage, progress, resume
 from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 STEPS = 8
 KILLED_STEPS = 4
-ADAPTERS = m.stages(trainable="lora")
 
 
 def run(folder=None, feature_map="hedgehog", every=1, callbacks=(), **arguments):
@@ -50,8 +47,10 @@ def broken(folder, steps, callbacks=(), **arguments):
 
 
 def saved_position(folder):
+    """Returns how many stages and how many steps of the next are saved."""
     with np.load(folder / "uptrain.npz") as file:
-        return json.loads(file["header"].tobytes())["position"]
+        notes = json.loads(file["header"].tobytes())["notes"]
+    return len(notes["results"]), len(notes["errors"])
 
 
 def same(a, b):
@@ -65,7 +64,9 @@ def same(a, b):
 )
 def test_resumed_compiled_is_unbroken(tmp_path, every, steps):
     expected, whole = run()
+    # Twice, in stage "attention" and in stage "features".
     broken(tmp_path, steps, every=every)
+    broken(tmp_path, 4, every=every)
     found, report = run(tmp_path, every=every)
     assert same(found, expected)
     # Nor does the report know of the interruption.
@@ -84,7 +85,6 @@ def test_resumed_compiled_is_unbroken(tmp_path, every, steps):
     [
         {"feature_map": "favorpp", "stages": m.stages(trainable="query_key")},
         {"feature_map": "favorpp_learned"},
-        {"feature_map": "favorpp", "stages": ADAPTERS},
         # Averages take the place of weights after the last step of a stage, the fourth.
         {"use_ema": True},
     ],
@@ -101,31 +101,34 @@ def test_of_every_kind(tmp_path, arguments):
 
 @pytest.mark.once
 def test_a_torn_checkpoint_is_named_and_refused(tmp_path):
-    checkpoint = Checkpoint(tmp_path)
-    assert checkpoint.load({"seed": 0}) is None
+    checkpoint, path = Checkpoint(tmp_path), tmp_path / "uptrain.npz"
+    assert resume.load(checkpoint, {"seed": 0}) is None
     for step in (1, 2):
-        arrays = {"x": np.full(1000, step)}
-        checkpoint.save({"seed": 0}, (0, step), arrays, {"errors": [step]})
+        resume.save(
+            checkpoint, {"seed": 0}, {"x": np.full(1000, step)}, {"errors": [step]}
+        )
     # One that was not completed.
     (tmp_path / "uptrain.partial").write_bytes(b"half of it")
-    position, arrays, notes = checkpoint.load({"seed": 0})
-    assert position == (0, 2) and arrays["x"][0] == 2 and notes == {"errors": [2]}
-    content = checkpoint.path.read_bytes()
+    arrays, notes = resume.load(checkpoint, {"seed": 0})
+    assert arrays["x"][0] == 2 and notes == {"errors": [2]}
+    content = path.read_bytes()
     turned = bytearray(content)
     turned[len(content) // 2] ^= 0xFF
     other = io.BytesIO()
     np.save(other, np.zeros(3))
     for damaged in (content[:-100], b"", bytes(turned), other.getvalue()):
-        checkpoint.path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="uptrain.npz', which is damaged"):
-            checkpoint.load({"seed": 0})
+        path.write_bytes(damaged)
+        with pytest.raises(
+            ValueError, match="must be intact. Received: .*uptrain.npz'"
+        ):
+            resume.load(checkpoint, {"seed": 0})
 
 
 class StopEarly(keras.callbacks.Callback):
     """Ends a stage after two steps."""
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 1:
+        if self.model.optimizer.iterations == 2:
             self.model.stop_training = True
 
 
@@ -166,69 +169,11 @@ def test_optimizers_that_differ_are_told_apart(tmp_path):
         return {"optimizer": keras.optimizers.Adam(schedule), "stages": "attention"}
 
     broken(tmp_path, 2, **optimizer(8))
-    with pytest.raises(ValueError, match="learning_rate.*steps: saved 8, given 9"):
+    with pytest.raises(
+        ValueError, match="(?s)steps: saved 8, given 9.*optimizer: saved.*learning_rate"
+    ):
         run(tmp_path, **optimizer(9))
     run(tmp_path, **optimizer(8))
-
-
-@pytest.mark.full
-@pytest.mark.once
-def test_trained_adapters_are_another_start(tmp_path):
-    model = m.linear_model()
-    stages, checkpoint = ADAPTERS[1], Checkpoint(tmp_path, every=1)
-    with pytest.raises(KeyboardInterrupt):
-        m.uptrain(model, callbacks=[checkpoint, Stop(3)], stages=stages)
-    with pytest.raises(ValueError, match="softmax weights"):
-        m.uptrain(model, callbacks=checkpoint, stages=stages)
-    report = m.uptrain(m.linear_model(), callbacks=checkpoint, stages=stages)
-    assert report.stages[-1].steps == 12
-
-
-class Interrupt(keras.callbacks.Callback):
-    """Sends what Ctrl-C does, as the second step begins."""
-
-    def __init__(self):
-        super().__init__()
-        self.ended = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == 1:
-            signal.raise_signal(signal.SIGINT)
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.ended.append(batch)
-
-
-@pytest.fixture
-def interruptible():
-    # A shell lets what runs in the background ignore it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
-
-
-@pytest.mark.full
-@pytest.mark.once
-def test_an_interrupt_waits_for_the_end_of_a_step(tmp_path, interruptible):
-    interrupt, expected = Interrupt(), run()[0]
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, callbacks=[interrupt])
-    assert interrupt.ended == [0, 1]
-    # The step counts.
-    assert saved_position(tmp_path) == [0, 2]
-    assert same(run(tmp_path)[0], expected)
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_second_interrupt_is_not_held(count, interruptible):
-    reached = []
-    expected = pytest.raises(KeyboardInterrupt) if count else contextlib.nullcontext()
-    with expected, Interrupts().held():
-        for _ in range(count):
-            signal.raise_signal(signal.SIGINT)
-        reached.append(count)
-    assert reached == ([] if count == 2 else [count])
 
 
 @pytest.mark.full
@@ -261,9 +206,8 @@ def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
     assert "  seed: saved 0, given 1" in lines
     assert "  batch_size: saved 16, given 8" in lines
     assert f"  steps: saved {STEPS}, given {STEPS + 1}" in lines
-    assert "  stage features window_dropout: saved 0.25, given 0.0" in lines
-    assert "  stage calibrate name: saved 'calibrate', given nothing" in lines
-    assert "  optimizer class_name: saved nothing, given 'SGD'" in lines
+    assert any(x.startswith("  stages: saved [\"Stage(name='calibrate'") for x in lines)
+    assert any(x.startswith("  optimizer: saved None, given ['SGD', {") for x in lines)
     with pytest.raises(ValueError, match=r"first batch of data \(checksum\): saved"):
         run(tmp_path, data=m.tokens()[::-1])
     with pytest.raises(ValueError, match="softmax weights"):
@@ -272,26 +216,13 @@ def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
         kernel.assign(2 * kernel)
         m.uptrain(model, steps=STEPS, callbacks=Checkpoint(tmp_path))
     for arguments, line in (
-        ({"window": 4}, "window of layers 0, 1: saved None, given 4"),
-        ({"seed": 1}, "feature_map config seed of layers 0: saved"),
-        ({"dtype": "mixed_bfloat16"}, "dtype of layers 0, 1: saved 'float32', given"),
+        ({"window": 4}, "layer 1: saved .*'window': None.*, given .*'window': 4"),
+        ({"seed": 1}, "layer 0: saved"),
+        ({"dtype": "mixed_bfloat16"}, "layer 0: saved .*'float32'.*given .*'bfloat16'"),
     ):
         with pytest.raises(ValueError, match=f"  {line}"):
             model = m.linear_model(**arguments)
             m.uptrain(model, steps=STEPS, callbacks=Checkpoint(tmp_path))
-
-
-@pytest.mark.once
-def test_what_is_refused_gets_no_adapters(tmp_path):
-    broken(tmp_path, 3)
-    model = m.linear_model()
-    count = len(model.weights)
-    with pytest.raises(ValueError, match="attention trainable: saved 'maps', given"):
-        m.uptrain(model, steps=STEPS, callbacks=Checkpoint(tmp_path), stages=ADAPTERS)
-    assert len(model.weights) == count
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="`folder` of `Checkpoint` must be a folder"):
-        m.uptrain(model, callbacks=Checkpoint(tmp_path / "file"))
 
 
 @pytest.mark.once
@@ -312,24 +243,42 @@ def test_a_checkpoint_is_of_uptrain_alone():
 def test_the_folder_holds_the_last_checkpoint(tmp_path):
     run(tmp_path)
     assert [x.name for x in tmp_path.iterdir()] == ["uptrain.npz"]
-    assert saved_position(tmp_path) == [2, 0]
+    assert saved_position(tmp_path) == (2, 0)
+
+
+@pytest.mark.once
+@slow_on_jax
+def test_backup_and_restore_of_keras_resumes_exactly(tmp_path):
+    # Keras' own callback would load one stage into the other.
+    expected, folder = run()[0], tmp_path / "backup"
+
+    def backup(**arguments):
+        return keras.callbacks.BackupAndRestore(folder, save_freq=1, **arguments)
+
+    broken(None, 6, callbacks=[backup()])
+    assert saved_position(folder) == (1, 1)
+    assert same(run(callbacks=[backup(delete_checkpoint=False)])[0], expected)
+    assert saved_position(folder) == (2, 0)
+    run(callbacks=[backup()])
+    assert not list(folder.iterdir())
 
 
 class Doomed:
     """Kills its process at one checkpoint: before, while or after it is saved."""
 
     def __init__(self, position, phase):
-        self.position, self.phase, self.save = position, phase, Checkpoint.save
+        self.position, self.phase = position, phase
 
     def install(self):
-        Checkpoint.save = lambda *args: self(*args)
+        progress.save = self
 
-    def __call__(self, checkpoint, identity, position, arrays, notes):
+    def __call__(self, backup, identity, arrays, notes):
+        position = len(notes["results"]), len(notes["errors"])
         if position == self.position and self.phase == "before":
             kill()
         if position == self.position and self.phase == "while":
             os.replace = kill
-        self.save(checkpoint, identity, position, arrays, notes)
+        resume.save(backup, identity, arrays, notes)
         if position == self.position:
             kill()
 

@@ -1,4 +1,4 @@
-"""All of the time that `uptrain` takes is in its report."""
+"""The time that `uptrain` takes is in its report."""
 
 import time
 
@@ -7,49 +7,32 @@ import pytest
 
 from keras_rfattn.uptraining import Checkpoint
 from keras_rfattn.uptraining.attention import AttentionStage
-from keras_rfattn.uptraining.report import OVERHEAD, Clock
 from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 pytestmark = pytest.mark.once
 
 
-def test_a_clock_leaves_no_time_out(monkeypatch):
-    now = iter([10.0, 11.0, 14.0, 14.5])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    clock = Clock()
-    clock.lap("a")
-    clock.lap("b")
-    assert clock.lap("a") == 1.5
-    clock.add({"b": 2.0, "c": 1.0})
-    assert clock.seconds == {"a": 1.5, "b": 5.0, "c": 1.0}
-
-
-@pytest.mark.full
-@pytest.mark.once
-@pytest.mark.parametrize("trainable", ["maps", "lora"])
-def test_rows_add_up_to_the_time_of_the_call(trainable):
+@slow_on_jax
+def test_stages_and_the_call_have_their_time():
     model = m.linear_model("favorpp_learned", num_features=8)
     start = time.perf_counter()
-    report = m.uptrain(model, steps=4, stages=m.stages(trainable=trainable))
+    report = m.uptrain(model, steps=4)
     wall = time.perf_counter() - start
-    assert 0.97 * wall < report.seconds <= wall
-    overhead = dict(report.overhead)
-    assert tuple(overhead) == OVERHEAD
-    assert overhead["measuring before"] > 0 and overhead["measuring after"] > 0
-    stages = sum(stage.seconds for stage in report.stages)
-    assert report.seconds == pytest.approx(stages + sum(overhead.values()))
+    assert 0.5 * wall < report.seconds <= wall
+    assert all(stage.seconds > 0 for stage in report.stages)
+    assert sum(stage.seconds for stage in report.stages) < report.seconds
     lines = str(report).splitlines()
     names = [line.split("  ")[0] for line in lines[2 : lines.index("")]]
-    assert names == ["calibrate", "attention", "features", "other", "all"]
+    assert names == ["calibrate", "attention", "features", "all"]
 
 
 @pytest.mark.full
 @pytest.mark.once
 def test_an_interrupted_run_has_the_time_before_it(tmp_path):
     class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 1:
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
                 raise KeyboardInterrupt
 
     checkpoint = Checkpoint(tmp_path, every=1)
@@ -61,7 +44,8 @@ def test_an_interrupted_run_has_the_time_before_it(tmp_path):
     start = time.perf_counter()
     report = m.uptrain(m.linear_model(), callbacks=checkpoint, stages="attention")
     second = time.perf_counter() - start
-    assert second < report.seconds < first + second
+    assert 0.5 * second < report.seconds < first + second
+    assert report.stages[0].seconds < report.seconds
 
 
 @slow_on_jax

@@ -1,0 +1,139 @@
+"""What a run of `uptrain` has done so far, kept in memory and in checkpoints."""
+
+import contextlib
+import math
+import time
+
+import keras
+import numpy as np
+
+from keras_rfattn.backend.devices import donates_weights
+from keras_rfattn.uptraining.report import StageResult
+from keras_rfattn.uptraining.resume import every, load, save
+from keras_rfattn.uptraining.weights import assign, once, values_of
+
+
+class Progress(keras.callbacks.Callback):
+    """Callback that keeps errors of steps and the last good weights, and saves them.
+
+    It comes after the user's callbacks, so that what they change is saved too.
+    """
+
+    def __init__(self, model, layers, trained):
+        super().__init__()
+        of_maps = [v for layer in layers for v in layer.feature_map.variables]
+        # Checkpoints hold these; all other weights are the teacher's and never change.
+        self.state = once([*trained, *of_maps])
+        changing = {id(v) for v in self.state}
+        others = [v for v in model.variables if id(v) not in changing]
+        self.frozen = others if donates_weights() else []
+        self.frozen_values = values_of(self.frozen)
+        # Values with which the last finite loss was computed, and values after the last
+        # step, whose loss is unknown yet.
+        self.good = self.latest = values_of(self.state)
+        self.backup = self.identity = None
+        # Errors before training and of uniform attention, and results of stages.
+        self.before, self.control, self.results = None, None, []
+        # Errors of the steps of the current stage, and the optimizer to resume with.
+        self.errors, self.optimizer_values = [], []
+        self.start, self.stage_start = time.perf_counter(), 0.0
+
+    @property
+    def seconds(self):
+        """Duration of the run so far, without interruptions."""
+        return time.perf_counter() - self.start
+
+    @contextlib.contextmanager
+    def kept(self):
+        """Context manager that gives the model its last good weights if it raises."""
+        try:
+            yield
+        except BaseException:
+            assign([*self.state, *self.frozen], [*self.good, *self.frozen_values])
+            raise
+
+    def load(self, backup, identity):
+        """Restores what the checkpoint of this run holds, if there is one."""
+        self.backup, self.identity = backup, identity
+        saved = load(backup, identity)
+        if saved is None:
+            return
+        arrays, notes = saved
+        # A file keeps the order of its arrays, which is that of the variables.
+        values, count = list(arrays.values()), len(self.state)
+        assign(self.state, values[:count])
+        self.optimizer_values = values[count:]
+        self.before, self.control = map(np.array, (notes["before"], notes["control"]))
+        self.results = [StageResult(**result) for result in notes["results"]]
+        self.errors, self.stage_start = notes["errors"], notes["stage_start"]
+        self.start -= notes["seconds"]
+
+    def save(self, optimizer_variables=()):
+        """Saves a checkpoint, with the optimizer if a stage goes on."""
+        variables = [*self.state, *optimizer_variables]
+        arrays = {f"array{i}": x for i, x in enumerate(values_of(variables))}
+        notes = {
+            "before": self.before.tolist(),
+            "control": self.control.tolist(),
+            "results": [vars(result) for result in self.results],
+            "errors": self.errors,
+            "seconds": self.seconds,
+            "stage_start": self.stage_start,
+        }
+        save(self.backup, self.identity, arrays, notes)
+
+    def begin(self, stage, first, steps):
+        """Begins a stage, or goes on with one that was interrupted."""
+        self.stage, self.first, self.steps = stage, first, steps
+        self.stage_start = self.stage_start if self.errors else self.seconds
+        self.good = self.latest = values_of(self.state)
+
+    def end(self, trainer, note):
+        """Ends a stage, also one that a callback stopped early."""
+        errors, seconds = self.errors, self.seconds - self.stage_start
+        result = {"name": self.stage.name, "steps": len(errors), "seconds": seconds}
+        if errors:
+            tenth = max(1, len(errors) // 10)
+            result["first"], result["last"] = (
+                float(np.mean(x)) for x in (errors[:tenth], errors[-tenth:])
+            )
+            result["no_attention"] = trainer.no_attention
+            result["measure"] = trainer.measure
+        self.results.append(StageResult(**result, note=note))
+        self.errors, self.optimizer_values = [], []
+        if self.backup is not None:
+            self.save()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.seen, self.total = 0, 0.0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.check(math.isfinite(logs["loss"]))
+        # On JAX, reading `self.model` writes the trained values to its variables.
+        model = self.model
+        self.good, self.latest = self.latest, values_of(self.state)
+        # Keras' logs are means over the steps of an epoch; differences give this step.
+        self.seen, total = self.seen + 1, logs["error"] * (self.seen + 1)
+        self.errors.append(float(total - self.total))
+        self.total = total
+        if len(self.errors) == self.steps:
+            # The last epoch may have fewer steps. Nothing is saved yet, as the
+            # optimizer may change weights once more when the stage ends.
+            model.stop_training = True
+        elif self.backup is not None and len(self.errors) % every(self.backup) == 0:
+            self.save(model.optimizer.variables)
+
+    def on_train_end(self, logs=None):
+        self.check(all(np.all(np.isfinite(x)) for x in self.latest))
+
+    def check(self, is_finite):
+        """Raises `ValueError` if the loss or the weights of a step are not finite."""
+        if is_finite:
+            return
+        step = len(self.errors)
+        raise ValueError(
+            f"The loss of stage '{self.stage.name}' is not finite at its step {step} "
+            f"(batch {self.first + step} of the data). The weights of step "
+            f"{max(step - 1, 0)}, the last good ones, are kept. Look for NaN in that "
+            "batch, or use a smaller learning rate."
+        )
