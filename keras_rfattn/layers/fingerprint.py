@@ -19,10 +19,8 @@ from keras_rfattn.layers.checks import projection
 
 KEY = "attention_fingerprint"
 FORMAT = 4
-OF_ANOTHER = (
-    "the weights were saved with another mechanism, other arguments or another "
-    "window. Replace attention as it was when the weights were saved"
-)
+# Functions of a layer that refuses to compute; compiled functions would not ask it.
+WHEN_REFUSED = []
 # Options that change the result of attention, not only its cost.
 MEANING = ("window", "sliding")
 # Entries of the config of a plain dtype policy.
@@ -91,45 +89,10 @@ def agrees(layer, found):
     return found.tolist() == [FORMAT, checksum(layer)]
 
 
-class Marks(dict):
-    """The fingerprint of one layer in a file, which is compared before any array."""
-
-    refusal = None  # why the layer refuses it
-    is_known = False  # whether a linear layer has compared it
-
-
-class Presence:
-    """Checks that a file has all parts of a mechanism, or none of them.
-
-    The parts are the fingerprint of a layer and the weights of its feature map. Keras
-    decides the order in which parts are loaded, so that each part is compared with
-    those before it.
-    """
-
-    def __init__(self):
-        self.seen = {}
-
-    def compare(self, part, found):
-        """Returns why a file with only some of the parts is refused, or `None`."""
-        # Keras may load parts again after a failure. It loads the first part from
-        # every file, so that this part begins a new comparison.
-        if part == next(iter(self.seen), part):
-            self.seen.clear()
-        self.seen[part] = found
-        if len(set(self.seen.values())) > 1:
-            return (
-                f"the file holds the weights of a feature map without the {KEY!r} of "
-                "its attention layer, or the reverse: it is damaged, or it was put "
-                "together from other files. Save the model again"
-            )
-        return None
-
-
 def mark(layer):
     """Makes a built linear attention layer save and check its fingerprint."""
-    presence = Presence()
     for part in layer.feature_map._flatten_layers():
-        part.presence = presence
+        part.in_file = True
     query = projection(layer, "query")
     query.save_own_variables = functools.partial(_save, query, layer)
     query.load_own_variables = functools.partial(_load, query, layer)
@@ -146,40 +109,48 @@ def _save(query, layer, store):
     store[KEY] = fingerprint(layer).astype("int32")
 
 
-def _look(layer, marks):
-    """Compares the fingerprint of a file before anything is loaded."""
-    if KEY not in marks:
-        raise KeyError(f"The file has no {KEY!r} for layer '{layer.name}' here.")
-    marks.is_known = True
-    if not agrees(layer, marks[KEY]):
-        marks.refusal = _refused(layer, OF_ANOTHER)
-
-
-def _refused(layer, refusal):
-    name = feature_maps.name_of(layer.feature_map)
-    return f"Layer '{layer.name}' has the mechanism {name!r}, but {refusal}."
-
-
 def _load(query, layer, store):
-    if isinstance(store, Marks):
-        return _look(layer, store)
     arrays = {key: store[key] for key in store.keys() if key != KEY}
-    is_marked, refusal = KEY in store.keys(), None
     if not arrays:
-        # If a layer's first attempt failed, Keras tries again with an empty store.
-        refusal = layer.refusal or "the weights lack this layer"
-    elif is_marked and not agrees(layer, store[KEY]):
-        refusal = OF_ANOTHER
-    elif not is_marked and layer.is_from_config:
-        refusal = (
+        # Keras tries again with an empty store if it has failed, or has no such layer.
+        raise ValueError(layer.refusal or f"The weights lack layer '{layer.name}'.")
+    reason = _mismatch(layer, store)
+    if reason is not None:
+        name = feature_maps.name_of(layer.feature_map)
+        refuse(layer, f"Layer '{layer.name}' has the mechanism {name!r}, but {reason}.")
+    type(query).load_own_variables(query, arrays)
+    layer.is_from_config, layer.refusal = False, None
+
+
+def _mismatch(layer, store):
+    """Returns why the weights in a file do not belong to a layer, or `None`."""
+    if KEY not in store.keys() and layer.is_from_config:
+        return (
             f"the weights beside its config have no {KEY!r}: they were not saved with "
             "the config, or they are damaged. To use softmax weights, load them into "
             "the softmax model, then replace its attention"
         )
-    else:
-        refusal = layer.feature_map.presence.compare(KEY, is_marked)
+    if KEY in store.keys() and not agrees(layer, store[KEY]):
+        return (
+            "the weights were saved with another mechanism, other arguments or another "
+            "window. Replace attention as it was when the weights were saved"
+        )
+    # Keras loads the sublayer `feature_map` first.
+    parts = [x for x in layer.feature_map._flatten_layers() if x.has_own_weights]
+    if any(x.in_file != (KEY in store.keys()) for x in parts):
+        return (
+            f"the file holds the weights of a feature map without the {KEY!r} of "
+            "its attention layer, or the reverse: it is damaged, or it was put "
+            "together from other files. Save the model again"
+        )
+    return None
+
+
+def refuse(layer, refusal):
+    """Raises `ValueError`, and makes a layer refuse to compute from now on."""
+    # With `skip_mismatch=True`, Keras ignores the error and loads other weights.
+    if layer.refusal is None:
+        for forget in WHEN_REFUSED:
+            forget(layer)
     layer.refusal = refusal
-    if refusal is not None:
-        raise ValueError(_refused(layer, refusal))
-    type(query).load_own_variables(query, arrays)
-    layer.is_from_config = False
+    raise ValueError(refusal)

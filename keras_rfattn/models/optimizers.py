@@ -11,18 +11,25 @@ import gc
 
 import keras
 
-from keras_rfattn.models.holders import with_built_optimizer
+from keras_rfattn.models.holders import holders
 from keras_rfattn.models.swap import strategy_scope
 
 
 @contextlib.contextmanager
-def following(layers):
-    """Context manager that changes the trained weights of layers."""
-    if any(not _can_follow(model) for model in with_built_optimizer(layers)):
+def following(layers, training=None, model=None):
+    """Context manager that changes trained weights; yields the holders of `layers`.
+
+    `training` are those of the layers whose trained weights change, by default all.
+    """
+    training = layers if training is None else training
+    around = holders(layers, model)
+    if any(not _can_follow(x) for x in _with_built_optimizer(training, around)):
         # Models that nobody uses any more may still await garbage collection. They
         # must not cause an error.
+        del around
         gc.collect()
-    models = with_built_optimizer(layers)
+        around = holders(layers, model)
+    models = _with_built_optimizer(training, around)
     for model in models:
         if not _can_follow(model):
             raise ValueError(
@@ -32,9 +39,16 @@ def following(layers):
                 f"Received: {type(model.optimizer).__name__}. Compile the model with "
                 "a new optimizer first."
             )
-    yield
+    yield around
     for model in models:
         _follow(model)
+
+
+def _with_built_optimizer(layers, around):
+    """Returns those of the layers, and of what holds them, with a built optimizer."""
+    models = [*layers, *holders(layers, among=around)]
+    optimizers = ((x, getattr(x, "optimizer", None)) for x in models)
+    return [model for model, x in optimizers if x is not None and x.built]
 
 
 def _parts(optimizer):

@@ -22,9 +22,14 @@ import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.checks import title
+from keras_rfattn.models.holders import holders
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
+# Ends the names of the classes of linear backbones. KerasHub's exporters to other
+# libraries look classes up by name, and so refuse what would be written as softmax. Keras
+# leaves it out of the paths in weights files, which are those of the softmax model.
+MARK = "*"
 FAMILIES = (
     generation.FAMILY,
     prefix_lm.FAMILY,
@@ -54,6 +59,18 @@ def companion_class(cls, backbone_cls):
     return keras.saving.register_keras_serializable("keras_rfattn")(made)
 
 
+def _get_config(self):
+    """Returns the config of a backbone, for which later tasks around it follow it."""
+    # Keras reads the class of a task after the config of its backbone.
+    saving.follow([], [x for x in holders([self]) if is_late(x)])
+    return saving.Carrier.get_config(self)
+
+
+def is_late(model):
+    """Returns whether a model is a task made around a linear backbone."""
+    return isinstance(model, Task) and not isinstance(model, saving.Carrier)
+
+
 def _save_to_preset(self, preset_dir, *args, **kwargs):
     """Saves a preset under the class names by which `from_preset` finds classes."""
     models = [self, getattr(self, "backbone", None)]
@@ -72,8 +89,8 @@ def _export_to_transformers(self, path):
     )
 
 
-def _of_known_size(method):
-    """Wraps a method, which then checks the size of its inputs before it begins."""
+def _generate_step(method):
+    """Returns a `generate_step` that first checks the size of its inputs."""
 
     @functools.wraps(method)
     def checked(self, *args, **kwargs):
@@ -93,15 +110,19 @@ def model_carrier(cls):
     for family in FAMILIES:
         if family.includes(cls):
             members |= family.members
-    if issubclass(cls, Backbone):
-        members |= lora.MEMBERS
-    for name in ("fit", "evaluate", "predict", "generate_step"):
-        method = members.get(name, getattr(cls, name, None))
-        if method is not None:
-            members[name] = _of_known_size(method)
+    method = members.get("generate_step", getattr(cls, "generate_step", None))
+    if method is not None:
+        members["generate_step"] = _generate_step(method)
     if issubclass(cls, Task) and cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
-    return saving.carrier_class(cls, name=cls.__name__, members=members)
+    mark = ""
+    if issubclass(cls, Backbone):
+        members |= {**lora.MEMBERS, "get_config": _get_config}
+        mark = MARK
+    carrier = saving.carrier_class(cls, members, mark)
+    saving.register_by_name(carrier)
+    saving.save_as_generic(carrier)
+    return carrier
 
 
 def register_all():
@@ -136,30 +157,12 @@ def _adjust_preprocessor(task):
             layer.__class__ = companion_class(cls, backbone_cls)
 
 
-def follow_backbones():
-    """Patches `Task.__init__`: a task around a changed backbone becomes a carrier."""
-    original = Task.__init__
-
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        is_changed = isinstance(self.backbone, saving.Carrier)
-        if is_changed and not isinstance(self, saving.Carrier):
-            saving.carry(self)
-            _adjust_preprocessor(self)
-
-    Task.__init__ = __init__
-
-
 @functools.cache
 def install():
     """Prepares KerasHub's classes for attention replacement, once."""
-    follow_backbones()
     for cls, row in classes(known.ATTENTION):
         mixin = getattr(mixins, row.mixin, None) or getattr(encoders, row.mixin)
-        linear = swap.make_linear_class(cls, mixin=mixin)
-        keras.saving.register_keras_serializable("keras_rfattn")(linear)
-        swap.LINEAR_CLASSES[cls] = linear
+        swap.LINEAR_CLASSES[cls] = swap.make_linear_class(cls, mixin=mixin)
     for cls, row in classes(known.BLOCKS):
         survey.BLOCK_MIXINS[cls] = getattr(mixins, row.masks)
     saving.COMPANION_HOOKS.append(adjust_companions)
