@@ -91,11 +91,17 @@ def agrees(layer, found):
 
 def mark(layer):
     """Makes a built linear attention layer save and check its fingerprint."""
-    for part in layer.feature_map._flatten_layers():
+    for part in _maps(layer):
         part.in_file = True
     query = projection(layer, "query")
     query.save_own_variables = functools.partial(_save, query, layer)
     query.load_own_variables = functools.partial(_load, query, layer)
+
+
+def _maps(layer):
+    """Returns a layer's feature map and the maps inside it."""
+    parts = layer.feature_map._flatten_layers()
+    return [x for x in parts if isinstance(x, feature_maps.FeatureMap)]
 
 
 def unmark(layer):
@@ -136,7 +142,7 @@ def _mismatch(layer, store):
             "window. Replace attention as it was when the weights were saved"
         )
     # Keras loads the sublayer `feature_map` first.
-    parts = [x for x in layer.feature_map._flatten_layers() if x.has_own_weights]
+    parts = [x for x in _maps(layer) if x.has_own_weights]
     if any(x.in_file != (KEY in store.keys()) for x in parts):
         return (
             f"the file holds the weights of a feature map without the {KEY!r} of "
