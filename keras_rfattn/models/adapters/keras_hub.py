@@ -72,12 +72,9 @@ def is_late(model):
 
 
 def _save_to_preset(self, preset_dir, *args, **kwargs):
-    """Saves a preset under the class names by which `from_preset` finds classes."""
-    models = [self, getattr(self, "backbone", None)]
-    names = {type(x) for x in models if isinstance(x, saving.Carrier)}
-    original = type(self).original_class.save_to_preset
-    with saving.saved_by_name(names):
-        return original(self, preset_dir, *args, **kwargs)
+    """Saves a preset under the class name by which `from_preset` finds the class."""
+    with saving.saved_by_name(type(self)):
+        type(self).original_class.save_to_preset(self, preset_dir, *args, **kwargs)
 
 
 def _export_to_transformers(self, path):
@@ -89,7 +86,7 @@ def _export_to_transformers(self, path):
     )
 
 
-def _generate_step(method):
+def _of_known_size(method):
     """Returns a `generate_step` that first checks the size of its inputs."""
 
     @functools.wraps(method)
@@ -104,24 +101,25 @@ def model_carrier(cls):
     """Returns the carrier of a backbone or task class, registered under its name."""
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
-    members = {"save_to_preset": _save_to_preset}
-    if hasattr(cls, "export_to_transformers"):
-        members["export_to_transformers"] = _export_to_transformers
+    members, mark = {"pickled_class": cls}, ""
     for family in FAMILIES:
         if family.includes(cls):
             members |= family.members
-    method = members.get("generate_step", getattr(cls, "generate_step", None))
-    if method is not None:
-        members["generate_step"] = _generate_step(method)
-    if issubclass(cls, Task) and cls.backbone_cls is not None:
-        members["backbone_cls"] = model_carrier(cls.backbone_cls)
-    mark = ""
+    if hasattr(cls, "export_to_transformers"):
+        members["export_to_transformers"] = _export_to_transformers
+    if hasattr(cls, "generate_step"):
+        method = members.get("generate_step", cls.generate_step)
+        members["generate_step"] = _of_known_size(method)
     if issubclass(cls, Backbone):
-        members |= {**lora.MEMBERS, "get_config": _get_config}
+        members |= {"get_config": _get_config, "save_to_preset": _save_to_preset}
+        members |= lora.MEMBERS
         mark = MARK
+    elif cls.backbone_cls is not None:
+        members["backbone_cls"] = model_carrier(cls.backbone_cls)
     carrier = saving.carrier_class(cls, members, mark)
     saving.register_by_name(carrier)
-    saving.save_as_generic(carrier)
+    if issubclass(cls, Backbone):
+        saving.save_as_generic(carrier)
     return carrier
 
 
