@@ -1,12 +1,11 @@
 """A fingerprint in saved weights that says which attention mechanism they belong to.
 
-Keras rebuilds many models from their hyperparameters, with softmax attention. If its
-loader reaches a layer by a second path, it skips saved weights for which the rebuilt
-layer has no variables. The fingerprint is therefore stored with the arrays of the query
-projection. A softmax layer then finds one array too many and refuses to load. A linear
-layer compares the fingerprint with its own. Linear layers still load softmax
-checkpoints, which have neither a fingerprint nor arrays of the feature map, unless a
-saved config already made the layer linear.
+Keras rebuilds many models from their hyperparameters, with softmax attention. The
+fingerprint is stored with the arrays of the query projection, so that a softmax layer
+finds one array too many and refuses to load. A linear layer compares it with its own;
+if they differ, it computes nothing from then on. Linear layers still load softmax
+checkpoints, which have neither a fingerprint nor weights of maps, unless a saved config
+made the layer linear.
 """
 
 import functools
@@ -21,8 +20,6 @@ KEY = "attention_fingerprint"
 FORMAT = 4
 # Functions of a layer that refuses to compute; compiled functions would not ask it.
 WHEN_REFUSED = []
-# Options that change the result of attention, not only its cost.
-MEANING = ("window", "sliding")
 # Entries of the config of a plain dtype policy.
 POLICY = {"class_name": "", "config": {"name": ""}, "module": "", "registered_name": ""}
 # Config entries of a map that do not change the function of its weights.
@@ -36,17 +33,16 @@ def fingerprint(layer):
 
 def checksum(layer):
     """Returns the checksum of a layer's `fingerprint`, a non-negative integer."""
-    options = [getattr(layer.options, name) for name in MEANING]
-    if layer.options.temperature is not None:
-        options.append(float(layer.options.temperature))
-    if layer.options.softmax_heads:
-        options.append(layer.options.softmax_heads)
-    if layer.options.sinks:
-        options.append(("sinks", layer.options.sinks))
-    projections = _projections(feature_maps.serialize(layer.feature_map))
-    feature_map = layer.feature_map
+    options, feature_map = layer.options, layer.feature_map
+    meaning = [options.window, options.sliding]
+    if options.temperature is not None:
+        meaning.append(float(options.temperature))
+    if options.softmax_heads:
+        meaning.append(options.softmax_heads)
+    if options.sinks:
+        meaning.append(("sinks", options.sinks))
     essence = type(feature_map).__name__, _essence(feature_map.get_config())
-    described = essence, options, projections
+    described = essence, meaning, _projections(feature_maps.serialize(feature_map))
     return zlib.crc32(repr(described).encode()) & 0x7FFFFFFF
 
 
@@ -83,10 +79,7 @@ def _projections(config):
 
 def agrees(layer, found):
     """Returns whether an array `[format, checksum]` belongs to a layer's function."""
-    found = np.asarray(found)
-    if found.shape != (2,):
-        return False
-    return found.tolist() == [FORMAT, checksum(layer)]
+    return np.asarray(found).tolist() == [FORMAT, checksum(layer)]
 
 
 def mark(layer):
@@ -130,24 +123,23 @@ def _load(query, layer, store):
 
 def _mismatch(layer, store):
     """Returns why the weights in a file do not belong to a layer, or `None`."""
-    if KEY not in store.keys() and layer.is_from_config:
+    is_marked = KEY in store.keys()
+    if is_marked and not agrees(layer, store[KEY]):
+        return (
+            "the weights were saved with another mechanism, other arguments or another "
+            "window. Replace attention as it was when the weights were saved"
+        )
+    if not is_marked and layer.is_from_config:
         return (
             f"the weights beside its config have no {KEY!r}: they were not saved with "
             "the config, or they are damaged. To use softmax weights, load them into "
             "the softmax model, then replace its attention"
         )
-    if KEY in store.keys() and not agrees(layer, store[KEY]):
-        return (
-            "the weights were saved with another mechanism, other arguments or another "
-            "window. Replace attention as it was when the weights were saved"
-        )
     # Keras loads the sublayer `feature_map` first.
-    parts = [x for x in _maps(layer) if x.has_own_weights]
-    if any(x.in_file != (KEY in store.keys()) for x in parts):
+    if any(x.in_file != is_marked for x in _maps(layer) if x.has_own_weights):
         return (
-            f"the file holds the weights of a feature map without the {KEY!r} of "
-            "its attention layer, or the reverse: it is damaged, or it was put "
-            "together from other files. Save the model again"
+            f"the file holds weights of a feature map without the {KEY!r} of its layer, "
+            "or the reverse: it is damaged, or put together. Save the model again"
         )
     return None
 

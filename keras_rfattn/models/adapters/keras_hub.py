@@ -26,9 +26,9 @@ from keras_rfattn.models.holders import holders
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
-# Ends the names of the classes of linear backbones. KerasHub's exporters to other
-# libraries look classes up by name, and so refuse what would be written as softmax. Keras
-# leaves it out of the paths in weights files, which are those of the softmax model.
+# Ends the class names of linear backbones. KerasHub's exporters to other libraries look
+# names up, and so refuse what they would write as softmax. Keras leaves the mark out of
+# the paths in weights files, which are those of the softmax model.
 MARK = "*"
 FAMILIES = (
     generation.FAMILY,
@@ -87,7 +87,7 @@ def _export_to_transformers(self, path):
 
 
 def _of_known_size(method):
-    """Returns a `generate_step` that first checks the size of its inputs."""
+    """Wraps a method, which then checks the size of its inputs before it begins."""
 
     @functools.wraps(method)
     def checked(self, *args, **kwargs):
@@ -107,9 +107,10 @@ def model_carrier(cls):
             members |= family.members
     if hasattr(cls, "export_to_transformers"):
         members["export_to_transformers"] = _export_to_transformers
-    if hasattr(cls, "generate_step"):
-        method = members.get("generate_step", cls.generate_step)
-        members["generate_step"] = _of_known_size(method)
+    for name in ("fit", "evaluate", "predict", "generate_step"):
+        if hasattr(cls, name):
+            method = members.get(name, getattr(cls, name))
+            members[name] = _of_known_size(method)
     if issubclass(cls, Backbone):
         members |= {"get_config": _get_config, "save_to_preset": _save_to_preset}
         members |= lora.MEMBERS
