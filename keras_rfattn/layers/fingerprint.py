@@ -115,8 +115,13 @@ def _load(query, layer, store):
         raise ValueError(layer.refusal or f"The weights lack layer '{layer.name}'.")
     reason = _mismatch(layer, store)
     if reason is not None:
+        if layer.refusal is None:
+            for forget in WHEN_REFUSED:
+                forget(layer)
+        # With `skip_mismatch=True`, Keras ignores the error and loads other weights.
         name = feature_maps.name_of(layer.feature_map)
-        refuse(layer, f"Layer '{layer.name}' has the mechanism {name!r}, but {reason}.")
+        layer.refusal = f"Layer '{layer.name}' has the mechanism {name!r}, but {reason}"
+        raise ValueError(layer.refusal)
     type(query).load_own_variables(query, arrays)
     layer.is_from_config, layer.refusal = False, None
 
@@ -127,28 +132,14 @@ def _mismatch(layer, store):
     if is_marked and not agrees(layer, store[KEY]):
         return (
             "the weights were saved with another mechanism, other arguments or another "
-            "window. Replace attention as it was when the weights were saved"
-        )
-    if not is_marked and layer.is_from_config:
-        return (
-            f"the weights beside its config have no {KEY!r}: they were not saved with "
-            "the config, or they are damaged. To use softmax weights, load them into "
-            "the softmax model, then replace its attention"
+            "window. Replace attention as it was when the weights were saved."
         )
     # Keras loads the sublayer `feature_map` first.
-    if any(x.in_file != is_marked for x in _maps(layer) if x.has_own_weights):
+    has_map = all(x.in_file == is_marked for x in _maps(layer) if x.has_own_weights)
+    if not has_map or (not is_marked and layer.is_from_config):
         return (
-            f"the file holds weights of a feature map without the {KEY!r} of its layer, "
-            "or the reverse: it is damaged, or put together. Save the model again"
+            f"the file lacks its {KEY!r} or the weights of its map: it was not saved "
+            "with the config, is damaged, or was put together from other files. To use "
+            "softmax weights, load them into the softmax model, then replace attention."
         )
     return None
-
-
-def refuse(layer, refusal):
-    """Raises `ValueError`, and makes a layer refuse to compute from now on."""
-    # With `skip_mismatch=True`, Keras ignores the error and loads other weights.
-    if layer.refusal is None:
-        for forget in WHEN_REFUSED:
-            forget(layer)
-    layer.refusal = refusal
-    raise ValueError(refusal)
