@@ -60,15 +60,14 @@ def companion_class(cls, backbone_cls):
 
 
 def _get_config(self):
-    """Returns the config of a backbone, for which later tasks around it follow it."""
-    # Keras reads the class of a task after the config of its backbone.
-    saving.follow([], [x for x in holders([self]) if is_late(x)])
+    """Returns the config of a backbone, and makes carriers of later tasks around it."""
+    # Keras reads the class of a task after the config of its backbone. A running `fit`
+    # may be saving the task, so that its compiled functions stay.
+    for task in holders([self]):
+        if isinstance(task, Task) and not isinstance(task, saving.Carrier):
+            saving.carry(task)
+            _adjust_preprocessor(task)
     return saving.Carrier.get_config(self)
-
-
-def is_late(model):
-    """Returns whether a model is a task made around a linear backbone."""
-    return isinstance(model, Task) and not isinstance(model, saving.Carrier)
 
 
 def _save_to_preset(self, preset_dir, *args, **kwargs):
