@@ -194,7 +194,7 @@ MUTANTS = {
         "::test_a_trained_map_adapts_only_if_training_is_discarded",
     ),
     "files of another mechanism not compared": Mutant(
-        "models/loading.py", "_load_state", "is_whole and weights_store", "False",
+        "layers/fingerprint.py", "_mismatch", "not agrees(layer, store[KEY])", "False",
         "models/test_loading.py::test_files_of_another_configuration_are_refused",
     ),
 }  # fmt: skip

@@ -92,12 +92,13 @@ def attribute(model, data, metric, verbose="auto"):
             does not return a number.
     """
     layers = _check_arguments(model, metric)
+    around = holders(layers, model)
     has_windows = any(layer.options.window is not None for layer in layers)
     skipped = {} if has_windows else WITHOUT_WINDOWS
     metrics = {}
     for name in progress([x for x in ANSWERS if x not in skipped], verbose):
         answers = dict.fromkeys(layers, ANSWERS[name])
-        metrics[name] = _evaluated(model, data, metric, answers)
+        metrics[name] = _evaluated(model, data, metric, answers, around)
     for name, same in skipped.items():
         metrics[name] = metrics[same]
     return Attribution(**metrics)
@@ -231,11 +232,12 @@ def sensitivity(model, data, metric, heads=False, verbose="auto"):
             does not return a number.
     """
     layers = _check_arguments(model, metric)
+    around = holders(layers, model)
     sites = [site for site in survey(model) if site.is_linear]
     linear, softmax = dict.fromkeys(layers), dict.fromkeys(layers, Attention.softmax)
 
     def evaluated(answers):
-        return _evaluated(model, data, metric, answers)
+        return _evaluated(model, data, metric, answers, around)
 
     pairs = [
         (site, head)
@@ -286,14 +288,14 @@ def _check_arguments(model, metric):
     return layers
 
 
-def _evaluated(model, data, metric, answers):
+def _evaluated(model, data, metric, answers, around):
     """Returns a metric while layers compute their attention by given functions."""
     try:
         with recording(answers.items()):
-            _refresh_holders(answers)
+            _refresh(around)
             result = metric(model, data)
     finally:
-        _refresh_holders(answers)
+        _refresh(around)
     try:
         return float(result)
     except (TypeError, ValueError):
@@ -303,6 +305,6 @@ def _evaluated(model, data, metric, answers):
         ) from None
 
 
-def _refresh_holders(layers):
-    for holder in holders(layers):
+def _refresh(around):
+    for holder in around:
         refresh(holder)

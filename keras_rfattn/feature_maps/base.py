@@ -104,8 +104,9 @@ class FeatureMap(Weights, keras.layers.Layer):
     num_features = None
     # Default learning rate of `uptrain`, which trains the map to imitate softmax.
     learning_rate = 0.02
-    # Set by the owning layer, which uses it to recognize softmax checkpoints on load.
-    presence = None
+    # Whether the file that was loaded last has the map's weights, which a softmax
+    # checkpoint has not; `None` if the map belongs to no attention layer.
+    in_file = None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -234,17 +235,26 @@ class FeatureMap(Weights, keras.layers.Layer):
         parameter = ops.cast(parameter, x.dtype)
         return parameter if groups == 1 else repeat_each(parameter, groups, axis=0)
 
+    @property
+    def has_own_weights(self):
+        """Whether the map has weights, apart from those of maps inside."""
+        return bool(self._trainable_variables or self._non_trainable_variables)
+
     def load_own_variables(self, store):
-        """Loads saved weights, or nothing from a softmax checkpoint."""
-        if not self._trainable_variables and not self._non_trainable_variables:
-            return
-        found = len(store.keys()) > 0
-        if found or self.presence is None:
+        """Loads saved weights, or nothing from a softmax checkpoint, which has none."""
+        if self.in_file is None:
             super().load_own_variables(store)
-        if self.presence is not None:
-            refusal = self.presence.compare(id(self), found)
-            if refusal is not None:
-                raise ValueError(f"In feature map '{self.path}': {refusal}.")
+        elif self.has_own_weights:
+            found, self.in_file = len(store.keys()) > 0, False
+            try:
+                if found:
+                    super().load_own_variables(store)
+            except ValueError as error:
+                raise ValueError(
+                    "The weights were saved with another mechanism or other arguments "
+                    f"than feature map '{self.path}' has. {error}"
+                ) from error
+            self.in_file = found
 
     def quantize(self, mode=None, type_check=True, config=None):
         """Does nothing, because exponents need float32 (law 5)."""

@@ -1,12 +1,11 @@
 """A fingerprint in saved weights that says which attention mechanism they belong to.
 
-Keras rebuilds many models from their hyperparameters, with softmax attention. If its
-loader reaches a layer by a second path, it skips saved weights for which the rebuilt
-layer has no variables. The fingerprint is therefore stored with the arrays of the query
-projection. A softmax layer then finds one array too many and refuses to load. A linear
-layer compares the fingerprint with its own. Linear layers still load softmax
-checkpoints, which have neither a fingerprint nor arrays of the feature map, unless a
-saved config already made the layer linear.
+Keras rebuilds many models from their hyperparameters, with softmax attention. The
+fingerprint is stored with the arrays of the query projection, so that a softmax layer
+finds one array too many and refuses to load. A linear layer compares it with its own;
+if they differ, it computes nothing from then on. Linear layers still load softmax
+checkpoints, which have neither a fingerprint nor weights of maps, unless a saved config
+made the layer linear.
 """
 
 import functools
@@ -19,12 +18,8 @@ from keras_rfattn.layers.checks import projection
 
 KEY = "attention_fingerprint"
 FORMAT = 4
-OF_ANOTHER = (
-    "the weights were saved with another mechanism, other arguments or another "
-    "window. Replace attention as it was when the weights were saved"
-)
-# Options that change the result of attention, not only its cost.
-MEANING = ("window", "sliding")
+# Functions of a layer that refuses to compute; compiled functions would not ask it.
+WHEN_REFUSED = []
 # Entries of the config of a plain dtype policy.
 POLICY = {"class_name": "", "config": {"name": ""}, "module": "", "registered_name": ""}
 # Config entries of a map that do not change the function of its weights.
@@ -38,17 +33,16 @@ def fingerprint(layer):
 
 def checksum(layer):
     """Returns the checksum of a layer's `fingerprint`, a non-negative integer."""
-    options = [getattr(layer.options, name) for name in MEANING]
-    if layer.options.temperature is not None:
-        options.append(float(layer.options.temperature))
-    if layer.options.softmax_heads:
-        options.append(layer.options.softmax_heads)
-    if layer.options.sinks:
-        options.append(("sinks", layer.options.sinks))
-    projections = _projections(feature_maps.serialize(layer.feature_map))
-    feature_map = layer.feature_map
+    options, feature_map = layer.options, layer.feature_map
+    meaning = [options.window, options.sliding]
+    if options.temperature is not None:
+        meaning.append(float(options.temperature))
+    if options.softmax_heads:
+        meaning.append(options.softmax_heads)
+    if options.sinks:
+        meaning.append(("sinks", options.sinks))
     essence = type(feature_map).__name__, _essence(feature_map.get_config())
-    described = essence, options, projections
+    described = essence, meaning, _projections(feature_maps.serialize(feature_map))
     return zlib.crc32(repr(described).encode()) & 0x7FFFFFFF
 
 
@@ -85,54 +79,22 @@ def _projections(config):
 
 def agrees(layer, found):
     """Returns whether an array `[format, checksum]` belongs to a layer's function."""
-    found = np.asarray(found)
-    if found.shape != (2,):
-        return False
-    return found.tolist() == [FORMAT, checksum(layer)]
-
-
-class Marks(dict):
-    """The fingerprint of one layer in a file, which is compared before any array."""
-
-    refusal = None  # why the layer refuses it
-    is_known = False  # whether a linear layer has compared it
-
-
-class Presence:
-    """Checks that a file has all parts of a mechanism, or none of them.
-
-    The parts are the fingerprint of a layer and the weights of its feature map. Keras
-    decides the order in which parts are loaded, so that each part is compared with
-    those before it.
-    """
-
-    def __init__(self):
-        self.seen = {}
-
-    def compare(self, part, found):
-        """Returns why a file with only some of the parts is refused, or `None`."""
-        # Keras may load parts again after a failure. It loads the first part from
-        # every file, so that this part begins a new comparison.
-        if part == next(iter(self.seen), part):
-            self.seen.clear()
-        self.seen[part] = found
-        if len(set(self.seen.values())) > 1:
-            return (
-                f"the file holds the weights of a feature map without the {KEY!r} of "
-                "its attention layer, or the reverse: it is damaged, or it was put "
-                "together from other files. Save the model again"
-            )
-        return None
+    return np.asarray(found).tolist() == [FORMAT, checksum(layer)]
 
 
 def mark(layer):
     """Makes a built linear attention layer save and check its fingerprint."""
-    presence = Presence()
-    for part in layer.feature_map._flatten_layers():
-        part.presence = presence
+    for part in _maps(layer):
+        part.in_file = True
     query = projection(layer, "query")
     query.save_own_variables = functools.partial(_save, query, layer)
     query.load_own_variables = functools.partial(_load, query, layer)
+
+
+def _maps(layer):
+    """Returns a layer's feature map and the maps inside it."""
+    parts = layer.feature_map._flatten_layers()
+    return [x for x in parts if isinstance(x, feature_maps.FeatureMap)]
 
 
 def unmark(layer):
@@ -146,40 +108,38 @@ def _save(query, layer, store):
     store[KEY] = fingerprint(layer).astype("int32")
 
 
-def _look(layer, marks):
-    """Compares the fingerprint of a file before anything is loaded."""
-    if KEY not in marks:
-        raise KeyError(f"The file has no {KEY!r} for layer '{layer.name}' here.")
-    marks.is_known = True
-    if not agrees(layer, marks[KEY]):
-        marks.refusal = _refused(layer, OF_ANOTHER)
-
-
-def _refused(layer, refusal):
-    name = feature_maps.name_of(layer.feature_map)
-    return f"Layer '{layer.name}' has the mechanism {name!r}, but {refusal}."
-
-
 def _load(query, layer, store):
-    if isinstance(store, Marks):
-        return _look(layer, store)
     arrays = {key: store[key] for key in store.keys() if key != KEY}
-    is_marked, refusal = KEY in store.keys(), None
     if not arrays:
-        # If a layer's first attempt failed, Keras tries again with an empty store.
-        refusal = layer.refusal or "the weights lack this layer"
-    elif is_marked and not agrees(layer, store[KEY]):
-        refusal = OF_ANOTHER
-    elif not is_marked and layer.is_from_config:
-        refusal = (
-            f"the weights beside its config have no {KEY!r}: they were not saved with "
-            "the config, or they are damaged. To use softmax weights, load them into "
-            "the softmax model, then replace its attention"
-        )
-    else:
-        refusal = layer.feature_map.presence.compare(KEY, is_marked)
-    layer.refusal = refusal
-    if refusal is not None:
-        raise ValueError(_refused(layer, refusal))
+        # Keras tries again with an empty store if it has failed, or has no such layer.
+        raise ValueError(layer.refusal or f"The weights lack layer '{layer.name}'.")
+    reason = _mismatch(layer, store)
+    if reason is not None:
+        if layer.refusal is None:
+            for forget in WHEN_REFUSED:
+                forget(layer)
+        # With `skip_mismatch=True`, Keras ignores the error and loads other weights.
+        name = feature_maps.name_of(layer.feature_map)
+        layer.refusal = f"Layer '{layer.name}' has the mechanism {name!r}, but {reason}"
+        raise ValueError(layer.refusal)
     type(query).load_own_variables(query, arrays)
-    layer.is_from_config = False
+    layer.is_from_config, layer.refusal = False, None
+
+
+def _mismatch(layer, store):
+    """Returns why the weights in a file do not belong to a layer, or `None`."""
+    is_marked = KEY in store.keys()
+    if is_marked and not agrees(layer, store[KEY]):
+        return (
+            "the weights were saved with another mechanism, other arguments or another "
+            "window. Replace attention as it was when the weights were saved."
+        )
+    # Keras loads the sublayer `feature_map` first.
+    has_map = all(x.in_file == is_marked for x in _maps(layer) if x.has_own_weights)
+    if not has_map or (not is_marked and layer.is_from_config):
+        return (
+            f"the file lacks its {KEY!r} or the weights of its map: it was not saved "
+            "with the config, is damaged, or was put together from other files. To use "
+            "softmax weights, load them into the softmax model, then replace attention."
+        )
+    return None

@@ -52,7 +52,7 @@ class LinearAttention:
 
     # Whether the layer is linear because of a saved config, not `replace_attention`.
     is_from_config = False
-    # Why weights could not be loaded, or `None`.
+    # Why the weights are those of another mechanism, in part; `None` if they are not.
     refusal = None
     # Whether queries, keys and values are the same tokens wherever they are of one
     # number; `None` if only the graph of a model or the calls tell.
@@ -118,6 +118,11 @@ class LinearAttention:
         self._build_mechanism()
 
     def __call__(self, *args, **kwargs):
+        if self.refusal is not None:
+            raise ValueError(
+                f"{self.refusal} The layer computes nothing until weights of its own "
+                "mechanism are loaded, or its attention is restored and replaced."
+            )
         # Keras casts the arguments later, which makes copies.
         is_itself = is_self_attention(self, *tokens_of(args, kwargs))
         # With a cache, keys include tokens other than the queries'.

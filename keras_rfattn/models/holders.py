@@ -1,51 +1,35 @@
 """Finds the models that hold a layer, and discards what they compiled with it.
 
 Keras keeps no reference from a layer to the models around it, and any number of models
-may share a layer. This module therefore keeps a weak reference to every layer from its
-creation on. The garbage collector's list of objects would not suffice, because it does
-not contain frozen objects (`gc.freeze`).
+may share a layer. They are therefore looked for among the objects of the garbage
+collector. This takes up to half a second, so that each change looks once. The collector
+does not list what `gc.freeze` has frozen.
 """
 
-import functools
 import gc
-import weakref
 
 import keras
 
 from keras_rfattn.backend.layers import track_variables_anew
+from keras_rfattn.layers import fingerprint
 from keras_rfattn.models.notes import notes_of
 
 # Compiled functions of Keras models and KerasHub tasks.
 COMPILED = ("train", "test", "predict", "generate")
 
-_LAYERS = weakref.WeakValueDictionary()
 
+def holders(layers, model=None, among=None):
+    """Returns the layers and models of `among` that hold any of `layers`.
 
-def _remember_layers():
-    """Records every layer that exists, and every layer that will be created."""
-    cls = keras.layers.Layer
-    make = cls.__new__
-
-    @functools.wraps(make)
-    def __new__(cls, *args, **kwargs):
-        layer = make(cls, *args, **kwargs)
-        _LAYERS[id(layer)] = layer
-        return layer
-
-    cls.__new__ = __new__
-    for x in gc.get_objects():
+    By default, these are all in this process, and those in `model` in any case.
+    """
+    if among is None:
         # `isinstance` reads `__class__`, at which some objects emit a warning.
-        if issubclass(type(x), cls):
-            _LAYERS[id(x)] = x
-
-
-_remember_layers()
-
-
-def holders(layers):
-    """Returns the layers and models in this process that hold any of `layers`."""
+        objects = gc.get_objects()
+        among = [x for x in objects if issubclass(type(x), keras.layers.Layer)]
+        among += [] if model is None else model._flatten_layers()
     parents = {}
-    for layer in list(_LAYERS.values()):
+    for layer in among:
         # A layer that is being constructed may have no `_layers` yet.
         for child in getattr(layer, "_layers", ()):
             parents.setdefault(id(child), []).append(layer)
@@ -67,8 +51,10 @@ def refresh(layer):
     track_variables_anew(layer)
 
 
-def with_built_optimizer(layers):
-    """Returns those of the layers, and of what holds them, with a built optimizer."""
-    models = [*layers, *holders(layers)]
-    optimizers = ((x, getattr(x, "optimizer", None)) for x in models)
-    return [model for model, x in optimizers if x is not None and x.built]
+def refresh_around(layer):
+    """Discards what the models that hold a layer have compiled."""
+    for holder in holders([layer]):
+        refresh(holder)
+
+
+fingerprint.WHEN_REFUSED.append(refresh_around)

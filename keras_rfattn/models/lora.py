@@ -8,7 +8,7 @@ into its linear model, and vice versa.
 import contextlib
 
 from keras_rfattn.feature_maps import FeatureMap
-from keras_rfattn.models.holders import holders, refresh
+from keras_rfattn.models.holders import refresh
 from keras_rfattn.models.optimizers import following
 
 
@@ -36,9 +36,10 @@ def _without_maps(backbone):
 
 def enable_lora(backbone, rank, target_layer_names=None):
     """Runs `Backbone.enable_lora`, which also freezes the feature maps."""
-    with following([backbone]), _without_maps(backbone):
+    with following([backbone]) as around, _without_maps(backbone):
         type(backbone).original_class.enable_lora(backbone, rank, target_layer_names)
-    _refresh(backbone)
+    for layer in [backbone, *around]:
+        refresh(layer)
 
 
 def save_lora_weights(backbone, filepath):
@@ -52,84 +53,34 @@ def load_lora_weights(backbone, filepath):
     with _without_maps(backbone):
         _check(backbone, filepath)
         type(backbone).original_class.load_lora_weights(backbone, filepath)
-    _refresh(backbone)
-
-
-def _refresh(backbone):
-    """Discards functions that were compiled without the adapters."""
-    for layer in [backbone, *holders([backbone])]:
-        refresh(layer)
 
 
 def _check(backbone, filepath):
-    rank, saved = _saved(filepath)
-    layers = [x for x in backbone._flatten_layers(include_self=False) if x.weights]
-    places = getattr(backbone, "_lora_enabled_layers", [])
-    is_fresh = not places
-    if is_fresh:
-        names = backbone.default_lora_layer_names()
-        places = [
-            i
-            for i, x in enumerate(layers)
-            if x.name in names and hasattr(x, "enable_lora")
-        ]
-        own = [layers[i].path for i in places if layers[i].lora_enabled]
-        if own:
-            raise ValueError(
-                f"{type(backbone).__name__} has adapters that `enable_lora` of the "
-                f"backbone did not add. Received: {own}. Load them into a backbone "
-                "without adapters."
-            )
-    wanted = {i: _shapes(layers[i], rank) for i in places}
-    if wanted.keys() == saved.keys() and all(
-        None in (a, b) or a == b
-        for i in wanted
-        for a, b in zip(wanted[i], saved[i], strict=True)
-    ):
-        return
-    if not is_fresh and rank != backbone._lora_rank:
-        # KerasHub's loader raises its own error for a different rank.
-        return
-    raise ValueError(
-        "The file must hold adapters of the same layers as the backbone. Received: "
-        f"filepath={str(filepath)!r}, with adapters of {_listing(saved)}; "
-        f"{type(backbone).__name__} has {_listing(wanted)} (position: shapes). Load "
-        "the file into the model that it was saved from, or call `enable_lora` with "
-        "the same `target_layer_names` first."
-    )
-
-
-def _saved(filepath):
-    """Returns the LoRA rank in a file, and its adapters' shapes by layer position."""
+    """Raises `ValueError` unless a file holds adapters of the layers that get them."""
     import h5py
 
+    layers = [x for x in backbone._flatten_layers(include_self=False) if x.weights]
+    places, wanted = getattr(backbone, "_lora_enabled_layers", []), {}
+    is_fresh, names = not places, backbone.default_lora_layer_names()
+    for i, layer in enumerate(layers):
+        if i in places or (is_fresh and layer.name in names):
+            wanted[i] = tuple(layer.kernel.shape)
+            if is_fresh and layer.lora_enabled:
+                wanted[i] = f"adapter that its own `enable_lora` added ({layer.path})"
+    saved = {}
     with h5py.File(filepath, "r") as file:
-        if "lora/vars/rank" not in file:
-            raise ValueError(
-                "`filepath` must be a file from `save_lora_weights`. Received: "
-                f"filepath={str(filepath)!r}, which has no 'lora/vars/rank'."
-            )
-        rank, groups = int(file["lora/vars/rank"][()]), file["lora"]
-        names = "lora_kernel_a", "lora_kernel_b"
-        return rank, {
-            int(name): [tuple(groups[name]["vars"][x].shape) for x in names]
-            for name in groups
-            if name.isdigit()
-        }
-
-
-def _shapes(layer, rank):
-    """Returns the shapes of a layer's two adapters, `None` where they are unknown."""
-    if layer.lora_enabled:
-        return [tuple(x.shape) for x in (layer.lora_kernel_a, layer.lora_kernel_b)]
-    if layer.quantization_mode is not None:
-        return [None, None]
-    *inputs, outputs = layer.kernel.shape
-    return [(*inputs, rank), (rank, outputs)]
-
-
-def _listing(shapes):
-    return ", ".join(f"{i}: {a}, {b}" for i, (a, b) in sorted(shapes.items()))
+        for name, group in file.get("lora", {}).items():
+            if name.isdigit():
+                first, second = (group[f"vars/lora_kernel_{x}"].shape for x in "ab")
+                saved[int(name)] = (*first[:-1], *second[1:])
+    if wanted != saved:
+        raise ValueError(
+            "`filepath` must be a file of `save_lora_weights` with adapters of the "
+            f"same layers as the backbone. Received: {str(filepath)!r}, with adapters "
+            f"of {saved}; {type(backbone).__name__} has {wanted} (position: shape of "
+            "kernel). Load the file into the model that it was saved from, or call "
+            "`enable_lora` with the same `target_layer_names` first."
+        )
 
 
 MEMBERS = {

@@ -9,32 +9,44 @@ import contextlib
 import gc
 
 from keras_rfattn.feature_maps import base
-from keras_rfattn.models.holders import with_built_optimizer
+from keras_rfattn.models.holders import holders
 
 
 @contextlib.contextmanager
-def following(layers):
-    """Context manager that changes which weights of layers train, if that is possible.
+def following(layers, training=None, model=None):
+    """Context manager that changes trained weights; yields the holders of `layers`.
 
+    `training` are those of the layers whose trained weights change, by default all.
     Raises `ValueError` before anything changes if an optimizer is built for them.
     """
-    check_optimizers(layers)
-    yield
-
-
-def check_optimizers(layers):
-    """Raises `ValueError` if what holds the layers has a built optimizer."""
-    if with_built_optimizer(layers):
+    training = layers if training is None else training
+    around = holders(layers, model)
+    if _with_built_optimizer(training, around):
         # Models that nobody uses any more may still await garbage collection. They
         # must not cause an error.
+        del around
         gc.collect()
-    for model in with_built_optimizer(layers):
+        around = holders(layers, model)
+    for holder in _with_built_optimizer(training, around):
         raise ValueError(
             "A model must not have a built optimizer when weights that train come or "
-            f"go. Received: {type(model).__name__} '{model.name}', whose "
-            f"{type(model.optimizer).__name__} is built. Compile the model with a new "
+            f"go. Received: {type(holder).__name__} '{holder.name}', whose "
+            f"{type(holder.optimizer).__name__} is built. Compile the model with a new "
             "optimizer first: `model.compile(...)`, then this change, then `fit`."
         )
+    yield around
 
 
-base.BEFORE_FREEZING.append(lambda feature_map: check_optimizers([feature_map]))
+def _with_built_optimizer(layers, around):
+    """Returns those of the layers, and of what holds them, with a built optimizer."""
+    models = [*layers, *holders(layers, among=around)]
+    optimizers = ((x, getattr(x, "optimizer", None)) for x in models)
+    return [model for model, x in optimizers if x is not None and x.built]
+
+
+def _check_freezing(feature_map):
+    with following([feature_map]):
+        pass
+
+
+base.BEFORE_FREEZING.append(_check_freezing)

@@ -45,7 +45,7 @@ def _attribute(model, name):
 
 
 class Sized:
-    """Mixin for models that raises an error for inputs beyond their positions."""
+    """Mixin for models that raises an error for tokens beyond their positions."""
 
     def __call__(self, *args, **kwargs):
         check_size(self, args, kwargs)
@@ -58,62 +58,26 @@ class Sized:
 
 
 def check_size(model, args, kwargs):
-    """Checks that inputs are no larger than a model's table of positions."""
-    if not isinstance(model, keras.Model):
-        return
+    """Raises `ValueError` for more tokens than a model's table of positions has."""
     inputs = args[0] if args else kwargs.get("x", kwargs.get("inputs"))
-    if not isinstance(inputs, dict):
-        _check_image(model, inputs)
+    if not isinstance(model, keras.Model) or not isinstance(inputs, dict):
         return
     for name, x in inputs.items():
-        if isinstance(name, str) and name.endswith("token_ids"):
-            _check_tokens(model, name, x)
-        elif name in ("images", "pixel_values"):
-            _check_image(model, x)
-
-
-def _check_tokens(model, name, x):
-    shape, limit = _static_shape(x), token_limit(model, name)
-    if limit is None or len(shape) != 2 or not _is_above(shape[1], limit):
-        return
-    attribute = _attribute(model, name)
-    way_out = "Cut the texts (`sequence_length` of the preprocessor)."
-    if attribute == "max_sequence_length":
-        way_out = (
-            "Cut the texts (`sequence_length` of the preprocessor, `max_length` of "
-            "`generate`), or make a copy of the model with more positions: "
-            f"`keras_rfattn.extend_positions(model, {shape[1]})`."
-        )
-    raise ValueError(
-        f"`{name}` must have at most {limit} tokens, the number of positions of "
-        f"{title(model)} (`{attribute}`). Received: {shape[1]} tokens. {way_out}"
-    )
-
-
-def _check_image(model, x):
-    shape = _static_shape(x)
-    expected = getattr(_backbone(model), "image_shape", None)
-    is_image = isinstance(expected, (tuple, list)) and len(expected) == 3
-    if not is_image or len(shape) != 4:
-        return
-    start = int(getattr(_backbone(model), "data_format", None) == "channels_first")
-    size, limit = shape[1 + start : 3 + start], tuple(expected[start : 2 + start])
-    if any(_is_above(a, b) for a, b in zip(size, limit, strict=True)):
+        if not isinstance(name, str) or not name.endswith("token_ids"):
+            continue
+        limit, shape = token_limit(model, name), tuple(getattr(x, "shape", ()))
+        is_known = len(shape) == 2 and isinstance(shape[1], int)
+        if limit is None or not is_known or shape[1] <= limit:
+            continue
+        attribute = _attribute(model, name)
+        way_out = "Cut the texts (`sequence_length` of the preprocessor)."
+        if attribute == "max_sequence_length":
+            way_out = (
+                "Cut the texts (`sequence_length` of the preprocessor, `max_length` of "
+                "`generate`), or make a copy of the model with more positions: "
+                f"`keras_rfattn.extend_positions(model, {shape[1]})`."
+            )
         raise ValueError(
-            f"Images must have height and width {limit}, for which {title(model)} has "
-            f"positions (`image_shape`). Received: {tuple(size)}. Resize the images, "
-            "or make a copy of the model with more positions: "
-            f"`keras_rfattn.extend_positions(model, {tuple(size)})`."
+            f"`{name}` must have at most {limit} tokens, the number of positions of "
+            f"{title(model)} (`{attribute}`). Received: {shape[1]} tokens. {way_out}"
         )
-
-
-def _static_shape(x):
-    """Returns the static shape of a tensor as a tuple, empty if it is unknown."""
-    shape = getattr(x, "shape", None)
-    if shape is None or getattr(shape, "rank", 0) is None:
-        return ()
-    return tuple(shape)
-
-
-def _is_above(size, limit):
-    return isinstance(size, int) and isinstance(limit, int) and size > limit

@@ -43,9 +43,8 @@ def replace_attention(
     `restore_attention(model)` restores softmax attention. If the model was trained,
     compile it with a new optimizer before both.
 
-    Layers are judged one by one. A layer with a sliding window (Gemma 2 and 3, GPT-OSS)
-    is linear in length already. It keeps its softmax, and the layers beside it that see
-    all tokens are replaced.
+    A layer with a sliding window (Gemma 2 and 3, GPT-OSS) is linear in length already
+    and keeps its softmax.
 
     Args:
         model: A built Keras model or layer: a KerasHub backbone or task, a KerasCV
@@ -58,16 +57,12 @@ def replace_attention(
             `None` uses the map's default, which is twice the head dim for most maps.
         seed: Seed of the random vectors, from which each layer derives its own seed.
             `None` uses the seed of the feature map.
-        include: Layers to replace, in short for a plan that keeps the others softmax: a
-            path or pattern (`fnmatch`), a list of these, or a callable
-            `(path, layer) -> bool`. `None` selects all layers except those that pool
-            with a single query, where softmax is already linear.
-        exclude: Layers to keep softmax, in the same forms, in short for a plan with
-            `None` for them. `None` excludes no layer.
-        drop_sliding_window: Whether to replace layers with a sliding window too. They
-            see only the last tokens; the linear attention in their place sees all
-            tokens. If every layer has a window (Mistral), there is nothing else to
-            replace.
+        include: Layers to replace: a path or pattern (`fnmatch`), a list of these, or a
+            callable `(path, layer) -> bool`. `None` selects all layers except those
+            that pool with a single query, where softmax is already linear.
+        exclude: Layers to keep softmax, in the same forms.
+        drop_sliding_window: Whether to replace layers with a sliding window too, by
+            linear attention that sees all tokens.
         drop_soft_cap: Whether to replace layers with a soft cap on their logits (Gemma
             2), which linear attention ignores. `uptrain` and `diagnostics` still
             compare with the capped softmax of the checkpoint.
@@ -94,12 +89,12 @@ def replace_attention(
         ('favorplus', 32)
     """
     check_model(model)
+    check_seed(seed)
     options = Options.of_call(replace_attention, options)
     check_flag("drop_sliding_window", drop_sliding_window)
     check_flag("drop_soft_cap", drop_soft_cap)
     sites = survey(model, drop_sliding_window, drop_soft_cap)
     selected = _replaceable(model, sites, include, exclude)
-    check_seed(seed)
     changes = []
     for group, identifier, choice in assign(feature_map, options, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
@@ -135,14 +130,6 @@ def restore_attention(
             is not linear, or none, or an optimizer is built and trains the maps.
             The model is unchanged in that case.
 
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorplus")
-        >>> model = keras_rfattn.restore_attention(model)
-        >>> keras_rfattn.describe_attention(model).rows[0].mechanism
-        'softmax'
     """
     check_model(model)
     sites = survey(model)
@@ -187,15 +174,23 @@ def _replaceable(model, sites, include, exclude):
         )
     if include is None:
         selected = [site for site in selected if not is_pooling(site)]
-    selected = _global(model, selected)
-    check_sites(model, selected)
     if not selected:
         raise ValueError(
             "`include` and `exclude` must leave layers to replace. Received: "
             f"include={include!r}, exclude={exclude!r}, for {title(model)} with:\n"
             f"{_listing(sites)}"
         )
-    return selected
+    found = [site for site in selected if site.window is None]
+    if not found:
+        raise ValueError(
+            "`model` must have attention to all tokens among the selected layers. "
+            f"Received: {title(model)}, in which they are all local already:\n"
+            f"{_listing(selected)}\nThere is nothing to replace. Use "
+            "`drop_sliding_window=True` to replace them all the same: linear attention "
+            "then sees all tokens."
+        )
+    check_sites(model, found)
+    return found
 
 
 def check_sites(model, sites):
@@ -214,20 +209,6 @@ def check_sites(model, sites):
             "`model` must have built attention layers. Received: layers that are not "
             f"built:\n{_listing(unbuilt)}\nCall the model once on data first."
         )
-
-
-def _global(model, selected):
-    """Returns the selected sites without those that a sliding window makes local."""
-    found = [site for site in selected if site.window is None]
-    if selected and not found:
-        raise ValueError(
-            "`model` must have attention to all tokens among the selected layers. "
-            f"Received: {title(model)}, in which they are all local already:\n"
-            f"{_listing(selected)}\nThere is nothing to replace. Use "
-            "`drop_sliding_window=True` to replace them all the same: linear attention "
-            "then sees all tokens."
-        )
-    return found
 
 
 def check_change(feature_map, options, sites):

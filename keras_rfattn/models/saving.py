@@ -7,7 +7,6 @@ an entry "attention", from which `from_config` restores the linear attention.
 """
 
 import contextlib
-import functools
 import importlib.util
 
 import keras
@@ -15,7 +14,6 @@ from keras.src.models.functional import Functional
 from keras.src.saving import serialization_lib
 
 import keras_rfattn.models.adapters.known as known
-import keras_rfattn.models.loading  # noqa: F401  (wraps Keras' loaders)
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.recording import linear_layers
@@ -24,6 +22,7 @@ from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.optimizers import following
 from keras_rfattn.models.positions import Sized
 from keras_rfattn.models.survey import block_mixin, survey
+from keras_rfattn.models.swap import unpickle
 from keras_rfattn.ops.options import Options
 
 FORMAT = 1  # of the entry "attention"
@@ -90,6 +89,8 @@ class Carrier(Sized):
     """Mixin for containers with linear attention inside."""
 
     original_class = None
+    # Class to import before a pickled container is loaded, or `None`.
+    pickled_class = None
 
     def get_config(self):
         # The entry comes first: without keras_rfattn, Keras' error quotes the config,
@@ -100,21 +101,27 @@ class Carrier(Sized):
     def from_config(cls, config, custom_objects=None):
         config = dict(config)
         entry = config.pop("attention", None)
-        check_entry(entry, cls.__name__)
+        if cls.original_class is None:
+            check_entry(entry, cls.__name__)
         base = cls.original_class or _registered_original(entry)
         instance = base.from_config(config)
+        if entry is None and linear_layers(instance):
+            # A task that became a carrier while it was saved has no entry of its own.
+            follow([], [instance])
+            return instance
+        check_entry(entry, cls.__name__)
         if instance.built:
             apply_config(instance, entry)
         else:
             instance.__class__ = carrier_class(type(instance))
             notes_of(instance).pending_attention = entry
-            _when_built(instance, instance._apply_pending)
+            swap.when_built(instance, instance._apply_pending)
         return instance
 
     def build_from_config(self, config):
         super().build_from_config(config)
         # Keras builds a model without its own `build` by running it, so the hook of
-        # `_when_built` may not have run.
+        # `when_built` may not have run.
         self._apply_pending()
 
     def _apply_pending(self):
@@ -125,12 +132,7 @@ class Carrier(Sized):
 
     def __reduce__(self):
         _, arguments = super().__reduce__()
-        return unpickle, arguments
-
-
-def unpickle(bytesio):
-    """Unpickles a container whose class cannot be imported by name."""
-    return keras.layers.Layer._unpickle_model(bytesio)
+        return unpickle, (*arguments, self.pickled_class)
 
 
 def _registered_original(entry):
@@ -157,7 +159,7 @@ keras.saving.register_keras_serializable(PACKAGE, GENERIC)(
 )
 
 
-def carrier_class(base, name=None, members=None):
+def carrier_class(base, members=None, mark=""):
     """Returns the carrier of a container class, created once and registered."""
     if base in CARRIERS:
         return CARRIERS[base]
@@ -169,15 +171,12 @@ def carrier_class(base, name=None, members=None):
         "original_class": base,
         **(members or {}),
     }
-    cls = type(base.__name__, bases, body)
-    if name is not None:
-        keras.saving.register_keras_serializable(PACKAGE, name)(cls)
-    _save_as_generic(cls)
-    CARRIERS[base] = cls
+    cls = CARRIERS[base] = type(f"{base.__name__}{mark}", bases, body)
+    save_as_generic(cls)
     return cls
 
 
-def _save_as_generic(cls):
+def save_as_generic(cls):
     """Makes Keras save a class under the generic name, which needs no other library."""
     generic = keras.saving.get_registered_object(f"{PACKAGE}>{GENERIC}")
     keras.saving.register_keras_serializable(PACKAGE, GENERIC)(cls)
@@ -186,16 +185,20 @@ def _save_as_generic(cls):
     keras.saving.register_keras_serializable(PACKAGE, GENERIC)(generic)
 
 
+def register_by_name(cls):
+    """Makes Keras save a carrier under its class's name, and find it by this name."""
+    name = cls.original_class.__name__
+    keras.saving.register_keras_serializable(PACKAGE, name)(cls)
+
+
 @contextlib.contextmanager
-def saved_by_name(classes):
-    """Context manager that saves carriers under their own names."""
-    for cls in classes:
-        keras.saving.register_keras_serializable(PACKAGE, cls.__name__)(cls)
+def saved_by_name(cls):
+    """Context manager that saves a carrier under its class's name."""
+    register_by_name(cls)
     try:
         yield
     finally:
-        for cls in classes:
-            _save_as_generic(cls)
+        save_as_generic(cls)
 
 
 # Their configs contain the layers inside them.
@@ -224,38 +227,58 @@ def apply_config(container, entry):
         site.layer.is_from_config = True
         site.layer.self_attention = layer.get("self_attention")
         feature_map = feature_maps.get(layer["feature_map"])
-        change = site, feature_map, Options.take(dict(layer))
-        if site.layer.built:
-            changes.append(change)
-        else:
-            later = functools.partial(commit, sites, [change])
-            _when_built(site.layer, later)
-    commit(sites, changes)
+        changes.append((site, feature_map, Options.take(dict(layer))))
+
+    def apply(some):
+        # Nothing outside of the container holds the layers yet.
+        _build_maps(some)
+        _make_linear(some)
+        follow(sites, holders(layers_of(sites), among=container._flatten_layers()))
+
+    for change in changes:
+        layer = change[0].layer
+        if not layer.built:
+            swap.when_built(layer, lambda change=change: apply([change]))
+    apply([change for change in changes if change[0].layer.built])
 
 
 def commit(sites, changes):
     """Applies changes that have passed all checks."""
+    _build_maps(changes)
+    training = [site.layer for site, x, _ in changes if trains(site, x)]
+    with following(layers_of(sites), training, sites[0].model) as around:
+        _make_linear(changes)
+        follow(sites, around)
+
+
+def _build_maps(changes):
     for site, feature_map, _ in changes:
         if not feature_map.built:
             swap.build_map(site.layer, feature_map)
-    with following([site.layer for site, x, _ in changes if trains(site, x)]):
-        for site, feature_map, options in changes:
-            swap.make_linear(site.layer, feature_map, options)
-            if site.self_attention is not None:
-                site.layer.self_attention = site.self_attention
-        follow(sites)
+
+
+def _make_linear(changes):
+    for site, feature_map, options in changes:
+        swap.make_linear(site.layer, feature_map, options)
+        if site.self_attention is not None:
+            site.layer.self_attention = site.self_attention
 
 
 def revert(sites, linear):
     """Makes the layers of the sites in `linear` softmax again, as `commit` does."""
-    changing = [x.layer for x in linear if trains(x, x.layer.feature_map)]
-    with following(changing):
+    training = [x.layer for x in linear if trains(x, x.layer.feature_map)]
+    with following(layers_of(sites), training, sites[0].model) as around:
         for site in linear:
             swap.make_softmax(site.layer)
-        for container in holders([site.layer for site in linear]):
+        for container in around:
             if isinstance(container, Carrier) and not linear_layers(container):
                 container.__class__ = type(container).original_class
-        follow(sites)
+        follow(sites, around)
+
+
+def layers_of(sites):
+    """Returns the attention layers of sites."""
+    return [site.layer for site in sites]
 
 
 def trains(site, feature_map):
@@ -263,27 +286,12 @@ def trains(site, feature_map):
     return site.layer.trainable and bool(feature_map.trainable_weights)
 
 
-def follow(sites):
+def follow(sites, around):
     """Updates everything that holds the attention layers of a changed model."""
-    layers = [site.layer for site in sites]
-    around = holders(layers)
     for container in around:
         if linear_layers(container):
             carry(container)
     for hook in COMPANION_HOOKS:
         hook(around)
-    for layer in [*around, *layers]:
+    for layer in [*around, *layers_of(sites)]:
         refresh(layer)
-
-
-def _when_built(layer, action):
-    """Runs `action` once, right after `layer` has been built."""
-    build = layer.build
-
-    @functools.wraps(build)
-    def build_and_act(*args, **kwargs):
-        layer.build = build
-        build(*args, **kwargs)
-        action()
-
-    layer.build = build_and_act

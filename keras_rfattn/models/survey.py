@@ -28,6 +28,7 @@ class Site:
     path: str  # layer names from the model (excluded) to this layer, joined by `/`
     layer: Any
     parent: Any  # the layer or model that directly holds it
+    model: Any  # in which it was found
     index: int  # among all attention layers; seeds and saved configs use it
     reason: str | None = None  # why it cannot be replaced
     causal: bool | None = None  # `None` if each call decides
@@ -57,7 +58,7 @@ def survey(model, drop_window=False, drop_cap=False):
             seen.add(id(child))
             name = f"{path}/{child.name}".removeprefix("/")
             if is_attention(child):
-                site = Site(name, child, layer, len(sites))
+                site = Site(name, child, layer, model, len(sites))
                 site.causal = _causality(child, layer)
                 site.self_attention = _self_attention(child, layer)
                 if not site.is_linear:

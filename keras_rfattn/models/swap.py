@@ -5,6 +5,7 @@ names, the model graph and the parent layers stay as they are.
 """
 
 import contextlib
+import functools
 
 import keras
 
@@ -49,14 +50,14 @@ def make_linear_class(cls, mixin=LinearAttention, parent=None):
         "__module__": __name__,
         "__doc__": cls.__doc__,
         "__reduce__": _reduce,
+        "from_config": classmethod(_from_config),
         "original_class": cls,
     }
     if parent is not None and "_kv_shape" in vars(parent):
         members["_kv_shape"] = parent._kv_shape
-    # Not registered with Keras here: known classes have a registered drop-in, and the
-    # container rebuilds layers of other classes, so their config does not have to name
-    # this class.
-    return type(cls.__name__, (mixin, cls), members)
+    made = type(cls.__name__, (mixin, cls), members)
+    name = cls.__name__ if parent is None else f"{cls.__module__}.{cls.__name__}"
+    return keras.saving.register_keras_serializable("keras_rfattn", name)(made)
 
 
 def strategy_scope(layer):
@@ -119,39 +120,43 @@ def make_softmax(layer):
     layer.__class__ = type(layer).original_class
 
 
+def _from_config(cls, config):
+    """Serves as `from_config`: the layer becomes linear once it has been built."""
+    feature_map = feature_maps.get(config.pop("feature_map"))
+    options, self_attention = Options.take(config), config.pop("self_attention", None)
+    layer = cls.original_class.from_config(config)
+
+    def change():
+        build_map(layer, feature_map)
+        make_linear(layer, feature_map, options)
+        layer.is_from_config, layer.self_attention = True, self_attention
+
+    when_built(layer, change)
+    return layer
+
+
+def when_built(layer, action):
+    """Runs `action` once, right after `layer` has been built."""
+    build = layer.build
+
+    @functools.wraps(build)
+    def build_and_act(*args, **kwargs):
+        layer.build = build
+        build(*args, **kwargs)
+        action()
+
+    layer.build = build_and_act
+
+
 def _reduce(layer):
     """Serves as `__reduce__` for layers whose class cannot be imported by name."""
-    config = layer.get_config()
-    feature_map, options = config.pop("feature_map"), Options.take(config)
-    self_attention = config.pop("self_attention")
-    return unpickle, (
-        original_class(layer),
-        _plain(config),
-        _plain(layer.get_build_config()),
-        _plain(feature_map),
-        options,
-        layer.get_weights(),
-        self_attention,
-    )
+    _, arguments = super(layer.original_class, layer).__reduce__()
+    return unpickle, (*arguments, layer.original_class)
 
 
-def _plain(x):
-    """Copies Keras' tracked dicts and lists to plain ones, which can be pickled."""
-    if isinstance(x, dict):
-        return {key: _plain(value) for key, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        items = [_plain(item) for item in x]
-        return tuple(items) if isinstance(x, tuple) else items
-    return x
-
-
-def unpickle(cls, config, build_config, feature_map, options, weights, same_tokens):
-    """Rebuilds a layer from the arguments that `_reduce` returned."""
-    layer = cls.from_config(config)
-    layer.build_from_config(build_config)
-    feature_map = feature_maps.get(feature_map)
-    build_map(layer, feature_map)
-    make_linear(layer, feature_map, options)
-    layer.self_attention = same_tokens
-    layer.set_weights(weights)
-    return layer
+def unpickle(bytesio, original=None):
+    """Unpickles a layer or model whose class cannot be imported by name."""
+    if original is not None:
+        # Keras finds the class once it is created.
+        linear_class(original)
+    return keras.layers.Layer._unpickle_model(bytesio)

@@ -101,13 +101,27 @@ def test_compiled_predictions_follow(around, change):
     check(outer, before, differs=False)
 
 
-def test_a_model_that_the_collector_does_not_list():
+def test_frozen_objects_inside_of_the_model_are_found():
     model = inner_model()
     outer = in_functional(model)
     before = outer.predict(X, verbose=0)
     gc.freeze()
-    keras_rfattn.replace_attention(model, "elu")
+    try:
+        keras_rfattn.replace_attention(outer, "elu")
+    finally:
+        gc.unfreeze()
     check(outer, before)
+    assert type(outer.layers[1]) is type(model)
+
+
+def test_one_search_for_each_change(monkeypatch):
+    model = inner_model()
+    in_functional(model)
+    searches, search = [], gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda: searches.append(1) or search())
+    keras_rfattn.replace_attention(model, "elu")
+    keras_rfattn.restore_attention(model)
+    assert len(searches) == 2
 
 
 def test_training_and_evaluation_follow():

@@ -145,7 +145,7 @@ def test_an_edited_preset_never_loads_as_softmax(tmp_path):
         models.GPT2Backbone.from_preset(str(tmp_path))
     config["registered_name"] = "keras_hub>GPT2Backbone"
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="saved from a model with linear"):
+    with pytest.raises(ValueError, match="2 objects could not be loaded.*query"):
         models.GPT2Backbone.from_preset(str(tmp_path))
 
 
@@ -160,27 +160,48 @@ def test_tasks_that_share_a_backbone_follow_it():
     assert type(second) is models.BertMaskedLM
 
 
-@pytest.mark.full
-@pytest.mark.once
-def test_a_task_made_around_a_linear_backbone_follows_it():
-    model, inputs = families.build("llama")
-    task = type(model)(backbone=model.backbone)
-    task.compile(sampler="greedy")
-    keras_rfattn.replace_attention(model.backbone, "favorpp", num_features=16, seed=0)
-    later = swap.original_class(task)(backbone=model.backbone)
-    later.compile(sampler="greedy")
-    assert type(later) is type(task) is not swap.original_class(task)
+def made_late(family, **arguments):
+    """A task around a backbone whose attention was linear already, and its inputs."""
+    model, inputs = families.build(family)
+    keras_rfattn.replace_attention(model.backbone, **arguments, seed=0)
+    late = swap.original_class(model)(backbone=model.backbone)
+    late.compile(sampler="greedy")
+    model.compile(sampler="greedy")
     prompt = dict(inputs, padding_mask=inputs["token_ids"] * 0)
-    prompt["padding_mask"][:, :4] = 1
-    cache = later._build_cache(keras.ops.convert_to_tensor(prompt["token_ids"]))[1]
-    assert isinstance(cache, generation.Cache)
+    prompt["padding_mask"][:, :4] = prompt["padding_mask"][0, :6] = 1
+    return model, late, prompt
+
+
+@pytest.mark.parametrize("family", first(["llama", "gpt2", "gemma", "gpt_neo_x"]))
+def test_a_task_made_around_a_linear_backbone(family):
+    model, late, prompt = made_late(family, feature_map="favorpp", num_features=16)
+    assert type(late) is swap.original_class(model) is not type(model)
     first, second = (
         np.asarray(x.generate(dict(prompt), stop_token_ids=None)["token_ids"])
-        for x in (task, later)
+        for x in (model, late)
     )
     h.assert_same(first, second)
+    keras_rfattn.register(late)
+    assert type(late) is type(model)
+    cache = late._build_cache(keras.ops.convert_to_tensor(prompt["token_ids"]))[1]
+    assert isinstance(cache, generation.Cache)
+    again = late.generate(dict(prompt), stop_token_ids=None)["token_ids"]
+    h.assert_same(first, np.asarray(again))
     keras_rfattn.restore_attention(model.backbone)
-    assert type(later) is swap.original_class(task)
+    assert type(late) is type(model) is swap.original_class(model)
+
+
+def test_a_preset_of_a_task_made_around_a_linear_backbone(tmp_path):
+    model = bert_task()
+    keras_rfattn.replace_attention(model.backbone, "favorplus", num_features=8, seed=0)
+    late = models.BertTextClassifier(model.backbone, 3, model.preprocessor)
+    assert type(late) is models.BertTextClassifier
+    expected = late.predict(["a quick fox"], verbose=0)
+    late.save_to_preset(str(tmp_path))
+    loaded = models.TextClassifier.from_preset(str(tmp_path))
+    np.testing.assert_array_equal(loaded.predict(["a quick fox"], verbose=0), expected)
+    assert loaded.preprocessor.sequence_length == 7
+    assert keras_rfattn.describe_attention(loaded).replaced
 
 
 @pytest.mark.parametrize("family", first(["gpt2", "opt"]))
@@ -408,6 +429,9 @@ def test_subclasses_refuse_the_vllm_route_too():
             layer._compute_vllm_attention()
 
 
+EXPORTER = "keras_hub.src.utils.transformers.export.hf_exporter"
+
+
 @pytest.mark.once
 def test_other_libraries_get_no_linear_model_as_softmax(tmp_path):
     keras.utils.set_random_seed(0)
@@ -418,9 +442,17 @@ def test_other_libraries_get_no_linear_model_as_softmax(tmp_path):
         with pytest.raises(ValueError, match="Call `restore_attention` first"):
             model.export_to_transformers(str(tmp_path / "exported"))
     assert not any(tmp_path.iterdir())
-    # A task around a linear backbone is one too.
-    with pytest.raises(ValueError, match="would write a softmax model"):
-        keras_hub.models.GPT2CausalLM(backbone).export_to_transformers(str(tmp_path))
+    # A later task, and KerasHub's functions, know the backbone by its class alone.
+    exporter = importlib.import_module(EXPORTER)
+    late = keras_hub.models.GPT2CausalLM(backbone)
+    for write in (
+        late.export_to_transformers,
+        lambda path: exporter.export_to_safetensors(task, path),
+        lambda path: exporter.export_backbone(backbone, path),
+    ):
+        with pytest.raises(ValueError, match=r"not implemented for GPT2Backbone\*"):
+            write(str(tmp_path / "exported"))
+    assert not any(tmp_path.iterdir())
     keras_rfattn.restore_attention(task)
     name = "export_to_transformers"
     for model in (backbone, task):

@@ -1,4 +1,4 @@
-"""Weights of one configuration never enter another, by no way of loading files."""
+"""A layer with weights of another configuration computes nothing."""
 
 import copy
 import pickle
@@ -73,6 +73,9 @@ LOADERS = {
     "skip": lambda m, path: m.load_weights(path, skip_mismatch=True),
     "function": lambda m, path: keras.saving.load_weights(m, path, skip_mismatch=True),
 }
+REFUSED = (
+    "has the mechanism|saved with another mechanism|expected . variables, but received"
+)
 
 
 def values(model):
@@ -90,18 +93,54 @@ CASES += [("window", "favor", "functional", "m.keras")]
 def test_files_of_another_configuration_are_refused(saved, other, kind, name, tmp_path):
     path = str(tmp_path / name)
     FORMATS[name][0](make(kind, CONFIGURATIONS[saved]), path)
-    for load in LOADERS.values():
+    expected = values(make(kind, CONFIGURATIONS[saved]))
+    for way, load in LOADERS.items():
         model = make(kind, CONFIGURATIONS[other], seed=1)
-        before = values(model)
-        with pytest.raises(ValueError, match=r"were saved.*Nothing was loaded"):
+        model.predict(X, verbose=0)
+        expectation = (
+            pytest.raises(ValueError, match=REFUSED)
+            if way == "strict"
+            else pytest.warns(UserWarning, match=REFUSED)
+        )
+        with expectation:
             load(model, path)
-        for a, b in zip(values(model), before, strict=True):
-            np.testing.assert_array_equal(a, b)
-        same = make(kind, CONFIGURATIONS[saved], seed=1)
-        load(same, path)
-        expected = values(make(kind, CONFIGURATIONS[saved]))
-        for a, b in zip(values(same), expected, strict=True):
-            np.testing.assert_array_equal(a, b)
+        if other != "softmax":
+            for call in (model, lambda x, m=model: m.predict(x, verbose=0)):
+                with pytest.raises(ValueError, match="The layer computes nothing"):
+                    call(X)
+            keras_rfattn.restore_attention(model)
+            keras_rfattn.replace_attention(model, **CONFIGURATIONS[saved])
+            assert np.all(np.isfinite(to_numpy(model(X))))
+            load(model, path)
+            for a, b in zip(values(model), expected, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_a_layer_computes_again_with_its_own_weights(tmp_path):
+    model = make("functional", CONFIGURATIONS["favorplus"])
+    output = to_numpy(model(X))
+    model.save_weights(tmp_path / "own.weights.h5")
+    other = make("functional", CONFIGURATIONS["window"])
+    other.save_weights(tmp_path / "other.weights.h5")
+    with pytest.raises(ValueError, match=REFUSED):
+        model.load_weights(tmp_path / "other.weights.h5")
+    with pytest.raises(ValueError, match="another window.*computes nothing"):
+        model(X)
+    model.load_weights(tmp_path / "own.weights.h5")
+    assert_same(model(X), output)
+
+
+def test_a_layer_that_a_file_lacks_keeps_its_weights(tmp_path):
+    make("functional", None).save_weights(tmp_path / "m.weights.h5")
+    inputs = keras.Input((6, 8))
+    x = inputs
+    for name in ("attention", "more"):
+        x = keras.layers.MultiHeadAttention(2, 4, name=name)(x, x)
+    model = keras.Model(inputs, x)
+    keras_rfattn.replace_attention(model, **CONFIGURATIONS["favorplus"])
+    with pytest.warns(UserWarning, match="4 objects could not be loaded"):
+        model.load_weights(tmp_path / "m.weights.h5", skip_mismatch=True)
+    assert np.all(np.isfinite(to_numpy(model(X))))
 
 
 @pytest.mark.parametrize("kind", ["functional", "own"])

@@ -91,14 +91,6 @@ def test_a_task_refuses_in_fit_predict_and_generate():
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(a), b)
 
 
-def test_images():
-    model, images = families.build("vit")
-    keras_rfattn.replace_attention(model, "favorplus", num_features=4, seed=0)
-    large = np.concatenate([images, images], axis=2)
-    with pytest.raises(ValueError, match=r"extend_positions\(model, \(16, 32\)\)`"):
-        model(large)
-
-
 LIMITS = {"bert": 12, "roberta": 12, "opt": 12, "gpt2": 12, "albert": 12, "llama": None}
 
 

@@ -124,6 +124,24 @@ def test_generation_is_by_full_passes(feature_map, arguments, prompts):
     )
 
 
+def test_a_task_made_around_a_linear_backbone_must_be_registered():
+    model = replace(paligemma(), num_features=16)
+    late = keras_hub.models.PaliGemmaCausalLM(
+        backbone=model.backbone, preprocessor=None
+    )
+    prompt = {k: x for k, x in inputs().items() if k != "response_mask"}
+    found = []
+    for task in (model, late):
+        task.compile(sampler="greedy")
+        if task is late:
+            with pytest.raises(ValueError, match=r"Call `keras_rfattn.register\(task"):
+                task.generate(dict(prompt), stop_token_ids=None)
+            keras_rfattn.register(task)
+        output = task.generate(dict(prompt), stop_token_ids=None)
+        found.append(np.asarray(output["token_ids"]))
+    np.testing.assert_array_equal(*found)
+
+
 def test_windows_and_streams_are_refused():
     model = paligemma()
     with pytest.raises(ValueError, match=r"\(prefix-LM\) has no windows.*window=4"):

@@ -355,3 +355,17 @@ def test_nothing_but_padding():
     keras_rfattn.replace_attention(model, "favorpp", num_features=8)
     with pytest.raises(ValueError, match="with a real token"):
         keras_rfattn.calibrate(model, [np.zeros((2, 6), "int32")], verbose=0)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, keras.models.clone_model])
+def test_a_layer_of_a_users_class_in_a_functional_model(way, tmp_path):
+    inputs = keras.Input((6, 8))
+    model = keras.Model(inputs, OwnAttention(2, 4)(inputs, inputs))
+    keras_rfattn.replace_attention(model, "favorplus", num_features=8, seed=3)
+    again = way(model)
+    again.set_weights(model.get_weights())
+    np.testing.assert_array_equal(output(again), output(model))
+    assert mechanisms(again) == ["favorplus"]
+    model.save(tmp_path / "m.keras")
+    loaded = keras.saving.load_model(tmp_path / "m.keras")
+    np.testing.assert_array_equal(output(loaded), output(model))

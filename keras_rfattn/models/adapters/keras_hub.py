@@ -20,9 +20,14 @@ import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.checks import title
+from keras_rfattn.models.holders import holders
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
+# Ends the class names of linear backbones. KerasHub's exporters to other libraries look
+# names up, and so refuse what they would write as softmax. Keras leaves the mark out of
+# the paths in weights files, which are those of the softmax model.
+MARK = "*"
 FAMILIES = (*generation.FAMILIES, prefix_lm.FAMILY, seq2seq.FAMILY)
 
 
@@ -46,13 +51,21 @@ def companion_class(cls, backbone_cls):
     return keras.saving.register_keras_serializable("keras_rfattn")(made)
 
 
+def _get_config(self):
+    """Returns the config of a backbone, and makes carriers of later tasks around it."""
+    # Keras reads the class of a task after the config of its backbone. A running `fit`
+    # may be saving the task, so that its compiled functions stay.
+    for task in holders([self]):
+        if isinstance(task, Task) and not isinstance(task, saving.Carrier):
+            saving.carry(task)
+            _adjust_preprocessor(task)
+    return saving.Carrier.get_config(self)
+
+
 def _save_to_preset(self, preset_dir, *args, **kwargs):
-    """Saves a preset under the class names by which `from_preset` finds classes."""
-    models = [self, getattr(self, "backbone", None)]
-    names = {type(x) for x in models if isinstance(x, saving.Carrier)}
-    original = type(self).original_class.save_to_preset
-    with saving.saved_by_name(names):
-        return original(self, preset_dir, *args, **kwargs)
+    """Saves a preset under the class name by which `from_preset` finds the class."""
+    with saving.saved_by_name(type(self)):
+        type(self).original_class.save_to_preset(self, preset_dir, *args, **kwargs)
 
 
 def _export_to_transformers(self, path):
@@ -79,21 +92,27 @@ def model_carrier(cls):
     """Returns the carrier of a backbone or task class, registered under its name."""
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
-    members = {"save_to_preset": _save_to_preset}
-    if hasattr(cls, "export_to_transformers"):
-        members["export_to_transformers"] = _export_to_transformers
+    members, mark = {"pickled_class": cls}, ""
     for family in FAMILIES:
         if family.includes(cls):
             members |= family.members
-    if issubclass(cls, Backbone):
-        members |= lora.MEMBERS
+    if hasattr(cls, "export_to_transformers"):
+        members["export_to_transformers"] = _export_to_transformers
     for name in ("fit", "evaluate", "predict", "generate_step"):
-        method = members.get(name, getattr(cls, name, None))
-        if method is not None:
+        if hasattr(cls, name):
+            method = members.get(name, getattr(cls, name))
             members[name] = _of_known_size(method)
-    if issubclass(cls, Task) and cls.backbone_cls is not None:
+    if issubclass(cls, Backbone):
+        members |= {"get_config": _get_config, "save_to_preset": _save_to_preset}
+        members |= lora.MEMBERS
+        mark = MARK
+    elif cls.backbone_cls is not None:
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
-    return saving.carrier_class(cls, name=cls.__name__, members=members)
+    carrier = saving.carrier_class(cls, members, mark)
+    saving.register_by_name(carrier)
+    if issubclass(cls, Backbone):
+        saving.save_as_generic(carrier)
+    return carrier
 
 
 def register_all():
@@ -128,30 +147,12 @@ def _adjust_preprocessor(task):
             layer.__class__ = companion_class(cls, backbone_cls)
 
 
-def follow_backbones():
-    """Patches `Task.__init__`: a task around a changed backbone becomes a carrier."""
-    original = Task.__init__
-
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        is_changed = isinstance(self.backbone, saving.Carrier)
-        if is_changed and not isinstance(self, saving.Carrier):
-            saving.carry(self)
-            _adjust_preprocessor(self)
-
-    Task.__init__ = __init__
-
-
 @functools.cache
 def install():
     """Prepares KerasHub's classes for attention replacement, once."""
-    follow_backbones()
     for cls, row in classes(known.ATTENTION):
         mixin = getattr(mixins, row.mixin, None) or getattr(encoders, row.mixin)
-        linear = swap.make_linear_class(cls, mixin=mixin)
-        keras.saving.register_keras_serializable("keras_rfattn")(linear)
-        swap.LINEAR_CLASSES[cls] = linear
+        swap.LINEAR_CLASSES[cls] = swap.make_linear_class(cls, mixin=mixin)
     for cls, row in classes(known.BLOCKS):
         survey.BLOCK_MIXINS[cls] = getattr(mixins, row.masks)
     saving.COMPANION_HOOKS.append(adjust_companions)

@@ -29,6 +29,17 @@ def self_attention(block):
     return next(getattr(block, x) for x in SELF_ATTENTION if hasattr(block, x))
 
 
+def check_generates(layer):
+    """Raises `ValueError` if a cache comes from a task that knows of no states."""
+    if context_of(layer).recorder is None and "call" not in vars(layer):
+        raise ValueError(
+            "A task must know of the linear attention with which it generates. "
+            "Received: a cache from a task that was made around a backbone whose "
+            f"attention was linear already, in layer '{layer.name}'. Call "
+            "`keras_rfattn.register(task)` first."
+        )
+
+
 class DecoderMasks:
     """Mixin for decoder blocks that builds an `AttentionMask`, not a dense mask."""
 
@@ -139,6 +150,8 @@ class PaliGemmaMasks(GemmaMasks):
 
     def _linear_mask(self, x, padding, cache, start, response_mask=None):
         if padding is None:
+            if cache is not None:
+                check_generates(self.attention)
             return super()._linear_mask(x, padding, cache, start)
         length = keras.ops.shape(x)[1]
 
