@@ -9,6 +9,7 @@ import hashlib
 import math
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 import keras_rfattn.models.stable_names as stable_names
 from keras_rfattn.feature_maps.base import FeatureMap
@@ -83,14 +84,8 @@ def _hash(owned):
         if not name.endswith(ADAPTERS) or name[:-2] in adapters:
             array = as_numpy(variable.value)
             digest.update(repr(array.shape).encode())
-            digest.update(_as_bfloat16(array).tobytes())
+            digest.update(array.astype("float32").astype(bfloat16).tobytes())
     return digest.hexdigest()
-
-
-def _as_bfloat16(array):
-    """Rounds to bfloat16, to even in ties; returns the bits as uint16."""
-    bits = np.atleast_1d(array).astype("float32").view("uint32")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
 
 
 def _value(variable, layer):

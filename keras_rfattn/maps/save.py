@@ -46,12 +46,6 @@ def save_maps(
         base_model: Name of the checkpoint, as its users know it.
         license: Identifier of the licence of the maps, such as `"apache-2.0"`.
         overwrite: Whether to replace a set of maps that is in the folder already.
-
-    Returns:
-        The path of the folder, a `pathlib.Path`.
-
-    Raises:
-        ValueError: If an argument is invalid, or a weight is not finite.
     """
     check_model(model)
     check_flag("overwrite", overwrite)
@@ -94,7 +88,7 @@ def save_maps(
             "weights from before training diverged."
         )
     base = entry_of(model)
-    layers = [_layer_entry(name, layer) for name, layer in linear.items()]
+    layers = [_entry_of(name, layer) for name, layer in linear.items()]
     softmax = [name for name in sites if name not in linear]
     manifest |= {"base": base, "layers": layers, "softmax": softmax}
     write(folder, manifest, arrays)
@@ -109,12 +103,12 @@ def save_maps(
     return folder
 
 
-def _layer_entry(name, layer):
-    width = None if layer.feature_map.is_exact else layer.feature_map.output_dim
+def _entry_of(name, layer):
+    feature_map = layer.feature_map
     return {
         "path": name,
-        "mechanism": feature_maps.name_of(layer.feature_map),
-        "width": width,
+        "mechanism": feature_maps.name_of(feature_map),
+        "width": None if feature_map.is_exact else feature_map.output_dim,
         "feature_map": map_config(layer),
         "options": layer.options.config(),
         "fingerprint": fingerprint(layer).tolist(),

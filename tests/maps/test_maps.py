@@ -15,8 +15,8 @@ from keras_rfattn.maps import base as bases
 from keras_rfattn.maps import folder as folders
 from keras_rfattn.models import Plan
 from keras_rfattn.ops import Options
+from keras_rfattn.uptraining import Stage
 from tests.helpers import assert_close, assert_same, to_numpy
-from tests.uptraining.models import stages
 
 X = np.random.default_rng(0).normal(size=(2, 9, 16)).astype("float32")
 
@@ -102,10 +102,18 @@ def test_a_calibrated_map_is_not_trained(tmp_path):
     assert [x.feature_map.is_calibrated for x in layers] == [True, True]
 
 
-def uptrained(trainable):
+def uptrained(trainable, with_adapters=False):
     model = keras_rfattn.replace_attention(two_layers(), "hedgehog", seed=0)
+    if with_adapters:
+        for layer in model.layers[1:]:
+            for side in ("query", "key", "value", "output"):
+                dense = getattr(layer, f"_{side}_dense")
+                dense.enable_lora(2)
+                dense.bias.trainable = False
     options = {"steps": 2, "batch_size": 2, "verbose": 0, "seed": 0}
-    keras_rfattn.uptrain(model, X, stages=stages(trainable=trainable), **options)
+    trained = [Stage("attention", trainable="query_key")]
+    trained += [Stage("features", trainable=trainable)]
+    keras_rfattn.uptrain(model, X, stages=trained, **options)
     return model
 
 
@@ -131,7 +139,7 @@ def test_trained_weights_of_the_checkpoint_are_saved_by_keras(tmp_path):
 
 
 def test_adapters_are_loaded_before_maps(tmp_path):
-    model = uptrained("lora")
+    model = uptrained("all", with_adapters=True)
     with pytest.warns(UserWarning, match="such as 'first/query/lora_kernel'"):
         folder = keras_rfattn.save_maps(model, tmp_path / "maps")
     assert_refused(two_layers(), folder)
@@ -483,27 +491,23 @@ def test_the_card_tells_what_is_known(tmp_path):
 
 
 @pytest.mark.once
-def test_rounding_is_that_of_bfloat16():
-    x = np.random.default_rng(0).normal(size=1000).astype("float32")
-    x[:3] = 1.00390625, 1.01171875, -0.0  # two ties, and a zero with a sign
-    expected = keras.ops.cast(keras.ops.convert_to_tensor(x), "bfloat16")
-    bits = bases._as_bfloat16(x).astype("uint32") << 16
-    assert_same(bits.view("float32"), to_numpy(keras.ops.cast(expected, "float32")))
-
-
-def test_options_of_cost_are_those_of_the_model(tmp_path):
+def test_options_of_cost_may_differ_from_the_saved_ones(tmp_path):
     model = trained(block_size=3, max_segments=2, window=4)
     folder = keras_rfattn.save_maps(model, tmp_path)
-    fresh = keras_rfattn.load_maps(two_layers(), folder)
-    options = Options(block_size=3, max_segments=2, window=4)
-    assert [x.options for x in fresh.layers[1:]] == [options, options]
-    assert_same(output(fresh), output(model))
-    other = keras_rfattn.replace_attention(
-        two_layers(), "hedgehog", num_features=16, window=4, block_size=5
+    fresh = keras_rfattn.load_maps(
+        two_layers(), folder, block_size=5, implementation="xla"
     )
-    keras_rfattn.load_maps(other, folder)
-    assert {x.options.block_size for x in other.layers[1:]} == {5}
-    assert_close(output(other), output(model), 1e-5)
+    options = Options(block_size=5, max_segments=2, window=4, implementation="xla")
+    assert [x.options for x in fresh.layers[1:]] == [options, options]
+    assert_close(output(fresh), output(model), 1e-5)
+    keras_rfattn.load_maps(fresh, folder, block_size=2)
+    assert {x.options.block_size for x in fresh.layers[1:]} == {2}
+    assert_close(output(fresh), output(model), 1e-5)
+    for wrong in ({"block_size": 0}, {"implementation": "cuda"}):
+        softmax = two_layers()
+        with pytest.raises(ValueError, match="`{}` must".format(*wrong)):
+            keras_rfattn.load_maps(softmax, folder, **wrong)
+        assert not keras_rfattn.describe_attention(softmax).replaced
 
 
 def test_a_set_for_a_device_loads_where_there_is_none(tmp_path):
