@@ -5,13 +5,13 @@
 A GPT-2 of one layer with 12 heads of 64 (`--model gpt2`), or a Llama of the shape of
 SmolLM2-135M (30 layers, 9 query heads and 3 key heads of 64; `--model smollm2`), runs
 with softmax and its cache of keys and values, and with each mechanism and its state. A
-mechanism "favorpp window 64 sliding sinks 4 softmax 8" keeps 8 layers softmax, spread
-evenly. They take turns of some tokens each. The
-benchmark prints milliseconds per token (median and minimum), bytes kept per sequence,
-and the speed relative to softmax. The values in a cache do not change the time of
-reading it, so softmax's cache is zeros and states have seen only 64 tokens. With
-`--compile` PyTorch compiles the steps of linear models (`compiled_steps`). "cpu" is the
-median of the processor's milliseconds, which other programs disturb less.
+mechanism "favorpp window 64 sliding sinks 4 softmax 8" keeps 8 layers softmax, and
+"... heads 18" keeps 18 of all key heads softmax, both spread evenly. They take turns of
+some tokens each. The benchmark prints milliseconds per token (median and minimum),
+bytes kept per sequence, and the speed relative to softmax. The values in a cache do not
+change the time of reading it, so softmax's cache is zeros and states have seen only 64
+tokens. With `--compile` PyTorch compiles the steps of linear models (`compiled_steps`).
+"cpu" is the median of the processor's milliseconds, which other programs disturb less.
 """
 
 import argparse
@@ -51,6 +51,8 @@ from keras import ops
 
 import keras_rfattn
 from keras_rfattn import generation
+from keras_rfattn.models import Plan
+from keras_rfattn.ops import Options
 
 DIM, SEEN, BURST = 64, 64, 6
 # Layers and key heads of the models.
@@ -81,11 +83,20 @@ def build(args, mechanism, longest):
     numbers = {k: int(n) for k, n in itertools.pairwise(words) if n.isdigit()}
     takes_width = name not in ("hedgehog", "polysketch")
     paths = [row.path for row in keras_rfattn.describe_attention(model).rows]
-    kept = np.linspace(0, len(paths) - 1, numbers.get("softmax", 0)).round()
+    options = {
+        "window": numbers.get("window"), "sliding": "sliding" in words,
+        "sinks": numbers.get("sinks", 0),
+    }  # fmt: skip
+    layers = np.linspace(0, len(paths) - 1, numbers.get("softmax", 0)).round()
+    plan = {paths[int(i)]: None for i in layers}
+    per_layer = SHAPES[args.model][1]
+    heads = np.linspace(0, len(paths) * per_layer - 1, numbers.get("heads", 0)).round()
+    for path, group in itertools.groupby(heads, lambda i: paths[int(i) // per_layer]):
+        chosen = [int(i) % per_layer for i in group]
+        plan[path] = Options(softmax_heads=chosen, **options)
     return keras_rfattn.replace_attention(
-        model, name, num_features=args.num_features if takes_width else None, seed=0,
-        window=numbers.get("window"), sliding="sliding" in words,
-        sinks=numbers.get("sinks", 0), exclude=[paths[int(i)] for i in kept] or None,
+        model, Plan({**plan, "*": name}), seed=0, **options,
+        num_features=args.num_features if takes_width else None,
     )  # fmt: skip
 
 
