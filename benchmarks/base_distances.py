@@ -9,10 +9,12 @@ that were 0 are left out of it. DATA holds `sst2`. About ten minutes on one core
 """
 
 import argparse
+import math
 import pathlib
 import sys
 import warnings
 
+import gguf
 import keras
 import keras_hub
 import numpy as np
@@ -65,6 +67,21 @@ def row(name, original, model):
     print(f"{name:<34}{'   '.join(cells)}   {result}", flush=True)
 
 
+def as_in_gguf(kind):
+    """Returns MiniLM with its matrices rounded in blocks, as a GGUF file holds them."""
+    model, _ = sentences.load()
+    kind = gguf.GGMLQuantizationType[kind]
+    for variable, _ in stable_names.owned_by_name(model, FeatureMap).values():
+        inputs = math.prod(variable.shape[:-1])
+        # Blocks of 32 along the inputs; embeddings are stored the other way around.
+        if variable.name in bases.MATRICES and inputs % 32 == 0:
+            value = keras.ops.convert_to_numpy(variable.value)
+            rows = np.ascontiguousarray(value.reshape(inputs, -1).T)
+            rows = gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind)
+            variable.assign(rows.T.reshape(value.shape))
+    return model
+
+
 def tuned(data, rate, steps, rank=None):
     """Returns MiniLM after some steps of training on the sentiment of sentences."""
     keras.utils.set_random_seed(0)
@@ -92,6 +109,8 @@ def main(data):
     model, _ = sentences.load()
     model.quantize("int8")
     row("int8", original, model)
+    for kind in ("Q8_0", "Q4_1"):
+        row(f"GGUF {kind}", original, as_in_gguf(kind))
     for rate, steps in ((1e-5, 10), (1e-5, 100), (1e-4, 100)):
         model = tuned(data, rate, steps)
         row(f"Adam {rate:g}, {steps} steps", original, model)
