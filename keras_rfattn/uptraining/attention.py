@@ -31,14 +31,10 @@ class AttentionStage(StageModel):
     measure = "relative squared error of attention outputs"
     no_attention = 1.0  # error of an output of 0
 
-    def __init__(self, teacher, window_dropout=0.0, max_rows=512):
-        super().__init__(teacher, window_dropout, name="attention_stage")
-        self.max_rows = max_rows
-
     def call(self, inputs):
         """Returns the loss, and sums over the batch of shape `(1, L, 5, N)`."""
-        noise, watchers = inputs["noise"], [Watcher() for _ in self.learning]
-        watched = list(zip(self.learning, watchers, strict=True))
+        noise, stage = inputs["noise"], self.stage
+        watched = [(layer, Watcher()) for layer in self.learning]
         with self.teacher.weights(), recording(watched):
             self.model(inputs["x"], training=False)
         losses, sums = [], []
@@ -46,8 +42,10 @@ class AttentionStage(StageModel):
             # Without copies, the student's queries, keys and values are the teacher's.
             again = watcher.replayed(layer) if self.teacher.copies else watcher.calls
             calls = list(zip(watcher.calls, again, strict=True))
-            dropped = noise[:, i] < self.window_dropout
-            loss, errors = _compared(layer, calls, dropped, noise[0, -1], self.max_rows)
+            dropped = noise[:, i] < stage.window_dropout
+            loss, errors = _compared(
+                layer, calls, dropped, noise[0, -1], stage.max_rows
+            )
             losses.append(loss)
             sums.append(errors)
         heads = max(x.shape[-1] for x in sums)
@@ -213,46 +211,34 @@ def _student_rows(call, rows, taken, visible, dropped):
     return feature_rows(*features, visible, mask.key_mask, local)
 
 
-class Measuring:
-    """Measures the errors of attention layers on the first batches of the data.
+def measured_errors(trainer, batches, must_be_finite=False):
+    """Returns errors of layers and of uniform attention, NaN for heads left out."""
 
-    It uses a separate Keras model that is compiled once. The models that train are
-    compiled again for each stage, which would discard the compiled function.
-    """
-
-    def __init__(self, teacher, batches, max_rows):
-        self.layers, self.batches = teacher.layers, batches
-        self.stage = AttentionStage(teacher, max_rows=max_rows)
-
-    def __call__(self, must_be_finite=False):
-        """Returns errors and those of uniform attention, `(L, N)`, NaN for no head."""
-        total = 0
-        for step, x in enumerate(self.batches.head):
-            sums = run(self.stage.model, x, self._sums)
-            total = total + sums.sum(axis=0, keepdims=True)
-            bad = ~np.isfinite(sums).all(axis=(0, 2, 3))
-            if must_be_finite and bad.any():
-                raise ValueError(
-                    "Attention outputs must be finite before training. Received: "
-                    f"outputs that are not finite in {self._paths(bad)}, batch {step}. "
-                    "Check `data` and weights for NaN, and tokens for "
-                    "out-of-vocabulary ids."
-                )
-        empty = (total[:, :, -1] == 0).all(axis=(0, 2))
-        if empty.any():
-            raise ValueError(
-                "`data` must hold a real token for every linear layer. Received: "
-                "only padding, or a model that does not call every layer, at "
-                f"{self._paths(empty)}."
-            )
-        error, _, uniform, heads = map(ops.convert_to_numpy, relative(total))
-        return tuple(np.where(heads > 0, x, np.nan) for x in (error, uniform))
-
-    def _sums(self, x):
-        """Returns the sums of `AttentionStage` for a batch."""
-        shape = len(tree.flatten(x)[0]), len(self.layers) + 1
+    def sums_of(x):
+        shape = len(tree.flatten(x)[0]), len(trainer.learning) + 1
         inputs = {"x": x, "noise": np.zeros(shape, "float32")}
-        return self.stage.predict_on_batch(inputs)["sums"]
+        return trainer.predict_on_batch(inputs)["sums"]
 
-    def _paths(self, chosen):
-        return paths([self.layers[i] for i in np.flatnonzero(chosen)[:3]])
+    def first_paths(chosen):
+        return paths([trainer.learning[i] for i in np.flatnonzero(chosen)[:3]])
+
+    total = 0
+    for step, x in enumerate(batches):
+        sums = run(trainer.model, x, sums_of)
+        total = total + sums.sum(axis=0, keepdims=True)
+        bad = ~np.isfinite(sums).all(axis=(0, 2, 3))
+        if must_be_finite and bad.any():
+            raise ValueError(
+                "Attention outputs must be finite before training. Received: outputs "
+                f"that are not finite in {first_paths(bad)}, batch {step}. Check "
+                "`data` and weights for NaN, and tokens for out-of-vocabulary ids."
+            )
+    empty = (total[:, :, -1] == 0).all(axis=(0, 2))
+    if empty.any():
+        raise ValueError(
+            "`data` must hold a real token for every linear layer. Received: only "
+            "padding, or a model that does not call every layer, at "
+            f"{first_paths(empty)}."
+        )
+    error, _, uniform, heads = map(ops.convert_to_numpy, relative(total))
+    return [np.where(heads > 0, x, np.nan).tolist() for x in (error, uniform)]

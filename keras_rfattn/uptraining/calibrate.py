@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import keras
 import numpy as np
 
-from keras_rfattn.feature_maps.weights import unchanged_on_error
+from keras_rfattn.feature_maps.weights import assign, unchanged_on_error, values_of
 from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.uptraining.weights import assign, paths, values_of
+from keras_rfattn.uptraining.weights import paths
 
 
 def calibrate(
@@ -70,23 +70,20 @@ def calibrate(
             f"replace its weights. Received: trained maps of {paths(trained)}. Pass "
             "discard_training=True to discard their training."
         )
-    adapt(model, layers, data, exact, max_tokens, verbose, discard_training)
+    recorded = record(model, data, exact, max_tokens, verbose)
+    _adapt(layers, recorded, discard_training)
     return model
 
 
-def adapt(
-    model, layers, data, exact=True, max_tokens=1024, verbose=0, discard_training=False
-):
+def _adapt(layers, recorded, discard_training=False):
     """Calibrates the maps of the given layers; if one fails, none is changed."""
-    recorded = record(model, data, exact, max_tokens, verbose)
     if not recorded:
         raise ValueError(
             "`data` must hold at least one batch with a real token. Received: none."
         )
-    wanted = {id(layer) for layer in layers}
     with unchanged_on_error([layer.feature_map for layer in layers]):
         for _, layer, sequences in recorded:
-            if id(layer) in wanted:
+            if layer in layers:
                 samples = [(s.query, s.key) for s in sequences]
                 layer.feature_map.adapt(samples, discard_training=discard_training)
 
@@ -104,26 +101,24 @@ def adaptive_layers(model):
 
 def calibrate_stage(model, layers, batches, before, measure):
     """Calibrates the maps that were not trained; returns which maps it kept."""
-    adaptive = [i for i, x in enumerate(layers) if x.feature_map.is_adaptive]
-    trained = [i for i in adaptive if layers[i].feature_map.was_trained]
-    weights = {i: layers[i].feature_map.weights for i in adaptive if i not in trained}
-    old = {
-        i: values_of(x)
-        for i, x in weights.items()
-        if layers[i].feature_map.is_calibrated
-    }
-    if weights:
-        adapt(model, [layers[i] for i in weights], batches)
+    maps = {layer: layer.feature_map for layer in layers}
+    adaptive = [layer for layer in layers if maps[layer].is_adaptive]
+    trained = [layer for layer in adaptive if maps[layer].was_trained]
+    fitted = [layer for layer in adaptive if layer not in trained]
+    calibrated = [layer for layer in fitted if maps[layer].is_calibrated]
+    old = {layer: values_of(maps[layer].weights) for layer in calibrated}
+    if fitted:
+        _adapt(fitted, record(model, batches))
     after = measure() if old else before
-    worse = [i for i in old if np.nanmean(after[i]) > np.nanmean(before[i])]
-    for i in worse:
-        assign(weights[i], old[i])
+    worse = [
+        layer
+        for layer, first, last in zip(layers, before, after, strict=True)
+        if layer in old and np.nanmean(last) > np.nanmean(first)
+    ]
+    for layer in worse:
+        assign(maps[layer].weights, old[layer])
     notes = {
         "trained maps were kept": trained,
         "maps whose error would increase were kept": worse,
     }
-    return "; ".join(
-        f"{note}: {paths([layers[i] for i in kept])}"
-        for note, kept in notes.items()
-        if kept
-    )
+    return "; ".join(f"{note}: {paths(x)}" for note, x in notes.items() if x)

@@ -26,14 +26,18 @@ MEASURES = {
 class FeaturesStage(StageModel):
     """Trains the model end to end by comparing its final outputs with the teacher's."""
 
-    def __init__(self, teacher, objective="auto", window_dropout=0.0):
-        super().__init__(teacher, window_dropout, name="features_stage")
-        if objective == "auto":
+    def __init__(self, teacher, stage, batch):
+        super().__init__(teacher, stage)
+        self.objective = stage.objective
+        if stage.objective == "auto":
             names = {cls.__name__ for cls in type(self.model).__mro__}
-            objective = "logits" if names & OWN_HEADS else "features"
-        self.objective, self.measure = objective, MEASURES[objective]
-        # Error of the model without attention, to compare with; `Training` sets it.
-        self.no_attention = None
+            self.objective = "logits" if names & OWN_HEADS else "features"
+        self.measure = MEASURES[self.objective]
+        # The error if all attention outputs 0, to compare with.
+        zeros = [(layer, Attention.zero) for layer in self.learning]
+        with without_gradients():
+            error, _ = self.measured(self._compared(batch, zeros))
+        self.no_attention = float(ops.convert_to_numpy(error))
 
     def outputs(self, x):
         """Returns a list of `(output, mask)` for each output that is compared."""
@@ -57,20 +61,13 @@ class FeaturesStage(StageModel):
 
     def call(self, inputs):
         """Returns a list of `(wanted, given, mask)`, one for each compared output."""
-        noise = inputs["noise"]
+        noise, share = inputs["noise"], self.stage.window_dropout
         recorders = [
-            (layer, _without_window(noise[0, i] < self.window_dropout))
+            (layer, _without_window(noise[0, i] < share))
             for i, layer in enumerate(self.learning)
-            if layer.options.window is not None and self.window_dropout
+            if layer.options.window is not None and share
         ]
         return self._compared(inputs["x"], recorders)
-
-    def without_attention(self, x):
-        """Returns the error of the model if all its attention outputs 0, as a float."""
-        recorders = [(layer, Attention.zero) for layer in self.learning]
-        with without_gradients():
-            error, _ = self.measured(self._compared(x, recorders))
-        return float(ops.convert_to_numpy(error))
 
     def _compared(self, x, recorders):
         """Returns what `call` returns, with recorders in the linear model."""

@@ -1,13 +1,11 @@
-"""Makes the trainer of a stage, and trains it with Keras' `fit`."""
+"""Trains the model of a stage with Keras' `fit`."""
 
 import math
 
 import keras
 
 from keras_rfattn.backend.devices import dataset_of, forget_gradients
-from keras_rfattn.uptraining.attention import AttentionStage
-from keras_rfattn.uptraining.features import FeaturesStage
-from keras_rfattn.uptraining.weights import assign
+from keras_rfattn.feature_maps.weights import assign
 
 # Number of epochs that a stage is divided into, for callbacks that act by epoch.
 EPOCHS = 10
@@ -15,15 +13,6 @@ EPOCHS = 10
 FEATURES_RATES = {"features": 0.005, "logits": 0.001}
 # Learning rates if weights of the model itself train: of attention only, or all.
 OWN_RATE, ALL_RATE = 0.001, 0.0001
-
-
-def trainer_of(stage, teacher, batches):
-    """Returns the `keras.Model` that trains a stage; raises if it cannot."""
-    if stage.name == "attention":
-        return AttentionStage(teacher, stage.window_dropout, stage.max_rows)
-    trainer = FeaturesStage(teacher, stage.objective, stage.window_dropout)
-    trainer.no_attention = trainer.without_attention(batches(0))
-    return trainer
 
 
 def fit_stage(trainer, batches, optimizer, progress, callbacks, verbose):

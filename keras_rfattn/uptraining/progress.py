@@ -8,9 +8,11 @@ import keras
 import numpy as np
 
 from keras_rfattn.backend.devices import donates_weights
-from keras_rfattn.uptraining.report import StageResult
-from keras_rfattn.uptraining.resume import every, load, save
-from keras_rfattn.uptraining.weights import assign, once, values_of
+from keras_rfattn.feature_maps.weights import assign, values_of
+from keras_rfattn.uptraining.resume import load, save
+
+# Attributes of `Progress` that checkpoints hold, besides values and the duration.
+SAVED = "before", "control", "results", "errors", "stage_start"
 
 
 class Progress(keras.callbacks.Callback):
@@ -22,9 +24,9 @@ class Progress(keras.callbacks.Callback):
     def __init__(self, model, layers, trained):
         super().__init__()
         of_maps = [v for layer in layers for v in layer.feature_map.variables]
+        changing = {id(v) for v in [*trained, *of_maps]}
         # Checkpoints hold these; all other weights are the teacher's and never change.
-        self.state = once([*trained, *of_maps])
-        changing = {id(v) for v in self.state}
+        self.state = [v for v in model.variables if id(v) in changing]
         others = [v for v in model.variables if id(v) not in changing]
         self.frozen = others if donates_weights() else []
         self.frozen_values = values_of(self.frozen)
@@ -55,6 +57,7 @@ class Progress(keras.callbacks.Callback):
     def load(self, backup, identity):
         """Restores what the checkpoint of this run holds, if there is one."""
         self.backup, self.identity = backup, identity
+        self.every = 100 if backup.save_freq == "epoch" else max(1, backup.save_freq)
         saved = load(backup, identity)
         if saved is None:
             return
@@ -63,23 +66,14 @@ class Progress(keras.callbacks.Callback):
         values, count = list(arrays.values()), len(self.state)
         assign(self.state, values[:count])
         self.optimizer_values = values[count:]
-        self.before, self.control = map(np.array, (notes["before"], notes["control"]))
-        self.results = [StageResult(**result) for result in notes["results"]]
-        self.errors, self.stage_start = notes["errors"], notes["stage_start"]
-        self.start -= notes["seconds"]
+        self.start -= notes.pop("seconds")
+        vars(self).update(notes)
 
     def save(self, optimizer_variables=()):
         """Saves a checkpoint, with the optimizer if a stage goes on."""
         variables = [*self.state, *optimizer_variables]
         arrays = {f"array{i}": x for i, x in enumerate(values_of(variables))}
-        notes = {
-            "before": self.before.tolist(),
-            "control": self.control.tolist(),
-            "results": [vars(result) for result in self.results],
-            "errors": self.errors,
-            "seconds": self.seconds,
-            "stage_start": self.stage_start,
-        }
+        notes = {"seconds": self.seconds} | {x: getattr(self, x) for x in SAVED}
         save(self.backup, self.identity, arrays, notes)
 
     def begin(self, stage, first, steps):
@@ -94,12 +88,12 @@ class Progress(keras.callbacks.Callback):
         result = {"name": self.stage.name, "steps": len(errors), "seconds": seconds}
         if errors:
             tenth = max(1, len(errors) // 10)
-            result["first"], result["last"] = (
-                float(np.mean(x)) for x in (errors[:tenth], errors[-tenth:])
-            )
+            result["first"] = float(np.mean(errors[:tenth]))
+            result["last"] = float(np.mean(errors[-tenth:]))
             result["no_attention"] = trainer.no_attention
             result["measure"] = trainer.measure
-        self.results.append(StageResult(**result, note=note))
+        # Arguments of `StageResult`.
+        self.results.append({**result, "note": note})
         self.errors, self.optimizer_values = [], []
         if self.backup is not None:
             self.save()
@@ -120,7 +114,7 @@ class Progress(keras.callbacks.Callback):
             # The last epoch may have fewer steps. Nothing is saved yet, as the
             # optimizer may change weights once more when the stage ends.
             model.stop_training = True
-        elif self.backup is not None and len(self.errors) % every(self.backup) == 0:
+        elif self.backup is not None and len(self.errors) % self.every == 0:
             self.save(model.optimizer.variables)
 
     def on_train_end(self, logs=None):

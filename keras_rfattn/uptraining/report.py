@@ -52,7 +52,7 @@ class LayerResult:
     @classmethod
     def of(cls, layer, *errors):
         """Returns the result of a layer, without heads that were not measured."""
-        return cls(layer.path, *(tuple(x[~np.isnan(x)].tolist()) for x in errors))
+        return cls(layer.path, *(tuple(x for x in e if x == x) for e in errors))
 
 
 @dataclass(frozen=True)

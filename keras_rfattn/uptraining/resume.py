@@ -13,7 +13,7 @@ from keras_rfattn.backend.devices import backend_name
 from keras_rfattn.feature_maps.weights import checksum
 from keras_rfattn.layers.checks import title
 
-FORMAT, FILE = 5, "uptrain.npz"
+FORMAT, FILE = 6, "uptrain.npz"
 
 
 class Checkpoint(keras.callbacks.BackupAndRestore):
@@ -31,10 +31,6 @@ class Checkpoint(keras.callbacks.BackupAndRestore):
     Raises:
         ValueError: If an argument is invalid; in `uptrain`, before the model changes,
             if the folder holds a checkpoint of another run or a damaged one.
-
-    Examples:
-        >>> from keras_rfattn.uptraining import Checkpoint
-        >>> callbacks = [Checkpoint("progress", every=50)]  # for `uptrain`
     """
 
     def __init__(self, folder: str | os.PathLike, every: int = 100) -> None:
@@ -55,11 +51,6 @@ class Checkpoint(keras.callbacks.BackupAndRestore):
 def path_of(backup):
     """Returns the path of the checkpoint of a `BackupAndRestore`."""
     return pathlib.Path(backup.backup_dir) / FILE
-
-
-def every(backup):
-    """Returns the number of steps between checkpoints of a `BackupAndRestore`."""
-    return 100 if backup.save_freq == "epoch" else max(1, backup.save_freq)
 
 
 def save(backup, identity, arrays, notes):
@@ -136,7 +127,6 @@ def identity(model, layers, batches, settings):
         "softmax weights (checksum)": checksum(v.value for v in own),
         "first batch of data (checksum)": checksum(keras.tree.flatten(batches(0))),
         **settings,
-        "stages": list(map(repr, settings["stages"])),
     }
     if settings["optimizer"] is not None:
         config = keras.saving.serialize_keras_object(settings["optimizer"])

@@ -101,13 +101,10 @@ def checked_stages(given):
 
 def planned(stages, steps, layers):
     """Returns a list of `(stage, its first step, the step after its last)`."""
-    count, plan, first = sum(stage.trains for stage in stages), [], 0
-    for stage in stages:
-        last = first
-        if stage.trains:
-            last = first + math.ceil((steps - first) / count)
-            count -= 1
-        if stage.trains or any(x.feature_map.is_adaptive for x in layers):
-            plan.append((stage, first, last))
-        first = last
-    return plan
+    names = {stage.name for stage in stages}
+    middle = steps if "attention" in names else 0
+    if {"attention", "features"} <= names:
+        middle = math.ceil(steps / 2)
+    spans = {"calibrate": (0, 0), "attention": (0, middle), "features": (middle, steps)}
+    learns = any(layer.feature_map.is_adaptive for layer in layers)
+    return [(x, *spans[x.name]) for x in stages if x.trains or learns]

@@ -1,5 +1,6 @@
 """Trains a converted linear model to match its softmax checkpoint: `uptrain`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,20 +12,16 @@ from keras_rfattn.arguments import check_choice, check_seed, check_sizes
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.models.swap import strategy_scope
-from keras_rfattn.uptraining.attention import Measuring
+from keras_rfattn.uptraining.attention import AttentionStage, measured_errors
 from keras_rfattn.uptraining.batches import Batches
 from keras_rfattn.uptraining.calibrate import calibrate_stage
-from keras_rfattn.uptraining.fitting import fit_stage, trainer_of
+from keras_rfattn.uptraining.features import FeaturesStage
+from keras_rfattn.uptraining.fitting import fit_stage
 from keras_rfattn.uptraining.progress import Progress
-from keras_rfattn.uptraining.report import LayerResult, UptrainingReport
+from keras_rfattn.uptraining.report import LayerResult, StageResult, UptrainingReport
 from keras_rfattn.uptraining.resume import checked_callbacks, identity, path_of
 from keras_rfattn.uptraining.stages import OPTIONS, Stage, checked_stages, planned
-from keras_rfattn.uptraining.weights import (
-    Teacher,
-    once,
-    only_training,
-    variables_to_train,
-)
+from keras_rfattn.uptraining.weights import Teacher, only_training, variables_to_train
 
 
 def uptrain(
@@ -126,23 +123,33 @@ def uptrain(
 def _run(model, layers, batches, settings, callbacks, backup, verbose):
     """Runs `uptrain` after its arguments were checked."""
     steps, stages, optimizer = (settings[x] for x in ("steps", "stages", "optimizer"))
-    training = [stage for stage in stages if stage.trains]
-    selected = variables_to_train(model, layers, training, optimizer)
-    trained = once(v for variables in selected.values() for v in variables)
+    training = {stage.name: stage for stage in stages if stage.trains}
+    selected = variables_to_train(model, layers, training.values(), optimizer)
+    trained = [v for variables in selected.values() for v in variables]
+    trained = list({id(v): v for v in trained}.values())
     teacher = Teacher(model, layers, trained)
-    rows = [stage.max_rows for stage in stages if stage.name == "attention"]
-    measuring = Measuring(teacher, batches, *rows or [Stage("attention").max_rows])
+    # A model of its own, which stays compiled. Those that train are compiled anew.
+    max_rows = training.get("attention", Stage("attention")).max_rows
+    measure = Stage("attention", window_dropout=0, max_rows=max_rows)
+    measure = functools.partial(
+        measured_errors, AttentionStage(teacher, measure), batches.head
+    )
     progress = Progress(model, layers, trained)
     names = {feature_maps.name_of(layer.feature_map) for layer in layers}
     mechanism = ", ".join(sorted(names))
     if verbose:
         print(f"Uptraining of {title(model)} with {mechanism}")
     with progress.kept():
-        trainers = {x.name: trainer_of(x, teacher, batches) for x in training}
+        trainers = {}
+        if "attention" in training:
+            trainers["attention"] = AttentionStage(teacher, training["attention"])
+        if "features" in training:
+            stage = training["features"]
+            trainers["features"] = FeaturesStage(teacher, stage, batches(0))
         if backup is not None:
             progress.load(backup, identity(model, layers, batches, settings))
         if progress.before is None:
-            progress.before, progress.control = measuring(must_be_finite=True)
+            progress.before, progress.control = measure(must_be_finite=True)
         plan = planned(stages, steps, layers)
         for stage, first, last in plan[len(progress.results) :]:
             progress.begin(stage, first, last - first)
@@ -151,17 +158,17 @@ def _run(model, layers, batches, settings, callbacks, backup, verbose):
                 with only_training(model, selected[stage.name]):
                     fit_stage(trainer, batches, optimizer, progress, callbacks, verbose)
             elif trainer is None:
-                errors = progress.before, lambda: measuring()[0]
+                errors = progress.before, lambda: measure()[0]
                 note = calibrate_stage(model, layers, batches.head, *errors)
             progress.end(trainer, note)
-        after, _ = measuring()
+        after, _ = measure()
     if backup is not None and backup.delete_checkpoint:
         path_of(backup).unlink()
     errors = zip(layers, progress.before, after, progress.control, strict=True)
     return UptrainingReport(
         title(model),
         mechanism,
-        stages=tuple(progress.results),
+        stages=tuple(StageResult(**result) for result in progress.results),
         seconds=progress.seconds,
         layers=tuple(LayerResult.of(*x) for x in errors),
         trained=tuple(v.path for v in trained if id(v) in teacher.copies),
