@@ -31,6 +31,11 @@ class AttentionStage(StageModel):
     measure = "relative squared error of attention outputs"
     no_attention = 1.0  # error of an output of 0
 
+    @property
+    def rate_of_maps(self):
+        """The learning rate of the map that needs the smallest one."""
+        return min(layer.feature_map.learning_rate for layer in self.learning)
+
     def call(self, inputs):
         """Returns the loss, and sums over the batch of shape `(1, L, 5, N)`."""
         noise, stage = inputs["noise"], self.stage
@@ -212,7 +217,7 @@ def _student_rows(call, rows, taken, visible, dropped):
 
 
 def measured_errors(trainer, batches, must_be_finite=False):
-    """Returns errors of layers and of uniform attention, NaN for heads left out."""
+    """Returns errors and those of uniform attention, by layer and head that learns."""
 
     def sums_of(x):
         shape = len(tree.flatten(x)[0]), len(trainer.learning) + 1
@@ -241,4 +246,7 @@ def measured_errors(trainer, batches, must_be_finite=False):
             f"{first_paths(empty)}."
         )
     error, _, uniform, heads = map(ops.convert_to_numpy, relative(total))
-    return [np.where(heads > 0, x, np.nan).tolist() for x in (error, uniform)]
+    return [
+        [row[kept > 0].tolist() for row, kept in zip(x, heads, strict=True)]
+        for x in (error, uniform)
+    ]

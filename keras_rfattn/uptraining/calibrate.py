@@ -50,16 +50,6 @@ def calibrate(
         ValueError: If no map in it learns from data, such a map was trained and
             `discard_training` is false, `data` is empty or does not fit the model, or
             a map cannot adapt to it. The model is unchanged in these cases.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorpp")
-        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
-        >>> model = keras_rfattn.calibrate(model, [x], verbose=0)
-        >>> keras_rfattn.describe_attention(model).rows[0].note
-        'calibrated'
     """
     check_model(model)
     layers = adaptive_layers(model)
@@ -109,11 +99,11 @@ def calibrate_stage(model, layers, batches, before, measure):
     old = {layer: values_of(maps[layer].weights) for layer in calibrated}
     if fitted:
         _adapt(fitted, record(model, batches))
-    after = measure() if old else before
+    after = measure()[0] if old else before
     worse = [
         layer
         for layer, first, last in zip(layers, before, after, strict=True)
-        if layer in old and np.nanmean(last) > np.nanmean(first)
+        if layer in old and np.mean(last) > np.mean(first)
     ]
     for layer in worse:
         assign(maps[layer].weights, old[layer])

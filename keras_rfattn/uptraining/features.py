@@ -16,10 +16,10 @@ from keras_rfattn.uptraining.weights import StageModel
 TINY = 1e-9
 # KerasHub tasks whose head is part of the checkpoint.
 OWN_HEADS = {"CausalLM", "MaskedLM", "Seq2SeqLM"}
-# The measure that a stage reports, by objective.
-MEASURES = {
-    "features": "relative squared error of the model's outputs",
-    "logits": "divergence of logits",
+# The measure that a stage reports, and the learning rate of maps, by objective.
+OBJECTIVES = {
+    "features": ("relative squared error of the model's outputs", 0.005),
+    "logits": ("divergence of logits", 0.001),
 }
 
 
@@ -32,7 +32,7 @@ class FeaturesStage(StageModel):
         if stage.objective == "auto":
             names = {cls.__name__ for cls in type(self.model).__mro__}
             self.objective = "logits" if names & OWN_HEADS else "features"
-        self.measure = MEASURES[self.objective]
+        self.measure, self.rate_of_maps = OBJECTIVES[self.objective]
         # The error if all attention outputs 0, to compare with.
         zeros = [(layer, Attention.zero) for layer in self.learning]
         with without_gradients():

@@ -1,6 +1,5 @@
 """What a run of `uptrain` has done so far, kept in memory and in checkpoints."""
 
-import contextlib
 import math
 import time
 
@@ -45,14 +44,9 @@ class Progress(keras.callbacks.Callback):
         """Duration of the run so far, without interruptions."""
         return time.perf_counter() - self.start
 
-    @contextlib.contextmanager
-    def kept(self):
-        """Context manager that gives the model its last good weights if it raises."""
-        try:
-            yield
-        except BaseException:
-            assign([*self.state, *self.frozen], [*self.good, *self.frozen_values])
-            raise
+    def restore(self):
+        """Gives the model its last good weights, after an error."""
+        assign([*self.state, *self.frozen], [*self.good, *self.frozen_values])
 
     def load(self, backup, identity):
         """Restores what the checkpoint of this run holds, if there is one."""

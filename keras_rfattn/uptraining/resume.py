@@ -128,9 +128,9 @@ def identity(model, layers, batches, settings):
         "first batch of data (checksum)": checksum(keras.tree.flatten(batches(0))),
         **settings,
     }
-    if settings["optimizer"] is not None:
-        config = keras.saving.serialize_keras_object(settings["optimizer"])
-        values["optimizer"] = config["class_name"], config["config"]
+    optimizer = settings["optimizer"]
+    if optimizer is not None:
+        values["optimizer"] = type(optimizer).__name__, optimizer.get_config()
     for i, layer in enumerate(layers):
         values[f"layer {i}"] = {
             "feature_map": feature_maps.serialize(layer.feature_map),

@@ -80,11 +80,6 @@ class Stage:
             )
         check_sizes(max_rows=self.max_rows)
 
-    @property
-    def trains(self):
-        """Whether the stage trains with gradients."""
-        return bool(OPTIONS[self.name])
-
 
 def checked_stages(given):
     """Returns a tuple of `Stage`s from a stage or a sequence of stages and names."""
@@ -107,4 +102,4 @@ def planned(stages, steps, layers):
         middle = math.ceil(steps / 2)
     spans = {"calibrate": (0, 0), "attention": (0, middle), "features": (middle, steps)}
     learns = any(layer.feature_map.is_adaptive for layer in layers)
-    return [(x, *spans[x.name]) for x in stages if x.trains or learns]
+    return [(x, *spans[x.name]) for x in stages if x.name != "calibrate" or learns]

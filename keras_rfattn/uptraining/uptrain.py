@@ -1,6 +1,7 @@
 """Trains a converted linear model to match its softmax checkpoint: `uptrain`."""
 
 import functools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,8 +104,7 @@ def uptrain(
     check_choice("verbose", verbose, ("auto", 0, 1, 2))
     callbacks, backup = checked_callbacks(callbacks)
     if seed is None:
-        drawn = keras.ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
-        seed = drawn if backup is None else 0
+        seed = random.randrange(10**9) if backup is None else 0
     settings = {
         # Checkpoints and reports store plain Python numbers.
         "steps": int(steps),
@@ -123,7 +123,7 @@ def uptrain(
 def _run(model, layers, batches, settings, callbacks, backup, verbose):
     """Runs `uptrain` after its arguments were checked."""
     steps, stages, optimizer = (settings[x] for x in ("steps", "stages", "optimizer"))
-    training = {stage.name: stage for stage in stages if stage.trains}
+    training = {x.name: x for x in stages if x.name != "calibrate"}
     selected = variables_to_train(model, layers, training.values(), optimizer)
     trained = [v for variables in selected.values() for v in variables]
     trained = list({id(v): v for v in trained}.values())
@@ -139,7 +139,7 @@ def _run(model, layers, batches, settings, callbacks, backup, verbose):
     mechanism = ", ".join(sorted(names))
     if verbose:
         print(f"Uptraining of {title(model)} with {mechanism}")
-    with progress.kept():
+    try:
         trainers = {}
         if "attention" in training:
             trainers["attention"] = AttentionStage(teacher, training["attention"])
@@ -158,19 +158,23 @@ def _run(model, layers, batches, settings, callbacks, backup, verbose):
                 with only_training(model, selected[stage.name]):
                     fit_stage(trainer, batches, optimizer, progress, callbacks, verbose)
             elif trainer is None:
-                errors = progress.before, lambda: measure()[0]
-                note = calibrate_stage(model, layers, batches.head, *errors)
+                before = progress.before
+                note = calibrate_stage(model, layers, batches.head, before, measure)
             progress.end(trainer, note)
         after, _ = measure()
+    except BaseException:
+        progress.restore()
+        raise
     if backup is not None and backup.delete_checkpoint:
         path_of(backup).unlink()
-    errors = zip(layers, progress.before, after, progress.control, strict=True)
+    paths = [layer.path for layer in layers]
+    errors = zip(paths, progress.before, after, progress.control, strict=True)
     return UptrainingReport(
         title(model),
         mechanism,
         stages=tuple(StageResult(**result) for result in progress.results),
         seconds=progress.seconds,
-        layers=tuple(LayerResult.of(*x) for x in errors),
+        layers=tuple(LayerResult(path, *map(tuple, x)) for path, *x in errors),
         trained=tuple(v.path for v in trained if id(v) in teacher.copies),
         parameters=int(sum(np.prod(v.shape) for v in trained)),
         seed=settings["seed"],
