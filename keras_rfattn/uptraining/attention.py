@@ -16,6 +16,7 @@ import numpy as np
 from keras import ops, tree
 
 from keras_rfattn.backend import with_gradient
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.call_context import Interceptor
 from keras_rfattn.layers.recording import recording, run
 from keras_rfattn.ops.layout import split_heads
@@ -31,15 +32,10 @@ class AttentionStage(StageModel):
     measure = "relative squared error of attention outputs"
     no_attention = 1.0  # error of an output of 0
 
-    @property
-    def rate_of_maps(self):
-        """The learning rate of the map that needs the smallest one."""
-        return min(layer.feature_map.learning_rate for layer in self.learning)
-
     def call(self, inputs):
         """Returns the loss, and sums over the batch of shape `(1, L, 5, N)`."""
         noise, stage = inputs["noise"], self.stage
-        watched = [(layer, Watcher()) for layer in self.learning]
+        offset, watched = noise[0, -1], [(x, Watcher()) for x in self.learning]
         with self.teacher.weights(), recording(watched):
             self.model(inputs["x"], training=False)
         losses, sums = [], []
@@ -48,9 +44,7 @@ class AttentionStage(StageModel):
             again = watcher.replayed(layer) if self.teacher.copies else watcher.calls
             calls = list(zip(watcher.calls, again, strict=True))
             dropped = noise[:, i] < stage.window_dropout
-            loss, errors = _compared(
-                layer, calls, dropped, noise[0, -1], stage.max_rows
-            )
+            loss, errors = _compared(layer, calls, dropped, offset, stage.max_rows)
             losses.append(loss)
             sums.append(errors)
         heads = max(x.shape[-1] for x in sums)
@@ -66,11 +60,11 @@ class AttentionStage(StageModel):
 
 
 class Watcher(Interceptor):
-    """Stores a layer's calls, and answers them with softmax attention."""
+    """Stores a layer's calls, and answers them by a method of `Attention`."""
 
-    def __init__(self):
+    def __init__(self, answer=Attention.softmax):
         # The calls as `Attention`, and as the arguments of the layer.
-        self.calls, self.arguments = [], []
+        self.answer, self.calls, self.arguments = answer, [], []
 
     def around(self, layer, function, args, kwargs):
         self.arguments.append((args, dict(kwargs)))
@@ -78,27 +72,19 @@ class Watcher(Interceptor):
 
     def __call__(self, call):
         self.calls.append(call)
-        return call.softmax()
+        return self.answer(call)
 
     def replayed(self, layer):
         """Returns the same calls, computed with the current weights of the layer."""
-        calls = []
-
-        def catch(call):
-            calls.append(call)
-            return call.zero()
-
-        with recording([(layer, catch)]):
+        again = Watcher(Attention.zero)
+        with recording([(layer, again)]):
             for args, kwargs in self.arguments:
                 layer(*args, **kwargs)
-        return calls
+        return again.calls
 
 
 def relative(sums):
-    """Returns errors, divergences, errors of uniform attention, and heads that count.
-
-    All have shape `(L, N)`; `sums` is the output of `AttentionStage`.
-    """
+    """Returns `(L, N)` errors, divergences, errors of uniform attention, and counts."""
     sums = ops.sum(sums, axis=0)
     squared, norm, uniform, divergence, rows = ops.unstack(sums, axis=-2)
     heads, norm = ops.cast(norm > 0, "float32"), ops.maximum(norm, TINY)
@@ -119,8 +105,7 @@ def _compared(layer, calls, dropped, offset, max_rows):
         error, divergence, _, _ = relative(sums[None])
         return ops.sum(error + divergence), sums
 
-    students = [student for _, student in calls]
-    tensors = [tensor for x in students for tensor in (x.query, x.key, x.value)]
+    tensors = [x for _, call in calls for x in (call.query, call.key, call.value)]
     return with_gradient(compared, layer.feature_map.variables, tensors)
 
 

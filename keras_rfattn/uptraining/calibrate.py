@@ -91,12 +91,11 @@ def adaptive_layers(model):
 
 def calibrate_stage(model, layers, batches, before, measure):
     """Calibrates the maps that were not trained; returns which maps it kept."""
-    maps = {layer: layer.feature_map for layer in layers}
-    adaptive = [layer for layer in layers if maps[layer].is_adaptive]
-    trained = [layer for layer in adaptive if maps[layer].was_trained]
-    fitted = [layer for layer in adaptive if layer not in trained]
-    calibrated = [layer for layer in fitted if maps[layer].is_calibrated]
-    old = {layer: values_of(maps[layer].weights) for layer in calibrated}
+    adaptive = [x for x in layers if x.feature_map.is_adaptive]
+    trained = [x for x in adaptive if x.feature_map.was_trained]
+    fitted = [x for x in adaptive if x not in trained]
+    calibrated = [x for x in fitted if x.feature_map.is_calibrated]
+    old = {x: values_of(x.feature_map.weights) for x in calibrated}
     if fitted:
         _adapt(fitted, record(model, batches))
     after = measure()[0] if old else before
@@ -106,9 +105,8 @@ def calibrate_stage(model, layers, batches, before, measure):
         if layer in old and np.mean(last) > np.mean(first)
     ]
     for layer in worse:
-        assign(maps[layer].weights, old[layer])
-    notes = {
-        "trained maps were kept": trained,
-        "maps whose error would increase were kept": worse,
-    }
-    return "; ".join(f"{note}: {paths(x)}" for note, x in notes.items() if x)
+        assign(layer.feature_map.weights, old[layer])
+    notes = [f"trained maps were kept: {paths(trained)}"] if trained else []
+    if worse:
+        notes.append(f"maps whose error would increase were kept: {paths(worse)}")
+    return "; ".join(notes)

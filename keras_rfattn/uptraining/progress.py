@@ -15,10 +15,7 @@ SAVED = "before", "control", "results", "errors", "stage_start"
 
 
 class Progress(keras.callbacks.Callback):
-    """Callback that keeps errors of steps and the last good weights, and saves them.
-
-    It comes after the user's callbacks, so that what they change is saved too.
-    """
+    """Callback that keeps errors of steps and the last good weights, and saves them."""
 
     def __init__(self, model, layers, trained):
         super().__init__()
@@ -52,12 +49,10 @@ class Progress(keras.callbacks.Callback):
         """Restores what the checkpoint of this run holds, if there is one."""
         self.backup, self.identity = backup, identity
         self.every = 100 if backup.save_freq == "epoch" else max(1, backup.save_freq)
-        saved = load(backup, identity)
-        if saved is None:
+        values, notes = load(backup, identity)
+        if not notes:
             return
-        arrays, notes = saved
-        # A file keeps the order of its arrays, which is that of the variables.
-        values, count = list(arrays.values()), len(self.state)
+        count = len(self.state)
         assign(self.state, values[:count])
         self.optimizer_values = values[count:]
         self.start -= notes.pop("seconds")
@@ -65,10 +60,9 @@ class Progress(keras.callbacks.Callback):
 
     def save(self, optimizer_variables=()):
         """Saves a checkpoint, with the optimizer if a stage goes on."""
-        variables = [*self.state, *optimizer_variables]
-        arrays = {f"array{i}": x for i, x in enumerate(values_of(variables))}
+        values = values_of([*self.state, *optimizer_variables])
         notes = {"seconds": self.seconds} | {x: getattr(self, x) for x in SAVED}
-        save(self.backup, self.identity, arrays, notes)
+        save(self.backup, self.identity, values, notes)
 
     def begin(self, stage, first, steps):
         """Begins a stage, or goes on with one that was interrupted."""
@@ -92,18 +86,15 @@ class Progress(keras.callbacks.Callback):
         if self.backup is not None:
             self.save()
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self.seen, self.total = 0, 0.0
-
     def on_train_batch_end(self, batch, logs=None):
         self.check(math.isfinite(logs["loss"]))
         # On JAX, reading `self.model` writes the trained values to its variables.
         model = self.model
         self.good, self.latest = self.latest, values_of(self.state)
         # Keras' logs are means over the steps of an epoch; differences give this step.
-        self.seen, total = self.seen + 1, logs["error"] * (self.seen + 1)
-        self.errors.append(float(total - self.total))
-        self.total = total
+        before = self.total if batch else 0.0
+        self.total = logs["error"] * (batch + 1)
+        self.errors.append(float(self.total - before))
         if len(self.errors) == self.steps:
             # The last epoch may have fewer steps. Nothing is saved yet, as the
             # optimizer may change weights once more when the stage ends.

@@ -11,11 +11,6 @@ OPTIONS = {
     "attention": ("trainable", "window_dropout", "max_rows"),
     "features": ("trainable", "window_dropout", "objective"),
 }
-CHOICES = {
-    "name": tuple(OPTIONS),
-    "trainable": ("maps", "query_key", "all"),
-    "objective": ("auto", "features", "logits"),
-}
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,9 @@ class Stage:
     max_rows: int = 512
 
     def __post_init__(self):
-        for name, choices in CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
+        check_choice("name", self.name, tuple(OPTIONS))
+        check_choice("trainable", self.trainable, ("maps", "query_key", "all"))
+        check_choice("objective", self.objective, ("auto", "features", "logits"))
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name not in OPTIONS[self.name] and value != field.default:

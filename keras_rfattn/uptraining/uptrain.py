@@ -1,6 +1,8 @@
 """Trains a converted linear model to match its softmax checkpoint: `uptrain`."""
 
+import dataclasses
 import functools
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +12,8 @@ import numpy as np
 
 from keras_rfattn import feature_maps
 from keras_rfattn.arguments import check_choice, check_seed, check_sizes
+from keras_rfattn.backend.devices import dataset_of
+from keras_rfattn.feature_maps.weights import assign
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.models.swap import strategy_scope
@@ -17,7 +21,6 @@ from keras_rfattn.uptraining.attention import AttentionStage, measured_errors
 from keras_rfattn.uptraining.batches import Batches
 from keras_rfattn.uptraining.calibrate import calibrate_stage
 from keras_rfattn.uptraining.features import FeaturesStage
-from keras_rfattn.uptraining.fitting import fit_stage
 from keras_rfattn.uptraining.progress import Progress
 from keras_rfattn.uptraining.report import LayerResult, StageResult, UptrainingReport
 from keras_rfattn.uptraining.resume import checked_callbacks, identity, path_of
@@ -81,16 +84,6 @@ def uptrain(
             nothing would train, the data does not fit the model or has no real token,
             or a `Checkpoint` belongs to another run; the model is unchanged then. Also
             if a loss is not finite; the last good weights are kept, as after any error.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "hedgehog")
-        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
-        >>> report = keras_rfattn.uptrain(model, x, steps=2, batch_size=4, verbose=0)
-        >>> [(stage.name, stage.steps) for stage in report.stages]
-        [('attention', 1), ('features', 1)]
     """
     check_model(model)
     layers = linear_layers(model)
@@ -128,12 +121,11 @@ def _run(model, layers, batches, settings, callbacks, backup, verbose):
     trained = [v for variables in selected.values() for v in variables]
     trained = list({id(v): v for v in trained}.values())
     teacher = Teacher(model, layers, trained)
+    measured = training.get("attention", Stage("attention"))
+    measured = dataclasses.replace(measured, window_dropout=0)
     # A model of its own, which stays compiled. Those that train are compiled anew.
-    max_rows = training.get("attention", Stage("attention")).max_rows
-    measure = Stage("attention", window_dropout=0, max_rows=max_rows)
-    measure = functools.partial(
-        measured_errors, AttentionStage(teacher, measure), batches.head
-    )
+    measured = AttentionStage(teacher, measured)
+    measure = functools.partial(measured_errors, measured, batches.head)
     progress = Progress(model, layers, trained)
     names = {feature_maps.name_of(layer.feature_map) for layer in layers}
     mechanism = ", ".join(sorted(names))
@@ -156,7 +148,7 @@ def _run(model, layers, batches, settings, callbacks, backup, verbose):
             trainer, note = trainers.get(stage.name), ""
             if first < last:
                 with only_training(model, selected[stage.name]):
-                    fit_stage(trainer, batches, optimizer, progress, callbacks, verbose)
+                    _fit(trainer, batches, optimizer, progress, callbacks, verbose)
             elif trainer is None:
                 before = progress.before
                 note = calibrate_stage(model, layers, batches.head, before, measure)
@@ -167,15 +159,66 @@ def _run(model, layers, batches, settings, callbacks, backup, verbose):
         raise
     if backup is not None and backup.delete_checkpoint:
         path_of(backup).unlink()
-    paths = [layer.path for layer in layers]
-    errors = zip(paths, progress.before, after, progress.control, strict=True)
+    errors = zip(layers, progress.before, after, progress.control, strict=True)
     return UptrainingReport(
         title(model),
         mechanism,
         stages=tuple(StageResult(**result) for result in progress.results),
         seconds=progress.seconds,
-        layers=tuple(LayerResult(path, *map(tuple, x)) for path, *x in errors),
+        layers=tuple(LayerResult(layer.path, *map(tuple, x)) for layer, *x in errors),
         trained=tuple(v.path for v in trained if id(v) in teacher.copies),
         parameters=int(sum(np.prod(v.shape) for v in trained)),
         seed=settings["seed"],
     )
+
+
+def _fit(trainer, batches, optimizer, progress, callbacks, verbose):
+    """Trains a stage for its remaining steps."""
+    stage, first, steps = progress.stage, progress.first, progress.steps
+    done, layers = len(progress.errors), trainer.learning
+    rates = {"maps": trainer.learning_rate, "query_key": 0.001, "all": 0.0001}
+    optimizer = _optimizer(rates[stage.trainable], steps, optimizer)
+    scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    is_float16 = any(layer.compute_dtype == "float16" for layer in layers)
+    if is_float16 and not scales_loss:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    trainer.compile(optimizer)
+    trainer.optimizer.build(trainer.trainable_variables)
+    if progress.optimizer_values:
+        assign(trainer.optimizer.variables, progress.optimizer_values)
+    if verbose:
+        control = f"{trainer.measure} (no attention {trainer.no_attention:.3f})"
+        print(f"Stage '{stage.name}', {steps - done} steps: {control}")
+
+    remaining = (
+        (batches.with_noise(step, len(layers) + 1),)
+        for step in range(first + done, first + steps)
+    )
+    # Ten epochs, for callbacks that act by epoch, counted on from stage to stage.
+    per_epoch = math.ceil(steps / 10)
+    epoch = math.ceil(first / per_epoch) + done // per_epoch
+    trainer.fit(
+        dataset_of(remaining),
+        steps_per_epoch=per_epoch,
+        initial_epoch=epoch,
+        epochs=epoch + math.ceil((steps - done) / per_epoch),
+        shuffle=False,
+        # In this order, what other callbacks change is saved too.
+        callbacks=[*callbacks, progress],
+        verbose=verbose,
+    )
+
+
+def _optimizer(rate, steps, given):
+    """Returns a fresh copy of the given optimizer, or the default one."""
+    if given is not None:
+        return type(given).from_config(given.get_config())
+    warmup = max(1, steps // 20)
+    schedule = keras.optimizers.schedules.CosineDecay(
+        rate / 20,
+        max(1, steps - warmup),
+        alpha=1 / 20,
+        warmup_target=rate,
+        warmup_steps=warmup,
+    )
+    return keras.optimizers.Adam(schedule)

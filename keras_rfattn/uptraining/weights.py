@@ -42,16 +42,15 @@ def variables_to_train(model, layers, stages, optimizer=None):
 
 def _selected(model, layers, trainable):
     """Returns the variables that a stage trains."""
-    variables = model.trainable_variables if trainable == "all" else []
+    variables = list(model.trainable_variables) if trainable == "all" else []
     for layer in layers:
         feature_map = layer.feature_map
-        if layer.trainable or feature_map.trainable:
-            variables = variables + feature_map.trainable_variables
-        else:
-            variables = variables + trained_weights(feature_map)
+        is_frozen = not (layer.trainable or feature_map.trainable)
+        own = trained_weights(feature_map)
+        variables += own if is_frozen else feature_map.trainable_variables
         if trainable == "query_key":
             for side in ("query", "key"):
-                variables = variables + projection(layer, side).trainable_variables
+                variables += projection(layer, side).trainable_variables
     return list({id(v): v for v in variables}.values())
 
 
@@ -76,15 +75,12 @@ def paths(layers):
 
 
 class Teacher:
-    """The model with its first weights, and with softmax instead of linear attention.
-
-    Weights that do not train are shared with the model. For weights that train, the
-    teacher keeps a copy of their first values, by `id` of the variable. Weights of maps
-    need no copy, as softmax attention does not use them.
-    """
+    """The model with its first weights, and softmax instead of linear attention."""
 
     def __init__(self, model, layers, trained):
         self.model, self.layers = model, layers
+        # First values by `id` of the variable. Weights that do not train are the
+        # model's, and softmax attention does not use those of maps.
         of_maps = {id(v) for layer in layers for v in layer.feature_map.variables}
         self.copies = {
             id(v): keras.Variable(
@@ -115,6 +111,7 @@ class StageModel(keras.Model):
         super().__init__(dtype="float32", name=f"{stage.name}_stage")
         self.teacher, self.model = teacher, teacher.model
         self.stage, self.learning = stage, list(teacher.layers)
+        self.learning_rate = min(x.feature_map.learning_rate for x in self.learning)
         # Keras passes only variables that it knows to a compiled function.
         self.first_values = list(teacher.copies.values())
         self.error = keras.metrics.Mean("error")
