@@ -23,13 +23,6 @@ def donates_weights():
     return keras.backend.backend() == "jax"
 
 
-def forget_gradients(variables):
-    """Frees the gradients that PyTorch keeps with Keras variables after training."""
-    if keras.backend.backend() == "torch":
-        for variable in variables:
-            variable.value.grad = None
-
-
 def dataset_of(batches):
     """Returns an iterator over batches in a form that `keras.Model.fit` accepts."""
     if keras.backend.backend() != "tensorflow":

@@ -60,7 +60,7 @@ class Weights:
         """Whether training changed a weight of the map since the library set it."""
         if not self.built or not trained_weights(self):
             return False
-        weights, first = (values_of(x) for x in (self, as_drawn(self)))
+        weights, first = (values_of(trained_weights(x)) for x in (self, as_drawn(self)))
         # Platforms round random draws differently. Weights that are NaN were trained.
         return not all(
             np.allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b), initial=0))
@@ -110,9 +110,15 @@ def trained_weights(feature_map):
     return [v for layer in layers for v in layer._trainable_variables]
 
 
-def values_of(feature_map):
-    """Returns the values of `trained_weights` as NumPy arrays."""
-    return [as_numpy(v.value) for v in trained_weights(feature_map)]
+def values_of(variables):
+    """Returns copies of the values of variables as a list of NumPy arrays."""
+    return [np.array(as_numpy(v.value)) for v in variables]
+
+
+def assign(variables, values):
+    """Assigns values, as `values_of` returns them, to variables."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def as_drawn(feature_map):
@@ -138,14 +144,12 @@ def reset_trained(feature_map, discard_training, method):
             f"were trained. Received: discard_training={discard_training!r}. Use "
             "discard_training=True to discard the training."
         )
-    pairs = zip(feature_map.weights, as_drawn(feature_map).weights, strict=True)
-    for weight, first in pairs:
-        weight.assign(first)
+    assign(feature_map.weights, as_drawn(feature_map).weights)
 
 
 def mark_of(feature_map):
     """Returns a positive int32 that changes if a trained weight of the map changes."""
-    return checksum(values_of(feature_map)) & 0x7FFFFFFF or 1
+    return checksum(values_of(trained_weights(feature_map))) & 0x7FFFFFFF or 1
 
 
 def mark(feature_map):
@@ -169,12 +173,11 @@ def checksum(arrays):
 def unchanged_on_error(feature_maps):
     """Context manager that restores the weights of built maps if its block raises."""
     weights = [w for feature_map in feature_maps for w in feature_map.weights]
-    before = [np.array(as_numpy(w.value)) for w in weights]
+    before = values_of(weights)
     try:
         yield
     except BaseException:
-        for weight, value in zip(weights, before, strict=True):
-            weight.assign(value)
+        assign(weights, before)
         raise
 
 

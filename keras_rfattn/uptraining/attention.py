@@ -16,6 +16,7 @@ import numpy as np
 from keras import ops, tree
 
 from keras_rfattn.backend import with_gradient
+from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.call_context import Interceptor
 from keras_rfattn.layers.recording import recording, run
 from keras_rfattn.ops.layout import split_heads
@@ -31,14 +32,10 @@ class AttentionStage(StageModel):
     measure = "relative squared error of attention outputs"
     no_attention = 1.0  # error of an output of 0
 
-    def __init__(self, teacher, window_dropout=0.0, max_rows=512):
-        super().__init__(teacher, window_dropout, name="attention_stage")
-        self.max_rows = max_rows
-
     def call(self, inputs):
         """Returns the loss, and sums over the batch of shape `(1, L, 5, N)`."""
-        noise, watchers = inputs["noise"], [Watcher() for _ in self.learning]
-        watched = list(zip(self.learning, watchers, strict=True))
+        noise, stage = inputs["noise"], self.stage
+        offset, watched = noise[0, -1], [(x, Watcher()) for x in self.learning]
         with self.teacher.weights(), recording(watched):
             self.model(inputs["x"], training=False)
         losses, sums = [], []
@@ -46,8 +43,8 @@ class AttentionStage(StageModel):
             # Without copies, the student's queries, keys and values are the teacher's.
             again = watcher.replayed(layer) if self.teacher.copies else watcher.calls
             calls = list(zip(watcher.calls, again, strict=True))
-            dropped = noise[:, i] < self.window_dropout
-            loss, errors = _compared(layer, calls, dropped, noise[0, -1], self.max_rows)
+            dropped = noise[:, i] < stage.window_dropout
+            loss, errors = _compared(layer, calls, dropped, offset, stage.max_rows)
             losses.append(loss)
             sums.append(errors)
         heads = max(x.shape[-1] for x in sums)
@@ -63,11 +60,11 @@ class AttentionStage(StageModel):
 
 
 class Watcher(Interceptor):
-    """Stores a layer's calls, and answers them with softmax attention."""
+    """Stores a layer's calls, and answers them by a method of `Attention`."""
 
-    def __init__(self):
+    def __init__(self, answer=Attention.softmax):
         # The calls as `Attention`, and as the arguments of the layer.
-        self.calls, self.arguments = [], []
+        self.answer, self.calls, self.arguments = answer, [], []
 
     def around(self, layer, function, args, kwargs):
         self.arguments.append((args, dict(kwargs)))
@@ -75,27 +72,19 @@ class Watcher(Interceptor):
 
     def __call__(self, call):
         self.calls.append(call)
-        return call.softmax()
+        return self.answer(call)
 
     def replayed(self, layer):
         """Returns the same calls, computed with the current weights of the layer."""
-        calls = []
-
-        def catch(call):
-            calls.append(call)
-            return call.zero()
-
-        with recording([(layer, catch)]):
+        again = Watcher(Attention.zero)
+        with recording([(layer, again)]):
             for args, kwargs in self.arguments:
                 layer(*args, **kwargs)
-        return calls
+        return again.calls
 
 
 def relative(sums):
-    """Returns errors, divergences, errors of uniform attention, and heads that count.
-
-    All have shape `(L, N)`; `sums` is the output of `AttentionStage`.
-    """
+    """Returns `(L, N)` errors, divergences, errors of uniform attention, and counts."""
     sums = ops.sum(sums, axis=0)
     squared, norm, uniform, divergence, rows = ops.unstack(sums, axis=-2)
     heads, norm = ops.cast(norm > 0, "float32"), ops.maximum(norm, TINY)
@@ -116,8 +105,7 @@ def _compared(layer, calls, dropped, offset, max_rows):
         error, divergence, _, _ = relative(sums[None])
         return ops.sum(error + divergence), sums
 
-    students = [student for _, student in calls]
-    tensors = [tensor for x in students for tensor in (x.query, x.key, x.value)]
+    tensors = [x for _, call in calls for x in (call.query, call.key, call.value)]
     return with_gradient(compared, layer.feature_map.variables, tensors)
 
 
@@ -213,46 +201,37 @@ def _student_rows(call, rows, taken, visible, dropped):
     return feature_rows(*features, visible, mask.key_mask, local)
 
 
-class Measuring:
-    """Measures the errors of attention layers on the first batches of the data.
+def measured_errors(trainer, batches, must_be_finite=False):
+    """Returns errors and those of uniform attention, by layer and head that learns."""
 
-    It uses a separate Keras model that is compiled once. The models that train are
-    compiled again for each stage, which would discard the compiled function.
-    """
-
-    def __init__(self, teacher, batches, max_rows):
-        self.layers, self.batches = teacher.layers, batches
-        self.stage = AttentionStage(teacher, max_rows=max_rows)
-
-    def __call__(self, must_be_finite=False):
-        """Returns errors and those of uniform attention, `(L, N)`, NaN for no head."""
-        total = 0
-        for step, x in enumerate(self.batches.head):
-            sums = run(self.stage.model, x, self._sums)
-            total = total + sums.sum(axis=0, keepdims=True)
-            bad = ~np.isfinite(sums).all(axis=(0, 2, 3))
-            if must_be_finite and bad.any():
-                raise ValueError(
-                    "Attention outputs must be finite before training. Received: "
-                    f"outputs that are not finite in {self._paths(bad)}, batch {step}. "
-                    "Check `data` and weights for NaN, and tokens for "
-                    "out-of-vocabulary ids."
-                )
-        empty = (total[:, :, -1] == 0).all(axis=(0, 2))
-        if empty.any():
-            raise ValueError(
-                "`data` must hold a real token for every linear layer. Received: "
-                "only padding, or a model that does not call every layer, at "
-                f"{self._paths(empty)}."
-            )
-        error, _, uniform, heads = map(ops.convert_to_numpy, relative(total))
-        return tuple(np.where(heads > 0, x, np.nan) for x in (error, uniform))
-
-    def _sums(self, x):
-        """Returns the sums of `AttentionStage` for a batch."""
-        shape = len(tree.flatten(x)[0]), len(self.layers) + 1
+    def sums_of(x):
+        shape = len(tree.flatten(x)[0]), len(trainer.learning) + 1
         inputs = {"x": x, "noise": np.zeros(shape, "float32")}
-        return self.stage.predict_on_batch(inputs)["sums"]
+        return trainer.predict_on_batch(inputs)["sums"]
 
-    def _paths(self, chosen):
-        return paths([self.layers[i] for i in np.flatnonzero(chosen)[:3]])
+    def first_paths(chosen):
+        return paths([trainer.learning[i] for i in np.flatnonzero(chosen)[:3]])
+
+    total = 0
+    for step, x in enumerate(batches):
+        sums = run(trainer.model, x, sums_of)
+        total = total + sums.sum(axis=0, keepdims=True)
+        bad = ~np.isfinite(sums).all(axis=(0, 2, 3))
+        if must_be_finite and bad.any():
+            raise ValueError(
+                "Attention outputs must be finite before training. Received: outputs "
+                f"that are not finite in {first_paths(bad)}, batch {step}. Check "
+                "`data` and weights for NaN, and tokens for out-of-vocabulary ids."
+            )
+    empty = (total[:, :, -1] == 0).all(axis=(0, 2))
+    if empty.any():
+        raise ValueError(
+            "`data` must hold a real token for every linear layer. Received: only "
+            "padding, or a model that does not call every layer, at "
+            f"{first_paths(empty)}."
+        )
+    error, _, uniform, heads = map(ops.convert_to_numpy, relative(total))
+    return [
+        [row[kept > 0].tolist() for row, kept in zip(x, heads, strict=True)]
+        for x in (error, uniform)
+    ]

@@ -15,21 +15,15 @@ from keras_rfattn.layers.batches import described, is_text
 HEAD = 4
 # Number of batches of texts that are sorted by length together to reduce padding.
 POOL = 32
-# Minimum number of tokens that a batch of texts is padded to. Longer batches are padded
-# to a multiple of it. Where every new length must be compiled, the length doubles until
-# it is enough, which gives few different lengths.
+# Batches of texts are padded to a multiple of this number of tokens. Where every new
+# length must be compiled, they are padded to the number times a power of two.
 SHORTEST = 16
 # Names of KerasHub's inputs that have a column for each token.
 TOKENS = "token_ids", "segment_ids", "padding_mask"
 
 
 class Batches:
-    """Batches of inputs without labels, from any data that `keras.Model.fit` takes.
-
-    Rows in memory are an array, a dict or list of arrays, texts, or `(x, y)` or
-    `(x, y, weight)` of these. Everything else is iterated over, again in each epoch.
-    Texts and images go through the preprocessor.
-    """
+    """Batches of inputs without labels, from any data that `keras.Model.fit` takes."""
 
     def __init__(self, data, batch_size, seed, preprocessor=None):
         self.seed, self.preprocessor = seed, preprocessor
@@ -79,10 +73,8 @@ class Batches:
                 "texts. Turn them into tokens first, by a preprocessor or tokenizer, "
                 "or uptrain a task that has a preprocessor."
             )
-        is_raw = any(are_texts) or any(
-            x.dtype == np.uint8 and x.ndim == 4 for x in arrays
-        )
-        if self.preprocessor is None or not is_raw:
+        are_images = [x.dtype == np.uint8 and x.ndim == 4 for x in arrays]
+        if self.preprocessor is None or not any(are_texts + are_images):
             return batch
         # Without `y`, KerasHub takes a tuple to be inputs and labels.
         labels = {"y": None} if isinstance(batch, list) else {}
@@ -133,11 +125,7 @@ def _of_rows(arrays, batch_size, seed):
 
 
 def _order(count, seed, lengths=None, batch_size=None):
-    """Yields the numbers below `count` in each epoch, in random order.
-
-    If there are `lengths` of texts, texts of similar lengths share a batch, and these
-    batches come in random order.
-    """
+    """Yields the numbers below `count` in each epoch, in random order."""
     for epoch in itertools.count() if count else ():
         bits = np.random.Philox(np.random.SeedSequence([seed, epoch]))
         generator = np.random.Generator(bits)
@@ -145,6 +133,7 @@ def _order(count, seed, lengths=None, batch_size=None):
         if lengths is None:
             yield from order
             continue
+        # Texts of similar lengths share a batch; these batches come in random order.
         for rows in np.split(order, range(POOL * batch_size, count, POOL * batch_size)):
             whole = len(rows) // batch_size * batch_size
             batches = rows[:whole][np.argsort(lengths[rows[:whole]])]

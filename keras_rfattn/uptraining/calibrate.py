@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import keras
 import numpy as np
 
-from keras_rfattn.feature_maps.weights import unchanged_on_error
+from keras_rfattn.feature_maps.weights import assign, unchanged_on_error, values_of
 from keras_rfattn.layers import record
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.uptraining.weights import assign, paths, values_of
+from keras_rfattn.uptraining.weights import paths
 
 
 def calibrate(
@@ -50,16 +50,6 @@ def calibrate(
         ValueError: If no map in it learns from data, such a map was trained and
             `discard_training` is false, `data` is empty or does not fit the model, or
             a map cannot adapt to it. The model is unchanged in these cases.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "favorpp")
-        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
-        >>> model = keras_rfattn.calibrate(model, [x], verbose=0)
-        >>> keras_rfattn.describe_attention(model).rows[0].note
-        'calibrated'
     """
     check_model(model)
     layers = adaptive_layers(model)
@@ -70,23 +60,20 @@ def calibrate(
             f"replace its weights. Received: trained maps of {paths(trained)}. Pass "
             "discard_training=True to discard their training."
         )
-    adapt(model, layers, data, exact, max_tokens, verbose, discard_training)
+    recorded = record(model, data, exact, max_tokens, verbose)
+    _adapt(layers, recorded, discard_training)
     return model
 
 
-def adapt(
-    model, layers, data, exact=True, max_tokens=1024, verbose=0, discard_training=False
-):
+def _adapt(layers, recorded, discard_training=False):
     """Calibrates the maps of the given layers; if one fails, none is changed."""
-    recorded = record(model, data, exact, max_tokens, verbose)
     if not recorded:
         raise ValueError(
             "`data` must hold at least one batch with a real token. Received: none."
         )
-    wanted = {id(layer) for layer in layers}
     with unchanged_on_error([layer.feature_map for layer in layers]):
         for _, layer, sequences in recorded:
-            if id(layer) in wanted:
+            if layer in layers:
                 samples = [(s.query, s.key) for s in sequences]
                 layer.feature_map.adapt(samples, discard_training=discard_training)
 
@@ -104,26 +91,22 @@ def adaptive_layers(model):
 
 def calibrate_stage(model, layers, batches, before, measure):
     """Calibrates the maps that were not trained; returns which maps it kept."""
-    adaptive = [i for i, x in enumerate(layers) if x.feature_map.is_adaptive]
-    trained = [i for i in adaptive if layers[i].feature_map.was_trained]
-    weights = {i: layers[i].feature_map.weights for i in adaptive if i not in trained}
-    old = {
-        i: values_of(x)
-        for i, x in weights.items()
-        if layers[i].feature_map.is_calibrated
-    }
-    if weights:
-        adapt(model, [layers[i] for i in weights], batches)
-    after = measure() if old else before
-    worse = [i for i in old if np.nanmean(after[i]) > np.nanmean(before[i])]
-    for i in worse:
-        assign(weights[i], old[i])
-    notes = {
-        "trained maps were kept": trained,
-        "maps whose error would increase were kept": worse,
-    }
-    return "; ".join(
-        f"{note}: {paths([layers[i] for i in kept])}"
-        for note, kept in notes.items()
-        if kept
-    )
+    adaptive = [x for x in layers if x.feature_map.is_adaptive]
+    trained = [x for x in adaptive if x.feature_map.was_trained]
+    fitted = [x for x in adaptive if x not in trained]
+    calibrated = [x for x in fitted if x.feature_map.is_calibrated]
+    old = {x: values_of(x.feature_map.weights) for x in calibrated}
+    if fitted:
+        _adapt(fitted, record(model, batches))
+    after = measure()[0] if old else before
+    worse = [
+        layer
+        for layer, first, last in zip(layers, before, after, strict=True)
+        if layer in old and np.mean(last) > np.mean(first)
+    ]
+    for layer in worse:
+        assign(layer.feature_map.weights, old[layer])
+    notes = [f"trained maps were kept: {paths(trained)}"] if trained else []
+    if worse:
+        notes.append(f"maps whose error would increase were kept: {paths(worse)}")
+    return "; ".join(notes)

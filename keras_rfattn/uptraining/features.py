@@ -16,34 +16,38 @@ from keras_rfattn.uptraining.weights import StageModel
 TINY = 1e-9
 # KerasHub tasks whose head is part of the checkpoint.
 OWN_HEADS = {"CausalLM", "MaskedLM", "Seq2SeqLM"}
-# The measure that a stage reports, by objective.
-MEASURES = {
-    "features": "relative squared error of the model's outputs",
-    "logits": "divergence of logits",
+# The measure that a stage reports, and the rate at which maps learn, by objective.
+OBJECTIVES = {
+    "features": ("relative squared error of the model's outputs", 0.005),
+    "logits": ("divergence of logits", 0.001),
 }
 
 
 class FeaturesStage(StageModel):
     """Trains the model end to end by comparing its final outputs with the teacher's."""
 
-    def __init__(self, teacher, objective="auto", window_dropout=0.0):
-        super().__init__(teacher, window_dropout, name="features_stage")
-        if objective == "auto":
+    def __init__(self, teacher, stage, batch):
+        super().__init__(teacher, stage)
+        self.objective = stage.objective
+        if stage.objective == "auto":
             names = {cls.__name__ for cls in type(self.model).__mro__}
-            objective = "logits" if names & OWN_HEADS else "features"
-        self.objective, self.measure = objective, MEASURES[objective]
-        # Error of the model without attention, to compare with; `Training` sets it.
-        self.no_attention = None
+            self.objective = "logits" if names & OWN_HEADS else "features"
+        self.measure, self.learning_rate = OBJECTIVES[self.objective]
+        # The error if all attention outputs 0, to compare with.
+        zeros = [(layer, Attention.zero) for layer in self.learning]
+        with without_gradients():
+            error, _ = self.measured(self._compared(batch, zeros))
+        self.no_attention = float(ops.convert_to_numpy(error))
 
     def outputs(self, x):
-        """Returns a list of `(output, mask)` for each output that is compared."""
+        """Returns a list of `(output, real)` for each output that is compared."""
         model, backbone = self.model, getattr(self.model, "backbone", None)
         if self.objective == "features" and backbone is not None:
             model, names = backbone, getattr(backbone, "input", None)
             if isinstance(x, dict) and isinstance(names, dict):
                 x = {name: x[name] for name in names}
         found = [
-            (output, _mask_of("".join(map(str, path)), output, x))
+            (output, _real_tokens("".join(map(str, path)), output, x))
             for path, output in tree.flatten_with_path(model(x, training=False))
             if ops.is_tensor(output) and len(path) < 2
         ]
@@ -56,21 +60,14 @@ class FeaturesStage(StageModel):
         return [pair for pair in found if len(pair[0].shape) == 3] or found
 
     def call(self, inputs):
-        """Returns a list of `(wanted, given, mask)`, one for each compared output."""
-        noise = inputs["noise"]
+        """Returns a list of `(wanted, given, real)`, one for each compared output."""
+        noise, share = inputs["noise"], self.stage.window_dropout
         recorders = [
-            (layer, _without_window(noise[0, i] < self.window_dropout))
+            (layer, _without_window(noise[0, i] < share))
             for i, layer in enumerate(self.learning)
-            if layer.options.window is not None and self.window_dropout
+            if layer.options.window is not None and share
         ]
         return self._compared(inputs["x"], recorders)
-
-    def without_attention(self, x):
-        """Returns the error of the model if all its attention outputs 0, as a float."""
-        recorders = [(layer, Attention.zero) for layer in self.learning]
-        with without_gradients():
-            error, _ = self.measured(self._compared(x, recorders))
-        return float(ops.convert_to_numpy(error))
 
     def _compared(self, x, recorders):
         """Returns what `call` returns, with recorders in the linear model."""
@@ -78,7 +75,7 @@ class FeaturesStage(StageModel):
         with recording(recorders):
             given = self.outputs(x)
         pairs = zip(wanted, given, strict=True)
-        return [(one, other, mask) for (one, mask), (other, _) in pairs]
+        return [(one, other, real) for (one, real), (other, _) in pairs]
 
     def measured(self, compared):
         """Returns `(error, loss)`, each a mean over the compared outputs."""
@@ -87,17 +84,16 @@ class FeaturesStage(StageModel):
         return sum(errors) / len(errors), sum(losses) / len(losses)
 
 
-def _mask_of(name, output, x):
-    """Returns which tokens of an output are real, `(B, T)`, or `None` for all."""
-    if len(output.shape) != 3:
-        return None
+def _real_tokens(name, output, x):
+    """Returns 1 for the real tokens of an output, and 0 for padding."""
     prefix = name.partition("_sequence_output")[0]
     names = f"{prefix}_padding_mask", "padding_mask", "decoder_padding_mask"
     masks = [x[n] for n in names if n in x] if isinstance(x, dict) else []
     for mask in [*masks, getattr(output, "_keras_mask", None)]:
-        if mask is not None and mask.shape[1] == output.shape[1]:
-            return ops.cast(mask, "bool")
-    return None
+        has_tokens = mask is not None and len(output.shape) == 3
+        if has_tokens and mask.shape[1] == output.shape[1]:
+            return ops.cast(mask, "float32")
+    return ops.ones_like(output[..., 0], dtype="float32")
 
 
 def _without_window(dropped):
@@ -105,10 +101,9 @@ def _without_window(dropped):
     return lambda call: ops.cond(dropped, call.without_window().linear, call.linear)
 
 
-def _distance(wanted, given, mask):
+def _distance(wanted, given, real):
     """Returns the relative squared error, and the loss."""
     wanted, given = ops.cast(wanted, "float32"), ops.cast(given, "float32")
-    real = _real(mask, wanted)
     squared = ops.sum(real * ops.sum(ops.square(given - wanted), axis=-1))
     norm = ops.sum(ops.square(wanted), axis=-1)
     error = squared / ops.maximum(ops.sum(real * norm), TINY)
@@ -117,16 +112,11 @@ def _distance(wanted, given, mask):
     return error, error + 1 - cosine / ops.maximum(ops.sum(real), 1)
 
 
-def _divergence(wanted, given, mask):
+def _divergence(wanted, given, real):
     """Returns the mean Kullback-Leibler divergence of logits, as error and as loss."""
     wanted, given = (
         ops.log_softmax(ops.cast(x, "float32"), axis=-1) for x in (wanted, given)
     )
-    real = _real(mask, wanted)
     by_token = ops.sum(ops.exp(wanted) * (wanted - given), axis=-1)
     mean = ops.sum(real * by_token) / ops.maximum(ops.sum(real), 1)
     return mean, mean
-
-
-def _real(mask, x):
-    return ops.ones_like(x[..., 0]) if mask is None else ops.cast(mask, x.dtype)

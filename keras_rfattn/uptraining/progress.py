@@ -1,6 +1,5 @@
 """What a run of `uptrain` has done so far, kept in memory and in checkpoints."""
 
-import contextlib
 import math
 import time
 
@@ -8,23 +7,22 @@ import keras
 import numpy as np
 
 from keras_rfattn.backend.devices import donates_weights
-from keras_rfattn.uptraining.report import StageResult
-from keras_rfattn.uptraining.resume import every, load, save
-from keras_rfattn.uptraining.weights import assign, once, values_of
+from keras_rfattn.feature_maps.weights import assign, values_of
+from keras_rfattn.uptraining.resume import load, save
+
+# Attributes of `Progress` that checkpoints hold, besides values and the duration.
+SAVED = "before", "control", "results", "errors", "stage_start"
 
 
 class Progress(keras.callbacks.Callback):
-    """Callback that keeps errors of steps and the last good weights, and saves them.
-
-    It comes after the user's callbacks, so that what they change is saved too.
-    """
+    """Callback that keeps errors of steps and the last good weights, and saves them."""
 
     def __init__(self, model, layers, trained):
         super().__init__()
         of_maps = [v for layer in layers for v in layer.feature_map.variables]
+        changing = {id(v) for v in [*trained, *of_maps]}
         # Checkpoints hold these; all other weights are the teacher's and never change.
-        self.state = once([*trained, *of_maps])
-        changing = {id(v) for v in self.state}
+        self.state = [v for v in model.variables if id(v) in changing]
         others = [v for v in model.variables if id(v) not in changing]
         self.frozen = others if donates_weights() else []
         self.frozen_values = values_of(self.frozen)
@@ -43,44 +41,28 @@ class Progress(keras.callbacks.Callback):
         """Duration of the run so far, without interruptions."""
         return time.perf_counter() - self.start
 
-    @contextlib.contextmanager
-    def kept(self):
-        """Context manager that gives the model its last good weights if it raises."""
-        try:
-            yield
-        except BaseException:
-            assign([*self.state, *self.frozen], [*self.good, *self.frozen_values])
-            raise
+    def restore(self):
+        """Gives the model its last good weights, after an error."""
+        assign([*self.state, *self.frozen], [*self.good, *self.frozen_values])
 
     def load(self, backup, identity):
         """Restores what the checkpoint of this run holds, if there is one."""
         self.backup, self.identity = backup, identity
-        saved = load(backup, identity)
-        if saved is None:
+        self.every = 100 if backup.save_freq == "epoch" else max(1, backup.save_freq)
+        values, notes = load(backup, identity)
+        if not notes:
             return
-        arrays, notes = saved
-        # A file keeps the order of its arrays, which is that of the variables.
-        values, count = list(arrays.values()), len(self.state)
+        count = len(self.state)
         assign(self.state, values[:count])
         self.optimizer_values = values[count:]
-        self.before, self.control = map(np.array, (notes["before"], notes["control"]))
-        self.results = [StageResult(**result) for result in notes["results"]]
-        self.errors, self.stage_start = notes["errors"], notes["stage_start"]
-        self.start -= notes["seconds"]
+        self.start -= notes.pop("seconds")
+        vars(self).update(notes)
 
     def save(self, optimizer_variables=()):
         """Saves a checkpoint, with the optimizer if a stage goes on."""
-        variables = [*self.state, *optimizer_variables]
-        arrays = {f"array{i}": x for i, x in enumerate(values_of(variables))}
-        notes = {
-            "before": self.before.tolist(),
-            "control": self.control.tolist(),
-            "results": [vars(result) for result in self.results],
-            "errors": self.errors,
-            "seconds": self.seconds,
-            "stage_start": self.stage_start,
-        }
-        save(self.backup, self.identity, arrays, notes)
+        values = values_of([*self.state, *optimizer_variables])
+        notes = {"seconds": self.seconds} | {x: getattr(self, x) for x in SAVED}
+        save(self.backup, self.identity, values, notes)
 
     def begin(self, stage, first, steps):
         """Begins a stage, or goes on with one that was interrupted."""
@@ -94,18 +76,15 @@ class Progress(keras.callbacks.Callback):
         result = {"name": self.stage.name, "steps": len(errors), "seconds": seconds}
         if errors:
             tenth = max(1, len(errors) // 10)
-            result["first"], result["last"] = (
-                float(np.mean(x)) for x in (errors[:tenth], errors[-tenth:])
-            )
+            result["first"] = float(np.mean(errors[:tenth]))
+            result["last"] = float(np.mean(errors[-tenth:]))
             result["no_attention"] = trainer.no_attention
             result["measure"] = trainer.measure
-        self.results.append(StageResult(**result, note=note))
+        # Arguments of `StageResult`.
+        self.results.append({**result, "note": note})
         self.errors, self.optimizer_values = [], []
         if self.backup is not None:
             self.save()
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.seen, self.total = 0, 0.0
 
     def on_train_batch_end(self, batch, logs=None):
         self.check(math.isfinite(logs["loss"]))
@@ -113,14 +92,14 @@ class Progress(keras.callbacks.Callback):
         model = self.model
         self.good, self.latest = self.latest, values_of(self.state)
         # Keras' logs are means over the steps of an epoch; differences give this step.
-        self.seen, total = self.seen + 1, logs["error"] * (self.seen + 1)
-        self.errors.append(float(total - self.total))
-        self.total = total
+        before = self.total if batch else 0.0
+        self.total = logs["error"] * (batch + 1)
+        self.errors.append(float(self.total - before))
         if len(self.errors) == self.steps:
             # The last epoch may have fewer steps. Nothing is saved yet, as the
             # optimizer may change weights once more when the stage ends.
             model.stop_training = True
-        elif self.backup is not None and len(self.errors) % every(self.backup) == 0:
+        elif self.backup is not None and len(self.errors) % self.every == 0:
             self.save(model.optimizer.variables)
 
     def on_train_end(self, logs=None):

@@ -7,52 +7,29 @@ import numpy as np
 
 @dataclass(frozen=True)
 class StageResult:
-    """The result of one stage; errors are `None` without steps.
-
-    Attributes:
-        name: `"calibrate"`, `"attention"` or `"features"`.
-        steps: Number of steps that were done.
-        seconds: Duration, including compilation.
-        first: Mean error of the first tenth of the steps.
-        last: Mean error of the last tenth of the steps.
-        no_attention: Error if attention outputs 0.
-        note: Text that says which maps the stage left unchanged; empty if none.
-        measure: What these errors are.
-    """
+    """The result of one stage; errors are `None` without steps."""
 
     name: str
-    steps: int
-    seconds: float
-    first: float | None = None
-    last: float | None = None
-    no_attention: float | None = None
-    note: str = ""
-    measure: str = ""
+    steps: int  # that were done
+    seconds: float  # including compilation
+    first: float | None = None  # mean error of the first tenth of the steps
+    last: float | None = None  # mean error of the last tenth of the steps
+    no_attention: float | None = None  # error if attention outputs 0
+    note: str = ""  # which maps the stage left unchanged
+    measure: str = ""  # what these errors are
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """Relative squared errors of the outputs of one attention layer, by head.
+    """Relative squared errors of the outputs of one attention layer, by head."""
 
-    They are measured on the inputs that the layer has in the softmax model. An output
-    of 0 has an error of 1. Heads that stay softmax are left out.
-
-    Attributes:
-        path: Path of the layer.
-        before: Error of each head before training.
-        after: Error of each head after training.
-        uniform_attention: Error of uniform attention for each head, as a control.
-    """
+    # They are measured on the inputs that the layer has in the softmax model. An output
+    # of 0 has an error of 1. Heads that stay softmax are left out.
 
     path: str
-    before: tuple
-    after: tuple
-    uniform_attention: tuple
-
-    @classmethod
-    def of(cls, layer, *errors):
-        """Returns the result of a layer, without heads that were not measured."""
-        return cls(layer.path, *(tuple(x[~np.isnan(x)].tolist()) for x in errors))
+    before: tuple  # before training
+    after: tuple  # after training
+    uniform_attention: tuple  # of uniform attention, as a control
 
 
 @dataclass(frozen=True)
@@ -97,8 +74,7 @@ class UptrainingReport:
     def __str__(self):
         lines = [
             f"Uptraining of {self.model} with {self.mechanism}",
-            f"{'stage':<12}{'steps':>6}{'minutes':>9}{'first':>10}{'last':>10}"
-            f"{'no attention':>14}  measure",
+            "stage        steps  minutes     first      last  no attention  measure",
         ]
         steps = sum(stage.steps for stage in self.stages)
         for stage in (*self.stages, StageResult("all", steps, self.seconds)):
@@ -112,8 +88,7 @@ class UptrainingReport:
         rows = [(x.path, x.before, x.after, x.uniform_attention) for x in self.layers]
         rows.append(("all", self.before, self.after, self.uniform_attention))
         width = max(len(path) for path, *_ in rows) + 2
-        names = f"{'before':>7}{'after':>9}{'uniform attention':>19}"
-        lines.append("layer".ljust(width) + names)
+        lines.append(f"{'layer':<{width}} before    after  uniform attention")
         for path, *errors in rows:
             before, after, uniform = map(np.mean, errors)
             lines.append(f"{path:<{width}}{before:>7.3f}{after:>9.3f}{uniform:>19.3f}")

@@ -13,7 +13,7 @@ from keras_rfattn.backend.devices import backend_name
 from keras_rfattn.feature_maps.weights import checksum
 from keras_rfattn.layers.checks import title
 
-FORMAT, FILE = 5, "uptrain.npz"
+FORMAT, FILE = 6, "uptrain.npz"
 
 
 class Checkpoint(keras.callbacks.BackupAndRestore):
@@ -31,10 +31,6 @@ class Checkpoint(keras.callbacks.BackupAndRestore):
     Raises:
         ValueError: If an argument is invalid; in `uptrain`, before the model changes,
             if the folder holds a checkpoint of another run or a damaged one.
-
-    Examples:
-        >>> from keras_rfattn.uptraining import Checkpoint
-        >>> callbacks = [Checkpoint("progress", every=50)]  # for `uptrain`
     """
 
     def __init__(self, folder: str | os.PathLike, every: int = 100) -> None:
@@ -57,32 +53,27 @@ def path_of(backup):
     return pathlib.Path(backup.backup_dir) / FILE
 
 
-def every(backup):
-    """Returns the number of steps between checkpoints of a `BackupAndRestore`."""
-    return 100 if backup.save_freq == "epoch" else max(1, backup.save_freq)
-
-
-def save(backup, identity, arrays, notes):
+def save(backup, identity, values, notes):
     """Writes a checkpoint in place of the one before."""
     path = path_of(backup)
     header = json.dumps({"identity": identity, "notes": notes}).encode()
     partial = path.with_suffix(".partial")
     with open(partial, "wb") as file:
-        np.savez(file, header=np.frombuffer(header, np.uint8), **arrays)
+        np.savez(file, *values, header=np.frombuffer(header, np.uint8))
     os.replace(partial, path)
 
 
 def load(backup, identity):
-    """Returns `(arrays, notes)` of this run, or `None` if none is saved."""
+    """Returns `(values, notes)` of this run, which are empty if none is saved."""
     path = path_of(backup)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        return None
+        return [], {}
     try:
         # Reading a member of the archive completely also verifies its checksum.
         with np.load(path) as file:
-            arrays = {name: file[name] for name in file.files}
-        header = json.loads(arrays.pop("header").tobytes())
+            header, *values = [file[name] for name in file.files]
+        header = json.loads(header.tobytes())
     except Exception as error:
         # Which exception a damaged archive raises cannot be predicted.
         raise ValueError(
@@ -103,13 +94,13 @@ def load(backup, identity):
             "model as it was loaded then. New LoRA adapters, and a preprocessor that "
             "draws random numbers, need `keras.utils.set_random_seed` before each call."
         )
-    return arrays, header["notes"]
+    return values, header["notes"]
 
 
 def checked_callbacks(given):
     """Returns a list of callbacks, and the `BackupAndRestore` among them or `None`."""
-    given = [] if given is None else given
-    callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
+    callbacks = [] if given is None else given
+    callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
     # Keras' own way to back up knows no stages, and would load one into another.
     backups = [x for x in callbacks if isinstance(x, keras.callbacks.BackupAndRestore)]
     wrong = [x for x in callbacks if not isinstance(x, keras.callbacks.Callback)]
@@ -122,8 +113,7 @@ def checked_callbacks(given):
             "Use `keras_rfattn.uptraining.Checkpoint` to resume after an interruption, "
             "and save your model when `uptrain` is done."
         )
-    others = [x for x in callbacks if x not in backups]
-    return others, backups[0] if backups else None
+    return [x for x in callbacks if x not in backups], next(iter(backups), None)
 
 
 def identity(model, layers, batches, settings):
@@ -136,17 +126,13 @@ def identity(model, layers, batches, settings):
         "softmax weights (checksum)": checksum(v.value for v in own),
         "first batch of data (checksum)": checksum(keras.tree.flatten(batches(0))),
         **settings,
-        "stages": list(map(repr, settings["stages"])),
     }
-    if settings["optimizer"] is not None:
-        config = keras.saving.serialize_keras_object(settings["optimizer"])
-        values["optimizer"] = config["class_name"], config["config"]
+    if (optimizer := settings["optimizer"]) is not None:
+        values["optimizer"] = type(optimizer).__name__, optimizer.get_config()
     for i, layer in enumerate(layers):
-        values[f"layer {i}"] = {
-            "feature_map": feature_maps.serialize(layer.feature_map),
-            **layer.options.config(),
-            "dtype": layer.compute_dtype,
-        }
+        feature_map = feature_maps.serialize(layer.feature_map)
+        config = {"feature_map": feature_map, "dtype": layer.compute_dtype}
+        values[f"layer {i}"] = config | layer.options.config()
     # Keras makes up names anew in each process.
     return json.loads(
         json.dumps(values, default=repr),

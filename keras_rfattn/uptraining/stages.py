@@ -11,11 +11,6 @@ OPTIONS = {
     "attention": ("trainable", "window_dropout", "max_rows"),
     "features": ("trainable", "window_dropout", "objective"),
 }
-CHOICES = {
-    "name": tuple(OPTIONS),
-    "trainable": ("maps", "query_key", "all"),
-    "objective": ("auto", "features", "logits"),
-}
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,9 @@ class Stage:
     max_rows: int = 512
 
     def __post_init__(self):
-        for name, choices in CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
+        check_choice("name", self.name, tuple(OPTIONS))
+        check_choice("trainable", self.trainable, ("maps", "query_key", "all"))
+        check_choice("objective", self.objective, ("auto", "features", "logits"))
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name not in OPTIONS[self.name] and value != field.default:
@@ -80,11 +76,6 @@ class Stage:
             )
         check_sizes(max_rows=self.max_rows)
 
-    @property
-    def trains(self):
-        """Whether the stage trains with gradients."""
-        return bool(OPTIONS[self.name])
-
 
 def checked_stages(given):
     """Returns a tuple of `Stage`s from a stage or a sequence of stages and names."""
@@ -101,13 +92,10 @@ def checked_stages(given):
 
 def planned(stages, steps, layers):
     """Returns a list of `(stage, its first step, the step after its last)`."""
-    count, plan, first = sum(stage.trains for stage in stages), [], 0
-    for stage in stages:
-        last = first
-        if stage.trains:
-            last = first + math.ceil((steps - first) / count)
-            count -= 1
-        if stage.trains or any(x.feature_map.is_adaptive for x in layers):
-            plan.append((stage, first, last))
-        first = last
-    return plan
+    names = {stage.name for stage in stages}
+    middle = steps if "attention" in names else 0
+    if {"attention", "features"} <= names:
+        middle = math.ceil(steps / 2)
+    spans = {"calibrate": (0, 0), "attention": (0, middle), "features": (middle, steps)}
+    learns = any(layer.feature_map.is_adaptive for layer in layers)
+    return [(x, *spans[x.name]) for x in stages if x.name != "calibrate" or learns]

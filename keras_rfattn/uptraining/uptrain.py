@@ -1,5 +1,9 @@
 """Trains a converted linear model to match its softmax checkpoint: `uptrain`."""
 
+import dataclasses
+import functools
+import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,23 +12,20 @@ import numpy as np
 
 from keras_rfattn import feature_maps
 from keras_rfattn.arguments import check_choice, check_seed, check_sizes
+from keras_rfattn.backend.devices import dataset_of
+from keras_rfattn.feature_maps.weights import assign
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.models.swap import strategy_scope
-from keras_rfattn.uptraining.attention import Measuring
+from keras_rfattn.uptraining.attention import AttentionStage, measured_errors
 from keras_rfattn.uptraining.batches import Batches
 from keras_rfattn.uptraining.calibrate import calibrate_stage
-from keras_rfattn.uptraining.fitting import fit_stage, trainer_of
+from keras_rfattn.uptraining.features import FeaturesStage
 from keras_rfattn.uptraining.progress import Progress
-from keras_rfattn.uptraining.report import LayerResult, UptrainingReport
+from keras_rfattn.uptraining.report import LayerResult, StageResult, UptrainingReport
 from keras_rfattn.uptraining.resume import checked_callbacks, identity, path_of
 from keras_rfattn.uptraining.stages import OPTIONS, Stage, checked_stages, planned
-from keras_rfattn.uptraining.weights import (
-    Teacher,
-    once,
-    only_training,
-    variables_to_train,
-)
+from keras_rfattn.uptraining.weights import Teacher, only_training, variables_to_train
 
 
 def uptrain(
@@ -83,16 +84,6 @@ def uptrain(
             nothing would train, the data does not fit the model or has no real token,
             or a `Checkpoint` belongs to another run; the model is unchanged then. Also
             if a loss is not finite; the last good weights are kept, as after any error.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> model = keras_rfattn.replace_attention(model, "hedgehog")
-        >>> x = np.random.default_rng(0).normal(size=(4, 8, 16))
-        >>> report = keras_rfattn.uptrain(model, x, steps=2, batch_size=4, verbose=0)
-        >>> [(stage.name, stage.steps) for stage in report.stages]
-        [('attention', 1), ('features', 1)]
     """
     check_model(model)
     layers = linear_layers(model)
@@ -106,8 +97,7 @@ def uptrain(
     check_choice("verbose", verbose, ("auto", 0, 1, 2))
     callbacks, backup = checked_callbacks(callbacks)
     if seed is None:
-        drawn = keras.ops.convert_to_numpy(keras.random.SeedGenerator().state)[0]
-        seed = drawn if backup is None else 0
+        seed = random.randrange(10**9) if backup is None else 0
     settings = {
         # Checkpoints and reports store plain Python numbers.
         "steps": int(steps),
@@ -126,45 +116,109 @@ def uptrain(
 def _run(model, layers, batches, settings, callbacks, backup, verbose):
     """Runs `uptrain` after its arguments were checked."""
     steps, stages, optimizer = (settings[x] for x in ("steps", "stages", "optimizer"))
-    training = [stage for stage in stages if stage.trains]
-    selected = variables_to_train(model, layers, training, optimizer)
-    trained = once(v for variables in selected.values() for v in variables)
+    training = {x.name: x for x in stages if x.name != "calibrate"}
+    selected = variables_to_train(model, layers, training.values(), optimizer)
+    trained = [v for variables in selected.values() for v in variables]
+    trained = list({id(v): v for v in trained}.values())
     teacher = Teacher(model, layers, trained)
-    rows = [stage.max_rows for stage in stages if stage.name == "attention"]
-    measuring = Measuring(teacher, batches, *rows or [Stage("attention").max_rows])
+    measured = training.get("attention", Stage("attention"))
+    measured = dataclasses.replace(measured, window_dropout=0)
+    # A model of its own, which stays compiled. Those that train are compiled anew.
+    measured = AttentionStage(teacher, measured)
+    measure = functools.partial(measured_errors, measured, batches.head)
     progress = Progress(model, layers, trained)
     names = {feature_maps.name_of(layer.feature_map) for layer in layers}
     mechanism = ", ".join(sorted(names))
     if verbose:
         print(f"Uptraining of {title(model)} with {mechanism}")
-    with progress.kept():
-        trainers = {x.name: trainer_of(x, teacher, batches) for x in training}
+    try:
+        trainers = {}
+        if "attention" in training:
+            trainers["attention"] = AttentionStage(teacher, training["attention"])
+        if "features" in training:
+            stage = training["features"]
+            trainers["features"] = FeaturesStage(teacher, stage, batches(0))
         if backup is not None:
             progress.load(backup, identity(model, layers, batches, settings))
         if progress.before is None:
-            progress.before, progress.control = measuring(must_be_finite=True)
+            progress.before, progress.control = measure(must_be_finite=True)
         plan = planned(stages, steps, layers)
         for stage, first, last in plan[len(progress.results) :]:
             progress.begin(stage, first, last - first)
             trainer, note = trainers.get(stage.name), ""
             if first < last:
                 with only_training(model, selected[stage.name]):
-                    fit_stage(trainer, batches, optimizer, progress, callbacks, verbose)
+                    _fit(trainer, batches, optimizer, progress, callbacks, verbose)
             elif trainer is None:
-                errors = progress.before, lambda: measuring()[0]
-                note = calibrate_stage(model, layers, batches.head, *errors)
+                before = progress.before
+                note = calibrate_stage(model, layers, batches.head, before, measure)
             progress.end(trainer, note)
-        after, _ = measuring()
+        after, _ = measure()
+    except BaseException:
+        progress.restore()
+        raise
     if backup is not None and backup.delete_checkpoint:
         path_of(backup).unlink()
     errors = zip(layers, progress.before, after, progress.control, strict=True)
     return UptrainingReport(
         title(model),
         mechanism,
-        stages=tuple(progress.results),
+        stages=tuple(StageResult(**result) for result in progress.results),
         seconds=progress.seconds,
-        layers=tuple(LayerResult.of(*x) for x in errors),
+        layers=tuple(LayerResult(layer.path, *map(tuple, x)) for layer, *x in errors),
         trained=tuple(v.path for v in trained if id(v) in teacher.copies),
         parameters=int(sum(np.prod(v.shape) for v in trained)),
         seed=settings["seed"],
     )
+
+
+def _fit(trainer, batches, optimizer, progress, callbacks, verbose):
+    """Trains a stage for its remaining steps."""
+    stage, first, steps = progress.stage, progress.first, progress.steps
+    done, layers = len(progress.errors), trainer.learning
+    rates = {"maps": trainer.learning_rate, "query_key": 0.001, "all": 0.0001}
+    optimizer = _optimizer(rates[stage.trainable], steps, optimizer)
+    scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    is_float16 = any(layer.compute_dtype == "float16" for layer in layers)
+    if is_float16 and not scales_loss:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    trainer.compile(optimizer)
+    trainer.optimizer.build(trainer.trainable_variables)
+    if progress.optimizer_values:
+        assign(trainer.optimizer.variables, progress.optimizer_values)
+    if verbose:
+        control = f"{trainer.measure} (no attention {trainer.no_attention:.3f})"
+        print(f"Stage '{stage.name}', {steps - done} steps: {control}")
+
+    remaining = (
+        (batches.with_noise(step, len(layers) + 1),)
+        for step in range(first + done, first + steps)
+    )
+    # Ten epochs, for callbacks that act by epoch, counted on from stage to stage.
+    per_epoch = math.ceil(steps / 10)
+    epoch = math.ceil(first / per_epoch) + done // per_epoch
+    trainer.fit(
+        dataset_of(remaining),
+        steps_per_epoch=per_epoch,
+        initial_epoch=epoch,
+        epochs=epoch + math.ceil((steps - done) / per_epoch),
+        shuffle=False,
+        # In this order, what other callbacks change is saved too.
+        callbacks=[*callbacks, progress],
+        verbose=verbose,
+    )
+
+
+def _optimizer(rate, steps, given):
+    """Returns a fresh copy of the given optimizer, or the default one."""
+    if given is not None:
+        return type(given).from_config(given.get_config())
+    warmup = max(1, steps // 20)
+    schedule = keras.optimizers.schedules.CosineDecay(
+        rate / 20,
+        max(1, steps - warmup),
+        alpha=1 / 20,
+        warmup_target=rate,
+        warmup_steps=warmup,
+    )
+    return keras.optimizers.Adam(schedule)

@@ -3,11 +3,10 @@
 import contextlib
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_rfattn.backend import without_gradients
-from keras_rfattn.feature_maps.weights import as_numpy, trained_weights
+from keras_rfattn.feature_maps.weights import trained_weights
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.checks import projection, title
 from keras_rfattn.layers.recording import recording
@@ -17,8 +16,7 @@ def variables_to_train(model, layers, stages, optimizer=None):
     """Returns a dict from the name of each stage to the variables that it trains."""
     selected = {}
     for stage in stages:
-        variables = [v for layer in layers for v in _weights_of_map(layer)]
-        variables = once(variables + _weights_of_model(model, layers, stage.trainable))
+        variables = _selected(model, layers, stage.trainable)
         if not variables:
             maps = sorted({type(layer.feature_map).__name__ for layer in layers})
             raise ValueError(
@@ -42,57 +40,33 @@ def variables_to_train(model, layers, stages, optimizer=None):
     return selected
 
 
-def _weights_of_map(layer):
-    """Returns the weights of a layer's map that uptraining trains."""
-    feature_map = layer.feature_map
-    if layer.trainable or feature_map.trainable:
-        return feature_map.trainable_variables
-    return trained_weights(feature_map)
-
-
-def _weights_of_model(model, layers, trainable):
-    """Returns the variables that train in a stage besides those of maps."""
-    if trainable == "maps":
-        return []
-    if trainable == "all":
-        return model.trainable_variables
-    sides = [projection(layer, side) for layer in layers for side in ("query", "key")]
-    return [v for dense in sides for v in dense.trainable_variables]
+def _selected(model, layers, trainable):
+    """Returns the variables that a stage trains."""
+    variables = list(model.trainable_variables) if trainable == "all" else []
+    for layer in layers:
+        feature_map = layer.feature_map
+        is_frozen = not (layer.trainable or feature_map.trainable)
+        own = trained_weights(feature_map)
+        variables += own if is_frozen else feature_map.trainable_variables
+        if trainable == "query_key":
+            for side in ("query", "key"):
+                variables += projection(layer, side).trainable_variables
+    return list({id(v): v for v in variables}.values())
 
 
 @contextlib.contextmanager
 def only_training(model, variables):
     """Context manager in which only the given variables of a model are trainable."""
     wanted = {id(v) for v in variables}
-    before = [(v, v.trainable) for v in model.variables]
+    # For some dtypes PyTorch raises even if the value of `trainable` stays the same.
+    changed = [v for v in model.variables if v.trainable != (id(v) in wanted)]
     try:
-        _set_trainable((v, id(v) in wanted) for v, _ in before)
+        for variable in changed:
+            variable.trainable = not variable.trainable
         yield
     finally:
-        _set_trainable(before)
-
-
-def _set_trainable(pairs):
-    for variable, value in pairs:
-        # For some dtypes PyTorch raises even if `value` is `False`.
-        if variable.trainable != value:
-            variable.trainable = value
-
-
-def once(items):
-    """Returns the items in order, without repeated ones (compared by identity)."""
-    return list({id(x): x for x in items}.values())
-
-
-def values_of(variables):
-    """Returns copies of the values of variables as a list of NumPy arrays."""
-    return [np.array(as_numpy(v.value)) for v in variables]
-
-
-def assign(variables, values):
-    """Assigns values, as `values_of` returns them, to variables."""
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+        for variable in changed:
+            variable.trainable = id(variable) not in wanted
 
 
 def paths(layers):
@@ -101,15 +75,12 @@ def paths(layers):
 
 
 class Teacher:
-    """The model with its first weights, and with softmax instead of linear attention.
-
-    Weights that do not train are shared with the model. For weights that train, the
-    teacher keeps a copy of their first values, by `id` of the variable. Weights of maps
-    need no copy, as softmax attention does not use them.
-    """
+    """The model with its first weights, and softmax instead of linear attention."""
 
     def __init__(self, model, layers, trained):
         self.model, self.layers = model, layers
+        # First values by `id` of the variable. Weights that do not train are the
+        # model's, and softmax attention does not use those of maps.
         of_maps = {id(v) for layer in layers for v in layer.feature_map.variables}
         self.copies = {
             id(v): keras.Variable(
@@ -136,10 +107,11 @@ class Teacher:
 class StageModel(keras.Model):
     """The model that a stage fits; a subclass defines `call` and `measured`."""
 
-    def __init__(self, teacher, window_dropout, name):
-        super().__init__(dtype="float32", name=name)
+    def __init__(self, teacher, stage):
+        super().__init__(dtype="float32", name=f"{stage.name}_stage")
         self.teacher, self.model = teacher, teacher.model
-        self.learning, self.window_dropout = list(teacher.layers), window_dropout
+        self.stage, self.learning = stage, list(teacher.layers)
+        self.learning_rate = min(x.feature_map.learning_rate for x in self.learning)
         # Keras passes only variables that it knows to a compiled function.
         self.first_values = list(teacher.copies.values())
         self.error = keras.metrics.Mean("error")

@@ -85,6 +85,20 @@ def test_weights_that_turn_nan_are_not_kept():
     assert all(np.all(np.isfinite(w)) for w in m.weights(model))
 
 
+def test_data_that_ends_early_is_named_and_good_weights_stay():
+    model, expected, rows = m.linear_model(), m.linear_model(), m.tokens()[:16]
+    # TensorFlow's datasets raise an error of their own, which holds the text of ours.
+    kinds = {"tensorflow": "InvalidArgumentError"}
+    with pytest.raises(Exception, match="none for step 7. Pass a function") as error:
+        m.uptrain(model, (rows for _ in range(7)), stages="attention")
+    kind = kinds.get(keras.backend.backend(), "ValueError")
+    assert type(error.value).__name__ == kind
+    # Seven steps, of which the last one's weights are not proven.
+    m.uptrain(expected, lambda: [rows], stages="attention", callbacks=[Stop(6)])
+    for a, b in zip(m.weights(model), m.weights(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 class Inside(keras.callbacks.Callback):
     """Interrupts a compiled step, as Ctrl-C does."""
 

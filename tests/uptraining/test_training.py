@@ -10,7 +10,6 @@ import keras_rfattn
 from keras_rfattn.layers.recording import in_order, linear_layers
 from keras_rfattn.uptraining import Stage
 from keras_rfattn.uptraining.attention import AttentionStage
-from keras_rfattn.uptraining.fitting import rate_for
 from tests import helpers as h
 from tests.marks import first, slow_on_jax
 from tests.uptraining import models as m
@@ -180,21 +179,29 @@ def test_any_optimizer_and_gradient_accumulation():
 
 
 @pytest.mark.once
+@slow_on_jax
 @pytest.mark.parametrize(
-    ("stage", "trainable", "rate"),
+    ("arguments", "rate"),
     [
-        ("attention", "maps", 0.02),
-        ("attention", "query_key", 0.001),
-        ("features", "maps", 0.005),
-        ("features", "query_key", 0.001),
-        ("features", "all", 0.0001),
+        ({"name": "attention"}, 0.02),
+        ({"name": "attention", "trainable": "query_key"}, 0.001),
+        ({"name": "features"}, 0.005),
+        ({"name": "features", "objective": "logits"}, 0.001),
+        ({"name": "features", "trainable": "query_key"}, 0.001),
+        ({"name": "features", "trainable": "all"}, 0.0001),
     ],
 )
-def test_rates(stage, trainable, rate):
-    layers = m.linear_model("favorpp_learned", num_features=8).layers
-    layers = [x for x in layers if hasattr(x, "feature_map")]
-    stage = Stage(stage, trainable=trainable)
-    assert rate_for(stage, "features", layers) == rate
+def test_rates(arguments, rate):
+    found = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            schedule = self.model.optimizer.get_config()["learning_rate"]["config"]
+            found.append(schedule["warmup_target"])
+
+    model = m.linear_model("favorpp_learned", num_features=8)
+    m.uptrain(model, stages=Stage(**arguments), steps=1, callbacks=[Look()])
+    assert found == [rate]
 
 
 @slow_on_jax
