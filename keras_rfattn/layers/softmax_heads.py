@@ -31,10 +31,7 @@ def linear_heads(call):
 
 
 def of_heads(call, heads):
-    """Returns an `Attention` of some key/value heads and of the queries that read them.
-
-    None of its heads counts as one that stays softmax.
-    """
+    """Returns an `Attention` of some key/value heads and the queries that read them."""
     count = call.key.shape[2]
     groups, sinks = call.query.shape[2] // count, call.sink_logits
     if sinks is not None:

@@ -9,7 +9,6 @@ import hashlib
 import math
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 import keras_rfattn.models.stable_names as stable_names
 from keras_rfattn.feature_maps.base import FeatureMap
@@ -21,8 +20,7 @@ PROJECTIONS = 16
 # bits for matrices, 16 bits for vectors (the table in docs/pages/guides/share.md).
 LIMITS = {"attention": 0.015, "matrices": 0.06, "vectors": 0.005}
 MATRICES = "kernel", "embeddings", "reverse_embeddings"
-# The share of a limit that adding merged adapters in another order explains.
-MERGED = 1e-3
+MERGED = 1e-3  # share of a limit that merging adapters in another order explains
 ADAPTERS = "lora_kernel_a", "lora_kernel_b", "lora_embeddings_a", "lora_embeddings_b"
 OF_QUANTIZATION = "scale", "zero", "g_idx", "history"
 
@@ -79,12 +77,14 @@ def _adapters(owned):
 
 def _hash(owned):
     """Returns a hash of the values of weights, rounded to bfloat16."""
+    import ml_dtypes
+
     digest, adapters = hashlib.sha256(), _adapters(owned)
     for name, (variable, _) in owned.items():
         if not name.endswith(ADAPTERS) or name[:-2] in adapters:
-            array = as_numpy(variable.value)
+            array = as_numpy(variable.value).astype("float32")
             digest.update(repr(array.shape).encode())
-            digest.update(array.astype("float32").astype(bfloat16).tobytes())
+            digest.update(array.astype(ml_dtypes.bfloat16).tobytes())
     return digest.hexdigest()
 
 

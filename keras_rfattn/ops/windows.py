@@ -261,12 +261,7 @@ def local_attention(
 def in_windows(
     features, value, local, is_causal, mask=None, earlier=None, summed=None, sinks=None
 ):
-    """Computes `local_attention` of rows whose first token begins a window.
-
-    `summed`, `(B, T)`, is true for the keys that enter sums: by default, all that
-    `mask` shows except for sinks. Returns the output, and the sums of the far windows
-    of the last query if attention is causal.
-    """
+    """Returns the output for rows that begin a window, and the sums of far windows."""
     if local.sinks and sinks is None:
         sinks = first_tokens(local.key, value, local.sinks, mask)
         position = ops.arange(ops.shape(value)[1], dtype="int32")
