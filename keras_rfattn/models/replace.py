@@ -20,7 +20,7 @@ from keras_rfattn.layers.self_attention import kinds_in_graph
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.models.matching import assign, select
 from keras_rfattn.models.report import local_note
-from keras_rfattn.models.survey import has_prefix, is_pooling, survey
+from keras_rfattn.models.survey import survey
 from keras_rfattn.ops.options import Options
 
 
@@ -173,7 +173,7 @@ def _replaceable(model, sites, include, exclude):
             "`restore_attention(model)` first, or leave these out with `exclude`."
         )
     if include is None:
-        selected = [site for site in selected if not is_pooling(site)]
+        selected = [site for site in selected if not site.block.is_pooling]
     if not selected:
         raise ValueError(
             "`include` and `exclude` must leave layers to replace. Received: "
@@ -246,7 +246,7 @@ def _check_window(options, sites):
             f"same tokens. {received}but query and value are different tensors at:\n"
             f"{_listing(cross)}\nLeave these out with `exclude`."
         )
-    special = [x for x in sites if x.linear_class.sink_logits or has_prefix(x)]
+    special = [x for x in sites if x.linear_class.sink_logits or x.has_prefix]
     if special:
         raise ValueError(
             "Attention with sinks, logits in the denominator of softmax, or in which "

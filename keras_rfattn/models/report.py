@@ -11,7 +11,7 @@ from keras_rfattn.feature_maps.weights import trained_weights
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.linear_attention import sliding_window, soft_cap
 from keras_rfattn.models.holders import holders
-from keras_rfattn.models.survey import is_pooling, survey
+from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
 
 NOT_TRAINED, UNCALIBRATED = "not trained", "uncalibrated"
@@ -135,12 +135,6 @@ def _wrapped(line):
     )  # fmt: skip
 
 
-def aligned(table):
-    """Returns the rows of a table as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-
-
 def describe_attention(model: keras.layers.Layer) -> AttentionReport:
     """Reports the attention of a model, whether original, replaced or reloaded.
 
@@ -207,7 +201,7 @@ def _row(site):
     layer, name = site.layer, original_class(site.layer).__name__
     if not site.is_linear:
         reason = local_note(site) or site.reason or "not selected"
-        if is_pooling(site):
+        if site.block.is_pooling:
             reason = "one query, for which softmax is already linear"
         notes = (f"kept: {reason}",)
         return Row(site.path, name, site.causal, notes=notes, window=site.window)

@@ -4,7 +4,6 @@
 """
 
 import functools
-import importlib
 
 import keras
 import keras_hub
@@ -17,7 +16,6 @@ import keras_rfattn.models.lora as lora
 import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
-import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.checks import title
 from keras_rfattn.models.holders import holders
@@ -31,11 +29,12 @@ MARK = "*"
 FAMILIES = (*generation.FAMILIES, prefix_lm.FAMILY, seq2seq.FAMILY)
 
 
-def classes(table):
-    """Yields `(class, row)` for the rows of a table that name a KerasHub class."""
-    for name, row in table.items():
-        if row.package == known.HUB and row.module is not None:
-            yield getattr(importlib.import_module(row.module), name), row
+def subclasses(cls):
+    """Yields the subclasses of a class that KerasHub defines."""
+    for found in cls.__subclasses__():
+        if known.is_of_hub(found):
+            yield found
+        yield from subclasses(found)
 
 
 @functools.cache
@@ -150,9 +149,9 @@ def _adjust_preprocessor(task):
 @functools.cache
 def install():
     """Prepares KerasHub's classes for attention replacement, once."""
-    for cls, row in classes(known.ATTENTION):
-        mixin = getattr(mixins, row.mixin, None) or getattr(encoders, row.mixin)
-        swap.LINEAR_CLASSES[cls] = swap.make_linear_class(cls, mixin=mixin)
-    for cls, row in classes(known.BLOCKS):
-        survey.BLOCK_MIXINS[cls] = getattr(mixins, row.masks)
+    for cls in set(subclasses(keras.layers.Layer)):
+        name = known.ATTENTION.get(cls.__name__, known.NOTHING).mixin
+        if name is not None:
+            mixin = getattr(mixins, name, None) or getattr(encoders, name)
+            swap.LINEAR_CLASSES[cls] = swap.make_linear_class(cls, mixin=mixin)
     saving.COMPANION_HOOKS.append(adjust_companions)
