@@ -12,10 +12,12 @@ import keras
 
 from keras_rfattn.backend.layers import track_variables_anew
 from keras_rfattn.layers import fingerprint
-from keras_rfattn.models.notes import notes_of
 
 # Compiled functions of Keras models and KerasHub tasks.
 COMPILED = ("train", "test", "predict", "generate")
+# Key in a model's `vars`, which Keras does not track, of its
+# `generation.streaming.Stream`.
+STREAM = "_rfattn_stream"
 
 
 def holders(layers, model=None, among=None):
@@ -47,7 +49,7 @@ def refresh(layer):
     for name in COMPILED:
         if getattr(layer, f"{name}_function", None) is not None:
             setattr(layer, f"{name}_function", None)
-    notes_of(layer).stream = None
+    vars(layer).pop(STREAM, None)
     track_variables_anew(layer)
 
 

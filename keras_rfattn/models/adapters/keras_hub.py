@@ -91,7 +91,7 @@ def model_carrier(cls):
     """Returns the carrier of a backbone or task class, registered under its name."""
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
-    members, mark = {"pickled_class": cls}, ""
+    members, mark = {}, ""
     for family in FAMILIES:
         if family.includes(cls):
             members |= family.members
