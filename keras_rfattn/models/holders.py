@@ -21,11 +21,9 @@ STREAM = "_rfattn_stream"
 
 
 def holders(layers, model=None, among=None):
-    """Returns the layers and models of `among` that hold any of `layers`.
-
-    By default, these are all in this process, and those in `model` in any case.
-    """
+    """Returns the layers and models of `among`, by default all, that hold `layers`."""
     if among is None:
+        # `model` is looked into in any case, as it may be frozen.
         # `isinstance` reads `__class__`, at which some objects emit a warning.
         objects = gc.get_objects()
         among = [x for x in objects if issubclass(type(x), keras.layers.Layer)]

@@ -6,7 +6,6 @@ the class of such a container to a subclass, its carrier. The config of a carrie
 an entry "attention", from which `from_config` restores the linear attention.
 """
 
-import contextlib
 import importlib.util
 
 import keras
@@ -190,16 +189,6 @@ def register_by_name(cls):
     """Makes Keras save a carrier under its class's name, and find it by this name."""
     name = cls.original_class.__name__
     keras.saving.register_keras_serializable(PACKAGE, name)(cls)
-
-
-@contextlib.contextmanager
-def saved_by_name(cls):
-    """Context manager that saves a carrier under its class's name."""
-    register_by_name(cls)
-    try:
-        yield
-    finally:
-        save_as_generic(cls)
 
 
 # Their configs contain the layers inside them.

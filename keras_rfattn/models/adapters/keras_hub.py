@@ -57,14 +57,17 @@ def _get_config(self):
     for task in holders([self]):
         if isinstance(task, Task) and not isinstance(task, saving.Carrier):
             saving.carry(task)
-            _adjust_preprocessor(task)
+            adjust_companions([task])
     return saving.Carrier.get_config(self)
 
 
 def _save_to_preset(self, preset_dir, *args, **kwargs):
     """Saves a preset under the class name by which `from_preset` finds the class."""
-    with saving.saved_by_name(type(self)):
+    saving.register_by_name(type(self))
+    try:
         type(self).original_class.save_to_preset(self, preset_dir, *args, **kwargs)
+    finally:
+        saving.save_as_generic(type(self))
 
 
 def _export_to_transformers(self, path):
@@ -127,23 +130,17 @@ def register_all():
 
 
 def adjust_companions(holders):
-    """Updates the preprocessors of all tasks among the holders of changed layers."""
+    """Gives tokenizers and preprocessors of tasks the classes that fit the backbone."""
     for task in holders:
-        if isinstance(task, Task):
-            _adjust_preprocessor(task)
-
-
-def _adjust_preprocessor(task):
-    """Gives a task's tokenizer and preprocessor classes that match its backbone's."""
-    if task.preprocessor is None:
-        return
-    backbone_cls = type(task.backbone)
-    for layer in task.preprocessor._flatten_layers():
-        cls = type(layer)
-        if not issubclass(backbone_cls, saving.Carrier):
-            layer.__class__ = swap.original_class(layer)
-        elif getattr(cls, "backbone_cls", None) is backbone_cls.original_class:
-            layer.__class__ = companion_class(cls, backbone_cls)
+        if not isinstance(task, Task) or task.preprocessor is None:
+            continue
+        backbone_cls = type(task.backbone)
+        for layer in task.preprocessor._flatten_layers():
+            cls = type(layer)
+            if not issubclass(backbone_cls, saving.Carrier):
+                layer.__class__ = swap.original_class(layer)
+            elif getattr(cls, "backbone_cls", None) is backbone_cls.original_class:
+                layer.__class__ = companion_class(cls, backbone_cls)
 
 
 @functools.cache
