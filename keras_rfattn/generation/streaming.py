@@ -21,7 +21,7 @@ from keras_rfattn.models.generation import (
     generating,
     has_states,
 )
-from keras_rfattn.models.notes import notes_of
+from keras_rfattn.models.holders import STREAM
 from keras_rfattn.models.positions import token_limit
 from keras_rfattn.models.swap import original_class
 from keras_rfattn.ops.state import Exact
@@ -109,7 +109,7 @@ def step(model, tokens, state, padding_mask=None):
 def check(model):
     """Returns the `Stream` of a model, which is created once."""
     check_model(model)
-    stream = notes_of(model).stream
+    stream = vars(model).get(STREAM)
     if stream is not None and stream.parts == parts_of(model):
         return stream
     if not is_decoder(model):
@@ -119,7 +119,7 @@ def check(model):
             "`keras_rfattn.replace_attention` first."
         )
     # `holders.refresh` discards the stream when the model changes.
-    stream = notes_of(model).stream = Stream(model)
+    stream = vars(model)[STREAM] = Stream(model)
     return stream
 
 

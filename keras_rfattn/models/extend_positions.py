@@ -19,12 +19,9 @@ def extend_positions(
 ) -> keras.Model:
     """Copies a model with a larger table of learned positions, for longer inputs.
 
-    Linear attention pays off at lengths that most checkpoints cannot take: BERT has
-    512 positions, GPT-2 has 1024, and a ViT has its training grid. The copy is rebuilt
-    from the model's config with a larger table, which repeats the old one, so that
-    every position keeps a trained embedding. Every other weight, the `trainable` flags
-    and the tokenizer are copied, replaced attention stays replaced, and the
-    preprocessor of the copy gives inputs of the new length
+    The larger table repeats the old one, so that every position has a trained
+    embedding. All else is copied: weights, `trainable` flags, tokenizer and linear
+    attention. The preprocessor of the copy gives inputs of the new length
     (`longer.preprocessor.sequence_length = 512` cuts texts earlier).
 
     Args:
@@ -51,25 +48,17 @@ def extend_positions(
     """
     check_model(model)
     backbone = getattr(model, "backbone", None) or model
-    config = _config(backbone, model)
+    config = backbone.get_config()
     old, new = _resize(config, max_length, model)
     extended = type(backbone).from_config(config)
     if backbone is not model:
-        config = {**_config(model, model), "backbone": extended}
+        config = {**model.get_config(), "backbone": extended}
         if "preprocessor" in config:
             config["preprocessor"] = _resized(model.preprocessor, new)
         extended = type(model).from_config(config)
     _copy_weights(model, extended, old, new)
     _copy_trainable(model, extended)
     return extended
-
-
-def _config(layer, model):
-    try:
-        return layer.get_config()
-    except NotImplementedError as error:
-        reason = f"{title(layer)} has no `get_config`"
-        raise _not_extended(model, reason) from error
 
 
 def _not_extended(model, reason):

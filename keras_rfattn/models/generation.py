@@ -105,7 +105,6 @@ def call_with_cache(
     task, original, known, token_ids, cache, cache_update_index, *args, **kwargs
 ):
     """Runs the task's `call_with_cache` with its layers' own states and caches."""
-    check_cache(task, cache)
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     decoder, seen = decoding(known, cache, ops.shape(token_ids)[1], start)
     with carried(task, known, cache, decoder) as (parts, blank):
@@ -113,17 +112,6 @@ def call_with_cache(
             blank = [(blank[:, i, 0], blank[:, i, 1]) for i in range(blank.shape[1])]
         logits, states, _ = original(token_ids, blank, start, *args, **kwargs)
     return logits, states, Cache(seen, kept(parts), cache.model)
-
-
-def check_cache(task, cache):
-    """Raises `ValueError` unless a cache that a task receives is a `Cache`."""
-    if not isinstance(cache, Cache):
-        raise ValueError(
-            f"The cache of {type(task).__name__}, which has linear attention, must be "
-            "a `keras_rfattn.generation.Cache`. Received: a cache of type "
-            f"{type(cache).__name__}. Use the result of `_build_cache` or of "
-            "`keras_rfattn.generation.prefill`."
-        )
 
 
 def decoding(known, cache, length, start):

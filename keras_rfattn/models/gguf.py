@@ -122,6 +122,11 @@ class _File:
             f"{str(self.path)!r}, {received}. Use another file."
         )
 
+    def refuse_further(self, names):
+        if names:
+            first = ", ".join(sorted(names)[:5])
+            self.refuse("plain Llama", f"with {first}, which would be ignored")
+
     def get(self, name, kind, default=None, least=0, below=math.inf):
         """Removes and returns a value of a type, and a number within bounds."""
         value = self.metadata.pop(name, default)
@@ -167,8 +172,7 @@ def _sizes(file, tokens):
     }
     length = file.get("llama.context_length", int, least=1)
     # llama.cpp scales positions by `rope.scaling.factor` without a type, too.
-    for name in [x for x in file.metadata if x.startswith("llama.")]:
-        file.refuse("plain Llama", f"with {name}, which would be ignored")
+    file.refuse_further([x for x in file.metadata if x.startswith("llama.")])
     return sizes, length
 
 
@@ -186,10 +190,6 @@ def _tokenizer(file):
     if not len(vocabulary) == len(tokens) == len(types):
         counts = f"{len(tokens)} tokens, {len(vocabulary)} of them different"
         file.refuse("valid", f"with {counts}, and {len(types)} types")
-    for merge in merges:
-        parts = str(merge).split(" ")
-        if not vocabulary.keys() >= {*parts, "".join(parts)}:
-            file.refuse("valid", f"where the merge {merge!r} is not of its tokens")
     start, end = (
         tokens[file.get(f"tokenizer.ggml.{x}_token_id", int, below=len(tokens))]
         for x in ("bos", "eos")
@@ -227,20 +227,14 @@ def _tensors(file, sizes):
         if found != shape:
             received = f"where its shape is {found}" if found else "which has none"
             file.refuse(f"one with a tensor {name} of shape {shape}", received)
-    unknown = sorted(file.tensors.keys() - rows.keys())
-    if unknown:
-        file.refuse("plain Llama", f"with the further tensors {', '.join(unknown[:5])}")
+    file.refuse_further(file.tensors.keys() - rows.keys())
     return rows
 
 
 def _weight(file, name, sizes):
     """Returns a tensor as KerasHub's kernels hold it, in float32."""
     tensor = file.tensors[name]
-    try:
-        weight = _import("gguf").dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError:
-        kind = tensor.tensor_type.name
-        file.refuse("of types that `gguf` reads", f"where {name} has type {kind}")
+    weight = _import("gguf").dequantize(tensor.data, tensor.tensor_type)
     if not np.all(np.isfinite(weight)):
         file.refuse("finite", f"where {name} holds NaN or infinities")
     if name.endswith(("attn_q", "attn_k")):

@@ -12,18 +12,18 @@ import keras
 
 from keras_rfattn.backend.layers import track_variables_anew
 from keras_rfattn.layers import fingerprint
-from keras_rfattn.models.notes import notes_of
 
 # Compiled functions of Keras models and KerasHub tasks.
 COMPILED = ("train", "test", "predict", "generate")
+# Key in a model's `vars`, which Keras does not track, of its
+# `generation.streaming.Stream`.
+STREAM = "_rfattn_stream"
 
 
 def holders(layers, model=None, among=None):
-    """Returns the layers and models of `among` that hold any of `layers`.
-
-    By default, these are all in this process, and those in `model` in any case.
-    """
+    """Returns the layers and models of `among`, by default all, that hold `layers`."""
     if among is None:
+        # `model` is looked into in any case, as it may be frozen.
         # `isinstance` reads `__class__`, at which some objects emit a warning.
         objects = gc.get_objects()
         among = [x for x in objects if issubclass(type(x), keras.layers.Layer)]
@@ -47,7 +47,7 @@ def refresh(layer):
     for name in COMPILED:
         if getattr(layer, f"{name}_function", None) is not None:
             setattr(layer, f"{name}_function", None)
-    notes_of(layer).stream = None
+    vars(layer).pop(STREAM, None)
     track_variables_anew(layer)
 
 

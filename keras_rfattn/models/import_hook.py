@@ -57,13 +57,6 @@ def register(model=None) -> None:
 
     Args:
         model: A model made around layers with linear attention, or `None`.
-
-    Examples:
-        >>> import keras_hub
-        >>> @keras.saving.register_keras_serializable("my_project")
-        ... class MyBackbone(keras_hub.models.BertBackbone):
-        ...     pass
-        >>> keras_rfattn.register()
     """
     if sys.modules.get(LIBRARY) is not None:
         adapter = importlib.import_module(ADAPTER)

@@ -51,36 +51,7 @@ def save_lora_weights(backbone, filepath):
 def load_lora_weights(backbone, filepath):
     """Runs `Backbone.load_lora_weights` on a file from a softmax or a linear model."""
     with _without_maps(backbone):
-        _check(backbone, filepath)
         type(backbone).original_class.load_lora_weights(backbone, filepath)
-
-
-def _check(backbone, filepath):
-    """Raises `ValueError` unless a file holds adapters of the layers that get them."""
-    import h5py
-
-    layers = [x for x in backbone._flatten_layers(include_self=False) if x.weights]
-    places, wanted = getattr(backbone, "_lora_enabled_layers", []), {}
-    is_fresh, names = not places, backbone.default_lora_layer_names()
-    for i, layer in enumerate(layers):
-        if i in places or (is_fresh and layer.name in names):
-            wanted[i] = tuple(layer.kernel.shape)
-            if is_fresh and layer.lora_enabled:
-                wanted[i] = f"adapter that its own `enable_lora` added ({layer.path})"
-    saved = {}
-    with h5py.File(filepath, "r") as file:
-        for name, group in file.get("lora", {}).items():
-            if name.isdigit():
-                first, second = (group[f"vars/lora_kernel_{x}"].shape for x in "ab")
-                saved[int(name)] = (*first[:-1], *second[1:])
-    if wanted != saved:
-        raise ValueError(
-            "`filepath` must be a file of `save_lora_weights` with adapters of the "
-            f"same layers as the backbone. Received: {str(filepath)!r}, with adapters "
-            f"of {saved}; {type(backbone).__name__} has {wanted} (position: shape of "
-            "kernel). Load the file into the model that it was saved from, or call "
-            "`enable_lora` with the same `target_layer_names` first."
-        )
 
 
 MEMBERS = {

@@ -14,11 +14,8 @@ from keras_rfattn.models.holders import holders
 
 @contextlib.contextmanager
 def following(layers, training=None, model=None):
-    """Context manager that changes trained weights; yields the holders of `layers`.
-
-    `training` are those of the layers whose trained weights change, by default all.
-    Raises `ValueError` before anything changes if an optimizer is built for them.
-    """
+    """Yields the holders of `layers`; refuses a built optimizer of `training` ones."""
+    # `training` are those of the layers whose trained weights change, by default all.
     training = layers if training is None else training
     around = holders(layers, model)
     if _with_built_optimizer(training, around):

@@ -31,7 +31,6 @@ def call_with_cache(
             task, token_ids, cache, cache_update_index
         )
         return logits, hidden_states, keeping_prompts(cache, after)
-    generation.check_cache(task, cache)
     image = ops.ones(ops.shape(img_embeddings)[:2], dtype="bool")
     prompt = ops.cast(padding_mask, "bool")
     real = prompt if known.hidden is None else prompt & ~known.hidden

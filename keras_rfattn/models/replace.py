@@ -20,7 +20,7 @@ from keras_rfattn.layers.self_attention import kinds_in_graph
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.models.matching import assign, select
 from keras_rfattn.models.report import local_note
-from keras_rfattn.models.survey import has_prefix, is_pooling, survey
+from keras_rfattn.models.survey import survey
 from keras_rfattn.ops.options import Options
 
 
@@ -38,46 +38,38 @@ def replace_attention(
 ) -> keras.layers.Layer:
     """Makes the attention of a model linear in sequence length, in place.
 
-    Every pretrained weight is kept as the same variable with the same name.
-    `describe_attention(model)` reports what was replaced, and
-    `restore_attention(model)` restores softmax attention. If the model was trained,
-    compile it with a new optimizer before both.
-
-    A layer with a sliding window (Gemma 2 and 3, GPT-OSS) is linear in length already
-    and keeps its softmax.
+    Every pretrained weight stays the same variable with the same name.
+    `describe_attention` reports what was replaced; `restore_attention` restores it. If
+    the model was trained, compile it with a new optimizer before both. A layer with a
+    sliding window is linear in length already and keeps its softmax.
 
     Args:
-        model: A built Keras model or layer: a KerasHub backbone or task, a KerasCV
-            layer, or any model with `keras.layers.MultiHeadAttention` or
-            `keras.layers.GroupQueryAttention` inside.
+        model: A built Keras model or layer with `keras.layers.MultiHeadAttention`,
+            `GroupQueryAttention` or KerasHub's attention inside.
         feature_map: Name of a mechanism (`keras_rfattn.feature_maps.list()`), a
-            `FeatureMap`, or its config. Each layer gets its own copy. A `models.Plan`
-            gives each layer its own map and options, or keeps it softmax.
+            `FeatureMap`, its config, or a `models.Plan` of them for some layers.
         num_features: Number of random vectors per head, for a map given by name.
             `None` uses the map's default, which is twice the head dim for most maps.
-        seed: Seed of the random vectors, from which each layer derives its own seed.
+        seed: Seed of the random vectors, from which each layer derives its own.
             `None` uses the seed of the feature map.
         include: Layers to replace: a path or pattern (`fnmatch`), a list of these, or a
             callable `(path, layer) -> bool`. `None` selects all layers except those
             that pool with a single query, where softmax is already linear.
         exclude: Layers to keep softmax, in the same forms.
-        drop_sliding_window: Whether to replace layers with a sliding window too, by
-            linear attention that sees all tokens.
+        drop_sliding_window: Whether to replace layers with a sliding window too.
         drop_soft_cap: Whether to replace layers with a soft cap on their logits (Gemma
-            2), which linear attention ignores. `uptrain` and `diagnostics` still
-            compare with the capped softmax of the checkpoint.
-        **options: The options of `keras_rfattn.ops.Options`, such as `window` or
-            `softmax_heads`, for all layers to which a plan gives no others.
+            2), which linear attention ignores.
+        **options: The options of `keras_rfattn.ops.Options`, such as `window`, for all
+            layers to which a plan gives no others.
 
     Returns:
         The model.
 
     Raises:
         TypeError: If `model` is not a Keras layer, or a keyword is unknown.
-        ValueError: If an argument is invalid, the model has no attention, all selected
-            layers are local, or one of them has attention that linear attention cannot
-            express, or an optimizer is built and maps have weights to train. The model
-            is unchanged in that case.
+        ValueError: If an argument is invalid, or the layers cannot be made linear, or
+            an optimizer is built and maps have weights to train. The model is unchanged
+            in that case.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -127,9 +119,8 @@ def restore_attention(
     Raises:
         TypeError: If `model` is not a Keras layer.
         ValueError: If nothing in the model was replaced, `include` names a layer that
-            is not linear, or none, or an optimizer is built and trains the maps.
-            The model is unchanged in that case.
-
+            is not linear, or an optimizer is built and trains the maps. The model is
+            unchanged in that case.
     """
     check_model(model)
     sites = survey(model)
@@ -145,8 +136,8 @@ def restore_attention(
         if softmax or not linear:
             raise ValueError(
                 "`include` must select layers with linear attention. Received: "
-                f"include={include!r:.80}, which selects"
-                + (f":\n{_listing(softmax)}" if softmax else " no layer.")
+                f"include={include!r:.80}, which selects no layer, or softmax at:\n"
+                f"{_listing(softmax)}"
             )
     saving.revert(sites, linear)
     return model
@@ -165,15 +156,14 @@ def _replaceable(model, sites, include, exclude):
             f"{', '.join(inner)}. Pass a model with MultiHeadAttention inside."
         )
     selected = select(sites, include, exclude)
-    already = [site for site in selected if site.is_linear]
-    if already:
-        raise ValueError(
-            f"`model` must have softmax attention. Received: {title(model)}, whose "
-            f"attention is already linear at:\n{_listing(already)}\nCall "
-            "`restore_attention(model)` first, or leave these out with `exclude`."
-        )
+    _refuse(
+        [site for site in selected if site.is_linear],
+        "`model` must have softmax attention",
+        f"{title(model)}, whose attention is already linear",
+        "Call `restore_attention(model)` first, or leave these out with `exclude`.",
+    )
     if include is None:
-        selected = [site for site in selected if not is_pooling(site)]
+        selected = [site for site in selected if not site.block.is_pooling]
     if not selected:
         raise ValueError(
             "`include` and `exclude` must leave layers to replace. Received: "
@@ -181,34 +171,39 @@ def _replaceable(model, sites, include, exclude):
             f"{_listing(sites)}"
         )
     found = [site for site in selected if site.window is None]
-    if not found:
-        raise ValueError(
-            "`model` must have attention to all tokens among the selected layers. "
-            f"Received: {title(model)}, in which they are all local already:\n"
-            f"{_listing(selected)}\nThere is nothing to replace. Use "
-            "`drop_sliding_window=True` to replace them all the same: linear attention "
-            "then sees all tokens."
-        )
+    _refuse(
+        [] if found else selected,
+        "`model` must have attention to all tokens among the selected layers",
+        f"{title(model)}, in which they are all local already",
+        "There is nothing to replace. Use `drop_sliding_window=True` to replace them "
+        "all the same: linear attention then sees all tokens.",
+    )
     check_sites(model, found)
     return found
 
 
+def _refuse(sites, expected, received, way_out):
+    """Raises `ValueError` that lists sites, if there are any."""
+    if sites:
+        raise ValueError(
+            f"{expected}. Received: {received} at:\n{_listing(sites)}\n{way_out}"
+        )
+
+
 def check_sites(model, sites):
     """Raises `ValueError` for sites whose attention cannot be made linear."""
-    refused = [site for site in sites if site.reason]
-    if refused:
-        raise ValueError(
-            "`model` must have attention that can be made linear. Received: "
-            f"{title(model)} with:\n"
-            f"{_listing(refused)}\nLeave these softmax with `exclude` (paths or "
-            "patterns), or use another model."
-        )
-    unbuilt = [site for site in sites if not site.layer.built]
-    if unbuilt:
-        raise ValueError(
-            "`model` must have built attention layers. Received: layers that are not "
-            f"built:\n{_listing(unbuilt)}\nCall the model once on data first."
-        )
+    _refuse(
+        [site for site in sites if site.reason],
+        "`model` must have attention that can be made linear",
+        f"{title(model)} with attention that cannot",
+        "Leave these softmax with `exclude` (paths or patterns), or use another model.",
+    )
+    _refuse(
+        [site for site in sites if not site.layer.built],
+        "`model` must have built attention layers",
+        "layers that are not built",
+        "Call the model once on data first.",
+    )
 
 
 def check_change(feature_map, options, sites):
@@ -223,37 +218,36 @@ def check_change(feature_map, options, sites):
 
 def _check_map(feature_map, sites):
     """Raises `ValueError` for a map that cannot compute the attention of some sites."""
-    sinks = [site for site in sites if site.linear_class.sink_logits]
     kernel = feature_map.exact_kernel
-    if sinks and kernel is not None and kernel.has_offset:
-        raise ValueError(
+    if kernel is not None and kernel.has_offset:
+        _refuse(
+            [site for site in sites if site.linear_class.sink_logits],
             "Attention sinks, logits in the denominator of softmax, need features of "
-            f"softmax. Received: feature_map={feature_map.get_config()} for:\n"
-            f"{_listing(sinks)}\nUse a map of softmax such as 'favorpp', or leave "
-            "these out with `exclude`."
+            "softmax",
+            f"feature_map={feature_map.get_config()}",
+            "Use a map of softmax such as 'favorpp', or leave these out with "
+            "`exclude`.",
         )
 
 
 def _check_window(options, sites):
     """Raises `ValueError` for a window, or kernels, that some sites cannot have."""
-    if options.window is None and not options.asks_for_kernels:
-        return
-    received = f"Received: window={options.window}, "
-    cross = [x for x in sites if _may_cross(x) and not x.causal]
-    if cross and options.window is not None:
-        raise ValueError(
+    if options.window is not None:
+        _refuse(
+            [x for x in sites if _may_cross(x) and not x.causal],
             "A `window` needs self-attention, in which queries and keys belong to the "
-            f"same tokens. {received}but query and value are different tensors at:\n"
-            f"{_listing(cross)}\nLeave these out with `exclude`."
+            "same tokens",
+            f"window={options.window}, but query and value are different tensors",
+            "Leave these out with `exclude`.",
         )
-    special = [x for x in sites if x.linear_class.sink_logits or has_prefix(x)]
-    if special:
-        raise ValueError(
+    if options.window is not None or options.asks_for_kernels:
+        _refuse(
+            [x for x in sites if x.linear_class.sink_logits or x.has_prefix],
             "Attention with sinks, logits in the denominator of softmax, or in which "
-            "all tokens see a prompt (prefix-LM) has no windows and no fused kernels. "
-            f"{received}implementation={options.implementation!r} for:\n"
-            f"{_listing(special)}\nUse window=None and implementation='xla', or leave "
-            "these out with `exclude`."
+            "all tokens see a prompt (prefix-LM) has no windows and no fused kernels",
+            f"window={options.window}, implementation={options.implementation!r}",
+            "Use window=None and implementation='xla', or leave these out with "
+            "`exclude`.",
         )
 
 

@@ -10,8 +10,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps.weights import trained_weights
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.linear_attention import sliding_window, soft_cap
-from keras_rfattn.models.holders import holders
-from keras_rfattn.models.survey import is_pooling, survey
+from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
 
 NOT_TRAINED, UNCALIBRATED = "not trained", "uncalibrated"
@@ -36,7 +35,6 @@ class Row:
     # `None` wherever `width` is.
     crossover: int | None = None
     notes: tuple = ()  # why the layer was kept softmax, or remarks on its map
-    implementation: str | None = None  # kernels, `None` if none were asked for
     window: int | None = None  # tokens of the window because of which it was kept
 
     @property
@@ -63,14 +61,12 @@ class AttentionReport:
         model: Class and name of the model.
         rows: Tuple of `Row`, one for each attention layer.
         max_length: Maximum length of inputs in tokens, or `None` if it is not known.
-        others: Class and name of each other task that shares the linear layers.
         advice: Lines that say what to call next, and what generation needs.
     """
 
     model: str
     rows: tuple
     max_length: int | None = None
-    others: tuple = ()
     advice: tuple = ()
 
     @property
@@ -115,7 +111,6 @@ class AttentionReport:
         lines = [
             f"Attention of {self.model}: {counts}",
             operations if self.crossover is not None else "",
-            *(f"also changed, because it shares layers: {x}" for x in self.others),
             *self.advice,
         ]
         alike = {}
@@ -135,12 +130,6 @@ def _wrapped(line):
     )  # fmt: skip
 
 
-def aligned(table):
-    """Returns the rows of a table as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-
-
 def describe_attention(model: keras.layers.Layer) -> AttentionReport:
     """Reports the attention of a model, whether original, replaced or reloaded.
 
@@ -153,35 +142,23 @@ def describe_attention(model: keras.layers.Layer) -> AttentionReport:
     Raises:
         TypeError: If `model` is not a Keras layer.
         ValueError: If `model` is not built.
-
-    Examples:
-        >>> inputs = keras.Input((8, 16))
-        >>> outputs = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
-        >>> model = keras.Model(inputs, outputs)
-        >>> report = keras_rfattn.describe_attention(model)
-        >>> report.rows[0].mechanism, report.rows[0].original_class
-        ('softmax', 'MultiHeadAttention')
     """
     check_model(model)
     sites = survey(model)
     declared = getattr(getattr(model, "backbone", model), "max_sequence_length", None)
     length = declared if isinstance(declared, int) else _fixed_length(model, sites)
     rows = tuple(map(_row, sites))
-    report = AttentionReport(title(model), rows, length, _sharing(model, sites))
-    advice = _advice(rows)
+    report, advice = AttentionReport(title(model), rows, length), []
+    if any(NOT_TRAINED in row.notes for row in rows):
+        advice = ["To train the maps: `keras_rfattn.uptrain(model, data, steps=...)`."]
+    elif any(UNCALIBRATED in row.notes for row in rows):
+        advice = ["To calibrate the maps: `keras_rfattn.calibrate(model, data)`."]
     if declared == length and report.is_short:
         advice.append(
             "For longer inputs: `keras_rfattn.extend_positions(model, length)`."
         )
     advice += [x for ask in ADVISERS for x in ask(model)]
     return replace(report, advice=tuple(advice))
-
-
-def _sharing(model, sites):
-    """Returns class and name of the other tasks that hold the linear layers."""
-    around = holders([site.layer for site in sites if site.is_linear])
-    tasks = (x for x in around if hasattr(x, "preprocessor") and x is not model)
-    return tuple(f"{type(x).__name__} '{x.name}'" for x in tasks)
 
 
 def _fixed_length(model, sites):
@@ -194,24 +171,15 @@ def _fixed_length(model, sites):
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def _advice(rows):
-    """Returns lines that say how to improve maps that data has not fitted yet."""
-    if any(NOT_TRAINED in row.note for row in rows):
-        return ["To train the maps: `keras_rfattn.uptrain(model, data, steps=...)`."]
-    if any(UNCALIBRATED in row.note for row in rows):
-        return ["To calibrate the maps: `keras_rfattn.calibrate(model, data)`."]
-    return []
-
-
 def _row(site):
     layer, name = site.layer, original_class(site.layer).__name__
     if not site.is_linear:
         reason = local_note(site) or site.reason or "not selected"
-        if is_pooling(site):
+        if site.block.is_pooling:
             reason = "one query, for which softmax is already linear"
         notes = (f"kept: {reason}",)
         return Row(site.path, name, site.causal, notes=notes, window=site.window)
-    feature_map, options = layer.feature_map, layer.options
+    feature_map = layer.feature_map
     return Row(
         site.path,
         name,
@@ -221,7 +189,6 @@ def _row(site):
         sum(math.prod(w.shape) for w in feature_map.weights),
         crossover(layer),
         _notes(site),
-        f"{options.implementation} as asked" if options.asks_for_kernels else None,
     )
 
 

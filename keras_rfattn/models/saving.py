@@ -6,7 +6,6 @@ the class of such a container to a subclass, its carrier. The config of a carrie
 an entry "attention", from which `from_config` restores the linear attention.
 """
 
-import contextlib
 import importlib.util
 
 import keras
@@ -18,11 +17,9 @@ import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.models.holders import holders, refresh
-from keras_rfattn.models.notes import notes_of
 from keras_rfattn.models.optimizers import following
-from keras_rfattn.models.positions import Sized
+from keras_rfattn.models.positions import check_size
 from keras_rfattn.models.survey import block_mixin, survey
-from keras_rfattn.models.swap import unpickle
 from keras_rfattn.ops.options import Options
 
 FORMAT = 1  # of the entry "attention"
@@ -30,6 +27,10 @@ PACKAGE = "keras_rfattn"
 # Registered name under which carriers are saved. The "attention" entry holds the name
 # of the original class, from which loading finds the carrier.
 GENERIC = "Carrier"
+
+# Key in a container's `vars`, which Keras does not track, of the entry for layers that
+# are not built yet.
+PENDING = "_rfattn_pending"
 
 # Original class of a container -> its carrier.
 CARRIERS = {}
@@ -85,12 +86,14 @@ def check_entry(entry, name):
         )
 
 
-class Carrier(Sized):
+class Carrier:
     """Mixin for containers with linear attention inside."""
 
     original_class = None
-    # Class to import before a pickled container is loaded, or `None`.
-    pickled_class = None
+
+    def __call__(self, *args, **kwargs):
+        check_size(self, args, kwargs)
+        return super().__call__(*args, **kwargs)
 
     def get_config(self):
         # The entry comes first: without keras_rfattn, Keras' error quotes the config,
@@ -114,7 +117,7 @@ class Carrier(Sized):
             apply_config(instance, entry)
         else:
             instance.__class__ = carrier_class(type(instance))
-            notes_of(instance).pending_attention = entry
+            vars(instance)[PENDING] = entry
             swap.when_built(instance, instance._apply_pending)
         return instance
 
@@ -125,14 +128,11 @@ class Carrier(Sized):
         self._apply_pending()
 
     def _apply_pending(self):
-        notes = notes_of(self)
-        entry, notes.pending_attention = notes.pending_attention, None
+        entry = vars(self).pop(PENDING, None)
         if entry is not None:
             apply_config(self, entry)
 
-    def __reduce__(self):
-        _, arguments = super().__reduce__()
-        return unpickle, (*arguments, self.pickled_class)
+    __reduce__ = swap.reduce
 
 
 def _registered_original(entry):
@@ -189,16 +189,6 @@ def register_by_name(cls):
     """Makes Keras save a carrier under its class's name, and find it by this name."""
     name = cls.original_class.__name__
     keras.saving.register_keras_serializable(PACKAGE, name)(cls)
-
-
-@contextlib.contextmanager
-def saved_by_name(cls):
-    """Context manager that saves a carrier under its class's name."""
-    register_by_name(cls)
-    try:
-        yield
-    finally:
-        save_as_generic(cls)
 
 
 # Their configs contain the layers inside them.

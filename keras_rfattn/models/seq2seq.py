@@ -9,13 +9,7 @@ from keras import ops
 
 import keras_rfattn.models.generation as generation
 from keras_rfattn.layers.decoding import CrossDecoder
-from keras_rfattn.models.carried import (
-    carried,
-    empty_layers,
-    kept,
-    placeholder,
-    sums_up,
-)
+from keras_rfattn.models.carried import carried, empty_layers, kept, placeholder
 
 
 @generation.overriding("_initialize_cache")
@@ -24,9 +18,9 @@ def initialize_cache(task, original, known, encoder_token_ids, decoder_token_ids
     cache = generation.empty_cache(task, *ops.shape(decoder_token_ids))
     crossing = [x for x in known.sites if generation.crosses(x)]
     batch, length = ops.shape(encoder_token_ids)
-    layers = cache.layers | empty_layers(crossing, batch, length)
-    length = 1 if all(map(sums_up, crossing)) else length
-    return cache._replace(layers=layers), placeholder(task, crossing, batch, length)
+    exact = empty_layers(crossing, batch, length)
+    blank = placeholder(task, crossing, batch, length if exact else 1)
+    return cache._replace(layers=cache.layers | exact), blank
 
 
 @generation.overriding("call_decoder_with_cache")

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 import keras_rfattn.models.adapters.known as known
+import keras_rfattn.models.adapters.mixins as mixins
 from keras_rfattn.layers.linear_attention import (
     LinearAttention,
     refusal,
@@ -15,9 +16,6 @@ from keras_rfattn.layers.linear_attention import (
 from keras_rfattn.layers.self_attention import in_graph
 from keras_rfattn.models.swap import linear_class, original_class
 
-# Block class -> mixin that builds the mask of the block's attention layer. An adapter
-# adds the classes of its library when that library is imported.
-BLOCK_MIXINS = {}
 LOOKS_LIKE_ATTENTION = re.compile(r"Attention(2d)?$|AttentionWith\w+$")
 
 
@@ -46,6 +44,21 @@ class Site:
         """The linear class of the layer, or `None` if there is none."""
         return linear_class(original_class(self.layer))
 
+    @property
+    def block(self):
+        """The row of `known` for the block that holds the layer."""
+        return known.block(original_class(self.parent))
+
+    @property
+    def masks(self):
+        """The mixin that builds the block's masks, or `None`."""
+        return block_mixin(original_class(self.parent))
+
+    @property
+    def has_prefix(self):
+        """Whether all tokens see the whole prompt (prefix-LM)."""
+        return self.masks is not None and self.masks.has_prefix
+
 
 def survey(model, drop_window=False, drop_cap=False):
     """Returns a `Site` for each attention layer of a model, in a stable order."""
@@ -57,18 +70,16 @@ def survey(model, drop_window=False, drop_cap=False):
                 continue
             seen.add(id(child))
             name = f"{path}/{child.name}".removeprefix("/")
-            if is_attention(child):
-                site = Site(name, child, layer, model, len(sites))
-                site.causal = _causality(child, layer)
-                site.self_attention = _self_attention(child, layer)
-                if not site.is_linear:
-                    site.reason = unsupported(child, not drop_cap)
-                    site.reason = site.reason or _parent_reason(child, layer)
-                    if site.linear_class is not None and not drop_window:
-                        site.window = sliding_window(child)
-                sites.append(site)
-            else:
+            if not is_attention(child):
                 visit(child, name)
+                continue
+            site = Site(name, child, layer, model, len(sites))
+            site.causal, site.self_attention = _causality(site), _self_attention(site)
+            if not site.is_linear:
+                site.reason = unsupported(child, not drop_cap) or _block_reason(site)
+                if site.linear_class is not None and not drop_window:
+                    site.window = sliding_window(child)
+            sites.append(site)
 
     visit(model)
     return sites
@@ -76,39 +87,29 @@ def survey(model, drop_window=False, drop_cap=False):
 
 def block_mixin(cls):
     """Returns the mask-building mixin for a block class, or `None`."""
-    found = (x for base, x in BLOCK_MIXINS.items() if issubclass(cls, base))
-    return next(found, None)
+    name = known.masks(cls)
+    return name and getattr(mixins, name)
 
 
-def _causality(layer, parent):
-    mixin = block_mixin(original_class(parent))
-    if mixin is not None:
-        return mixin.is_causal(parent, layer)
+def _causality(site):
+    layer, parent = site.layer, site.parent
+    if site.masks is not None:
+        return site.masks.is_causal(parent, layer)
     causal = getattr(parent, "use_causal_mask", None)
     if isinstance(causal, bool):
         return causal
     if isinstance(parent, keras.Model) and layer._inbound_nodes:
-        flags = {
-            bool(node.arguments.kwargs.get("use_causal_mask", False))
-            for node in layer._inbound_nodes
-        }
+        calls = [node.arguments.kwargs for node in layer._inbound_nodes]
+        flags = {bool(x.get("use_causal_mask", False)) for x in calls}
         return flags.pop() if len(flags) == 1 else None
-    return known.block(original_class(parent)).causal
+    return site.block.causal
 
 
-def _self_attention(layer, parent):
-    cls = original_class(parent)
-    mixin = block_mixin(cls)
-    if mixin is not None:
-        return not mixin.is_cross(parent, layer)
+def _self_attention(site):
+    if site.masks is not None:
+        return site.layer is mixins.self_attention(site.parent)
     # The blocks of encoders have no other attention.
-    return True if known.block(cls).causal is False else in_graph(layer)
-
-
-def has_prefix(site):
-    """Returns whether all tokens see the whole prompt (prefix-LM)."""
-    mixin = block_mixin(original_class(site.parent))
-    return mixin is not None and mixin.has_prefix
+    return True if site.block.causal is False else in_graph(site.layer)
 
 
 def unsupported(layer, with_cap=True):
@@ -133,17 +134,13 @@ def is_attention(layer):
     return not any(is_attention(child) for child in inner)
 
 
-def _parent_reason(layer, parent):
-    cls = original_class(parent)
-    row, name, mixin = known.block(cls), cls.__name__, block_mixin(cls)
+def _block_reason(site):
+    """Returns why the masks of a block rule linear attention out, or `None`."""
+    if site.masks is not None:
+        return site.masks.refusal(site.parent)
+    row, name = site.block, original_class(site.parent).__name__
     if row.builds_mask:
         return f"its block ({name}) builds a dense mask {row.builds_mask}"
-    takes_dense = known.attention(type(layer)).takes_dense
-    if takes_dense and mixin is None and row.causal is None:
+    if known.attention(type(site.layer)).takes_dense and row.causal is None:
         return f"its block ({name}) builds the causal mask, but has no adapter"
-    return None if mixin is None else mixin.refusal(parent)
-
-
-def is_pooling(site):
-    """Returns whether a site has only one query, for which softmax is linear."""
-    return known.block(original_class(site.parent)).is_pooling
+    return None

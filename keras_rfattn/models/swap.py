@@ -49,7 +49,7 @@ def make_linear_class(cls, mixin=LinearAttention, parent=None):
         "mixin": mixin,
         "__module__": __name__,
         "__doc__": cls.__doc__,
-        "__reduce__": _reduce,
+        "__reduce__": reduce,
         "from_config": classmethod(_from_config),
         "original_class": cls,
     }
@@ -148,15 +148,14 @@ def when_built(layer, action):
     layer.build = build_and_act
 
 
-def _reduce(layer):
-    """Serves as `__reduce__` for layers whose class cannot be imported by name."""
-    _, arguments = super(layer.original_class, layer).__reduce__()
-    return unpickle, (*arguments, layer.original_class)
+def reduce(layer):
+    """Serves as `__reduce__` for objects whose class cannot be imported by name."""
+    _, arguments = keras.layers.Layer.__reduce__(layer)
+    return _unpickle, (*arguments, layer.original_class)
 
 
-def unpickle(bytesio, original=None):
-    """Unpickles a layer or model whose class cannot be imported by name."""
-    if original is not None:
-        # Keras finds the class once it is created.
-        linear_class(original)
+def _unpickle(bytesio, original):
+    # Keras finds the class of a layer once it is created, and that of a KerasHub model
+    # once its library is imported, as the original class has been.
+    linear_class(original)
     return keras.layers.Layer._unpickle_model(bytesio)

@@ -155,7 +155,7 @@ def test_tasks_that_share_a_backbone_follow_it():
     second = models.BertMaskedLM(backbone)
     keras_rfattn.replace_attention(first, "elu")
     assert "attention" in second.get_config()
-    assert "BertMaskedLM" in str(keras_rfattn.describe_attention(first))
+    assert "attention" in first.get_config()
     keras_rfattn.restore_attention(first)
     assert type(second) is models.BertMaskedLM
 

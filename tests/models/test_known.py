@@ -13,6 +13,7 @@ import pytest
 
 from keras_rfattn.models import survey, swap
 from keras_rfattn.models.adapters import known
+from keras_rfattn.models.adapters.keras_hub import subclasses
 from keras_rfattn.models.survey import is_attention, unsupported
 from tests.marks import slow_on_jax
 
@@ -31,23 +32,31 @@ def test_every_row_of_keras_hub_is_a_class_of_it():
     assert not missing, f"keras_hub {keras_hub.__version__} has no {missing}"
 
 
-def test_a_class_is_linear_or_refused():
-    for name, row in known.ATTENTION.items():
-        assert (row.module is None) == (row.refused is not None), name
+def test_a_class_of_keras_hub_is_linear_or_refused():
+    for name in HUB:
+        row = known.ATTENTION[name]
+        assert (row.mixin is None) == (row.refused is not None), name
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, x in known.ATTENTION.items() if x.module is not None]
+    "name", [n for n, x in known.ATTENTION.items() if x.refused is None]
 )
 def test_rows_that_can_be_linear_are(name):
     row = known.ATTENTION[name]
-    module = importlib.import_module(row.module)
-    # Keras exports the class of grouped queries by another name.
-    exported = {"GroupedQueryAttention": "GroupQueryAttention"}.get(name, name)
-    cls = getattr(module, exported)
-    assert cls.__name__ == name
-    linear = swap.linear_class(cls)
+    found = {cls.__name__: cls for cls in swap.LINEAR_CLASSES}
+    cls, linear = found[name], swap.linear_class(found[name])
     assert issubclass(linear, cls) and linear.original_class is cls
+    if row.package == known.HUB:
+        assert linear.mixin.__name__ == row.mixin
+
+
+@pytest.mark.parametrize("name", [n for n, x in known.BLOCKS.items() if x.masks])
+def test_blocks_that_build_masks_have_mixins(name):
+    found = {cls.__name__: cls for cls in subclasses(keras.layers.Layer)}
+    mixin = survey.block_mixin(found[name])
+    assert mixin.__name__ == known.BLOCKS[name].masks
+    # A class of the user's own has the name only.
+    assert survey.block_mixin(type(name, (keras.layers.Layer,), {})) is None
 
 
 @pytest.mark.parametrize(

@@ -109,45 +109,6 @@ def test_adapters_of_the_linear_model_load(enabled, name, tmp_path):
     assert_equal_adapters(other, model)
 
 
-OTHERS = {
-    "layers": lambda m: backbone(layers=1),
-    "sizes": lambda m: backbone(dim=16),
-    "targets": lambda m: backbone(),
-}
-
-
-@pytest.mark.parametrize("what", OTHERS)
-def test_other_adapters_are_refused_before_anything_changes(what, tmp_path):
-    other = OTHERS[what](None)
-    other.enable_lora(2, ["key"] if what == "targets" else None)
-    trained(other).save_lora_weights(tmp_path / "m.lora.h5")
-    model = linear(backbone())
-    flags = [w.trainable for w in model.weights]
-    with pytest.raises(ValueError, match=r"adapters of the same layers.*Received"):
-        model.load_lora_weights(tmp_path / "m.lora.h5")
-    assert not adapters(model) and [w.trainable for w in model.weights] == flags
-    model.enable_lora(2)
-    before = values(model)
-    with pytest.raises(ValueError, match=r"adapters of the same layers.*Received"):
-        model.load_lora_weights(tmp_path / "m.lora.h5")
-    for path, pair in values(model).items():
-        np.testing.assert_array_equal(pair[0], before[path][0])
-
-
-def test_other_files_are_refused(softmax_file, tmp_path):
-    model = linear(backbone())
-    model.save_weights(tmp_path / "m.weights.h5")
-    with pytest.raises(ValueError, match="must be a file of `save_lora_weights`"):
-        model.load_lora_weights(tmp_path / "m.weights.h5")
-    model.enable_lora(3)
-    with pytest.raises(ValueError, match="ranks must match"):
-        model.load_lora_weights(softmax_file[0])
-    model = linear(backbone())
-    next(x for x in model._flatten_layers() if x.name == "query").enable_lora(2)
-    with pytest.raises(ValueError, match="its own `enable_lora` added"):
-        model.load_lora_weights(softmax_file[0])
-
-
 def test_compiled_predictions_see_adapters(softmax_file):
     model = linear(backbone())
     model.predict(INPUTS, verbose=0)

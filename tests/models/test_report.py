@@ -86,8 +86,6 @@ def test_no_word_on_kernels_that_nobody_asked_for():
     text = str(keras_rfattn.describe_attention(own(64)))
     for word in ("computed", "xla", "Triton", "Pallas", "kernel"):
         assert word not in text
-    report = keras_rfattn.describe_attention(own(64))
-    assert [row.implementation for row in report.rows] == [None, None]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -4,7 +4,6 @@
 """
 
 import functools
-import importlib
 
 import keras
 import keras_hub
@@ -17,7 +16,6 @@ import keras_rfattn.models.lora as lora
 import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
-import keras_rfattn.models.survey as survey
 import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.checks import title
 from keras_rfattn.models.holders import holders
@@ -31,11 +29,12 @@ MARK = "*"
 FAMILIES = (*generation.FAMILIES, prefix_lm.FAMILY, seq2seq.FAMILY)
 
 
-def classes(table):
-    """Yields `(class, row)` for the rows of a table that name a KerasHub class."""
-    for name, row in table.items():
-        if row.package == known.HUB and row.module is not None:
-            yield getattr(importlib.import_module(row.module), name), row
+def subclasses(cls):
+    """Yields the subclasses of a class that KerasHub defines."""
+    for found in cls.__subclasses__():
+        if known.is_of_hub(found):
+            yield found
+        yield from subclasses(found)
 
 
 @functools.cache
@@ -58,14 +57,17 @@ def _get_config(self):
     for task in holders([self]):
         if isinstance(task, Task) and not isinstance(task, saving.Carrier):
             saving.carry(task)
-            _adjust_preprocessor(task)
+            adjust_companions([task])
     return saving.Carrier.get_config(self)
 
 
 def _save_to_preset(self, preset_dir, *args, **kwargs):
     """Saves a preset under the class name by which `from_preset` finds the class."""
-    with saving.saved_by_name(type(self)):
+    saving.register_by_name(type(self))
+    try:
         type(self).original_class.save_to_preset(self, preset_dir, *args, **kwargs)
+    finally:
+        saving.save_as_generic(type(self))
 
 
 def _export_to_transformers(self, path):
@@ -92,7 +94,7 @@ def model_carrier(cls):
     """Returns the carrier of a backbone or task class, registered under its name."""
     if cls in saving.CARRIERS:
         return saving.CARRIERS[cls]
-    members, mark = {"pickled_class": cls}, ""
+    members, mark = {}, ""
     for family in FAMILIES:
         if family.includes(cls):
             members |= family.members
@@ -128,31 +130,25 @@ def register_all():
 
 
 def adjust_companions(holders):
-    """Updates the preprocessors of all tasks among the holders of changed layers."""
+    """Gives tokenizers and preprocessors of tasks the classes that fit the backbone."""
     for task in holders:
-        if isinstance(task, Task):
-            _adjust_preprocessor(task)
-
-
-def _adjust_preprocessor(task):
-    """Gives a task's tokenizer and preprocessor classes that match its backbone's."""
-    if task.preprocessor is None:
-        return
-    backbone_cls = type(task.backbone)
-    for layer in task.preprocessor._flatten_layers():
-        cls = type(layer)
-        if not issubclass(backbone_cls, saving.Carrier):
-            layer.__class__ = swap.original_class(layer)
-        elif getattr(cls, "backbone_cls", None) is backbone_cls.original_class:
-            layer.__class__ = companion_class(cls, backbone_cls)
+        if not isinstance(task, Task) or task.preprocessor is None:
+            continue
+        backbone_cls = type(task.backbone)
+        for layer in task.preprocessor._flatten_layers():
+            cls = type(layer)
+            if not issubclass(backbone_cls, saving.Carrier):
+                layer.__class__ = swap.original_class(layer)
+            elif getattr(cls, "backbone_cls", None) is backbone_cls.original_class:
+                layer.__class__ = companion_class(cls, backbone_cls)
 
 
 @functools.cache
 def install():
     """Prepares KerasHub's classes for attention replacement, once."""
-    for cls, row in classes(known.ATTENTION):
-        mixin = getattr(mixins, row.mixin, None) or getattr(encoders, row.mixin)
-        swap.LINEAR_CLASSES[cls] = swap.make_linear_class(cls, mixin=mixin)
-    for cls, row in classes(known.BLOCKS):
-        survey.BLOCK_MIXINS[cls] = getattr(mixins, row.masks)
+    for cls in set(subclasses(keras.layers.Layer)):
+        name = known.ATTENTION.get(cls.__name__, known.NOTHING).mixin
+        if name is not None:
+            mixin = getattr(mixins, name, None) or getattr(encoders, name)
+            swap.LINEAR_CLASSES[cls] = swap.make_linear_class(cls, mixin=mixin)
     saving.COMPANION_HOOKS.append(adjust_companions)

@@ -4,8 +4,7 @@ This module imports no library. Rows are found by class name, so a class can be 
 without importing its library. Attention classes without a row are refused, because
 their mathematics is not known. Subclasses of a class that can be linear are refused
 too, unless they leave its computation unchanged. `swap` holds the linear classes of
-Keras; the linear classes of a library are created when it is imported
-(`keras_hub.py`).
+Keras; those of KerasHub are created when it is imported (`keras_hub.py`).
 """
 
 from typing import NamedTuple
@@ -17,12 +16,11 @@ class Known(NamedTuple):
     """Facts about an attention class, or about a block that holds attention."""
 
     package: str
-    # Set for an attention class that can be linear, and for a block with `masks`.
-    module: str | None = None
-    # For an attention class: why it cannot be linear, the mixin that makes it linear,
-    # and whether its blocks build a dense mask instead of passing `use_causal_mask`.
+    # For an attention class: why it cannot be linear, or the mixin that makes it
+    # linear, and whether its blocks build a dense mask instead of passing
+    # `use_causal_mask`.
     refused: str | None = None
-    mixin: str = "CachedAttention"
+    mixin: str | None = None
     takes_dense: bool = False
     # For a block: whether it is causal (`None` if each call decides), the mixin that
     # builds its `AttentionMask`, and what a dense mask of its own does.
@@ -33,55 +31,36 @@ class Known(NamedTuple):
     is_pooling: bool = False
 
 
-def _attention(place, mixin="RotaryAttention"):
-    """Creates the row of a KerasHub attention class whose blocks build dense masks."""
-    module = f"keras_hub.src.models.{place}"
-    return Known(HUB, module, mixin=mixin, takes_dense=True)
-
-
-def _encoder(place, mixin):
-    """Creates the row of a KerasHub attention class of encoders."""
-    return Known(HUB, f"keras_hub.src.models.{place}", mixin=mixin)
-
-
-def _decoder(place, masks="DecoderMasks"):
-    """Creates the row of a KerasHub decoder block."""
-    return Known(HUB, f"keras_hub.src.models.{place}", masks=masks)
-
-
-ATTENTION = {
-    "MultiHeadAttention": Known(KERAS, "keras.layers"),
-    "GroupedQueryAttention": Known(KERAS, "keras.layers"),
-    "CachedMultiHeadAttention": Known(HUB, "keras_hub.layers", takes_dense=True),
-    "WhisperCachedMultiHeadAttention": _attention(
-        "whisper.whisper_cached_multi_head_attention", "CachedAttention"
-    ),
-    "CachedGemmaAttention": _attention("gemma.gemma_attention", "GemmaAttention"),
-    "CachedGemma3Attention": _attention("gemma3.gemma3_attention", "GemmaAttention"),
-    "CachedMistralAttention": _attention("mistral.mistral_attention"),
-    "CachedMixtralAttention": _attention("mixtral.mixtral_attention"),
-    "DINOV3Attention": _encoder("dinov3.dinov3_layers", "DINOV3Attention"),
-    "EsmSelfAttention": _encoder("esm.esm_attention", "EsmAttention"),
-    "GPTNeoXAttention": _attention("gpt_neo_x.gpt_neo_x_attention", "GPTNeoXAttention"),
-    "GptOssAttention": _attention("gpt_oss.gpt_oss_attention", "GptOssAttention"),
-    "LlamaAttention": _attention("llama.llama_attention"),
-    "MoonshineMultiHeadAttention": _attention(
-        "moonshine.moonshine_multi_head_attention", "MoonshineAttention"
-    ),
-    "PaliGemmaVitAttention": _encoder(
-        "pali_gemma.pali_gemma_vit", "PaliGemmaVitAttention"
-    ),
-    "Phi3Attention": _attention("phi3.phi3_attention"),
-    "QwenAttention": _attention("qwen.qwen_attention"),
-    "QwenMoeAttention": _attention("qwen_moe.qwen_moe_attention"),
-    "Qwen3Attention": _attention("qwen3.qwen3_attention"),
-    "Qwen3MoeAttention": _attention("qwen3_moe.qwen3_moe_attention"),
-    "Qwen3_5Attention": _attention("qwen3_5.qwen3_5_attention"),
-    "RoformerAttention": _encoder(
-        "roformer_v2.roformer_v2_attention", "RoformerAttention"
-    ),
-    "SmolLM3Attention": _attention("smollm3.smollm3_layers"),
+ATTENTION = {"MultiHeadAttention": Known(KERAS), "GroupedQueryAttention": Known(KERAS)}
+# Attention whose blocks build dense masks: class -> mixin.
+DENSE = {
+    "CachedMultiHeadAttention": "CachedAttention",
+    "WhisperCachedMultiHeadAttention": "CachedAttention",
+    "CachedGemmaAttention": "GemmaAttention",
+    "CachedGemma3Attention": "GemmaAttention",
+    "CachedMistralAttention": "RotaryAttention",
+    "CachedMixtralAttention": "RotaryAttention",
+    "GPTNeoXAttention": "GPTNeoXAttention",
+    "GptOssAttention": "GptOssAttention",
+    "LlamaAttention": "RotaryAttention",
+    "MoonshineMultiHeadAttention": "MoonshineAttention",
+    "Phi3Attention": "RotaryAttention",
+    "QwenAttention": "RotaryAttention",
+    "QwenMoeAttention": "RotaryAttention",
+    "Qwen3Attention": "RotaryAttention",
+    "Qwen3MoeAttention": "RotaryAttention",
+    "Qwen3_5Attention": "RotaryAttention",
+    "SmolLM3Attention": "RotaryAttention",
 }
+ATTENTION |= {x: Known(HUB, mixin=y, takes_dense=True) for x, y in DENSE.items()}
+# Attention of encoders: class -> mixin.
+OF_ENCODERS = {
+    "DINOV3Attention": "DINOV3Attention",
+    "EsmSelfAttention": "EsmAttention",
+    "PaliGemmaVitAttention": "PaliGemmaVitAttention",
+    "RoformerAttention": "RoformerAttention",
+}
+ATTENTION |= {x: Known(HUB, mixin=y) for x, y in OF_ENCODERS.items()}
 
 # Attention classes that are refused, and why.
 REFUSED_KERAS = {
@@ -136,35 +115,24 @@ ATTENTION |= {
     for name, reason in reasons.items()
 }
 
+DECODERS = (
+    "GPTNeoXDecoder", "GptOssTransformerDecoder", "LlamaTransformerDecoder",
+    "MistralTransformerDecoder", "MixtralTransformerDecoder", "MoonshineDecoderBlock",
+    "Phi3Decoder", "Qwen3TransformerDecoder", "Qwen3_5TransformerDecoder",
+    "QwenTransformerDecoder", "SmolLM3DecoderLayer", "TransformerDecoder",
+)  # fmt: skip
 BLOCKS = {
-    "TransformerDecoder": Known(HUB, "keras_hub.layers", masks="DecoderMasks"),
-    # A subclass of Gemma's block: the first class that matches counts.
-    "PaliGemmaDecoderBlock": _decoder(
-        "pali_gemma.pali_gemma_decoder_block", "PaliGemmaMasks"
-    ),
-    "GemmaDecoderBlock": _decoder("gemma.gemma_decoder_block", "GemmaMasks"),
-    "Gemma3DecoderBlock": _decoder("gemma3.gemma3_decoder_block", "Gemma3Masks"),
-    "GPTNeoXDecoder": _decoder("gpt_neo_x.gpt_neo_x_decoder"),
-    "GptOssTransformerDecoder": _decoder("gpt_oss.gpt_oss_decoder"),
-    "LlamaTransformerDecoder": _decoder("llama.llama_decoder"),
-    "MistralTransformerDecoder": _decoder("mistral.mistral_transformer_decoder"),
-    "MixtralTransformerDecoder": _decoder("mixtral.mixtral_decoder"),
-    "MoonshineDecoderBlock": _decoder("moonshine.moonshine_decoder"),
-    "Phi3Decoder": _decoder("phi3.phi3_decoder"),
-    "QwenTransformerDecoder": _decoder("qwen.qwen_decoder"),
-    "QwenMoeTransformerDecoder": _decoder("qwen_moe.qwen_moe_decoder", "SparseMasks"),
-    "Qwen3TransformerDecoder": _decoder("qwen3.qwen3_decoder"),
-    "Qwen3MoeTransformerDecoder": _decoder(
-        "qwen3_moe.qwen3_moe_decoder", "SparseMasks"
-    ),
-    "Qwen3_5TransformerDecoder": _decoder("qwen3_5.qwen3_5_decoder"),
-    "SmolLM3DecoderLayer": _decoder("smollm3.smollm3_layers"),
+    "PaliGemmaDecoderBlock": Known(HUB, masks="PaliGemmaMasks"),
+    "GemmaDecoderBlock": Known(HUB, masks="GemmaMasks"),
+    "Gemma3DecoderBlock": Known(HUB, masks="Gemma3Masks"),
+    "QwenMoeTransformerDecoder": Known(HUB, masks="SparseMasks"),
+    "Qwen3MoeTransformerDecoder": Known(HUB, masks="SparseMasks"),
     "SigLIPMultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "MultiHeadAttentionPooling": Known(HUB, is_pooling=True),
     "EdRecDecoderBlock": Known(HUB, builds_mask="whose meaning is unknown"),
     "PARSeqDecoderBlock": Known(HUB, builds_mask="whose meaning is unknown"),
 }
-
+BLOCKS |= {name: Known(HUB, masks="DecoderMasks") for name in DECODERS}
 # Blocks of encoders. KerasCV has a `TransformerEncoder` too, for which the same holds.
 ENCODERS = (
     "DINOV2Attention", "DINOV3Layer", "DeiTEncoderBlock", "ESMEncoder",
@@ -181,12 +149,22 @@ NOTHING = Known("")
 
 def attention(cls):
     """Returns the row of an attention class, or of its nearest base with a row."""
-    for base in cls.__mro__:
-        if base.__name__ in ATTENTION:
-            return ATTENTION[base.__name__]
-    return NOTHING
+    return next(
+        (ATTENTION[x.__name__] for x in cls.__mro__ if x.__name__ in ATTENTION), NOTHING
+    )
 
 
 def block(cls):
     """Returns the row of a block class, by its own name only."""
     return BLOCKS.get(cls.__name__, NOTHING)
+
+
+def masks(cls):
+    """Returns the name of the mixin for a block class, or for its nearest base."""
+    rows = (BLOCKS.get(x.__name__, NOTHING) for x in cls.__mro__ if is_of_hub(x))
+    return next((row.masks for row in rows if row.masks), None)
+
+
+def is_of_hub(cls):
+    """Returns whether a class is one of KerasHub."""
+    return cls.__module__.startswith(f"{HUB}.")

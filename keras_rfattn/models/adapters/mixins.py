@@ -56,11 +56,6 @@ class DecoderMasks:
         """Returns whether `layer` of `block` is causal self-attention."""
         return layer is self_attention(block)
 
-    @staticmethod
-    def is_cross(block, layer):
-        """Returns whether `layer` of `block` attends to the encoder's tokens."""
-        return layer is not self_attention(block)
-
     def _compute_self_attention_mask(
         self, decoder_sequence, decoder_padding_mask, **others
     ):
