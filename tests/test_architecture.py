@@ -55,10 +55,10 @@ GROUND = "arguments"
 # The most lines that each part may have. A commit that needs more raises its bar here,
 # and says which row of a results page pays for it.
 LINES = {
-    "core": 15_800,
+    "core": 15_500,
     "ops": 2_950,
     "feature_maps": 1_900,
-    "models": 3_000,
+    "models": 3_230,
     "uptraining": 1_500,
     "maps": 550,
     "papers": 3_200,
