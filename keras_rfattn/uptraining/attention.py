@@ -35,7 +35,7 @@ class AttentionStage(StageModel):
     def call(self, inputs):
         """Returns the loss, and sums over the batch of shape `(1, L, 5, N)`."""
         noise, stage = inputs["noise"], self.stage
-        offset, watched = noise[0, -1], [(x, Watcher()) for x in self.learning]
+        watched = [(layer, Watcher()) for layer in self.learning]
         with self.teacher.weights(), recording(watched):
             self.model(inputs["x"], training=False)
         losses, sums = [], []
@@ -44,7 +44,8 @@ class AttentionStage(StageModel):
             again = watcher.replayed(layer) if self.teacher.copies else watcher.calls
             calls = list(zip(watcher.calls, again, strict=True))
             dropped = noise[:, i] < stage.window_dropout
-            loss, errors = _compared(layer, calls, dropped, offset, stage.max_rows)
+            options = dropped, noise[0, -1], stage.max_rows
+            loss, errors = _compared(layer, calls, *options)
             losses.append(loss)
             sums.append(errors)
         heads = max(x.shape[-1] for x in sums)

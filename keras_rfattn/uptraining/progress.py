@@ -30,7 +30,7 @@ class Progress(keras.callbacks.Callback):
         # step, whose loss is unknown yet.
         self.good = self.latest = values_of(self.state)
         self.backup = self.identity = None
-        # Errors before training and of uniform attention, and results of stages.
+        # Errors before training and of uniform attention; arguments of `StageResult`.
         self.before, self.control, self.results = None, None, []
         # Errors of the steps of the current stage, and the optimizer to resume with.
         self.errors, self.optimizer_values = [], []
@@ -80,7 +80,6 @@ class Progress(keras.callbacks.Callback):
             result["last"] = float(np.mean(errors[-tenth:]))
             result["no_attention"] = trainer.no_attention
             result["measure"] = trainer.measure
-        # Arguments of `StageResult`.
         self.results.append({**result, "note": note})
         self.errors, self.optimizer_values = [], []
         if self.backup is not None:

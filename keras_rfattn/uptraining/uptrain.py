@@ -121,11 +121,10 @@ def _run(model, layers, batches, settings, callbacks, backup, verbose):
     trained = [v for variables in selected.values() for v in variables]
     trained = list({id(v): v for v in trained}.values())
     teacher = Teacher(model, layers, trained)
-    measured = training.get("attention", Stage("attention"))
-    measured = dataclasses.replace(measured, window_dropout=0)
+    stage = training.get("attention", Stage("attention"))
     # A model of its own, which stays compiled. Those that train are compiled anew.
-    measured = AttentionStage(teacher, measured)
-    measure = functools.partial(measured_errors, measured, batches.head)
+    meter = AttentionStage(teacher, dataclasses.replace(stage, window_dropout=0))
+    measure = functools.partial(measured_errors, meter, batches.head)
     progress = Progress(model, layers, trained)
     names = {feature_maps.name_of(layer.feature_map) for layer in layers}
     mechanism = ", ".join(sorted(names))
