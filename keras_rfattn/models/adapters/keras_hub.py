@@ -18,6 +18,7 @@ import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.swap as swap
 from keras_rfattn.layers.checks import title
+from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.models.holders import holders
 from keras_rfattn.models.positions import check_size
 
@@ -59,6 +60,13 @@ def _get_config(self):
             saving.carry(task)
             adjust_companions([task])
     return saving.Carrier.get_config(self)
+
+
+def _get_task_config(self):
+    """Returns the config of a task, whose backbone tells of the attention in it."""
+    if len(linear_layers(self)) > len(linear_layers(self.backbone)):
+        return saving.Carrier.get_config(self)
+    return type(self).original_class.get_config(self)
 
 
 def _save_to_preset(self, preset_dir, *args, **kwargs):
@@ -109,6 +117,7 @@ def model_carrier(cls):
         members |= lora.MEMBERS
         mark = MARK
     elif cls.backbone_cls is not None:
+        members["get_config"] = _get_task_config
         members["backbone_cls"] = model_carrier(cls.backbone_cls)
     carrier = saving.carrier_class(cls, members, mark)
     saving.register_by_name(carrier)
