@@ -82,9 +82,8 @@ def described(x):
 import keras, keras_hub
 ours = [x for x in sys.meta_path if type(x).__module__.startswith("keras_rfattn")]
 left = [*map(str, ours), *map(str, getattr(keras_hub.__loader__, "__dict__", ()))]
-# The variable of a loop at the top of a module holds the last class of some set.
-named = [(k, x) for k, x in attributes()
-         if not isinstance(x, type) or k.endswith(x.__name__)]
+# The variable of a loop at the top of a module holds whatever came last in some set.
+named = [(k, x) for k, x in attributes() if k.endswith(getattr(x, "__name__", ""))]
 print(json.dumps([{k: described(x) for k, x in named}, left]))
 """
 
