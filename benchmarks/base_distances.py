@@ -10,9 +10,25 @@ that were 0 are left out of it. DATA holds `sst2`. About ten minutes on one core
 
 import argparse
 import math
+import os
 import pathlib
 import sys
 import warnings
+
+RECIPES = pathlib.Path(__file__).parents[1] / "recipes"
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # parse before the slow imports
+    args = parse_arguments()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import gguf
 import keras
@@ -24,7 +40,7 @@ from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.maps import base as bases
 from keras_rfattn.models import stable_names
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "recipes"))
+sys.path.insert(0, str(RECIPES))
 from common import sentences
 
 SET = "minilm_favorpp_learned_64"
@@ -119,6 +135,4 @@ def main(data):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True)
-    main(parser.parse_args().data_dir)
+    main(args.data_dir)

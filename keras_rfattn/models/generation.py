@@ -105,6 +105,12 @@ def call_with_cache(
     task, original, known, token_ids, cache, cache_update_index, *args, **kwargs
 ):
     """Runs the task's `call_with_cache` with its layers' own states and caches."""
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"The cache of {type(task).__name__}, which has linear attention, must be "
+            f"a `keras_rfattn.generation.Cache`. Received: a cache of type "
+            f"{type(cache).__name__}. Use the result of `generation.prefill`."
+        )
     start = ops.convert_to_tensor(cache_update_index, dtype="int32")
     decoder, seen = decoding(known, cache, ops.shape(token_ids)[1], start)
     with carried(task, known, cache, decoder) as (parts, blank):

@@ -10,6 +10,8 @@ import importlib
 import importlib.abc
 import sys
 
+import keras
+
 from keras_rfattn.layers.checks import check_model
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.models.holders import holders
@@ -43,7 +45,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         register()
 
 
-def register(model=None) -> None:
+def register(model: keras.Model | None = None) -> None:
     """Registers the adapter of KerasHub, if KerasHub is imported.
 
     It runs automatically on `import keras_rfattn` or `import keras_hub`, whichever

@@ -159,7 +159,7 @@ def _replaceable(model, sites, include, exclude):
     _refuse(
         [site for site in selected if site.is_linear],
         "`model` must have softmax attention",
-        f"{title(model)}, whose attention is already linear",
+        f"{title(model)}, whose attention is already linear at",
         "Call `restore_attention(model)` first, or leave these out with `exclude`.",
     )
     if include is None:
@@ -186,7 +186,7 @@ def _refuse(sites, expected, received, way_out):
     """Raises `ValueError` that lists sites, if there are any."""
     if sites:
         raise ValueError(
-            f"{expected}. Received: {received} at:\n{_listing(sites)}\n{way_out}"
+            f"{expected}. Received: {received}:\n{_listing(sites)}\n{way_out}"
         )
 
 
@@ -195,7 +195,7 @@ def check_sites(model, sites):
     _refuse(
         [site for site in sites if site.reason],
         "`model` must have attention that can be made linear",
-        f"{title(model)} with attention that cannot",
+        f"{title(model)} with attention that cannot, at",
         "Leave these softmax with `exclude` (paths or patterns), or use another model.",
     )
     _refuse(

@@ -261,8 +261,8 @@ def test_the_report_and_what_is_refused():
     keras_rfattn.replace_attention(
         model, "favorpp", num_features=16, implementation="triton"
     )
-    report = keras_rfattn.describe_attention(model)
-    assert report.replaced[0].implementation == "triton as asked"
+    lines = str(keras_rfattn.describe_attention(model))
+    assert "computed by triton as asked" in " ".join(lines.split())
 
 
 def test_a_backend_without_kernels_says_so(monkeypatch):
