@@ -52,7 +52,7 @@ class Exact(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a layer keeps of past tokens, a pytree with the batch on axis 0.
+    """The past tokens as a layer keeps them, a pytree with the batch on axis 0.
 
     Attributes:
         far: `Sums` of the keys before the near windows, in float32: `maximum`

@@ -1,4 +1,4 @@
-"""What a run of `uptrain` has done so far, kept in memory and in checkpoints."""
+"""The progress of a run of `uptrain`, kept in memory and in checkpoints."""
 
 import math
 import time
