@@ -12,9 +12,10 @@ from keras_rfattn.ops.masks import first_visible, heads_mask
 from keras_rfattn.ops.sums import Reading, combine, normalize
 
 # Products of a query's and a key's largest features are `exp(2 · LIFT)`, so that those
-# of features that differ by a hundred in their exponents are still represented. Smaller
-# products count as `LEAST`, whose inverse leaves room for gradients in float32.
-LIFT, LEAST = 38.0, 1e-11
+# of features that differ by ninety in their exponents are still represented. Smaller
+# products count as `LEAST`. Inverses of both are factors of gradients, which must not
+# overflow, nor become subnormal, because XLA sets subnormal numbers to 0.
+LIFT, LEAST = 15.0, 1e-27
 
 
 def kernel_rows(kernel, query, key, visible):

@@ -1,5 +1,7 @@
 """Rows of attention against the algorithms, which never form them."""
 
+import functools
+
 import numpy as np
 import pytest
 from keras import ops
@@ -262,3 +264,25 @@ def test_later_keys_change_neither_rows_nor_their_gradients(name, case):
 
 def tokens_of(call):
     return [ops.cast(x, "float32") for x in (call.query, call.key, call.value)]
+
+
+@pytest.mark.parametrize("name", ["favorpp_learned", "hedgehog"])
+def test_small_gradients_stay_normal_numbers(name):
+    # The mean over many rows makes gradients small, and XLA sets subnormal ones to 0.
+    call = attention_call(name, mask="right")
+    arrays = call.query, call.key, call.value
+
+    def loss(query, key, value, factor):
+        dropped = ops.zeros((h.BATCH,), dtype="bool")
+        student = call.replace(query=query, key=key, value=value)
+        squared, _, _, divergence, _ = ops.unstack(
+            attention.layer_errors(call, student, dropped, 0.0, 512)
+        )
+        return factor * (squared + divergence)
+
+    whole, small = (
+        h.gradient_of(functools.partial(loss, factor=factor))(*arrays)
+        for factor in (1.0, 1e-10)
+    )
+    for gradient, expected in zip(small, whole, strict=True):
+        h.assert_close(gradient * 1e10, expected, 1e-4)
