@@ -113,7 +113,13 @@ def empty_layers(sites, batch_size, max_length):
             room = empty_exact(site.layer, batch_size, max_length)
             layers |= {f"{site.index}": room} if room else {}
         else:
-            heads, head_dim = site.linear_class._kv_shape(site.layer)
-            shape = (batch_size, 2, max_length, heads, head_dim)
-            layers[f"{site.index}"] = ops.zeros(shape, dtype=site.layer.compute_dtype)
+            cache = empty_keys_and_values(site, batch_size, max_length)
+            layers[f"{site.index}"] = cache
     return layers
+
+
+def empty_keys_and_values(site, batch_size, max_length):
+    """Allocates keys and values of all heads of a layer, `(B, 2, S, K, H)`."""
+    heads, head_dim = site.linear_class._kv_shape(site.layer)
+    shape = (batch_size, 2, max_length, heads, head_dim)
+    return ops.zeros(shape, dtype=site.layer.compute_dtype)

@@ -100,6 +100,12 @@ def has_states(sites):
     return any(x.is_linear and (decodes(x) or crosses(x)) for x in sites)
 
 
+def keeps_states(model, sites):
+    """Returns whether a task generates, and keeps states of linear layers."""
+    method = inspect.unwrap(getattr(type(model), "generate_step", None))
+    return method is generate_step and has_states(sites)
+
+
 @overriding("call_with_cache")
 def call_with_cache(
     task, original, known, token_ids, cache, cache_update_index, *args, **kwargs

@@ -42,7 +42,7 @@ class Plan:
         >>> model = keras_rfattn.replace_attention(model, plan)
         >>> row = keras_rfattn.describe_attention(model).rows[0]
         >>> row.mechanism, row.note
-        ('favorplus', 'softmax in key/value heads 1 of 2')
+        ('favorplus', '1 of 2 key/value heads softmax (1)')
     """
 
     maps: dict

@@ -5,11 +5,16 @@ import textwrap
 from dataclasses import dataclass, replace
 
 import keras
+import numpy as np
 
+import keras_rfattn.models.generation as generation
 from keras_rfattn import feature_maps
+from keras_rfattn.arguments import check_sizes
 from keras_rfattn.feature_maps.weights import trained_weights
 from keras_rfattn.layers.checks import check_model, title
+from keras_rfattn.layers.decoding import empty_state
 from keras_rfattn.layers.linear_attention import sliding_window, soft_cap
+from keras_rfattn.models.carried import empty_keys_and_values, sums_up
 from keras_rfattn.models.survey import survey
 from keras_rfattn.models.swap import original_class
 
@@ -17,6 +22,7 @@ NOT_TRAINED, UNCALIBRATED = "not trained", "uncalibrated"
 # Functions that other folders add. Each takes a model and returns a list of lines that
 # tell its users what they can call or expect.
 ADVISERS = []
+LENGTH = 8192  # tokens of a state, where a model has no maximum
 LINE = 100  # characters of a printed line, unless a layer's path alone is longer
 CAUSAL = {True: "causal", False: "bidirectional", None: "causal if a call says so"}
 
@@ -36,6 +42,10 @@ class Row:
     crossover: int | None = None
     notes: tuple = ()  # why the layer was kept softmax, or remarks on its map
     window: int | None = None  # tokens of the window because of which it was kept
+    # Bytes that the layer keeps of one row while the model generates, and what it would
+    # keep with softmax attention; `None` if the model does not generate with states.
+    state_bytes: int | None = None
+    cache_bytes: int | None = None
 
     @property
     def note(self):
@@ -49,6 +59,7 @@ class Row:
             CAUSAL[self.causal],
             self.original_class,
             *self.notes,
+            _memory(self),
         ]
         return ", ".join(x for x in texts if x)
 
@@ -61,12 +72,16 @@ class AttentionReport:
         model: Class and name of the model.
         rows: Tuple of `Row`, one for each attention layer.
         max_length: Maximum length of inputs in tokens, or `None` if it is not known.
-        advice: Lines that say what to call next, and what generation needs.
+        length: Number of tokens of one row for which `rows` count bytes.
+        dtype: Compute dtype of the model.
+        advice: Lines that say what to call next.
     """
 
     model: str
     rows: tuple
     max_length: int | None = None
+    length: int = LENGTH
+    dtype: str = "float32"
     advice: tuple = ()
 
     @property
@@ -90,6 +105,16 @@ class AttentionReport:
         return sum(row.parameters_added for row in self.rows)
 
     @property
+    def state_bytes(self):
+        """Total of the rows' `state_bytes`."""
+        return sum(row.state_bytes or 0 for row in self.rows)
+
+    @property
+    def cache_bytes(self):
+        """Total of the rows' `cache_bytes`."""
+        return sum(row.cache_bytes or 0 for row in self.rows)
+
+    @property
     def crossover(self):
         """Length in tokens above which all linear layers save operations, or `None`."""
         crossovers = [x.crossover for x in self.replaced if x.crossover is not None]
@@ -111,6 +136,7 @@ class AttentionReport:
         lines = [
             f"Attention of {self.model}: {counts}",
             operations if self.crossover is not None else "",
+            _memory(self, f"one row of {self.length} tokens in {self.dtype}: "),
             *self.advice,
         ]
         alike = {}
@@ -130,30 +156,54 @@ def _wrapped(line):
     )  # fmt: skip
 
 
-def describe_attention(model: keras.layers.Layer) -> AttentionReport:
+def _memory(counted, words=""):
+    """Returns text on the bytes of a `Row` or report; empty if they are unknown."""
+    if not counted.cache_bytes:
+        return ""
+    state, cache = counted.state_bytes / 1e6, counted.cache_bytes / 1e6
+    return f"{words}state {state:.3g} MB, softmax's cache {cache:.3g} MB"
+
+
+def describe_attention(
+    model: keras.layers.Layer, length: int | None = None
+) -> AttentionReport:
     """Reports the attention of a model, whether original, replaced or reloaded.
+
+    For tasks that generate with linear attention, the report has the bytes of the state
+    of each layer (batch size 1, in the model's own dtypes), beside those of the keys
+    and values that softmax attention would keep.
 
     Args:
         model: A Keras model or layer.
+        length: Number of tokens, prompt included, for which bytes are counted. `None`
+            takes the model's maximum length, or 8192.
 
     Returns:
         An `AttentionReport`, which prints layers that are alike together.
 
     Raises:
         TypeError: If `model` is not a Keras layer.
-        ValueError: If `model` is not built.
+        ValueError: If `model` is not built, or `length` is not a positive integer.
     """
     check_model(model)
     sites = survey(model)
     declared = getattr(getattr(model, "backbone", model), "max_sequence_length", None)
-    length = declared if isinstance(declared, int) else _fixed_length(model, sites)
-    rows = tuple(map(_row, sites))
-    report, advice = AttentionReport(title(model), rows, length), []
+    fixed = declared if isinstance(declared, int) else _fixed_length(model, sites)
+    length = (fixed or LENGTH) if length is None else length
+    check_sizes(length=length)
+    rows = map(_row, sites)
+    if generation.keeps_states(model, sites):
+        rows = [
+            replace(row, **_bytes(site, length)) if generation.decodes(site) else row
+            for row, site in zip(rows, sites, strict=True)
+        ]
+    facts = title(model), tuple(rows), fixed, length, model.compute_dtype
+    report, advice = AttentionReport(*facts), []
     if any(NOT_TRAINED in row.notes for row in rows):
         advice = ["To train the maps: `keras_rfattn.uptrain(model, data, steps=...)`."]
     elif any(UNCALIBRATED in row.notes for row in rows):
         advice = ["To calibrate the maps: `keras_rfattn.calibrate(model, data)`."]
-    if declared == length and report.is_short:
+    if declared == fixed and report.is_short:
         advice.append(
             "For longer inputs: `keras_rfattn.extend_positions(model, length)`."
         )
@@ -190,6 +240,29 @@ def _row(site):
         crossover(layer),
         _notes(site),
     )
+
+
+def _bytes(site, length):
+    """Returns the bytes of a causal layer in a `Row`, as a dict."""
+
+    def sizes(tokens):
+        cache = empty_keys_and_values(site, 1, tokens)
+        state = empty_state(site.layer, 1, tokens) if sums_up(site) else cache
+        return np.array([_size(state), _size(cache)])
+
+    # Each further token takes as much as the second.
+    first = sizes(1)
+    state, cache = (first + (length - 1) * (sizes(2) - first)).tolist()
+    return {"state_bytes": state, "cache_bytes": cache}
+
+
+def _size(arrays):
+    """Returns the bytes of all arrays in a nested structure."""
+    count = 0
+    for x in keras.tree.flatten(arrays):
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        count += math.prod(x.shape) * np.dtype(dtype).itemsize
+    return count
 
 
 def local_note(site):
@@ -229,8 +302,9 @@ def _notes(site):
     if options.temperature is not None:
         notes.append(f"normalized, temperature {options.temperature:g}")
     if options.softmax_heads:
-        heads = ", ".join(map(str, options.softmax_heads))
-        notes.append(f"softmax in key/value heads {heads} of {feature_map.num_heads}")
+        heads, count = options.softmax_heads, feature_map.num_heads
+        which = ", ".join(map(str, heads))
+        notes.append(f"{len(heads)} of {count} key/value heads softmax ({which})")
     dropped = sliding_window(layer), soft_cap(layer)
     names = "sliding window of {:g} tokens dropped", "soft cap of {:g} dropped"
     notes += [x.format(n) for x, n in zip(names, dropped, strict=True) if n is not None]

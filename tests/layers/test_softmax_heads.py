@@ -165,7 +165,7 @@ def test_replaced_saved_and_restored(tmp_path):
     first, second = linear_layers(model)
     assert (first.options.softmax_heads, second.options.softmax_heads) == ((0,), (1,))
     report = keras_rfattn.describe_attention(model)
-    assert "softmax in key/value heads 1 of 2" in report.rows[1].note
+    assert "1 of 2 key/value heads softmax (1)" in report.rows[1].note
     plain = keras_rfattn.describe_attention(replaced())
     assert report.rows[0].crossover == pytest.approx(2 * plain.rows[0].crossover, abs=1)
     found = model.predict(data, verbose=0)

@@ -5,7 +5,6 @@ import keras_hub
 import pytest
 
 import keras_rfattn
-from keras_rfattn import generation
 
 LONG = 100
 
@@ -86,32 +85,6 @@ def test_no_word_on_kernels_that_nobody_asked_for():
     text = str(keras_rfattn.describe_attention(own(64)))
     for word in ("computed", "xla", "Triton", "Pallas", "kernel"):
         assert word not in text
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_decoder_s_memory_stands_beside_softmax_s(name):
-    options = {"vocabulary_size": 20, "num_layers": 2, "intermediate_dim": 16}
-    if name == "gpt2":
-        backbone = keras_hub.models.GPT2Backbone(
-            num_heads=2, hidden_dim=16, max_sequence_length=40, **options
-        )
-        model, length = keras_hub.models.GPT2CausalLM(backbone), 40
-    else:
-        backbone = keras_hub.models.LlamaBackbone(
-            num_query_heads=4, num_key_value_heads=2, hidden_dim=16, **options
-        )
-        model, length = keras_hub.models.LlamaCausalLM(backbone), 8192
-    assert "softmax's cache" not in str(keras_rfattn.describe_attention(model))
-    keras_rfattn.replace_attention(model, "favorplus", seed=0)
-    size = generation.state_bytes(model, length)
-    assert size.state > 0 and size.softmax_cache > 0
-    expected = (
-        f"generating {length} tokens: a state of {size.state / 1e6:.3g} MB, "
-        f"softmax's cache {size.softmax_cache / 1e6:.3g} MB"
-    )
-    assert expected in lines_of(model)
-    # A backbone alone does not generate.
-    assert "softmax's cache" not in str(keras_rfattn.describe_attention(backbone))
 
 
 def test_long_paths_and_notes_are_wrapped():
