@@ -23,6 +23,7 @@ from keras_rfattn.models.generation import (
 )
 from keras_rfattn.models.holders import STREAM
 from keras_rfattn.models.positions import token_limit
+from keras_rfattn.models.saving import Carrier
 from keras_rfattn.models.swap import original_class
 from keras_rfattn.ops.state import Exact
 
@@ -113,10 +114,13 @@ def check(model):
     if stream is not None and stream.parts == parts_of(model):
         return stream
     if not is_decoder(model):
+        is_late = hasattr(model, "call_with_cache") and not isinstance(model, Carrier)
+        is_late = is_late and has_states(context(model).sites)
         raise TypeError(
             "`model` must be a KerasHub CausalLM with linear attention, whose only "
             f"inputs are tokens. Received: {type(model).__name__}. Call "
-            "`keras_rfattn.replace_attention` first."
+            f"`keras_rfattn.{'register(task)' if is_late else 'replace_attention'}` "
+            "first."
         )
     # `holders.refresh` discards the stream when the model changes.
     stream = vars(model)[STREAM] = Stream(model)

@@ -184,6 +184,8 @@ def test_a_task_made_around_a_linear_backbone(family):
         for x in (model, late)
     )
     h.assert_same(first, second)
+    with pytest.raises(TypeError, match=r"Call `keras_rfattn.register\(task\)`"):
+        keras_rfattn.generation.prefill(late, prompt["token_ids"])
     keras_rfattn.register(late)
     assert type(late) is type(model)
     cache = late._build_cache(keras.ops.convert_to_tensor(prompt["token_ids"]))[1]
