@@ -58,7 +58,7 @@ LINES = {
     "core": 15_500,
     "ops": 2_950,
     "feature_maps": 1_900,
-    "models": 3_240,
+    "models": 3_330,
     "uptraining": 1_500,
     "maps": 550,
     "papers": 3_200,

@@ -113,9 +113,11 @@ def check(model):
     stream = vars(model).get(STREAM)
     if stream is not None and stream.parts == parts_of(model):
         return stream
-    if not is_decoder(model):
-        is_late = hasattr(model, "call_with_cache") and not isinstance(model, Carrier)
-        is_late = is_late and has_states(context(model).sites)
+    method = getattr(type(model), "call_with_cache", None)
+    is_linear = has_states(context(model).sites)
+    if method is not generation.call_with_cache or not is_linear:
+        # A task made around a linear backbone still has KerasHub's own method.
+        is_late = is_linear and method is not None and not isinstance(model, Carrier)
         raise TypeError(
             "`model` must be a KerasHub CausalLM with linear attention, whose only "
             f"inputs are tokens. Received: {type(model).__name__}. Call "
@@ -125,12 +127,6 @@ def check(model):
     # `holders.refresh` discards the stream when the model changes.
     stream = vars(model)[STREAM] = Stream(model)
     return stream
-
-
-def is_decoder(model):
-    """Whether a model can be decoded with a state."""
-    method = getattr(type(model), "call_with_cache", None)
-    return method is generation.call_with_cache and has_states(context(model).sites)
 
 
 def check_type(state):

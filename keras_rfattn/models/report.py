@@ -3,9 +3,11 @@
 import math
 import textwrap
 from dataclasses import dataclass, replace
+from functools import partial
 
 import keras
 import numpy as np
+from keras.backend import standardize_dtype
 
 import keras_rfattn.models.generation as generation
 from keras_rfattn import feature_maps
@@ -194,7 +196,7 @@ def describe_attention(
     rows = map(_row, sites)
     if generation.keeps_states(model, sites):
         rows = [
-            replace(row, **_bytes(site, length)) if generation.decodes(site) else row
+            _with_bytes(row, site, length) if generation.decodes(site) else row
             for row, site in zip(rows, sites, strict=True)
         ]
     facts = title(model), tuple(rows), fixed, length, model.compute_dtype
@@ -242,27 +244,24 @@ def _row(site):
     )
 
 
-def _bytes(site, length):
-    """Returns the bytes of a causal layer in a `Row`, as a dict."""
-
-    def sizes(tokens):
-        cache = empty_keys_and_values(site, 1, tokens)
-        state = empty_state(site.layer, 1, tokens) if sums_up(site) else cache
-        return np.array([_size(state), _size(cache)])
-
-    # Each further token takes as much as the second.
-    first = sizes(1)
-    state, cache = (first + (length - 1) * (sizes(2) - first)).tolist()
-    return {"state_bytes": state, "cache_bytes": cache}
+def _with_bytes(row, site, length):
+    """Returns the `Row` of a causal layer with its bytes for `length` tokens."""
+    cache = partial(empty_keys_and_values, site)
+    state = partial(empty_state, site.layer) if sums_up(site) else cache
+    sizes = {"state_bytes": _size(state, length), "cache_bytes": _size(cache, length)}
+    return replace(row, **sizes)
 
 
-def _size(arrays):
-    """Returns the bytes of all arrays in a nested structure."""
-    count = 0
-    for x in keras.tree.flatten(arrays):
-        dtype = keras.backend.standardize_dtype(x.dtype)
-        count += math.prod(x.shape) * np.dtype(dtype).itemsize
-    return count
+def _size(allocate, length):
+    """Returns the bytes of arrays for `length` tokens, which it does not allocate."""
+    small, larger = (
+        sum(
+            math.prod(x.shape) * np.dtype(standardize_dtype(x.dtype)).itemsize
+            for x in keras.tree.flatten(allocate(1, tokens))
+        )
+        for tokens in (1, 2)
+    )
+    return small + (length - 1) * (larger - small)
 
 
 def local_note(site):
