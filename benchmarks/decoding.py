@@ -5,13 +5,15 @@
 A GPT-2 of one layer with 12 heads of 64 (`--model gpt2`), or a Llama of the shape of
 SmolLM2-135M (30 layers, 9 query heads and 3 key heads of 64; `--model smollm2`), runs
 with softmax and its cache of keys and values, and with each mechanism and its state. A
-mechanism "favorpp window 64 sliding sinks 4 softmax 8" keeps 8 layers softmax, and
-"... heads 18" keeps 18 of all key heads softmax, both spread evenly. They take turns of
-some tokens each. The benchmark prints milliseconds per token (median and minimum),
-bytes kept per sequence, and the speed relative to softmax. The values in a cache do not
-change the time of reading it, so softmax's cache is zeros and states have seen only 64
-tokens. With `--compile` PyTorch compiles the steps of linear models (`compiled_steps`).
-"cpu" is the median of the processor's milliseconds, which other programs disturb less.
+mechanism "favorpp window 64 sliding sinks 4 softmax 8" keeps 8 layers softmax, spread
+evenly, and "... heads 18" keeps 18 of all key heads softmax, always the same random
+ones. They take turns of some tokens each. The benchmark prints milliseconds per token
+(median and minimum), the bytes of the arrays that are kept per sequence, and both
+relative to softmax: the times by the median of the turns' ratios, the bytes as a share.
+No context is read: caches are random numbers, all of them visible, and sums and windows
+have seen 256 tokens, after which a step does the same work as after any number. With
+`--compile` PyTorch compiles the steps of linear models (`compiled_steps`). "cpu" is the
+median of the processor's milliseconds, which other programs disturb less.
 """
 
 import argparse
@@ -53,8 +55,9 @@ import keras_rfattn
 from keras_rfattn import generation
 from keras_rfattn.models import Plan
 from keras_rfattn.ops import Options
+from keras_rfattn.ops.state import Exact
 
-DIM, SEEN, BURST = 64, 64, 6
+DIM, SEEN, BURST = 64, 256, 6
 # Layers and key heads of the models.
 SHAPES = {"gpt2": (1, 12), "smollm2": (30, 3)}
 
@@ -90,10 +93,12 @@ def build(args, mechanism, longest):
     layers = np.linspace(0, len(paths) - 1, numbers.get("softmax", 0)).round()
     plan = {paths[int(i)]: None for i in layers}
     per_layer = SHAPES[args.model][1]
-    heads = np.linspace(0, len(paths) * per_layer - 1, numbers.get("heads", 0)).round()
-    for path, group in itertools.groupby(heads, lambda i: paths[int(i) // per_layer]):
-        chosen = [int(i) % per_layer for i in group]
-        plan[path] = Options(softmax_heads=chosen, **options)
+    heads = np.random.default_rng(0).permutation(len(paths) * per_layer)
+    heads = sorted(heads[: numbers.get("heads", 0)].tolist())
+    for path, group in itertools.groupby(heads, lambda i: paths[i // per_layer]):
+        chosen = [i % per_layer for i in group]
+        is_all = len(chosen) == per_layer
+        plan[path] = None if is_all else Options(softmax_heads=chosen, **options)
     return keras_rfattn.replace_attention(
         model, Plan({**plan, "*": name}), seed=0, **options,
         num_features=args.num_features if takes_width else None,
@@ -114,10 +119,12 @@ def stepper(args, model, longest, batch, stack):
         stack.enter_context(compiled_steps(model))
     if not is_linear:
         layers, heads = SHAPES[args.model]
-        state = ops.zeros((batch, layers, 2, longest, heads, DIM))
+        state = random_like(ops.zeros((batch, layers, 2, longest, heads, DIM)))
     else:
-        ids = np.ones((batch, SEEN), "int32")
+        ids = np.ones((batch, min(SEEN, longest - 1)), "int32")
         _, state = generation.prefill(model, ids, max_length=longest)
+        layers = {i: filled(x) for i, x in state.layers.items()}
+        state = state._replace(layers=layers)
     if keras.backend.backend() == "jax":
         import jax
 
@@ -132,10 +139,28 @@ def stepper(args, model, longest, batch, stack):
     return torch.no_grad()(step), state
 
 
+def filled(kept):
+    """Returns what a layer keeps, with random keys and values where all are kept."""
+    if not isinstance(kept, tuple):
+        return random_like(kept)
+    if not kept.exact:
+        return kept
+    key, value, visible = kept.exact
+    exact = Exact(random_like(key), random_like(value), ops.ones_like(visible))
+    return kept._replace(exact=exact)
+
+
+def random_like(x):
+    return keras.random.normal(x.shape, dtype=x.dtype, seed=0)
+
+
 def milliseconds(step, state, index, batch):
     """Returns the milliseconds of one token, the processor's too, and the state."""
     token = ops.ones((batch, 1), dtype="int32")
     index = ops.convert_to_tensor(index, dtype="int32")
+    if isinstance(state, generation.Cache):
+        # Every token is a new one, though all are at the same position.
+        state = state._replace(seen=ops.zeros_like(state.seen))
     clocks = time.perf_counter, time.process_time
     starts = [clock() for clock in clocks]
     logits, state = step(token, state, index)
@@ -169,22 +194,29 @@ def measure(args, models, stack):
             for _ in range(args.rounds):
                 for name, (step, state) in steps.items():
                     # Decodes several tokens in a row, as generation does.
-                    for i in range(-2, BURST):
+                    turn = []
+                    for _ in range(2 + BURST):
                         found, state = milliseconds(step, state, context - 1, batch)
-                        times[name] += [found] if i >= 0 else []
+                        turn.append(found)
+                    times[name].append(turn[2:])
                     steps[name] = step, state
-            softmax = np.median(times["softmax"], axis=0)[0]
+            # (rounds, tokens, clocks)
+            times = {name: np.array(found) for name, found in times.items()}
+            turns = {name: found[..., 0].mean(1) for name, found in times.items()}
+            sizes = {name: size(state) for name, (_, state) in steps.items()}
             for name, found in times.items():
-                median, cpu = np.median(found, axis=0).tolist()
+                median, cpu = np.median(found, axis=(0, 1)).tolist()
+                ratio = np.median(turns["softmax"] / turns[name])
                 row = {
                     "backend": keras.backend.backend(), "batch": batch,
                     **({} if args.model == "gpt2" else {"model": args.model}),
                     **({"compiled": name != "softmax"} if args.compile else {}),
                     "context": context, "mechanism": name,
                     "ms": round(median, 3), "cpu": round(cpu, 3),
-                    "least": round(min(x for x, _ in found), 3),
-                    "bytes": size(steps[name][1]),
-                    "times as fast": round(softmax / median, 2),
+                    "least": round(float(found[..., 0].min()), 3),
+                    "times as fast": round(float(ratio), 2),
+                    "bytes": sizes[name],
+                    "share of bytes": round(sizes[name] / sizes["softmax"], 3),
                 }  # fmt: skip
                 print(json.dumps(row), flush=True)
                 with open(args.results, "a") as file:

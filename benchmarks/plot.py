@@ -17,8 +17,8 @@ from style import COLORS, figure, legend, save, token_ticks
 RESULTS = pathlib.Path(__file__).parent / "results"
 OF_RECIPES = pathlib.Path(__file__).parents[1] / "recipes" / "results"
 MEASURED = ("ms", "least", "times as fast", "ours times as fast", "share of matmul",
-            "bytes", "commit", "others GB", "GB accessed", "seconds to compile",
-            "tera-operations", "weights GB", "refused",
+            "bytes", "share of bytes", "commit", "others GB", "GB accessed",
+            "seconds to compile", "tera-operations", "weights GB", "refused",
             "score", "by quarter", "command", "title", "passage", "party")  # fmt: skip
 # Shapes of `models.py` with MiniLM's shape.
 LENGTHS = ("8 × 64", "8 × 128", "2 × 512", "1 × 2048")
