@@ -111,7 +111,7 @@ def test_imports_go_down(file):
 def test_the_walk_sees_imports():
     # Else all of the above would hold of an empty set.
     found = folders(ROOT / "feature_maps" / "projected.py")
-    assert found == {"backend", "projections", "kernels"}
+    assert found == {"backend", "projections", "kernels", "ops"}
     found = folders(ROOT / "layers" / "implementation.py")
     assert found == {"feature_maps", "fused"}
 

@@ -3,6 +3,8 @@
 The vectors are drawn from a seed and saved with the model.
 """
 
+import math
+
 import keras
 from keras import ops
 
@@ -12,6 +14,7 @@ from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.weights import integer
 from keras_rfattn.kernels.variance import orthogonal_covariance
+from keras_rfattn.ops.features import Features
 
 
 class RandomFeatureMap(FeatureMap):
@@ -140,3 +143,33 @@ class ProjectedFeatureMap(RandomFeatureMap):
     def get_config(self):
         projection = keras.saving.serialize_keras_object(self.projection)
         return {**super().get_config(), "projection": projection}
+
+
+class Activation(ProjectedFeatureMap):
+    """Features `f(w · x) / √m` of a positive function f.
+
+    Subclasses implement `log_activation(z)`, the logarithm of f.
+
+    Args:
+        **kwargs: The arguments of `ProjectedFeatureMap`; `num_features` is m.
+
+    Reference:
+        Choromanski et al., "Rethinking Attention with Performers" (2021), section 4.2,
+        generalized attention.
+    """
+
+    kernel = "activation"
+    is_unbiased = False
+
+    def default_scale(self, head_dim):
+        return 1.0
+
+    def log_activation(self, z):
+        """Returns `log f(z)`, elementwise: a finite number for every `z`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement `log_activation(z)`."
+        )
+
+    def key_features(self, x):
+        log_scale = self.log_activation(self.project(x))
+        return Features(None, log_scale - math.log(self.num_features) / 2)

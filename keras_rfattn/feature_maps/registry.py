@@ -21,9 +21,10 @@ DEFAULT = "favorpp_learned"
 
 # The names that `keras_rfattn.papers` adds, which is imported when one is asked for.
 LATER = (
-    "complex_exponential", "favor", "geometric", "geometric_positive", "gerf",
+    "complex_exponential", "elu", "favor", "geometric", "geometric_positive", "gerf",
     "hybrid_angular", "hybrid_clustered", "hybrid_gaussian", "hybrid_gaussian_mixture",
-    "poisson", "poisson_positive", "polysketch", "polysketch_linear",
+    "poisson", "poisson_positive", "polynomial", "polysketch", "polysketch_linear",
+    "relu",
 )  # fmt: skip
 
 # What papers and other libraries call the maps, in the form of `_plain`. Only errors

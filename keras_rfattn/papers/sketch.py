@@ -6,8 +6,11 @@ import keras
 from keras import ops
 
 from keras_rfattn.backend import precise_einsum, repeat_each
-from keras_rfattn.feature_maps.polynomial import DEFAULT_DEGREE
-from keras_rfattn.feature_maps.polysketch import DEFAULT_SKETCH_SIZE, Sketch
+from keras_rfattn.feature_maps.polynomial import (
+    DEFAULT_DEGREE,
+    DEFAULT_SKETCH_SIZE,
+    Sketch,
+)
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import unit

@@ -5,15 +5,15 @@ import importlib
 import keras
 
 from keras_rfattn.projections.base import Gaussian, Projection
-from keras_rfattn.projections.orthogonal import Orthogonal, Simplex
+from keras_rfattn.projections.orthogonal import Orthogonal
 
-PROJECTIONS = {"gaussian": Gaussian, "orthogonal": Orthogonal, "simplex": Simplex}
+PROJECTIONS = {"gaussian": Gaussian, "orthogonal": Orthogonal}
 
-# Projections of papers; the module that has them adds them to the table.
+# The module that adds the projections of papers to the table, and their names.
 PAPERS = "keras_rfattn.papers"
-LATER = {"hadamard": PAPERS, "halton": PAPERS}
+LATER = "hadamard", "halton", "simplex"
 
-__all__ = ["Gaussian", "Orthogonal", "PROJECTIONS", "Projection", "Simplex", "get"]
+__all__ = ["Gaussian", "Orthogonal", "PROJECTIONS", "Projection", "get"]
 
 
 def get(identifier, seed=0):
@@ -32,7 +32,7 @@ def get(identifier, seed=0):
     names = sorted({*PROJECTIONS, *LATER})
     if isinstance(identifier, str) and identifier in names:
         if identifier not in PROJECTIONS:
-            importlib.import_module(LATER[identifier])
+            importlib.import_module(PAPERS)
         return PROJECTIONS[identifier](seed=seed)
     if isinstance(identifier, dict):
         identifier = keras.saving.deserialize_keras_object(known(identifier))
