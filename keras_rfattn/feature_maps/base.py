@@ -97,8 +97,6 @@ class FeatureMap(Weights, keras.layers.Layer):
     has_exponents = False
     # Whether `prepare` changes queries and keys.
     is_preparing = False
-    # Whether estimates are precise only if all queries and keys have equal norms.
-    assumes_equal_lengths = False
     # Number of random vectors, or another number that decides the width M. `None` if
     # the head dim alone decides it.
     num_features = None

@@ -7,7 +7,6 @@ into still computes projections, rotary embeddings and gates.
 """
 
 import functools
-import warnings
 
 from keras import ops
 
@@ -62,10 +61,6 @@ class LinearAttention:
     # An `Interceptor` or a function. It applies in all threads, because replicas of a
     # model run in separate threads.
     recorder = None
-    # Attributes that hold a sublayer that normalizes queries, in classes that have one.
-    query_normalizations = (
-        "query_norm", "_query_norm", "q_norm", "_query_dense_layer_norm",
-    )  # fmt: skip
     # Attribute that holds the logits of attention sinks, in classes that have them.
     sink_logits = None
 
@@ -98,7 +93,6 @@ class LinearAttention:
         if not self.trainable:
             # Freezing a layer freezes only the sublayers that it has at that time.
             set_trainable(self.feature_map, False)
-        warn_of_lengths(self)
         mark(self)
 
     def build(self, query_shape, value_shape, key_shape=None):
@@ -273,23 +267,6 @@ class Packable(LinearAttention):
     def compute_output_spec(self, *args, segment_ids=None, **kwargs):
         """Returns the Keras layer's output spec, which ignores `segment_ids`."""
         return super().compute_output_spec(*args, **kwargs)
-
-
-def warn_of_lengths(layer):
-    """Warns if the map needs normalized queries and keys that a layer does not give."""
-    names = layer.query_normalizations
-    normalizes = any(getattr(layer, name, None) is not None for name in names)
-    normalizes = normalizes or layer.options.temperature is not None
-    if layer.feature_map.assumes_equal_lengths and not normalizes:
-        name = feature_maps.name_of(layer.feature_map)
-        warnings.warn(
-            f"The queries and keys of {name!r} are not normalized. Its estimates have "
-            "a small variance only if all of them have the same length, and signed "
-            "estimates with a large variance can make a row's denominator vanish. "
-            "Normalize them with `temperature=`, which changes the checkpoint's "
-            "attention, or use 'favorpp_dense' with `keras_rfattn.calibrate`.",
-            stacklevel=2,
-        )
 
 
 def sliding_window(layer):

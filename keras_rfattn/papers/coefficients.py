@@ -64,7 +64,6 @@ class AngularCoefficient(Coefficient, ProjectedFeatureMap):
     """
 
     constant = 0.5
-    assumes_equal_lengths = True
 
     def query_features(self, x):
         return scale(self.key_features(x), -1 / 2)

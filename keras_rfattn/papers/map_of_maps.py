@@ -26,10 +26,6 @@ class MapOfMaps(Adaptive, FeatureMap):
     def is_unbiased(self):
         return all(part.is_unbiased for part in self.parts())
 
-    @property
-    def assumes_equal_lengths(self):
-        return any(part.assumes_equal_lengths for part in self.parts())
-
     def build(self, input_shape):
         super().build(input_shape)
         for part in self.parts():

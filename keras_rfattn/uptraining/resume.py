@@ -8,44 +8,10 @@ import keras
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.arguments import check_sizes
 from keras_rfattn.backend.devices import backend_name
 from keras_rfattn.feature_maps.weights import checksum
-from keras_rfattn.layers.checks import title
 
 FORMAT, FILE = 6, "uptrain.npz"
-
-
-class Checkpoint(keras.callbacks.BackupAndRestore):
-    """Saves the progress of `uptrain`, and resumes it after an interruption.
-
-    A call of `keras_rfattn.uptrain` with this callback that finds a checkpoint in the
-    folder resumes from it, and ends with the weights of an uninterrupted run, bit for
-    bit. `seed=None` stands for 0 here. A `keras.callbacks.BackupAndRestore` does the
-    same, and deletes the checkpoint of a complete run unless `delete_checkpoint=False`.
-
-    Args:
-        folder: Path of a folder, which is created if needed.
-        every: Number of steps between checkpoints. A stage that ends is saved too.
-
-    Raises:
-        ValueError: If an argument is invalid; in `uptrain`, before the model changes,
-            if the folder holds a checkpoint of another run or a damaged one.
-    """
-
-    def __init__(self, folder: str | os.PathLike, every: int = 100) -> None:
-        check_sizes(every=every)
-        if not isinstance(folder, (str, os.PathLike)):
-            raise ValueError(
-                f"`folder` must be a path. Received: folder={folder!r:.80}."
-            )
-        super().__init__(folder, save_freq=every, delete_checkpoint=False)
-
-    def set_model(self, model):
-        raise ValueError(
-            "`Checkpoint` must be passed to `keras_rfattn.uptrain`. Received: `fit` of "
-            f"{title(model)}. Use `keras.callbacks.BackupAndRestore` there."
-        )
 
 
 def path_of(backup):
@@ -88,7 +54,7 @@ def load(backup, identity):
     ]
     if lines:
         raise ValueError(
-            "`folder` of `Checkpoint` must not hold a checkpoint of another run. "
+            "`BackupAndRestore` must not find a checkpoint of another run. "
             f"Received: '{path}', which was saved with other settings:{''.join(lines)}"
             "\nUse another folder; or call `uptrain` with the saved settings, on the "
             "model as it was loaded then. New LoRA adapters, and a preprocessor that "
@@ -107,11 +73,11 @@ def checked_callbacks(given):
     wrong += [x for x in callbacks if isinstance(x, keras.callbacks.ModelCheckpoint)]
     if wrong or len(backups) > 1:
         raise ValueError(
-            "`callbacks` must be Keras callbacks, at most one of them a `Checkpoint` "
-            "or `BackupAndRestore`, and none a `ModelCheckpoint`, because `fit` trains "
+            "`callbacks` must be Keras callbacks, at most one of them a "
+            "`BackupAndRestore`, and none a `ModelCheckpoint`, because `fit` trains "
             f"the model of a stage here. Received: {wrong or backups!r:.200}. "
-            "Use `keras_rfattn.uptraining.Checkpoint` to resume after an interruption, "
-            "and save your model when `uptrain` is done."
+            "Use `BackupAndRestore` to resume after an interruption, and save your "
+            "model when `uptrain` is done."
         )
     return [x for x in callbacks if x not in backups], next(iter(backups), None)
 

@@ -70,8 +70,9 @@ def uptrain(
             functions of the seed and the step. If `None`, it is drawn at random.
         callbacks: Keras callbacks for the stages that train. Each stage is a `fit` of
             its own, of ten epochs, whose numbers go on from stage to stage. A
-            `keras_rfattn.uptraining.Checkpoint`, or `keras.callbacks.BackupAndRestore`,
-            resumes an interrupted call. A `ModelCheckpoint` is refused.
+            `keras.callbacks.BackupAndRestore` resumes an interrupted call exactly: it
+            saves each `save_freq` steps (100 for `"epoch"`). A `ModelCheckpoint` is
+            refused.
         verbose: 0 for silent, 1 or `"auto"` for a progress bar for each epoch, 2 for a
             line for each epoch, as in `keras.Model.fit`.
 
@@ -82,7 +83,7 @@ def uptrain(
         TypeError: If `model` is not a Keras layer.
         ValueError: If an argument is invalid, the model has no linear attention,
             nothing would train, the data does not fit the model or has no real token,
-            or a `Checkpoint` belongs to another run; the model is unchanged then. Also
+            or a checkpoint belongs to another run; the model is unchanged then. Also
             if a loss is not finite; the last good weights are kept, as after any error.
     """
     check_model(model)

@@ -261,7 +261,6 @@ def test_report():
     assert wide.mean.output < report.mean.output / 3
 
 
-@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_a_width_too_small_is_called_so():
     report = diagnostics.approximation_report(
         model("favorplus", num_features=2), batches(30.0)

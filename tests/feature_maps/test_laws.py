@@ -14,8 +14,6 @@ from tests import helpers as h
 from tests.marks import each_map
 
 HAVE_VECTORS = h.RANDOM
-# Of hybrids in attention whose queries are not normalized, which is not the point here.
-pytestmark = pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 
 
 def features(name, x, side="key_features"):
