@@ -3,10 +3,10 @@
 import numpy as np
 
 from keras_rfattn.feature_maps.weights import (
+    check_not_trained,
     integer,
     mark,
     mark_of,
-    reset_trained,
     trained_weights,
     unchanged_on_error,
 )
@@ -52,20 +52,18 @@ class Adaptive:
         measures = self.measures_sequence and causal is False
         return "statistics per sequence" if measures else "uncalibrated"
 
-    def adapt(self, samples, discard_training=False):
+    def adapt(self, samples):
         """Sets the parameters from data, and replaces earlier measurements.
 
         Args:
             samples: List of pairs `(queries, keys)`, one for each sequence. Both are
                 NumPy arrays of shape `(K, n, H)`, scaled, for K key/value heads and n
                 real tokens. A pair holds queries and keys that attend to each other.
-            discard_training: Whether to adapt a map even if it was trained. Its trained
-                weights are then reset to their initial values. Defaults to `False`.
 
         Raises:
             ValueError: If there is no sample, a sample is not finite, the map is not
-                built or measures nothing on data, or it was trained and
-                `discard_training` is false. The map is then unchanged.
+                built or measures nothing on data, or it was trained. The map is then
+                unchanged.
         """
         if not self.built or not self.is_adaptive or not samples:
             raise ValueError(
@@ -77,8 +75,8 @@ class Adaptive:
                 f"{type(self).__name__} cannot adapt to queries and keys that are not "
                 "finite. Received: samples with NaN or infinity."
             )
+        check_not_trained(self, "adapt")
         with unchanged_on_error([self]):
-            reset_trained(self, discard_training, "adapt")
             self.fit(samples)
             self.updates.assign(len(samples))
             mark(self)

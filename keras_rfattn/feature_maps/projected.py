@@ -50,7 +50,7 @@ class RandomFeatureMap(FeatureMap):
             self.num_features = 2 * self.head_dim
         before = len(self._trainable_variables)
         self.add_vectors()
-        # Whether the random weights are trained, so that `redraw` discards training.
+        # Whether random weights are trained, which `redraw` then refuses to replace.
         self.draws_trained = len(self._trainable_variables) > before
         self.draws = self.add_fixed("draws", "zeros", (), "int32")
 

@@ -67,20 +67,15 @@ class Weights:
             for a, b in zip(weights, first, strict=True)
         )
 
-    def redraw(self, discard_training=False):
+    def redraw(self):
         """Replaces the random vectors by the next draw of the same seed.
 
         The number of draws is saved with the model. The library never calls this
         method by itself.
 
-        Args:
-            discard_training: Whether to redraw a map even if its vectors were trained.
-                All of its weights are then reset to their initial values, and it is no
-                longer calibrated. Defaults to `False`.
-
         Raises:
             ValueError: If the map has no random vectors, is not built, or its vectors
-                were trained and `discard_training` is false. The map is then unchanged.
+                were trained. The map is then unchanged.
         """
         if not self.built:
             raise ValueError(
@@ -89,9 +84,9 @@ class Weights:
             )
         parts = self._flatten_layers()
         replaces_trained = any(getattr(x, "draws_trained", False) for x in parts)
+        if replaces_trained:
+            check_not_trained(self, "redraw")
         with unchanged_on_error([self]):
-            if replaces_trained:
-                reset_trained(self, discard_training, "redraw")
             self.draw_again()
             if replaces_trained:
                 mark(self)
@@ -134,17 +129,14 @@ def as_drawn(feature_map):
     return copy
 
 
-def reset_trained(feature_map, discard_training, method):
-    """Sets a map that was trained back to `as_drawn`, or raises `ValueError`."""
-    if not feature_map.was_trained:
-        return
-    if not discard_training:
+def check_not_trained(feature_map, method):
+    """Raises `ValueError` for a map that was trained."""
+    if feature_map.was_trained:
         raise ValueError(
             f"`{method}` would replace weights of {type(feature_map).__name__} that "
-            f"were trained. Received: discard_training={discard_training!r}. Use "
-            "discard_training=True to discard the training."
+            "were trained. Received: a trained map. Use a new map, or restore "
+            "attention and replace it again."
         )
-    assign(feature_map.weights, as_drawn(feature_map).weights)
 
 
 def mark_of(feature_map):

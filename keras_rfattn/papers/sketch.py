@@ -90,8 +90,7 @@ class PolySketch(Sketch, ProjectedFeatureMap):
 class PolySketchLinear(PolySketch):
     """Learned linear polynomial sketch: `PolySketch` with trained matrices.
 
-    Before training, it equals `PolySketch` with the same arguments. It also does so
-    after `redraw`, which discards training.
+    Before training, it equals `PolySketch` with the same arguments.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, matrices G.

@@ -19,12 +19,11 @@ class Stage:
 
     Args:
         name: `"calibrate"` fits maps to the first batches, without gradients and
-            options; it keeps maps that were trained, and an earlier calibration if a
-            new one would raise the error. `"attention"` trains every layer against the
-            softmax attention of the same layer, on the inputs that the layer has in the
-            softmax model; the loss is the relative squared error of outputs plus the
-            divergence of attention rows. `"features"` trains the linear model end to
-            end against the softmax model.
+            options; it keeps maps that were trained or calibrated. `"attention"` trains
+            every layer against the softmax attention of the same layer, on the inputs
+            that the layer has in the softmax model; the loss is the relative squared
+            error of outputs plus the divergence of attention rows. `"features"` trains
+            the linear model end to end against the softmax model.
         trainable: What trains: `"maps"` (weights of feature maps only), `"query_key"`
             (maps, and trainable weights of the query and key projections: after
             `enable_lora` their adapters) or `"all"` (maps and all other trainable

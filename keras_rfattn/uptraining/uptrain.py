@@ -67,7 +67,8 @@ def uptrain(
             (0.001 if it compares logits). It is 0.001 if weights of the model itself
             train, and 0.0001 if all of them do.
         seed: Non-negative integer. The order of the data and window dropout are pure
-            functions of the seed and the step. If `None`, it is drawn at random.
+            functions of the seed and the step. If `None`, it is drawn at random, or 0
+            if the call can be resumed.
         callbacks: Keras callbacks for the stages that train. Each stage is a `fit` of
             its own, of ten epochs, whose numbers go on from stage to stage. A
             `keras.callbacks.BackupAndRestore` resumes an interrupted call exactly: it
@@ -150,8 +151,7 @@ def _run(model, layers, batches, settings, callbacks, backup, verbose):
                 with only_training(model, selected[stage.name]):
                     _fit(trainer, batches, optimizer, progress, callbacks, verbose)
             elif trainer is None:
-                before = progress.before
-                note = calibrate_stage(model, layers, batches.head, before, measure)
+                note = calibrate_stage(model, layers, batches.head)
             progress.end(trainer, note)
         after, _ = measure()
     except BaseException:

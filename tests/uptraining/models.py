@@ -10,6 +10,13 @@ from keras_rfattn.uptraining.stages import OPTIONS
 TOKENS, DIM, HEADS, WORDS = 12, 8, 2, 30
 
 
+def checkpoint(folder, every=100):
+    """The callback with which an interrupted call is resumed."""
+    return keras.callbacks.BackupAndRestore(
+        folder, save_freq=every, delete_checkpoint=False
+    )
+
+
 def softmax_model(layers=2, causal=False, dtype=None):
     """Attention that chooses, over tokens of which the last are padding."""
     keras.utils.set_random_seed(1)
