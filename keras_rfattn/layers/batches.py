@@ -22,26 +22,12 @@ def refusal(model, batch, error=None):
     raised, hint = "", "It has no labels; one array as a whole is the list `[array]`."
     if error is not None:
         raised = f" The model raised {type(error).__name__}: {str(error).strip()}"
-    longest = max((x.shape[1] for x in _arrays(batch) if len(x.shape) == 2), default=0)
-    layers = model._flatten_layers()
-    limits = [getattr(layer, "max_sequence_length", None) for layer in layers]
-    limit = min((x for x in limits if isinstance(x, int)), default=longest)
     if any(map(is_text, keras.tree.flatten(batch))):
         hint = "Turn texts into tokens first, by the model's preprocessor or tokenizer."
-    elif longest > limit:
-        hint = (
-            f"The batch has {longest} tokens, and the model has positions for {limit} "
-            "(`max_sequence_length`). Cut the texts, or extend the model: "
-            f"`keras_rfattn.extend_positions(model, {longest})`."
-        )
     return ValueError(
         f"Each batch of `data` must be an input of the model{wanted}. Received: "
         f"{described(batch)}.{raised} {hint}"
     )
-
-
-def _arrays(batch):
-    return [x for x in keras.tree.flatten(batch) if hasattr(x, "shape")]
 
 
 def is_text(x):
@@ -54,7 +40,7 @@ def is_text(x):
 
 def described(x):
     """Returns the type of an object and the shapes in it, for error messages."""
-    shapes = [tuple(a.shape) for a in _arrays(x)]
+    shapes = [tuple(a.shape) for a in keras.tree.flatten(x) if hasattr(a, "shape")]
     names = f" of {', '.join(map(repr, x))}" if isinstance(x, dict) else ""
     kind = f"{type(x).__name__}{names}"
     return f"{kind} with shapes {shapes}" if shapes else f"{x!r:.80} of type {kind}"
