@@ -12,9 +12,8 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.arguments import check_num_features, derive_seed, is_integer
+from keras_rfattn.arguments import check_sizes, derive_seed, is_integer
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.kernels import values
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import Polynomial, unit
 
@@ -49,9 +48,6 @@ class PolynomialFeatureMap(FeatureMap):
         super().build(input_shape)
         for norm in (self.query_norm, self.key_norm):
             norm.build((None, self.head_dim))
-
-    def kernel_values(self, query, key):
-        return values.polynomial(query, key, self.degree)
 
     def prepare(self, query, key):
         """Applies the layer normalizations to queries and keys, in float32."""
@@ -101,10 +97,6 @@ class PolySketchLearned(Sketch):
         seed: Seed of the networks, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
 
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `degree` is not a
-            power of 2 that is at least 2.
-
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, appendix D, algorithm 2.
     """
@@ -113,7 +105,7 @@ class PolySketchLearned(Sketch):
         self, num_features=DEFAULT_SKETCH_SIZE, degree=DEFAULT_DEGREE, **kwargs
     ):
         super().__init__(degree, **kwargs)
-        check_num_features(num_features)
+        check_sizes(num_features=num_features)
         self.num_features = num_features
         self.networks = [
             [

@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from keras_rfattn import projections
-from keras_rfattn.arguments import check_num_features, derive_seed
+from keras_rfattn.arguments import check_sizes, derive_seed
 from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.weights import integer
@@ -28,9 +28,6 @@ class RandomFeatureMap(FeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
         **kwargs: Arguments of `keras.layers.Layer`.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer.
     """
 
     # The default, or `None` for twice the head dim.
@@ -41,7 +38,7 @@ class RandomFeatureMap(FeatureMap):
         if num_features is None:
             num_features = self.default_num_features
         else:
-            check_num_features(num_features)
+            check_sizes(num_features=num_features)
         self.num_features = num_features
 
     def build(self, input_shape):
@@ -93,17 +90,9 @@ class ProjectedFeatureMap(RandomFeatureMap):
     """Base of maps of `w · x` whose vectors w are drawn by a `Projection`.
 
     Args:
-        num_features: Number of random vectors, which papers call m. Defaults to twice
-            the head dim, and is `None` until the map is built.
         projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
             `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-        **kwargs: Arguments of `keras.layers.Layer`.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `projection` is
-            unknown.
+        num_features, seed, **kwargs: As in `RandomFeatureMap`.
     """
 
     # Whether features are `D exp(A‖w‖² + B w·x + C‖x‖²)` with one A for all directions.

@@ -10,7 +10,7 @@ import re
 
 import keras
 
-from keras_rfattn.arguments import check_num_features, check_seed
+from keras_rfattn.arguments import check_seed, check_sizes
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.projections import PAPERS, known
 
@@ -86,7 +86,7 @@ def get(identifier, **arguments):
                 f"feature_map={identifier!r}. {hint(identifier)}"
             )
         if "num_features" in arguments:
-            check_num_features(arguments["num_features"])
+            check_sizes(num_features=arguments["num_features"])
         return cls(**arguments)
     feature_map = identifier
     if isinstance(identifier, dict):
@@ -110,14 +110,6 @@ def class_of(name):
     if name in LATER and name not in FEATURE_MAPS:
         importlib.import_module(PAPERS)
     return FEATURE_MAPS.get(name)
-
-
-def check_identifier(identifier, num_features=None, seed=None):
-    """Raises the same errors as `resolve`, without using Keras' global seed."""
-    if isinstance(identifier, str):
-        check_seed(seed)
-        seed = 0
-    resolve(identifier, num_features, seed)
 
 
 def resolve(identifier, num_features=None, seed=None, name=None):

@@ -6,8 +6,7 @@ All arguments that name layers use this file: `include`, `exclude` and `Plan`.
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from keras_rfattn.feature_maps import DEFAULT
-from keras_rfattn.feature_maps.registry import check_identifier
+from keras_rfattn.feature_maps import DEFAULT, resolve
 from keras_rfattn.ops.options import Options
 
 
@@ -27,11 +26,6 @@ class Plan:
             If several patterns match a layer, the first one counts. A layer that no
             pattern matches keeps softmax. `Options` of a plan stand in place of those
             in the call of `replace_attention`.
-
-    Raises:
-        ValueError: If `maps` is not a dict with string keys, is empty, or names an
-            unknown feature map.
-        TypeError: If a value has another type.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -62,7 +56,8 @@ class Plan:
                     f"Received: {value!r:.200} for {path!r}."
                 )
             if pair[0] is not None:
-                check_identifier(pair[0])
+                # It raises errors; a seed leaves Keras' global one as it is.
+                resolve(pair[0], seed=0)
 
 
 def assign(feature_map, options, sites):

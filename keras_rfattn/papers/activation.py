@@ -8,10 +8,19 @@ attention is replaced. As in the papers, queries and keys are not scaled by the 
 import keras
 from keras import ops
 
-from keras_rfattn.arguments import check_no_num_features
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.projected import Activation
 from keras_rfattn.ops.features import Features
+
+
+def check_no_num_features(cls, num_features):
+    """Raises `ValueError` if a map that takes no `num_features` is given any."""
+    if num_features is not None:
+        raise ValueError(
+            f"`num_features` must be `None` for {cls.__name__}, which has no random "
+            "vectors, and whose width follows from the head dim. Received: "
+            f"num_features={num_features!r}. Use `None`, or a map with random vectors."
+        )
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

@@ -3,10 +3,10 @@
 import keras
 from keras import ops
 
-from keras_rfattn.arguments import check_no_num_features
 from keras_rfattn.feature_maps.polynomial import DEFAULT_DEGREE, PolynomialFeatureMap
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import unit
+from keras_rfattn.papers.activation import check_no_num_features
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

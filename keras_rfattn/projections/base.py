@@ -27,9 +27,6 @@ class Projection(keras.initializers.Initializer):
     Args:
         seed: Non-negative integer. The same seed gives the same numbers.
 
-    Raises:
-        ValueError: If `seed` is not a non-negative integer.
-
     Examples:
         >>> class Signs(keras_rfattn.projections.Projection):
         ...     is_gaussian = False
@@ -70,14 +67,7 @@ class Projection(keras.initializers.Initializer):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Gaussian(Projection):
-    """Independent draws from `N(0, I)`.
-
-    Args:
-        seed: Non-negative integer. The same seed gives the same numbers.
-
-    Raises:
-        ValueError: If `seed` is not a non-negative integer.
-    """
+    """Independent draws from `N(0, I)`, by a `seed` as in `Projection`."""
 
     def sample(self, generator, dim, count):
         return generator.standard_normal((count, dim))

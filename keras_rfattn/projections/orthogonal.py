@@ -22,9 +22,6 @@ class Orthogonal(Projection):
             slight bias.
         seed: Non-negative integer. The same seed gives the same numbers.
 
-    Raises:
-        ValueError: If `norms` is unknown, or `seed` is not a non-negative integer.
-
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021), section 2.4;
         Likhosherstov et al., "Chefs' Random Tables" (2022), theorem 4.1.
