@@ -112,8 +112,8 @@ def test_the_walk_sees_imports():
     # Else all of the above would hold of an empty set.
     found = folders(ROOT / "feature_maps" / "projected.py")
     assert found == {"backend", "projections", "kernels", "ops"}
-    found = folders(ROOT / "layers" / "implementation.py")
-    assert found == {"feature_maps", "fused"}
+    found = folders(ROOT / "layers" / "attend.py")
+    assert found == {"backend", "feature_maps", "fused", "ops"}
 
 
 def test_the_ground_imports_nothing_of_the_package():

@@ -69,7 +69,6 @@ def get(identifier, **arguments):
     Raises:
         ValueError: If the name is unknown, or `arguments` are given together with a map
             or a config, which already has its own.
-        TypeError: If `identifier` is of another type.
 
     Examples:
         >>> from keras_rfattn import feature_maps
@@ -132,8 +131,6 @@ def register(name, cls=None):
 
     Raises:
         ValueError: If another class has this name.
-        TypeError: If `name` is not a non-empty string, or `cls` is not a subclass of
-            `FeatureMap`.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"`name` must be a non-empty string. Received: name={name!r}.")

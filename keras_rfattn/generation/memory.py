@@ -39,10 +39,6 @@ def state_bytes(model, length, batch_size=1):
     Returns:
         A `StateBytes`. Its `state` is the size of all arrays in the state that
         `prefill(model, tokens, max_length=length)` returns.
-
-    Raises:
-        TypeError: If `model` is not a `CausalLM` with linear attention.
-        ValueError: If `length` or `batch_size` is not a positive integer.
     """
     check_sizes(length=length, batch_size=batch_size)
     stream = check(model)

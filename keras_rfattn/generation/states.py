@@ -28,10 +28,6 @@ def take_rows(state, rows):
 
     Returns:
         A `Cache` with `len(rows)` rows.
-
-    Raises:
-        TypeError: If `state` is not a `Cache`.
-        ValueError: If `rows` are not integers, or `state` has no such rows.
     """
     check_type(state)
     rows, count = np.asarray(rows), ops.shape(state.seen)[0]
@@ -55,8 +51,7 @@ def join_rows(states):
         A `Cache` with all rows, in the order of `states`.
 
     Raises:
-        TypeError: If `states` is not a list of `Cache`.
-        ValueError: If `states` is empty, or the states belong to different models.
+        ValueError: If the states belong to different models.
     """
     if isinstance(states, Cache) or not isinstance(states, (list, tuple)):
         raise TypeError(
@@ -87,9 +82,6 @@ def save(path, state):
     Args:
         path: Path of the file.
         state: A `Cache`.
-
-    Raises:
-        TypeError: If `state` is not a `Cache`.
     """
     check_type(state)
     arrays = {"format": np.array(FORMAT), "seen": _array(state.seen),
@@ -112,7 +104,6 @@ def load(path, model):
         A `Cache`.
 
     Raises:
-        TypeError: If `model` cannot be decoded with a state.
         ValueError: If the file does not hold a state, has another format version, or
             belongs to another model.
     """

@@ -14,7 +14,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.arguments import check_flag
 from keras_rfattn.feature_maps.base import set_trainable
 from keras_rfattn.feature_maps.weights import fix_name
-from keras_rfattn.layers.attend import attend
+from keras_rfattn.layers.attend import attend, check_options
 from keras_rfattn.layers.call_context import (
     CallContext,
     Interceptor,
@@ -23,7 +23,6 @@ from keras_rfattn.layers.call_context import (
 )
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.fingerprint import mark
-from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.self_attention import is_self_attention, tokens_of
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.ops.kernel_attention import Softmax

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_rfattn.arguments import check_sizes
+from keras_rfattn.arguments import check_choice, check_sizes
 from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.batches import check_batches, is_text, refusal
 from keras_rfattn.layers.call_context import Interceptor
@@ -17,10 +17,7 @@ from keras_rfattn.layers.linear_attention import LinearAttention
 
 def progress(items, verbose):
     """Yields `items` and shows Keras' progress bar."""
-    if verbose not in ("auto", 0, 1, 2):
-        raise ValueError(
-            f"`verbose` must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
-        )
+    check_choice("verbose", verbose, ("auto", 0, 1, 2))
     total = len(items) if hasattr(items, "__len__") else None
     bar = keras.utils.Progbar(total, verbose=1 if verbose == "auto" else verbose)
     done = 0
@@ -183,10 +180,6 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
         List of `(path, layer, sequences)`, one for each linear attention layer that
         received a real token, in the order in which layers are called. `sequences` is a
         list of `Sequence`s.
-
-    Raises:
-        ValueError: If `max_tokens` is not a positive integer, `data` is not an
-            iterable of batches, or the model cannot take one.
     """
     check_sizes(max_tokens=max_tokens)
     check_batches(data)

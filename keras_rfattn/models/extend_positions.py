@@ -36,7 +36,6 @@ def extend_positions(
     Raises:
         ValueError: If the model has no learned positions or cannot be rebuilt from its
             config, or if `max_length` is invalid.
-        TypeError: If `model` is not a Keras model.
 
     Examples:
         >>> import keras_hub

@@ -8,8 +8,7 @@ into its linear model, and vice versa.
 import contextlib
 
 from keras_rfattn.feature_maps import FeatureMap
-from keras_rfattn.models.holders import refresh
-from keras_rfattn.models.optimizers import following
+from keras_rfattn.models.holders import following, refresh
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ import keras_rfattn.models.saving as saving
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.arguments import check_flag, check_seed, derive_seed
+from keras_rfattn.layers.attend import check_options
 from keras_rfattn.layers.checks import check_model, title
-from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.self_attention import kinds_in_graph
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
@@ -66,7 +66,6 @@ def replace_attention(
         The model.
 
     Raises:
-        TypeError: If `model` is not a Keras layer, or a keyword is unknown.
         ValueError: If an argument is invalid, or the layers cannot be made linear, or
             an optimizer is built and maps have weights to train. The model is unchanged
             in that case.
@@ -117,7 +116,6 @@ def restore_attention(
         The model.
 
     Raises:
-        TypeError: If `model` is not a Keras layer.
         ValueError: If nothing in the model was replaced, `include` names a layer that
             is not linear, or an optimizer is built and trains the maps. The model is
             unchanged in that case.

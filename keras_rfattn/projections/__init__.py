@@ -25,9 +25,6 @@ def get(identifier, seed=0):
 
     Returns:
         A `Projection`.
-
-    Raises:
-        ValueError: If the name is unknown, or the object is not a `Projection`.
     """
     names = sorted({*PROJECTIONS, *LATER})
     if isinstance(identifier, str) and identifier in names:

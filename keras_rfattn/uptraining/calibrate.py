@@ -42,7 +42,6 @@ def calibrate(
         The model.
 
     Raises:
-        TypeError: If `model` is not a Keras layer.
         ValueError: If no map in it learns from data, such a map was trained, `data` is
             empty or does not fit the model, or a map cannot adapt to it. The model is
             unchanged in these cases.

@@ -38,9 +38,6 @@ class Stage:
             `"attention"` compares; its time and memory are proportional to it. 128
             halves the time of a step for a decoder at 1024 tokens.
 
-    Raises:
-        ValueError: If an option is invalid, or is not one of this stage.
-
     Examples:
         >>> from keras_rfattn.uptraining import Stage
         >>> stages = ["attention", Stage("features", trainable="query_key")]

@@ -81,7 +81,6 @@ def uptrain(
         An `UptrainingReport`, which prints as a table.
 
     Raises:
-        TypeError: If `model` is not a Keras layer.
         ValueError: If an argument is invalid, the model has no linear attention,
             nothing would train, the data does not fit the model or has no real token,
             or a checkpoint belongs to another run; the model is unchanged then. Also

@@ -8,7 +8,6 @@ import functools
 import keras
 import keras_hub
 
-import keras_rfattn.models.adapters.encoders as encoders
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.adapters.mixins as mixins
 import keras_rfattn.models.generation as generation
@@ -158,6 +157,6 @@ def install():
     for cls in set(subclasses(keras.layers.Layer)):
         name = known.ATTENTION.get(cls.__name__, known.NOTHING).mixin
         if name is not None:
-            mixin = getattr(mixins, name, None) or getattr(encoders, name)
+            mixin = getattr(mixins, name)
             swap.LINEAR_CLASSES[cls] = swap.make_linear_class(cls, mixin=mixin)
     saving.COMPANION_HOOKS.append(adjust_companions)
