@@ -8,7 +8,7 @@ import numpy as np
 from keras.src.trainers.data_adapters import is_torch_dataloader
 
 from keras_rfattn.backend.devices import compiles_each_length
-from keras_rfattn.layers.batches import described, is_text
+from keras_rfattn.layers.recording import described, is_text
 
 # Number of batches that calibrate maps and that errors are measured on. They are kept,
 # because a generator cannot provide them again.

@@ -21,9 +21,13 @@ from keras_rfattn.uptraining.attention import AttentionStage, measured_errors
 from keras_rfattn.uptraining.batches import Batches
 from keras_rfattn.uptraining.calibrate import calibrate_stage
 from keras_rfattn.uptraining.features import FeaturesStage
-from keras_rfattn.uptraining.progress import Progress
+from keras_rfattn.uptraining.progress import (
+    Progress,
+    checked_callbacks,
+    identity,
+    path_of,
+)
 from keras_rfattn.uptraining.report import LayerResult, StageResult, UptrainingReport
-from keras_rfattn.uptraining.resume import checked_callbacks, identity, path_of
 from keras_rfattn.uptraining.stages import OPTIONS, Stage, checked_stages, planned
 from keras_rfattn.uptraining.weights import Teacher, only_training, variables_to_train
 

@@ -10,11 +10,12 @@ import keras
 import numpy as np
 import pytest
 
-from keras_rfattn.uptraining import Stage, progress, resume
+from keras_rfattn.uptraining import Stage, progress
 from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 STEPS = 8
+SAVE = progress.save
 KILLED_STEPS = 4
 
 
@@ -102,12 +103,14 @@ def test_of_every_kind(tmp_path, arguments):
 @pytest.mark.once
 def test_a_torn_checkpoint_is_named_and_refused(tmp_path):
     checkpoint, path = m.checkpoint(tmp_path), tmp_path / "uptrain.npz"
-    assert resume.load(checkpoint, {"seed": 0}) == ([], {})
+    assert progress.load(checkpoint, {"seed": 0}) == ([], {})
     for step in (1, 2):
-        resume.save(checkpoint, {"seed": 0}, [np.full(1000, step)], {"errors": [step]})
+        progress.save(
+            checkpoint, {"seed": 0}, [np.full(1000, step)], {"errors": [step]}
+        )
     # One that was not completed.
     (tmp_path / "uptrain.partial").write_bytes(b"half of it")
-    (values,), notes = resume.load(checkpoint, {"seed": 0})
+    (values,), notes = progress.load(checkpoint, {"seed": 0})
     assert values[0] == 2 and notes == {"errors": [2]}
     content = path.read_bytes()
     turned = bytearray(content)
@@ -119,7 +122,7 @@ def test_a_torn_checkpoint_is_named_and_refused(tmp_path):
         with pytest.raises(
             ValueError, match="must be intact. Received: .*uptrain.npz'"
         ):
-            resume.load(checkpoint, {"seed": 0})
+            progress.load(checkpoint, {"seed": 0})
 
 
 class StopEarly(keras.callbacks.Callback):
@@ -261,7 +264,7 @@ class Doomed:
             kill()
         if position == self.position and self.phase == "while":
             os.replace = kill
-        resume.save(backup, identity, values, notes)
+        SAVE(backup, identity, values, notes)
         if position == self.position:
             kill()
 
