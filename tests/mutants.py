@@ -41,7 +41,7 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "unsigned QR": Mutant(
-        "projections/orthogonal.py", "haar", "np.sign", "np.ones_like",
+        "projections/base.py", "haar", "np.sign", "np.ones_like",
         "projections/test_projections.py"
         "::test_every_entry_is_positive_half_the_time[orthogonal]",
     ),

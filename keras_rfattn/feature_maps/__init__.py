@@ -1,6 +1,5 @@
 """Feature maps, and the registry that finds them by their names in the literature."""
 
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.exponential import (
     Exponential,
@@ -28,6 +27,7 @@ from keras_rfattn.feature_maps.registry import (
     resolve,
     serialize,
 )
+from keras_rfattn.feature_maps.weights import Adaptive
 
 # `papers/` adds its own maps when it is imported.
 FEATURE_MAPS.update({

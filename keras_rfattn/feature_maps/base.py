@@ -19,7 +19,7 @@ tested for these laws:
    every backend for the same seed (`projected.py`). A call draws nothing at random.
 5. Projections and exponents are computed in float32.
 6. Everything that a map learns from data is a weight. Either `adapt` sets it
-   (`adaptive.py`), or training does.
+   (`Adaptive`), or training does.
 7. Tokens with finite entries up to 1e13 have finite exponents. For -inf, an exponent is
    `ops.features.LOWEST`. Layers replace other tokens before a map receives them.
 """
@@ -63,15 +63,6 @@ class FeatureMap(Weights, keras.layers.Layer):
         seed: Non-negative integer. If `None`, the seed is drawn from Keras' global
             seed generator.
         **kwargs: Arguments of `keras.layers.Layer`.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers, ops
-        >>> class Sigmoid(feature_maps.FeatureMap):
-        ...     kernel = "sigmoid"
-        ...     is_unbiased = False
-        ...     def key_features(self, x):
-        ...         return ops.Features(None, keras.ops.log_sigmoid(x))
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=Sigmoid())
     """
 
     # The name of the kernel that products of features estimate.

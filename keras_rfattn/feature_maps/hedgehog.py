@@ -8,7 +8,7 @@ from keras_rfattn.arguments import check_sizes
 from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.ops.features import Features
-from keras_rfattn.projections.orthogonal import haar
+from keras_rfattn.projections.base import haar
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

@@ -8,8 +8,14 @@ state can be saved to a file or reused for a shared prompt. `take_rows` selects,
 or repeats its batch rows, and `join_rows` concatenates the rows of several states.
 """
 
-from keras_rfattn.generation.memory import StateBytes, state_bytes
-from keras_rfattn.generation.states import join_rows, load, save, take_rows
+from keras_rfattn.generation.states import (
+    StateBytes,
+    join_rows,
+    load,
+    save,
+    state_bytes,
+    take_rows,
+)
 from keras_rfattn.generation.streaming import prefill, step
 from keras_rfattn.models.generation import Cache
 

@@ -40,14 +40,8 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
             further arguments of `keras.layers.MultiHeadAttention`.
 
     Call arguments:
-        query: Array of shape `(B, T, D)`.
-        value: Array of shape `(B, S, D)`.
-        key: Array of shape `(B, S, D)`. If `None`, `value` is used.
-        **kwargs: Further arguments of a call of `keras.layers.MultiHeadAttention`, and
+        **kwargs: The arguments of a call of `keras.layers.MultiHeadAttention`, and
             `segment_ids`, which `call` describes.
-
-    Returns:
-        Array of shape `(B, T, D)` in the compute dtype.
 
     Raises:
         ValueError: If an argument is invalid, or `num_features` is given together with

@@ -38,14 +38,6 @@ def extend_positions(
     Raises:
         ValueError: If the model has no learned positions or cannot be rebuilt from its
             config, or if `max_length` is invalid.
-
-    Examples:
-        >>> import keras_hub
-        >>> model = keras_hub.models.BertBackbone(
-        ...     vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8,
-        ...     intermediate_dim=16, max_sequence_length=8)
-        >>> keras_rfattn.extend_positions(model, 32).max_sequence_length
-        32
     """
     check_model(model)
     backbone = getattr(model, "backbone", None) or model

@@ -5,10 +5,10 @@ import math
 import numpy as np
 from keras import ops
 
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import half_square, number
 from keras_rfattn.feature_maps.fits import mean_of
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.feature_maps.weights import Adaptive
 from keras_rfattn.kernels.variance import log_moment_of_z
 from keras_rfattn.papers.complex_exponential import exponential
 from keras_rfattn.papers.second_moments import log_moment_generalized_exponential

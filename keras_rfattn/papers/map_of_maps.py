@@ -3,8 +3,8 @@
 from keras import ops
 
 from keras_rfattn.backend import wide_dtype
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import Bound, FeatureMap
+from keras_rfattn.feature_maps.weights import Adaptive
 
 
 class MapOfMaps(Adaptive, FeatureMap):

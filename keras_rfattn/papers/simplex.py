@@ -3,8 +3,7 @@
 import keras
 import numpy as np
 
-from keras_rfattn.projections.base import Projection, gaussian_lengths
-from keras_rfattn.projections.orthogonal import haar
+from keras_rfattn.projections.base import Projection, gaussian_lengths, haar
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")

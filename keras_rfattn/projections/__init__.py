@@ -4,8 +4,7 @@ import importlib
 
 import keras
 
-from keras_rfattn.projections.base import Gaussian, Projection
-from keras_rfattn.projections.orthogonal import Orthogonal
+from keras_rfattn.projections.base import Gaussian, Orthogonal, Projection
 
 PROJECTIONS = {"gaussian": Gaussian, "orthogonal": Orthogonal}
 
