@@ -1,7 +1,8 @@
 """The registry of feature maps by name.
 
 `get` looks a map up. Layers and functions that replace attention call `resolve`. The
-table itself is filled in `keras_rfattn/feature_maps/__init__.py`, and by `register`.
+table itself is filled in `keras_rfattn/feature_maps/__init__.py`, and by `register`;
+`keras_rfattn.papers` adds its maps when a name that is not in the table is asked for.
 """
 
 import difflib
@@ -18,14 +19,6 @@ from keras_rfattn.projections import PAPERS, known
 FEATURE_MAPS = {}
 # The map of `replace_attention` and of the layers if a user names none.
 DEFAULT = "favorpp_learned"
-
-# The names that `keras_rfattn.papers` adds, which is imported when one is asked for.
-LATER = (
-    "complex_exponential", "elu", "favor", "geometric", "geometric_positive", "gerf",
-    "hybrid_angular", "hybrid_clustered", "hybrid_gaussian", "hybrid_gaussian_mixture",
-    "poisson", "poisson_positive", "polynomial", "polysketch", "polysketch_linear",
-    "relu",
-)  # fmt: skip
 
 # What papers and other libraries call the maps, in the form of `_plain`. Only errors
 # use it: a name that is not registered never selects a map.
@@ -106,7 +99,7 @@ def get(identifier, **arguments):
 
 def class_of(name):
     """Returns the class registered under a name, or `None`."""
-    if name in LATER and name not in FEATURE_MAPS:
+    if name not in FEATURE_MAPS:
         importlib.import_module(PAPERS)
     return FEATURE_MAPS.get(name)
 
@@ -155,7 +148,8 @@ def register(name, cls=None):
 
 def list():
     """Returns the registered names, sorted: all that `replace_attention` takes."""
-    return sorted({*FEATURE_MAPS, *LATER})
+    importlib.import_module(PAPERS)
+    return sorted(FEATURE_MAPS)
 
 
 def name_of(feature_map):

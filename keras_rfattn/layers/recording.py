@@ -62,43 +62,38 @@ class Sequence(NamedTuple):
 
 
 class Recorder(Interceptor):
-    """Collects the `Sequence`s of a layer, and its rank in the order of calls."""
+    """Collects the `Sequence`s of a layer, and adds itself to the recorders called."""
 
-    def __init__(self, layer, exact, max_tokens, ranks):
+    def __init__(self, layer, exact, max_tokens, called):
         self.num_heads, _ = layer._kv_shape()
-        self.exact, self.max_tokens = exact, max_tokens
-        self.sequences, self.ranks, self.rank = [], ranks, None
+        self.layer, self.exact, self.max_tokens = layer, exact, max_tokens
+        self.sequences, self.called = [], called
 
     def __call__(self, call):
         """Adds the sequences of a batch; see `Interceptor`."""
-        if self.rank is None:
-            self.rank = next(self.ranks)
+        self.called[id(self)] = self
         query, key = call.scaled()
-        normalized_query = normalized_key = None
+        scale, plain = call.logit_scale, (None, None)
         if call.options.temperature is not None:
-            local = call.local(*call.prepared())
-            normalized_query, normalized_key = local.query, local.key
-        key_mask = call.mask.key_mask
+            local, plain = call.local(*call.prepared()), (scale * query, key)
+            query, key, scale = local.query, local.key, 1.0
+        query_mask, key_mask = call.query_mask, call.mask.key_mask
         rows = zip(
-            self._tokens(query, call.query_mask),
+            self._tokens(query, query_mask),
             self._tokens(key, key_mask),
-            self._tokens(normalized_query, call.query_mask),
-            self._tokens(normalized_key, key_mask),
+            self._tokens(plain[0], query_mask),
+            self._tokens(plain[1], key_mask),
             self._tokens(call.value, key_mask),
             self._prefixes(call),
             strict=False,
         )
-        for q, k, normalized_q, normalized_k, v, prefix in rows:
-            if not (q.shape[1] and k.shape[1]):
-                continue
-            scale, softmax = call.logit_scale, None
-            if normalized_q is not None:
-                softmax = scale * q, k
-                q, k, scale = normalized_q, normalized_k, 1.0
-            cap = call.softmax_kernel.soft_cap
-            self.sequences.append(
-                Sequence(q, k, v, call.mask.causal, scale, softmax, prefix, cap)
-            )
+        causal, cap = call.mask.causal, call.softmax_kernel.soft_cap
+        for q, k, plain_q, plain_k, v, prefix in rows:
+            if q.shape[1] and k.shape[1]:
+                softmax = None if plain_q is None else (plain_q, plain_k)
+                self.sequences.append(
+                    Sequence(q, k, v, causal, scale, softmax, prefix, cap)
+                )
         return call.softmax() if self.exact else None
 
     def _tokens(self, x, mask):
@@ -183,15 +178,13 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
     check_sizes(max_tokens=max_tokens)
     check_batches(data)
     layers = linear_layers(model)
-    ranks = itertools.count()
-    recorders = [Recorder(x, exact, max_tokens, ranks) for x in layers]
-    with recording(list(zip(layers, recorders, strict=True))):
+    called = {}
+    recorders = [(x, Recorder(x, exact, max_tokens, called)) for x in layers]
+    with recording(recorders):
         for batch in progress(data, verbose):
             run(model, batch)
-    pairs = zip(layers, recorders, strict=True)
-    found = [(x.rank, layer, x) for layer, x in pairs if x.sequences]
-    found.sort(key=lambda entry: entry[0])
-    return [(layer.path, layer, x.sequences) for _, layer, x in found]
+    found = [x for x in called.values() if x.sequences]
+    return [(x.layer.path, x.layer, x.sequences) for x in found]
 
 
 # --- Batches of data

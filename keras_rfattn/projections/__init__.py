@@ -8,9 +8,8 @@ from keras_rfattn.projections.base import Gaussian, Orthogonal, Projection
 
 PROJECTIONS = {"gaussian": Gaussian, "orthogonal": Orthogonal}
 
-# The module that adds the projections of papers to the table, and their names.
+# The module that adds the projections of papers to the table.
 PAPERS = "keras_rfattn.papers"
-LATER = "hadamard", "halton", "simplex"
 
 __all__ = ["Gaussian", "Orthogonal", "PROJECTIONS", "Projection", "get"]
 
@@ -25,18 +24,18 @@ def get(identifier, seed=0):
     Returns:
         A `Projection`.
     """
-    names = sorted({*PROJECTIONS, *LATER})
-    if isinstance(identifier, str) and identifier in names:
+    if isinstance(identifier, str):
         if identifier not in PROJECTIONS:
             importlib.import_module(PAPERS)
-        return PROJECTIONS[identifier](seed=seed)
+        if identifier in PROJECTIONS:
+            return PROJECTIONS[identifier](seed=seed)
     if isinstance(identifier, dict):
         identifier = keras.saving.deserialize_keras_object(known(identifier))
     if isinstance(identifier, Projection):
         return identifier
     raise ValueError(
-        f"`projection` must be one of {names}, a `Projection` or its config. Received: "
-        f"projection={identifier!r}."
+        f"`projection` must be one of {sorted(PROJECTIONS)}, a `Projection` or its "
+        f"config. Received: projection={identifier!r}."
     )
 
 
