@@ -55,12 +55,12 @@ GROUND = "arguments"
 # The most lines that each part may have. A commit that needs more raises its bar here,
 # and says which row of a results page pays for it.
 LINES = {
-    "core": 15_500,
+    "core": 14_920,
     "ops": 2_950,
-    "feature_maps": 1_900,
-    "models": 3_240,
-    "uptraining": 1_500,
-    "maps": 550,
+    "feature_maps": 1_710,
+    "models": 3_210,
+    "uptraining": 1_440,
+    "maps": 540,
     "papers": 3_200,
     "experimental": 2_500,
 }

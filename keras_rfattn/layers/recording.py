@@ -33,8 +33,6 @@ def progress(items, verbose):
 
 def run(model, batch, function=None):
     """Returns what a model, or a function of the batch, computes without gradients."""
-    if any(map(is_text, keras.tree.flatten(batch))):
-        raise _refusal(model, batch)
     try:
         with without_gradients():
             if function is None:
@@ -201,18 +199,17 @@ def check_batches(data):
         )
 
 
-def _refusal(model, batch, error=None):
+def _refusal(model, batch, error):
     """Returns a `ValueError` that says on what a model did not run."""
     inputs = getattr(model, "input", None) if hasattr(model, "inputs") else None
     wanted = "" if inputs is None else f", {described(inputs)}"
-    raised, hint = "", "It has no labels; one array as a whole is the list `[array]`."
-    if error is not None:
-        raised = f" The model raised {type(error).__name__}: {str(error).strip()}"
+    hint = "It has no labels; one array as a whole is the list `[array]`."
     if any(map(is_text, keras.tree.flatten(batch))):
         hint = "Turn texts into tokens first, by the model's preprocessor or tokenizer."
     return ValueError(
         f"Each batch of `data` must be an input of the model{wanted}. Received: "
-        f"{described(batch)}.{raised} {hint}"
+        f"{described(batch)}. The model raised {type(error).__name__}: "
+        f"{str(error).strip()} {hint}"
     )
 
 
