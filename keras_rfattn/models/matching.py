@@ -116,19 +116,11 @@ def select(sites, include, exclude):
 
 def _chosen(argument, choice, sites):
     """Returns the indices of the sites that `include` or `exclude` matches."""
-    if callable(choice):
-        try:
-            return {site.index for site in sites if choice(site.path, site.layer)}
-        except TypeError as error:
-            raise TypeError(
-                f"`{argument}` must be a callable `(path, layer) -> bool`. Received: "
-                f"{argument}={choice!r}, which raises: {error}."
-            ) from error
     patterns = [choice] if isinstance(choice, str) else choice
     is_list = isinstance(patterns, (list, tuple, set))
     if not is_list or not all(isinstance(x, str) for x in patterns):
         raise TypeError(
-            f"`{argument}` must be a layer path or pattern, a list of those, or a "
-            f"callable `(path, layer) -> bool`. Received: {argument}={choice!r}."
+            f"`{argument}` must be a layer path or pattern, or a list of those, as in "
+            f"the rows of `describe_attention`. Received: {argument}={choice!r}."
         )
     return set(lookup(argument, dict.fromkeys(patterns), sites))

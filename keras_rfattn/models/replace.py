@@ -4,7 +4,6 @@ All checks run, and all new weights are built, before the first layer changes. `
 changes a single layer; `saving` changes the containers that hold it.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -30,8 +29,8 @@ def replace_attention(
     *,
     num_features: int | None = None,
     seed: int | None = None,
-    include: str | list | Callable | None = None,
-    exclude: str | list | Callable | None = None,
+    include: str | list | None = None,
+    exclude: str | list | None = None,
     drop_sliding_window: bool = False,
     drop_soft_cap: bool = False,
     **options: Any,
@@ -52,9 +51,9 @@ def replace_attention(
             `None` uses the map's default, which is twice the head dim for most maps.
         seed: Seed of the random vectors, from which each layer derives its own.
             `None` uses the seed of the feature map.
-        include: Layers to replace: a path or pattern (`fnmatch`), a list of these, or a
-            callable `(path, layer) -> bool`. `None` selects all layers except those
-            that pool with a single query, where softmax is already linear.
+        include: Layers to replace: a path or pattern (`fnmatch`), or a list of these.
+            `None` selects all layers except those that pool with a single query, where
+            softmax is already linear.
         exclude: Layers to keep softmax, in the same forms.
         drop_sliding_window: Whether to replace layers with a sliding window too.
         drop_soft_cap: Whether to replace layers with a soft cap on their logits (Gemma
@@ -99,7 +98,7 @@ def replace_attention(
 
 
 def restore_attention(
-    model: keras.layers.Layer, *, include: str | list | Callable | None = None
+    model: keras.layers.Layer, *, include: str | list | None = None
 ) -> keras.layers.Layer:
     """Restores the softmax attention of a model, or of some of its layers, in place.
 

@@ -251,7 +251,6 @@ def test_layers_draw_different_vectors_and_seeds_reproduce():
         ("first", None, ["first"]),
         (["*o*d"], None, ["second"]),
         (None, "first", ["second"]),
-        (lambda path, layer: path == "second", None, ["second"]),
         ("*", ["s*"], ["first"]),
     ],
 )
