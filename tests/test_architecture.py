@@ -55,11 +55,11 @@ GROUND = "arguments"
 # The most lines that each part may have. A commit that needs more raises its bar here,
 # and says which row of a results page pays for it.
 LINES = {
-    "core": 14_920,
+    "core": 14_890,
     "ops": 2_950,
     "feature_maps": 1_690,
-    "models": 3_200,
-    "uptraining": 1_440,
+    "models": 3_190,
+    "uptraining": 1_430,
     "maps": 540,
     "papers": 3_200,
     "experimental": 2_500,

@@ -96,8 +96,8 @@ def _match(model, manifest, arrays, about):
             made = _made(site, entry, about)
             changes.append((site, made.feature_map, made.options))
         if entry:
-            of_map = stable_names.weights_by_name(made.feature_map)
-            variables |= {f"{name}/feature_map/{k}": x for k, x in of_map.items()}
+            of_map = stable_names.owned_by_name(made.feature_map).items()
+            variables |= {f"{name}/feature_map/{k}": x for k, (x, _) in of_map}
     needed = {name: tuple(x.shape) for name, x in variables.items()}
     found = {name: x.shape for name, x in arrays.items()}
     wrong = sorted(x for x in needed | found if needed.get(x) != found.get(x))

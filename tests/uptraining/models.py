@@ -5,7 +5,7 @@ import numpy as np
 
 import keras_rfattn
 from keras_rfattn.uptraining import Stage
-from keras_rfattn.uptraining.stages import OPTIONS
+from keras_rfattn.uptraining.uptrain import OPTIONS
 
 TOKENS, DIM, HEADS, WORDS = 12, 8, 2, 30
 

@@ -7,7 +7,7 @@ import pytest
 
 from keras_rfattn.layers.recording import linear_layers
 from keras_rfattn.uptraining import Stage
-from keras_rfattn.uptraining.stages import checked_stages, planned
+from keras_rfattn.uptraining.uptrain import checked_stages, planned
 from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
