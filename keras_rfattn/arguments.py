@@ -50,24 +50,9 @@ def check_sizes(**sizes):
             )
 
 
-def check_num_features(num_features):
-    """Raises `ValueError` unless `num_features` is a positive integer."""
-    check_sizes(num_features=num_features)
-
-
 def check_seed(seed):
     """Raises `ValueError` unless `seed` is a non-negative integer or `None`."""
     if seed is not None and not (is_integer(seed) and seed >= 0):
         raise ValueError(
             f"`seed` must be a non-negative integer or `None`. Received: seed={seed!r}."
-        )
-
-
-def check_no_num_features(cls, num_features):
-    """Raises `ValueError` if a map that takes no `num_features` is given any."""
-    if num_features is not None:
-        raise ValueError(
-            f"`num_features` must be `None` for {cls.__name__}, which has no random "
-            "vectors, and whose width follows from the head dim. Received: "
-            f"num_features={num_features!r}. Use `None`, or a map with random vectors."
         )

@@ -41,7 +41,7 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "unsigned QR": Mutant(
-        "projections/orthogonal.py", "haar", "np.sign", "np.ones_like",
+        "projections/base.py", "haar", "np.sign", "np.ones_like",
         "projections/test_projections.py"
         "::test_every_entry_is_positive_half_the_time[orthogonal]",
     ),
@@ -189,9 +189,9 @@ MUTANTS = {
         "::test_pytorch_counts_the_weights_of_the_models_around",
     ),
     "a trained map fitted again": Mutant(
-        "feature_maps/weights.py", "reset_trained", "not discard_training",
+        "feature_maps/weights.py", "check_not_trained", "feature_map.was_trained",
         "False", "uptraining/test_trained_maps.py"
-        "::test_a_trained_map_adapts_only_if_training_is_discarded",
+        "::test_a_trained_map_is_not_adapted",
     ),
     "files of another mechanism not compared": Mutant(
         "layers/fingerprint.py", "_mismatch", "not agrees(layer, store[KEY])", "False",

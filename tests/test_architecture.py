@@ -55,12 +55,12 @@ GROUND = "arguments"
 # The most lines that each part may have. A commit that needs more raises its bar here,
 # and says which row of a results page pays for it.
 LINES = {
-    "core": 15_500,
+    "core": 14_890,
     "ops": 2_950,
-    "feature_maps": 1_900,
-    "models": 3_330,
-    "uptraining": 1_500,
-    "maps": 550,
+    "feature_maps": 1_690,
+    "models": 3_280,
+    "uptraining": 1_430,
+    "maps": 540,
     "papers": 3_200,
     "experimental": 2_500,
 }
@@ -111,9 +111,9 @@ def test_imports_go_down(file):
 def test_the_walk_sees_imports():
     # Else all of the above would hold of an empty set.
     found = folders(ROOT / "feature_maps" / "projected.py")
-    assert found == {"backend", "projections", "kernels"}
-    found = folders(ROOT / "layers" / "implementation.py")
-    assert found == {"feature_maps", "fused"}
+    assert found == {"backend", "projections", "kernels", "ops"}
+    found = folders(ROOT / "layers" / "attend.py")
+    assert found == {"backend", "feature_maps", "fused", "ops"}
 
 
 def test_the_ground_imports_nothing_of_the_package():

@@ -226,7 +226,7 @@ def test_maps_that_are_not_built():
 
 def test_the_registry():
     for wrong in (3, None, ""):
-        refused(partial(feature_maps.register, wrong, feature_maps.Elu), "`name`")
+        refused(partial(feature_maps.register, wrong, papers.Elu), "`name`")
     for wrong in ("favor", papers.Favor, None):
         refused(partial(feature_maps.serialize, wrong), "`feature_map` must be a")
         refused(partial(feature_maps.deserialize, wrong), "serialize")

@@ -24,10 +24,6 @@ def layout_map(model, mesh, axis="model"):
 
     Returns:
         A `keras.distribution.LayoutMap` with the paths of the model's weights as keys.
-
-    Raises:
-        TypeError: If `model` is not a Keras layer, or `mesh` is not a mesh.
-        ValueError: If the model is not built, or `mesh` has no such axis.
     """
     check_model(model)
     if not isinstance(mesh, keras.distribution.DeviceMesh):
@@ -71,10 +67,6 @@ def distribute(model, layouts):
     Args:
         model: A built model.
         layouts: The `keras.distribution.LayoutMap` that `layout_map` returned.
-
-    Raises:
-        TypeError: If `model` is not a Keras layer, or `layouts` not a `LayoutMap`.
-        ValueError: If the model is not built.
 
     Examples:
         >>> inputs = keras.Input((8, 16))

@@ -1,7 +1,5 @@
 """Feature maps, and the registry that finds them by their names in the literature."""
 
-from keras_rfattn.feature_maps.activation import Activation, Elu, Relu
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.exponential import (
     Exponential,
@@ -11,9 +9,12 @@ from keras_rfattn.feature_maps.exponential import (
     FavorPPLearned,
 )
 from keras_rfattn.feature_maps.hedgehog import Hedgehog
-from keras_rfattn.feature_maps.polynomial import Polynomial
-from keras_rfattn.feature_maps.polysketch import PolySketchLearned
-from keras_rfattn.feature_maps.projected import ProjectedFeatureMap, RandomFeatureMap
+from keras_rfattn.feature_maps.polynomial import PolySketchLearned
+from keras_rfattn.feature_maps.projected import (
+    Activation,
+    ProjectedFeatureMap,
+    RandomFeatureMap,
+)
 from keras_rfattn.feature_maps.registry import (
     DEFAULT,
     FEATURE_MAPS,
@@ -26,6 +27,7 @@ from keras_rfattn.feature_maps.registry import (
     resolve,
     serialize,
 )
+from keras_rfattn.feature_maps.weights import Adaptive
 
 # `papers/` adds its own maps when it is imported.
 FEATURE_MAPS.update({
@@ -34,17 +36,13 @@ FEATURE_MAPS.update({
     "favorpp_dense": FavorPPDense,
     "favorpp_learned": FavorPPLearned,
     "hedgehog": Hedgehog,
-    "polynomial": Polynomial,
     "polysketch_learned": PolySketchLearned,
-    "elu": Elu,
-    "relu": Relu,
 })  # fmt: skip
 
 __all__ = [
     "Activation",
     "Adaptive",
     "DEFAULT",
-    "Elu",
     "Exponential",
     "FEATURE_MAPS",
     "FavorPP",
@@ -54,10 +52,8 @@ __all__ = [
     "FeatureMap",
     "Hedgehog",
     "PolySketchLearned",
-    "Polynomial",
     "ProjectedFeatureMap",
     "RandomFeatureMap",
-    "Relu",
     "class_of",
     "deserialize",
     "get",

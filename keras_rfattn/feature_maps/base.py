@@ -13,13 +13,13 @@ tested for these laws:
 2. A map does not stabilize its features: it subtracts no maximum and adds no epsilon.
    It returns exponents as `log_scale`, and the algorithm shifts them. Positive maps
    return the whole feature as an exponent, with `values=None`.
-3. If `is_unbiased`, then `E[φ_q(x) · φ_k(y)] = kernel(x, y)`. If `is_positive`,
-   features are positive.
+3. If `is_unbiased`, then `E[φ_q(x) · φ_k(y)]` is the kernel, which `exact_kernel`
+   computes. If `is_positive`, features are positive.
 4. Random vectors are a float32 weight. It is saved with the model and is the same on
    every backend for the same seed (`projected.py`). A call draws nothing at random.
 5. Projections and exponents are computed in float32.
 6. Everything that a map learns from data is a weight. Either `adapt` sets it
-   (`adaptive.py`), or training does.
+   (`Adaptive`), or training does.
 7. Tokens with finite entries up to 1e13 have finite exponents. For -inf, an exponent is
    `ops.features.LOWEST`. Layers replace other tokens before a map receives them.
 """
@@ -34,7 +34,6 @@ from keras import ops
 from keras_rfattn.arguments import check_seed
 from keras_rfattn.backend import repeat_each, wide_dtype
 from keras_rfattn.feature_maps.weights import Weights, trained_weights
-from keras_rfattn.kernels import values
 from keras_rfattn.ops.kernel_attention import Softmax
 
 # Functions of a built map that may refuse a change of its `trainable`.
@@ -64,22 +63,9 @@ class FeatureMap(Weights, keras.layers.Layer):
         seed: Non-negative integer. If `None`, the seed is drawn from Keras' global
             seed generator.
         **kwargs: Arguments of `keras.layers.Layer`.
-
-    Raises:
-        ValueError: If `seed` is neither `None` nor a non-negative integer.
-
-    Examples:
-        >>> from keras_rfattn import feature_maps, layers, ops
-        >>> class Sigmoid(feature_maps.FeatureMap):
-        ...     kernel = "sigmoid"
-        ...     is_unbiased = False
-        ...     def key_features(self, x):
-        ...         return ops.Features(None, keras.ops.log_sigmoid(x))
-        >>> layer = layers.MultiHeadAttention(2, 8, feature_map=Sigmoid())
     """
 
-    # The kernel that products of features estimate. If the map is unbiased, this is the
-    # name of a function in `kernels/values.py`.
+    # The name of the kernel that products of features estimate.
     kernel = "softmax"
     is_unbiased = True
     is_positive = True
@@ -97,8 +83,6 @@ class FeatureMap(Weights, keras.layers.Layer):
     has_exponents = False
     # Whether `prepare` changes queries and keys.
     is_preparing = False
-    # Whether estimates are precise only if all queries and keys have equal norms.
-    assumes_equal_lengths = False
     # Number of random vectors, or another number that decides the width M. `None` if
     # the head dim alone decides it.
     num_features = None
@@ -206,10 +190,6 @@ class FeatureMap(Weights, keras.layers.Layer):
     def status(self, causal):
         """Returns where parameters come from, or ""; `causal` may be `None`."""
         return ""
-
-    def kernel_values(self, query, key):
-        """Returns the kernel `(..., T, S)` of `(..., T, H)` and `(..., S, H)`."""
-        return getattr(values, self.kernel)(query, key)
 
     def log_moment(self, head=0):
         """Returns a function `(x, y) -> log E[Z²]` of one draw Z, or `None`."""

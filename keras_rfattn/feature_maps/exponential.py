@@ -9,10 +9,9 @@ from keras import ops
 
 from keras_rfattn.backend import accumulated_matmul, kept, known_true, wide_dtype
 from keras_rfattn.feature_maps import fits
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import Bound, number
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
-from keras_rfattn.feature_maps.weights import NotPositive, as_numpy, integer
+from keras_rfattn.feature_maps.weights import Adaptive, NotPositive, as_numpy, integer
 from keras_rfattn.kernels.variance import log_moment_per_direction
 from keras_rfattn.ops.exponents import Exponents, Form
 

@@ -4,11 +4,11 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_rfattn.arguments import check_num_features
+from keras_rfattn.arguments import check_sizes
 from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.ops.features import Features
-from keras_rfattn.projections.orthogonal import haar
+from keras_rfattn.projections.base import haar
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
@@ -25,9 +25,6 @@ class Hedgehog(FeatureMap):
         seed: Seed of the initial W if it is not square. If `None`, it is drawn from
             Keras' global seed generator.
 
-    Raises:
-        ValueError: If `num_features` is not a positive integer.
-
     Reference:
         Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with
         Softmax Mimicry" (2024).
@@ -40,7 +37,7 @@ class Hedgehog(FeatureMap):
     def __init__(self, num_features=None, **kwargs):
         super().__init__(**kwargs)
         if num_features is not None:
-            check_num_features(num_features)
+            check_sizes(num_features=num_features)
         self.num_features = num_features
 
     @property

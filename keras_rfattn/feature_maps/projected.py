@@ -3,15 +3,18 @@
 The vectors are drawn from a seed and saved with the model.
 """
 
+import math
+
 import keras
 from keras import ops
 
 from keras_rfattn import projections
-from keras_rfattn.arguments import check_num_features, derive_seed
+from keras_rfattn.arguments import check_sizes, derive_seed
 from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.feature_maps.weights import integer
 from keras_rfattn.kernels.variance import orthogonal_covariance
+from keras_rfattn.ops.features import Features
 
 
 class RandomFeatureMap(FeatureMap):
@@ -25,9 +28,6 @@ class RandomFeatureMap(FeatureMap):
         seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
             Keras' global seed generator.
         **kwargs: Arguments of `keras.layers.Layer`.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer.
     """
 
     # The default, or `None` for twice the head dim.
@@ -38,7 +38,7 @@ class RandomFeatureMap(FeatureMap):
         if num_features is None:
             num_features = self.default_num_features
         else:
-            check_num_features(num_features)
+            check_sizes(num_features=num_features)
         self.num_features = num_features
 
     def build(self, input_shape):
@@ -47,7 +47,7 @@ class RandomFeatureMap(FeatureMap):
             self.num_features = 2 * self.head_dim
         before = len(self._trainable_variables)
         self.add_vectors()
-        # Whether the random weights are trained, so that `redraw` discards training.
+        # Whether random weights are trained, which `redraw` then refuses to replace.
         self.draws_trained = len(self._trainable_variables) > before
         self.draws = self.add_fixed("draws", "zeros", (), "int32")
 
@@ -90,17 +90,9 @@ class ProjectedFeatureMap(RandomFeatureMap):
     """Base of maps of `w · x` whose vectors w are drawn by a `Projection`.
 
     Args:
-        num_features: Number of random vectors, which papers call m. Defaults to twice
-            the head dim, and is `None` until the map is built.
         projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
             `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-        **kwargs: Arguments of `keras.layers.Layer`.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `projection` is
-            unknown.
+        num_features, seed, **kwargs: As in `RandomFeatureMap`.
     """
 
     # Whether features are `D exp(A‖w‖² + B w·x + C‖x‖²)` with one A for all directions.
@@ -140,3 +132,33 @@ class ProjectedFeatureMap(RandomFeatureMap):
     def get_config(self):
         projection = keras.saving.serialize_keras_object(self.projection)
         return {**super().get_config(), "projection": projection}
+
+
+class Activation(ProjectedFeatureMap):
+    """Features `f(w · x) / √m` of a positive function f.
+
+    Subclasses implement `log_activation(z)`, the logarithm of f.
+
+    Args:
+        **kwargs: The arguments of `ProjectedFeatureMap`; `num_features` is m.
+
+    Reference:
+        Choromanski et al., "Rethinking Attention with Performers" (2021), section 4.2,
+        generalized attention.
+    """
+
+    kernel = "activation"
+    is_unbiased = False
+
+    def default_scale(self, head_dim):
+        return 1.0
+
+    def log_activation(self, z):
+        """Returns `log f(z)`, elementwise: a finite number for every `z`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement `log_activation(z)`."
+        )
+
+    def key_features(self, x):
+        log_scale = self.log_activation(self.project(x))
+        return Features(None, log_scale - math.log(self.num_features) / 2)

@@ -1,7 +1,8 @@
 """The registry of feature maps by name.
 
 `get` looks a map up. Layers and functions that replace attention call `resolve`. The
-table itself is filled in `keras_rfattn/feature_maps/__init__.py`, and by `register`.
+table itself is filled in `keras_rfattn/feature_maps/__init__.py`, and by `register`;
+`keras_rfattn.papers` adds its maps when a name that is not in the table is asked for.
 """
 
 import difflib
@@ -10,7 +11,7 @@ import re
 
 import keras
 
-from keras_rfattn.arguments import check_num_features, check_seed
+from keras_rfattn.arguments import check_seed, check_sizes
 from keras_rfattn.feature_maps.base import FeatureMap
 from keras_rfattn.projections import PAPERS, known
 
@@ -18,13 +19,6 @@ from keras_rfattn.projections import PAPERS, known
 FEATURE_MAPS = {}
 # The map of `replace_attention` and of the layers if a user names none.
 DEFAULT = "favorpp_learned"
-
-# The names that `keras_rfattn.papers` adds, which is imported when one is asked for.
-LATER = (
-    "complex_exponential", "favor", "geometric", "geometric_positive", "gerf",
-    "hybrid_angular", "hybrid_clustered", "hybrid_gaussian", "hybrid_gaussian_mixture",
-    "poisson", "poisson_positive", "polysketch", "polysketch_linear",
-)  # fmt: skip
 
 # What papers and other libraries call the maps, in the form of `_plain`. Only errors
 # use it: a name that is not registered never selects a map.
@@ -68,7 +62,6 @@ def get(identifier, **arguments):
     Raises:
         ValueError: If the name is unknown, or `arguments` are given together with a map
             or a config, which already has its own.
-        TypeError: If `identifier` is of another type.
 
     Examples:
         >>> from keras_rfattn import feature_maps
@@ -85,7 +78,7 @@ def get(identifier, **arguments):
                 f"feature_map={identifier!r}. {hint(identifier)}"
             )
         if "num_features" in arguments:
-            check_num_features(arguments["num_features"])
+            check_sizes(num_features=arguments["num_features"])
         return cls(**arguments)
     feature_map = identifier
     if isinstance(identifier, dict):
@@ -106,17 +99,9 @@ def get(identifier, **arguments):
 
 def class_of(name):
     """Returns the class registered under a name, or `None`."""
-    if name in LATER and name not in FEATURE_MAPS:
+    if name not in FEATURE_MAPS:
         importlib.import_module(PAPERS)
     return FEATURE_MAPS.get(name)
-
-
-def check_identifier(identifier, num_features=None, seed=None):
-    """Raises the same errors as `resolve`, without using Keras' global seed."""
-    if isinstance(identifier, str):
-        check_seed(seed)
-        seed = 0
-    resolve(identifier, num_features, seed)
 
 
 def resolve(identifier, num_features=None, seed=None, name=None):
@@ -139,8 +124,6 @@ def register(name, cls=None):
 
     Raises:
         ValueError: If another class has this name.
-        TypeError: If `name` is not a non-empty string, or `cls` is not a subclass of
-            `FeatureMap`.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"`name` must be a non-empty string. Received: name={name!r}.")
@@ -165,7 +148,8 @@ def register(name, cls=None):
 
 def list():
     """Returns the registered names, sorted: all that `replace_attention` takes."""
-    return sorted({*FEATURE_MAPS, *LATER})
+    importlib.import_module(PAPERS)
+    return sorted(FEATURE_MAPS)
 
 
 def name_of(feature_map):

@@ -1,4 +1,4 @@
-"""Weights of feature maps: float32, with fixed paths, and aware of training.
+"""Weights of feature maps: float32, with fixed paths, from data, aware of training.
 
 Training sets no flag. Whether it changed a map is computed from the weights, so that
 the answer is the same after saving and loading: a map that measured data keeps a
@@ -67,20 +67,15 @@ class Weights:
             for a, b in zip(weights, first, strict=True)
         )
 
-    def redraw(self, discard_training=False):
+    def redraw(self):
         """Replaces the random vectors by the next draw of the same seed.
 
         The number of draws is saved with the model. The library never calls this
         method by itself.
 
-        Args:
-            discard_training: Whether to redraw a map even if its vectors were trained.
-                All of its weights are then reset to their initial values, and it is no
-                longer calibrated. Defaults to `False`.
-
         Raises:
             ValueError: If the map has no random vectors, is not built, or its vectors
-                were trained and `discard_training` is false. The map is then unchanged.
+                were trained. The map is then unchanged.
         """
         if not self.built:
             raise ValueError(
@@ -89,9 +84,9 @@ class Weights:
             )
         parts = self._flatten_layers()
         replaces_trained = any(getattr(x, "draws_trained", False) for x in parts)
+        if replaces_trained:
+            check_not_trained(self, "redraw")
         with unchanged_on_error([self]):
-            if replaces_trained:
-                reset_trained(self, discard_training, "redraw")
             self.draw_again()
             if replaces_trained:
                 mark(self)
@@ -102,6 +97,80 @@ class Weights:
             f"{type(self).__name__} has no random vectors to redraw. Received: "
             "a map that draws none. Use a map with random vectors, such as 'favorpp'."
         )
+
+
+class Adaptive:
+    """Mixin of maps whose per-head parameters are measured on data and saved.
+
+    The mixin must come before `FeatureMap` in the bases. Subclasses create their
+    parameters in `build` with `add_fixed`, and implement `fit(samples)`, which assigns
+    them. `adapt` describes the samples. `keras_rfattn.calibrate` collects samples for
+    all maps of a model.
+
+    The saved weight `updates` is 0 before the first call of `adapt`, and the number of
+    samples after it. In a map with trained weights, `updates` is instead a checksum of
+    these weights, from which `was_trained` later tells whether training has changed
+    them.
+    """
+
+    is_adaptive = True
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        if self.is_adaptive:
+            self.updates = self.add_fixed("updates", "zeros", (), "int32")
+
+    @property
+    def is_calibrated(self):
+        """Whether the parameters were set from data."""
+        return self.built and self.is_adaptive and integer(self.updates) > 0
+
+    @property
+    def was_trained(self):
+        if not self.is_calibrated:
+            return super().was_trained
+        return bool(trained_weights(self)) and integer(self.updates) != mark_of(self)
+
+    def status(self, causal):
+        if not self.is_adaptive:
+            return ""
+        if self.is_calibrated:
+            return "calibrated"
+        measures = self.measures_sequence and causal is False
+        return "statistics per sequence" if measures else "uncalibrated"
+
+    def adapt(self, samples):
+        """Sets the parameters from data, and replaces earlier measurements.
+
+        Args:
+            samples: List of pairs `(queries, keys)`, one for each sequence. Both are
+                NumPy arrays of shape `(K, n, H)`, scaled, for K key/value heads and n
+                real tokens. A pair holds queries and keys that attend to each other.
+
+        Raises:
+            ValueError: If there is no sample, a sample is not finite, the map is not
+                built or measures nothing on data, or it was trained. The map is then
+                unchanged.
+        """
+        if not self.built or not self.is_adaptive or not samples:
+            raise ValueError(
+                f"{type(self).__name__} cannot adapt. Received: {len(samples)} "
+                f"samples, built={self.built}, is_adaptive={self.is_adaptive}."
+            )
+        if not all(np.all(np.isfinite(x)) for pair in samples for x in pair):
+            raise ValueError(
+                f"{type(self).__name__} cannot adapt to queries and keys that are not "
+                "finite. Received: samples with NaN or infinity."
+            )
+        check_not_trained(self, "adapt")
+        with unchanged_on_error([self]):
+            self.fit(samples)
+            self.updates.assign(len(samples))
+            mark(self)
+
+    def fit(self, samples):
+        """Assigns the parameters from samples that `adapt` has checked."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `fit`.")
 
 
 def trained_weights(feature_map):
@@ -134,17 +203,14 @@ def as_drawn(feature_map):
     return copy
 
 
-def reset_trained(feature_map, discard_training, method):
-    """Sets a map that was trained back to `as_drawn`, or raises `ValueError`."""
-    if not feature_map.was_trained:
-        return
-    if not discard_training:
+def check_not_trained(feature_map, method):
+    """Raises `ValueError` for a map that was trained."""
+    if feature_map.was_trained:
         raise ValueError(
             f"`{method}` would replace weights of {type(feature_map).__name__} that "
-            f"were trained. Received: discard_training={discard_training!r}. Use "
-            "discard_training=True to discard the training."
+            "were trained. Received: a trained map. Use a new map, or restore "
+            "attention and replace it again."
         )
-    assign(feature_map.weights, as_drawn(feature_map).weights)
 
 
 def mark_of(feature_map):

@@ -46,9 +46,8 @@ def prefill(model, tokens, padding_mask=None, max_length=None):
         `(logits, state)`: logits `(B, T, vocabulary)`, and a `Cache`.
 
     Raises:
-        TypeError: If `model` is not a `CausalLM` with linear attention.
-        ValueError: If `tokens` does not have shape `(B, T)` or exceeds the model's
-            positions or `max_length`, or if `max_length` is needed but missing.
+        ValueError: If `tokens` exceeds the model's positions or `max_length`, or if
+            `max_length` is needed but missing.
 
     Examples:
         >>> from keras_rfattn import generation
@@ -90,8 +89,6 @@ def step(model, tokens, state, padding_mask=None):
         `(logits, state)`: logits `(B, T, vocabulary)`, and the new `Cache`.
 
     Raises:
-        TypeError: If `model` is not a `CausalLM` with linear attention, or `state` is
-            not a `Cache`.
         ValueError: If the state belongs to another model or batch size, or its rows
             have seen different numbers of positions.
     """

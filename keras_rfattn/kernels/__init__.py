@@ -1,1 +1,1 @@
-"""The kernels that feature maps estimate (`values`), and the estimators' variance."""
+"""The closed-form variance of estimators of the softmax kernel."""

@@ -7,7 +7,6 @@ into still computes projections, rotary embeddings and gates.
 """
 
 import functools
-import warnings
 
 from keras import ops
 
@@ -15,7 +14,7 @@ from keras_rfattn import feature_maps
 from keras_rfattn.arguments import check_flag
 from keras_rfattn.feature_maps.base import set_trainable
 from keras_rfattn.feature_maps.weights import fix_name
-from keras_rfattn.layers.attend import attend
+from keras_rfattn.layers.attend import attend, check_options
 from keras_rfattn.layers.call_context import (
     CallContext,
     Interceptor,
@@ -24,7 +23,6 @@ from keras_rfattn.layers.call_context import (
 )
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.fingerprint import mark
-from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.self_attention import is_self_attention, tokens_of
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.ops.kernel_attention import Softmax
@@ -62,10 +60,6 @@ class LinearAttention:
     # An `Interceptor` or a function. It applies in all threads, because replicas of a
     # model run in separate threads.
     recorder = None
-    # Attributes that hold a sublayer that normalizes queries, in classes that have one.
-    query_normalizations = (
-        "query_norm", "_query_norm", "q_norm", "_query_dense_layer_norm",
-    )  # fmt: skip
     # Attribute that holds the logits of attention sinks, in classes that have them.
     sink_logits = None
 
@@ -98,7 +92,6 @@ class LinearAttention:
         if not self.trainable:
             # Freezing a layer freezes only the sublayers that it has at that time.
             set_trainable(self.feature_map, False)
-        warn_of_lengths(self)
         mark(self)
 
     def build(self, query_shape, value_shape, key_shape=None):
@@ -273,23 +266,6 @@ class Packable(LinearAttention):
     def compute_output_spec(self, *args, segment_ids=None, **kwargs):
         """Returns the Keras layer's output spec, which ignores `segment_ids`."""
         return super().compute_output_spec(*args, **kwargs)
-
-
-def warn_of_lengths(layer):
-    """Warns if the map needs normalized queries and keys that a layer does not give."""
-    names = layer.query_normalizations
-    normalizes = any(getattr(layer, name, None) is not None for name in names)
-    normalizes = normalizes or layer.options.temperature is not None
-    if layer.feature_map.assumes_equal_lengths and not normalizes:
-        name = feature_maps.name_of(layer.feature_map)
-        warnings.warn(
-            f"The queries and keys of {name!r} are not normalized. Its estimates have "
-            "a small variance only if all of them have the same length, and signed "
-            "estimates with a large variance can make a row's denominator vanish. "
-            "Normalize them with `temperature=`, which changes the checkpoint's "
-            "attention, or use 'favorpp_dense' with `keras_rfattn.calibrate`.",
-            stacklevel=2,
-        )
 
 
 def sliding_window(layer):

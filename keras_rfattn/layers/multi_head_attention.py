@@ -1,4 +1,4 @@
-"""Drop-in replacement of `keras.layers.MultiHeadAttention`."""
+"""Drop-in replacements of Keras' multi-head and grouped-query attention."""
 
 import keras
 
@@ -40,20 +40,12 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
             further arguments of `keras.layers.MultiHeadAttention`.
 
     Call arguments:
-        query: Array of shape `(B, T, D)`.
-        value: Array of shape `(B, S, D)`.
-        key: Array of shape `(B, S, D)`. If `None`, `value` is used.
-        **kwargs: Further arguments of a call of `keras.layers.MultiHeadAttention`, and
+        **kwargs: The arguments of a call of `keras.layers.MultiHeadAttention`, and
             `segment_ids`, which `call` describes.
 
-    Returns:
-        Array of shape `(B, T, D)` in the compute dtype.
-
     Raises:
-        ValueError: If `num_heads` or `key_dim` is not a positive integer, the name of
-            the feature map is unknown, `num_features` is given together with a map or a
-            config, `self_attention` is not a boolean, or an option is invalid.
-        TypeError: If `feature_map` is of another type.
+        ValueError: If an argument is invalid, or `num_features` is given together with
+            a map or a config.
 
     Examples:
         >>> layer = keras_rfattn.layers.MultiHeadAttention(
@@ -83,3 +75,57 @@ class MultiHeadAttention(Packable, keras.layers.MultiHeadAttention):
         super().__init__(int(num_heads), int(key_dim), *args, seed=seed, **kwargs)
         feature_map = resolve(feature_map, num_features, seed, name="feature_map")
         self._set_mechanism(feature_map, options, self_attention)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class GroupedQueryAttention(Packable, keras.layers.GroupQueryAttention):
+    """Grouped-query attention whose cost is linear in sequence length.
+
+    The features of keys are computed once for each key/value head, and all query heads
+    of its group use them. The layer has the call signature and the weights of
+    `keras.layers.GroupQueryAttention`. It differs from that layer in the same ways as
+    `MultiHeadAttention` from Keras': attention dropout is inactive,
+    attention scores and general masks are refused, and a query that sees no key
+    yields 0.
+
+    Args:
+        head_dim: Size of each head.
+        num_query_heads: Number of query heads.
+        num_key_value_heads: Number of key/value heads.
+        *args: Further arguments of `keras.layers.GroupQueryAttention`.
+        feature_map, num_features, seed, self_attention: As in `MultiHeadAttention`.
+        **kwargs: The options of `keras_rfattn.ops.Options`, and further arguments of
+            `keras.layers.GroupQueryAttention`.
+
+    Arguments of a call, output and errors are those of `MultiHeadAttention`.
+    """
+
+    # `restore_attention` turns the layer into one of this class.
+    original_class = keras.layers.GroupQueryAttention
+
+    def __init__(
+        self,
+        head_dim,
+        num_query_heads,
+        num_key_value_heads,
+        *args,
+        feature_map=DEFAULT,
+        num_features=None,
+        seed=None,
+        self_attention=None,
+        **kwargs,
+    ):
+        options = Options.take(kwargs)
+        check_sizes(
+            head_dim=head_dim,
+            num_query_heads=num_query_heads,
+            num_key_value_heads=num_key_value_heads,
+        )
+        super().__init__(
+            head_dim, num_query_heads, num_key_value_heads, *args, seed=seed, **kwargs
+        )
+        feature_map = resolve(feature_map, num_features, seed, name="feature_map")
+        self._set_mechanism(feature_map, options, self_attention)
+
+    def _kv_shape(self):
+        return self.num_key_value_heads, self.head_dim

@@ -8,19 +8,15 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_rfattn.arguments import check_sizes
+from keras_rfattn.arguments import check_choice, check_sizes
 from keras_rfattn.backend import without_gradients
-from keras_rfattn.layers.batches import check_batches, is_text, refusal
 from keras_rfattn.layers.call_context import Interceptor
 from keras_rfattn.layers.linear_attention import LinearAttention
 
 
 def progress(items, verbose):
     """Yields `items` and shows Keras' progress bar."""
-    if verbose not in ("auto", 0, 1, 2):
-        raise ValueError(
-            f"`verbose` must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
-        )
+    check_choice("verbose", verbose, ("auto", 0, 1, 2))
     total = len(items) if hasattr(items, "__len__") else None
     bar = keras.utils.Progbar(total, verbose=1 if verbose == "auto" else verbose)
     done = 0
@@ -37,15 +33,13 @@ def progress(items, verbose):
 
 def run(model, batch, function=None):
     """Returns what a model, or a function of the batch, computes without gradients."""
-    if any(map(is_text, keras.tree.flatten(batch))):
-        raise refusal(model, batch)
     try:
         with without_gradients():
             if function is None:
                 return model(batch, training=False)
             return function(batch)
     except Exception as error:
-        raise refusal(model, batch, error) from error
+        raise _refusal(model, batch, error) from error
 
 
 class Sequence(NamedTuple):
@@ -66,43 +60,38 @@ class Sequence(NamedTuple):
 
 
 class Recorder(Interceptor):
-    """Collects the `Sequence`s of a layer, and its rank in the order of calls."""
+    """Collects the `Sequence`s of a layer, and adds itself to the recorders called."""
 
-    def __init__(self, layer, exact, max_tokens, ranks):
+    def __init__(self, layer, exact, max_tokens, called):
         self.num_heads, _ = layer._kv_shape()
-        self.exact, self.max_tokens = exact, max_tokens
-        self.sequences, self.ranks, self.rank = [], ranks, None
+        self.layer, self.exact, self.max_tokens = layer, exact, max_tokens
+        self.sequences, self.called = [], called
 
     def __call__(self, call):
         """Adds the sequences of a batch; see `Interceptor`."""
-        if self.rank is None:
-            self.rank = next(self.ranks)
+        self.called[id(self)] = self
         query, key = call.scaled()
-        normalized_query = normalized_key = None
+        scale, plain = call.logit_scale, (None, None)
         if call.options.temperature is not None:
-            local = call.local(*call.prepared())
-            normalized_query, normalized_key = local.query, local.key
-        key_mask = call.mask.key_mask
+            local, plain = call.local(*call.prepared()), (scale * query, key)
+            query, key, scale = local.query, local.key, 1.0
+        query_mask, key_mask = call.query_mask, call.mask.key_mask
         rows = zip(
-            self._tokens(query, call.query_mask),
+            self._tokens(query, query_mask),
             self._tokens(key, key_mask),
-            self._tokens(normalized_query, call.query_mask),
-            self._tokens(normalized_key, key_mask),
+            self._tokens(plain[0], query_mask),
+            self._tokens(plain[1], key_mask),
             self._tokens(call.value, key_mask),
             self._prefixes(call),
             strict=False,
         )
-        for q, k, normalized_q, normalized_k, v, prefix in rows:
-            if not (q.shape[1] and k.shape[1]):
-                continue
-            scale, softmax = call.logit_scale, None
-            if normalized_q is not None:
-                softmax = scale * q, k
-                q, k, scale = normalized_q, normalized_k, 1.0
-            cap = call.softmax_kernel.soft_cap
-            self.sequences.append(
-                Sequence(q, k, v, call.mask.causal, scale, softmax, prefix, cap)
-            )
+        causal, cap = call.mask.causal, call.softmax_kernel.soft_cap
+        for q, k, plain_q, plain_k, v, prefix in rows:
+            if q.shape[1] and k.shape[1]:
+                softmax = None if plain_q is None else (plain_q, plain_k)
+                self.sequences.append(
+                    Sequence(q, k, v, causal, scale, softmax, prefix, cap)
+                )
         return call.softmax() if self.exact else None
 
     def _tokens(self, x, mask):
@@ -183,20 +172,58 @@ def record(model, data, exact=True, max_tokens=1024, verbose=0):
         List of `(path, layer, sequences)`, one for each linear attention layer that
         received a real token, in the order in which layers are called. `sequences` is a
         list of `Sequence`s.
-
-    Raises:
-        ValueError: If `max_tokens` is not a positive integer, `data` is not an
-            iterable of batches, or the model cannot take one.
     """
     check_sizes(max_tokens=max_tokens)
     check_batches(data)
     layers = linear_layers(model)
-    ranks = itertools.count()
-    recorders = [Recorder(x, exact, max_tokens, ranks) for x in layers]
-    with recording(list(zip(layers, recorders, strict=True))):
+    called = {}
+    recorders = [(x, Recorder(x, exact, max_tokens, called)) for x in layers]
+    with recording(recorders):
         for batch in progress(data, verbose):
             run(model, batch)
-    pairs = zip(layers, recorders, strict=True)
-    found = [(x.rank, layer, x) for layer, x in pairs if x.sequences]
-    found.sort(key=lambda entry: entry[0])
-    return [(layer.path, layer, x.sequences) for _, layer, x in found]
+    found = [x for x in called.values() if x.sequences]
+    return [(x.layer.path, x.layer, x.sequences) for x in found]
+
+
+# --- Batches of data
+
+
+def check_batches(data):
+    """Raises `ValueError` if `data` cannot be an iterable of batches."""
+    is_iterable = hasattr(data, "__iter__") and getattr(data, "shape", None) != ()
+    if isinstance(data, dict) or is_text(data) or not is_iterable:
+        raise ValueError(
+            "`data` must be an iterable of batches for which `model(batch)` works. "
+            f"Received: {described(data)}. Put a single batch into a list, `[batch]`, "
+            "call a function that makes batches, and turn texts into tokens first."
+        )
+
+
+def _refusal(model, batch, error):
+    """Returns a `ValueError` that says on what a model did not run."""
+    inputs = getattr(model, "input", None) if hasattr(model, "inputs") else None
+    wanted = "" if inputs is None else f", {described(inputs)}"
+    hint = "It has no labels; one array as a whole is the list `[array]`."
+    if any(map(is_text, keras.tree.flatten(batch))):
+        hint = "Turn texts into tokens first, by the model's preprocessor or tokenizer."
+    return ValueError(
+        f"Each batch of `data` must be an input of the model{wanted}. Received: "
+        f"{described(batch)}. The model raised {type(error).__name__}: "
+        f"{str(error).strip()} {hint}"
+    )
+
+
+def is_text(x):
+    """Whether x is a string, or an array that holds only strings."""
+    if isinstance(x, np.ndarray) and x.dtype.kind == "O":
+        return all(isinstance(i, (str, bytes)) for i in x.flat)
+    dtype = str(getattr(x, "dtype", ""))
+    return isinstance(x, (str, bytes)) or any(k in dtype for k in ("string", "U", "S"))
+
+
+def described(x):
+    """Returns the type of an object and the shapes in it, for error messages."""
+    shapes = [tuple(a.shape) for a in keras.tree.flatten(x) if hasattr(a, "shape")]
+    names = f" of {', '.join(map(repr, x))}" if isinstance(x, dict) else ""
+    kind = f"{type(x).__name__}{names}"
+    return f"{kind} with shapes {shapes}" if shapes else f"{x!r:.80} of type {kind}"

@@ -1,6 +1,5 @@
 """Applies a folder of trained maps to a model: `load_maps`."""
 
-import dataclasses
 import os
 import warnings
 from types import SimpleNamespace
@@ -21,13 +20,7 @@ from keras_rfattn.ops.options import Options
 
 
 def load_maps(
-    model: keras.layers.Layer,
-    source: str | os.PathLike,
-    *,
-    base: str | None = None,
-    block_size: int | None = None,
-    max_segments: int | None = None,
-    implementation: str = "auto",
+    model: keras.layers.Layer, source: str | os.PathLike, *, base: str | None = None
 ) -> keras.layers.Layer:
     """Makes a softmax checkpoint linear with maps that someone has trained, in place.
 
@@ -42,8 +35,6 @@ def load_maps(
             package (see `pretrained_maps`); or an `"hf://user/name"`,
             `"kaggle://user/model/keras/variation"` or `"modelscope://user/name"` URI.
         base: `"any"` accepts other weights of the same class and shapes.
-        block_size, max_segments, implementation: `keras_rfattn.ops.Options` that do not
-            change what was trained. `None` keeps the saved one.
 
     Raises:
         ValueError: If the source is unknown or damaged, or the maps belong to another
@@ -54,13 +45,9 @@ def load_maps(
         raise ValueError(f"`base` must be None or 'any'. Received: base={base!r}.")
     folder = find(source)
     manifest, arrays = read(folder)
-    chosen = {"block_size": block_size, "max_segments": max_segments}
-    chosen = {name: x for name, x in chosen.items() if x is not None}
-    chosen["implementation"] = implementation
-    Options(**chosen)  # checks them
     about = f"{title(model)} must have the attention of the maps of {str(source)!r}"
     try:
-        sites, changes, values = _match(model, manifest, arrays, chosen, about)
+        sites, changes, values = _match(model, manifest, arrays, about)
         away, text = (0, "") if base == "any" else distance(model, manifest["base"])
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(damage(folder, error)) from error
@@ -78,15 +65,13 @@ def load_maps(
             stacklevel=2,
         )
     # The checks are complete: from here on, the model changes.
-    for layer in [site.layer for site in sites if site.is_linear]:
-        layer.options = dataclasses.replace(layer.options, **chosen)
     commit(sites, changes)
     for variable, array in values:
         variable.assign(array)
     return model
 
 
-def _match(model, manifest, arrays, chosen, about):
+def _match(model, manifest, arrays, about):
     """Returns sites, changes of softmax sites, and pairs of a variable and an array."""
     root = stable_names.base_of(model)
     sites = stable_names.sites_by_name(root, drop_window=True, drop_cap=True)
@@ -108,11 +93,11 @@ def _match(model, manifest, arrays, chosen, about):
                 f"at {name}. Call `restore_attention(model)` first."
             )
         if entry and not site.is_linear:
-            made = _made(site, entry | {"options": entry["options"] | chosen}, about)
+            made = _made(site, entry, about)
             changes.append((site, made.feature_map, made.options))
         if entry:
-            of_map = stable_names.weights_by_name(made.feature_map)
-            variables |= {f"{name}/feature_map/{k}": x for k, x in of_map.items()}
+            of_map = stable_names.owned_by_name(made.feature_map).items()
+            variables |= {f"{name}/feature_map/{k}": x for k, (x, _) in of_map}
     needed = {name: tuple(x.shape) for name, x in variables.items()}
     found = {name: x.shape for name, x in arrays.items()}
     wrong = sorted(x for x in needed | found if needed.get(x) != found.get(x))
@@ -127,7 +112,8 @@ def _match(model, manifest, arrays, chosen, about):
 def _made(site, entry, about):
     """Returns the built map and the options of an entry of a manifest."""
     feature_map = feature_maps.get(entry["feature_map"])
-    options = Options.take(dict(entry["options"]))
+    # Kernels are for a device that may be absent here.
+    options = Options.take(entry["options"] | {"implementation": "auto"})
     check_change(feature_map, options, [site])
     build_map(site.layer, feature_map)
     made = SimpleNamespace(feature_map=feature_map, options=options)

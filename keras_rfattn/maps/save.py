@@ -79,7 +79,7 @@ def save_maps(
     arrays = {
         f"{name}/feature_map/{end}": np.array(as_numpy(weight.value), order="C")
         for name, layer in linear.items()
-        for end, weight in stable_names.weights_by_name(layer.feature_map).items()
+        for end, (weight, _) in stable_names.owned_by_name(layer.feature_map).items()
     }
     bad = [name for name, array in arrays.items() if not np.all(np.isfinite(array))]
     if bad:

@@ -1,8 +1,8 @@
 """Replaces attention in existing Keras models, and restores it."""
 
-from keras_rfattn.models.extend_positions import extend_positions
 from keras_rfattn.models.gguf import from_gguf
 from keras_rfattn.models.matching import Plan
+from keras_rfattn.models.positions import extend_positions
 from keras_rfattn.models.replace import replace_attention, restore_attention
 from keras_rfattn.models.report import AttentionReport, describe_attention
 

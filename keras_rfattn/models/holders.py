@@ -1,4 +1,9 @@
-"""Finds the models that hold a layer, and discards what they compiled with it.
+"""Finds the models that hold a layer, before and after a change of the layer.
+
+What they compiled with it is discarded after the change, which is refused if one of
+their optimizers is built and would meet other weights than those that it has slots for,
+such as moments: Keras would fail in the middle of `fit`, and on JAX the model would
+lose its weights.
 
 Keras keeps no reference from a layer to the models around it, and any number of models
 may share a layer. They are therefore looked for among the objects of the garbage
@@ -6,11 +11,13 @@ collector. This takes up to half a second, so that each change looks once. The c
 does not list what `gc.freeze` has frozen.
 """
 
+import contextlib
 import gc
 
 import keras
 
 from keras_rfattn.backend.layers import track_variables_anew
+from keras_rfattn.feature_maps import base
 from keras_rfattn.layers import fingerprint
 
 # Compiled functions of Keras models and KerasHub tasks.
@@ -42,6 +49,35 @@ def holders(layers, model=None, among=None):
     return list(found.values())
 
 
+@contextlib.contextmanager
+def following(layers, training=None, model=None):
+    """Yields the holders of `layers`; refuses a built optimizer of `training` ones."""
+    # `training` are those of the layers whose trained weights change, by default all.
+    training = layers if training is None else training
+    around = holders(layers, model)
+    if _with_built_optimizer(training, around):
+        # Models that nobody uses any more may still await garbage collection. They
+        # must not cause an error.
+        del around
+        gc.collect()
+        around = holders(layers, model)
+    for holder in _with_built_optimizer(training, around):
+        raise ValueError(
+            "A model must not have a built optimizer when weights that train come or "
+            f"go. Received: {type(holder).__name__} '{holder.name}', whose "
+            f"{type(holder.optimizer).__name__} is built. Compile the model with a new "
+            "optimizer first: `model.compile(...)`, then this change, then `fit`."
+        )
+    yield around
+
+
+def _with_built_optimizer(layers, around):
+    """Returns those of the layers, and of what holds them, with a built optimizer."""
+    models = [*layers, *holders(layers, among=around)]
+    optimizers = ((x, getattr(x, "optimizer", None)) for x in models)
+    return [model for model, x in optimizers if x is not None and x.built]
+
+
 def refresh(layer):
     """Discards a layer's compiled functions and PyTorch's list of its variables."""
     for name in COMPILED:
@@ -57,4 +93,10 @@ def refresh_around(layer):
         refresh(holder)
 
 
+def _check_freezing(feature_map):
+    with following([feature_map]):
+        pass
+
+
 fingerprint.WHEN_REFUSED.append(refresh_around)
+base.BEFORE_FREEZING.append(_check_freezing)

@@ -6,8 +6,7 @@ All arguments that name layers use this file: `include`, `exclude` and `Plan`.
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from keras_rfattn.feature_maps import DEFAULT
-from keras_rfattn.feature_maps.registry import check_identifier
+from keras_rfattn.feature_maps import DEFAULT, resolve
 from keras_rfattn.ops.options import Options
 
 
@@ -27,11 +26,6 @@ class Plan:
             If several patterns match a layer, the first one counts. A layer that no
             pattern matches keeps softmax. `Options` of a plan stand in place of those
             in the call of `replace_attention`.
-
-    Raises:
-        ValueError: If `maps` is not a dict with string keys, is empty, or names an
-            unknown feature map.
-        TypeError: If a value has another type.
 
     Examples:
         >>> inputs = keras.Input((8, 16))
@@ -62,7 +56,8 @@ class Plan:
                     f"Received: {value!r:.200} for {path!r}."
                 )
             if pair[0] is not None:
-                check_identifier(pair[0])
+                # It raises errors; a seed leaves Keras' global one as it is.
+                resolve(pair[0], seed=0)
 
 
 def assign(feature_map, options, sites):
@@ -121,19 +116,11 @@ def select(sites, include, exclude):
 
 def _chosen(argument, choice, sites):
     """Returns the indices of the sites that `include` or `exclude` matches."""
-    if callable(choice):
-        try:
-            return {site.index for site in sites if choice(site.path, site.layer)}
-        except TypeError as error:
-            raise TypeError(
-                f"`{argument}` must be a callable `(path, layer) -> bool`. Received: "
-                f"{argument}={choice!r}, which raises: {error}."
-            ) from error
     patterns = [choice] if isinstance(choice, str) else choice
     is_list = isinstance(patterns, (list, tuple, set))
     if not is_list or not all(isinstance(x, str) for x in patterns):
         raise TypeError(
-            f"`{argument}` must be a layer path or pattern, a list of those, or a "
-            f"callable `(path, layer) -> bool`. Received: {argument}={choice!r}."
+            f"`{argument}` must be a layer path or pattern, or a list of those, as in "
+            f"the rows of `describe_attention`. Received: {argument}={choice!r}."
         )
     return set(lookup(argument, dict.fromkeys(patterns), sites))

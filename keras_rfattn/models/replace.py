@@ -4,7 +4,6 @@ All checks run, and all new weights are built, before the first layer changes. `
 changes a single layer; `saving` changes the containers that hold it.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,8 +12,8 @@ import keras_rfattn.models.saving as saving
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.arguments import check_flag, check_seed, derive_seed
+from keras_rfattn.layers.attend import check_options
 from keras_rfattn.layers.checks import check_model, title
-from keras_rfattn.layers.implementation import check_options
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.self_attention import kinds_in_graph
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
@@ -30,8 +29,8 @@ def replace_attention(
     *,
     num_features: int | None = None,
     seed: int | None = None,
-    include: str | list | Callable | None = None,
-    exclude: str | list | Callable | None = None,
+    include: str | list | None = None,
+    exclude: str | list | None = None,
     drop_sliding_window: bool = False,
     drop_soft_cap: bool = False,
     **options: Any,
@@ -52,9 +51,9 @@ def replace_attention(
             `None` uses the map's default, which is twice the head dim for most maps.
         seed: Seed of the random vectors, from which each layer derives its own.
             `None` uses the seed of the feature map.
-        include: Layers to replace: a path or pattern (`fnmatch`), a list of these, or a
-            callable `(path, layer) -> bool`. `None` selects all layers except those
-            that pool with a single query, where softmax is already linear.
+        include: Layers to replace: a path or pattern (`fnmatch`), or a list of these.
+            `None` selects all layers except those that pool with a single query, where
+            softmax is already linear.
         exclude: Layers to keep softmax, in the same forms.
         drop_sliding_window: Whether to replace layers with a sliding window too.
         drop_soft_cap: Whether to replace layers with a soft cap on their logits (Gemma
@@ -66,7 +65,6 @@ def replace_attention(
         The model.
 
     Raises:
-        TypeError: If `model` is not a Keras layer, or a keyword is unknown.
         ValueError: If an argument is invalid, or the layers cannot be made linear, or
             an optimizer is built and maps have weights to train. The model is unchanged
             in that case.
@@ -100,7 +98,7 @@ def replace_attention(
 
 
 def restore_attention(
-    model: keras.layers.Layer, *, include: str | list | Callable | None = None
+    model: keras.layers.Layer, *, include: str | list | None = None
 ) -> keras.layers.Layer:
     """Restores the softmax attention of a model, or of some of its layers, in place.
 
@@ -117,7 +115,6 @@ def restore_attention(
         The model.
 
     Raises:
-        TypeError: If `model` is not a Keras layer.
         ValueError: If nothing in the model was replaced, `include` names a layer that
             is not linear, or an optimizer is built and trains the maps. The model is
             unchanged in that case.

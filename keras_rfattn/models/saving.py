@@ -16,8 +16,7 @@ import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.swap as swap
 from keras_rfattn import feature_maps
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.models.holders import holders, refresh
-from keras_rfattn.models.optimizers import following
+from keras_rfattn.models.holders import following, holders, refresh
 from keras_rfattn.models.positions import check_size
 from keras_rfattn.models.survey import block_mixin, survey
 from keras_rfattn.ops.options import Options

@@ -48,9 +48,9 @@ def layers_by_name(root, skip=()):
     return found
 
 
-def sites_by_name(root, skip=(), **options):
+def sites_by_name(root, **options):
     """Returns a dict from stable names to the sites of attention, as `survey` does."""
-    names = {id(layer): name for name, layer in layers_by_name(root, skip).items()}
+    names = {id(layer): name for name, layer in layers_by_name(root).items()}
     return {names[id(site.layer)]: site for site in survey(root, **options)}
 
 
@@ -64,11 +64,6 @@ def owned_by_name(root, skip=()):
                 own = _unique(f"{name}/{variable.name}".lstrip("/"), found)
                 found[own] = variable, layer
     return found
-
-
-def weights_by_name(root, skip=()):
-    """Returns a dict from stable names to all weights in a layer."""
-    return {name: weight for name, (weight, _) in owned_by_name(root, skip).items()}
 
 
 def _unique(name, taken):

@@ -5,6 +5,7 @@ import this package when one of its names is first asked for.
 """
 
 from keras_rfattn.feature_maps.registry import register
+from keras_rfattn.papers.activation import Elu, Relu
 from keras_rfattn.papers.clustered import HybridClustered
 from keras_rfattn.papers.coefficients import AngularCoefficient, Coefficient
 from keras_rfattn.papers.complex_exponential import ComplexExponential
@@ -24,11 +25,14 @@ from keras_rfattn.papers.monomials import (
     Poisson,
     PoissonPositive,
 )
+from keras_rfattn.papers.polynomial import Polynomial
+from keras_rfattn.papers.simplex import Simplex
 from keras_rfattn.papers.sketch import PolySketch, PolySketchLinear
 from keras_rfattn.projections import PROJECTIONS
 
 MAPS = {
     "complex_exponential": ComplexExponential,
+    "elu": Elu,
     "favor": Favor,
     "geometric": Geometric,
     "geometric_positive": GeometricPositive,
@@ -39,18 +43,21 @@ MAPS = {
     "hybrid_gaussian_mixture": HybridGaussianMixture,
     "poisson": Poisson,
     "poisson_positive": PoissonPositive,
+    "polynomial": Polynomial,
     "polysketch": PolySketch,
     "polysketch_linear": PolySketchLinear,
+    "relu": Relu,
 }
 for _name, _cls in MAPS.items():
     register(_name, _cls)
-PROJECTIONS.update({"hadamard": Hadamard, "halton": Halton})
+PROJECTIONS.update({"hadamard": Hadamard, "halton": Halton, "simplex": Simplex})
 
 __all__ = [
     "AngularCoefficient",
     "Coefficient",
     "ComplexExponential",
     "Counts",
+    "Elu",
     "Favor",
     "FavorPlusPair",
     "GaussianCoefficient",
@@ -73,4 +80,7 @@ __all__ = [
     "PoissonPositive",
     "PolySketch",
     "PolySketchLinear",
+    "Polynomial",
+    "Relu",
+    "Simplex",
 ]

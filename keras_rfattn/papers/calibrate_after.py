@@ -26,8 +26,8 @@ class CalibrateAfter(keras.callbacks.Callback):
 
     Raises:
         ValueError: If `steps` is not a positive integer. When training begins: if no
-            map in the model learns from data; or, unless `discard_training` is true,
-            if a map was trained or has weights that would train until the calibration.
+            map in the model learns from data, or if a map was trained or has weights
+            that would train until the calibration.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), section 4.3, HRF-C.
@@ -57,13 +57,12 @@ class CalibrateAfter(keras.callbacks.Callback):
         self.seen = 0
         maps = [(x, x.feature_map) for x in layers]
         learning = [x for x, m in maps if m.was_trained or m.trainable_variables]
-        if learning and not self.kwargs.get("discard_training", False):
+        if learning:
             raise ValueError(
                 "`CalibrateAfter` must not replace trained weights. Received: "
                 f"steps={self.steps}, and feature maps of {paths(learning)} that were "
                 "trained, or train until then. Call `keras_rfattn.calibrate` before "
-                "`fit`, freeze these maps, or pass discard_training=True to discard "
-                "their training."
+                "`fit`, or freeze these maps."
             )
 
     def on_train_batch_end(self, batch, logs=None):

@@ -8,8 +8,8 @@ from keras import ops
 
 from keras_rfattn.arguments import derive_seed, is_integer
 from keras_rfattn.backend import where
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.feature_maps.weights import Adaptive
 from keras_rfattn.ops.features import LOWEST, Features
 from keras_rfattn.ops.layout import move_axis
 from keras_rfattn.papers.complex_exponential import (

@@ -49,15 +49,7 @@ class AngularCoefficient(Coefficient, ProjectedFeatureMap):
     `λ̂ = ½ - (1/2n) Σ sgn(τ·x) sgn(τ·y)`.
 
     Args:
-        num_features: Number n of random vectors τ, twice the head dim by default.
-        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
-            `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `projection` is
-            unknown.
+        **kwargs: The arguments of `ProjectedFeatureMap`; `num_features` is n.
 
     Reference:
         Choromanski et al., "Hybrid Random Features" (2022), equation 19.
@@ -72,7 +64,6 @@ class AngularCoefficient(Coefficient, ProjectedFeatureMap):
     """
 
     constant = 0.5
-    assumes_equal_lengths = True
 
     def query_features(self, x):
         return scale(self.key_features(x), -1 / 2)

@@ -7,10 +7,10 @@ from keras import ops
 
 from keras_rfattn.arguments import check_choice
 from keras_rfattn.backend import precise_einsum
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import half_square, number
 from keras_rfattn.feature_maps.fits import balance, mean_of, second_moments
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.feature_maps.weights import Adaptive
 from keras_rfattn.ops.features import Features
 from keras_rfattn.papers.second_moments import log_moment_complex_exponential
 

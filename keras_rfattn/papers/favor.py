@@ -27,15 +27,7 @@ class Favor(ProjectedFeatureMap):
     `keras_rfattn.ops.sums.normalize` describes the guard. Features have width `2 m`.
 
     Args:
-        num_features: Number m of random vectors w, twice the head dim by default.
-        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
-            `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `projection` is
-            unknown.
+        **kwargs: The arguments of `ProjectedFeatureMap`; `num_features` is m.
 
     Reference:
         Choromanski et al., "Rethinking Attention with Performers" (2021),

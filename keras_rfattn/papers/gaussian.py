@@ -40,8 +40,6 @@ class GaussianCoefficient(Coefficient, ProjectedFeatureMap):
         Choromanski et al., "Hybrid Random Features" (2022), equations 67 to 70.
     """
 
-    assumes_equal_lengths = True
-
     def __init__(self, num_features=None, sigma=1.0, radius=None, **kwargs):
         super().__init__(num_features, **kwargs)
         given = [sigma] if radius is None else [sigma, radius]

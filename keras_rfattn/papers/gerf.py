@@ -5,10 +5,10 @@ import math
 import numpy as np
 from keras import ops
 
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import half_square, number
 from keras_rfattn.feature_maps.fits import mean_of
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.feature_maps.weights import Adaptive
 from keras_rfattn.kernels.variance import log_moment_of_z
 from keras_rfattn.papers.complex_exponential import exponential
 from keras_rfattn.papers.second_moments import log_moment_generalized_exponential
@@ -27,15 +27,7 @@ class Gerf(Adaptive, ProjectedFeatureMap):
     for the data's average `‖x + s y‖²` (equation 8), with one L-BFGS-B run for each s.
 
     Args:
-        num_features: Number m of random vectors w, twice the head dim by default.
-        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
-            `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `projection` is
-            unknown.
+        **kwargs: The arguments of `ProjectedFeatureMap`; `num_features` is m.
 
     Reference:
         Likhosherstov et al., "Chefs' Random Tables" (2022), section 3.1. The estimate

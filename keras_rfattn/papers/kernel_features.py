@@ -90,24 +90,22 @@ class KernelFeatures(keras.layers.Layer):
         if not self.feature_map.built:
             self.feature_map.build((None, None, 1, input_shape[-1]))
 
-    def adapt(self, x, y=None, discard_training=False):
+    def adapt(self, x, y=None):
         """Adapts the map to data, if it is adaptive. Builds the layer in any case.
 
         Args:
             x: Array of shape `(n, H)`, n inputs of the query side.
             y: Array of shape `(n, H)`, inputs of the key side. Defaults to `x`.
-            discard_training: Whether to adapt a map even if it was trained. Its trained
-                weights are then reset to their initial values. Defaults to `False`.
 
         Raises:
-            ValueError: If the map was trained and `discard_training` is false, or it
-                cannot adapt to the data. The map is then unchanged.
+            ValueError: If the map was trained, or it cannot adapt to the data. The map
+                is then unchanged.
         """
         x = self._rows("x", x)
         y = x if y is None else self._rows("y", y)
         self.build(x.shape)
         if self.feature_map.is_adaptive:
-            self.feature_map.adapt([(x[None], y[None])], discard_training)
+            self.feature_map.adapt([(x[None], y[None])])
 
     def _rows(self, name, x):
         rows = np.asarray(x)

@@ -3,8 +3,8 @@
 from keras import ops
 
 from keras_rfattn.backend import wide_dtype
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import Bound, FeatureMap
+from keras_rfattn.feature_maps.weights import Adaptive
 
 
 class MapOfMaps(Adaptive, FeatureMap):
@@ -25,10 +25,6 @@ class MapOfMaps(Adaptive, FeatureMap):
     @property
     def is_unbiased(self):
         return all(part.is_unbiased for part in self.parts())
-
-    @property
-    def assumes_equal_lengths(self):
-        return any(part.assumes_equal_lengths for part in self.parts())
 
     def build(self, input_shape):
         super().build(input_shape)

@@ -7,11 +7,10 @@ from keras import ops
 
 from keras_rfattn.arguments import derive_seed, is_number, is_positive
 from keras_rfattn.backend import elementwise_max
-from keras_rfattn.feature_maps.adaptive import Adaptive
 from keras_rfattn.feature_maps.base import number
 from keras_rfattn.feature_maps.fits import mean_of
 from keras_rfattn.feature_maps.projected import RandomFeatureMap
-from keras_rfattn.feature_maps.weights import integer
+from keras_rfattn.feature_maps.weights import Adaptive, integer
 from keras_rfattn.ops.features import Features
 from keras_rfattn.papers.counts import GeometricCounts, PoissonCounts
 from keras_rfattn.papers.second_moments import (

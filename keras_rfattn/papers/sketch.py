@@ -6,8 +6,11 @@ import keras
 from keras import ops
 
 from keras_rfattn.backend import precise_einsum, repeat_each
-from keras_rfattn.feature_maps.polynomial import DEFAULT_DEGREE
-from keras_rfattn.feature_maps.polysketch import DEFAULT_SKETCH_SIZE, Sketch
+from keras_rfattn.feature_maps.polynomial import (
+    DEFAULT_DEGREE,
+    DEFAULT_SKETCH_SIZE,
+    Sketch,
+)
 from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
 from keras_rfattn.ops.features import Squared
 from keras_rfattn.ops.kernel_attention import unit
@@ -87,8 +90,7 @@ class PolySketch(Sketch, ProjectedFeatureMap):
 class PolySketchLinear(PolySketch):
     """Learned linear polynomial sketch: `PolySketch` with trained matrices.
 
-    Before training, it equals `PolySketch` with the same arguments. It also does so
-    after `redraw`, which discards training.
+    Before training, it equals `PolySketch` with the same arguments.
 
     Reference:
         Kacham et al., "PolySketchFormer" (2024), section 2.3, matrices G.

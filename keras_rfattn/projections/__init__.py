@@ -4,16 +4,14 @@ import importlib
 
 import keras
 
-from keras_rfattn.projections.base import Gaussian, Projection
-from keras_rfattn.projections.orthogonal import Orthogonal, Simplex
+from keras_rfattn.projections.base import Gaussian, Orthogonal, Projection
 
-PROJECTIONS = {"gaussian": Gaussian, "orthogonal": Orthogonal, "simplex": Simplex}
+PROJECTIONS = {"gaussian": Gaussian, "orthogonal": Orthogonal}
 
-# Projections of papers; the module that has them adds them to the table.
+# The module that adds the projections of papers to the table.
 PAPERS = "keras_rfattn.papers"
-LATER = {"hadamard": PAPERS, "halton": PAPERS}
 
-__all__ = ["Gaussian", "Orthogonal", "PROJECTIONS", "Projection", "Simplex", "get"]
+__all__ = ["Gaussian", "Orthogonal", "PROJECTIONS", "Projection", "get"]
 
 
 def get(identifier, seed=0):
@@ -25,22 +23,19 @@ def get(identifier, seed=0):
 
     Returns:
         A `Projection`.
-
-    Raises:
-        ValueError: If the name is unknown, or the object is not a `Projection`.
     """
-    names = sorted({*PROJECTIONS, *LATER})
-    if isinstance(identifier, str) and identifier in names:
+    if isinstance(identifier, str):
         if identifier not in PROJECTIONS:
-            importlib.import_module(LATER[identifier])
-        return PROJECTIONS[identifier](seed=seed)
+            importlib.import_module(PAPERS)
+        if identifier in PROJECTIONS:
+            return PROJECTIONS[identifier](seed=seed)
     if isinstance(identifier, dict):
         identifier = keras.saving.deserialize_keras_object(known(identifier))
     if isinstance(identifier, Projection):
         return identifier
     raise ValueError(
-        f"`projection` must be one of {names}, a `Projection` or its config. Received: "
-        f"projection={identifier!r}."
+        f"`projection` must be one of {sorted(PROJECTIONS)}, a `Projection` or its "
+        f"config. Received: projection={identifier!r}."
     )
 
 

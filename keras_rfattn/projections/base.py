@@ -1,4 +1,4 @@
-"""The base class of projections, which draw the random vectors of feature maps.
+"""Projections, which draw the random vectors of feature maps.
 
 A projection is a seeded Keras initializer for a weight of shape
 `(heads, head_dim, num_features)`: each head has its own set of vectors, which are the
@@ -26,9 +26,6 @@ class Projection(keras.initializers.Initializer):
 
     Args:
         seed: Non-negative integer. The same seed gives the same numbers.
-
-    Raises:
-        ValueError: If `seed` is not a non-negative integer.
 
     Examples:
         >>> class Signs(keras_rfattn.projections.Projection):
@@ -70,14 +67,7 @@ class Projection(keras.initializers.Initializer):
 
 @keras.saving.register_keras_serializable("keras_rfattn")
 class Gaussian(Projection):
-    """Independent draws from `N(0, I)`.
-
-    Args:
-        seed: Non-negative integer. The same seed gives the same numbers.
-
-    Raises:
-        ValueError: If `seed` is not a non-negative integer.
-    """
+    """Independent draws from `N(0, I)`, by a `seed` as in `Projection`."""
 
     def sample(self, generator, dim, count):
         return generator.standard_normal((count, dim))
@@ -87,3 +77,50 @@ def gaussian_lengths(generator, count, dim):
     """Returns the lengths of independent Gaussian vectors, of shape `(count, 1)`."""
     vectors = generator.standard_normal((count, dim))
     return np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+@keras.saving.register_keras_serializable("keras_rfattn")
+class Orthogonal(Projection):
+    """Blocks of `dim` orthogonal vectors, independent between blocks.
+
+    The directions of a block are a Haar-distributed orthogonal matrix. It is the Q of a
+    Gaussian matrix's QR decomposition, with every column multiplied by the sign of R's
+    diagonal. Without that sign Q is not Haar-distributed (its diagonal keeps one sign),
+    and every kernel estimate is biased by 7 to 40 percent.
+
+    Args:
+        norms: `"chi"` (default): each vector has the norm of an independent Gaussian
+            vector, so that it is marginally `N(0, I)` and estimators stay unbiased.
+            `"sqrt_dim"`: every norm is `sqrt(dim)`, which has a lower variance but a
+            slight bias.
+        seed: Non-negative integer. The same seed gives the same numbers.
+
+    Reference:
+        Choromanski et al., "Rethinking Attention with Performers" (2021), section 2.4;
+        Likhosherstov et al., "Chefs' Random Tables" (2022), theorem 4.1.
+    """
+
+    def __init__(self, norms="chi", seed=0):
+        if norms not in ("chi", "sqrt_dim"):
+            raise ValueError(
+                f"`norms` must be 'chi' or 'sqrt_dim'. Received: norms={norms!r}."
+            )
+        super().__init__(seed=seed)
+        self.norms = norms
+
+    def sample(self, generator, dim, count):
+        blocks = -(-count // dim)
+        rows = haar(generator, blocks, dim, dim).reshape(-1, dim)[:count]
+        if self.norms == "sqrt_dim":
+            return rows * np.sqrt(dim)
+        return rows * gaussian_lengths(generator, count, dim)
+
+    def get_config(self):
+        return {**super().get_config(), "norms": self.norms}
+
+
+def haar(generator, blocks, rows, columns):
+    """Returns transposes of matrices whose orthonormal columns are uniform (Haar)."""
+    q, r = np.linalg.qr(generator.standard_normal((blocks, rows, columns)))
+    q = q * np.sign(np.einsum("bii->bi", r))[:, None, :]
+    return q.swapaxes(-1, -2)

@@ -2,8 +2,6 @@
 
 from keras_rfattn.uptraining.calibrate import calibrate
 from keras_rfattn.uptraining.report import UptrainingReport
-from keras_rfattn.uptraining.resume import Checkpoint
-from keras_rfattn.uptraining.stages import Stage
-from keras_rfattn.uptraining.uptrain import uptrain
+from keras_rfattn.uptraining.uptrain import Stage, uptrain
 
-__all__ = ["Checkpoint", "Stage", "UptrainingReport", "calibrate", "uptrain"]
+__all__ = ["Stage", "UptrainingReport", "calibrate", "uptrain"]

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_rfattn import feature_maps
-from keras_rfattn.arguments import check_choice, check_seed, check_sizes
+from keras_rfattn.arguments import check_choice, check_seed, check_sizes, is_number
 from keras_rfattn.backend.devices import dataset_of
 from keras_rfattn.feature_maps.weights import assign
 from keras_rfattn.layers.checks import check_model, title
@@ -21,11 +21,81 @@ from keras_rfattn.uptraining.attention import AttentionStage, measured_errors
 from keras_rfattn.uptraining.batches import Batches
 from keras_rfattn.uptraining.calibrate import calibrate_stage
 from keras_rfattn.uptraining.features import FeaturesStage
-from keras_rfattn.uptraining.progress import Progress
+from keras_rfattn.uptraining.progress import (
+    Progress,
+    checked_callbacks,
+    identity,
+    path_of,
+)
 from keras_rfattn.uptraining.report import LayerResult, StageResult, UptrainingReport
-from keras_rfattn.uptraining.resume import checked_callbacks, identity, path_of
-from keras_rfattn.uptraining.stages import OPTIONS, Stage, checked_stages, planned
 from keras_rfattn.uptraining.weights import Teacher, only_training, variables_to_train
+
+# Names of the stages, in the order in which they run, and the options of each.
+OPTIONS = {
+    "calibrate": (),
+    "attention": ("trainable", "window_dropout", "max_rows"),
+    "features": ("trainable", "window_dropout", "objective"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage of `keras_rfattn.uptrain`, with its options.
+
+    Args:
+        name: `"calibrate"` fits maps to the first batches, without gradients and
+            options; it keeps maps that were trained or calibrated. `"attention"` trains
+            every layer against the softmax attention of the same layer, on the inputs
+            that the layer has in the softmax model; the loss is the relative squared
+            error of outputs plus the divergence of attention rows. `"features"` trains
+            the linear model end to end against the softmax model.
+        trainable: What trains: `"maps"` (weights of feature maps only), `"query_key"`
+            (maps, and trainable weights of the query and key projections: after
+            `enable_lora` their adapters) or `"all"` (maps and all other trainable
+            weights of the model; stage `"features"` only).
+        objective: What stage `"features"` compares: `"features"` (last hidden states,
+            of the backbone if the model is a task), `"logits"`, or `"auto"`: logits
+            for language models, hidden states for other models.
+        window_dropout: Share of sequences (stage `"attention"`) or batches (stage
+            `"features"`) for which a layer leaves its window out, so that its
+            features learn too.
+        max_rows: Largest number of query rows of a sequence, evenly spread, that stage
+            `"attention"` compares; its time and memory are proportional to it. 128
+            halves the time of a step for a decoder at 1024 tokens.
+
+    Examples:
+        >>> from keras_rfattn.uptraining import Stage
+        >>> stages = ["attention", Stage("features", trainable="query_key")]
+    """
+
+    name: str
+    trainable: str = "maps"
+    objective: str = "auto"
+    window_dropout: float = 0.25
+    max_rows: int = 512
+
+    def __post_init__(self):
+        check_choice("name", self.name, tuple(OPTIONS))
+        check_choice("trainable", self.trainable, ("maps", "query_key", "all"))
+        check_choice("objective", self.objective, ("auto", "features", "logits"))
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if field.name not in OPTIONS[self.name] and value != field.default:
+                raise ValueError(
+                    f"Options of stage {self.name!r} must be some of "
+                    f"{OPTIONS[self.name]}. Received: {field.name}={value!r}."
+                )
+        if (self.name, self.trainable) == ("attention", "all"):
+            raise ValueError(
+                "`trainable` must be 'maps' or 'query_key' in stage 'attention', which "
+                "compares layers. Received: trainable='all'."
+            )
+        if not is_number(self.window_dropout) or not 0 <= self.window_dropout < 1:
+            raise ValueError(
+                "`window_dropout` must be in [0, 1). "
+                f"Received: window_dropout={self.window_dropout!r}."
+            )
+        check_sizes(max_rows=self.max_rows)
 
 
 def uptrain(
@@ -58,8 +128,7 @@ def uptrain(
         stages: The stages to run: some of `"calibrate"`, `"attention"` and
             `"features"`, in this order. Each is a name, or a
             `keras_rfattn.uptraining.Stage` with options, such as which weights train.
-        batch_size: Number of rows per batch when `data` is arrays or texts, or yields
-            single texts.
+        batch_size: Number of rows per batch when `data` is arrays or texts.
         optimizer: A Keras optimizer, its name or its config. Each stage starts with a
             fresh copy. The default is Adam with a cosine schedule that falls to a
             twentieth of the learning rate. That rate is the map's `learning_rate`
@@ -67,11 +136,13 @@ def uptrain(
             (0.001 if it compares logits). It is 0.001 if weights of the model itself
             train, and 0.0001 if all of them do.
         seed: Non-negative integer. The order of the data and window dropout are pure
-            functions of the seed and the step. If `None`, it is drawn at random.
+            functions of the seed and the step. If `None`, it is drawn at random, or 0
+            if the call can be resumed.
         callbacks: Keras callbacks for the stages that train. Each stage is a `fit` of
             its own, of ten epochs, whose numbers go on from stage to stage. A
-            `keras_rfattn.uptraining.Checkpoint`, or `keras.callbacks.BackupAndRestore`,
-            resumes an interrupted call. A `ModelCheckpoint` is refused.
+            `keras.callbacks.BackupAndRestore` resumes an interrupted call exactly: it
+            saves each `save_freq` steps (100 for `"epoch"`). A `ModelCheckpoint` is
+            refused.
         verbose: 0 for silent, 1 or `"auto"` for a progress bar for each epoch, 2 for a
             line for each epoch, as in `keras.Model.fit`.
 
@@ -79,10 +150,9 @@ def uptrain(
         An `UptrainingReport`, which prints as a table.
 
     Raises:
-        TypeError: If `model` is not a Keras layer.
         ValueError: If an argument is invalid, the model has no linear attention,
             nothing would train, the data does not fit the model or has no real token,
-            or a `Checkpoint` belongs to another run; the model is unchanged then. Also
+            or a checkpoint belongs to another run; the model is unchanged then. Also
             if a loss is not finite; the last good weights are kept, as after any error.
     """
     check_model(model)
@@ -111,6 +181,30 @@ def uptrain(
     with strategy_scope(model):
         layers = in_order(model, layers, batches(0))
         return _run(model, layers, batches, settings, callbacks, backup, verbose)
+
+
+def checked_stages(given):
+    """Returns a tuple of `Stage`s from a stage or a sequence of stages and names."""
+    listed = given if isinstance(given, (list, tuple)) else (given,)
+    stages = tuple(x if isinstance(x, Stage) else Stage(x) for x in listed)
+    names = tuple(stage.name for stage in stages)
+    if not names or names != tuple(x for x in OPTIONS if x in names):
+        raise ValueError(
+            f"`stages` must be some of {tuple(OPTIONS)}, each at most once and in this "
+            f"order. Received: stages={given!r}."
+        )
+    return stages
+
+
+def planned(stages, steps, layers):
+    """Returns a list of `(stage, its first step, the step after its last)`."""
+    names = {stage.name for stage in stages}
+    middle = steps if "attention" in names else 0
+    if {"attention", "features"} <= names:
+        middle = math.ceil(steps / 2)
+    spans = {"calibrate": (0, 0), "attention": (0, middle), "features": (middle, steps)}
+    learns = any(layer.feature_map.is_adaptive for layer in layers)
+    return [(x, *spans[x.name]) for x in stages if x.name != "calibrate" or learns]
 
 
 def _run(model, layers, batches, settings, callbacks, backup, verbose):
@@ -149,8 +243,7 @@ def _run(model, layers, batches, settings, callbacks, backup, verbose):
                 with only_training(model, selected[stage.name]):
                     _fit(trainer, batches, optimizer, progress, callbacks, verbose)
             elif trainer is None:
-                before = progress.before
-                note = calibrate_stage(model, layers, batches.head, before, measure)
+                note = calibrate_stage(model, layers, batches.head)
             progress.end(trainer, note)
         after, _ = measure()
     except BaseException:

@@ -3,8 +3,6 @@
 Importing this file registers the names "one_feature" and "window_alone".
 """
 
-import warnings
-
 import keras
 from keras import ops
 
@@ -65,10 +63,7 @@ def set_attention(model, name, mechanism, seed):
         mechanism = "favorplus", {"num_features": 1}, {"temperature": 1e14}
     map_name, arguments, options = mechanism
     feature_map = feature_maps.get(map_name, seed=seed, **arguments)
-    with warnings.catch_warnings():
-        # Hybrids warn about queries and keys of any length, which is intended here.
-        warnings.filterwarnings("ignore", ".* not normalized")
-        keras_rfattn.replace_attention(model, feature_map, seed=seed, **options)
+    keras_rfattn.replace_attention(model, feature_map, seed=seed, **options)
     if name == "uniform" or "window" in options:
         return {}
     return {"width": keras_rfattn.describe_attention(model).replaced[0].width}

@@ -35,7 +35,6 @@ from sklearn.cluster import KMeans
 from sklearn.preprocessing import StandardScaler
 
 from keras_rfattn import feature_maps, papers
-from keras_rfattn.kernels import values
 from keras_rfattn.papers.clustered import Clusters
 
 DIM = 50
@@ -150,7 +149,7 @@ def build(method, m, data):
 
 def errors(feature_map, vectors, query, key):
     """Returns the mean squared error over all pairs for each set of vectors."""
-    kernel, found = values.softmax(query, key), []
+    kernel, found = np.exp(query @ np.swapaxes(key, -1, -2)), []
     for w in vectors:
         vectors = np.reshape(w.astype("float32"), feature_map.vectors.shape)
         feature_map.vectors.assign(vectors)

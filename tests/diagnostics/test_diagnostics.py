@@ -1,5 +1,3 @@
-import itertools
-
 import keras
 import numpy as np
 import pytest
@@ -71,7 +69,7 @@ def test_a_prefix_is_recorded():
     )
     layer = keras_rfattn.layers.MultiHeadAttention(x.value.shape[2], 4)
     layer.build((2, 9, 8), (2, 9, 8))
-    recorder = Recorder(layer, True, 1024, itertools.count())
+    recorder = Recorder(layer, True, 1024, {})
     arrays = [keras.ops.convert_to_tensor(y) for y in x]
     output = h.to_numpy(attend(*arrays, feature_map, mask, recorder=recorder))
     for row, found in enumerate(recorder.sequences):
@@ -261,7 +259,6 @@ def test_report():
     assert wide.mean.output < report.mean.output / 3
 
 
-@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_a_width_too_small_is_called_so():
     report = diagnostics.approximation_report(
         model("favorplus", num_features=2), batches(30.0)

@@ -26,8 +26,6 @@ from tests import marks
 from tests.contract import contract
 from tests.feature_maps.cases import case
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
-
 
 def token_by_token(query, key, value, mask):
     """Causal attention by the recurrent state, from features."""

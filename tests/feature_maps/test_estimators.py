@@ -13,7 +13,6 @@ from keras import ops
 
 from keras_rfattn import feature_maps
 from keras_rfattn.feature_maps import fits
-from keras_rfattn.kernels import values
 from keras_rfattn.papers import second_moments
 from tests import helpers as h
 from tests.feature_maps.cases import DIM, case
@@ -177,10 +176,22 @@ def test_elu_is_its_kernel():
         np.exp(h.to_numpy(query.log_scale).astype("float64")),
         np.exp(h.to_numpy(key.log_scale).astype("float64")),
     )
-    expected = values.elu(
-        x.query[:, :, ::2].transpose(0, 2, 1, 3), x.key.transpose(0, 2, 1, 3)
-    )
+    sides = (y.transpose(0, 2, 1, 3) for y in (x.query[:, :, ::2], x.key))
+    q, k = (np.where(y > 0, y + 1, np.exp(np.minimum(y, 0))) for y in sides)
+    expected = q @ k.swapaxes(-1, -2)
     h.assert_close(products, expected, 1e-6)
+
+
+def arc_cosine(x, y):
+    """The mean over w of a product: that of `relu(w · x)` and `relu(w · y)`.
+
+    Cho and Saul, "Kernel Methods for Deep Learning" (2009), equation 3, halved, because
+    the paper's kernels are twice the mean.
+    """
+    lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
+    cosine = np.clip(np.sum(x * y, axis=-1) / lengths, -1, 1)
+    angle = np.arccos(cosine)
+    return lengths * (np.sin(angle) + (np.pi - angle) * cosine) / (2 * np.pi)
 
 
 @pytest.mark.parametrize("projection", ["gaussian", "orthogonal"])
@@ -202,7 +213,7 @@ def test_relu_is_the_arc_cosine_kernel_and_epsilon(projection):
     blocks = DRAWS * dense(X) * dense(Y)
     blocks = blocks.reshape(len(X), -1, DIM).mean(axis=-1)
     error = blocks.std(axis=1) / np.sqrt(blocks.shape[1])
-    kernel = np.diagonal(values.relu(X, Y))
+    kernel = arc_cosine(X, Y)
     # E relu(w · x) = ‖x‖ / √(2π), which epsilon is multiplied by.
     lengths = np.linalg.norm(X, axis=-1) + np.linalg.norm(Y, axis=-1)
     expected = kernel + epsilon * lengths / np.sqrt(2 * np.pi) + epsilon**2

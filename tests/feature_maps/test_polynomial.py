@@ -8,11 +8,10 @@ import pytest
 from keras import ops
 
 from keras_rfattn import feature_maps
-from keras_rfattn.feature_maps.polynomial import Polynomial
-from keras_rfattn.feature_maps.polysketch import PolySketchLearned
+from keras_rfattn.feature_maps.polynomial import PolySketchLearned
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask
-from keras_rfattn.papers import PolySketch, PolySketchLinear
+from keras_rfattn.papers import Polynomial, PolySketch, PolySketchLinear
 from tests import helpers as h
 from tests.marks import first_on_jax
 

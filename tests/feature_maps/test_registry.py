@@ -97,7 +97,7 @@ def test_config_of_something_else():
 
 
 def test_register_as_a_call(registry):
-    class Called(feature_maps.Elu):
+    class Called(papers.Elu):
         pass
 
     assert feature_maps.register("called", Called) is Called
@@ -120,7 +120,7 @@ def test_register_as_a_decorator(registry):
 
 def test_register_keeps_a_registration_of_ones_own(registry):
     @keras.saving.register_keras_serializable("mine")
-    class Registered(feature_maps.Elu):
+    class Registered(papers.Elu):
         pass
 
     feature_maps.register("registered", Registered)
@@ -128,7 +128,7 @@ def test_register_keeps_a_registration_of_ones_own(registry):
 
 
 def test_register_refuses(registry):
-    class Other(feature_maps.Elu):
+    class Other(papers.Elu):
         pass
 
     with pytest.raises(ValueError, match="name='favor', which is taken by Favor"):
@@ -141,7 +141,7 @@ def test_register_refuses(registry):
 
 
 def test_name_of_a_stranger():
-    class Stranger(feature_maps.Elu):
+    class Stranger(papers.Elu):
         pass
 
     assert feature_maps.name_of(Stranger()) == "Stranger"
@@ -194,7 +194,7 @@ def test_num_features_must_be_a_positive_integer(wrong):
         with pytest.raises(ValueError, match="`num_features` must be"):
             feature_maps.get(name, num_features=wrong)
     with pytest.raises(ValueError, match="`num_features` must be a positive integer"):
-        feature_maps.Relu(num_features=wrong)
+        papers.Relu(num_features=wrong)
 
 
 def test_maps_without_vectors_take_none():
@@ -203,7 +203,7 @@ def test_maps_without_vectors_take_none():
     with pytest.raises(ValueError, match="projection"):
         feature_maps.get("elu", projection="gaussian")
     with pytest.raises(ValueError, match="`projection` must be one of"):
-        feature_maps.Relu(projection=None)
+        papers.Relu(projection=None)
 
 
 def test_wrong_arguments():

@@ -1,6 +1,6 @@
 import pytest
 
-from keras_rfattn import feature_maps
+from keras_rfattn import feature_maps, papers
 from keras_rfattn.feature_maps import registry
 
 pytestmark = pytest.mark.once
@@ -88,7 +88,7 @@ def test_aliases_are_plain_and_name_registered_maps():
 
 
 def test_a_registered_map_comes_before_an_alias(monkeypatch):
-    registered = {**feature_maps.FEATURE_MAPS, "Perf-ormer": feature_maps.Relu}
+    registered = {**feature_maps.FEATURE_MAPS, "Perf-ormer": papers.Relu}
     monkeypatch.setattr(registry, "FEATURE_MAPS", registered)
     assert message_for("performer").endswith("Did you mean 'Perf-ormer'?")
 

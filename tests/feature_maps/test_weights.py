@@ -41,7 +41,6 @@ def paths(make, feature_map):
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*are not normalized")
 @pytest.mark.parametrize("make", [replaced, drop_in, kernel_features])
 @pytest.mark.parametrize("name", each_map(NAMES))
 def test_paths_are_the_same_each_time(name, make):

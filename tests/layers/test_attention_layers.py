@@ -83,7 +83,6 @@ def test_weights_are_interchangeable(kind):
 @pytest.mark.parametrize(
     ("name", "kind"), first_on_jax([("favorpp", x) for x in KINDS])
 )
-@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_keras_masks_and_padding_content(name, kind):
     _, layer = pair(kind, feature_map=name)
     x = data(2, 6, WIDTH)
@@ -162,7 +161,6 @@ def in_float32(name):
 
 
 @pytest.mark.parametrize(("name", "policy"), first([("favorpp", x) for x in POLICIES]))
-@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_low_precision(name, policy):
     layer, expected = in_float32(name)
     low = MultiHeadAttention(2, 4, feature_map=name, seed=0, dtype=policy)
@@ -176,21 +174,6 @@ def test_low_precision(name, policy):
     error = np.abs(numpy(output) - expected).max()
     assert error < tolerance * np.abs(expected).max()
     assert np.isfinite(numpy(low(0 * x, 0 * x))).all()
-
-
-class Normalizing(MultiHeadAttention):
-    """A layer of one's own that normalizes its queries."""
-
-    query_norm = True
-
-
-def test_hybrids_warn_where_lengths_vary():
-    shape = (2, 6, WIDTH)
-    for name in ("hybrid_angular", "hybrid_gaussian"):
-        with pytest.warns(UserWarning, match=f"queries and keys of '{name}' are not"):
-            MultiHeadAttention(2, 4, feature_map=name).build(shape, shape)
-        # Warnings of the package that no test expects are errors.
-        Normalizing(2, 4, feature_map=name).build(shape, shape)
 
 
 @pytest.mark.parametrize("sizes", [("2", 8), (2.5, 8), (0, 8), (2, None), (True, 8)])

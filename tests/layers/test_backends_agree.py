@@ -56,7 +56,6 @@ def results(backend, path, maps):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_layers_agree(request, tmp_path):
     if keras.backend.backend() != "jax":
         pytest.skip("both others are compared with JAX, on JAX")

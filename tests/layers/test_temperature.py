@@ -1,7 +1,5 @@
 """Attention of queries and keys of length one."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -61,12 +59,9 @@ def test_lengths_change_nothing(name):
 @pytest.mark.once
 def test_surgery_saves_it_and_names_it(tmp_path):
     model, inputs = families.build("bert")
-    with warnings.catch_warnings():
-        # The remedy that a hybrid's warning offers.
-        warnings.simplefilter("error")
-        keras_rfattn.replace_attention(
-            model, "hybrid_angular", num_features=8, temperature=0.5, seed=0
-        )
+    keras_rfattn.replace_attention(
+        model, "hybrid_angular", num_features=8, temperature=0.5, seed=0
+    )
     assert "normalized, temperature 0.5" in str(keras_rfattn.describe_attention(model))
     expected = model.predict(inputs, verbose=0)
     model.save(tmp_path / "model.keras")
@@ -78,8 +73,7 @@ def test_surgery_saves_it_and_names_it(tmp_path):
         h.assert_close(a, b)
     model.save_weights(tmp_path / "model.weights.h5")
     other, _ = families.build("bert")
-    with pytest.warns(UserWarning, match="`temperature=`"):
-        keras_rfattn.replace_attention(other, "hybrid_angular", num_features=8, seed=0)
+    keras_rfattn.replace_attention(other, "hybrid_angular", num_features=8, seed=0)
     with pytest.raises(ValueError, match="attention|mechanism"):
         other.load_weights(tmp_path / "model.weights.h5")
 

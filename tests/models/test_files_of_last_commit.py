@@ -54,7 +54,6 @@ CASES = {
 
 
 @pytest.mark.smoke
-@pytest.mark.filterwarnings("ignore:.*not normalized")
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_are_the_same(name):
     load, inputs = CASES[name]

@@ -59,7 +59,6 @@ OTHERS = [x for x in h.NAMES if x != "favorpp"]
         [("favorpp", 1.0), *((x, 20.0) for x in MAP_FORMS), *((x, 1.0) for x in OTHERS)]
     ),
 )
-@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_other_future_tokens_change_nothing_before(name, scale):
     model, inputs = causal_lm(scale)
     keras_rfattn.replace_attention(model, name, seed=0)

@@ -5,7 +5,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import warnings
 
 import keras
 import numpy as np
@@ -252,7 +251,6 @@ def test_layers_draw_different_vectors_and_seeds_reproduce():
         ("first", None, ["first"]),
         (["*o*d"], None, ["second"]),
         (None, "first", ["second"]),
-        (lambda path, layer: path == "second", None, ["second"]),
         ("*", ["s*"], ["first"]),
     ],
 )
@@ -366,25 +364,6 @@ def test_unsupported_attention_is_refused_by_name():
     report = keras_rfattn.describe_attention(model)
     assert [row.path for row in report.replaced] == ["plain"]
     assert [row.path for row in report.local] == ["window"]
-
-
-def test_hybrids_warn_where_lengths_may_differ():
-    def caught(model, feature_map):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            keras_rfattn.replace_attention(model, feature_map)
-        return [w for w in found if "not normalized" in str(w.message)]
-
-    (warning,) = caught(sequential(), "hybrid_angular")
-    assert "of 'hybrid_angular' are not normalized" in str(warning.message)
-    assert "only if all of them have the same length" in str(warning.message)
-    assert caught(sequential(), "hybrid_gaussian")
-    for name in ("favorpp", "favorpp_dense", "hybrid_clustered"):
-        assert not caught(sequential(), name)
-    # A layer that normalizes its queries and keys.
-    model = sequential()
-    model.layers[0].attention.query_norm = True
-    assert not caught(model, "hybrid_angular")
 
 
 def test_windows_of_cross_attention_are_refused_before_anything_changes():

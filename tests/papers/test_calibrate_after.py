@@ -67,7 +67,7 @@ def test_calibrate_after_refuses_maps_that_train():
     x, y = m.tokens(8), np.zeros((8, m.TOKENS, m.DIM))
     before = m.weights(model)
     after = CalibrateAfter([x], 1)
-    with pytest.raises(ValueError, match="attention_0'.*discard_training=True"):
+    with pytest.raises(ValueError, match="attention_0'.*freeze these maps"):
         model.fit(x, y, verbose=0, callbacks=[after])
     for found, expected in zip(m.weights(model), before, strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -231,7 +231,6 @@ def linear_model(feature_map, seed):
     return keras_rfattn.replace_attention(model, feature_map, seed=seed)
 
 
-@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 @pytest.mark.parametrize(
     "feature_map",
     [
@@ -254,7 +253,6 @@ def test_weights_of_maps_inside_maps_load_whatever_the_seed(feature_map, tmp_pat
 
 
 @slow_on_jax
-@pytest.mark.filterwarnings("ignore:.* are not normalized:UserWarning")
 def test_hybrids_learn_and_save_together(tmp_path):
     hybrid = papers.Hybrid(
         [papers.HybridClustered(3), papers.Gerf(3), papers.Favor(3)],

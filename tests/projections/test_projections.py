@@ -152,14 +152,14 @@ def test_hadamard_blocks_are_orthogonal_and_nearly_normal():
 
 
 def test_simplex_directions_repel_each_other():
-    vectors = draws(projections.Simplex)[:1000]
+    vectors = draws(papers.Simplex)[:1000]
     gram = np.einsum("ndi,ndj->nij", vectors, vectors)
     lengths = np.sqrt(np.einsum("nii->ni", gram))
     cosine = gram / (lengths[:, :, None] * lengths[:, None, :])
     block = np.arange(COUNT) // DIM
     same = (block[:, None] == block) & ~np.eye(COUNT, dtype=bool)
     np.testing.assert_allclose(cosine[:, same], -1 / (DIM - 1), atol=1e-5)
-    assert h.to_numpy(projections.Simplex(seed=1)((1, 1, 3))).shape == (1, 1, 3)
+    assert h.to_numpy(papers.Simplex(seed=1)((1, 1, 3))).shape == (1, 1, 3)
 
 
 def test_halton_fills_space_more_evenly():

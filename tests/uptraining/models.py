@@ -5,9 +5,16 @@ import numpy as np
 
 import keras_rfattn
 from keras_rfattn.uptraining import Stage
-from keras_rfattn.uptraining.stages import OPTIONS
+from keras_rfattn.uptraining.uptrain import OPTIONS
 
 TOKENS, DIM, HEADS, WORDS = 12, 8, 2, 30
+
+
+def checkpoint(folder, every=100):
+    """The callback with which an interrupted call is resumed."""
+    return keras.callbacks.BackupAndRestore(
+        folder, save_freq=every, delete_checkpoint=False
+    )
 
 
 def softmax_model(layers=2, causal=False, dtype=None):

@@ -100,7 +100,7 @@ def test_more_tokens_than_positions_name_what_extends_them():
         return {"token_ids": ids, "segment_ids": 0 * ids, "padding_mask": ids}
 
     message = (
-        "has 20 tokens, and the model has positions for 16 .`max_sequence_length`."
+        "must have at most 16 tokens, .*`max_sequence_length`.*Received: 20 tokens"
         r".*keras_rfattn.extend_positions\(model, 20\)"
     )
     with pytest.raises(ValueError, match=message):

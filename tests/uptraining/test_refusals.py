@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_rfattn
-from keras_rfattn.uptraining import Checkpoint, Stage
+from keras_rfattn.uptraining import Stage
 from tests.marks import SLOW_ON_JAX, first_on_jax, slow_on_jax
 from tests.uptraining import models as m
 
@@ -27,8 +27,8 @@ BAD = {
     "text": ({"data": "text"}, "`data` must be arrays, texts"),
     "no row": ({"data": lambda: iter([m.tokens()[:0]])}, "must hold rows"),
     "two checkpoints": (
-        {"callbacks": [Checkpoint("a"), Checkpoint("b")]},
-        "at most one of them a `Checkpoint`",
+        {"callbacks": [m.checkpoint("a"), m.checkpoint("b")]},
+        "at most one of them a `BackupAndRestore`",
     ),
 }
 
@@ -134,9 +134,7 @@ def test_numbers_and_callbacks_of_other_kinds():
     with pytest.raises(ValueError, match="`callbacks` must be Keras callbacks"):
         m.uptrain(model, callbacks=["checkpoint"])
     saver = keras.callbacks.ModelCheckpoint("best.keras")
-    with pytest.raises(
-        ValueError, match="none a `ModelCheckpoint`.*uptraining.Checkpoint"
-    ):
+    with pytest.raises(ValueError, match="none a `ModelCheckpoint`.*save your model"):
         m.uptrain(model, callbacks=[saver])
     with pytest.raises(ValueError, match="Received: data=None of type"):
         keras_rfattn.uptrain(model, None, steps=2)

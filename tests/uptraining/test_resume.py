@@ -10,11 +10,12 @@ import keras
 import numpy as np
 import pytest
 
-from keras_rfattn.uptraining import Checkpoint, Stage, progress, resume
+from keras_rfattn.uptraining import Stage, progress
 from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
 STEPS = 8
+SAVE = progress.save
 KILLED_STEPS = 4
 
 
@@ -23,7 +24,7 @@ def run(folder=None, feature_map="hedgehog", every=1, callbacks=(), **arguments)
         feature_map, **({"num_features": 8} if "pp" in feature_map else {})
     )
     if folder is not None:
-        callbacks = [Checkpoint(folder, every), *callbacks]
+        callbacks = [m.checkpoint(folder, every), *callbacks]
     report = m.uptrain(model, callbacks=callbacks, **{"steps": STEPS} | arguments)
     return m.weights(model), report
 
@@ -101,13 +102,15 @@ def test_of_every_kind(tmp_path, arguments):
 
 @pytest.mark.once
 def test_a_torn_checkpoint_is_named_and_refused(tmp_path):
-    checkpoint, path = Checkpoint(tmp_path), tmp_path / "uptrain.npz"
-    assert resume.load(checkpoint, {"seed": 0}) == ([], {})
+    checkpoint, path = m.checkpoint(tmp_path), tmp_path / "uptrain.npz"
+    assert progress.load(checkpoint, {"seed": 0}) == ([], {})
     for step in (1, 2):
-        resume.save(checkpoint, {"seed": 0}, [np.full(1000, step)], {"errors": [step]})
+        progress.save(
+            checkpoint, {"seed": 0}, [np.full(1000, step)], {"errors": [step]}
+        )
     # One that was not completed.
     (tmp_path / "uptrain.partial").write_bytes(b"half of it")
-    (values,), notes = resume.load(checkpoint, {"seed": 0})
+    (values,), notes = progress.load(checkpoint, {"seed": 0})
     assert values[0] == 2 and notes == {"errors": [2]}
     content = path.read_bytes()
     turned = bytearray(content)
@@ -119,7 +122,7 @@ def test_a_torn_checkpoint_is_named_and_refused(tmp_path):
         with pytest.raises(
             ValueError, match="must be intact. Received: .*uptrain.npz'"
         ):
-            resume.load(checkpoint, {"seed": 0})
+            progress.load(checkpoint, {"seed": 0})
 
 
 class StopEarly(keras.callbacks.Callback):
@@ -182,7 +185,7 @@ def test_random_states_of_dropout_tell_no_trainings_apart(tmp_path):
         model = m.linear_model()
         model.dropout = keras.layers.Dropout(0.1, seed=state)
         assert len(model.variables) > len(model.weights)
-        callbacks = [Checkpoint(tmp_path, every=1), *callbacks]
+        callbacks = [m.checkpoint(tmp_path, 1), *callbacks]
         m.uptrain(model, steps=STEPS, callbacks=callbacks)
         return m.weights(model)
 
@@ -212,7 +215,7 @@ def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
         model = m.linear_model()
         kernel = model.get_layer("attention_0")._query_dense.kernel
         kernel.assign(2 * kernel)
-        m.uptrain(model, steps=STEPS, callbacks=Checkpoint(tmp_path))
+        m.uptrain(model, steps=STEPS, callbacks=m.checkpoint(tmp_path))
     for arguments, line in (
         ({"window": 4}, "layer 1: saved .*'window': None.*, given .*'window': 4"),
         ({"seed": 1}, "layer 0: saved"),
@@ -220,21 +223,7 @@ def test_a_foreign_checkpoint_is_named_and_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"  {line}"):
             model = m.linear_model(**arguments)
-            m.uptrain(model, steps=STEPS, callbacks=Checkpoint(tmp_path))
-
-
-@pytest.mark.once
-def test_a_checkpoint_is_of_uptrain_alone():
-    with pytest.raises(ValueError, match="`folder` must be a path. Received: folder=5"):
-        Checkpoint(5)
-    with pytest.raises(ValueError, match="`every` must be a positive integer"):
-        Checkpoint("folder", every=0)
-    model = m.softmax_model()
-    model.compile("sgd", "mse")
-    before, x = m.weights(model), m.tokens(8)
-    with pytest.raises(ValueError, match="BackupAndRestore"):
-        model.fit(x, model(x), callbacks=[Checkpoint("folder")], verbose=0)
-    assert same(m.weights(model), before)
+            m.uptrain(model, steps=STEPS, callbacks=m.checkpoint(tmp_path))
 
 
 @pytest.mark.once
@@ -246,8 +235,7 @@ def test_the_folder_holds_the_last_checkpoint(tmp_path):
 
 @pytest.mark.once
 @slow_on_jax
-def test_backup_and_restore_of_keras_resumes_exactly(tmp_path):
-    # Keras' own callback would load one stage into the other.
+def test_a_complete_run_deletes_its_checkpoint(tmp_path):
     expected, folder = run()[0], tmp_path / "backup"
 
     def backup(**arguments):
@@ -276,7 +264,7 @@ class Doomed:
             kill()
         if position == self.position and self.phase == "while":
             os.replace = kill
-        resume.save(backup, identity, values, notes)
+        SAVE(backup, identity, values, notes)
         if position == self.position:
             kill()
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.uptraining import Checkpoint, Stage
-from keras_rfattn.uptraining.stages import checked_stages, planned
+from keras_rfattn.uptraining import Stage
+from keras_rfattn.uptraining.uptrain import checked_stages, planned
 from tests.marks import slow_on_jax
 from tests.uptraining import models as m
 
@@ -41,7 +41,7 @@ def test_seeds_are_random_unless_a_run_can_be_resumed(tmp_path):
         return m.uptrain(model, stages="calibrate", **arguments).seed
 
     assert seed(seed=np.int32(7)) == 7
-    assert seed(seed=None, callbacks=Checkpoint(tmp_path)) == 0
+    assert seed(seed=None, callbacks=m.checkpoint(tmp_path)) == 0
     assert seed(seed=None) != seed(seed=None)
 
 

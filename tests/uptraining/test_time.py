@@ -5,7 +5,6 @@ import time
 import keras
 import pytest
 
-from keras_rfattn.uptraining import Checkpoint
 from keras_rfattn.uptraining.attention import AttentionStage
 from tests.marks import slow_on_jax
 from tests.uptraining import models as m
@@ -35,7 +34,7 @@ def test_an_interrupted_run_has_the_time_before_it(tmp_path):
             if epoch == 1:
                 raise KeyboardInterrupt
 
-    checkpoint = Checkpoint(tmp_path, every=1)
+    checkpoint = m.checkpoint(tmp_path, 1)
     start = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         callbacks = [checkpoint, Stop()]

@@ -56,7 +56,7 @@ def assert_unchanged(layer, before):
 
 @pytest.mark.parametrize("is_calibrated", [True, False])
 @pytest.mark.parametrize("name", MAPS)
-def test_a_trained_map_adapts_only_if_training_is_discarded(name, is_calibrated):
+def test_a_trained_map_is_not_adapted(name, is_calibrated):
     feature_map = built(name)
     assert not feature_map.was_trained
     if is_calibrated:
@@ -67,14 +67,9 @@ def test_a_trained_map_adapts_only_if_training_is_discarded(name, is_calibrated)
     train(feature_map)
     assert feature_map.was_trained
     before = values(feature_map)
-    with pytest.raises(ValueError, match="that were trained.*discard_training=True"):
+    with pytest.raises(ValueError, match="that were trained.*replace it again"):
         feature_map.adapt(sample())
     assert_unchanged(feature_map, before)
-    feature_map.adapt(sample(), discard_training=True)
-    fresh = built(name)
-    fresh.adapt(sample())
-    assert_unchanged(feature_map, values(fresh))
-    assert not feature_map.was_trained
 
 
 @pytest.mark.parametrize("name", feature_maps.list())
@@ -119,7 +114,7 @@ def test_vectors_that_do_not_train_are_redrawn_beside_weights_that_do():
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["polysketch_linear", "favorpp_learned"])
-def test_a_trained_map_is_redrawn_only_if_training_is_discarded(name):
+def test_a_trained_map_is_not_redrawn(name):
     def fresh():
         found = feature_maps.get(name, num_features=4, seed=0)
         found.build((None, None, 2, 4))
@@ -135,25 +130,16 @@ def test_a_trained_map_is_redrawn_only_if_training_is_discarded(name):
     with pytest.raises(ValueError, match="`redraw` would replace.*that were trained"):
         feature_map.redraw()
     assert_unchanged(feature_map, before)
-    feature_map.redraw(discard_training=True)
-    assert not feature_map.was_trained
-    again = feature_maps.get(name, num_features=4, seed=0)
-    again.build((None, None, 2, 4))
-    again.redraw()
-    again.redraw()
-    assert_unchanged(feature_map, values(again))
 
 
 @pytest.mark.once
-def test_features_of_a_trained_map_adapt_only_if_training_is_discarded():
+def test_features_of_a_trained_map_are_not_adapted():
     layer = keras_rfattn.papers.KernelFeatures("favorpp_learned", seed=0)
     x = np.random.default_rng(0).normal(size=(30, 4))
     layer.adapt(x)
     train(layer.feature_map)
     with pytest.raises(ValueError, match="that were trained"):
         layer.adapt(x)
-    layer.adapt(x, discard_training=True)
-    assert not layer.feature_map.was_trained
 
 
 def trained(steps=24):
@@ -199,13 +185,11 @@ def test_calibrating_what_was_trained_is_refused():
     x = m.tokens(8)
     model.fit(x, np.zeros((8, m.TOKENS, m.DIM)), verbose=0, batch_size=8)
     before = values(model)
-    with pytest.raises(ValueError, match="attention_0'.*attention_1'.*discard_train"):
+    with pytest.raises(ValueError, match="attention_0'.*attention_1'.*restore_att"):
         keras_rfattn.calibrate(model, [x], verbose=0)
     report = m.uptrain(model, stages="calibrate")
     assert "trained" in report.stages[0].note
     assert_unchanged(model, before)
-    keras_rfattn.calibrate(model, [x], verbose=0, discard_training=True)
-    assert not model.get_layer("attention_0").feature_map.was_trained
 
 
 @pytest.mark.once
@@ -221,15 +205,16 @@ def test_only_the_maps_that_were_not_trained_are_calibrated():
     assert "'attention_1'" not in report.stages[0].note
 
 
-@pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["favorpp", "favorpp_dense"])
-def test_calibrating_again_keeps_what_would_become_worse(name):
+def test_the_stage_keeps_a_calibration(name):
     model = m.linear_model(name, num_features=8)
-    stages = m.stages(("calibrate", "attention"), trainable="query_key")
-    first = m.uptrain(model, steps=40, stages=stages)
-    second = m.uptrain(model, stages="calibrate")
-    assert second.after <= 1.01 * second.before < first.before
+    keras_rfattn.calibrate(model, [np.ones((2, m.TOKENS), "int32")], verbose=0)
+    feature_map = model.get_layer("attention_0").feature_map
+    before = values(feature_map)
+    report = m.uptrain(model, stages="calibrate")
+    assert_unchanged(feature_map, before)
+    assert "calibrated maps were kept: 'attention_0'" in report.stages[0].note
 
 
 @pytest.mark.full

@@ -3,23 +3,23 @@
 `keras_rfattn.models.import_hook` imports this module once `keras_hub` is imported.
 """
 
+import contextlib
 import functools
 
 import keras
 import keras_hub
 
-import keras_rfattn.models.adapters.encoders as encoders
 import keras_rfattn.models.adapters.known as known
 import keras_rfattn.models.adapters.mixins as mixins
 import keras_rfattn.models.generation as generation
-import keras_rfattn.models.lora as lora
 import keras_rfattn.models.prefix_lm as prefix_lm
 import keras_rfattn.models.saving as saving
 import keras_rfattn.models.seq2seq as seq2seq
 import keras_rfattn.models.swap as swap
+from keras_rfattn.feature_maps import FeatureMap
 from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.recording import linear_layers
-from keras_rfattn.models.holders import holders
+from keras_rfattn.models.holders import following, holders, refresh
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
@@ -87,6 +87,60 @@ def _export_to_transformers(self, path):
     )
 
 
+# --- Adapters (LoRA)
+
+# KerasHub identifies a layer by its position among all layers that have weights. Here
+# feature maps are left out of that count, so that adapters of a softmax checkpoint load
+# into its linear model, and vice versa.
+
+
+@contextlib.contextmanager
+def _without_maps(backbone):
+    """Context manager in which a backbone's list of layers omits the feature maps."""
+    if "_flatten_layers" in vars(backbone):
+        # Already hidden: KerasHub's `load_lora_weights` may call `enable_lora`.
+        yield
+        return
+    flatten = backbone._flatten_layers
+
+    def flatten_without_maps(*args, **kwargs):
+        layers = flatten(*args, **kwargs)
+        maps = [x for x in layers if isinstance(x, FeatureMap)]
+        hidden = {id(x) for m in maps for x in m._flatten_layers()}
+        return [x for x in layers if id(x) not in hidden]
+
+    vars(backbone)["_flatten_layers"] = flatten_without_maps
+    try:
+        yield
+    finally:
+        del vars(backbone)["_flatten_layers"]
+
+
+def enable_lora(backbone, rank, target_layer_names=None):
+    """Runs `Backbone.enable_lora`, which also freezes the feature maps."""
+    with following([backbone]) as around, _without_maps(backbone):
+        type(backbone).original_class.enable_lora(backbone, rank, target_layer_names)
+    for layer in [backbone, *around]:
+        refresh(layer)
+
+
+def save_lora_weights(backbone, filepath):
+    """Runs `Backbone.save_lora_weights`; the file fits the softmax model too."""
+    with _without_maps(backbone):
+        type(backbone).original_class.save_lora_weights(backbone, filepath)
+
+
+def load_lora_weights(backbone, filepath):
+    """Runs `Backbone.load_lora_weights` on a file from a softmax or a linear model."""
+    with _without_maps(backbone):
+        type(backbone).original_class.load_lora_weights(backbone, filepath)
+
+
+LORA = {x.__name__: x for x in (enable_lora, save_lora_weights, load_lora_weights)}
+
+# --- Carriers
+
+
 def _of_known_size(method):
     """Wraps a method, which then checks the size of its inputs before it begins."""
 
@@ -114,7 +168,7 @@ def model_carrier(cls):
             members[name] = _of_known_size(method)
     if issubclass(cls, Backbone):
         members |= {"get_config": _get_config, "save_to_preset": _save_to_preset}
-        members |= lora.MEMBERS
+        members |= LORA
         mark = MARK
     elif cls.backbone_cls is not None:
         members["get_config"] = _get_task_config
@@ -158,6 +212,6 @@ def install():
     for cls in set(subclasses(keras.layers.Layer)):
         name = known.ATTENTION.get(cls.__name__, known.NOTHING).mixin
         if name is not None:
-            mixin = getattr(mixins, name, None) or getattr(encoders, name)
+            mixin = getattr(mixins, name)
             swap.LINEAR_CLASSES[cls] = swap.make_linear_class(cls, mixin=mixin)
     saving.COMPANION_HOOKS.append(adjust_companions)

@@ -5,53 +5,22 @@ attention is replaced. As in the papers, queries and keys are not scaled by the 
 `1/√head_dim` of softmax attention.
 """
 
-import math
-
 import keras
 from keras import ops
 
-from keras_rfattn.arguments import check_no_num_features
 from keras_rfattn.feature_maps.base import FeatureMap
-from keras_rfattn.feature_maps.projected import ProjectedFeatureMap
+from keras_rfattn.feature_maps.projected import Activation
 from keras_rfattn.ops.features import Features
 
 
-class Activation(ProjectedFeatureMap):
-    """Features `f(w · x) / √m` of a positive function f.
-
-    Subclasses implement `log_activation(z)`, the logarithm of f.
-
-    Args:
-        num_features: Number m of random vectors w, twice the head dim by default.
-        projection: How vectors are drawn: `"orthogonal"` (default), `"gaussian"` or a
-            `keras_rfattn.projections.Projection`.
-        seed: Seed of the vectors, a non-negative integer. If `None`, it is drawn from
-            Keras' global seed generator.
-
-    Raises:
-        ValueError: If `num_features` is not a positive integer, or `projection` is
-            unknown.
-
-    Reference:
-        Choromanski et al., "Rethinking Attention with Performers" (2021), section 4.2,
-        generalized attention.
-    """
-
-    kernel = "activation"
-    is_unbiased = False
-
-    def default_scale(self, head_dim):
-        return 1.0
-
-    def log_activation(self, z):
-        """Returns `log f(z)`, elementwise: a finite number for every `z`."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must implement `log_activation(z)`."
+def check_no_num_features(cls, num_features):
+    """Raises `ValueError` if a map that takes no `num_features` is given any."""
+    if num_features is not None:
+        raise ValueError(
+            f"`num_features` must be `None` for {cls.__name__}, which has no random "
+            "vectors, and whose width follows from the head dim. Received: "
+            f"num_features={num_features!r}. Use `None`, or a map with random vectors."
         )
-
-    def key_features(self, x):
-        log_scale = self.log_activation(self.project(x))
-        return Features(None, log_scale - math.log(self.num_features) / 2)
 
 
 @keras.saving.register_keras_serializable("keras_rfattn")
