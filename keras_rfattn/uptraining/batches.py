@@ -103,7 +103,7 @@ def _batches_of(data, batch_size, seed):
     are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in columns)
     if isinstance(data, dict) or are_arrays or _holds_text(columns):
         return _of_rows(as_arrays(data), batch_size, seed)
-    return _items(data)
+    return _of_items(_items(data), batch_size)
 
 
 def _of_rows(arrays, batch_size, seed):
@@ -153,6 +153,15 @@ def _items(data):
             # Loaders return inputs and labels as a list.
             item = tuple(item) if is_list and not _holds_text(item) else item
             yield as_arrays(_inputs(item))
+
+
+def _of_items(items, batch_size):
+    """Yields items that are batches; puts those that hold a single text together."""
+    for item in items:
+        if any(x.ndim == 0 and is_text(x) for x in keras.tree.flatten(item)):
+            rows = [item, *itertools.islice(items, batch_size - 1)]
+            item = keras.tree.map_structure(lambda *x: np.stack(x), *rows)
+        yield item
 
 
 def _inputs(item):

@@ -128,7 +128,8 @@ def uptrain(
         stages: The stages to run: some of `"calibrate"`, `"attention"` and
             `"features"`, in this order. Each is a name, or a
             `keras_rfattn.uptraining.Stage` with options, such as which weights train.
-        batch_size: Number of rows per batch when `data` is arrays or texts.
+        batch_size: Number of rows per batch when `data` is arrays or texts, or yields
+            single texts.
         optimizer: A Keras optimizer, its name or its config. Each stage starts with a
             fresh copy. The default is Adam with a cosine schedule that falls to a
             twentieth of the learning rate. That rate is the map's `learning_rate`

@@ -198,12 +198,29 @@ def one_by_one(kind, labelled):
 
 @pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("kind", ["tf.data", "array", "object", "scalar", "str"])
-def test_single_texts_are_refused(kind, labelled):
-    with pytest.raises(ValueError, match=r"or lists of texts.*data.batch\(32\)"):
-        Batches(one_by_one(kind, labelled), 2, 0, lengths)
-    if kind == "tf.data":
-        batches = Batches(one_by_one(kind, labelled).batch(2), 9, 0, lengths)
-        assert batches(0)["token_ids"].sum(1).tolist() == [3, 4]
+def test_single_texts_are_batched(kind, labelled):
+    batches = Batches(one_by_one(kind, labelled), 2, 0, lengths)
+    found = [batches(step)["token_ids"].sum(1).tolist() for step in range(3)]
+    # An epoch has three texts.
+    assert found == [[3, 4], [5, 3], [4, 5]]
+
+
+def test_single_inputs_that_hold_a_text_are_batched():
+    def rows():
+        for i in range(4):
+            yield {"prompts": "a" * i, "images": np.full((2, 2, 3), i)}, i
+
+    batch = Batches(rows, 3, 0, lambda x: x)(0)
+    assert batch["prompts"].tolist() == ["", "a", "aa"]
+    assert batch["images"].shape == (3, 2, 2, 3) and batch["images"].max() == 2
+    pairs = Batches(
+        lambda: iter([((np.array("a"), np.array("bb")), 1)] * 2), 2, 0, PAIR
+    )
+    assert pairs(0).tolist() == [[1, 2], [1, 2]]
+
+
+def PAIR(x, y=None):
+    return np.array([[len(a), len(b)] for a, b in zip(*x, strict=True)])
 
 
 @pytest.mark.parametrize("row", [3, np.float32(3), None, [[1], [1, 2]]], ids=str)

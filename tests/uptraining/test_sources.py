@@ -42,12 +42,11 @@ def batches(rows):
 
 
 def data_of(kind, rows):
-    if kind == "tf.data":
+    if kind in ("tf.data", "tf.data of single texts"):
         tf = pytest.importorskip("tensorflow")
-        return tf.data.Dataset.from_tensor_slices((rows, rows[:, 0])).batch(16)
-    if kind == "tf.data of texts":
-        tf = pytest.importorskip("tensorflow")
-        return tf.data.Dataset.from_tensor_slices(texts_of(rows)).batch(16)
+        if kind == "tf.data":
+            return tf.data.Dataset.from_tensor_slices((rows, rows[:, 0])).batch(16)
+        return tf.data.Dataset.from_tensor_slices(texts_of(rows))
     if kind == "DataLoader":
         torch = pytest.importorskip("torch")
         return torch.utils.data.DataLoader(torch.tensor(rows), batch_size=16)
@@ -56,11 +55,13 @@ def data_of(kind, rows):
         "PyDataset": Dataset(rows),
         "generator": (x for x in batches(rows) * 3),
         "function": lambda: ((x, None) for x in batches(rows)),
+        "generator of single texts": (x for x in texts_of(rows) * 3),
     }[kind]
 
 
 KINDS = (
-    "tf.data", "DataLoader", "PyDataset", "generator", "function", "tf.data of texts",
+    "tf.data", "DataLoader", "PyDataset", "generator", "function",
+    "tf.data of single texts", "generator of single texts",
 )  # fmt: skip
 
 
