@@ -86,7 +86,7 @@ def configuration(seed):
     if found["family"] == "bart":
         found["way"] = some(*SAMPLERS)
         found |= {"kept heads": "none", "excluded": None}
-    return found
+    return found | {"eagerly": bool(random.random() < 0.5)}
 
 
 def model_of(config):
@@ -119,9 +119,11 @@ def model_of(config):
         seen(f"kept {len(kept)} of {count}")
     if config["excluded"] is not None:
         plan[paths[config["excluded"]]] = None
-    return keras_rfattn.replace_attention(
+    keras_rfattn.replace_attention(
         model, Plan({**plan, "*": None}), seed=0, **MAPS[config["map"]], **needed
     )
+    model.run_eagerly = config["eagerly"]
+    return model
 
 
 COUNTS = collections.Counter()
@@ -246,7 +248,8 @@ def sampled(model, config, ids, mask):
 
 def generated(model, config, ids, mask):
     """Returns the tokens that `generate` finds."""
-    model.compile(sampler=g.SAMPLERS[config["way"]](keras_hub.samplers))
+    sampler = g.SAMPLERS[config["way"]](keras_hub.samplers)
+    model.compile(sampler=sampler, run_eagerly=config["eagerly"])
     found = model.generate(inputs(config, ids, mask), stop_token_ids=None)
     return np.asarray(next(x for k, x in found.items() if k.endswith("token_ids")))
 
