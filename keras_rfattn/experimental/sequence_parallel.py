@@ -23,7 +23,7 @@ JAX is imported when a function is called, because no other backend divides sequ
 import keras
 from keras import ops
 
-from keras_rfattn.backend import compiled, largest_of, take_tokens
+from keras_rfattn.backend import compiled, take_tokens
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.state import State, in_float32, read_sums, sum_tokens
@@ -228,6 +228,6 @@ def _merged(every, which):
         return ops.where(ops.reshape(which, (-1, *(1,) * (len(x.shape) - 1))), x, other)
 
     sums = Sums(some(every[0], LOWEST), *(some(x, 0) for x in every[1:]))
-    highest = largest_of(sums.maximum, axis=0)
+    highest = ops.amax(sums.maximum, axis=0)
     totals = (ops.sum(x, axis=0) for x in rebase(sums, highest)[1:])
     return Sums(highest, *totals)

@@ -41,5 +41,4 @@ def _attend(query, key, value, mask):
     # Keys are done before queries start, so that memory holds the features of one side
     # at a time.
     sums = summarize(*admit(key, value, mask), mask)
-    query = query.relative().compute()
-    return normalize(read(sums, query, value.dtype), query, value.dtype)
+    return normalize(read(sums, query.relative(), value.dtype), query, value.dtype)

@@ -8,10 +8,9 @@ in its own block are weighed one by one, in a C × C matrix of weights; see
 
 from keras import ops
 
-from keras_rfattn.backend import compiled, fold, quotient, representable, smaller
+from keras_rfattn.backend import compiled, fold, representable, smaller
 from keras_rfattn.ops.causal_block import read_block
 from keras_rfattn.ops.causal_fallback import unbounded_weights
-from keras_rfattn.ops.exponents import plain
 from keras_rfattn.ops.layout import (
     block_heads,
     block_mask,
@@ -23,7 +22,14 @@ from keras_rfattn.ops.layout import (
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.state import State, count_visible, in_float32, sum_tokens
-from keras_rfattn.ops.sums import Sums, admit, cast_sums, guarded, no_sums_of, summarize
+from keras_rfattn.ops.sums import (
+    Sums,
+    admit,
+    cast_sums,
+    no_sums_of,
+    normalize,
+    summarize,
+)
 
 SPAN = 30.0
 
@@ -109,14 +115,13 @@ def _causal(query, key, value, key_mask, earlier, block_size, span, fallback):
     mask = block_mask(key_mask, length, block_size)
 
     def step(sums, query, key, value, mask):
-        # Blocks of keys are read twice, once for the sums and once by their queries.
-        query, key = query_features(query), plain(key_features(key))
+        query, key = query_features(query), key_features(key)
         value = block_heads(value, num_kv_heads)
         # Hidden rows may hold anything, so they are removed before any product.
         key, value = admit(key, value, mask)
         prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
         reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
-        output = quotient(reading.numerator, guarded(reading, query), dtype)
+        output = normalize(reading, query, dtype)
         return tuple(last), block_tokens(output, num_heads)
 
     last, found = fold(step, tuple(start), (query, key, blocks, mask))

@@ -9,27 +9,8 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import add_into, affine, exp_into, where, wide_dtype
+from keras_rfattn.backend import accumulated_matmul, where, wide_dtype
 from keras_rfattn.ops.features import LOWEST, Features
-
-
-class Fresh(Features):
-    """Exponential features that no other object holds, so they are overwritten."""
-
-    # An algorithm that reads them twice makes `Features` of them first.
-
-    def raised(self, maximum):
-        """Returns features whose exponents are larger by an array that broadcasts."""
-        return self._replace(log_scale=add_into(self.log_scale, maximum))
-
-    def expand(self, shift, dtype):
-        """Returns `exp(log_scale - shift)`, rounded once, to `dtype`."""
-        return ops.cast(exp_into(self.log_scale, shift), dtype)
-
-
-def plain(features):
-    """Returns features that are not overwritten when they are read."""
-    return Features(*features) if isinstance(features, Fresh) else features
 
 
 class Form(NamedTuple):
@@ -43,7 +24,7 @@ class Form(NamedTuple):
         if self.offset is None:
             factor = self.matrix * self.matrix / -2
             return factor * ops.sum(x * x, axis=-1, keepdims=True)
-        z = affine(x, _fitting(self.matrix, x), _fitting(self.offset, x))
+        z = _products(x, self.matrix) + _fitting(self.offset, x)
         return ops.sum(z * z, axis=-1, keepdims=True) / -2
 
 
@@ -110,6 +91,10 @@ class Exponents(NamedTuple):
         common = ops.zeros_like(x[..., :1]) if common is None else common
         return self._replace(x=x, form=None, common=where(mask, common, LOWEST))
 
+    def raised(self, maximum):
+        """Returns features, heads first, whose exponents are larger by an array."""
+        return self._replace(bias=self.bias + maximum)
+
     def relative(self):
         """Returns features without their common factor, which cancels for a query."""
         return self._replace(form=None, common=None)
@@ -122,11 +107,14 @@ class Exponents(NamedTuple):
         return self._replace(form=None, common=common)
 
     def compute(self):
-        """Returns `Fresh` features of shape `(B, K, R, M)`, heads first."""
+        """Returns `Features` of shape `(B, K, R, M)`, heads first."""
         x, common = ops.cast(self.x, self.scale_dtype), self.settled().common
-        matrix, bias = _fitting(self.matrix, x), _fitting(self.bias, x)
-        terms = (bias,) if common is None else (bias, common)
-        return Fresh(None, affine(x, matrix, *terms))
+        scale = _products(x, self.matrix)
+        # In place on PyTorch, where fresh memory costs more than the sum.
+        scale += _fitting(self.bias, x)
+        if common is not None:
+            scale += common
+        return Features(None, scale)
 
     def dense(self):
         """Returns `Features` of tokens `(..., N, H)`, in the layout of the tokens."""
@@ -141,6 +129,11 @@ class Exponents(NamedTuple):
         return Features(None, ops.reshape(scale, (*shape[:-1], self.width)))
 
 
+def _products(x, vectors):
+    return accumulated_matmul(x, _fitting(vectors, x), is_precise=True)
+
+
 def _fitting(weight, x):
-    """Returns a weight with one more axis if tokens are cut into blocks."""
+    """Returns a weight as tokens have it: in their dtype, and blocks on axis 2."""
+    weight = ops.cast(weight, x.dtype)
     return ops.expand_dims(weight, 2) if len(x.shape) > len(weight.shape) else weight

@@ -14,11 +14,9 @@ from keras import ops
 from keras_rfattn.backend import (
     accumulated_matmul,
     by_heads,
-    elementwise_max,
+    clip,
     fused_softmax,
-    largest_of,
     product,
-    repeat_each,
     representable,
     where,
 )
@@ -87,7 +85,7 @@ class Polynomial:
         """Returns the logarithms of the weights, `(..., R, S)`."""
         (query, query_scale), (key, key_scale) = unit(query), unit(key)
         scale = query_scale + ops.swapaxes(key_scale, -1, -2)
-        cosine = elementwise_max(ops.abs(_products(query, key)), LEAST)
+        cosine = clip(ops.abs(_products(query, key)), low=LEAST)
         return self.degree * (scale + ops.log(cosine))
 
 
@@ -99,18 +97,18 @@ def _exponentiate(exponent, visible):
     if visible is not None:
         exponent = where(visible, exponent, LOWEST)
     # Half of `LOWEST`, so that hidden weights vanish even in a row that sees no key.
-    shift = elementwise_max(largest_of(exponent, axis=-1), LOWEST / 2)
+    shift = clip(ops.amax(exponent, axis=-1), low=LOWEST / 2)
     shift = ops.stop_gradient(shift)
     return ops.exp(exponent - ops.expand_dims(shift, -1)), shift
 
 
 def unit(x):
     """Returns `(x / ‖x‖, log ‖x‖)`, of shapes `(..., H)` and `(..., 1)`."""
-    size = largest_of(ops.abs(x), axis=-1, keepdims=True)
-    size = ops.stop_gradient(elementwise_max(size, LEAST))
+    size = ops.amax(ops.abs(x), axis=-1, keepdims=True)
+    size = ops.stop_gradient(clip(size, low=LEAST))
     x = x / size
     square = ops.sum(ops.square(x), axis=-1, keepdims=True)
-    square = elementwise_max(square, LEAST)
+    square = clip(square, low=LEAST)
     return x / ops.sqrt(square), ops.log(size) + ops.log(square) / 2
 
 
@@ -125,7 +123,7 @@ def read_exactly(kernel, query, key, value, visible):
         # Weights may all vanish, for example those of orthogonal vectors; such a row
         # still sees keys. A softmax row has a weight of 1, and XLA is twice as fast
         # without this.
-        bound = elementwise_max(bound, ops.cast(shift > LOWEST / 2, bound.dtype))
+        bound = ops.maximum(bound, ops.cast(shift > LOWEST / 2, bound.dtype))
     return Reading(shift, numerator, denominator, bound)
 
 
@@ -144,7 +142,7 @@ def exact_attention(
     key, value = hide(key, mask), hide(value, mask)
     visible = None if mask is None else ops.expand_dims(mask, -2)
     if causal:
-        tokens = repeat_each(ops.arange(length), groups)
+        tokens = ops.arange(length * groups) // groups
         past = ops.expand_dims(tokens, 1) >= ops.expand_dims(ops.arange(length), 0)
         past = ops.expand_dims(past, (0, 1))
         if prefix_mask is not None:

@@ -6,7 +6,7 @@ adjacent rows of their token.
 
 from keras import ops
 
-from keras_rfattn.backend import is_known, is_zero, leading, num_blocks
+from keras_rfattn.backend import is_known, is_zero, num_blocks
 from keras_rfattn.ops.exponents import Exponents
 from keras_rfattn.ops.masks import heads_mask
 
@@ -78,7 +78,7 @@ def join_tokens(blocks, length):
     """Joins blocks `(B, 1, n, C, N, ·)` to `(B, T, N, ·)`, and cuts the padding off."""
     batch, _, count, size, num_heads, width = ops.shape(blocks)
     x = ops.reshape(blocks, (batch, count * size, num_heads, width))
-    return leading(x, length, 1)
+    return x[:, :length]
 
 
 def block_mask(key_mask, length, size):

@@ -6,8 +6,6 @@ from keras_rfattn.backend import (
     accumulated_matmul,
     exclusive_scan,
     is_known,
-    largest_of,
-    leading,
     loops_over_blocks,
     num_blocks,
     where,
@@ -83,7 +81,7 @@ def _before(blocks, start, count, levels):
 
     def joined(x):
         x = ops.reshape(x, (ops.shape(x)[0], groups * size, *ops.shape(x)[3:]))
-        return leading(x, count, 1)
+        return x[:, :count]
 
     return Sums(*map(joined, merge_sums(first, within)))
 
@@ -93,7 +91,7 @@ def _within(blocks, size):
     is_before = ops.arange(size)[None, :] < ops.arange(size + 1)[:, None]
     is_before = ops.reshape(is_before, (1, 1, size + 1, size, 1))
     scales = where(is_before, ops.expand_dims(blocks.maximum, 2), LOWEST)
-    maximum = largest_of(scales, axis=3)
+    maximum = ops.amax(scales, axis=3)
     weights = ops.exp(scales - ops.expand_dims(maximum, 3))
     weights = where(is_before, weights, 0)
     weights = ops.transpose(weights, (0, 1, 4, 2, 3))

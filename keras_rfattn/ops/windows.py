@@ -33,15 +33,13 @@ from keras_rfattn.backend import (
     compiled,
     fits,
     fold,
-    leading,
     num_blocks,
     product,
-    repeat_each,
     representable,
-    shifted,
     take_tokens,
     where,
 )
+from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.kernel_attention import exact_attention, read_exactly
 from keras_rfattn.ops.layout import (
     block_mask,
@@ -123,7 +121,7 @@ class Windows:
 
     def beside(self, blocks):
         """Returns each window together with the windows nearby, side by side."""
-        found = [shifted(blocks, x) for x in self.nearby]
+        found = [_shifted(blocks, x) for x in self.nearby]
         return found[0] if len(found) == 1 else ops.concatenate(found, axis=3)
 
     def answer(self, sums, features, query, near, sinks, is_all, dtype):
@@ -140,7 +138,7 @@ class Windows:
         """Returns which keys nearby each query sees, `None` if it sees all of them."""
         within = None
         if self.is_causal:
-            token = repeat_each(ops.arange(self.size), self.groups)
+            token = ops.arange(self.size * self.groups) // self.groups
             keys = ops.arange(self.size * len(self.nearby)) + self.size * self.nearby[0]
             within = ops.expand_dims(token, 1) >= ops.expand_dims(keys, 0)
         # Windows next to a query's own may be zeros before the start or after the end.
@@ -175,7 +173,7 @@ class Windows:
     def elsewhere(self, own, earlier=None):
         """Returns each window's `Sums` over `earlier` and all windows not `nearby`."""
         none = emptied(Sums(*(x[:, :, 0] for x in own)))
-        left, right = (_moved(own, none, self.nearby[i]) for i in (0, -1))
+        left, right = (_shifted_sums(own, self.nearby[i]) for i in (0, -1))
         start = none if earlier is None else cast_sums(earlier, none)
         before, _ = prefix_sums(left, start)
         after, _ = prefix_sums(_reversed(right), none)
@@ -296,7 +294,7 @@ def _all_windows(
         sinks = sinks.key, sinks.value, seen
     arrays = *features, query, key, value, *masks, sinks, earlier
     # Cuts off the padding after the end.
-    output = leading(by_heads(windows, arrays, size), length * groups, 2)
+    output = by_heads(windows, arrays, size)[:, :, : length * groups]
     return ops.cast(merge_heads(output, num_heads, length), dtype), None
 
 
@@ -320,11 +318,15 @@ def _causal_windows(
     def summed_before(offset):
         """Returns keys, values and mask of window `i + offset`, for every window i."""
         keys = keras.tree.map_structure(
-            lambda x: None if x is None else shifted(x, offset), far_key
+            lambda x: None if x is None else _shifted(x, offset), far_key
         )
         summed = exists if is_summed is None else ops.expand_dims(is_summed, -1)
         is_all = is_summed is None and not offset
-        return keys, shifted(value, offset), None if is_all else shifted(summed, offset)
+        return (
+            keys,
+            _shifted(value, offset),
+            None if is_all else _shifted(summed, offset),
+        )
 
     def forward(sums, far, rows, seen):
         keys, value, mask = far
@@ -344,15 +346,22 @@ def _causal_windows(
     return join_tokens(found, length), Sums(*last)
 
 
-def _moved(sums, none, offset):
-    """Returns `Sums` in which window i has the sums of window `i + offset`, if any."""
+def _shifted(blocks, offset, outside=0):
+    """Returns blocks along axis 2: block i is block `i + offset`, if that exists."""
+    if offset == 0:
+        return blocks
+    batch, heads, count, rows, *rest = ops.shape(blocks)
+    # LiteRT joins arrays of at most five axes.
+    flat = ops.reshape(blocks, (batch, heads, count * rows, *rest))
+    edge = ops.full_like(flat[:, :, :rows], outside)
+    parts = [edge, flat[:, :, :-rows]] if offset < 0 else [flat[:, :, rows:], edge]
+    return ops.reshape(ops.concatenate(parts, axis=2), ops.shape(blocks))
 
-    def move(x, y):
-        y = ops.expand_dims(ops.cast(y, x.dtype), 2)
-        parts = [y, x[:, :, :-1]] if offset < 0 else [x[:, :, 1:], y]
-        return ops.concatenate(parts, axis=2)
 
-    return Sums(*map(move, sums, none)) if offset else sums
+def _shifted_sums(sums, offset):
+    """Returns `Sums` of which those of window i are those of window `i + offset`."""
+    rest = (_shifted(x, offset) for x in sums[1:])
+    return Sums(_shifted(sums.maximum, offset, LOWEST), *rest)
 
 
 def _reversed(sums):
