@@ -133,35 +133,6 @@ def compiled(function, /, **options):
     return lambda *arrays: function(*arrays, **options)
 
 
-# A program of LiteRT has no loops, and one of PyTorch repeats their body.
-def loops_over_blocks(count):
-    """Returns whether prefix sums over `count` blocks should be a loop."""
-    return True
-
-
-# On a GPU, the steps of `ops.scan` cost more than all of them at once.
-def exclusive_scan(combine, start, elements, by_doubling=False):
-    """Folds `elements` along axis 0, and returns the carry before each of them."""
-    if elements[0].shape[0] == 1:
-        after = combine(start, tuple(x[0] for x in elements))
-        return after, tuple(x[None] for x in start)
-    if by_doubling:
-        return _scan_by_doubling(combine, start, elements)
-    return ops.scan(lambda carry, x: (combine(carry, x), carry), start, elements)
-
-
-def _scan_by_doubling(combine, start, elements):
-    """Computes `exclusive_scan` in log2(n) steps, each over all elements at once."""
-    both = zip(start, elements, strict=True)
-    sums, distance = [ops.concatenate([a[None], b], 0) for a, b in both], 1
-    while distance < sums[0].shape[0]:
-        parts = (x[:-distance] for x in sums), (x[distance:] for x in sums)
-        both = zip(sums, combine(*map(tuple, parts)), strict=True)
-        sums = [ops.concatenate([x[:distance], y], 0) for x, y in both]
-        distance *= 2
-    return tuple(x[-1] for x in sums), tuple(x[:-1] for x in sums)
-
-
 # `ops.scan` keeps what each step computed, for the gradient.
 def fold(step, carry, blocks):
     """Runs `step` over blocks, one at a time where that saves memory and time."""

@@ -72,10 +72,6 @@ def _call(function, options, *arrays):
     return function(*arrays, **dict(options))
 
 
-def exclusive_scan(combine, start, elements):
-    return common.exclusive_scan(combine, start, elements, _is_on_gpu())
-
-
 def fold(step, carry, blocks):
     """Loops over blocks; the gradient computes a block again and keeps none of it."""
     leaves = [x for x in jax.tree.leaves(blocks) if x is not None]

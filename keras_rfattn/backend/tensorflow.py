@@ -40,7 +40,3 @@ def compiled(function, /, **options):
         call = functools.partial(function, **options)
         graph._rfattn_functions[key] = tf.function(call, autograph=False)
     return graph._rfattn_functions[key]
-
-
-def loops_over_blocks(count):
-    return is_known(count) and count == 1

@@ -34,6 +34,7 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
 
 
 def clip(x, low=None, high=None):
+    x = _tensor(x)
     if x.dtype == torch.float16:
         # PyTorch refuses numbers beyond its range.
         most = torch.finfo(x.dtype).max
@@ -111,15 +112,6 @@ def is_differentiated(*arrays):
 def default_block_size():
     device = ops.empty(()).device.type
     return common.BLOCK_SIZES.get(device, common.DEFAULT_BLOCK_SIZE)
-
-
-def loops_over_blocks(count):
-    # A program would repeat the body of a loop for every block.
-    return is_known(count) and count == 1 or not _is_traced()
-
-
-def exclusive_scan(combine, start, elements):
-    return common.exclusive_scan(combine, start, elements, _is_on_gpu(start))
 
 
 def fold(step, carry, blocks):
