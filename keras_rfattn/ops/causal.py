@@ -12,12 +12,11 @@ from keras_rfattn.backend import compiled, fold, representable, smaller
 from keras_rfattn.ops.causal_block import read_block
 from keras_rfattn.ops.causal_fallback import unbounded_weights
 from keras_rfattn.ops.layout import (
-    block_heads,
     block_mask,
-    block_tokens,
-    cut_tokens,
-    in_blocks,
-    join_tokens,
+    cut_blocks,
+    features_in_blocks,
+    join_blocks,
+    split_heads,
 )
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
@@ -109,20 +108,22 @@ def _causal(query, key, value, key_mask, earlier, block_size, span, fallback):
     start = no_sums_of(key, (batch, num_kv_heads), value)
     start = start if earlier is None else cast_sums(earlier, start)
     query = query.relative()
-    query, query_features = in_blocks(query, num_kv_heads, block_size, groups)
-    key, key_features = in_blocks(key, num_kv_heads, block_size)
-    blocks = cut_tokens(value, block_size)
+    query = features_in_blocks(query, num_kv_heads, block_size, groups)
+    key = features_in_blocks(key, num_kv_heads, block_size)
+    value = cut_blocks(split_heads(value, num_kv_heads), block_size)
+    weights = query.shared(), key.shared()
     mask = block_mask(key_mask, length, block_size)
 
     def step(sums, query, key, value, mask):
-        query, key = query_features(query), key_features(key)
-        value = block_heads(value, num_kv_heads)
+        query, key = (
+            x.joined(y).compute() for x, y in zip((query, key), weights, strict=True)
+        )
         # Hidden rows may hold anything, so they are removed before any product.
         key, value = admit(key, value, mask)
         prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
         reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
         output = normalize(reading, query, dtype)
-        return tuple(last), block_tokens(output, num_heads)
+        return tuple(last), output
 
-    last, found = fold(step, tuple(start), (query, key, blocks, mask))
-    return join_tokens(found, length), Sums(*last)
+    last, found = fold(step, tuple(start), (query.tokens(), key.tokens(), value, mask))
+    return join_blocks(found, num_heads, length), Sums(*last)

@@ -107,7 +107,16 @@ class Exponents(NamedTuple):
         return self._replace(form=None, common=common)
 
     def compute(self):
-        """Returns `Features` of shape `(B, K, R, M)`, heads first."""
+        """Returns `Features` of shape `(B, K, R, M)`, heads first, or in blocks."""
+        if len(self.x.shape) == 5:
+            # The product takes rows of tokens, so the blocks are joined for it.
+            batch, heads, count, rows, _ = ops.shape(self.x)
+            joined = batch, heads, count * rows
+            flat = self.of_tokens(lambda x: ops.reshape(x, (*joined, x.shape[-1])))
+            blocks = batch, heads, count, rows
+            return flat.compute().of_tokens(
+                lambda x: ops.reshape(x, (*blocks, x.shape[-1]))
+            )
         x, common = ops.cast(self.x, self.scale_dtype), self.settled().common
         scale = _products(x, self.matrix)
         # In place on PyTorch, where fresh memory costs more than the sum.

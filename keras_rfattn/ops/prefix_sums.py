@@ -12,9 +12,9 @@ from keras_rfattn.backend import (
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.sums import Sums, cast_sums, merge_sums
 
-# Up to `FEW` blocks are added one by one. Of more, `GROUP` are summed at once, by weights
-# for each pair. `LEVELS` is how often groups are grouped again if the number of blocks is
-# unknown, which allows at most 2**16 of them.
+# Up to `FEW` blocks are added one by one. Of more, `GROUP` are summed at once, by
+# weights for each pair. `LEVELS` is how often groups are grouped again if the number of
+# blocks is unknown, which allows at most 2**16 of them.
 FEW, GROUP, LEVELS = 4, 16, 4
 
 

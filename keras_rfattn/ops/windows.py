@@ -24,7 +24,6 @@ Sinks" (Xiao et al., 2024) keeps the first tokens beside a sliding window.
 import dataclasses
 from typing import Any, NamedTuple
 
-import keras
 from keras import ops
 
 from keras_rfattn.backend import (
@@ -43,11 +42,10 @@ from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.kernel_attention import exact_attention, read_exactly
 from keras_rfattn.ops.layout import (
     block_mask,
-    block_tokens,
     cut_blocks,
+    features_in_blocks,
     heads_first,
-    in_blocks,
-    join_tokens,
+    join_blocks,
     merge_heads,
     split_heads,
 )
@@ -306,44 +304,39 @@ def _causal_windows(
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
     length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
     windows = Windows(kernel, window, groups, sliding, True)
-    far_query, compute_query = in_blocks(query_features, num_kv_heads, window, groups)
-    far_key, compute_key = in_blocks(key_features, num_kv_heads, window)
+    far_query = features_in_blocks(query_features, num_kv_heads, window, groups)
+    far_key = features_in_blocks(key_features, num_kv_heads, window)
+    weights = far_query.shared(), far_key.shared()
     hidden = block_mask(mask, length, window)
     tokens = [split_heads(x, num_kv_heads) for x in (query, key, representable(value))]
     query, key, value, exists = windows.cut(*tokens, hidden)
-    is_summed = block_mask(summed, length, window)
-    rows = far_query, query, list(map(windows.beside, (key, value, exists)))
+    rows = far_query.tokens(), query, list(map(windows.beside, (key, value, exists)))
     seen = None if sinks is None else sinks.before(windows, ops.shape(value)[2])
+    # Keys, values and mask of the window that is far from the next one on.
+    offset, summed = windows.nearby[0], block_mask(summed, length, window)
+    if summed is None and offset:
+        summed = exists[..., 0]
+    leaving = (
+        far_key.tokens().of_tokens(lambda x: _shifted(x, offset)),
+        *(None if x is None else _shifted(x, offset) for x in (value, summed)),
+    )
 
-    def summed_before(offset):
-        """Returns keys, values and mask of window `i + offset`, for every window i."""
-        keys = keras.tree.map_structure(
-            lambda x: None if x is None else _shifted(x, offset), far_key
-        )
-        summed = exists if is_summed is None else ops.expand_dims(is_summed, -1)
-        is_all = is_summed is None and not offset
-        return (
-            keys,
-            _shifted(value, offset),
-            None if is_all else _shifted(summed, offset),
-        )
-
-    def forward(sums, far, rows, seen):
-        keys, value, mask = far
-        mask = None if mask is None else needed(mask[..., 0])
-        own = summarize(*admit(compute_key(keys), value, mask), mask)
+    def forward(sums, leaving, rows, seen):
+        key, value, mask = leaving
+        mask = needed(mask)
+        key = key.joined(weights[1]).compute()
+        own = summarize(*admit(key, value, mask), mask)
         before, last = prefix_sums(own, Sums(*sums))
         features, query, near = rows
-        features, is_all = compute_query(features), hidden is None
+        features, is_all = features.joined(weights[0]).compute(), hidden is None
         exact = None if sinks is None else (sinks.key, sinks.value, seen)
         output = windows.answer(before, features, query, near, exact, is_all, dtype)
-        return tuple(last), block_tokens(output, num_heads)
+        return tuple(last), output
 
     start = no_sums_of(key_features, ops.shape(value)[:2], value)
     start = start if earlier is None else cast_sums(earlier, start)
-    blocks = summed_before(windows.nearby[0]), rows, seen
-    last, found = fold(forward, tuple(start), blocks)
-    return join_tokens(found, length), Sums(*last)
+    last, found = fold(forward, tuple(start), (leaving, rows, seen))
+    return join_blocks(found, num_heads, length), Sums(*last)
 
 
 def _shifted(blocks, offset, outside=0):
