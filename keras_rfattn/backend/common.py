@@ -33,14 +33,14 @@ def representable(value):
     return value
 
 
-# `ops.clip` makes arrays of the numbers, and sending one to a GPU waits for all work.
+# On PyTorch, Keras makes arrays of numbers, which a GPU waits for, and rounds float64.
 def clip(x, low=None, high=None):
-    """Returns `x` limited to a range between numbers, or `None` for no limit."""
+    """Returns `x` in its dtype, limited by numbers or arrays; `None` is no limit."""
     x = x if low is None else ops.maximum(x, low)
     return x if high is None else ops.minimum(x, high)
 
 
-# `ops.where` makes arrays of numbers, as `ops.clip` does.
+# On PyTorch, Keras makes arrays of numbers, as in `clip`.
 def where(condition, a, b):
     """Returns `a` where the condition is true, else `b`; `a` or `b` may be a number."""
     return ops.where(condition, a, b)

@@ -35,11 +35,17 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
 
 def clip(x, low=None, high=None):
     x = _tensor(x)
-    if x.dtype == torch.float16:
-        # PyTorch refuses numbers beyond its range.
+
+    def limit(y):
+        if isinstance(y, torch.Tensor):
+            return y.to(x.dtype)
+        if y is None or x.dtype != torch.float16:
+            return y
+        # PyTorch refuses numbers beyond the range of float16.
         most = torch.finfo(x.dtype).max
-        low, high = (y if y is None else max(-most, min(y, most)) for y in (low, high))
-    return x.clamp(low, high)
+        return max(-most, min(y, most))
+
+    return x.clamp(limit(low), limit(high))
 
 
 def where(condition, a, b):

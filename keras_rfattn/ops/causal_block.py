@@ -68,7 +68,7 @@ def _reference(prefix, log_scale, mask):
     """Returns a running maximum `(..., M)` that depends on keys all queries may see."""
     log_scale = ops.stop_gradient(log_scale)
     if mask is None:
-        return ops.maximum(prefix.maximum, log_scale[..., 0, :])
+        return clip(prefix.maximum, low=log_scale[..., 0, :])
     position = ops.arange(mask.shape[-1], dtype="int32")
     first = where(mask, position, mask.shape[-1])
     first = position == ops.amin(first, axis=-1, keepdims=True)
@@ -78,7 +78,7 @@ def _reference(prefix, log_scale, mask):
     # ONNX Runtime has no `where` for booleans.
     seen = ops.any(mask, axis=-1, keepdims=True)
     known = (has_prefix & mask[..., :1]) | (~has_prefix & seen)
-    return ops.where(known, ops.maximum(prefix.maximum, row), prefix.maximum)
+    return ops.where(known, clip(prefix.maximum, low=row), prefix.maximum)
 
 
 def _visible(block_size, groups):

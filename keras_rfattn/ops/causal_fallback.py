@@ -58,7 +58,7 @@ def unbounded_weights(query, key, mask, groups, dtype):
     shift = ops.stop_gradient(ops.amax(exponent, axis=(-2, -1)))
     shift = ops.reshape(shift, ops.shape(raised.log_scale)[:-1])
     far_shift = ops.stop_gradient(ops.amax(raised.log_scale, axis=-1))
-    shift = clip(ops.maximum(shift, far_shift), low=0)
+    shift = clip(clip(shift, low=far_shift), low=0)
     # The keys of earlier chunks by a product, those of the same chunk one by one.
     column = ops.expand_dims(shift, -1)
     far = Features(keys.values, log_scale - maximum)

@@ -123,7 +123,7 @@ def read_exactly(kernel, query, key, value, visible):
         # Weights may all vanish, for example those of orthogonal vectors; such a row
         # still sees keys. A softmax row has a weight of 1, and XLA is twice as fast
         # without this.
-        bound = ops.maximum(bound, ops.cast(shift > LOWEST / 2, bound.dtype))
+        bound = clip(bound, low=ops.cast(shift > LOWEST / 2, bound.dtype))
     return Reading(shift, numerator, denominator, bound)
 
 

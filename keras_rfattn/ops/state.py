@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import representable
+from keras_rfattn.backend import clip, representable
 from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide
@@ -124,7 +124,8 @@ def add_token(sums, key_features, value, key_mask=None):
     num_kv_heads, mask = value.shape[2], heads_mask(key_mask)
     value = split_heads(representable(value), num_kv_heads)
     key, value = admit(heads_first(key_features, num_kv_heads), value, mask)
-    maximum = ops.maximum(sums.maximum, ops.stop_gradient(key.log_scale[:, :, 0]))
+    largest = ops.stop_gradient(key.log_scale[:, :, 0])
+    maximum = clip(sums.maximum, low=largest)
     kept, shift = rebase(sums, maximum), ops.expand_dims(maximum, 2)
     magnitude, rows = key.magnitudes(shift, "float32"), key.expand(shift, "float32")
     # Before any visible token, the exponent of a hidden one is the maximum.

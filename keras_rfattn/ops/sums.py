@@ -68,7 +68,7 @@ def summarize(key, value, mask=None):
 
 def merge_sums(a, b):
     """Returns the sums over two disjoint sets of keys together."""
-    maximum = ops.maximum(a.maximum, b.maximum)
+    maximum = clip(a.maximum, low=b.maximum)
     pairs = zip(rebase(a, maximum)[1:], rebase(b, maximum)[1:], strict=True)
     return Sums(maximum, *(x + y for x, y in pairs))
 
@@ -123,7 +123,7 @@ def look_up(sums, query, rows, shift):
 
 def combine(a, b):
     """Adds the readings of two disjoint sets of keys by the same queries."""
-    shift = ops.maximum(a.shift, b.shift)
+    shift = clip(a.shift, low=b.shift)
     pairs = (lowered(x, shift - x.shift)[1:] for x in (a, b))
     return Reading(shift, *(x + y for x, y in zip(*pairs, strict=True)))
 
@@ -152,7 +152,7 @@ def guarded(reading, features):
         floor = GUARD * ops.stop_gradient(reading.bound)
         sign = where(denominator < 0, -1.0, 1.0)
         sign = ops.cast(sign, denominator.dtype)
-        denominator = sign * ops.maximum(ops.abs(denominator), floor)
+        denominator = sign * clip(ops.abs(denominator), low=floor)
     seen = reading.bound > 0
     if features.has_offset:
         # The denominator is a sum of squares, so it is below 0 only by rounding.
